@@ -43,13 +43,13 @@ from checkpointing.format.layout import (
 )
 from checkpointing.format.plan import (
     REPLICATE,
-    Layout,
     Nodes,
-    Piece,
     Split,
+    TensorLayout,
+    TensorPiece,
     TensorSpec,
+    assign_files,
     local_boxes,
-    own_files,
     plan_pieces,
     replicated,
 )
@@ -127,14 +127,14 @@ def llama_405b() -> dict[str, tuple[int, ...]]:
     }
 
 
-def _rows(ranks: int, shards: int) -> Layout:
+def _rows(ranks: int, shards: int) -> TensorLayout:
     """FSDP over groups of `shards` ranks."""
     if shards == ranks:
-        return Layout(tuple(range(ranks)), (ranks,), (Split(0),))
-    return Layout(tuple(range(ranks)), (ranks // shards, shards), (REPLICATE, Split(0)))
+        return TensorLayout(tuple(range(ranks)), (ranks,), (Split(0),))
+    return TensorLayout(tuple(range(ranks)), (ranks // shards, shards), (REPLICATE, Split(0)))
 
 
-def _specs(layout: Layout) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
+def _specs(layout: TensorLayout) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
     """(model, optimizer) as a rank sees them."""
     whole = replicated(layout.ranks)
     model = {
@@ -151,7 +151,7 @@ def _specs(layout: Layout) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]
 # --- this engine ---------------------------------------------------------------------------------
 
 
-def _plan(layout: Layout, per_node: int) -> dict[str, Any]:
+def _plan(layout: TensorLayout, per_node: int) -> dict[str, Any]:
     """Plan on a few nodes; figures."""
     before = _peak_bytes()
     nodes = tuple(
@@ -205,7 +205,7 @@ def _plan(layout: Layout, per_node: int) -> dict[str, Any]:
 
 def plan_rank(
     specs: tuple[Mapping[str, TensorSpec], Mapping[str, TensorSpec]], nodes: Nodes, rank: int
-) -> tuple[PlanInput, str, dict[str, int], list[Piece]]:
+) -> tuple[PlanInput, str, dict[str, int], list[TensorPiece]]:
     """What a rank does before its first save, as TensorCheckpointer does it: the plan for all,
     its digest, the owners of files, and what the rank contributes."""
     of_all: dict[str, TensorSpec] = {}
@@ -220,7 +220,7 @@ def plan_rank(
             tensors = {f"{section.stem}/{name}": at for name, at in file.tensors.items()}
             files.append(replace(file, tensors=tensors))
         of_all |= {f"{section.stem}/{name}": spec for name, spec in wanted.items()}
-    owners = own_files(files, len(nodes))
+    owners = assign_files(files, len(nodes))
     near = {file: nodes[node] for file, node in owners.items()}
     stored = {name: at for file in files for name, at in file.tensors.items()}
     pieces = plan_pieces(of_all, stored, near, rank)
@@ -228,7 +228,7 @@ def plan_rank(
     return PlanInput(of_all, files, indexes, digest), digest, owners, pieces
 
 
-def _looked_at(nodes: Nodes, layout: Layout) -> list[int]:
+def _looked_at(nodes: Nodes, layout: TensorLayout) -> list[int]:
     """First, last, and those that own the first and the largest file."""
     plan, _, owners, _ = plan_rank(_specs(layout), nodes, 0)
     largest = max(plan.files, key=lambda file: file.size)
@@ -245,7 +245,7 @@ def _least(files: Sequence[TensorFile], nodes: int) -> float:
     return max(sum(sizes) / nodes, *crowded)
 
 
-def _nbytes(piece: Piece) -> int:
+def _nbytes(piece: TensorPiece) -> int:
     return math.prod(piece.box.shape) * DTYPE_BYTES[piece.stored.meta.dtype]
 
 
@@ -283,7 +283,7 @@ def _compare(world: int, per_node: int) -> dict[str, Any]:
     return {"ranks": world, "ours": figures, "dcp": _alone(_plan_dcp, layout)}
 
 
-def _plan_dcp(layout: Layout) -> dict[str, Any]:
+def _plan_dcp(layout: TensorLayout) -> dict[str, Any]:
     """What rank 0 does for all ranks of a DCP save."""
     before = _peak_bytes()
     plans = [SavePlan(list(_write_items(layout, rank)), planner_data={}) for rank in layout.ranks]
@@ -300,7 +300,7 @@ def _plan_dcp(layout: Layout) -> dict[str, Any]:
     }
 
 
-def _write_items(layout: Layout, rank: int) -> Iterator[WriteItem]:
+def _write_items(layout: TensorLayout, rank: int) -> Iterator[WriteItem]:
     """The plan of one rank, as `create_default_local_save_plan` makes it."""
     properties = TensorProperties(dtype=torch.float32)
     for section, specs in zip(("model", "optimizer"), _specs(layout), strict=True):

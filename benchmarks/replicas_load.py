@@ -26,8 +26,8 @@ from benchmarks.support.checkpoint_rank import (
 from checkpointing import CheckpointOptions, TensorCheckpointer
 from checkpointing.format.layout import MODEL, step_name
 from checkpointing.load.fill import read_tensors
-from checkpointing.load.segments import Files
-from checkpointing.ranks import Ranks
+from checkpointing.load.segments import CheckpointFiles
+from checkpointing.ranks import RankGroup
 from checkpointing.storage.posix import filesystem
 from checkpointing.storage.steps import open_step, storage_of, stored_tensors
 from elastic import leave_world
@@ -72,14 +72,14 @@ def _rank(rank: int, folder: str, ranks: int, size: int, rounds: int) -> None:
         checkpointer.wait()
     path = run / step_name(1)
     step = open_step(path)
-    files = Files(
+    files = CheckpointFiles(
         path,
         lambda name: storage_of(path).open(path / name),
         stored_tensors(step, MODEL, verify=False),
         step.record.files,
     )
     targets = {name: torch.empty_like(tensor) for name, tensor in model.items()}
-    (specs,) = Ranks(group).specs(lambda: [targets])
+    (specs,) = RankGroup(group).specs(lambda: [targets])
     everyone = tuple(range(ranks))
     ways = {"together": (everyone,), "each by itself": tuple((one,) for one in everyone)}
     figures: dict[str, Any] = {way: {"cold": [], "warm": [], "bytes": []} for way in ways}

@@ -1,4 +1,4 @@
-"""What makes training state durable: named tensors and a process group in, safetensors out.
+"""Durable training state: named tensors and a process group in, safetensors out.
 
 Imports neither trainer nor elastic. Public names load on first use, so that
 `checkpointing.options` is read, and checkpoints are listed, without importing torch.

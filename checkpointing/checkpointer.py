@@ -1,5 +1,5 @@
-"""Checkpointer: the face for a loop of one's own. state.py takes apart what the loop gives it, and
-tensor_checkpointer.py saves and loads that."""
+"""Checkpointer: the interface for any training loop. state.py converts the loop's state to named
+tensors, which tensor_checkpointer.py saves and loads."""
 
 import atexit
 import hashlib
@@ -22,12 +22,12 @@ from checkpointing.errors import CheckpointError, WrongModel
 from checkpointing.format.layout import TensorMeta, parse_step
 from checkpointing.format.optimizers import OptimizerTargets
 from checkpointing.options import CheckpointOptions
-from checkpointing.ranks import Ranks, failing_alike
+from checkpointing.ranks import RankGroup, failing_alike
 from checkpointing.save.messages import SaveOutcome
-from checkpointing.save.planning import refuse_different, replicas, tell
+from checkpointing.save.planning import replicas_to_compare, require_equal, sample_digest
 from checkpointing.state import (
-    Parts,
     State,
+    StateParts,
     put_back,
     refuse_ties,
     refuse_values,
@@ -45,8 +45,8 @@ T = TypeVar("T")
 
 
 class Checkpointer:
-    """Saves and loads what a training loop consists of. Methods are called on all ranks. A step
-    whose trained parameters or optimizer state hold NaN or infinity is neither saved nor loaded.
+    """Saves and loads the state of a training loop. Methods are called on all ranks. A step with
+    NaN or infinity in trained parameters or optimizer state is neither saved nor loaded.
 
         checkpointer = Checkpointer("checkpoints", keep=2)
         state = {"model": model, "optimizer": optimizer, "schedule": schedule}
@@ -55,20 +55,21 @@ class Checkpointer:
         …
         checkpointer.save(step, state)
 
-    A save holds the loop up until it is agreed on: what may change soon is copied then, and the
-    rest while training goes on, up to the next step of the optimizers that are guarded. A process
-    of each node writes what was copied. When the program ends, it waits for the last save.
+    A save blocks the loop until all ranks agree on it. State that may change soon is copied
+    meanwhile; the rest is copied while training goes on, up to the next step of the guarded
+    optimizers. A process of each node writes the copies. At its end the program waits for the last
+    save.
 
     Args:
-        directory: holds the steps: a path, or a URL such as "s3://bucket/folder". Made at the first
-            save.
-        group: of the ranks that save and load together; it carries CPU tensors. None: all of the
-            default process group, or this process alone where there is none.
-        options: fields of `CheckpointOptions`, such as keep=2. `when_busy` is "wait" here, unless
-            given.
+        directory: directory of the steps: a path, or a URL such as "s3://bucket/folder". Created at
+            the first save.
+        group: the ranks that save and load together; it carries CPU tensors. None: the default
+            process group, or this process alone if there is none.
+        options: fields of `CheckpointOptions`, such as keep=2. The default of `when_busy` is "wait"
+            here.
 
     Raises:
-        TypeError, ValueError: an option that there is not, or with a wrong value.
+        TypeError, ValueError: an option does not exist, or has a wrong value.
     """
 
     def __init__(
@@ -82,39 +83,40 @@ class Checkpointer:
             raise TypeError(f"{of_recipes[0]} is for recipes; the loop decides when it saves")
         given = CheckpointOptions(**{"when_busy": "wait", **options})
         group = group or _default_group()
-        self._ranks = Ranks(group)
+        self._ranks = RankGroup(group)
         self._tensors = TensorCheckpointer(directory, given, group)
+        # Weak: a replaced optimizer must not keep its state alive.
         self._guarded: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._newest: int | None = None
-        """The step that `load` would take now, once `_looked`."""
+        """The step that `load` would load now, once `_looked`."""
         self._own_step: int | None = None
-        """The step that was last loaded or saved."""
+        """The step last loaded or saved."""
         self._looked = False
         self._outcomes: list[SaveOutcome] = []
         self._process = os.getpid()
-        atexit.register(self._at_exit)
+        atexit.register(self._at_exit)  # a loop without `with` must not lose its last save
 
     @property
     def directory(self) -> Place:
-        """Where the steps lie, absolute: a path or the URL of an object store."""
+        """Directory of the steps, absolute: a path or the URL of an object store."""
         return self._tensors.directory
 
     @property
     def loaded_from(self) -> Literal["memory", "storage"] | None:
-        """Where `load` found what it loaded."""
+        """Where `load` found the step."""
         return self._tensors.loaded_from
 
     def load(self, state: State, step: int | None = None) -> int | None:
-        """Load into the objects of `state`, in place: the newest good checkpoint, or what the last
-        run left in memory if that is newer. From whatever number of ranks it was saved.
+        """Load into the objects of `state`, in place: the newest good checkpoint, or a newer step
+        that the last run left in memory. The number of ranks that saved it does not matter.
 
         Args:
-            state: modules, optimizers, tensors, and objects with state_dict and load_state_dict, by
-                what they are called. Those that were saved.
-            step: load this one, from storage; the first rank's word counts.
+            state: the objects that were saved, by key: modules, optimizers, tensors, and objects
+                with state_dict and load_state_dict.
+            step: load this step, from storage; the first rank's value counts.
 
         Returns:
-            The step; None if there is no checkpoint, and nothing was changed.
+            The step; None if there is no checkpoint, with nothing changed.
 
         Raises:
             WrongModel: the checkpoint is of other objects, names, shapes or parameter groups, or of
@@ -129,20 +131,20 @@ class Checkpointer:
         wanted = self.on_main(lambda: None if step is None else _whole(step))
 
         def refuse(saved: Mapping[str, Any]) -> None:
-            told = saved.get("groups", {}), saved.get("kinds", {})
-            refuse_values(state, self._own(saved), parts.groups, *told)
+            saved_parts = saved.get("groups", {}), saved.get("kinds", {})
+            refuse_values(state, self._own(saved), parts.groups, *saved_parts)
             refuse_ties(parts.tied, saved.get("tied"))
 
-        made: dict[str, OptimizerTargets] = {}
+        loading: dict[str, OptimizerTargets] = {}
 
         def targets(saved: Mapping[str, Any], metas: Mapping[str, TensorMeta]) -> dict[str, Tensor]:
-            made.update(targets_of(state, parts, saved.get("trees", {}), metas))
-            return {name: one for of in made.values() for name, one in of.tensors.items()}
+            loading.update(targets_of(state, parts, saved.get("trees", {}), metas))
+            return {name: one for of in loading.values() for name, one in of.tensors.items()}
 
         def restore(saved: Mapping[str, Any]) -> None:
-            refuse(saved)  # of other ranks than the first
+            refuse(saved)  # the load called it on the first rank only
             put_back(state, self._own(saved))
-            for of in made.values():
+            for of in loading.values():
                 of.put()
 
         found = self._tensors.load(
@@ -158,14 +160,14 @@ class Checkpointer:
             return None
         self.on_all(lambda: restore(found))
         self._own_step = int(found["step"])
-        if self._tensors.newer_than_storage:  # memory may be lost with its machine
+        if self._tensors.newer_than_storage:  # memory would be lost with its machine
             self.save(found["step"], state)
         return int(found["step"])
 
     def guard(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Have each step of these optimizers wait until their tensors are copied. `save` then
-        returns before they are, if all optimizers of its state are guarded; else it waits. The
-        writer process starts meanwhile."""
+        """Make each step of these optimizers wait until their tensors are copied. If all optimizers
+        of its state are guarded, `save` returns before the copy is complete; else it waits. Also
+        starts the writer process."""
         self._tensors.start_early()
         for optimizer in map(unwrapped, optimizers):
             if optimizer not in self._guarded:
@@ -181,33 +183,33 @@ class Checkpointer:
         files: Mapping[str, bytes] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> bool:
-        """Begin to save; what is saved is what the state is now, whatever happens to it afterwards.
-        Buffers of modules become those of the first rank that has them, on all ranks.
+        """Begin to save the state as it is now; later changes have no effect. Buffers of modules
+        become those of the first rank that has them, on all ranks.
 
         Args:
-            step: names the checkpoint: a whole number, from 0 on, the same on all ranks.
-            state: as for `load`. Objects whose state differs among ranks have all of it saved.
-            wait: return when the checkpoint is in storage.
-            files: others that are to lie beside the tensors, by name, such as config.json or
+            step: names the checkpoint: a whole number from 0 on, equal on all ranks.
+            state: as for `load`. If an object's state differs among ranks, each rank's is saved.
+            wait: return once the checkpoint is in storage.
+            files: other files to store beside the tensors, by name, such as config.json or
                 additional_chat_templates/tool_use.jinja.
             metrics: such as {"validation_loss": 2.1}, for `keep_best`.
 
         Returns:
-            False if it is not saved: an earlier one is still being saved and `when_busy` is "skip",
-            or the writer process is gone. `outcomes` has the reason.
+            False if nothing is saved: an earlier save is running and `when_busy` is "skip", or the
+            writer process is gone. `outcomes` has the reason.
 
         Raises:
-            ValueError: the step or the state cannot be saved, on whatever rank, or plain tensors
-                differ by rank; says what and why.
-            CheckpointError: storage has a newer step, which the next `load` would take; or this
-                step, and it was neither loaded nor saved here.
+            ValueError: the step or the state cannot be saved, on any rank, or plain tensors differ
+                by rank; says what and why.
+            CheckpointError: storage has a newer step, which the next `load` would load; or this
+                step, which was neither loaded nor saved here.
             SaveFailed: with `wait`.
         """
         state = {key: unwrapped(value) for key, value in state.items()}
         optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
         guarded = bool(optimizers) and all(one in self._guarded for one in optimizers)
 
-        def take() -> tuple[int, Parts, bytes, tuple[int, bytes]]:
+        def collect() -> tuple[int, StateParts, bytes, tuple[int, bytes]]:
             number = _whole(step)
             parts = take_apart(state, self._guarded if guarded else ())
             buffers = {name: f"{one.dtype} {one.shape}" for name, one in parts.buffers.items()}
@@ -215,7 +217,7 @@ class Checkpointer:
             digest = _digest([parts.values, parts.groups, parts.trees])
             return number, parts, digest, (nbytes, _digest(buffers))
 
-        step, parts, digest, buffers = self.on_all(take)
+        step, parts, digest, buffers = self.on_all(collect)
         values = self._agreed(step, parts, digest, buffers)
         self._look()
         there = self._newest
@@ -240,23 +242,23 @@ class Checkpointer:
             self.wait_staged()
         if wait:
             self.wait()
-        self._hear()
+        self._collect_outcomes()
         return saved
 
     def wait_staged(self) -> None:
-        """Until everything may change again. `guard` sees to it; it is for a loop that changes
-        parameters otherwise than by an optimizer. Asks no other rank."""
+        """Wait until all tensors may change. `guard` does so for optimizers; call it in a loop that
+        changes parameters otherwise. Needs no other rank."""
         self._tensors.wait_staged()
 
     def outcomes(self) -> list[SaveOutcome]:
-        """Saves that ended since the last call, good or bad. Does not wait. Failures are logged as
-        warnings, too."""
-        self._hear()
+        """Returns the outcomes of saves that ended since the last call. Does not wait. Failures are
+        also logged as warnings."""
+        self._collect_outcomes()
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
     def wait(self) -> None:
-        """Until nothing is being saved.
+        """Wait until no save is running.
 
         Raises:
             SaveFailed: the last save failed; the checkpoints before it are untouched.
@@ -264,7 +266,7 @@ class Checkpointer:
         self._tensors.wait()
 
     def newest(self) -> int | None:
-        """The newest step there is, good or not; None: there is none."""
+        """Returns the newest step, good or not; None if there is none."""
 
         def newest() -> int | None:
             return next((parse_step(path.name) for path in list_steps(self.directory)), None)
@@ -272,60 +274,59 @@ class Checkpointer:
         return self.on_main(newest)
 
     def move(self, directory: str | Path) -> None:
-        """Save and load in another directory from now on, with the memory and the writer processes
-        that there are. Waits for the save that is being written. Nothing in memory is left to a
-        restart from then on."""
+        """Save and load in another directory from now on, with the same memory and writer
+        processes. Waits for the running save. From then on, memory serves no restart."""
         self._tensors.move(directory)
         self._newest, self._own_step, self._looked = None, None, False
 
     def on_all(self, work: Callable[[], T]) -> T:
-        """work() on every rank, such as what a state is taken from: an error of one is one of all,
-        and no rank waits for another that has failed."""
+        """Run work() on every rank, such as what collects a state. An error on one rank is raised
+        on all, so no rank waits for a failed one."""
         with failing_alike():
             return self._ranks.each(work)
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """work() on the first rank; its result, or its error, on all. The result is a plain value:
-        None, a number, text, bytes, and lists, tuples and mappings of such."""
+        """Run work() on the first rank; returns its result, or raises its error, on all. The result
+        is a plain value: None, a number, text, bytes, or lists, tuples and mappings of such."""
         with failing_alike():
             return self._ranks.on_main(work)
 
     def gather(self, work: Callable[[], T]) -> list[T]:
-        """work() on every rank; the results of all, in order of ranks, on all. Results as of
-        `on_main`; an error of one rank is one of all."""
+        """Run work() on every rank; returns all results, in the order of ranks, on all. Results as
+        for `on_main`; an error on one rank is raised on all."""
         with failing_alike():
             return self._ranks.together(work)
 
     def close(self) -> None:
-        """Wait for the save that is being written, and end the writer processes."""
+        """Wait for the running save, and end the writer processes."""
         atexit.unregister(self._at_exit)
         self._tensors.close()
-        self._hear()
+        self._collect_outcomes()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """As `close`; after an exception, which others may not have, it waits 10 s at most, unless
-        it has a true `of_all_ranks`, as that of a job that pauses."""
+        """Like `close`. After an exception, which other ranks may not have, it waits at most 10 s,
+        unless the exception has a true `of_all_ranks`, as that of a job that pauses."""
         atexit.unregister(self._at_exit)
         self._tensors.__exit__(kind)
-        self._hear()
+        self._collect_outcomes()
 
     def _at_exit(self) -> None:
-        if os.getpid() == self._process:  # no fork of it
-            # What ended the interpreter stands there.
+        if os.getpid() == self._process:  # not in a forked child
+            # sys.last_type is the exception that ended the interpreter.
             self.__exit__(getattr(sys, "last_type", None))
 
-    def _hear(self) -> None:
-        """Take note of saves that have ended."""
+    def _collect_outcomes(self) -> None:
+        """Collect the outcomes of ended saves, and log failures."""
         for outcome in self._tensors.outcomes():
             self._outcomes.append(outcome)
             if outcome.error and self._ranks.is_main:
                 logger.warning("%s", outcome.error)
 
     def _look(self) -> None:
-        """Learn the newest step in storage, before this run saves any."""
+        """Find the newest step in storage, before this run saves any."""
         if self._looked:
             return
 
@@ -336,27 +337,29 @@ class Checkpointer:
         self._newest, self._looked = self.on_main(newest), True
 
     def _agreed(
-        self, step: int, parts: Parts, digest: bytes, buffers: tuple[int, bytes]
+        self, step: int, parts: StateParts, digest: bytes, buffers: tuple[int, bytes]
     ) -> dict[str, Any]:
-        """The values of all ranks, once where they are equal, as their digests tell, and their
-        parameter groups. Buffers become those of the first rank.
+        """Exchange the values of all ranks; returns them once where their digests are equal, with
+        the parameter groups. Buffers become those of the first rank.
 
         Raises:
             ValueError: ranks save different steps, or hold different replicas.
         """
         weights = {name: one for name, one in parts.model.items() if name not in parts.buffers}
-        whole = replicas(weights, parts.optimizer, step) if len(self._ranks.all) > 1 else {}
+        whole = (
+            replicas_to_compare(weights, parts.optimizer, step) if len(self._ranks.all) > 1 else {}
+        )
         with failing_alike():
-            told = self._ranks.together(
-                lambda: (step, digest, buffers, parts.tied, tell(whole, step))
+            reports = self._ranks.together(
+                lambda: (step, digest, buffers, parts.tied, sample_digest(whole, step))
             )
-        if len(steps := sorted({number for number, *_ in told})) > 1:
+        if len(steps := sorted({number for number, *_ in reports})) > 1:
             raise ValueError(f"ranks save different steps: {', '.join(map(str, steps))}")
-        refuse_different(self._ranks, whole, step, [held for *_, held in told])
-        self._ranks.share(parts.buffers.values(), [buffers for _, _, buffers, *_ in told])
-        tied = [list(names) for names in {tuple(one) for *_, own, _ in told for one in own}]
+        require_equal(self._ranks, whole, step, [held for *_, held in reports])
+        self._ranks.share(parts.buffers.values(), [buffers for _, _, buffers, *_ in reports])
+        tied = [list(names) for names in {tuple(one) for *_, own, _ in reports for one in own}]
         same = {"kinds": parts.kinds, "tied": sorted(tied)}
-        if len({of_values for _, of_values, *_ in told}) == 1:
+        if len({of_values for _, of_values, *_ in reports}) == 1:
             return {"values": parts.values, "groups": parts.groups, "trees": parts.trees, **same}
         ranks = self._ranks.together(lambda: (parts.values, parts.groups, parts.trees))
         first = ranks[0][0]
@@ -376,7 +379,7 @@ class Checkpointer:
         }
 
     def _own(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of what `_agreed` gave."""
+        """Returns this rank's part of the result of `_agreed`."""
         if "values" not in saved:
             raise WrongModel(
                 f"{self.directory} holds checkpoints of another program, such as Perdure's trainer"
@@ -394,10 +397,10 @@ class Checkpointer:
 
 
 def _united(key: str, of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What ranks keep of an optimizer, by FQN.
+    """Merge what ranks keep of an optimizer, by FQN.
 
     Raises:
-        ValueError: they keep other numbers for the same parameter.
+        ValueError: ranks keep different numbers for one parameter.
     """
     found: dict[str, Any] = {}
     for rank, trees in enumerate(of_ranks):
@@ -411,10 +414,10 @@ def _united(key: str, of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _whole(step: Any) -> int:
-    """A step, which numpy or torch may hold.
+    """Returns a step as an int; numpy and torch integers are accepted.
 
     Raises:
-        ValueError: it is no whole number, or below 0.
+        ValueError: it is no whole number, or is negative.
     """
     try:
         number = int(operator.index(step))
@@ -426,17 +429,16 @@ def _whole(step: Any) -> int:
 
 
 def _digest(value: Any) -> bytes:
-    """Digest of what JSON takes."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
 
 
 def _default_group() -> dist.ProcessGroup | None:
-    """All ranks, over a group that carries CPU tensors; None without a process group. On all
-    ranks."""
+    """Returns a group of all ranks that carries CPU tensors; None without a process group. Called
+    on all ranks."""
     if not dist.is_initialized():
         return None
     world = dist.group.WORLD
     if world is not None and torch.device("cpu") in world._device_types:
         return world
-    made: Any = dist.new_group(backend="gloo")  # of all ranks, so it is no number
-    return made
+    group: Any = dist.new_group(backend="gloo")  # not NON_GROUP_MEMBER, as all ranks are in it
+    return group

@@ -18,11 +18,11 @@ from checkpointing.wire import register
 
 
 class CheckpointError(Exception):
-    """Base of all errors of this package; each message is one line."""
+    """Base of all errors of this package. Messages are one line."""
 
 
 class WrongModel(CheckpointError):
-    """Names or shapes in a checkpoint are not those of the model, or dtypes do not convert."""
+    """Names or shapes in a checkpoint are not the model's, or dtypes do not convert."""
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -30,18 +30,18 @@ class DamagedCheckpoint(CheckpointError):
 
 
 class UnreadableCheckpoint(DamagedCheckpoint):
-    """The system could not read a file of a checkpoint (EIO), whatever is in it."""
+    """The system failed to read a file of a checkpoint (EIO); the file may be good."""
 
 
 class StorageError(CheckpointError):
-    """A checkpoint cannot be read, for another reason than damage; an older one would not help."""
+    """A checkpoint cannot be read for a reason other than damage; an older one would not help."""
 
 
 class SaveFailed(CheckpointError):
-    """A checkpoint could not be written. Equal on all ranks.
+    """A checkpoint could not be written. Raised on all ranks alike.
 
     Attributes:
-        node: where it failed first.
+        node: node on which it failed first.
         path: the file or directory concerned, if any.
         errno: the system's error number, if any.
     """
@@ -63,26 +63,26 @@ _TRAVELLING = {
         *(ValueError, RuntimeError),
     )
 }
-"""Errors of one rank that all raise; each takes a message."""
+"""Errors of one rank that all ranks raise; each takes one message."""
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What the other ranks are told of an error on one."""
+    """An error on one rank, as the other ranks receive it."""
 
     rank: int
     name: str
-    """Name of the kind of error."""
+    """Name of the exception class."""
     message: str
 
     @property
     def kind(self) -> type[Exception]:
-        """What all ranks raise: RuntimeError for a kind that this process does not know."""
+        """Exception class that all ranks raise; RuntimeError for an unknown name."""
         return _TRAVELLING.get(self.name, RuntimeError)
 
     @staticmethod
     def of(rank: int, error: Exception) -> "RankFailure":
-        """A report of an error on this rank."""
+        """Describes an exception on this rank."""
         if isinstance(error, ValueError):  # subclasses take other arguments
             return RankFailure(rank, "ValueError", str(error))
         kind = StorageError if isinstance(error, OSError) else type(error)
@@ -94,7 +94,7 @@ register(RankFailure)
 
 
 def explain(error: BaseException) -> str:
-    """An error in one line: what the system says and its symbol, or type and message."""
+    """Returns an exception in one line: the system's message and symbol, or type and message."""
     if isinstance(error, OSError) and error.errno is not None:
         symbol = errno.errorcode.get(error.errno, str(error.errno))
         return f"{error.filename or ''}: {error.strerror} ({symbol})".lstrip(": ")
@@ -108,8 +108,7 @@ _DAMAGE = {ENOTDIR, EISDIR, ELOOP, ENXIO, EFBIG}
 
 @contextmanager
 def reading(path: object) -> Iterator[None]:
-    """Turn errors of the system inside into DamagedCheckpoint, UnreadableCheckpoint or
-    StorageError."""
+    """Convert OSErrors in the block to DamagedCheckpoint, UnreadableCheckpoint or StorageError."""
     try:
         yield
     except OSError as error:

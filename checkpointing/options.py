@@ -27,58 +27,54 @@ class CheckpointOptions:
     last step always waits."""
 
     keep: int = 3
-    """How many committed checkpoints stay on disk, newest first; 0 keeps all."""
+    """How many committed checkpoints stay, the newest first; 0 keeps all."""
 
     keep_every: int = 0
-    """Checkpoints of steps that are multiples of this stay for ever; 0: none do."""
+    """Checkpoints of steps that are multiples of this always stay; 0: none do."""
 
     keep_best: int = 0
-    """How many checkpoints with the lowest `best_by` stay besides; 0: none do."""
+    """How many checkpoints with the lowest `best_by` stay as well; 0: none do."""
 
     best_by: str = "validation_loss"
-    """The value in trainer_state.json by which `keep_best` judges; lower is better."""
+    """The value in trainer_state.json that `keep_best` compares; lower is better."""
 
     max_shard_size: int | str = "4 GB"
     """Largest safetensors file, in bytes or as "4 GB" (10^9) or "4 GiB" (2^30). Tensors are never
     split: a larger one gets a file of its own."""
 
     max_writers: int | None = None
-    """How many writers may write at once, over all nodes. null: by filesystem (see
-    docs/checkpoints.md)."""
+    """Most writers at a time, over all nodes. null: by filesystem (see docs/checkpoints.md)."""
 
     max_bandwidth: int | str | None = None
-    """Most bytes per second that all writers together write, as 500000000 or "500 MB"; null: no
-    limit."""
+    """Most bytes per second of all writers together, as 500000000 or "500 MB"; null: no limit."""
 
     slots: int = 2
-    """Copies of the state that each node holds in shared memory. 2: the last whole one is always
-    there to restart from. 1: one for writing. 0: none between saves, so a restart needs what was
-    written. Fewer are used, with a warning, where memory does not suffice."""
+    """Copies of the state that each node holds in shared memory. 2: the last complete one is always
+    there for a restart. 1: one, which is overwritten by each save. 0: none between saves, so a
+    restart reads storage. Fewer are used, with a warning, if memory does not suffice."""
 
     slot_directory: str | None = None
-    """Directory on a local disk that takes these copies instead of memory; a restart then needs
-    what was written. null: shared memory, or strategy.offload_directory with strategy.offload:
-    nvme."""
+    """Directory on a local disk for these copies, in place of memory; a restart then reads storage.
+    null: shared memory, or strategy.offload_directory with strategy.offload: nvme."""
 
     peer_copy: bool = False
-    """Also keep each node's copy in the memory of the next node, so that a run goes on from memory
-    when a node is lost. Takes as much memory again."""
+    """Also keep each node's copy in the memory of the next node, so that a run restarts from memory
+    when a node is lost. Needs as much memory again."""
 
     deadline: float = 1200.0
-    """Seconds that a checkpoint may take. Then it is given up, the writers that hold it up are
-    started again, and training goes on."""
+    """Seconds that a checkpoint may take. After that it fails, the writers that block it are
+    restarted, and training goes on."""
 
     trust: tuple[str | int, ...] = ()
     """Users whose checkpoints are loaded, besides the user who trains and root: names or uids, and
-    `group` for the members of the group that the checkpoint directory belongs to. A
-    step of anybody else is passed over."""
+    `group` for the members of the group of the checkpoint directory. A step of any other user is
+    skipped."""
 
     verify: bool = True
     """Check the CRC-32 of every block that is read when a checkpoint is loaded."""
 
     trace: bool = False
-    """Append what each writer does, and when, to `trace.jsonl` beside the checkpoints, also in an
-    object store."""
+    """Append what each writer does, and when, to `trace.jsonl` beside the checkpoints."""
 
     def __post_init__(self) -> None:
         for name in ("every", "keep", "keep_every", "keep_best"):
@@ -106,7 +102,7 @@ class CheckpointOptions:
 
     @property
     def bytes_per_second(self) -> int | None:
-        """`max_bandwidth` in bytes."""
+        """`max_bandwidth` in bytes per second; None: no limit."""
         return None if self.max_bandwidth is None else _bytes("max_bandwidth", self.max_bandwidth)
 
 

@@ -1,4 +1,4 @@
-"""Ranks that act together: results and errors of all, on all."""
+"""Joint operations of ranks: results and errors of all ranks, on all ranks."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpointing.errors import RankFailure
-from checkpointing.format.plan import Layout, Nodes, TensorSpec, merge_specs
+from checkpointing.format.plan import Nodes, TensorLayout, TensorSpec, merge_specs
 from checkpointing.format.tensors import broadcast, specs_of
 from checkpointing.storage.ownership import machine
 from checkpointing.wire import MAX_BYTES, WireError, pack, unpack
@@ -19,11 +19,11 @@ from checkpointing.wire import MAX_BYTES, WireError, pack, unpack
 T = TypeVar("T")
 
 WORD_BYTES = 256
-"""Bytes that each rank gives to an exchange: most of what they tell each other fits."""
+"""Bytes of each rank in the first round of an exchange; most values fit."""
 
 
 class RankError(Exception):
-    """A rank failed in what all did together; the same on all ranks."""
+    """A rank failed in a joint operation; raised on all ranks alike."""
 
     def __init__(self, failure: RankFailure) -> None:
         super().__init__(failure)
@@ -31,25 +31,25 @@ class RankError(Exception):
 
     @staticmethod
     def of(rank: int, error: Exception) -> RankFailure:
-        """What the other ranks are told of an error on this one."""
+        """Describes an error on this rank for the others."""
         return error.failure if isinstance(error, RankError) else RankFailure.of(rank, error)
 
 
 @contextmanager
 def failing_alike() -> Iterator[None]:
-    """A RankError becomes, on all ranks, an error of the kind that it tells of."""
+    """Convert a RankError, on all ranks, to an error of the failed rank's kind."""
     try:
         yield
     except RankError as failed:
         raise failed.kind(failed.message) from failed.__cause__
 
 
-class Ranks:
+class RankGroup:
     """The ranks of a process group, or this process alone. Methods are called on all of them.
 
     Args:
-        group: carries CPU tensors; None: this process alone, which has its rank in the default
-            group if there is one.
+        group: carries CPU tensors. None: this process alone, with its rank in the default group if
+            there is one.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -60,15 +60,15 @@ class Ranks:
         self._nodes: Nodes | None = None
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """work() on the first rank; its result on all."""
+        """Run work() on the first rank; returns its result on all."""
         results: list[Any] = self.together(work if self.is_main else lambda: None)
         return results[0]
 
     def together(self, work: Callable[[], T]) -> list[T]:
-        """work() on every rank; the results of all, in order. Also a barrier.
+        """Run work() on every rank; returns all results in the order of ranks. Also a barrier.
 
         Raises:
-            RankError: on all ranks, if any rank failed: the first of them.
+            RankError: a rank failed: the first one's error, on all ranks.
         """
         outcome: Any = None
         cause = None
@@ -85,7 +85,7 @@ class Ranks:
         return outcomes
 
     def each(self, work: Callable[[], T]) -> T:
-        """work() on every rank, each with its own result: only whether it failed is exchanged.
+        """Run work() on every rank; returns this rank's result. Only failures are exchanged.
 
         Raises:
             RankError: as `together`.
@@ -95,11 +95,10 @@ class Ranks:
         return result[0]
 
     def share(self, tensors: Iterable[Tensor], held: Sequence[tuple[int, bytes]]) -> None:
-        """Have ranks that hold the same tensors take over what the first of them has in its.
+        """Copy the tensors of the first rank to all ranks that hold the same ones.
 
         Args:
-            tensors: this rank's.
-            held: by rank: bytes of its tensors, and what stands for their names and shapes.
+            held: by rank: bytes of its tensors, and a digest of their names and shapes.
         """
         for one in dict.fromkeys(held):
             nbytes, first = one[0], held.index(one)
@@ -109,8 +108,8 @@ class Ranks:
                 broadcast(heard, first, self.group, torch.device("cpu"))
 
     def nodes(self) -> Nodes:
-        """The ranks of each node: those that share a machine and an elastic agent (torchrun's
-        GROUP_RANK)."""
+        """Returns the ranks of each node: those that share a machine and an elastic agent
+        (torchrun's GROUP_RANK)."""
         if self._nodes is None:
             agent = os.environ.get("GROUP_RANK", "")
             identities = self.together(lambda: f"{machine()}-{agent}")
@@ -122,32 +121,30 @@ class Ranks:
 
     @property
     def node(self) -> int:
-        """Number of this rank's node, once `nodes` was called."""
+        """Number of this rank's node. Requires an earlier call of `nodes`."""
         return next(node for node, ranks in enumerate(self._nodes or ()) if self.rank in ranks)
 
     @property
     def first_of_node(self) -> bool:
-        """Whether this is the first rank of its node, once `nodes` was called."""
+        """Whether this is the first rank of its node. Requires an earlier call of `nodes`."""
         return any(ranks[0] == self.rank for ranks in self._nodes or ())
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the first rank of all."""
         return self.place == 0
 
     def specs(
         self, sections: Callable[[], Sequence[Mapping[str, Tensor]]]
     ) -> list[dict[str, TensorSpec]]:
-        """What all ranks together hold of each collection of tensors; without a group, what this
-        one sees of it. One digest a rank tells whether there is anything to exchange: where every
-        rank sees all, there is not.
+        """Returns, for each collection of tensors, the specs as all ranks together hold them;
+        without a group, as this rank sees them. The specs themselves are exchanged only if their
+        digests differ.
 
         Args:
-            sections: gives the collections of this rank; called once.
+            sections: returns this rank's collections; called once.
 
         Raises:
-            RankError: `sections` failed, a tensor cannot be stored, or the ranks contradict each
-                other.
+            RankError: `sections` failed, a tensor cannot be stored, or ranks contradict each other.
         """
         specs: list[dict[str, TensorSpec]] = []
         alone = self.group is None and dist.is_initialized()
@@ -169,24 +166,22 @@ class Ranks:
 
 
 def exchange(value: Any, size: int, group: dist.ProcessGroup) -> list[Any]:
-    """The values of all ranks of a group of `size`, in order. On all of them. One collective where
-    all values are short, else two.
+    """Returns the values of all ranks of a group of `size`, in order. Called on all of them. Takes
+    one collective if all values are short, else two.
 
     Args:
-        value: what `wire.pack` takes.
-        size: ranks of the group.
-        group: carries CPU tensors.
+        value: a value that `wire.pack` accepts.
 
     Raises:
-        RuntimeError: bytes came that no rank of this run has sent.
-        TypeError: the value does not travel.
+        RuntimeError: the bytes are not from a rank of this run.
+        TypeError: the value cannot be packed.
     """
     data = pack(value)
     room = WORD_BYTES - 8
     heads = _gathered(data[:room], len(data), room, size, group)
     lengths = [length for length, _ in heads]
     for rank, length in enumerate(lengths):
-        if not 0 <= length <= MAX_BYTES:  # before so much memory is taken
+        if not 0 <= length <= MAX_BYTES:  # before that much is allocated
             raise RuntimeError(f"rank {rank} of a group announces {length} bytes: {_STRANGE}")
     if max(lengths) > room:
         heads = _gathered(data, len(data), max(lengths), size, group)
@@ -202,9 +197,9 @@ _STRANGE = "no rank of this run sends that; somebody else does (docs/elastic.md,
 def _gathered(
     data: bytes, length: int, room: int, size: int, group: dist.ProcessGroup
 ) -> list[tuple[int, bytes]]:
-    """(`length`, `data` padded to `room` bytes) of each rank. On all ranks."""
+    """Returns (`length`, `data` padded to `room` bytes) of each rank. Called on all ranks."""
     word = torch.zeros(8 + room, dtype=torch.uint8)
-    word[:8].view(torch.int64).fill_(length)
+    word[:8].view(torch.int64).fill_(length)  # tells the data from the padding
     word[8 : 8 + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     words = [torch.empty_like(word) for _ in range(size)]
     dist.all_gather(words, word, group=group)
@@ -212,8 +207,9 @@ def _gathered(
 
 
 def specs_digest(specs: Mapping[str, TensorSpec]) -> str:
-    """Stands for specs. Layouts are digested once each: at 16,384 ranks they are large, but few."""
-    layouts: dict[Layout, int] = {}
+    """Returns a digest of specs. Each layout is digested once: at 16,384 ranks layouts are large,
+    but few."""
+    layouts: dict[TensorLayout, int] = {}
     lines = []
     for name, spec in specs.items():
         numbers = [layouts.setdefault(layout, len(layouts)) for layout in spec.layouts]

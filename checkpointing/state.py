@@ -1,9 +1,8 @@
-"""What a loop calls its state, as a checkpoint holds it: modules, optimizers, tensors and Stateful
-objects ↔ named tensors and JSON.
+"""Converts a loop's state (modules, optimizers, tensors, Stateful objects) to named tensors and
+JSON, and back.
 
-The module called `model` keeps its own names, so that Hugging Face opens the checkpoint. Names of
-another module begin with what it is called. The state of an optimizer is `<parameter>.exp_avg` and
-so on.
+The module under the key `model` keeps its own names, so that Hugging Face opens the checkpoint.
+Names of other modules get their key as prefix. Optimizer state is `<parameter>.exp_avg` and so on.
 """
 
 from collections.abc import Collection, Hashable, Mapping
@@ -22,18 +21,17 @@ from checkpointing.format.tensors import place_of
 from checkpointing.format.values import from_json, to_json
 
 OF_VALUES = (torch.optim.LBFGS, torch.optim.SparseAdam)
-"""Optimizers whose state is more than tensors of parameters: LBFGS has lists of directions through
-all of them, SparseAdam a count. It is saved with the values, which need not be spread over ranks.
-"""
+"""Optimizers whose state is more than tensors of parameters: LBFGS keeps directions through all of
+them, SparseAdam a count. It is saved with the values, which are not spread over ranks."""
 
 MODEL = "model"
-"""What the module is called that keeps its own names."""
+"""Key of the module that keeps its own names."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What says its state by itself, in plain values (see `to_json`): a learning-rate schedule, a
-    data loader, a GradScaler."""
+    """An object whose state_dict has plain values (see `to_json`): a learning-rate schedule, a data
+    loader, a GradScaler."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -44,33 +42,33 @@ State = Mapping[str, nn.Module | torch.optim.Optimizer | Tensor | Stateful]
 
 
 @dataclass(frozen=True)
-class Parts:
-    """A state taken apart. The tensors are the live ones, not copies."""
+class StateParts:
+    """A state taken apart: its tensors, which are live and no copies, and its values."""
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     values: dict[str, Any]
-    """JSON, by what the object is called: all that is not in tensors."""
+    """JSON of everything but tensors, by key in the state."""
     groups: dict[str, list[list[str]]]
-    """Names of the parameters in each group of an optimizer, by what that is called."""
+    """Names of the parameters in each group, by key of the optimizer."""
     trees: dict[str, dict[str, Any]]
-    """See `OptimizerState`, by what the optimizers are called."""
+    """`OptimizerState.trees`, by key of the optimizer."""
     parameters: dict[str, dict[str, nn.Parameter]]
-    """What each optimizer updates, by FQN, by what it is called."""
+    """Parameters by FQN, by key of the optimizer."""
     kinds: dict[str, str]
-    """Class names of the optimizers, by what they are called."""
+    """Class name by key of the optimizer."""
     buffers: dict[str, Tensor]
-    """Those of `model` that are buffers, whole on each rank that has them."""
+    """Tensors of `model` that are buffers, whole on each rank that has them."""
     trained: frozenset[str]
-    """Names in `model` of parameters that are not frozen, which must hold finite numbers."""
+    """Names in `model` of parameters that are not frozen, which must be finite."""
     tied: list[list[str]]
-    """Names in `model` that are of one tensor, for each such tensor."""
+    """Names in `model` of one tensor, for each tensor with several."""
 
 
 def unwrapped(value: Any) -> Any:
-    """The optimizer that an object stands for, as that of accelerate's `prepare` does, whose groups
-    and state are those of an optimizer in it; any other object as it is. A Lookahead, which has a
-    state of its own, is another."""
+    """Returns the optimizer inside a wrapper that shares its groups and state, as that of
+    accelerate's `prepare`; any other object itself. A Lookahead, with a state of its own, is not
+    unwrapped."""
     inner = getattr(value, "optimizer", None)
     if (
         isinstance(inner, torch.optim.Optimizer)
@@ -81,12 +79,12 @@ def unwrapped(value: Any) -> Any:
     return value
 
 
-def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) -> Parts:
-    """The tensors and values of a state. A tensor that no optimizer of `guarded` updates is no
-    `nn.Parameter` here, so that `save` copies it before it returns.
+def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) -> StateParts:
+    """Returns the tensors and values of a state. A tensor that no optimizer of `guarded` updates is
+    returned as no `nn.Parameter`, so that `save` copies it before it returns.
 
     Raises:
-        ValueError: something in it cannot be saved; says what and why.
+        ValueError: part of it cannot be saved; says what and why.
     """
     model: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
@@ -118,6 +116,7 @@ def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) ->
             )
         if twice := sorted(tensors.keys() & model.keys()):
             raise ValueError(f"{key}: there are two tensors called {twice[0]}; call one otherwise")
+        # A tensor of two modules is saved once, under its first name.
         model |= {name: tensor for name, tensor in tensors.items() if tensor not in names}
         names |= {tensor: name for name, tensor in tensors.items() if tensor not in names}
     optimizer: dict[str, Tensor] = {}
@@ -152,13 +151,13 @@ def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) ->
     for name, value in model.items():
         shared.setdefault(place_of(value), []).append(name)
     tied = [sorted(names) for names in shared.values() if len(names) > 1]
-    return Parts(
+    return StateParts(
         live, optimizer, values, groups, trees, parameters, kinds, buffers, trained, tied
     )  # fmt: skip
 
 
 def _not_to_be_held(tensor: Tensor) -> str | None:
-    """Why files cannot hold a tensor, or not be read into it; None if they can."""
+    """Returns why a tensor cannot be saved or loaded into; None if it can."""
     if tensor.layout != torch.strided:
         return f"is of {tensor.layout}: only dense tensors are saved"
     if tensor.is_meta:
@@ -173,8 +172,8 @@ def _not_to_be_held(tensor: Tensor) -> str | None:
 
 
 @runtime_checkable
-class Choosy(Protocol):
-    """What can tell without changing that a state is not its own."""
+class StateChecker(Protocol):
+    """An object that can reject a state of another object, without changing itself."""
 
     def refuse_state(self, state_dict: dict[str, Any], /) -> None: ...
 
@@ -186,17 +185,15 @@ def refuse_values(
     saved_groups: Mapping[str, list[list[str]]],
     saved_kinds: Mapping[str, str],
 ) -> None:
-    """Require that what was saved is of the objects of a state, and change nothing.
+    """Require that saved values belong to the objects of a state; changes nothing.
 
     Args:
-        state: whose objects they are to be.
-        values: that were saved.
-        groups: see `Parts`; those of the state.
-        saved_groups: those that were saved; older checkpoints have none.
-        saved_kinds: class names of the optimizers that were saved; older checkpoints have none.
+        groups: `StateParts.groups` of the state.
+        saved_groups: groups that were saved; old checkpoints have none.
+        saved_kinds: class names of optimizers that were saved; old checkpoints have none.
 
     Raises:
-        WrongModel: they are of others, or of other parameter groups.
+        WrongModel: they belong to other objects, or to other parameter groups.
     """
     expected = set()
     for key, value in state.items():
@@ -214,7 +211,7 @@ def refuse_values(
         )
     for key, value in values.items():
         target = state[key]
-        if isinstance(target, Choosy):
+        if isinstance(target, StateChecker):
             target.refuse_state(from_json(value))
         if not isinstance(target, torch.optim.Optimizer):
             continue
@@ -229,12 +226,12 @@ def refuse_values(
 
 
 def refuse_ties(tied: list[list[str]], saved: list[list[str]] | None) -> None:
-    """Require that names of one tensor were so when they were saved: else one tensor would get the
-    numbers of several.
+    """Require that names of one tensor were names of one tensor when saved. Else one tensor would
+    get the numbers of several.
 
     Args:
-        tied: see `Parts`; those of the state.
-        saved: those that were saved; older checkpoints have none.
+        tied: `StateParts.tied` of the state.
+        saved: the saved one; old checkpoints have none.
 
     Raises:
         WrongModel: names the tensors.
@@ -250,7 +247,7 @@ def refuse_ties(tied: list[list[str]], saved: list[list[str]] | None) -> None:
 def _misfit(
     optimizer: torch.optim.Optimizer, value: Any, own: list[list[str]], saved: list[list[str]]
 ) -> str | None:
-    """Why the values of an optimizer are not those of this one; None if they may be."""
+    """Returns why an optimizer's saved values do not fit it; None if they do."""
     kind = type(optimizer).__name__
     of_values = isinstance(optimizer, OF_VALUES)
     found = value.get("type", kind) if isinstance(value, dict) else "another optimizer"
@@ -272,22 +269,22 @@ def _misfit(
 
 
 def put_back(state: State, values: Mapping[str, Any]) -> None:
-    """Give the objects of a state their values, which `refuse_values` has not refused; the tensors
-    have theirs."""
+    """Give the objects of a state their values. `refuse_values` has accepted them, and the tensors
+    are loaded."""
     for key, value in values.items():
         target, found = state[key], from_json(value)
         if isinstance(target, torch.optim.Optimizer) and not isinstance(target, OF_VALUES):
             _set_groups(target, found)
         elif isinstance(target, nn.Module):
-            target.load_state_dict(found, strict=False)
+            target.load_state_dict(found, strict=False)  # only what is no tensor
         else:
             assert isinstance(target, Stateful)  # or it would have been refused
             target.load_state_dict(found)
 
 
 def _of_module(key: str, module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Its tensors by their names in a checkpoint, and what else is in its state_dict."""
-    while True:  # neither changes what is trained
+    """Returns a module's tensors by their names in a checkpoint, and the rest of its state_dict."""
+    while True:  # both wrappers share the module's parameters
         if isinstance(module, DistributedDataParallel):
             module = module.module
         elif isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):  # torch.compile
@@ -318,7 +315,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 def _named(
     key: str, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
 ) -> dict[str, nn.Parameter]:
-    """What the optimizer updates, by FQN."""
+    """Returns the optimizer's parameters by FQN."""
     parameters = _parameters(optimizer)
     if any(parameter not in names for parameter in parameters):
         raise ValueError(
@@ -347,17 +344,15 @@ def _of_optimizer(
 
 def targets_of(
     state: State,
-    parts: Parts,
+    parts: StateParts,
     saved: Mapping[str, Any],
     metas: Mapping[str, TensorMeta],
 ) -> dict[str, OptimizerTargets]:
-    """What the state of each optimizer of a checkpoint is loaded into.
+    """Returns what the state of each optimizer is loaded into.
 
     Args:
-        state: of the loop.
-        parts: of it.
-        saved: trees by what the optimizers are called.
-        metas: what the checkpoint has of optimizers.
+        parts: the same, taken apart.
+        saved: saved trees by key of the optimizer.
     """
     return {
         key: optimizer_targets(optimizer, parts.parameters[key], saved.get(key), metas, key)
@@ -367,7 +362,7 @@ def targets_of(
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Learning rates and the like."""
+    """Returns the options of each parameter group, such as learning rates."""
     return [
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
@@ -378,7 +373,7 @@ def _set_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) 
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for name, value in saved.items():
             held = group.get(name)
-            if isinstance(held, Tensor):  # compiled code may hold it
+            if isinstance(held, Tensor):  # in place: compiled code may refer to it
                 held.copy_(torch.as_tensor(value))
             else:
                 group[name] = value

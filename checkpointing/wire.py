@@ -1,10 +1,10 @@
-"""Values as bytes for another process, and back: JSON and raw bytes, nothing that could be code.
+"""Packs values as bytes for another process: JSON and raw bytes, nothing that could be code.
 
-[Note: wire] `pack` gives one line of JSON, then the raw bytes that are part of the value, in order.
-What JSON lacks is an object with one key that begins with "$": {"$tuple": […]}, {"$bytes": length},
-{"$path": "…"}, {"$dict": [[key, value], …]}, and {"$Name": [field, …]} for a dataclass that its
-module has registered. Fields follow their annotations and say nothing of their types. `unpack`
-checks every field against its annotation, and makes nothing but what was registered.
+[Note: wire] `pack` returns one line of JSON, then the raw bytes in the value, in order. A type that
+JSON lacks is an object with one key that begins with "$": {"$tuple": […]}, {"$bytes": length},
+{"$path": "…"}, {"$dict": [[key, value], …]}, and {"$Name": [field, …]} for a registered dataclass.
+Fields are encoded by their annotations, without their types. `unpack` checks every field against
+its annotation, and creates registered classes only.
 """
 
 import json
@@ -18,25 +18,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 MAX_BYTES = 256 << 20
-"""Longest packed value: the layouts of 16,384 ranks, or the record of a step of 400 TB."""
+"""Largest packed value: the layouts of 16,384 ranks, or the record of a step of 400 TB."""
 MAX_NESTING = 64
 
 _NAMED: dict[str, type] = {}
 """Registered dataclasses by name."""
 _SHARED: set[type] = set()
-"""Registered dataclasses of which a value travels once, however often it occurs."""
+"""Registered dataclasses whose equal values travel once."""
 
 
 class WireError(Exception):
-    """These are no bytes that `pack` has made in a process that runs this code."""
+    """The bytes were not made by `pack` in a process that runs this code."""
 
 
 def register(*kinds: type, shared: bool = False) -> None:
-    """Let values of these dataclasses travel.
+    """Allow values of these dataclasses to travel.
 
     Args:
-        kinds: dataclasses; their fields have types that travel.
-        shared: equal values travel once and are one object afterwards; they must be hashable.
+        kinds: dataclasses whose fields have types that travel.
+        shared: equal values travel once, and are one object afterwards; they must be hashable.
     """
     for kind in kinds:
         if _NAMED.setdefault(kind.__name__, kind) is not kind:
@@ -46,35 +46,35 @@ def register(*kinds: type, shared: bool = False) -> None:
 
 
 def pack(value: Any) -> bytes:
-    """The bytes of a value, for `unpack`.
+    """Returns the bytes of a value, for `unpack`.
 
     Args:
         value: None, numbers, text, bytes, paths, registered dataclasses; and lists, tuples and
             mappings of such.
 
     Raises:
-        TypeError: there is something else in it.
+        TypeError: it contains something else.
     """
-    out = _Out([], {})
+    out = _Packing([], {})
     text = json.dumps(_encode_any(value, out), separators=(",", ":"))
     return b"".join((text.encode(), b"\n", *out.blobs))
 
 
 def unpack(data: bytes) -> Any:
-    """The value that `pack` was given.
+    """Returns the value given to `pack`.
 
     Raises:
-        WireError: it was not.
+        WireError: the bytes are not from `pack`, or do not match the annotations.
     """
     if len(data) > MAX_BYTES:
         raise WireError(f"{len(data)} bytes, more than {MAX_BYTES}")
     text, _, blobs = data.partition(b"\n")
-    found = _In(blobs, [])
+    found = _Unpacking(blobs, [])
     try:
         value = _decode_any(json.loads(text), found)
     except (ValueError, TypeError, RecursionError) as error:
         raise WireError(f"malformed: {error}"[:200]) from error
-    _require(found.at == len(blobs), blobs, "the end")
+    _require(found.at == len(blobs), blobs, "the end")  # no byte goes unread
     return value
 
 
@@ -82,8 +82,8 @@ def unpack(data: bytes) -> Any:
 
 
 @dataclass
-class _Out:
-    """A value that is being packed."""
+class _Packing:
+    """State of packing a value."""
 
     blobs: list[bytes]
     numbers: dict[Any, int]
@@ -91,13 +91,13 @@ class _Out:
 
 
 @dataclass
-class _In:
-    """A value that is being unpacked."""
+class _Unpacking:
+    """State of unpacking a value."""
 
     blobs: bytes
     shared: list[Any]
     at: int = 0
-    """Where the next raw bytes begin."""
+    """Offset of the next raw bytes."""
     depth: int = 0
 
 
@@ -105,24 +105,24 @@ class _In:
 class _Form:
     """How values of one type travel."""
 
-    encode: Callable[[Any, _Out], Any] | None
-    """Value → JSON; None: JSON takes the value as it is."""
-    decode: Callable[[Any, _In], Any]
+    encode: Callable[[Any, _Packing], Any] | None
+    """Value → JSON; None if the value is its own JSON."""
+    decode: Callable[[Any, _Unpacking], Any]
     """JSON → value; raises WireError."""
     plain: frozenset[type] | None = None
-    """The JSON types of a value that is its own JSON, where they alone are checked."""
+    """JSON types of a value that is its own JSON and needs no other check; else None."""
     row: tuple[int, frozenset[type]] | None = None
-    """Length of a tuple, and the types of its values, each its own JSON; None: no such tuple."""
+    """For a tuple of values that are their own JSON: its length and their types; else None."""
 
 
-def _require(right: bool, value: Any, due: str) -> None:
+def _require(right: bool, value: Any, expected: str) -> None:
     if not right:
-        raise WireError(f"{ascii(value)[:40]} where {due} is due")
+        raise WireError(f"{ascii(value)[:40]} where {expected} is due")
 
 
 @cache
 def _form(hint: Any) -> _Form:
-    """How values with an annotation travel."""
+    """Returns how values with an annotation travel."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return _Form(_encode_any, _decode_any)
@@ -146,23 +146,23 @@ def _form(hint: Any) -> _Form:
         return _mapping(_form(inner[0]), _form(inner[1]))
     if is_dataclass(hint) and isinstance(hint, type):
         return _shared(hint) if hint in _SHARED else _fields(hint)
-    if isinstance(hint, type):  # a protocol: what it is says its name
+    if isinstance(hint, type):  # a protocol: its values name their classes
         return _Form(_encode_any, _decode_any)
     raise TypeError(f"{hint} does not travel")
 
 
 def _plain(*kinds: type) -> _Form:
-    due = " or ".join(kind.__name__ for kind in kinds)
+    expected = " or ".join(kind.__name__ for kind in kinds)
 
-    def decode(value: Any, _: _In) -> Any:
-        _require(type(value) in kinds, value, due)
+    def decode(value: Any, _: _Unpacking) -> Any:
+        _require(type(value) in kinds, value, expected)
         return value
 
     return _Form(None, decode, frozenset(kinds))
 
 
 def _literal(values: tuple[Any, ...]) -> _Form:
-    def decode(value: Any, _: _In) -> Any:
+    def decode(value: Any, _: _Unpacking) -> Any:
         _require(type(value) is str and value in values, value, " or ".join(map(str, values)))
         return value
 
@@ -170,8 +170,8 @@ def _literal(values: tuple[Any, ...]) -> _Form:
 
 
 def _union(hints: tuple[Any, ...]) -> _Form:
-    """None or a value of one type; or one of several plain types; or values that say what they
-    are."""
+    """Returns the form of None or one type, of several plain types, or of values that name their
+    types."""
     others = [hint for hint in hints if hint is not type(None)]
     optional = len(others) < len(hints)
     forms = [_form(hint) for hint in others]
@@ -188,29 +188,29 @@ def _union(hints: tuple[Any, ...]) -> _Form:
         kinds = {kind for form in forms for kind in form.plain or (str,)}
         return _plain(*kinds, *([type(None)] if optional else []))
 
-    def decode_named(value: Any, found: _In) -> Any:
-        made = _decode_any(value, found)
-        _require(isinstance(made, hints), value, " or ".join(one.__name__ for one in hints))
-        return made
+    def decode_named(value: Any, found: _Unpacking) -> Any:
+        decoded = _decode_any(value, found)
+        _require(isinstance(decoded, hints), value, " or ".join(one.__name__ for one in hints))
+        return decoded
 
     return _Form(_encode_any, decode_named)
 
 
 def _many(form: _Form, make: Callable[[Any], Any]) -> _Form:
     one = form.encode
-    due = f"a list of {form.row or form.plain}"
+    expected = f"a list of {form.row or form.plain}"
 
-    def decode(value: Any, found: _In) -> Any:
+    def decode(value: Any, found: _Unpacking) -> Any:
         _require(type(value) is list, value, "a list")
-        # Lists may be long, so what is alike in them is checked without a call for each value.
+        # Lists may be long: uniform values are checked without a call for each.
         if form.plain is not None:
-            _require(form.plain.issuperset(map(type, value)), value, due)
+            _require(form.plain.issuperset(map(type, value)), value, expected)
             return make(value)
         if form.row is not None:
             length, kinds = form.row
             right = {list}.issuperset(map(type, value)) and {length}.issuperset(map(len, value))
             right = right and kinds.issuperset(map(type, chain.from_iterable(value)))
-            _require(right, value, due)
+            _require(right, value, expected)
             return make(map(tuple, value))
         return make([form.decode(item, found) for item in value])
 
@@ -223,10 +223,10 @@ def _fixed(forms: list[_Form]) -> _Form:
     first = forms[0].plain
     row = (len(forms), first) if first and all(form.plain == first for form in forms) else None
 
-    def encode(value: Any, out: _Out) -> Any:
+    def encode(value: Any, out: _Packing) -> Any:
         return [one(item, out) for one, item in zip(encodes, value, strict=True)]
 
-    def decode(value: Any, found: _In) -> Any:
+    def decode(value: Any, found: _Unpacking) -> Any:
         _require(type(value) is list and len(value) == len(forms), value, f"{len(forms)} values")
         return tuple(form.decode(item, found) for form, item in zip(forms, value, strict=True))
 
@@ -243,7 +243,7 @@ def _mapping(key: _Form, form: _Form) -> _Form:
         )
     one = form.encode
 
-    def decode(value: Any, found: _In) -> Any:
+    def decode(value: Any, found: _Unpacking) -> Any:
         _require(type(value) is dict, value, "an object")
         decode_one = form.decode
         return {name: decode_one(item, found) for name, item in value.items()}
@@ -260,13 +260,13 @@ def _fields(kind: type) -> _Form:
     steps = [(name, form.encode) for name, form in zip(names, forms, strict=True)]
     parts = [(name, form.plain or (), form.decode) for name, form in zip(names, forms, strict=True)]
 
-    def encode(value: Any, out: _Out) -> Any:
+    def encode(value: Any, out: _Packing) -> Any:
         return [
             getattr(value, name) if one is None else one(getattr(value, name), out)
             for name, one in steps
         ]
 
-    def decode(value: Any, found: _In) -> Any:
+    def decode(value: Any, found: _Unpacking) -> Any:
         if type(value) is not list or len(value) != len(names):
             _require(False, value, f"the {len(names)} fields of {kind.__name__}")
         return kind(
@@ -284,26 +284,26 @@ def _shared(kind: type) -> _Form:
     encode_whole = whole.encode
     assert encode_whole
 
-    def encode(value: Any, out: _Out) -> Any:
+    def encode(value: Any, out: _Packing) -> Any:
         number = out.numbers.get(value)
         if number is not None:
             return number
         out.numbers[value] = len(out.numbers)
         return encode_whole(value, out)
 
-    def decode(value: Any, found: _In) -> Any:
+    def decode(value: Any, found: _Unpacking) -> Any:
         if type(value) is int:
             _require(0 <= value < len(found.shared), value, f"a {kind.__name__} seen before")
-            made = found.shared[value]
-            _require(isinstance(made, kind), value, kind.__name__)
-            return made
+            decoded = found.shared[value]
+            _require(isinstance(decoded, kind), value, kind.__name__)
+            return decoded
         found.shared.append(whole.decode(value, found))
         return found.shared[-1]
 
     return _Form(encode, decode)
 
 
-def _itself(value: Any, _: _Out) -> Any:
+def _itself(value: Any, _: _Packing) -> Any:
     return value
 
 
@@ -312,24 +312,24 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def _encode_bytes(value: Any, out: _Out) -> int:
+def _encode_bytes(value: Any, out: _Packing) -> int:
     out.blobs.append(value)
     return len(value)
 
 
-def _decode_bytes(value: Any, found: _In) -> bytes:
+def _decode_bytes(value: Any, found: _Unpacking) -> bytes:
     left = len(found.blobs) - found.at
     _require(type(value) is int and 0 <= value <= left, value, f"a length of {left} at most")
     found.at += value
     return found.blobs[found.at - value : found.at]
 
 
-# --- values that say what they are ---------------------------------------------------------------
+# --- values that name their types ----------------------------------------------------------------
 
 _JSON = frozenset({type(None), bool, int, float, str})
 
 
-def _encode_any(value: Any, out: _Out) -> Any:
+def _encode_any(value: Any, out: _Packing) -> Any:
     if type(value) in _JSON:
         return value
     kind: Any = type(value)
@@ -353,34 +353,34 @@ def _encode_any(value: Any, out: _Out) -> Any:
     raise TypeError(f"a {type(value).__qualname__} does not travel")
 
 
-def _decode_any(value: Any, found: _In) -> Any:
+def _decode_any(value: Any, found: _Unpacking) -> Any:
     if type(value) not in (list, dict):
         return value
     found.depth += 1
     _require(found.depth <= MAX_NESTING, "…", f"nesting of {MAX_NESTING} at most")
-    made: Any
+    decoded: Any
     match value:
         case list():
-            made = [_decode_any(item, found) for item in value]
+            decoded = [_decode_any(item, found) for item in value]
         case {"$tuple": list(items)}:
-            made = tuple(_decode_any(item, found) for item in items)
+            decoded = tuple(_decode_any(item, found) for item in items)
         case {"$bytes": length}:
-            made = _decode_bytes(length, found)
+            decoded = _decode_bytes(length, found)
         case {"$dict": list(items)}:
-            made = dict(_PAIR.decode(item, found) for item in items)
+            decoded = dict(_PAIR.decode(item, found) for item in items)
         case {"$path": text}:
-            made = Path(_text(text))
+            decoded = Path(_text(text))
         case _:
             key = next(iter(value), "")
             if key.startswith("$"):
                 kind = _NAMED.get(key[1:])
                 if kind is None:
                     raise WireError(f"{ascii(key)[:40]}: nothing of that name travels")
-                made = _form(kind).decode(value[key], found)
+                decoded = _form(kind).decode(value[key], found)
             else:
-                made = {key: _decode_any(item, found) for key, item in value.items()}
+                decoded = {key: _decode_any(item, found) for key, item in value.items()}
     found.depth -= 1
-    return made
+    return decoded
 
 
 _PAIR = _fixed([_form(Any), _form(Any)])

@@ -1,1 +1,1 @@
-"""The engine behind other libraries' ways to save. Each imports its library itself."""
+"""The interfaces of other libraries, backed by this package. Each imports its library itself."""

@@ -21,7 +21,7 @@ from checkpointing.state import Stateful
 
 __all__ = ["async_save", "load", "save"]
 VALUES = "values"
-"""What stands for all that is no tensor."""
+"""Name of the object that holds everything but tensors."""
 
 
 def save(
@@ -31,20 +31,20 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     **others: Any,
 ) -> None:
-    """Save, and return when the checkpoint is in storage. On all ranks of the group.
+    """Save; returns once the checkpoint is in storage. Called on all ranks of the group.
 
     Args:
-        state_dict: nested dictionaries and lists of tensors and plain values; objects with
-            state_dict in the outermost. Names of tensors are joined by dots.
+        state_dict: nested dictionaries and lists of tensors and plain values; at the top level also
+            objects with state_dict. Names of tensors are joined by dots.
         checkpoint_id: a path or a URL. DIRECTORY/step-00000100 is that step of the directory, and
-            is written once. In any other the checkpoint takes the place of one that is there.
+            is written once. Any other path is replaced by the new checkpoint.
         process_group: carries CPU tensors; None: all ranks.
-        others: none of DCP's other arguments, such as planner.
+        others: DCP's other arguments, such as planner, which are not supported.
 
     Raises:
-        TypeError: there is one of `others`.
+        TypeError: one of `others` is given.
         ValueError: something cannot be saved; says what and why.
-        CheckpointError: that step, or a newer one of its directory, is there already.
+        CheckpointError: that step, or a newer one of its directory, exists.
         SaveFailed: it could not be written.
     """
     _refuse("save", others)
@@ -58,12 +58,12 @@ def async_save(
     process_group: dist.ProcessGroup | None = None,
     **others: Any,
 ) -> "Future[None]":
-    """Save, and return when the state_dict is copied and may change. Arguments and errors are those
-    of `save`, but for SaveFailed.
+    """Save; returns once the state_dict is copied and may change. Arguments and errors are those of
+    `save`, but for SaveFailed.
 
     Returns:
-        What is done when the checkpoint is in storage. `result()` waits for that, and raises
-        SaveFailed if it could not be written. The next save waits for it, too.
+        A future, done when the checkpoint is in storage. `result()` waits for that, and raises
+        SaveFailed if the checkpoint could not be written. The next save waits for it, too.
     """
     _refuse("async_save", others)
     checkpointer = _begin(state_dict, checkpoint_id, process_group, wait=False)
@@ -79,13 +79,13 @@ def load(
     **others: Any,
 ) -> None:
     """Load what `save` saved: tensors in place, other values into the dictionaries and lists that
-    hold them. On all ranks of the group, from whatever number of ranks it was saved.
+    hold them. Called on all ranks of the group; the number of ranks that saved does not matter.
 
     Raises:
         WrongModel: the state_dict has other names or shapes than were saved, or dtypes that do not
             convert; floating point numbers do. Unlike DCP, no part of a checkpoint is loaded alone.
         CheckpointError: there is no checkpoint, or no good one.
-        TypeError: there is one of `others`, as for `save`.
+        TypeError: one of `others` is given, as for `save`.
     """
     _refuse("load", others)
     checkpointer, step = _opened(checkpoint_id, process_group)
@@ -112,24 +112,24 @@ def load(
 
 _Key = tuple[int, str, dist.ProcessGroup | None]
 _KEPT: dict[_Key, Checkpointer] = {}
-"""By process, directory of steps, and group: their memory and writers serve the next save. One of
-each group, by an empty name, serves all names that are no steps. One slot is enough, as each save
-is waited for."""
+"""Checkpointers by process, directory of steps, and group: their memory and writers serve the next
+save. Paths that are no steps share one of each group, under an empty name. One slot suffices, since
+saves wait for each other."""
 
 
 _PENDING: dict[Checkpointer, "_Saving"] = {}
-"""By what saves: its last save, if that was not waited for."""
+"""The last save of each Checkpointer, until it was waited for."""
 
 
 class _Saving(Future[None]):
-    """A save that goes on. Each rank waits for it where it asks: there is no thread."""
+    """A running save. Each rank waits for it in the calling thread; there is no other."""
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         super().__init__()
         self._checkpointer = checkpointer
 
     def settle(self) -> None:
-        """Wait until it has ended."""
+        """Wait until the save has ended."""
         if super().done():
             return
         try:
@@ -139,13 +139,13 @@ class _Saving(Future[None]):
             self.set_exception(failed)
 
     def done(self) -> bool:
-        """Whether it has ended. Does not wait."""
+        """Whether the save has ended. Does not wait."""
         if not super().done() and self._checkpointer.outcomes():
             self.settle()
         return super().done()
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait until the checkpoint is in storage, whatever the timeout.
+        """Wait until the checkpoint is in storage; ignores the timeout.
 
         Raises:
             SaveFailed: it could not be written.
@@ -154,7 +154,7 @@ class _Saving(Future[None]):
         super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait until it has ended; why there is no checkpoint, or None."""
+        """Wait until the save has ended; returns why there is no checkpoint, or None."""
         self.settle()
         return super().exception()
 
@@ -175,27 +175,27 @@ def _begin(
     *,
     wait: bool,
 ) -> Checkpointer:
-    """Begin to save, or save; returns what does it."""
+    """Begin to save, or, with `wait`, save; returns the Checkpointer."""
     checkpointer, step = _opened(checkpoint_id, group)
     newest = checkpointer.newest()
     if step is not None and step == newest:
         raise CheckpointError(f"{checkpoint_id} is there already; move it away, or name another")
     if step is None:
-        step = 0 if newest is None else newest + 1
+        step = 0 if newest is None else newest + 1  # keep=1 then deletes the one before
     state = checkpointer.on_all(lambda: _state(_plain(state_dict)))
     checkpointer.save(step, state, wait=wait)
     return checkpointer
 
 
 def _opened(path: str | Path, group: dist.ProcessGroup | None) -> tuple[Checkpointer, int | None]:
-    """(what saves and loads, the step if it names one) of a checkpoint_id."""
+    """Returns the Checkpointer for a checkpoint_id, and the step if it names one."""
     directory, step = split_step(str(path))
     key = os.getpid(), "" if step is None else directory, group
     if key not in _KEPT:
         _KEPT[key] = Checkpointer(directory, group=group, keep=int(step is None), slots=1)
     if pending := _PENDING.pop(_KEPT[key], None):
         pending.settle()
-    _KEPT[key].outcomes()  # of saves before: what comes now is the next one's
+    _KEPT[key].outcomes()  # drops those of earlier saves
     if step is None:
         _KEPT[key].move(directory)
     return _KEPT[key], step
@@ -209,7 +209,7 @@ def _plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Values:
-    """All of a nested state_dict that is no tensor."""
+    """Everything in a nested state_dict but tensors."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
@@ -237,7 +237,7 @@ class _Values:
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """(path, leaf) of nested dictionaries and lists: tensors, and what holds no tensor."""
+    """Yields (path, leaf) of nested dictionaries and lists: tensors, and values without tensors."""
     children: Any = None
     if isinstance(value, Mapping):
         children = value.items()

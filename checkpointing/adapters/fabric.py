@@ -1,7 +1,7 @@
-"""Strategies of Lightning Fabric whose `fabric.save` and `fabric.load` are this engine's.
+"""Strategies of Lightning Fabric whose `fabric.save` and `fabric.load` use this package.
 
-They are strategies, as Fabric gives its CheckpointIO plugins rank 0's copies alone, and none of
-what is sharded.
+They are strategies because Fabric gives its CheckpointIO plugins only rank 0's copies, and no
+sharded tensors.
 """
 
 from collections.abc import Mapping
@@ -24,16 +24,15 @@ __all__ = [
     "CheckpointedSingleDevice",
 ]
 VALUES = "values"
-"""What stands for all that is no object."""
+"""Name of the object that holds all plain values."""
 
 
 class Checkpointed(WithCheckpointers):
-    """Stands before a strategy of Fabric among the bases of a class.
+    """Mixin before a strategy of Fabric among the bases of a class.
 
-    A path that `fabric.save` gets is DIRECTORY/step-00000100. It returns when the state may change
-    again; a process of each node writes. `fabric.load` takes such a path, or DIRECTORY: the newest
-    good checkpoint, from whatever number of ranks it was saved.
-    """
+    Paths given to `fabric.save` are DIRECTORY/step-00000100. It returns once the state may change;
+    a process of each node writes. `fabric.load` takes such a path, or DIRECTORY for the newest good
+    checkpoint. The number of ranks that saved does not matter."""
 
     def save_checkpoint(
         self,
@@ -42,7 +41,7 @@ class Checkpointed(WithCheckpointers):
         storage_options: Any = None,
         filter: Any = None,
     ) -> None:
-        """What `fabric.save` calls, on all ranks: modules, optimizers, tensors, objects with
+        """Called by `fabric.save` on all ranks with modules, optimizers, tensors, objects with
         state_dict, and plain values.
 
         Raises:
@@ -56,7 +55,7 @@ class Checkpointed(WithCheckpointers):
         checkpointer = self.checkpointer(directory)
         objects = checkpointer.on_all(lambda: _objects(state))
         optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
-        checkpointer.guard(*optimizers)  # their steps wait until they are copied; `save` need not
+        checkpointer.guard(*optimizers)  # their steps wait for the copy, so `save` need not
         checkpointer.save(step, objects)
 
     def load_checkpoint(
@@ -66,13 +65,13 @@ class Checkpointed(WithCheckpointers):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """What `fabric.load` calls, on all ranks; `fabric.load_raw` reads files of torch as ever.
+        """Called by `fabric.load` on all ranks. `fabric.load_raw` reads torch's files as before.
 
         Raises:
             CheckpointError: there is no checkpoint, or no good one.
-            SaveFailed: the save before failed.
-            WrongModel: the checkpoint is of another state than this.
-            ValueError: there is no state to load into, or strict is false.
+            SaveFailed: the previous save failed.
+            WrongModel: the checkpoint is of another state.
+            ValueError: no state is given, or strict is false.
         """
         if isinstance(state, nn.Module | torch.optim.Optimizer):
             strategy: Any = super()
@@ -83,7 +82,7 @@ class Checkpointed(WithCheckpointers):
         directory, step = split_step(str(path))
         checkpointer = self.checkpointer(directory)
         objects = checkpointer.on_all(lambda: _objects(state))
-        checkpointer.wait()  # what this program has just saved can be loaded
+        checkpointer.wait()  # a save of this program may be the newest checkpoint
         if checkpointer.load(objects, step) is None:
             raise CheckpointError(f"{directory} has no checkpoint; save one first")
         state.update(objects[VALUES].values)
@@ -91,19 +90,19 @@ class Checkpointed(WithCheckpointers):
 
 
 class CheckpointedSingleDevice(Checkpointed, SingleDeviceStrategy):
-    """Its strategy for one process."""
+    """Fabric's strategy for one process."""
 
 
 class CheckpointedDDP(Checkpointed, DDPStrategy):
-    """The strategy of Fabric's with whole weights on each rank."""
+    """Fabric's strategy with whole weights on each rank."""
 
 
 class CheckpointedModelParallel(Checkpointed, ModelParallelStrategy):
-    """Its strategy for FSDP2 and tensor parallelism."""
+    """Fabric's strategy for FSDP2 and tensor parallelism."""
 
 
 class _Values:
-    """All of a state that is no object: Fabric puts it back by key."""
+    """All plain values of a state; Fabric restores them by key."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
@@ -121,7 +120,7 @@ class _Values:
 
 
 def _objects(state: Mapping[str, Any]) -> dict[str, Any]:
-    """As `Checkpointer` takes it."""
+    """Returns the state in the form that `Checkpointer` takes."""
     kinds = (nn.Module, torch.optim.Optimizer, Tensor, Stateful)
     objects = {key: value for key, value in state.items() if isinstance(value, kinds)}
     if VALUES in state:

@@ -1,4 +1,4 @@
-"""A callback of transformers' Trainer that saves and resumes through this engine."""
+"""A callback for transformers' Trainer that saves and resumes by this package."""
 
 import dataclasses
 import json
@@ -25,18 +25,18 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointCallback(TrainerCallback):
-    """Saves model, optimizer, schedule, random numbers and the Trainer's own state.
+    """Saves model, optimizer, schedule, random number generators and the Trainer's own state.
 
         callback = CheckpointCallback("checkpoints", every=500, keep=2)
         trainer = Trainer(…, callbacks=[callback])  # with save_strategy="no"
         trainer.train(resume_from_checkpoint=callback.resume())
 
-    Every process makes one. Once trained with, it is used up.
+    Every process creates one, for one training.
 
     Args:
-        directory: holds the steps; a path, as the Trainer reads files of them.
+        directory: directory of the steps; a path, since the Trainer reads files in it.
         every: optimizer steps between saves; the last is always saved.
-        options: as those of `Checkpointer`.
+        options: options of `Checkpointer`.
 
     Raises:
         ValueError: `directory` is a URL.
@@ -48,12 +48,12 @@ class CheckpointCallback(TrainerCallback):
         self._directory, self._every, self._options = Path(directory), every, options
         self._found: int | None = None
         self._global_batch: int | None = None
-        """Sequences in a step of the run that saved."""
+        """Sequences per step in the run that saved."""
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def resume(self) -> str | None:
-        """What `Trainer.train` takes as `resume_from_checkpoint`: a folder of links and small files
-        in the Trainer's own format; None if there is no checkpoint. On all ranks."""
+        """Returns the `resume_from_checkpoint` for `Trainer.train`: a folder of links and small
+        files in the Trainer's format; None if there is no checkpoint. Called on all ranks."""
         path = newest_checkpoint(self._directory)
         if path is None:
             return None
@@ -67,7 +67,7 @@ class CheckpointCallback(TrainerCallback):
         self._global_batch = saved["global_batch"]
         (folder / "trainer_state.json").write_text(json.dumps(saved["state"]))
         states = from_json(values["random"])
-        # Ranks beyond those that saved take over the states of others: the Trainer seeds all alike.
+        # With more ranks than saved, states repeat: the Trainer seeds all ranks alike.
         for rank in range(int(os.environ.get("WORLD_SIZE", "1"))):
             torch.save(_of_process(states[rank % len(states)]), folder / f"rng_state_{rank}.pth")
         torch.save(states[0], folder / "rng_state.pth")
@@ -76,7 +76,7 @@ class CheckpointCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Load what the Trainer has not taken from the folder."""
+        """Load what the Trainer does not read from the folder."""
         optimizer = kwargs["optimizer"]
         self.checkpointer = Checkpointer(self._directory, **self._options)
         self._state = {
@@ -92,7 +92,7 @@ class CheckpointCallback(TrainerCallback):
             return self._found, parse_step(newest.name) if newest else None
 
         found, newest = self.checkpointer.on_main(steps)
-        # What is only in memory is passed over: the Trainer reads its own state from storage.
+        # Not from memory: the Trainer reads its own state from storage.
         loaded = newest if found is None else self.checkpointer.load(self._state, step=found)
 
         def compare() -> None:
@@ -117,12 +117,12 @@ class CheckpointCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Save, if that is due. The Trainer logs this step later: after a resume its `log_history`
-        has no entry of it."""
+        """Save if that is due. The Trainer logs this step later, so after a resume its
+        `log_history` lacks this step's entry."""
         last = control.should_training_stop or state.global_step >= state.max_steps
         if last or state.global_step % self._every == 0:
-            # As the Trainer does it: its state as the first process has it, and random numbers of
-            # all. So another number of processes can go on.
+            # As the Trainer does: its state from the first process, random numbers from all. So
+            # another number of processes can resume.
             trainer = self.checkpointer.on_main(
                 lambda: {"state": _plain(state), "global_batch": _global_batch(args)}
             )
@@ -137,7 +137,7 @@ class CheckpointCallback(TrainerCallback):
         """Wait for the last save.
 
         Raises:
-            SaveFailed: there is none of the last step.
+            SaveFailed: the last step could not be saved.
         """
         self.checkpointer.wait()
         self.checkpointer.close()
@@ -145,7 +145,7 @@ class CheckpointCallback(TrainerCallback):
 
 @dataclasses.dataclass(frozen=True)
 class _OfTrainer:
-    """What the Trainer takes from the folder of `resume`."""
+    """A value that the Trainer itself reads from the folder of `resume`."""
 
     value: Any
 
@@ -153,22 +153,21 @@ class _OfTrainer:
         return self.value
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Nothing: see above."""
+        """Does nothing: the Trainer has the value."""
 
 
 def _plain(state: TrainerState) -> dict[str, Any]:
-    """As the Trainer writes it to trainer_state.json."""
+    """Returns the state as the Trainer writes it to trainer_state.json."""
     return dict(json.loads(json.dumps(dataclasses.asdict(state))))
 
 
 def _global_batch(args: TrainingArguments) -> int:
-    """Sequences in a step."""
     return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
 
 def _random() -> dict[str, Any]:
-    """States of random numbers, as the Trainer of a single process saves them. It sets them itself,
-    once it has skipped data."""
+    """Returns the states of random number generators in the format of a single process. The Trainer
+    restores them itself, after it has skipped data."""
     name, keys, *rest = np.random.get_state()
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -181,7 +180,8 @@ def _random() -> dict[str, Any]:
 
 
 def _of_process(state: dict[str, Any]) -> dict[str, Any]:
-    """As one of several processes saves them: for each GPU that it sees."""
+    """Returns states in the format of one of several processes, with a state for each GPU that it
+    sees."""
     if "cuda" not in state:
         return state
     return {**state, "cuda": [state["cuda"]] * torch.cuda.device_count()}

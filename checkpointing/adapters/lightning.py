@@ -1,4 +1,4 @@
-"""Strategies of Lightning's Trainer that save and resume through this engine."""
+"""Strategies of Lightning's Trainer that save and resume by this package."""
 
 import re
 from pathlib import Path
@@ -26,50 +26,47 @@ __all__ = [
 
 
 class Checkpointed(WithCheckpointers):
-    """Stands before a strategy of the Trainer among the bases of a class.
+    """Mixin before a strategy of the Trainer among the bases of a class.
 
-    What `ModelCheckpoint(dirpath=DIRECTORY)` or `trainer.save_checkpoint` writes to
+    What `ModelCheckpoint(dirpath=DIRECTORY)` or `trainer.save_checkpoint` saves as
     DIRECTORY/…step=100….ckpt becomes DIRECTORY/step-00000100. A process of each node writes it
-    while training goes on. `trainer.fit(ckpt_path=…)` takes either name, or DIRECTORY: the newest
-    good checkpoint, from whatever number of ranks it was saved. `keep` of `checkpoint` decides
-    which steps stay, and not `save_top_k`.
-    """
+    while training goes on. `trainer.fit(ckpt_path=…)` takes either name, or DIRECTORY for the
+    newest good checkpoint. The number of ranks that saved does not matter. `keep` in `checkpoint`
+    decides which steps stay; `save_top_k` does not."""
 
     optimizers: Any
-    """Optimizers of the strategy that this class stands before."""
     lightning_module: Any
-    """Module of the strategy that this class stands before."""
     _exception: BaseException | None = None
-    """What ended the Trainer."""
+    """The exception that ended the Trainer."""
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: what is loaded goes into the module and the optimizers that are trained."""
+        """True: checkpoints are loaded into the module and optimizers being trained."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """False: `load_checkpoint` has done it."""
+        """False: `load_checkpoint` restores optimizers."""
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: `save_checkpoint` takes the module itself."""
+        """Empty: `save_checkpoint` reads the module itself."""
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing: `save_checkpoint` takes the optimizers themselves."""
+        """Empty: `save_checkpoint` reads the optimizers themselves."""
         return {}
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Nothing: `load_checkpoint` has done it."""
+        """Does nothing: `load_checkpoint` has loaded the model."""
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Nothing: `load_checkpoint` has done it."""
+        """Does nothing: `load_checkpoint` has loaded the optimizers."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """What the Trainer calls to save, on all ranks.
+        """Called by the Trainer to save, on all ranks.
 
         Raises:
             ValueError: the path names no step, or something cannot be saved; says what and why.
@@ -82,7 +79,7 @@ class Checkpointed(WithCheckpointers):
         checkpointer = self.checkpointer(directory)
         taken = ("state_dict", "optimizer_states")
         values = {key: value for key, value in checkpoint.items() if key not in taken}
-        # As the Trainer does it: loops, callbacks and schedules as the first rank has them.
+        # As the Trainer does: loops, callbacks and schedules come from the first rank.
         of_first = checkpointer.on_main(lambda: to_json(values, "the Trainer's checkpoint"))
         checkpointer.guard(*self.optimizers)
         checkpointer.save(step, self._state(_Values(from_json(of_first))))
@@ -90,8 +87,8 @@ class Checkpointed(WithCheckpointers):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """What the Trainer calls to resume, on all ranks; and to validate, test or predict with the
-        weights of a checkpoint.
+        """Called by the Trainer on all ranks, to resume, or to validate, test or predict with a
+        checkpoint's weights.
 
         Raises:
             CheckpointError: there is no checkpoint, or no good one.
@@ -101,7 +98,7 @@ class Checkpointed(WithCheckpointers):
         checkpointer = self.checkpointer(directory)
         module = self.lightning_module
         values = _Values({})
-        checkpointer.wait()  # what this program has just saved can be loaded
+        checkpointer.wait()  # a save of this program may be the newest checkpoint
         if module.trainer.state.fn.value == "fit":
             if checkpointer.load(self._state(values), step) is None:
                 raise CheckpointError(f"{directory} has no checkpoint; save one first")
@@ -115,19 +112,19 @@ class Checkpointed(WithCheckpointers):
         return dict(from_json(read_state(path)["values"]["values"]))
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Nothing: `keep` decides."""
+        """Does nothing: `keep` decides which steps stay."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """The Trainer has failed, perhaps on this rank alone."""
+        """Record the exception, which other ranks may not have."""
         self._exception = exception
         strategy: Any = super()
         strategy.on_exception(exception)
 
     def teardown(self) -> None:
-        """Wait until all is written; after an exception, 10 s at most.
+        """Wait until all checkpoints are written; after an exception, at most 10 s.
 
         Raises:
-            SaveFailed: a last save failed.
+            SaveFailed: the last save in a directory failed.
         """
         try:
             while self._exception and self._checkpointers:
@@ -140,7 +137,7 @@ class Checkpointed(WithCheckpointers):
             strategy.teardown()
 
     def _state(self, values: "_Values") -> dict[str, Any]:
-        """As `Checkpointer` takes it."""
+        """Returns the state in the form that `Checkpointer` takes."""
         optimizers = enumerate(self.optimizers)
         return {
             "model": self.lightning_module,
@@ -162,7 +159,7 @@ class CheckpointedModelParallel(Checkpointed, ModelParallelStrategy):
 
 
 class _Values:
-    """What the Trainer sets itself: its loops, callbacks, schedules, …"""
+    """What the Trainer restores itself: its loops, callbacks, schedules, …"""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
@@ -175,7 +172,7 @@ class _Values:
 
 
 def _place(path: str | Path) -> tuple[str, int | None]:
-    """(directory, step) of a path; (path, None) of one that names no step."""
+    """Returns (directory, step) of a path; (path, None) if it names no step."""
     directory, _, name = str(path).rpartition("/")
     if name.endswith(".ckpt") and (found := re.search(r"step=(\d+)", name)):
         return directory or ".", int(found[1])

@@ -1,4 +1,4 @@
-"""What strategies of Lightning Fabric and of Lightning's Trainer have in common."""
+"""The common base of strategies for Lightning Fabric and for Lightning's Trainer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,11 +7,10 @@ from checkpointing.checkpointer import Checkpointer
 
 
 class WithCheckpointers:
-    """Stands before a strategy among the bases of a class: a `Checkpointer` for each directory.
+    """Mixin before a strategy among the bases of a class: has a `Checkpointer` for each directory.
 
     Args:
         checkpoint: options of `Checkpointer`, such as {"keep": 2}.
-        args, kwargs: those of the strategy.
     """
 
     def __init__(
@@ -22,16 +21,17 @@ class WithCheckpointers:
         self._checkpointers: dict[str, Checkpointer] = {}
 
     def checkpointer(self, directory: str) -> Checkpointer:
-        """That of a directory: `outcomes` tells how saves ended, `wait` when."""
+        """Returns the Checkpointer of a directory: its `outcomes` reports how saves ended, its
+        `wait` waits for them."""
         if directory not in self._checkpointers:
             self._checkpointers[directory] = Checkpointer(directory, **self._options)
         return self._checkpointers[directory]
 
     def close_checkpoints(self) -> None:
-        """Wait until all is written. The end of the program does so, too.
+        """Wait until all checkpoints are written; the end of the program does so, too.
 
         Raises:
-            SaveFailed: a last save failed.
+            SaveFailed: the last save in a directory failed.
         """
         while self._checkpointers:
             _, checkpointer = self._checkpointers.popitem()

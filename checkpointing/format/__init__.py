@@ -1,1 +1,1 @@
-"""What lies where in a checkpoint. Touches no file."""
+"""The format of checkpoints. Does no file I/O."""

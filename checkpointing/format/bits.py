@@ -1,10 +1,10 @@
-"""What the bytes of tensors say of their numbers: whether all are finite, and a digest. No torch.
+"""Finiteness and digests of tensors, from their bytes. Imports no torch.
 
 [Note: digest] The digest of a collection of tensors is a sum modulo 2^64. Each 8-byte word of a row
-is added, multiplied by an odd number that stands for the tensor's name and the row. A row lies
+is multiplied by an odd number, derived from the tensor's name and the row, and added. A row lies
 along the last dimension, and begins a word; a vector has a word per row. So the digests of parts of
-tensors add up to that of the whole, wherever a rank, a node or a file ends. It finds errors, such
-as a wrong row or a flipped bit. Somebody who forges a tensor can keep it.
+tensors add up to that of the whole, wherever the parts of ranks, nodes or files end. It detects
+errors, such as a wrong row or a flipped bit, but no forgery.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 CHUNK_BYTES = 1 << 19
-"""Looked at at once: little enough to stay in the processor's cache from one look to the next."""
+"""Bytes processed at a time, few enough to stay in the processor's cache between passes."""
 WORD_BYTES = 8
 _MASK = (1 << 64) - 1
 
@@ -23,31 +23,31 @@ _KINDS = {
     "F64": ("8", 0x7FF0000000000000), "C64": ("4", 0x7F800000),
     "F8_E5M2": ("1", 0x7C), "F8_E4M3": ("1", 0x7F),
 }  # fmt: skip
-"""safetensors' dtype → bytes of a number, and its bits from which on, but for the sign, it is
-infinite or no number."""
+"""dtype → size in bytes, and the bits (without the sign) from which on a number is infinite or
+NaN."""
 _SINGLE = {"F8_E8M0": 0xFF, "F8_E4M3FNUZ": 0x80, "F8_E5M2FNUZ": 0x80}
-"""safetensors' dtype → the only byte that is no number."""
+"""dtype → the only byte that is NaN."""
 
 
 def may_be_infinite(dtype: str) -> bool:
-    """Whether NaN or infinity can be written in a dtype."""
+    """Whether a dtype has NaN or infinity."""
     return dtype in _KINDS or dtype in _SINGLE
 
 
 def is_finite(dtype: str, data: NDArray[np.generic]) -> bool:
-    """Whether no number is infinite or NaN. Whole numbers always are finite.
+    """Whether no number is infinite or NaN; always True for integers.
 
     Args:
         dtype: safetensors' name.
-        data: bits of the numbers, of any unsigned dtype, contiguous along the last dimension.
+        data: the numbers' bits, of any unsigned dtype, contiguous along the last dimension.
     """
     if dtype in _SINGLE:
         return not (data.view(np.uint8) == _SINGLE[dtype]).any()
     if dtype not in _KINDS or not data.size:
         return True
     size, limit = _KINDS[dtype]
-    # Two maxima take no memory: of the bits as signed numbers the largest is positive, as unsigned
-    # ones it is negative, if there is any such number.
+    # Two maxima allocate nothing, unlike a mask. As signed integers the bits of positive numbers
+    # are the largest, as unsigned integers those of negative ones.
     sign = 1 << (8 * int(size) - 1)
     return bool(
         data.view(f"i{size}").max() < limit and data.view(f"u{size}").max() < (sign | limit)
@@ -61,18 +61,18 @@ def digest_and_finite(
     offset: Sequence[int],
     data: NDArray[np.generic],
 ) -> tuple[int, bool]:
-    """Digest of a box of a tensor, and whether all of its numbers are finite.
+    """Returns the digest of a box of a tensor, and whether all of its numbers are finite.
 
     Args:
-        name: of the tensor, as it counts for the digest.
+        name: name of the tensor, which enters the digest.
         dtype: safetensors' name.
-        shape: of the whole tensor.
-        offset: where the box begins in it.
-        data: bits of the box, as unsigned numbers of the size of an element; contiguous along the
-            last dimension.
+        shape: shape of the whole tensor.
+        offset: index of the box's first element in it.
+        data: the box's bits, as unsigned integers of the element's size; contiguous along the last
+            dimension.
     """
     total, finite = 0, True
-    base = crc32(name.encode()) << 32
+    base = crc32(name.encode()) << 32  # rows of different tensors get different factors
     if data.ndim < 2:
         first = offset[0] * data.itemsize if offset else 0
         step = CHUNK_BYTES // data.itemsize
@@ -83,6 +83,7 @@ def digest_and_finite(
             at = first + start * data.itemsize
             words = _words(part[None], at % WORD_BYTES)[0]
             rows = np.arange(len(words), dtype=np.uint64) + np.uint64(base + at // WORD_BYTES)
+            # Odd factors are invertible modulo 2^64: no changed word is multiplied away.
             total += int((words * (rows * np.uint64(2) + np.uint64(1))).sum())
         return total & _MASK, finite
     strides = [int(np.prod(shape[dim + 1 : -1], dtype=np.uint64)) for dim in range(len(shape) - 1)]
@@ -98,19 +99,20 @@ def digest_and_finite(
 def _chunks(
     data: NDArray[np.generic], first: int, strides: Sequence[int]
 ) -> Iterator[tuple[NDArray[np.generic], NDArray[np.uint64]]]:
-    """Rows of a box in chunks of about CHUNK_BYTES, shape (rows, columns), and their numbers.
+    """Yields rows of a box, shape (rows, columns), in chunks of about CHUNK_BYTES, and their
+    numbers.
 
     Args:
-        data: the box, of two or more dimensions.
+        data: the box, of at least two dimensions.
         first: number of its first row.
-        strides: rows from one index of each dimension but the last to the next.
+        strides: rows from one index to the next, for each dimension but the last.
     """
     if not data.size:
         return
     step = max(1, CHUNK_BYTES * len(data) // data.nbytes)
     for start in range(0, len(data), step):
         part, at = data[start : start + step], first + start * strides[0]
-        if part.ndim > 2 and part.nbytes > CHUNK_BYTES:  # then it has one index
+        if part.ndim > 2 and part.nbytes > CHUNK_BYTES:  # step is 1, so len(part) is 1
             yield from _chunks(part[0], at, strides[1:])
             continue
         rows = np.array([at], np.uint64)
@@ -120,11 +122,11 @@ def _chunks(
 
 
 def _words(part: NDArray[np.generic], lead: int) -> NDArray[np.uint64]:
-    """The 8-byte words that rows of a matrix touch; what a word holds besides counts as zero.
+    """Returns the 8-byte words that rows of a matrix touch, with zeros for bytes outside the rows.
 
     Args:
         part: shape (rows, columns), contiguous along the last dimension.
-        lead: bytes of its first word that are before each row.
+        lead: bytes of a row's first word before the row.
     """
     width = part.shape[1] * part.itemsize
     if lead == 0 and width % WORD_BYTES == 0:

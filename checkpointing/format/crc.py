@@ -1,9 +1,9 @@
-"""Checksums of blocks from the parts that several ranks read.
+"""Checksums of blocks, combined from parts that several ranks read.
 
-[Note: parts] CRC-32 is a remainder of polynomials over GF(2), so that of a block is the sum of what
-its parts contribute: crc(A B) = crc(A) · x^(8 · len(B)) + crc(B) modulo the CRC's polynomial, as in
-zlib's crc32_combine (Mark Adler). A sum is an exclusive or: in any order, over any ranks. So a rank
-that holds a few rows of a block reads these alone, and still the whole block is checked.
+[Note: parts] CRC-32 is a remainder of polynomials over GF(2). So the CRC of a block is the sum of
+contributions of its parts: crc(A B) = crc(A) · x^(8 · len(B)) + crc(B) modulo the CRC's polynomial,
+as in zlib's crc32_combine (Mark Adler). The sum is an exclusive or, in any order, over any ranks. A
+rank that holds a few rows of a block reads only these, and still the whole block is checked.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,15 +20,15 @@ from checkpointing.format.layout import FileRecord
 Words: TypeAlias = NDArray[np.uint32]
 
 _POLYNOMIAL = 0xEDB88320
-"""The polynomial of CRC-32, the coefficient of x^31 in the lowest bit, as all polynomials here."""
+"""The polynomial of CRC-32. In all polynomials here the lowest bit is the coefficient of x^31."""
 _ONE = 0x80000000
 _TABLE = 1 << 13
 
 
 @dataclass(frozen=True)
 class Replica:
-    """Which of how many readers of the same bytes; the first of them accounts for the bytes, the
-    others must have read the same."""
+    """One of `count` readers of the same bytes. The first accounts for them; the others must have
+    read the same."""
 
     index: int
     count: int
@@ -38,10 +38,10 @@ ONLY = Replica(0, 1)
 
 
 class BlockSums:
-    """What this rank contributes to the checksums of blocks.
+    """This rank's contributions to the checksums of blocks.
 
     Args:
-        records: of the files; equal on all ranks that sum up together.
+        records: sizes and checksums of the files, equal on all ranks that add up together.
         block_bytes: size of a block.
     """
 
@@ -50,11 +50,11 @@ class BlockSums:
         self._block_bytes = block_bytes
         self._first: dict[str, int] = {}
         self.blocks = 0
-        """Those of all files."""
+        """Number of blocks of all files."""
         for file in sorted(records):
             self._first[file] = self.blocks
             self.blocks += len(records[file].checksums)
-        # Parts that are whole, and the one that is being read.
+        # Finished parts: block, bytes to its end, CRC-32 and replica. `_next` is the open part.
         self._blocks: list[int] = []
         self._rests: list[int] = []
         self._crcs: list[int] = []
@@ -63,8 +63,8 @@ class BlockSums:
         self._crc = 0
 
     def take(self, file: str, offset: int, data: memoryview, replica: Replica) -> None:
-        """Account for `data`, read from `offset` on; best a megabyte at a time, while it is in the
-        processor's cache."""
+        """Account for `data`, read from `offset` on. Best called with a megabyte at a time, while
+        it is in the processor's cache."""
         if file not in self._records:
             return
         while data:
@@ -91,8 +91,8 @@ class BlockSums:
         self._next, self._crc = None, 0
 
     def contribution(self) -> Words:
-        """Shape (2, blocks). Added up (exclusive or) over all ranks, the first row is the CRC-32 of
-        each block of which every byte was read, and the second is zero where all replicas read the
+        """Returns uint32 of shape (2, blocks). XORed over all ranks, the first row is the CRC-32 of
+        each block whose every byte was read; the second is zero where all replicas read the
         same."""
         self._end_part()
         sums = np.zeros((2, self.blocks), np.uint32)
@@ -110,11 +110,11 @@ class BlockSums:
         return sums
 
     def differing(self, sums: Any, checked: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
-        """(file, block) of the blocks whose bytes are not those of the record.
+        """Returns (file, block) of the blocks whose bytes differ from the record.
 
         Args:
-            sums: contributions of all ranks, added up; array-like of shape (2, blocks).
-            checked: blocks by file; every byte of them was read.
+            sums: contributions XORed over all ranks; array-like of shape (2, blocks).
+            checked: by file, the blocks whose every byte was read.
         """
         found = np.asarray(sums).astype(np.uint32)
         bad = []
@@ -127,20 +127,20 @@ class BlockSums:
 
 
 def _weight(replica: Replica) -> Words:
-    """Weights differ from one replica to the next and add up to zero, so that equal parts cancel
-    out, and parts of which any differ do not: x^8, x^16, … and for the first the sum of these."""
+    """Returns the factor of a replica: x^8, x^16, … and for the first one their sum. They add up to
+    zero, so that equal parts cancel and unequal ones do not."""
     if replica.index:
         return _power(np.array(replica.index))
     return np.bitwise_xor.reduce(_power(np.arange(1, replica.count)))
 
 
 def _shifted(crcs: Words, nbytes: NDArray[np.int64]) -> Words:
-    """crcs · x^(8 · nbytes)."""
+    """Returns crcs · x^(8 · nbytes)."""
     return _times(crcs, _power(nbytes))
 
 
 def _power(exponents: NDArray[Any]) -> Words:
-    """x^(8 · exponents), for exponents up to 64 Mi."""
+    """Returns x^(8 · exponents), for exponents up to 64 Mi."""
     low, high = _tables()
     return _times(low[exponents % _TABLE], high[exponents // _TABLE])
 
@@ -153,7 +153,7 @@ def _tables() -> tuple[Words, Words]:
 
 
 def _powers(base: Words) -> Words:
-    """base^0, base^1, …, base^(_TABLE - 1)."""
+    """Returns base^0, base^1, …, base^(_TABLE - 1)."""
     powers = np.array([_ONE], np.uint32)
     while len(powers) < _TABLE:
         powers = np.concatenate([powers, _times(powers, base)])
@@ -162,7 +162,7 @@ def _powers(base: Words) -> Words:
 
 
 def _times(left: Words, right: Words) -> Words:
-    """Product modulo the polynomial, element by element."""
+    """Returns the elementwise product modulo the polynomial."""
     left, right = np.broadcast_arrays(left, right)
     product, right = np.zeros_like(left), right.copy()
     for bit in range(31, -1, -1):

@@ -1,4 +1,4 @@
-"""What is where in a checkpoint directory (format 1): file names, headers, indexes, commit record.
+"""Layout of a checkpoint directory (format 1): file names, headers, indexes, commit record.
 
     step-00001000/
       config.json, tokenizer.json, …                as Hugging Face writes them
@@ -9,10 +9,11 @@
       trainer_state.json
       index.json                                    the commit record, written last
 
-The checkpoint of an adapter has adapter_config.json and adapter_model.safetensors, as PEFT writes
-them, in place of config.json and the files of the model.
+The checkpoint of an adapter has PEFT's adapter_config.json and adapter_model.safetensors in place
+of config.json and the files of the model.
 
-Pure: objects ↔ bytes, no files touched, no torch. Nothing here depends on a rank or a world size.
+Pure: converts objects to bytes and back, without I/O or torch. Nothing depends on a rank or a world
+size.
 """
 
 import hashlib
@@ -46,11 +47,11 @@ COMMIT_RECORD = "index.json"
 TRAINER_STATE = "trainer_state.json"
 LATEST = "latest"
 DCP_METADATA = ".metadata"
-"""What makes a directory a checkpoint of torch.distributed.checkpoint."""
+"""File that marks a checkpoint of torch.distributed.checkpoint."""
 MAX_HEADER_BYTES = 100_000_000
-"""safetensors refuses larger headers."""
+"""Largest header that safetensors reads."""
 MAX_DIMS = 64
-"""torch's limit."""
+"""Most dimensions of a torch tensor."""
 
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1,
@@ -58,7 +59,7 @@ DTYPE_BYTES = {
     "C64": 8, "F64": 8, "I64": 8, "U64": 8,
 }  # fmt: skip
 """Bytes of an element by safetensors' name, in the order of safetensors' own enumeration: its
-writer puts later ones first, which keeps every tensor aligned."""
+writer puts later dtypes first, which aligns every tensor."""
 
 _DTYPE_ORDER = {dtype: order for order, dtype in enumerate(DTYPE_BYTES)}
 _STATE_COUNTS = {"step", "sequences", "tokens", "skipped", "skipped_in_row", "rollbacks"}
@@ -69,14 +70,13 @@ _CHECKSUM = re.compile(r"[0-9a-f]{8}")
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """A whole tensor: safetensors' dtype name and global shape."""
+    """dtype (safetensors' name) and global shape of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a whole tensor lies: row-major bytes from `begin` (from the start of `file`)."""
+    """Where a whole tensor lies: row-major bytes from offset `begin` of `file`."""
 
     file: str
     begin: int
@@ -94,12 +94,12 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A safetensors file that is to be written."""
+    """A safetensors file to be written."""
 
     name: str
-    """Relative to the checkpoint directory."""
+    """Path relative to the checkpoint directory."""
     header: bytes
-    """Length word and JSON: everything before the first tensor."""
+    """Length word and JSON: all bytes before the first tensor."""
     tensors: dict[str, StoredTensor]
     size: int
     """Bytes of the whole file."""
@@ -107,20 +107,20 @@ class TensorFile:
 
 @dataclass(frozen=True)
 class Section:
-    """One of the two collections of tensors in a checkpoint."""
+    """One of the two collections of tensors in a checkpoint, with the names of its files."""
 
     folder: str
     stem: str
     single: bool = False
-    """Whether it is one file, whatever its size."""
+    """Whether it has one file, whatever its size."""
 
     @property
     def index(self) -> str:
-        """Name of the JSON that maps tensor names to files."""
+        """Name of the JSON file that maps tensor names to files."""
         return f"{self.folder}{self.stem}.safetensors.index.json"
 
     def file(self, number: int, count: int) -> str:
-        """Name of file `number` (from 1) of `count`."""
+        """Returns the name of file `number` (from 1) of `count`."""
         if self.single:
             return f"{self.folder}{self.stem}.safetensors"
         return f"{self.folder}{self.stem}-{number:05}-of-{count:05}.safetensors"
@@ -128,29 +128,28 @@ class Section:
 
 MODEL = Section("", "model")
 ADAPTER = Section("", "adapter_model", single=True)
-"""In place of MODEL: what is trained over a model that lies elsewhere."""
+"""Takes the place of MODEL for what is trained over a model stored elsewhere."""
 # A folder of its own: Hugging Face readers glob the top level.
 OPTIMIZER = Section("optimizer/", "optimizer")
 
 
 def sections_of(files: Collection[str]) -> tuple[Section, Section]:
-    """The two sections of a checkpoint with these files."""
+    """Returns the two sections of a checkpoint with these files."""
     return ADAPTER if ADAPTER.index in files else MODEL, OPTIMIZER
 
 
 def step_name(step: int) -> str:
-    """Name of the directory of a committed step."""
     return f"step-{step:08}"
 
 
 def parse_step(name: str) -> int | None:
-    """The step of a directory name, None for any other name."""
-    match = _STEP.fullmatch(name)
+    """Returns the step of a directory name; None for any other name."""
+    match = _STEP.fullmatch(name)  # then exactly as `step_name` writes it: one name per step
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
 def split_step(path: str) -> tuple[str, int | None]:
-    """(directory, step) of DIRECTORY/step-00000100; (path, None) of any other."""
+    """Returns (directory, step) of DIRECTORY/step-00000100; (path, None) of any other path."""
     directory, _, name = path.rstrip("/").rpartition("/")
     step = parse_step(name)
     return (path, None) if step is None else (directory or ".", step)
@@ -162,15 +161,15 @@ def split_step(path: str) -> tuple[str, int | None]:
 def lay_out(
     section: Section, tensors: Mapping[str, TensorMeta], max_bytes: int
 ) -> list[TensorFile]:
-    """Distribute whole tensors over files greedily, in the order given.
+    """Distribute whole tensors over files greedily, in the given order.
 
     Each file has the bytes that `safetensors.torch.save_file` would write.
 
     Args:
-        section: which collection; gives the names.
+        section: the collection, which names the files.
         tensors: metadata by name. The order decides which file a tensor goes to.
-        max_bytes: most tensor bytes per file; a larger tensor has a file to itself. Of a single
-            file it means nothing.
+        max_bytes: most tensor bytes per file; a larger tensor has a file to itself. Ignored for a
+            section of a single file.
     """
     groups: list[dict[str, TensorMeta]] = []
     room = -1
@@ -205,7 +204,7 @@ def _tensor_file(name: str, tensors: Mapping[str, TensorMeta]) -> TensorFile:
             "data_offsets": [offsets[key], end],
         }
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # as safetensors pads: tensors begin at a multiple of 8
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(
             f"{name}: {len(tensors)} tensors make a header of {len(text)} bytes, more than "
@@ -219,7 +218,8 @@ def _tensor_file(name: str, tensors: Mapping[str, TensorMeta]) -> TensorFile:
 
 
 def header_bytes(prefix: bytes, where: str, size: int) -> int:
-    """Bytes before the first tensor, from the first 8 bytes of a safetensors file of `size` bytes.
+    """Returns the number of bytes before the first tensor, from the first 8 bytes of a safetensors
+    file of `size` bytes.
 
     Raises:
         DamagedCheckpoint: it is not a safetensors file.
@@ -231,10 +231,10 @@ def header_bytes(prefix: bytes, where: str, size: int) -> int:
 
 
 def parse_header(header: bytes, file: str, size: int, where: str) -> dict[str, StoredTensor]:
-    """Tensors of a safetensors file by name, from its header (length word included).
+    """Returns the tensors of a safetensors file by name, from its header including the length word.
 
     Args:
-        header: as many bytes as `header_bytes` says.
+        header: as many bytes as `header_bytes` returns.
         file: its name, for the result.
         size: bytes of the whole file.
         where: its path, for messages.
@@ -256,6 +256,7 @@ def parse_header(header: bytes, file: str, size: int, where: str) -> dict[str, S
             f"{where}: its header is unreadable or damaged: {_why(error)}"
         ) from error
     position = 0
+    # A file without gaps or overlaps has one reading: nothing is hidden in it.
     for begin, end in sorted(spans):
         if begin != position:
             raise DamagedCheckpoint(
@@ -271,14 +272,15 @@ def parse_header(header: bytes, file: str, size: int, where: str) -> dict[str, S
 
 
 def _parse_entry(name: str, entry: Any) -> tuple[int, int, TensorMeta]:
-    """(begin, end, what lies between)"""
+    """Returns (begin, end, meta) of a header's entry."""
     if not name.isprintable():
         raise ValueError(f"a tensor is called {name!a}, which is not printable text")
     fields = an_object(entry)
     if fields["dtype"] not in list(DTYPE_BYTES):
         raise ValueError(f"tensor {name}: dtype {fields['dtype']!a} is not known")
     meta = TensorMeta(fields["dtype"], tuple(map(count, a_list(fields["shape"], MAX_DIMS))))
-    count(math.prod(size or 1 for size in meta.shape))  # of sizes that no memory has, 0 elements
+    # With 0 for one dimension, the others could be too large to allocate.
+    count(math.prod(size or 1 for size in meta.shape))
     begin, end = map(count, a_list(fields["data_offsets"]))
     if end - begin != meta.nbytes:
         raise ValueError(f"tensor {name}: {meta} does not take {end - begin} bytes")
@@ -289,7 +291,7 @@ def _parse_entry(name: str, entry: Any) -> tuple[int, int, TensorMeta]:
 
 
 def index_json(files: Iterable[TensorFile]) -> bytes:
-    """The index of a section, as Hugging Face writes it."""
+    """Returns the index of a section, in Hugging Face's format."""
     stored = {name: tensor for file in files for name, tensor in file.tensors.items()}
     metadata = {
         "total_parameters": sum(math.prod(tensor.meta.shape) for tensor in stored.values()),
@@ -301,7 +303,7 @@ def index_json(files: Iterable[TensorFile]) -> bytes:
 
 
 def parse_index(data: bytes, file: str) -> dict[str, str]:
-    """The weight map (tensor name → file) of an index.
+    """Returns the weight map (tensor name → file) of an index.
 
     Raises:
         DamagedCheckpoint: it is not an index.
@@ -319,10 +321,10 @@ def parse_index(data: bytes, file: str) -> dict[str, str]:
 
 
 def parse_state(data: bytes, file: str) -> dict[str, Any]:
-    """What trainer_state.json holds.
+    """Parse trainer_state.json.
 
     Raises:
-        DamagedCheckpoint: no JSON object.
+        DamagedCheckpoint: it is not a JSON object.
     """
     try:
         return read_object(data)
@@ -331,16 +333,15 @@ def parse_state(data: bytes, file: str) -> dict[str, Any]:
 
 
 def check_state(state: Mapping[str, Any], step: int, file: str) -> None:
-    """Require that the state of a step is of that step, and that what says how far a run is are
-    whole numbers, where it is there.
+    """Check that a trainer state is of this step, and that its counts, where present, are whole
+    numbers.
 
     Args:
-        state: what `parse_state` gave.
-        step: by the commit record.
-        file: the state's, for messages.
+        state: what `parse_state` returned.
+        step: the step in the commit record.
 
     Raises:
-        DamagedCheckpoint: it is not; says what.
+        DamagedCheckpoint: it is not; says why.
     """
     try:
         for name in _STATE_COUNTS & state.keys():
@@ -357,12 +358,13 @@ def check_state(state: Mapping[str, Any], step: int, file: str) -> None:
 
 
 def json_bytes(value: Any) -> bytes:
-    """JSON for people: indented, keys sorted, so that equal values give equal bytes."""
+    """Returns JSON for people: indented, with sorted keys, so that equal values give equal
+    bytes."""
     return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
 def block_checksums(data: bytes) -> tuple[int, ...]:
-    """CRC-32 of each block of a small file."""
+    """Returns the CRC-32 of each block of a small file."""
     return tuple(
         crc32(data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES)
     )
@@ -370,7 +372,7 @@ def block_checksums(data: bytes) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the commit record says of a file."""
+    """A file in the commit record."""
 
     size: int
     """Bytes."""
@@ -380,7 +382,8 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class CommitRecord:
-    """index.json: makes a directory a checkpoint, by naming every other file in it."""
+    """Contents of index.json, which makes a directory a checkpoint by listing every other file in
+    it."""
 
     step: int
     files: dict[str, FileRecord]
@@ -388,9 +391,8 @@ class CommitRecord:
     """Tensors that hold NaN or infinity and may, such as masks: model/<name>, optimizer/<name>."""
 
     def encode(self) -> bytes:
-        """The bytes of index.json."""
         body = self._body()
-        # Not indented: there may be a hundred thousand checksums.
+        # Not indented, for a hundred thousand checksums.
         return (json.dumps({**body, "sha256": _digest(body)}) + "\n").encode()
 
     def _body(self) -> dict[str, Any]:
@@ -407,15 +409,14 @@ class CommitRecord:
 
     @staticmethod
     def decode(data: bytes, where: str) -> "CommitRecord":
-        """Read index.json.
+        """Parse index.json.
 
         Args:
-            data: its bytes.
             where: its path, for messages.
 
         Raises:
-            DamagedCheckpoint: malformed, or its own checksum does not match.
-            StorageError: of a later format.
+            DamagedCheckpoint: it is malformed, or its own checksum is wrong.
+            StorageError: its format is newer than this code.
         """
         try:
             body = read_object(data)

@@ -1,10 +1,11 @@
 """NF4: weights in 4 bits (Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs").
 
-[Note: nf4] A row of a weight is cut into blocks of 64. Each has a float32 scale, its largest
-magnitude, and for each number the nearest of 16 levels times that. So a weight (out, in) becomes
-uint8 (out, in / 64 · 36): of each block 32 bytes of codes, the first of two in the upper half of a
-byte, then the 4 bytes of the scale. A cut by rows, or by 64 columns, is a cut of the bytes. Codes
-and values are those of bitsandbytes (blocksize 64, scales that are not quantised again).
+[Note: nf4] A row of a weight is cut into blocks of 64. Each block has a float32 scale, its largest
+magnitude, and for each number the code of the nearest of 16 levels times the scale. So a weight
+(out, in) becomes uint8 (out, in / 64 · 36): for each block 32 bytes of codes, the first of two in
+the upper half of a byte, then the 4 bytes of the scale. A cut by rows, or by 64 columns, is a cut
+of the bytes. Codes and values are those of bitsandbytes (blocksize 64, without double
+quantisation).
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch import Tensor
 NF4 = "nf4"
 """Name of the format in recipes and trainer states."""
 BLOCK = 64
-"""Columns with one scale."""
+"""Columns that share a scale."""
 CODE_BYTES, BLOCK_BYTES = 32, 36
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -24,13 +25,13 @@ LEVELS = (
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
     0.7229568362236023, 1.0,
 )  # fmt: skip
-"""The 16 numbers of appendix E of the paper, by code."""
+"""The 16 levels of the paper's appendix E, by code."""
 PIECE = 1 << 24
-"""Weights that are dequantised at a time: what is made on the way takes six bytes for each."""
+"""Weights dequantised at a time: the intermediates take six bytes for each."""
 
 
 def packed_shape(rows: int, columns: int) -> tuple[int, int]:
-    """The shape of the bytes of a weight.
+    """Returns the shape of the packed bytes (uint8) of a weight.
 
     Raises:
         ValueError: the columns are not a multiple of BLOCK.
@@ -41,7 +42,7 @@ def packed_shape(rows: int, columns: int) -> tuple[int, int]:
 
 
 def weight_shape(packed: Tensor) -> tuple[int, int]:
-    """The shape of the weight that bytes stand for."""
+    """Returns the shape of the weight that packed bytes represent."""
     rows, width = packed.shape
     return rows, width // BLOCK_BYTES * BLOCK
 
@@ -62,10 +63,10 @@ def quantise(weight: Tensor) -> Tensor:
 
 
 def dequantise(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """(out, in / 64 · 36) uint8 → the weight (out, in): products in float32, rounded to `dtype`."""
+    """(out, in / 64 · 36) uint8 → (out, in): products in float32, rounded to `dtype`."""
     rows, columns = weight_shape(packed)
     blocks = packed.unflatten(1, (columns // BLOCK, BLOCK_BYTES))
-    if torch.compiler.is_compiling():  # it makes one kernel of all
+    if torch.compiler.is_compiling():  # the compiler fuses all of it into one kernel
         levels, scales = _factors(blocks)
         return (levels * scales).to(dtype).flatten(1)
     weight = torch.empty(rows, columns // BLOCK, BLOCK, dtype=dtype, device=packed.device)
@@ -77,8 +78,8 @@ def dequantise(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows, blocks, BLOCK_BYTES) uint8 → levels (rows, blocks, BLOCK) and scales (rows, blocks, 1)
-    in float32."""
+    """(rows, blocks, BLOCK_BYTES) uint8 → levels (rows, blocks, BLOCK) and scales (rows, blocks,
+    1), float32."""
     pairs = _table(_pairs, blocks.device)
     levels = pairs.index_select(0, blocks[..., :CODE_BYTES].int().flatten())
     scales = blocks[..., CODE_BYTES:].contiguous().view(torch.float32)
@@ -86,7 +87,7 @@ def _factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounded(weight: Tensor) -> Tensor:
-    """A weight as nf4 keeps it, in float32.
+    """Returns a weight in float32, rounded to what nf4 represents.
 
     Raises:
         ValueError: the columns are not a multiple of BLOCK.
@@ -95,19 +96,19 @@ def rounded(weight: Tensor) -> Tensor:
 
 
 def _borders(device: torch.device) -> Tensor:
-    """Half-way between neighbouring levels: float32 (15,)."""
+    """Midpoints of neighbouring levels, float32 (15,)."""
     levels = torch.tensor(LEVELS, device=device)
     return (levels[1:] + levels[:-1]) / 2
 
 
 def _pairs(device: torch.device) -> Tensor:
-    """Two levels, by byte: float32 (256, 2)."""
+    """Two levels for each byte, float32 (256, 2)."""
     levels = torch.tensor(LEVELS, device=device)
     return torch.cartesian_prod(levels, levels)
 
 
 def _table(make: Callable[[torch.device], Tensor], device: torch.device) -> Tensor:
-    # Not when this is imported: a process that is to be forked has computed nothing yet.
+    # Not at import: a process that will be forked must not have started torch's threads.
     return make(device) if torch.compiler.is_compiling() else _made(make, device)
 
 

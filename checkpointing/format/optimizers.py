@@ -1,10 +1,10 @@
-"""State of any optimizer ↔ named tensors and JSON.
+"""The state of any optimizer as named tensors and JSON.
 
 [Note: optimizer state] Each parameter's state is a tree: dictionaries, lists, numbers and tensors.
 Its tensors are saved as `<parameter>.<key>`, such as `layer.weight.exp_avg`, and the tree as JSON,
-in which a dtype and a shape stand for a tensor. So a load makes exactly the state that was saved,
-and no optimizer has to make a step over nothing before it. An optimizer whose own `state_dict` says
-other things than torch's is saved by what that returns, and loaded by its `load_state_dict`.
+in which a dtype and a shape replace a tensor. So a load creates exactly the saved state, without a
+dummy step of the optimizer before it. If an optimizer overrides `state_dict` with other contents
+than torch's, the result of that is saved, and loaded by its `load_state_dict`.
 """
 
 from collections import deque
@@ -23,27 +23,26 @@ from checkpointing.format.tensors import STORED_DTYPES, TORCH_DTYPES
 from checkpointing.format.values import from_json, to_json
 
 OWN = "$own"
-"""Stands for what an own `state_dict` returned, where names of parameters stand otherwise."""
+"""Key of the tree that an own `state_dict` returned, in place of names of parameters."""
 Parameters = Mapping[str, nn.Parameter]
-"""By FQN."""
+"""Parameters by FQN."""
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer keeps."""
+    """The state of an optimizer."""
 
     tensors: dict[str, Tensor]
-    """The live tensors by name, not copies."""
+    """Live tensors by name, not copies."""
     trees: dict[str, Any]
-    """JSON by FQN, or `OWN`; see [Note: optimizer state]."""
+    """JSON by FQN, or under `OWN`; see [Note: optimizer state]."""
 
 
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, parameters: Parameters
 ) -> dict[str, Tensor]:
-    """The tensors that an optimizer keeps now, as `<fqn>.exp_avg`, `<fqn>.exp_avg_sq`, `<fqn>.step`
-    (of AdamW; others likewise): the live tensors, not copies. Before its first step most optimizers
-    keep none.
+    """Returns an optimizer's live tensors as `<fqn>.exp_avg`, `<fqn>.exp_avg_sq`, `<fqn>.step`
+    (AdamW; others likewise), not copies. Most optimizers have none before their first step.
 
     Raises:
         ValueError: as `optimizer_state`.
@@ -54,15 +53,14 @@ def optimizer_tensors(
 def optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Parameters, name: str = "optimizer"
 ) -> OptimizerState:
-    """What an optimizer keeps now; calls no step.
+    """Returns the current state of an optimizer, without a step.
 
     Args:
-        optimizer: of any class.
         parameters: by FQN, such as `dict(model.named_parameters())`.
-        name: what the optimizer is called; names of what is no parameter's begin with it.
+        name: name of the optimizer, the prefix of state that belongs to no parameter.
 
     Raises:
-        ValueError: it keeps something that cannot be saved; says what and why.
+        ValueError: its state cannot be saved; says what and why.
     """
     kind = type(optimizer).__name__
     names: dict[Tensor, str] = {parameter: fqn for fqn, parameter in parameters.items()}
@@ -89,7 +87,7 @@ def optimizer_state(
     trees = {}
     for fqn in _in_order(kept, parameters):
         state, like = kept[fqn]
-        if state or like is None:  # a state that was only looked at is none
+        if state or like is None:  # reading the defaultdict leaves an empty state
             writer = _Writer(kind, names, {})
             trees[fqn] = writer.write(state, fqn, like)
             tensors |= _sorted(writer.tensors)
@@ -97,8 +95,8 @@ def optimizer_state(
 
 
 def _in_order(names: Mapping[str, Any], parameters: Parameters) -> list[str]:
-    """Names of parameters in their order, then others: the same when saved and when loaded, so that
-    what is in memory is found again."""
+    """Returns names of parameters in their order, then others. The same when saved and loaded, so
+    that state in memory is recognised."""
     return [
         *(fqn for fqn in parameters if fqn in names),
         *sorted(name for name in names if name not in parameters),
@@ -110,17 +108,16 @@ def _sorted(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its `state_dict` is its own and says other things than torch's.
+    """Whether its `state_dict` is its own and returns other contents than torch's.
 
     Raises:
-        ValueError: it fails, or leaves out the state of an optimizer inside this one.
+        ValueError: it fails, or omits the state of an optimizer inside this one.
     """
     return _own_state(optimizer) is not None
 
 
 def kept_as_subclass(optimizer: torch.optim.Optimizer) -> str:
-    """What of a parameter's state is a tensor of a class of its own, such as one of 8-bit blocks;
-    empty if nothing is."""
+    """Returns which state is a tensor subclass, such as 8-bit blocks; "" if none is."""
     for parameter, kept in optimizer.state.items():
         if isinstance(parameter, Tensor) and isinstance(kept, Mapping):
             for key, value in kept.items():
@@ -131,7 +128,7 @@ def kept_as_subclass(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _own_state(optimizer: torch.optim.Optimizer) -> Any:
-    """What its `state_dict` returns, if that is its own and says other things than torch's."""
+    """Returns the result of its own `state_dict`; None if that is torch's, or equal to it."""
     kind, torchs = type(optimizer), torch.optim.Optimizer.state_dict
     if getattr(optimizer.state_dict, "__func__", None) is torchs:
         for inner in _inside(optimizer):
@@ -149,13 +146,13 @@ def _own_state(optimizer: torch.optim.Optimizer) -> Any:
         ) from error
     try:
         plain = torchs(optimizer)
-    except Exception:  # its class may never have called torch's
+    except Exception:  # its class may not call torch's __init__
         return found
     return None if not [*_inside(optimizer)] and _same(found, plain) else found
 
 
 def _inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
-    """Optimizers among its attributes that keep state of their own."""
+    """Yields optimizers among its attributes that have state of their own."""
     for value in vars(optimizer).values():
         for one in value if isinstance(value, list | tuple) else [value]:
             inner = isinstance(one, torch.optim.Optimizer) and one is not optimizer
@@ -164,7 +161,7 @@ def _inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two trees are equal, and their tensors the same objects."""
+    """Whether two trees are equal and their tensors identical."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return one is other
     if isinstance(one, Mapping) and isinstance(other, Mapping):
@@ -176,19 +173,17 @@ def _same(one: Any, other: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Writer:
-    """Trees → JSON, and their tensors by name."""
+    """Converts trees to JSON and collects their tensors by name."""
 
     kind: str
     names: Mapping[Tensor, str]
     tensors: dict[str, Tensor]
 
     def write(self, value: Any, name: str, like: Tensor | None) -> Any:
-        """JSON of a tree.
+        """Returns a tree as JSON.
 
         Args:
-            value: the tree.
-            name: of it.
-            like: the parameter whose state it is.
+            like: the parameter that the state belongs to.
         """
         if isinstance(value, Tensor) and value in self.names:
             return {"$parameter": self.names[value]}
@@ -236,8 +231,8 @@ class _Writer:
             inner, given = value.__tensor_flatten__()
             parts = {key: self.write(getattr(value, key), f"{name}.{key}", None) for key in inner}
             kind = type(value)
-            told = f"{kind.__module__}:{kind.__qualname__}", to_json(given, name)
-            return {"$subclass": [*told, [*value.shape], [*value.stride()], parts]}
+            subclass = f"{kind.__module__}:{kind.__qualname__}", to_json(given, name)
+            return {"$subclass": [*subclass, [*value.shape], [*value.stride()], parts]}
         if value.layout != torch.strided or value.dtype not in STORED_DTYPES:
             raise ValueError(f"{self.kind} keeps {name} as {value.layout} of {value.dtype}")
         if name in self.tensors and self.tensors[name] is not value:
@@ -249,12 +244,12 @@ class _Writer:
 
 @dataclass(frozen=True)
 class OptimizerTargets:
-    """State of an optimizer that a checkpoint is to be loaded into."""
+    """What an optimizer's state is loaded into."""
 
     tensors: dict[str, Tensor]
-    """By name: those that the optimizer keeps already where they fit, else new ones."""
+    """By name: the optimizer's own tensors where they fit, else new ones."""
     put: Callable[[], None]
-    """Gives the optimizer its state, once the tensors are loaded."""
+    """Sets the optimizer's state, once the tensors are loaded."""
 
 
 def optimizer_targets(
@@ -264,17 +259,14 @@ def optimizer_targets(
     metas: Mapping[str, TensorMeta],
     name: str = "optimizer",
 ) -> OptimizerTargets:
-    """Tensors for the state of a checkpoint; changes nothing until `put` is called.
+    """Returns tensors for the state in a checkpoint; changes nothing until `put` is called.
 
     Args:
-        optimizer: that is to keep it.
-        parameters: by FQN.
-        trees: see `OptimizerState`; None in checkpoints that are older than these.
-        metas: names, dtypes and shapes of what the checkpoint has of optimizers.
-        name: what the optimizer is called.
+        trees: see `OptimizerState`; None in old checkpoints.
+        metas: dtypes and shapes of the optimizer's tensors in the checkpoint, by name.
 
     Raises:
-        WrongModel: the state is of a class that is not there.
+        WrongModel: the state is of a tensor subclass that is not imported.
     """
     if trees is None:
         trees = _flat(parameters, metas)
@@ -288,13 +280,14 @@ def optimizer_targets(
     others = {f"{name}.{key}": key for key in optimizer.state if not isinstance(key, Tensor)}
     for fqn in _in_order(trees, parameters):
         if fqn not in parameters and not fqn.startswith(f"{name}."):
-            continue  # of a parameter that is not here: the names of the tensors tell
+            continue  # its parameter is not here: comparing the names reports that
         key: Any = parameters.get(fqn, others.get(fqn, fqn.removeprefix(f"{name}.")))
         reader = _Reader(parameters, {})
         found[key] = reader.read(trees[fqn], fqn, parameters.get(fqn), optimizer.state.get(key), "")
         tensors |= _sorted(reader.tensors)
 
     def put() -> None:
+        # State that was not saved goes: the next step must not mix two runs.
         for key in [key for key in optimizer.state if key not in found]:
             del optimizer.state[key]
         for key, kept in found.items():
@@ -304,7 +297,7 @@ def optimizer_targets(
 
 
 def _flat(parameters: Parameters, metas: Mapping[str, TensorMeta]) -> dict[str, Any]:
-    """Trees of tensors alone, from their names."""
+    """Returns trees that hold tensors alone, from the tensors' names."""
     trees: dict[str, Any] = {}
     for name, meta in metas.items():
         fqn, _, key = name.rpartition(".")
@@ -315,20 +308,19 @@ def _flat(parameters: Parameters, metas: Mapping[str, TensorMeta]) -> dict[str, 
 
 @dataclass(frozen=True)
 class _Reader:
-    """JSON → trees, with tensors that are there already, or new ones."""
+    """Converts JSON to trees, with existing tensors or new ones."""
 
     parameters: Parameters
     tensors: dict[str, Tensor]
 
     def read(self, tree: Any, name: str, like: Tensor | None, live: Any, key: str) -> Any:
-        """A tree.
+        """Returns a tree.
 
         Args:
-            tree: what `_Writer.write` made of it.
-            name: of it.
-            like: the parameter whose state it is, or on whose device.
-            live: what the optimizer keeps in its place.
-            key: by which its dictionary has it.
+            tree: result of `_Writer.write`.
+            like: the parameter that the state belongs to, or whose device it is on.
+            live: the optimizer's current state in its place.
+            key: its key in its dictionary.
         """
         if isinstance(tree, list):
             row = live if isinstance(live, list | tuple | deque) else []
@@ -395,7 +387,7 @@ class _Reader:
             )  # fmt: skip
         if shape == like.shape and not isinstance(like, DTensor):
             return torch.empty_like(like, dtype=dtype, requires_grad=False)
-        # Where torch's own load_state_dict would have it.
+        # torch's load_state_dict keeps `step` on the CPU.
         host = key == "step" and not shape
         return torch.empty(shape, dtype=dtype, device="cpu" if host else like.device)
 
@@ -431,7 +423,7 @@ def _named(kind: type) -> str:
 
 
 def _subclasses(kind: type[Tensor]) -> Iterator[type[Tensor]]:
-    """Classes of tensors that are imported: a checkpoint imports none."""
+    """Yields the tensor subclasses that are imported: loading a checkpoint imports none."""
     for one in kind.__subclasses__():
         yield one
         yield from _subclasses(one)
@@ -442,18 +434,19 @@ def _at(values: Any, place: int) -> Any:
 
 
 def placements_of(shape: tuple[int, ...] | torch.Size, like: DTensor) -> list[Placement]:
-    """How a tensor of some shape lies on the ranks, if it belongs to a sharded one: cut along the
-    dimensions that both have, unless some ranks have no part of that; whole otherwise."""
+    """Returns the placements of a tensor of some shape that belongs to a sharded parameter: sharded
+    along the dimensions that both have, unless some ranks have no part of the parameter; else
+    replicated."""
     return [cut if _keeps(cut, shape, like) else Replicate() for cut in like.placements]
 
 
 def _keeps(cut: Placement, shape: tuple[int, ...] | torch.Size, like: DTensor) -> bool:
     if type(cut) is not Shard or len(shape) != like.dim():
         return False
-    return shape[cut.dim] == like.shape[cut.dim] and not few(like)
+    return shape[cut.dim] == like.shape[cut.dim] and not has_empty_shards(like)
 
 
-def few(tensor: DTensor) -> bool:
+def has_empty_shards(tensor: DTensor) -> bool:
     """Whether some ranks have no part of it."""
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return any(isinstance(cut, Shard) and tensor.shape[cut.dim] < ranks for cut, ranks in sizes)

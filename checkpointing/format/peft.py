@@ -1,4 +1,4 @@
-"""Adapters as PEFT keeps them: names of files and of tensors, and adapter_config.json. Pure."""
+"""PEFT's format of adapters: names of files and tensors, and adapter_config.json. Pure."""
 
 import json
 import math
@@ -11,41 +11,41 @@ from checkpointing.format.untrusted import a_text, count, number, printable, rea
 
 CONFIG = "adapter_config.json"
 PARTS = "lora_A", "lora_B"
-"""Last parts of the FQN of the matrices of a layer."""
+"""Last parts of the FQNs of a layer's two matrices."""
 _PREFIX = "base_model.model."
 _PLAIN: Mapping[str, Any] = {
     "peft_type": "LORA", "bias": "none", "use_dora": False, "lora_bias": False,
     "fan_in_fan_out": False, "rank_pattern": {}, "alpha_pattern": {}, "layer_replication": None,
 }  # fmt: skip
-"""Keys of adapter_config.json that change what is computed → the one value that is known here."""
+"""Keys of adapter_config.json that change the computation → the only supported value."""
 
 
 def is_part(name: str) -> bool:
-    """Whether a parameter is a matrix of an adapter, by its FQN."""
+    """Whether a parameter, by its FQN, is a matrix of an adapter."""
     return name.rpartition(".")[2] in PARTS
 
 
 def name_in_file(name: str) -> str:
-    """FQN of a parameter → its name in adapter_model.safetensors."""
+    """Returns the name of a parameter in adapter_model.safetensors."""
     return f"{_PREFIX}{name}.weight" if is_part(name) else f"{_PREFIX}{name}"
 
 
 @dataclass(frozen=True)
 class AdapterTensors:
-    """What a file of an adapter holds, by the FQN of the parameters under it."""
+    """The tensors in an adapter's file, by FQN of the model's parameters."""
 
     pairs: dict[str, tuple[str, str]] = field(default_factory=dict)
     """FQN of a weight → names of A and B in the file."""
     whole: dict[str, str] = field(default_factory=dict)
-    """FQN of a parameter that was trained whole → its name in the file."""
+    """FQN of a fully trained parameter → its name in the file."""
 
 
 def adapter_tensors(names: Iterable[str], where: str) -> AdapterTensors:
-    """What the tensors of an adapter with these names are; `where` names it in messages.
+    """Sort an adapter's tensors by their names; `where` is its path, for messages.
 
     Raises:
-        DamagedCheckpoint: one of a pair is missing.
-        StorageError: a tensor is none that LoRA has.
+        DamagedCheckpoint: A or B of a pair is missing.
+        StorageError: a tensor does not belong to LoRA.
     """
     found, parts = AdapterTensors(), dict[str, dict[str, str]]()
     for name in names:
@@ -68,16 +68,15 @@ def adapter_tensors(names: Iterable[str], where: str) -> AdapterTensors:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What adapter_config.json says that a reader has to know."""
+    """What a reader needs of adapter_config.json."""
 
     base: str
-    """Directory of the model under the adapter; "" if it names none."""
+    """Directory of the base model; "" if it names none."""
     scale: float
-    """By what B A is multiplied."""
+    """Factor of B A."""
 
 
 def scale_of(rank: int, alpha: float, rslora: bool) -> float:
-    """By what B A is multiplied."""
     return alpha / (math.sqrt(rank) if rslora else rank)
 
 
@@ -91,16 +90,14 @@ def write_config(
     targets: Sequence[str],
     whole: Sequence[str],
 ) -> bytes:
-    """adapter_config.json of LoRA.
+    """Returns adapter_config.json of LoRA.
 
     Args:
-        base: directory of the model under it.
-        rank: of all matrices.
+        base: directory of the base model.
         alpha: numerator of the scale.
-        rslora: divide it by the root of the rank.
-        dropout: of the input of A in training.
-        targets: names of the linear layers, or how they end.
-        whole: likewise of modules that are trained whole.
+        rslora: divide by the root of the rank instead.
+        targets: names, or suffixes of names, of the linear layers.
+        whole: names, or suffixes, of fully trained modules.
     """
     config = {
         **_PLAIN,
@@ -108,7 +105,7 @@ def write_config(
         "base_model_name_or_path": base,
         "inference_mode": True,
         "r": rank,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,  # PEFT writes integers
         "use_rslora": rslora,
         "lora_dropout": dropout,
         "target_modules": sorted(targets),
@@ -118,15 +115,16 @@ def write_config(
 
 
 def read_config(data: bytes, where: str) -> AdapterConfig:
-    """What adapter_config.json says; `where` is its path, for messages.
+    """Parse adapter_config.json; `where` is its path, for messages.
 
     Raises:
         DamagedCheckpoint: it is malformed.
-        StorageError: the adapter computes something else than LoRA.
+        StorageError: the adapter computes something other than LoRA.
     """
     try:
         config = read_object(data)
         for key, plain in _PLAIN.items():
+            # None, False and empty mean the same as a default that is empty.
             if config.get(key, plain) != plain and (config[key] or plain):
                 raise StorageError(
                     f"{where}: {key}={printable(str(config[key]))} is not supported, only {plain}; "

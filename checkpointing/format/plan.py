@@ -1,4 +1,4 @@
-"""Who holds which bytes of a tensor, and who writes them. Pure: no files, no ranks asked, no torch.
+"""Which rank holds which bytes of a tensor, and which writes them. Pure: no I/O, no torch.
 
 [Note: words]
   layout   how a whole tensor is spread over the ranks of a mesh
@@ -8,7 +8,7 @@
            the file. A Shard(0) box is a single run; a Shard(1) box has a run per row
   piece    a box, or a slab of one, that one rank contributes to a save
   node     the ranks that share a machine's memory, and one writer process
-  owner    the node that writes a file; it has the pieces of other nodes sent to it
+  owner    the node that writes a file; it fetches the pieces of other nodes
 """
 
 import hashlib
@@ -27,25 +27,26 @@ from checkpointing.wire import register
 
 @dataclass(frozen=True)
 class Split:
-    """What one mesh dimension does to a tensor."""
+    """Effect of one mesh dimension on a tensor."""
 
     dim: int | None
-    """The tensor dimension that it splits, as torch.chunk does; None: it replicates."""
+    """The tensor dimension that it splits, like torch.chunk; None: it replicates."""
     factor: int = 1
-    """Into how many parts the dimension is cut first, each of which is then split over the mesh
+    """Parts into which the dimension is cut first, each of which is then split over the mesh
     dimension (`_StridedShard.split_factor`)."""
 
 
 REPLICATE = Split(None)
 
 Nodes = tuple[tuple[int, ...], ...]
-"""The ranks of each node."""
+"""Global ranks of each node."""
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
-    """A tensor's place on a mesh. A plan looks at it several times per tensor, and there may be
-    tens of thousands of ranks: so equality is that of a digest, made once."""
+class TensorLayout:
+    """How a whole tensor is spread over the ranks of a mesh. Compared and hashed by a digest,
+    computed once: a plan compares layouts several times per tensor, and they list tens of thousands
+    of ranks."""
 
     ranks: tuple[int, ...]
     """Global ranks of the mesh, row-major."""
@@ -54,7 +55,7 @@ class Layout:
     """One per mesh dimension, applied from left to right."""
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Place of a rank on the mesh; None if it is not on it."""
+        """Returns the place of a rank on the mesh; None if it is not on it."""
         index = self._places.get(rank)
         if index is None:
             return None
@@ -74,27 +75,27 @@ class Layout:
         return hashlib.sha256(content.encode()).digest()
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Layout) and self._digest == other._digest)
+        return self is other or (isinstance(other, TensorLayout) and self._digest == other._digest)
 
     def __hash__(self) -> int:
         return hash(self._digest)
 
 
-def replicated(ranks: Sequence[int]) -> Layout:
-    """The layout of a tensor that each of `ranks` holds whole."""
-    return Layout(tuple(ranks), (len(ranks),), (REPLICATE,))
+def replicated(ranks: Sequence[int]) -> TensorLayout:
+    """Returns the layout of a tensor that each of `ranks` holds whole."""
+    return TensorLayout(tuple(ranks), (len(ranks),), (REPLICATE,))
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A whole tensor and how it is spread. Several layouts: meshes side by side that hold copies,
-    each known only to its own ranks."""
+    """A whole tensor and how it is spread. Several layouts are meshes side by side with copies,
+    each known to its own ranks only."""
 
     meta: TensorMeta
-    layouts: tuple[Layout, ...]
+    layouts: tuple[TensorLayout, ...]
 
 
-register(Layout, shared=True)  # as large as the world, and few
+register(TensorLayout, shared=True)  # as large as the world, and few
 register(TensorSpec)
 
 
@@ -103,15 +104,15 @@ class Box:
     """A rectangle of a whole tensor."""
 
     offset: tuple[int, ...]
-    """In the whole tensor."""
+    """First index in the whole tensor."""
     shape: tuple[int, ...]
     local_offset: tuple[int, ...]
-    """In the rank's local tensor."""
+    """First index in the rank's local tensor."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a tensor that one rank contributes."""
+class TensorPiece:
+    """A part of a tensor that one rank contributes to a save."""
 
     name: str
     stored: StoredTensor
@@ -120,11 +121,11 @@ class Piece:
 
 
 def merge_specs(specs_of_ranks: Mapping[int, Mapping[str, TensorSpec]]) -> dict[str, TensorSpec]:
-    """One view of all tensors from what each rank (global) knows, in the order of ranks and names.
+    """Merge what each rank (global) knows of its tensors, in the order of ranks and names.
 
     Raises:
-        ValueError: ranks disagree about a tensor's shape or dtype, split it differently, or some
-            ranks of its mesh do not have it.
+        ValueError: ranks disagree about a tensor's shape, dtype or splits, or some ranks of its
+            mesh lack it.
     """
     holders: dict[str, list[int]] = {}
     merged: dict[str, TensorSpec] = {}
@@ -145,13 +146,14 @@ def merge_specs(specs_of_ranks: Mapping[int, Mapping[str, TensorSpec]]) -> dict[
         if any(split != REPLICATE for split in spec.layouts[0].splits):
             missing = sorted(meshes - set(holders[name]))
             raise ValueError(f"{name} is missing on ranks {missing}, which hold parts of it")
+        # Replicated: the ranks that list it hold it, whatever its mesh says.
         merged[name] = TensorSpec(spec.meta, (replicated(holders[name]),))
     return merged
 
 
-def own_files(files: Sequence[TensorFile], nodes: int) -> dict[str, int]:
-    """The node that owns each file: the largest file first, to the node with the fewest bytes so
-    far (Graham's LPT rule, within 4/3 of the best). The same on all ranks."""
+def assign_files(files: Sequence[TensorFile], nodes: int) -> dict[str, int]:
+    """Returns the node that owns each file: the largest file first, to the node with the fewest
+    bytes so far (Graham's LPT rule, within 4/3 of the optimum). Equal on all ranks."""
     loads = [(0, node) for node in range(nodes)]
     owners = {}
     for file in sorted(files, key=lambda file: (-file.size, file.name)):
@@ -166,19 +168,19 @@ def plan_pieces(
     stored: Mapping[str, StoredTensor],
     owners: Mapping[str, tuple[int, ...]],
     rank: int,
-) -> list[Piece]:
-    """What `rank` contributes. Over all ranks every byte of every tensor comes exactly once.
+) -> list[TensorPiece]:
+    """Returns what `rank` contributes. Over all ranks every byte of every tensor occurs exactly
+    once.
 
-    Replicas share a box: those on the node that owns the file, so that nothing is sent, or all of
-    them if none is there. Each takes a slab of equal size; which of them get the rows that are left
-    over, and which gets a small tensor whole, goes round. So what a rank contributes follows from
-    each tensor by itself, and needs no account of the others.
+    Replicas share the work on a box: those on the node that owns the file, so that nothing is sent,
+    or all of them if none is there. Each takes a slab of equal size. The remaining rows, and small
+    tensors, rotate among them. So a contribution depends on each tensor alone, without a balance
+    over tensors.
 
     Args:
         specs: all tensors, the same on all ranks.
-        stored: where each is to lie.
+        stored: where each tensor will lie.
         owners: by file, the ranks of the node that owns it.
-        rank: global rank.
     """
     pieces = []
     for name, spec in specs.items():
@@ -192,21 +194,15 @@ def plan_pieces(
         for box in boxes:
             slab = _share(spec, box, turn % len(contributors), len(contributors))
             if slab:
-                pieces.append(Piece(name, stored[name], slab))
+                pieces.append(TensorPiece(name, stored[name], slab))
     return pieces
 
 
 def plan_file(
     file: TensorFile, specs: Mapping[str, TensorSpec], owner: tuple[int, ...]
-) -> Iterator[tuple[int, Piece]]:
-    """All pieces of one file with the rank that contributes each: what `plan_pieces` gives of it on
-    all ranks, as the node that owns it needs it.
-
-    Args:
-        file: a file of the checkpoint.
-        specs: all tensors.
-        owner: ranks of the node that owns the file.
-    """
+) -> Iterator[tuple[int, TensorPiece]]:
+    """Yields all pieces of one file with the rank that contributes each: those that `plan_pieces`
+    returns on all ranks, for the node that owns the file."""
     for name, stored in file.tensors.items():
         spec = specs[name]
         done: set[int] = set()
@@ -220,24 +216,25 @@ def plan_file(
                 for turn in range(count):
                     slab = _share(spec, box, turn, count)
                     if slab:
-                        yield contributors[(first + turn) % count], Piece(name, stored, slab)
+                        yield contributors[(first + turn) % count], TensorPiece(name, stored, slab)
 
 
 SMALL_BYTES = 1 << 16
-"""A box of fewer bytes is not divided among replicas."""
+"""A smaller box is not divided among replicas."""
 
 
 def _first(name: str, contributors: Sequence[int]) -> int:
-    """Whose turn is the first: another contributor's for every tensor."""
+    """Returns which contributor has the first turn; it rotates with the tensor's name."""
     return crc32(name.encode()) % len(contributors)
 
 
 def _share(spec: TensorSpec, box: Box, turn: int, count: int) -> Box | None:
-    """The slab of a box that falls to number `turn` of `count` contributors; None if none does."""
+    """Returns the slab of a box for number `turn` of `count` contributors; None if it has none."""
     if count == 1:
         return box
     if math.prod(box.shape) * DTYPE_BYTES[spec.meta.dtype] < SMALL_BYTES:
         return None if turn else box
+    # The first dimension that can be divided gives the longest contiguous slabs.
     dim = next(dim for dim, length in enumerate(box.shape) if length > 1)
     rows, more = divmod(box.shape[dim], count)
     start, length = turn * rows + min(turn, more), rows + (turn < more)
@@ -252,8 +249,9 @@ def _share(spec: TensorSpec, box: Box, turn: int, count: int) -> Box | None:
 
 
 @lru_cache(maxsize=4096)
-def replica_set(layouts: tuple[Layout, ...], rank: int) -> tuple[int, ...]:
-    """The ranks that hold the same boxes as `rank`, itself included; empty if it holds none."""
+def replica_set(layouts: tuple[TensorLayout, ...], rank: int) -> tuple[int, ...]:
+    """Returns the ranks that hold the same boxes as `rank`, itself included; empty if it holds
+    none."""
     coordinate = _coordinate(layouts, rank)
     if coordinate is None:
         return ()
@@ -273,10 +271,10 @@ def replica_set(layouts: tuple[Layout, ...], rank: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=65536)
 def _contributors(
-    layouts: tuple[Layout, ...], rank: int, owner: tuple[int, ...]
+    layouts: tuple[TensorLayout, ...], rank: int, owner: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Among ranks that hold the same boxes as `rank` (which holds some), those of the node that
-    owns the file; all, if none is there."""
+    """Returns, of the ranks with the same boxes as `rank` (which has some), those of the node that
+    owns the file, or all if none is there."""
 
     def shard(of: int) -> list[int] | None:
         coordinate = _coordinate(layouts, of)
@@ -292,18 +290,19 @@ def _contributors(
 
 
 @lru_cache(maxsize=65536)
-def _coordinate(layouts: tuple[Layout, ...], rank: int) -> tuple[int, ...] | None:
+def _coordinate(layouts: tuple[TensorLayout, ...], rank: int) -> tuple[int, ...] | None:
     coordinates = (layout.coordinate(rank) for layout in layouts)
     return next((coordinate for coordinate in coordinates if coordinate is not None), None)
 
 
 @lru_cache(maxsize=4096)
-def local_boxes(shape: tuple[int, ...], layouts: tuple[Layout, ...], rank: int) -> tuple[Box, ...]:
-    """The boxes of a whole tensor of `shape` that `rank` holds, none of them empty.
+def local_boxes(
+    shape: tuple[int, ...], layouts: tuple[TensorLayout, ...], rank: int
+) -> tuple[Box, ...]:
+    """Returns the boxes of a whole tensor of `shape` that `rank` holds, none of them empty.
 
-    Each dimension splits as torch.chunk does: parts of ceil(size / count), the last ones shorter
-    or empty.
-    """
+    Each dimension splits like torch.chunk: parts of ceil(size / count), the last ones shorter or
+    empty."""
     coordinate = _coordinate(layouts, rank)
     if coordinate is None:
         return ()
@@ -318,7 +317,7 @@ def local_boxes(shape: tuple[int, ...], layouts: tuple[Layout, ...], rank: int) 
                 for part in range(split.factor)
                 for stretch in _chunk(_chunk(stretches[split.dim], split.factor, part), size, place)
             ]
-    dims = [_with_local_start(_joined(stretch)) for stretch in stretches]
+    dims = [_with_local_start(merged(stretch)) for stretch in stretches]
     return tuple(
         Box(
             offset=tuple(start for start, _, _ in choice),
@@ -330,7 +329,7 @@ def local_boxes(shape: tuple[int, ...], layouts: tuple[Layout, ...], rank: int) 
 
 
 def _chunk(stretches: list[tuple[int, int]], count: int, which: int) -> list[tuple[int, int]]:
-    """Part `which` of `count` of the sequence that the stretches make up."""
+    """Returns part `which` of `count` of the concatenated stretches."""
     total = sum(stop - start for start, stop in stretches)
     part = -(-total // count)
     first, last = part * which, min(part * (which + 1), total)
@@ -343,16 +342,6 @@ def _chunk(stretches: list[tuple[int, int]], count: int, which: int) -> list[tup
     return chunk
 
 
-def _joined(stretches: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    joined: list[tuple[int, int]] = []
-    for start, stop in stretches:
-        if joined and joined[-1][1] == start:
-            joined[-1] = joined[-1][0], stop
-        else:
-            joined.append((start, stop))
-    return [(start, stop) for start, stop in joined if start < stop]
-
-
 def _with_local_start(stretches: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
     starts = itertools.accumulate((stop - start for start, stop in stretches), initial=0)
     return [(start, stop, local) for (start, stop), local in zip(stretches, starts, strict=False)]
@@ -360,22 +349,17 @@ def _with_local_start(stretches: list[tuple[int, int]]) -> list[tuple[int, int, 
 
 @dataclass(frozen=True)
 class Extent:
-    """Bytes that lie side by side in the box and in the whole tensor."""
+    """Bytes that are contiguous both in a box and in the whole tensor."""
 
     offset: int
-    """In the whole tensor, bytes."""
+    """Bytes from the start of the whole tensor."""
     box_offset: int
-    """In the box, bytes."""
+    """Bytes from the start of the box."""
     length: int
 
 
 def extents_of(meta: TensorMeta, box: Box) -> Iterator[Extent]:
-    """Bytes of a box as extents, in order.
-
-    Args:
-        meta: of the whole tensor.
-        box: not empty.
-    """
+    """Yields the bytes of a box as extents, in order."""
     itemsize = DTYPE_BYTES[meta.dtype]
     strides = [itemsize * math.prod(meta.shape[dim + 1 :]) for dim in range(len(meta.shape))]
     origin = sum(map(math.prod, zip(box.offset, strides, strict=True)))
@@ -392,7 +376,8 @@ def extents_of(meta: TensorMeta, box: Box) -> Iterator[Extent]:
 
 
 def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Stretches (start, stop) in order; those that touch or overlap become one, empty ones go."""
+    """Returns the stretches (start, stop) sorted, with touching and overlapping ones joined and
+    empty ones dropped."""
     result: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
         if start < stop and result and start <= result[-1][1]:

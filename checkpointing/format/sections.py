@@ -28,7 +28,7 @@ Specs = Mapping[str, TensorSpec]
 
 @dataclass(frozen=True)
 class PlanInput:
-    """From what every rank and every writer makes the same plan."""
+    """Specs and files from which every rank and every writer derives the same plan."""
 
     specs: Specs
     files: Sequence[TensorFile]
@@ -38,7 +38,7 @@ class PlanInput:
 
 
 def by_section(model: Mapping[str, T], optimizer: Mapping[str, T]) -> dict[str, T]:
-    """Both collections in one."""
+    """Returns both collections in one, under their joint names."""
     return {**_prefixed(MODEL.stem, model), **_prefixed(OPTIMIZER.stem, optimizer)}
 
 
@@ -49,8 +49,8 @@ def _prefixed(section: str, values: Mapping[str, T]) -> dict[str, T]:
 def plan_input(
     model: Specs, optimizer: Specs, max_shard_bytes: int, of_model: Section = MODEL
 ) -> PlanInput:
-    """Where everything is stored, which follows from names, dtypes and shapes alone. `of_model`:
-    MODEL, or ADAPTER."""
+    """Decide where everything is stored, from names, dtypes and shapes alone. `of_model` is MODEL,
+    or ADAPTER."""
     files: list[TensorFile] = []
     indexes: dict[str, bytes] = {}
     for prefix, section, specs in (
@@ -66,7 +66,6 @@ def plan_input(
 
 
 def stored_by_name(files: Sequence[TensorFile]) -> dict[str, StoredTensor]:
-    """Where each tensor of some files lies."""
     return {name: tensor for file in files for name, tensor in file.tensors.items()}
 
 
@@ -74,26 +73,26 @@ _MASK = (1 << 64) - 1
 
 
 def not_finite(names: Sequence[str]) -> str:
-    """What is told of tensors that hold a number that is not finite, and must not."""
+    """Returns the message about tensors that hold NaN or infinity and must not."""
     more = " and other tensors" if len(names) > 1 else ""
     return f"NaN or infinity in {names[0]}{more}"
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """What is known of the numbers of a step, or of a part of it."""
+class NumberSummary:
+    """Summary of the numbers of a step or of a part of it; summaries of parts add up."""
 
     weights: int = 0
     """Digest of the model's tensors; see bits.py [Note: digest]."""
     moments: int = 0
-    """Digest of the optimizer's."""
+    """Digest of the optimizer's tensors."""
     bad: tuple[str, ...] = ()
-    """The first two tensors that hold a number that is not finite, and must not."""
+    """The first two tensors that hold NaN or infinity and must not."""
     odd: tuple[str, ...] = ()
-    """Tensors that hold one, and may."""
+    """Tensors that hold NaN or infinity and may."""
 
-    def __add__(self, other: "Numbers") -> "Numbers":
-        return Numbers(
+    def __add__(self, other: "NumberSummary") -> "NumberSummary":
+        return NumberSummary(
             (self.weights + other.weights) & _MASK,
             (self.moments + other.moments) & _MASK,
             tuple(dict.fromkeys(self.bad + other.bad))[:2],

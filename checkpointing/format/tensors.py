@@ -1,4 +1,4 @@
-"""torch's side of the plan: tensors and DTensors → specs, and the bytes of a box."""
+"""torch tensors and DTensors: their specs for a plan, their local memory and its bytes."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from checkpointing.format.layout import DTYPE_BYTES, TensorMeta
-from checkpointing.format.plan import REPLICATE, Box, Layout, Split, TensorSpec, replicated
+from checkpointing.format.plan import REPLICATE, Box, Split, TensorLayout, TensorSpec, replicated
 
 _TORCH_NAMES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2",
@@ -26,8 +26,9 @@ STORED_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def place_of(tensor: Tensor) -> Hashable:
-    """Equal for two tensors that are one: tied weights, which `state_dict` has under each of their
-    names. DTensors must be the same object, as a rank may have nothing of them to compare."""
+    """Returns a key equal for two tensors that are one: tied weights, which `state_dict` lists
+    under each of their names. DTensors must be the same object, since a rank may hold no memory of
+    them to compare."""
     dense = tensor.layout == torch.strided and not tensor.is_meta
     if isinstance(tensor, DTensor) or not dense or not tensor.numel():
         return id(tensor)
@@ -35,25 +36,26 @@ def place_of(tensor: Tensor) -> Hashable:
 
 
 def specs_of(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str, TensorSpec]:
-    """What the plan needs to know of each tensor.
+    """Returns what a plan needs of each tensor.
 
     Args:
         tensors: plain tensors, which every rank holds whole, or DTensors on any mesh.
         ranks: global ranks of the group that saves or loads.
 
     Raises:
-        ValueError: a dtype or placement that cannot be stored, or a mesh with other ranks.
+        ValueError: a dtype or placement cannot be stored, or a mesh has ranks outside the group.
     """
     whole = replicated(ranks)
     known = set(ranks)
-    layouts: dict[Any, tuple[Layout, ...]] = {}
+    layouts: dict[Any, tuple[TensorLayout, ...]] = {}
     specs = {}
     for name, tensor in tensors.items():
         if tensor.dtype not in STORED_DTYPES:
             raise ValueError(f"{name}: safetensors does not store {tensor.dtype}")
         meta = TensorMeta(STORED_DTYPES[tensor.dtype], tuple(tensor.shape))
-        spread: tuple[Layout, ...] = (whole,)
+        spread: tuple[TensorLayout, ...] = (whole,)
         if isinstance(tensor, DTensor):
+            # Few layouts for thousands of tensors, and a mesh lists all its ranks.
             key = id(tensor.device_mesh), tensor.placements
             if key not in layouts:
                 layouts[key] = (_layout(name, tensor, known),)
@@ -62,9 +64,9 @@ def specs_of(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str, T
     return specs
 
 
-def _layout(name: str, tensor: DTensor, known: set[int]) -> Layout:
+def _layout(name: str, tensor: DTensor, known: set[int]) -> TensorLayout:
     mesh = tensor.device_mesh
-    layout = Layout(
+    layout = TensorLayout(
         tuple(mesh.mesh.flatten().tolist()),
         tuple(mesh.shape),
         tuple(_split(name, placement) for placement in tensor.placements),
@@ -79,18 +81,17 @@ def _split(name: str, placement: Any) -> Split:
         return REPLICATE
     if not hasattr(placement, "dim"):
         raise ValueError(f"{name}: a tensor placed as {placement} cannot be saved; reduce it first")
-    # `_StridedShard` (FSDP over tensor parallelism) is a Shard in some versions of torch, in
-    # others not; what tells it is its factor.
+    # `_StridedShard` (FSDP over tensor parallelism) is a subclass of Shard in some versions of
+    # torch only; all have its split_factor.
     return Split(placement.dim, getattr(placement, "split_factor", 1))
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, detached: the live storage, not a copy."""
+    """Returns this rank's part of a tensor, detached: the live memory, not a copy."""
     return _memory(tensor).detach()
 
 
 def box_view(local: Tensor, box: Box) -> Tensor:
-    """A box of a local tensor, as a view."""
     for dim, (start, length) in enumerate(zip(box.local_offset, box.shape, strict=True)):
         if length != local.shape[dim]:
             local = local.narrow(dim, start, length)
@@ -99,7 +100,7 @@ def box_view(local: Tensor, box: Box) -> Tensor:
 
 @torch.no_grad()
 def tensors_not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of tensors of which this rank's part holds NaN or infinity. Waits for a GPU once."""
+    """Returns the names of tensors whose local part holds NaN or infinity. Waits for a GPU once."""
     numbers = {
         name: local_tensor(tensor)
         for name, tensor in tensors.items()
@@ -117,7 +118,7 @@ def tensors_not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor as a flat uint8 view (any dtype, 0-dim ones too)."""
+    """Returns the bytes of a contiguous tensor of any dtype, 0-dim too, as a flat uint8 view."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
@@ -125,15 +126,16 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def broadcast(
     tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> None:
-    """Give all ranks of a group what one has in its tensors, in one message. On all of them.
+    """Copy the tensors of one rank to all ranks of a group, in one message. Called on all of them.
 
     Args:
-        tensors: plain, or DTensors, of which this rank's parts count; as many bytes on each rank.
-        source: rank in the group.
-        group: None: the default one.
-        device: of what the group carries.
+        tensors: plain tensors, or DTensors, whose local parts are copied; as many bytes on each
+            rank.
+        source: rank in the group to copy from.
+        group: None: the default group.
+        device: device of the tensors that the group carries.
     """
-    # From large elements to small ones: so each begins at a multiple of its size.
+    # Large elements first, so that each part is aligned to its element size.
     parts = sorted(map(local_tensor, tensors), key=lambda part: -part.itemsize)
     message = torch.cat([as_bytes(part).to(device) for part in parts])
     dist.broadcast(message, group=group, group_src=source)
@@ -142,8 +144,8 @@ def broadcast(
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """What holds this rank's part of a tensor: it may be given other memory."""
+    """Returns the tensor that owns this rank's memory of `tensor`."""
     if not isinstance(tensor, DTensor):
         return tensor
-    with torch.no_grad():  # then DTensor hands out its storage as it is: 50 times faster
+    with torch.no_grad():  # to_local is 50 times faster without autograd
         return tensor.to_local()

@@ -1,5 +1,4 @@
-"""Names, numbers and JSON out of files that anybody may have written: checked before they are
-followed, computed with or printed. Pure."""
+"""Checks of names, numbers and JSON from untrusted files, before they are used or printed. Pure."""
 
 import json
 import math
@@ -7,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 MAX_JSON_BYTES = 256 << 20
-"""Largest JSON file that is read; the commit record of 400 TB is as large."""
+"""Largest JSON file that is read, as large as the commit record of 400 TB."""
 MAX_NESTING = 64
 _MAX_NAME_BYTES = 255
 _MAX_PATH_BYTES = 1024
@@ -15,8 +14,8 @@ _MAX_COUNT = 2**63 - 1
 
 
 def is_plain(name: Any) -> bool:
-    """Whether a name is the relative path of a file below its directory, and may be printed as it
-    is: no absolute path, no `..`, no NUL, line end or terminal escape."""
+    """Whether a name is a relative path of a file below its directory and printable: no absolute
+    path, no `..`, no NUL, line end or terminal escape."""
     if not isinstance(name, str) or not name.isprintable():
         return False
     sizes = [len(part.encode()) for part in name.split("/")]
@@ -29,18 +28,18 @@ def is_plain(name: Any) -> bool:
 
 
 def printable(text: str) -> str:
-    """Text for a terminal or a log: what does not print, such as line ends and escapes, as Python
-    writes it in a string."""
+    """Returns text for a terminal or a log, with line ends, escapes and other unprintable
+    characters as in a Python string literal."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def count(value: Any) -> int:
-    """A number of bytes, elements or steps.
+    """Check a number of bytes, elements or steps.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no whole number from 0 to 2^63 - 1.
     """
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_COUNT:
         raise ValueError(f"{_short(value)} where a whole number is due")
@@ -48,7 +47,7 @@ def count(value: Any) -> int:
 
 
 def number(value: Any) -> float:
-    """A number that is finite.
+    """Check a finite number.
 
     Raises:
         ValueError: it is none.
@@ -59,7 +58,7 @@ def number(value: Any) -> float:
 
 
 def a_list(value: Any, most: int | None = None) -> list[Any]:
-    """A list of at most `most` values.
+    """Check a list of at most `most` values.
 
     Raises:
         ValueError: it is none.
@@ -70,7 +69,7 @@ def a_list(value: Any, most: int | None = None) -> list[Any]:
 
 
 def a_text(value: Any) -> str:
-    """A text.
+    """Check a text.
 
     Raises:
         ValueError: it is none.
@@ -81,7 +80,7 @@ def a_text(value: Any) -> str:
 
 
 def a_name(value: Any) -> str:
-    """A name that `is_plain`.
+    """Check a name by `is_plain`.
 
     Raises:
         ValueError: it is none.
@@ -92,7 +91,7 @@ def a_name(value: Any) -> str:
 
 
 def an_object(value: Any) -> dict[str, Any]:
-    """A JSON object.
+    """Check a JSON object.
 
     Raises:
         ValueError: it is none.
@@ -103,10 +102,10 @@ def an_object(value: Any) -> dict[str, Any]:
 
 
 def read_object(data: bytes | str) -> dict[str, Any]:
-    """The object that a JSON file holds.
+    """Parse the object in a JSON file.
 
     Raises:
-        ValueError: it is not JSON, too large, nested too deep, or holds no object; in one line.
+        ValueError: it is no JSON, too large, nested too deeply, or no object; in one line.
     """
     if len(data) > MAX_JSON_BYTES:
         raise ValueError(f"{len(data)} bytes of JSON, more than {MAX_JSON_BYTES}")
@@ -123,7 +122,8 @@ def read_object(data: bytes | str) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose names differ: of two equal ones, readers disagree which counts."""
+    """Returns an object after checking that its names differ: readers disagree about which of two
+    equal ones counts."""
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]

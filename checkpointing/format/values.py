@@ -1,5 +1,5 @@
-"""Plain values ↔ JSON, exactly: what JSON would change (tuples, keys that are no strings) or not
-take (bytes, tensors) is written as an object with one key that begins with "$"."""
+"""Exact conversion of plain values to JSON and back. What JSON would change (tuples, keys that are
+no strings) or reject (bytes, tensors) becomes an object with one key that begins with "$"."""
 
 import base64
 from collections import Counter
@@ -18,15 +18,15 @@ _DTYPES = {
 
 
 def to_json(value: Any, name: str) -> Any:
-    """A value as JSON takes it; `from_json` gives it back, with equal types.
+    """Returns a value in a form that JSON accepts; `from_json` restores it with equal types.
 
     Args:
         value: numbers, strings, None, bytes, CPU or GPU tensors, dtypes, numpy arrays; and lists,
             tuples, sets, dictionaries and Counters of such.
-        name: what the value is called in an error.
+        name: name of the value, for errors.
 
     Raises:
-        ValueError: there is something else in it; says where and what.
+        ValueError: it contains something else; says where and what.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -37,6 +37,7 @@ def to_json(value: Any, name: str) -> Any:
     if isinstance(value, torch.Size):
         return {"$size": [*value]}
     if type(value) is set:
+        # Sorted: digests of the JSON are compared among ranks.
         return {"$set": [to_json(one, name) for one in sorted(value)]}
     if type(value) is tuple:
         return {"$tuple": to_json(list(value), name)}
@@ -64,7 +65,7 @@ def to_json(value: Any, name: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """What `to_json` was given; tensors are on the CPU."""
+    """Restores the value given to `to_json`; tensors are on the CPU."""
     if isinstance(value, list):
         return [from_json(one) for one in value]
     if not isinstance(value, dict):
@@ -82,7 +83,7 @@ def from_json(value: Any) -> Any:
             return base64.b64decode(data)
         case ("$tensor" | "$array" as kind, (dtype, shape, data)):
             held = bytearray(base64.b64decode(data))
-            # torch takes no memory that is empty.
+            # frombuffer rejects an empty buffer.
             flat = torch.frombuffer(held or bytearray(1), dtype=torch.uint8)[: len(held)]
             tensor = flat.view(getattr(torch, dtype)).reshape(shape)
             return tensor if kind == "$tensor" else tensor.numpy()

@@ -1,1 +1,1 @@
-"""From a step, or the memory of a dead run, to tensors."""
+"""Loads tensors from a step in storage, or from the memory of a dead run."""

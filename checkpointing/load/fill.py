@@ -1,5 +1,4 @@
-"""Bytes of tensor files → the parts of tensors that the ranks hold. [Note: reading] in read_plan.py
-says who reads what."""
+"""Reads tensor files into the tensors of all ranks; see read_plan.py [Note: reading]."""
 
 import itertools
 import os
@@ -20,25 +19,34 @@ from checkpointing.format.plan import Nodes, TensorSpec, extents_of, local_boxes
 from checkpointing.format.sections import not_finite
 from checkpointing.format.tensors import TORCH_DTYPES
 from checkpointing.load.read_plan import (
-    Dealt,
-    Unit,
+    ReadRound,
+    ReadUnit,
     blocks_and_gaps,
-    deal,
     plan_reads,
+    read_rounds,
     slabs,
 )
-from checkpointing.load.segments import Files, Reader, ReadJob, Segment, Target, deliver, jobs
-from checkpointing.load.window import HALF_BYTES, Window, make_window, remove_window
-from checkpointing.ranks import Ranks, failing_alike
+from checkpointing.load.segments import (
+    CheckpointFiles,
+    LocalTarget,
+    ReadJob,
+    Segment,
+    SegmentReader,
+    deliver,
+    jobs,
+)
+from checkpointing.load.window import HALF_BYTES, SharedWindow, make_window, remove_window
+from checkpointing.ranks import RankGroup, failing_alike
 
 STEP_BYTES = 4 << 20
-"""Read at once: little enough to be in the processor's cache when its checksum is taken."""
+"""Bytes read at a time, few enough to be in the processor's cache when their checksum is
+computed."""
 MOST_THREADS = 8
-"""Threads of a rank that read; fewer where ranks have fewer processors each."""
+"""Most threads of a rank that read; fewer where ranks have fewer processors each."""
 
 
 def read_tensors(
-    files: Files,
+    files: CheckpointFiles,
     specs: Mapping[str, TensorSpec],
     tensors: Mapping[str, Tensor],
     group: dist.ProcessGroup | None,
@@ -48,41 +56,39 @@ def read_tensors(
     step_bytes: int = STEP_BYTES,
     threads: int | None = None,
 ) -> None:
-    """Fill the tensors of all ranks, in the order of files and offsets. On all ranks of the group.
+    """Fill the tensors of all ranks, in the order of files and offsets. Called on all ranks of the
+    group.
 
-    Together the ranks of a node read every byte that they hold once. Checksums are of whole blocks,
-    of which each rank reads its parts; what they give together is compared at the end. So when an
-    error is raised, targets may have been written to.
+    The ranks of a node together read every byte that they hold once. Checksums cover whole blocks,
+    of which each rank reads its parts; the combined checksums are compared at the end. So targets
+    may have been written to when an error is raised.
 
     Args:
-        files: of the checkpoint.
         specs: all tensors, the same on all ranks.
-        tensors: the targets, of which this rank holds parts, on any device; floating point numbers
+        tensors: the targets, of which this rank holds parts, on any device. Floating point numbers
             are converted where a file has another dtype.
         group: carries CPU tensors. None: this process reads what it holds, and the rest of the
             blocks that it checks.
-        nodes: the ranks of the group that share memory; None: by machine.
+        nodes: the ranks of the group that share memory; None: those of a machine.
         finite: names of tensors that must not hold NaN or infinity.
-        step_bytes: read at once.
-        threads: that read; None: by the processors that there are for each rank of a node.
+        threads: threads that read; None: by the processors for each rank of a node.
 
     Raises:
-        DamagedCheckpoint: a file is missing or short, a checksum is wrong, or a tensor holds NaN or
-            infinity that must not.
+        DamagedCheckpoint: a file is missing or short, a checksum is wrong, or a tensor of `finite`
+            holds NaN or infinity.
         StorageError: a file cannot be read.
-        ValueError: a target's local part is not what its placement says, so that its bytes would
-            not be covered exactly once.
-        Whatever one rank raises, all do.
+        ValueError: a target's local part contradicts its placement, so that its bytes would not be
+            covered exactly once.
     """
-    ranks = Ranks(group)
+    ranks = RankGroup(group)
     with failing_alike():
         nodes = nodes or ranks.nodes()
         read_together(ranks, files, specs, tensors, nodes, finite, step_bytes, threads)
 
 
 def read_together(
-    ranks: Ranks,
-    files: Files,
+    ranks: RankGroup,
+    files: CheckpointFiles,
     specs: Mapping[str, TensorSpec],
     tensors: Mapping[str, Tensor],
     nodes: Nodes,
@@ -90,10 +96,10 @@ def read_together(
     step_bytes: int = STEP_BYTES,
     threads: int | None = None,
 ) -> None:
-    """What `read_tensors` does, for ranks that act together.
+    """Like `read_tensors`, for ranks that already act together.
 
     Raises:
-        RankError: on all ranks; of the kind that `read_tensors` raises.
+        RankError: on all ranks; its kind is what `read_tensors` raises.
     """
     load = _Load(files, specs, tensors, ranks, nodes, finite, step_bytes, threads)
     try:
@@ -103,19 +109,19 @@ def read_together(
     finally:
         load.remove_window()
     ranks.together(load.read)
-    if load.has_checksums:  # else a collective less, while a job stands still
+    if load.has_checksums:  # else one collective fewer while the job waits
         ranks.together(load.check)
 
 
 class _Load:
-    """What one rank does in a load: its methods in their order."""
+    """One rank's part of a load; methods are called in their order."""
 
     def __init__(
         self,
-        files: Files,
+        files: CheckpointFiles,
         specs: Mapping[str, TensorSpec],
         tensors: Mapping[str, Tensor],
-        ranks: Ranks,
+        ranks: RankGroup,
         nodes: Nodes,
         finite: Collection[str],
         step_bytes: int,
@@ -125,7 +131,7 @@ class _Load:
         self._ranks, self._nodes, self._step = ranks, nodes, step_bytes
         self._finite = finite
         self._bad: dict[str, str] = {}
-        """Tensors with numbers that are not finite, and their files."""
+        """Tensors with NaN or infinity, and their files."""
         self._near = next(near for near in nodes if ranks.rank in near)
         names = sorted({files.tensors[name].file for name in specs})
         self._records = {name: files.records[name] for name in names if name in files.records}
@@ -134,25 +140,25 @@ class _Load:
             threads = max(1, min(MOST_THREADS, processors))
         self._sums = [BlockSums(self._records, BLOCK_BYTES) for _ in range(threads)]
         """One for each thread."""
-        self._targets: dict[str, Target] = {}
+        self._targets: dict[str, LocalTarget] = {}
         self._own: dict[str, list[Segment]] = {name: [] for name in names}
-        """What this rank reads by itself, by file."""
-        self._shared: list[Unit] = []
+        """What this rank reads alone, by file."""
+        self._shared: list[ReadUnit] = []
         self._checked: dict[str, list[int]] = {}
-        """Blocks by file."""
-        self._made = "", 0
-        """The window that this rank made."""
-        self._window: Window | None = None
+        """Blocks to check, by file."""
+        self._created_window = "", 0
+        """Path and area of the window that this rank created."""
+        self._window: SharedWindow | None = None
 
     # --- before reading ----------------------------------------------------------------------
 
     def prepare(self) -> tuple[str, int]:
-        """Plan, and make the window if the node needs one and this rank is its first; returns what
-        `make_window` does, else ("", 0)."""
+        """Plan, and create the window if the node needs one and this rank is its first; returns the
+        result of `make_window`, else ("", 0)."""
         for name, tensor in self._tensors.items():
             shape, layouts = self._files.tensors[name].meta.shape, self._specs[name].layouts
             boxes = local_boxes(shape, layouts, self._ranks.rank)
-            self._targets[name] = Target.of(name, tensor, boxes)
+            self._targets[name] = LocalTarget.of(name, tensor, boxes)
         plan = plan_reads(self._specs, self._files.tensors, self._ranks.rank, self._nodes)
         for unit in plan.own:
             self._own[unit.stored.file] += self._segments(unit)
@@ -162,10 +168,10 @@ class _Load:
             return "", 0
         share = sum(unit.nbytes for unit in plan.shared) // len(self._near)
         area = min(max(HALF_BYTES // len(self._near), self._step), share + self._step)
-        self._made = make_window(len(self._near), area, self._step)
-        return self._made
+        self._created_window = make_window(len(self._near), area, self._step)
+        return self._created_window
 
-    def _segments(self, unit: Unit) -> Iterator[Segment]:
+    def _segments(self, unit: ReadUnit) -> Iterator[Segment]:
         meta, target = unit.stored.meta, self._targets[unit.name]
         checked = unit if unit.name in self._finite else None
         data = target.memory(unit.box, TORCH_DTYPES[meta.dtype])
@@ -179,8 +185,8 @@ class _Load:
             yield Segment(begin, run.length, part, unit.replica, None, checked)
 
     def _plan_checks(self) -> None:
-        """Have every byte read of the blocks that are to be checked: those of tensors that are
-        read, and of the header. What no rank holds is divided among all."""
+        """Plan to read every byte of the blocks to check: those of the tensors and of the header.
+        Bytes that no rank holds are divided among all."""
         held: dict[str, list[tuple[int, int]]] = {file: [] for file in self._own}
         if self._ranks.group is None:
             for file, segments in self._own.items():
@@ -204,31 +210,27 @@ class _Load:
             ]
 
     def open_window(self, windows: Mapping[int, tuple[str, int]]) -> None:
-        """Open the window of the node, if it has one.
-
-        Args:
-            windows: by rank, what `prepare` returned.
-        """
+        """Open the node's window, if it has one."""
         path, area = windows[self._near[0]]
         if path and self._ranks.group is not None:
-            self._window = Window(path, area, self._near, self._ranks.rank, self._ranks.group)
+            self._window = SharedWindow(path, area, self._near, self._ranks.rank, self._ranks.group)
 
     def remove_window(self) -> None:
-        """Leave no file behind: the memory of a window that was opened stays while it is used."""
-        path, _ = self._made
+        """Unlink the window's file; its memory stays while ranks have it mapped."""
+        path, _ = self._created_window
         if path:
             remove_window(path)
 
     # --- reading -----------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Read everything that is this rank's to read; without checksums also require numbers
-        that are finite."""
+        """Read everything that this rank has to read; without checksums also require finite
+        numbers."""
         pinned = any(target.local.is_cuda for target in self._targets.values())
         with ExitStack() as stack:
-            readers: SimpleQueue[Reader] = SimpleQueue()
+            readers: SimpleQueue[SegmentReader] = SimpleQueue()
             for sums in self._sums:
-                reader = Reader(
+                reader = SegmentReader(
                     self._files, sums, self._bad, self._targets, self._step, pinned=pinned
                 )
                 readers.put(stack.enter_context(reader))
@@ -245,11 +247,11 @@ class _Load:
                 try:
                     for _ in pool.map(work, jobs(segments, self._step)):
                         pass
-                except BaseException:
+                except BaseException:  # queued jobs would delay the error
                     pool.shutdown(cancel_futures=True)
                     raise
 
-            if self._window is None:
+            if self._window is None:  # nothing of the node is shared
                 run(self._own)
             else:
                 self._read_with_others(self._window, run)
@@ -258,16 +260,18 @@ class _Load:
 
     @torch.no_grad()
     def _read_with_others(
-        self, window: Window, run: Callable[[Mapping[str, list[Segment]]], None]
+        self, window: SharedWindow, run: Callable[[Mapping[str, list[Segment]]], None]
     ) -> None:
-        """In rounds, after what this rank reads by itself: fill one half of the window, and copy
-        from the other what was filled in the round before. A rank that fails still comes to the
-        meeting at the end of a round, where the others learn of it."""
-        rounds = deal(self._shared, window.places, window.area, max(self._step, window.area // 4))
-        own, before = self._own, Dealt()
+        """Read in rounds: fill one half of the window, and copy from the other what the last round
+        filled. A rank that fails still joins the meeting at the end of a round, where the others
+        learn of it."""
+        rounds = read_rounds(
+            self._shared, window.places, window.area, max(self._step, window.area // 4)
+        )
+        own, before = self._own, ReadRound()
         failure: Exception | None = None
         for half, other in itertools.cycle([window.halves, window.halves[::-1]]):
-            now: Dealt = []
+            now: ReadRound = []
             try:
                 run(own)
                 own, now = {}, next(rounds, [])
@@ -276,6 +280,7 @@ class _Load:
                     deliver(slab, other[position : position + slab.nbytes], self._targets)
             except Exception as error:
                 failure = error
+            # All ranks of the node get the same rounds, so they leave the loop together.
             if window.meet(failure is not None) or not now:
                 break
             before = now
@@ -286,18 +291,18 @@ class _Load:
 
     @property
     def has_checksums(self) -> bool:
-        """Whether there is anything to compare what is read with. Equal on all ranks."""
+        """Whether there are checksums to compare. Equal on all ranks."""
         return bool(self._records)
 
     def check(self) -> None:
-        """Compare the checksums of all blocks, and require numbers that are finite. After all
-        ranks have read.
+        """Compare the checksums of all blocks, then require finite numbers. Called once all ranks
+        have read.
 
         Raises:
             DamagedCheckpoint: names file and block, or tensors.
         """
         mine = np.bitwise_xor.reduce([sums.contribution() for sums in self._sums])
-        total = torch.from_numpy(mine.astype(np.int64))
+        total = torch.from_numpy(mine.astype(np.int64))  # gloo reduces no uint32
         if self._ranks.group is not None:
             dist.all_reduce(total, dist.ReduceOp.BXOR, group=self._ranks.group)
         bad = self._sums[0].differing(total.numpy(), self._checked)
@@ -308,10 +313,10 @@ class _Load:
                 f"{self._files.where / file}: checksum of block {block} (from byte "
                 f"{block * BLOCK_BYTES} on) is wrong{more}; the file was changed after it was saved"
             )
-        self.refuse_not_finite()  # afterwards: damage may make a number look like no number
+        self.refuse_not_finite()  # last: damaged bytes may look like NaN
 
     def refuse_not_finite(self) -> None:
-        """Require that the numbers are finite that this rank has read.
+        """Require finite numbers in what this rank has read.
 
         Raises:
             DamagedCheckpoint: names a file and the tensors.
@@ -322,9 +327,9 @@ class _Load:
 
 
 def _to_fill(
-    dealt: Dealt, place: int, memory: memoryview, finite: Collection[str]
+    dealt: ReadRound, place: int, memory: memoryview, finite: Collection[str]
 ) -> dict[str, list[Segment]]:
-    """What a rank reads of a round, by file."""
+    """Returns what a rank reads in a round, by file."""
     segments: dict[str, list[Segment]] = {}
     for slab, reader, position in dealt:
         if reader == place:

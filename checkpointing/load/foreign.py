@@ -1,7 +1,7 @@
-"""Checkpoints of torch.distributed.checkpoint (DCP), for people who arrive with one.
+"""Reads checkpoints of torch.distributed.checkpoint (DCP).
 
-A DCP checkpoint is a directory with pickled metadata and, per tensor, saved chunks. Names in it
-say how the state was nested: `model.layers.0.weight`, `app.optim.state.<fqn>.exp_avg`.
+A DCP checkpoint is a directory with pickled metadata and, for each tensor, saved chunks. Names show
+how the state was nested: `model.layers.0.weight`, `app.optim.state.<fqn>.exp_avg`.
 """
 
 import io
@@ -32,7 +32,7 @@ from checkpointing.format.layout import DCP_METADATA, StoredTensor, TensorMeta
 from checkpointing.format.plan import Box, TensorSpec, local_boxes
 from checkpointing.format.tensors import STORED_DTYPES, TORCH_DTYPES, box_view
 from checkpointing.format.untrusted import count, is_plain, printable
-from checkpointing.load.segments import Target
+from checkpointing.load.segments import LocalTarget
 from checkpointing.storage.steps import storage_of
 
 _OPTIMIZER = re.compile(
@@ -43,17 +43,18 @@ _MODEL_PREFIXES = ("app.model.", "state_dict.model.", "state.model.", "model.", 
 
 @dataclass(frozen=True)
 class DcpCheckpoint:
-    """What a DCP checkpoint holds. Its tensors are read with `read` and `fill`."""
+    """A DCP checkpoint; `read` and `fill` read its tensors."""
 
     path: Path
     metadata: Metadata
 
     @property
     def optimizer(self) -> dict[str, StoredTensor]:
-        """Optimizer state by our names (`<fqn>.exp_avg`); `file` is the name it has there.
+        """Optimizer state by this package's names (`<fqn>.exp_avg`); `file` is the tensor's name in
+        the checkpoint.
 
         Raises:
-            StorageError: it is saved by the number of a parameter, not by its name.
+            StorageError: state is saved by the number of a parameter, not by its name.
         """
         found = {}
         for name in self._tensors:
@@ -69,14 +70,14 @@ class DcpCheckpoint:
 
     @property
     def model(self) -> dict[str, StoredTensor]:
-        """Every tensor but those of the optimizer, without the prefix that all of them have (as
-        `model.`, if that is how the state was nested); `file` is the name it has there."""
+        """All tensors but the optimizer's, without their common prefix (such as `model.`); `file`
+        is the tensor's name in the checkpoint."""
         names = self._model_names()
         return self._under(self._nesting(names), names)
 
     def model_for(self, wanted: Collection[str]) -> dict[str, StoredTensor]:
-        """Tensors by the names of a model: those under the prefix under which most of `wanted`
-        are; `file` is the name it has there."""
+        """Returns tensors by the names of a model: those under the prefix that matches most of
+        `wanted`; `file` is the tensor's name in the checkpoint."""
         names = self._model_names()
         prefixes = Counter(
             name.removesuffix(target)
@@ -101,7 +102,7 @@ class DcpCheckpoint:
         return [name for name in self._tensors if not _OPTIMIZER.fullmatch(name)]
 
     def _nesting(self, names: Sequence[str]) -> str:
-        """The prefix under which most tensors were nested when they were saved."""
+        """Returns the prefix under which most tensors were nested when they were saved."""
         paths = self.metadata.planner_data
         if isinstance(paths, Mapping) and all(name in paths for name in names):
             folders = Counter(tuple(map(str, paths[name][:-1])) for name in names)
@@ -125,23 +126,19 @@ class DcpCheckpoint:
         return StoredTensor(name, 0, TensorMeta(dtype, tuple(entry.size)))
 
     def read(self, stored: StoredTensor) -> Tensor:
-        """One whole tensor, on the CPU.
+        """Returns one whole tensor, on the CPU.
 
         Raises:
             DamagedCheckpoint: names what is missing or damaged.
         """
         whole = torch.empty(stored.meta.shape, dtype=TORCH_DTYPES[stored.meta.dtype])
         origin = (0,) * whole.ndim
-        self.fill({"": stored}, {"": Target(whole, [Box(origin, tuple(whole.shape), origin)])})
+        self.fill({"": stored}, {"": LocalTarget(whole, [Box(origin, tuple(whole.shape), origin)])})
         return whole
 
     @torch.no_grad()
-    def fill(self, stored: Mapping[str, StoredTensor], targets: Mapping[str, Target]) -> None:
-        """Read the boxes of targets, by torch's own reader; asks no other rank.
-
-        Args:
-            stored: where tensors lie, by name.
-            targets: by the same names.
+    def fill(self, stored: Mapping[str, StoredTensor], targets: Mapping[str, LocalTarget]) -> None:
+        """Read the boxes of targets by torch's own reader, on this rank alone.
 
         Raises:
             DamagedCheckpoint: names what is missing or damaged.
@@ -158,19 +155,19 @@ class DcpCheckpoint:
             ]
             entry = self._tensors[there]
             items += create_read_items_for_chunk_list(there, entry, chunks)
-        reader = FileSystemReader(self.path)
+        reader = FileSystemReader(self.path)  # torch's own: it knows every version's chunks
         reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         try:
             with reading(self.path):
                 reader.read_data(LoadPlan(items), planner).wait()
         except CheckpointError:
             raise
-        except Exception as error:  # torch's reader and the pickles in a chunk fail in any way
+        except Exception as error:  # torch's reader and pickles in a chunk may raise anything
             text = printable(str(error).partition("\n")[0])
             raise DamagedCheckpoint(f"{self.path}: a saved chunk is damaged: {text}") from error
 
     def _require_whole(self, name: str) -> None:
-        """Every byte of a tensor must be there: torch's reader leaves alone what is not."""
+        """Require every byte of a tensor: torch's reader leaves missing parts unchanged."""
         entry = self._tensors[name]
         saved, whole = sum(chunk.sizes.numel() for chunk in entry.chunks), entry.size.numel()
         if saved != whole:
@@ -186,11 +183,11 @@ class DcpCheckpoint:
 
 
 def open_dcp(path: Path) -> DcpCheckpoint:
-    """Read the metadata of a DCP checkpoint. It is a pickle: nothing that is not of DCP is loaded.
+    """Read the metadata of a DCP checkpoint. It is a pickle: only DCP's own classes are loaded.
 
     Raises:
         DamagedCheckpoint: the metadata is malformed.
-        StorageError: it names what DCP's metadata does not, or cannot be read.
+        StorageError: it names other classes, or cannot be read.
     """
     where = path / DCP_METADATA
     with reading(where):
@@ -202,7 +199,7 @@ def open_dcp(path: Path) -> DcpCheckpoint:
         _check(metadata)
     except StorageError:
         raise
-    except Exception as error:  # a pickle may fail, and be made up, in any way
+    except Exception as error:  # a forged pickle may raise anything
         text = printable(explain(error).removeprefix("ValueError: "))
         raise DamagedCheckpoint(f"{where}: malformed: {text}") from error
     if getattr(metadata, "storage_meta", None) is None:
@@ -211,7 +208,8 @@ def open_dcp(path: Path) -> DcpCheckpoint:
 
 
 def _check(metadata: Metadata) -> None:
-    """Raises what comes: the metadata is not what torch writes, or leads out of its directory."""
+    """Raises any exception if the metadata is not as torch writes it, or leads out of its
+    directory."""
     for name, entry in metadata.state_dict_metadata.items():
         if not name.isprintable():
             raise ValueError(f"{name!a} is no name of a tensor")
@@ -234,10 +232,10 @@ def targets_of(
     specs: Mapping[str, TensorSpec],
     tensors: Mapping[str, Tensor],
     rank: int,
-) -> dict[str, Target]:
-    """What `rank` holds of `tensors`, for `DcpCheckpoint.fill`."""
+) -> dict[str, LocalTarget]:
+    """Returns what `rank` holds of `tensors`, for `DcpCheckpoint.fill`."""
     return {
-        name: Target.of(
+        name: LocalTarget.of(
             name, tensor, local_boxes(stored[name].meta.shape, specs[name].layouts, rank)
         )
         for name, tensor in tensors.items()
@@ -245,14 +243,14 @@ def targets_of(
 
 
 class _Planner(DefaultLoadPlanner):
-    """Hands out the boxes of targets to torch's reader."""
+    """Gives the boxes of targets to torch's reader."""
 
-    def __init__(self, targets: Mapping[str, Target]) -> None:
+    def __init__(self, targets: Mapping[str, LocalTarget]) -> None:
         super().__init__()
         self._targets = targets
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Where the reader copies a part of a chunk to."""
+        """Returns where the reader copies a part of a chunk to."""
         index = read_item.dest_index
         target = self._targets[index.fqn]
         offset = tuple(index.offset or ())
@@ -265,7 +263,7 @@ class _Planner(DefaultLoadPlanner):
         return view
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing is left to do."""
+        """Does nothing: `resolve_tensor` returns the target's own memory."""
 
 
 _ALLOWED = {
@@ -282,7 +280,7 @@ _ALLOWED = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Loads what DCP puts into its metadata, and nothing else: a pickle may name any function."""
+    """Loads DCP's metadata classes and nothing else: a pickle may name any function."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _ALLOWED.get(module, ()):

@@ -1,14 +1,14 @@
-"""Restarting from the memory that a run left: which step all of it makes up, and its bytes.
+"""Restart from the memory that a run left: which complete step it holds, and its bytes.
 
-A worker that is killed leaves its node's slots (slots.py). When the run starts again, in whatever
-world, the ranks put together what is on their machines; the newest step of which every byte is
-there is loaded, unless storage has a newer one, or has changed since: a step was removed or added,
-or the whole run, whose token is then gone.
+A killed rank leaves its node's slots (slots.py). When the run starts again, with any world size,
+the ranks combine the slots on their machines. They load the newest step of which every byte exists,
+unless storage has a newer one. Memory is not used if storage has changed since: a step was removed
+or added, or the whole run, whose token is then gone.
 
-[Note: token] A secret of the run in its checkpoint directory, made before the first step is copied
-to memory. What is in memory carries a MAC under it (manifest.py), so that only memory of this very
-run is loaded. On a filesystem nobody but its user can read it; in an object store it is as secret
-as whoever may read the bucket keeps it, and guards against mistakes alone.
+[Note: token] A secret of the run in its checkpoint directory, created before the first step is
+copied to memory. Manifests carry a MAC under it (peers.py), so that only memory of this very run is
+loaded. On a filesystem only its user can read it. In an object store every reader of the bucket can
+read it, so there it prevents mistakes, not attacks.
 """
 
 import logging
@@ -25,8 +25,8 @@ from errno import EACCES, ELOOP, EPERM
 import numpy as np
 
 from checkpointing.errors import DamagedCheckpoint, StorageError
-from checkpointing.save.messages import Manifest, SlotLeft
-from checkpointing.save.peers import Pull, open_left, read_manifest
+from checkpointing.save.messages import LeftoverAddress, Manifest
+from checkpointing.save.peers import Pull, open_leftover, read_manifest
 from checkpointing.storage.folders import hold, living_folders, of_run
 from checkpointing.storage.interface import StoredFile
 from checkpointing.storage.place import Place
@@ -36,28 +36,30 @@ from checkpointing.wire import register
 logger = logging.getLogger(__name__)
 
 DYING_SECONDS = 2.0
+"""How long to wait for writers of killed ranks to end."""
 MOST_CHECKS = 16
-"""Threads that take checksums while all ranks wait for them."""
+"""Most threads that compute checksums while all ranks wait for them."""
 TOKEN = ".run"
-"""The file that holds the token."""
+"""File that holds the token."""
 _TOKEN = re.compile(rb"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
-class LeftSlot:
-    """A slot that a dead run left, and the node (of the run that is starting) it is on."""
+class LeftoverSlot:
+    """A slot left by a dead process of the run, and the node of the new start that it is on."""
 
     slot: str
-    """Its folder."""
+    """Path of its folder."""
     home: int
     manifest: Manifest
 
 
-register(LeftSlot)
+register(LeftoverSlot)
 
 
 def token(directory: Place) -> str | None:
-    """The token of the run; None: nothing was ever saved here, or it is not one to rely on."""
+    """Returns the token of the run; None if nothing was saved here, or the file cannot be
+    trusted."""
     try:
         found = storage_of(directory).read_private(directory / TOKEN)
     except FileNotFoundError:
@@ -65,22 +67,22 @@ def token(directory: Place) -> str | None:
     except OSError as error:
         if error.errno not in (EACCES, EPERM, ELOOP):
             raise
-        return None  # another user's, or a link
+        return None  # another user's file, or a link
     return found.decode() if _TOKEN.fullmatch(found) else None
 
 
 def make_token(directory: Place) -> str:
-    """The token, made if there is none to rely on.
+    """Returns the token, created if there is none that can be trusted.
 
     Raises:
         OSError: the directory cannot be written.
-        StorageError: it does not keep secrets.
+        StorageError: the directory does not keep files private.
     """
     storage = storage_of(directory)
     storage.make_directory(directory)
     path, new = directory / TOKEN, secrets.token_hex(32).encode()
     if token(directory) is None:
-        with suppress(FileExistsError):
+        with suppress(FileExistsError):  # another start of the run was faster
             storage.create(path, new, 0o600)
     if token(directory) is None:
         logger.warning(
@@ -96,19 +98,18 @@ def make_token(directory: Place) -> str:
     return found
 
 
-def survey(directory: str, home: int, run: str, held: ExitStack) -> list[LeftSlot]:
-    """What dead processes of a run left on this machine.
+def leftover_slots(directory: str, home: int, run: str, held: ExitStack) -> list[LeftoverSlot]:
+    """Returns the slots that dead processes of a run left on this machine.
 
-    The writer of a killed rank dies a moment after it, and before this run has writers of its own:
-    whatever lives is waited for.
+    The writer of a killed rank dies a moment after it, and this start has no writers yet. So living
+    processes of the run are waited for.
 
     Args:
-        directory: of the checkpoints.
-        home: node of the caller.
-        run: token of the run.
-        held: until it is closed, nobody takes over or deletes what was found.
+        home: node of this process.
+        held: keeps other processes from taking over or deleting the slots until it is closed.
     """
     deadline = time.monotonic() + DYING_SECONDS
+    # Bounded: a writer that hangs in storage may not die for a long time.
     while living_folders(directory) and time.monotonic() < deadline:
         time.sleep(0.01)
     found = []
@@ -120,27 +121,29 @@ def survey(directory: str, home: int, run: str, held: ExitStack) -> list[LeftSlo
         for path in sorted(folder.path.glob("*.manifest")):
             manifest = read_manifest(path, run)
             if manifest:
-                found.append(LeftSlot(str(path.with_suffix("")), home, manifest))
+                found.append(LeftoverSlot(str(path.with_suffix("")), home, manifest))
     return found
 
 
 def newest_whole(
-    left: Sequence[LeftSlot], tensors: str, listed: int | None, good: int | None
-) -> tuple[int, list[LeftSlot]] | None:
-    """The newest step that is whole, and its parts, one for each node of the run that left it. Of a
-    part and its copy that which is on the node of the same number: there its ranks are again, who
-    then read it where they are. None, too, if any memory tells of a later step in storage than
-    there is: somebody has deleted that, and nothing before it is to come in its place.
+    left: Sequence[LeftoverSlot], tensors: str, listed: int | None, good: int | None
+) -> tuple[int, list[LeftoverSlot]] | None:
+    """Returns the newest complete step, and its parts, one for each node of the run that left it;
+    None if there is none.
+
+    Of a part and its copy the one on the node of the same number is preferred: the same ranks run
+    there, and read it locally. The result is None, too, if any slot reports a later step in storage
+    than there is: somebody has deleted it, and memory must not restore an earlier one.
 
     Args:
-        left: of all machines.
-        tensors: digest of what is to be loaded.
-        listed: newest step in storage, whether it is good or not.
-        good: newest good one.
+        left: slots of all machines.
+        tensors: digest of the tensors to be loaded.
+        listed: newest step in storage, good or not.
+        good: newest good step in storage.
     """
     if max((part.manifest.committed or 0 for part in left), default=0) > (listed or 0):
         return None
-    parts: dict[tuple[int, int, str], dict[int, LeftSlot]] = {}
+    parts: dict[tuple[int, int, str], dict[int, LeftoverSlot]] = {}
     for part in left:
         found = part.manifest
         follows = listed in (found.committed, found.step) and (good is None or found.step >= good)
@@ -156,38 +159,37 @@ def newest_whole(
     return best[0], [parts[best][node] for node in range(best[1])]
 
 
-def check(part: LeftSlot, run: str) -> None:
-    """Compare a part on this machine with its checksums, on all cores: the ranks wait for it.
+def check(part: LeftoverSlot, run: str) -> None:
+    """Compare a part on this machine with its checksums, on all cores, since all ranks wait for it.
 
     Raises:
-        DamagedCheckpoint: it is not what was written there.
+        DamagedCheckpoint: a checksum is wrong.
     """
     threads = min(MOST_CHECKS, len(os.sched_getaffinity(0)))
     for file, spans in part.manifest.ranges.items():
-        files = open_left(part.slot, file, run)
+        files = open_leftover(part.slot, file, run)
         if files.checksums({file: spans}, threads)[file] != part.manifest.checksums[file]:
             raise DamagedCheckpoint(f"{part.slot}/{file}: its checksum is wrong")
 
 
 @contextmanager
 def open_parts(
-    file: str, parts: Sequence[LeftSlot], home: int, pull: Pull, run: str
+    file: str, parts: Sequence[LeftoverSlot], home: int, pull: Pull, run: str
 ) -> Iterator[StoredFile]:
-    """A tensor file put together from slots.
+    """Yields a tensor file assembled from slots.
 
     Args:
-        file: its name in the checkpoint.
         parts: slots that make up the step.
-        home: the node of the caller; slots of others are reached by `pull`.
-        pull: fetches from other nodes.
-        run: the token of the run.
+        home: node of this process; `pull` fetches from other nodes.
     """
     yield _Parts(file, parts, home, pull, run)
 
 
 class _Parts:
+    """Implements StoredFile over several slots."""
+
     def __init__(
-        self, file: str, parts: Sequence[LeftSlot], home: int, pull: Pull, run: str
+        self, file: str, parts: Sequence[LeftoverSlot], home: int, pull: Pull, run: str
     ) -> None:
         self._file, self._pull = file, pull
         self._spans = sorted(
@@ -197,14 +199,14 @@ class _Parts:
         )
         self._parts = parts
         self._maps = {
-            number: memoryview(open_left(part.slot, file, run).maps[file])
+            number: memoryview(open_leftover(part.slot, file, run).maps[file])
             for number, part in enumerate(parts)
             if part.home == home and file in part.manifest.ranges
         }
         self.size = max((stop for _, stop, _ in self._spans), default=0)
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """See StoredFile; ends at the first byte that is in no slot."""
+        """Fill `buffers` in turn; stops at the first byte that no slot holds."""
         done = 0
         for buffer in buffers:
             filled = 0
@@ -224,10 +226,10 @@ class _Parts:
         count = min(len(buffer), stop - offset)
         if number in self._maps:
             source = np.frombuffer(self._maps[number][offset : offset + count], np.uint8)
-            # Unlike an assignment to a memoryview it leaves the interpreter to other threads.
+            # Unlike an assignment to a memoryview, copyto releases the GIL.
             np.copyto(np.frombuffer(buffer, np.uint8, count), source)
         else:
             part, span = self._parts[number], [(offset, offset + count)]
-            for data in self._pull(part.home, SlotLeft(part.slot), self._file, span):
+            for data in self._pull(part.home, LeftoverAddress(part.slot), self._file, span):
                 buffer[:count] = data
         return count

@@ -1,5 +1,5 @@
-"""Tensors as published checkpoints hold them → by the names that a model has for them. Pure but for
-what reads tensors, which is given."""
+"""Maps the tensor names of published checkpoints to those of a model. Pure, but for a function that
+reads tensors."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -14,14 +14,14 @@ from checkpointing.format.untrusted import printable
 from checkpointing.storage.steps import ADAPTER_CURE
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""What torch.compile, FSDP and activation checkpointing put into names of parameters."""
+"""Parts that torch.compile, FSDP and activation checkpointing add to names of parameters."""
 _BASE = "model."
-"""Prefix of the parameters below the head. Files that were saved from the part below the head, or
-from a module around the model, lack it or have it twice; transformers opens both."""
+"""Prefix of the parameters below the head. Files saved from the part below the head lack it, files
+saved from a wrapper have it twice; transformers opens both."""
 _COMPUTED = re.compile(
     r"(^|\.)(rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)|position_ids)$"
 )
-"""Buffers that older versions of transformers saved, and that all later ones compute."""
+"""Buffers that older versions of transformers saved, and that all versions compute."""
 _CURES = (
     (
         r"lora_|^base_model\.",
@@ -37,22 +37,22 @@ _CURES = (
         "model.factory",
     ),
 )
-"""Pattern of a name that the model does not have → what to do."""
+"""Pattern of a name that the model lacks → what to do."""
 
 
 def by_model_names(
     stored: Mapping[str, StoredTensor], known: Collection[str]
 ) -> dict[str, StoredTensor]:
-    """Tensors by the names of a model: without what wrappers put into them, and with or without
-    `model.`, as transformers reads them. Buffers that every reader computes are left out. What the
-    model does not know keeps its name.
+    """Returns tensors by the names of a model: without wrappers' parts, and with or without
+    `model.`, as transformers reads them. Buffers that every reader computes are omitted. A tensor
+    that the model lacks keeps its name.
 
     Args:
-        stored: by their names in the files.
-        known: names that the model has, or passes over.
+        stored: tensors by their names in the files.
+        known: names that the model has or ignores.
 
     Raises:
-        WrongModel: two tensors would get one name.
+        WrongModel: two tensors would have the same name.
     """
     names: dict[str, str] = {}
     for there in stored:
@@ -81,16 +81,16 @@ def without_copies(
     tied: Mapping[str, str],
     read: Callable[[StoredTensor], Iterable[Tensor]],
 ) -> dict[str, StoredTensor]:
-    """Tensors without second copies of tied weights. Where the copy is all there is, it is taken.
+    """Returns the tensors without copies of tied weights. If a file holds only the copy, it takes
+    the weight's place.
 
     Args:
-        stored: by the names of the model.
-        wanted: names that the model has.
-        tied: name of a copy → name that the model has for both.
-        read: gives the elements of a tensor in order, piece by piece.
+        stored: tensors by the names of the model.
+        tied: name of a copy → the model's name for both.
+        read: yields the elements of a tensor in order, piece by piece.
 
     Raises:
-        WrongModel: a weight and its copy differ, as they do once they were trained apart.
+        WrongModel: a weight and its copy differ, since they were trained apart.
     """
     found = dict(stored)
     for copy, name in tied.items():
@@ -112,7 +112,7 @@ def _equal(
 ) -> bool:
     if first.meta.shape != second.meta.shape:
         return False
-    if first.meta.dtype == second.meta.dtype:  # NaNs are equal, too
+    if first.meta.dtype == second.meta.dtype:  # compared as bits, so that NaNs are equal
         pairs = zip(read(first), read(second), strict=True)
         return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
     whole = (torch.cat([piece.double() for piece in read(one)]) for one in (first, second))
@@ -120,7 +120,7 @@ def _equal(
 
 
 def cure(unknown: Iterable[str], missing: Iterable[str]) -> str:
-    """What to do about tensors that the model does not have, and others that the files do not."""
+    """Returns advice about tensors that the model lacks and tensors that the files lack."""
     unknown, missing = list(unknown), list(missing)
     for pattern, words in _CURES:
         if any(re.search(pattern, name) for name in unknown):

@@ -1,12 +1,12 @@
-"""Who reads which bytes of a checkpoint. Pure: no files, no ranks asked, no torch.
+"""Which rank reads which bytes of a checkpoint. Pure: no I/O, no torch.
 
-[Note: reading] Ranks read what they hold, straight to where they hold it, so that together they
-read each byte once. What several ranks of a node hold, or hold in too short stretches, they read in
-turn into memory that they share, and copy from there: an object store, and another node's memory,
-send every byte as often as it is asked for.
+[Note: reading] Ranks read the parts that they hold straight into their tensors, so that together
+they read each byte once. Parts that several ranks of a node hold, or that consist of short
+stretches, are read into memory that these ranks share, and copied from there. Otherwise an object
+store, or another node's memory, would send the same bytes several times.
 
-  unit   a box of a tensor that is read as a whole: by each rank by itself, or by a node together
-  slab   a stretch of a unit that is a box, too, and whose bytes lie side by side in the file
+  unit   a box of a tensor that is read as a whole: by one rank alone, or by a node together
+  slab   a part of a unit that is a box, too, and whose bytes are contiguous in the file
 """
 
 import itertools
@@ -18,8 +18,8 @@ from checkpointing.format.crc import Replica
 from checkpointing.format.layout import DTYPE_BYTES, FileRecord, StoredTensor, TensorMeta
 from checkpointing.format.plan import (
     Box,
-    Layout,
     Nodes,
+    TensorLayout,
     TensorSpec,
     local_boxes,
     merged,
@@ -27,67 +27,64 @@ from checkpointing.format.plan import (
 )
 
 SMALL_BYTES = 1 << 16
-"""A box of fewer bytes is read by every rank that holds it; a tensor of which a rank holds shorter
+"""A smaller box is read by every rank that holds it. A tensor of which a rank holds shorter
 stretches is read whole."""
 
 Spans = list[tuple[int, int]]
-"""Stretches (start, stop) of a file, in order, neither touching nor overlapping."""
+"""Stretches (start, stop) of a file, sorted, neither touching nor overlapping."""
 
 
 @dataclass(frozen=True)
-class Unit:
+class ReadUnit:
     """A box of a tensor that is read as a whole."""
 
     name: str
     stored: StoredTensor
     box: Box
     replica: Replica
-    """Which of the readers of this box this one is."""
+    """Which of the box's readers this one is."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the box."""
         return _nbytes(self.stored.meta, self.box)
 
 
 @dataclass(frozen=True)
 class Slab:
-    """A box whose bytes lie side by side in the file."""
+    """A box whose bytes are contiguous in the file."""
 
-    unit: Unit
+    unit: ReadUnit
     box: Box
     begin: int
-    """In the file."""
+    """Offset in the file, bytes."""
     nbytes: int
 
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """What one rank has to do with, in the order of files and offsets."""
+    """What one rank reads, in the order of files and offsets."""
 
-    own: list[Unit]
-    """What it reads by itself."""
-    shared: list[Unit]
-    """What the ranks of its node read together; the same on all of them."""
+    own: list[ReadUnit]
+    """Boxes that it reads alone."""
+    shared: list[ReadUnit]
+    """Boxes that the ranks of its node read together; equal on all of them."""
 
 
 def plan_reads(
     specs: Mapping[str, TensorSpec], stored: Mapping[str, StoredTensor], rank: int, nodes: Nodes
 ) -> ReadPlan:
-    """Distribute the reading of tensors.
+    """Divide the reading of tensors among ranks.
 
     Args:
         specs: all tensors, the same on all ranks of `nodes`.
-        stored: where each of them lies.
-        rank: global rank.
-        nodes: the ranks that load together. Others that hold parts of the tensors load by
-            themselves, and do not count.
+        nodes: the ranks that load together. Other ranks that hold parts of the tensors load on
+            their own, and do not count.
     """
     node_of = {other: number for number, ranks in enumerate(nodes) for other in ranks}
     near = nodes[node_of[rank]]
-    known: dict[tuple[tuple[Layout, ...], int | None], _Holders] = {}
+    known: dict[tuple[tuple[TensorLayout, ...], int | None], _Holders] = {}
 
-    def holders_of(layouts: tuple[Layout, ...], one: int | None) -> _Holders:
+    def holders_of(layouts: tuple[TensorLayout, ...], one: int | None) -> _Holders:
         if (layouts, one) not in known:
             known[layouts, one] = _holders(layouts, one, rank, node_of)
         return known[layouts, one]
@@ -104,11 +101,11 @@ def plan_reads(
             for box in boxes:
                 nbytes = _nbytes(at.meta, box)
                 if 0 < nbytes < SMALL_BYTES and one == rank:
-                    plan.own.append(Unit(name, at, box, holders.of_rank))
+                    plan.own.append(ReadUnit(name, at, box, holders.of_rank))
                 elif nbytes >= SMALL_BYTES and len(holders.near) == 1 and one == rank:
-                    plan.own.append(Unit(name, at, box, holders.of_node))
+                    plan.own.append(ReadUnit(name, at, box, holders.of_node))
                 elif nbytes >= SMALL_BYTES and len(holders.near) > 1 and one == holders.near[0]:
-                    plan.shared.append(Unit(name, at, box, holders.of_node))
+                    plan.shared.append(ReadUnit(name, at, box, holders.of_node))
     return plan
 
 
@@ -119,15 +116,16 @@ class _Holders:
     near: tuple[int, ...]
     """Those on its node."""
     of_rank: Replica
-    """Its replica, if each rank reads by itself."""
+    """Its replica, if each rank reads alone."""
     of_node: Replica
     """Its replica, if the ranks of a node read together."""
 
 
 def _holders(
-    layouts: tuple[Layout, ...], one: int | None, rank: int, node_of: Mapping[int, int]
+    layouts: tuple[TensorLayout, ...], one: int | None, rank: int, node_of: Mapping[int, int]
 ) -> _Holders:
-    """Who holds what `one` holds, or any part (None), seen from `rank`."""
+    """Returns the ranks that hold what rank `one` holds, or any part (None), as `rank` sees
+    them."""
     everyone: Iterable[int] = (
         itertools.chain.from_iterable(layout.ranks for layout in layouts)
         if one is None
@@ -143,8 +141,8 @@ def _holders(
     )
 
 
-def _is_fine(meta: TensorMeta, layout: Layout) -> bool:
-    """Whether a rank holds the tensor in many short stretches. The same for all ranks."""
+def _is_fine(meta: TensorMeta, layout: TensorLayout) -> bool:
+    """Whether a rank holds the tensor in many short stretches; equal for all ranks."""
     parts = [1] * len(meta.shape)
     for size, split in zip(layout.mesh_shape, layout.splits, strict=True):
         if split.dim is not None:
@@ -166,8 +164,9 @@ def _nbytes(meta: TensorMeta, box: Box) -> int:
 # --- slabs -----------------------------------------------------------------------------------
 
 
-def slabs(unit: Unit, most: int) -> Iterator[Slab]:
-    """A unit in slabs of at most `most` bytes (at least an element), in the order of the file."""
+def slabs(unit: ReadUnit, most: int) -> Iterator[Slab]:
+    """Yields a unit in slabs of at most `most` bytes (at least one element), in the order of the
+    file."""
     meta, box = unit.stored.meta, unit.box
     itemsize = DTYPE_BYTES[meta.dtype]
     # Bytes from one index of a dimension to the next.
@@ -195,14 +194,16 @@ def slabs(unit: Unit, most: int) -> Iterator[Slab]:
             yield Slab(unit, Box(offset, shape, local), begin, itemsize * math.prod(shape))
 
 
-Dealt = list[tuple[Slab, int, int]]
-"""Slabs with who reads it (place in the node) and where it lies in the shared memory."""
+ReadRound = list[tuple[Slab, int, int]]
+"""(slab, place in the node of its reader, offset in the shared memory) of one round."""
 
 
-def deal(units: Sequence[Unit], places: int, area: int, most: int) -> Iterator[Dealt]:
-    """What the ranks of a node read together, in rounds: in each, every rank fills its area of the
-    shared memory, of `area` bytes, with slabs of at most `most`."""
-    dealt: Dealt = []
+def read_rounds(
+    units: Sequence[ReadUnit], places: int, area: int, most: int
+) -> Iterator[ReadRound]:
+    """Yields what the ranks of a node read together, round by round. In each, every rank fills its
+    `area` bytes of the shared memory with slabs of at most `most` bytes."""
+    dealt: ReadRound = []
     place, position = 0, 0
     for slab in itertools.chain.from_iterable(slabs(unit, most) for unit in units):
         if position + slab.nbytes > area:
@@ -211,23 +212,18 @@ def deal(units: Sequence[Unit], places: int, area: int, most: int) -> Iterator[D
             yield dealt
             dealt, place = [], 0
         dealt.append((slab, place, place * area + position))
-        position += -(-slab.nbytes // ALIGNMENT) * ALIGNMENT
+        position += -(-slab.nbytes // ALIGNMENT) * ALIGNMENT  # torch views need aligned bytes
     if dealt:
         yield dealt
 
 
 ALIGNMENT = 64
-"""Where slabs begin in memory: fit for any dtype, and a line of the processor's cache."""
+"""Alignment of slabs in memory: suits every dtype, and is a cache line."""
 
 
 def intersection(slab: Box, held: Box) -> tuple[Box, Box] | None:
-    """What a rank holds of a slab, with its place in the local tensor, and again with its place in
-    the slab; None if nothing.
-
-    Args:
-        slab: its place in the whole tensor counts.
-        held: one of the rank's boxes.
-    """
+    """Returns the part of a slab that a rank holds, twice: with its place in the local tensor, and
+    with its place in the slab; None if they do not overlap."""
     starts = tuple(map(max, zip(slab.offset, held.offset, strict=True)))
     stops = tuple(
         min(one + length, other + other_length)
@@ -252,8 +248,8 @@ def intersection(slab: Box, held: Box) -> tuple[Box, Box] | None:
 def blocks_and_gaps(
     spans: Spans, header: int, record: FileRecord, block_bytes: int
 ) -> tuple[list[int], Spans]:
-    """The blocks of a file that `spans` and the first `header` bytes touch, and the bytes of these
-    that are not in `spans`: what has to be read besides for their checksums."""
+    """Returns the blocks of a file that `spans` and the first `header` bytes touch, and the bytes
+    of these blocks outside `spans`, which must be read for the checksums."""
     blocks = sorted(
         {
             block

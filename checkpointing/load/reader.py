@@ -1,4 +1,4 @@
-"""The model of a checkpoint → tensors of any world size and strategy."""
+"""Loads a model from a checkpoint of any kind into the tensors of any world size and strategy."""
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,8 +21,8 @@ from checkpointing.format.sections import not_finite
 from checkpointing.format.tensors import TORCH_DTYPES, place_of, tensors_not_finite
 from checkpointing.load.fill import read_tensors
 from checkpointing.load.published import by_model_names, cure, without_copies
-from checkpointing.load.segments import Files
-from checkpointing.ranks import Ranks, failing_alike
+from checkpointing.load.segments import CheckpointFiles
+from checkpointing.ranks import RankGroup, failing_alike
 from checkpointing.storage.place import Place
 from checkpointing.storage.source import TensorReader
 from checkpointing.storage.steps import (
@@ -34,7 +34,7 @@ from checkpointing.storage.steps import (
 )
 
 _NAMED = 3
-"""How many differing tensors a message names."""
+"""Most differing tensors that a message names."""
 
 
 def load_model(
@@ -49,29 +49,29 @@ def load_model(
 ) -> None:
     """Load weights into tensors, in place.
 
-    Names of a checkpoint may begin with `module.` or lack `model.`, and hold `_orig_mod.` and the
-    like anywhere. Rotary frequencies that older files hold are passed over.
+    Names in a checkpoint may begin with `module.` or lack `model.`, and contain `_orig_mod.` and
+    the like anywhere. Rotary frequencies in older files are ignored.
 
     Args:
-        path: a checkpoint of ours, any Hugging Face directory with safetensors, or a checkpoint of
-            torch.distributed.checkpoint, whose names may have any prefix.
-        tensors: targets by name: plain or DTensor, on any device; floating point numbers are
+        path: a checkpoint of this package, any Hugging Face directory with safetensors, or a
+            checkpoint of torch.distributed.checkpoint, whose names may have any prefix.
+        tensors: targets by name: plain or DTensor, on any device. Floating point numbers are
             converted where a file has another dtype.
-        verify: check the checksums of the blocks that are read (checkpoints of ours have them).
-        optional: names that a checkpoint may hold besides the targets.
+        verify: check the checksums of the blocks that are read, where there are any.
+        optional: names that a checkpoint may hold in addition to the targets.
         tied: name of the copy of a tied weight → name of the target. A checkpoint may hold either,
-            or both with equal numbers. So it is with targets that are one tensor.
+            or both with equal numbers. The same applies to targets that are one tensor.
         finite: names of tensors that must not hold NaN or infinity.
-        group: carries CPU tensors; called on all its ranks, which then read every byte once per
-            node. None: this process reads what it needs, and asks nobody.
+        group: carries CPU tensors. Called on all its ranks, which read every byte once per node.
+            None: this process reads on its own.
 
     Raises:
-        WrongModel: names the tensors that are missing, unexpected, or of another shape; or a copy
-            of a tied weight that differs from it.
-        DamagedCheckpoint: names the file; also where a tensor of `finite` is not.
+        WrongModel: names the tensors that are missing, unexpected or of another shape, or a copy of
+            a tied weight that differs from it.
+        DamagedCheckpoint: names the file; also if a tensor of `finite` holds NaN or infinity.
         StorageError: there is no model at `path`, or it cannot be read.
     """
-    path, ranks = Path(path), Ranks(group)
+    path, ranks = Path(path), RankGroup(group)
     copies = _copies(tensors)
     tied = {**copies, **(tied or {})}
     tensors = {name: tensor for name, tensor in tensors.items() if name not in copies}
@@ -85,27 +85,27 @@ def load_model(
         if look is None:
             _load_dcp(path, specs, tensors, fit, finite, ranks)
         else:
-            files = Files(path, lambda name: storage_of(path).open(path / name), *look)
+            files = CheckpointFiles(path, lambda name: storage_of(path).open(path / name), *look)
             read_tensors(files, specs, tensors, group, finite=finite)
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name of a target → the first name of the same tensor."""
+    """Returns name of a target → first name of the same tensor."""
     first: dict[Hashable, str] = {}
     found = {name: first.setdefault(place_of(tensor), name) for name, tensor in tensors.items()}
     return {name: known for name, known in found.items() if known != name}
 
 
 ReadPieces = Callable[[StoredTensor], Iterable[Tensor]]
-"""Gives the elements of a tensor in order, piece by piece."""
+"""Yields the elements of a tensor in order, piece by piece."""
 Fit = Callable[[Mapping[str, StoredTensor], ReadPieces], dict[str, StoredTensor]]
-"""The tensors of a checkpoint that the targets want, by their names; raises WrongModel."""
+"""Returns the tensors of a checkpoint for the targets, by their names; raises WrongModel."""
 
 
 def _look(
     path: Path, fit: Fit, *, verify: bool
 ) -> tuple[dict[str, StoredTensor], dict[str, FileRecord]] | None:
-    """Where the tensors lie, and the checksums of files; None: it is a DCP checkpoint."""
+    """Returns where the tensors lie, and the checksums by file; None for a DCP checkpoint."""
     if (path / DCP_METADATA).exists():
         return None
     if not (path / COMMIT_RECORD).exists():
@@ -118,7 +118,7 @@ def _look(
     try:
         return fit(stored, lambda tensor: _pieces(path, tensor, records)), records
     except WrongModel:
-        if verify:  # headers are checked with all else, which has not been read yet
+        if verify:  # headers are not checked yet; a damaged one could cause the error
             stored_tensors(step, MODEL, verify=True)
         raise
 
@@ -139,7 +139,7 @@ def _load_dcp(
     tensors: Mapping[str, Tensor],
     fit: Fit,
     finite: Collection[str],
-    ranks: Ranks,
+    ranks: RankGroup,
 ) -> None:
     from checkpointing.load.foreign import open_dcp, targets_of  # slow to import, and rarely wanted
 
@@ -165,7 +165,7 @@ def _fit(
     tied: Mapping[str, str],
     read: ReadPieces,
 ) -> dict[str, StoredTensor]:
-    """See `Fit`; the rest as in `load_model`."""
+    """Implements `Fit`; the other parameters as in `load_model`."""
     try:
         named = by_model_names(stored, {*specs, *optional, *tied})
         found = without_copies(named, specs, tied, read)
@@ -175,7 +175,7 @@ def _fit(
     try:
         refuse_differences(path, found, specs)
     except WrongModel as error:
-        if not (path / "config.json").exists():  # then it is no model of Hugging Face
+        if not (path / "config.json").exists():  # no Hugging Face model: no advice applies
             raise
         advice = cure(found.keys() - specs.keys(), specs.keys() - found.keys())
         raise WrongModel(f"{error}; {advice}") from error
@@ -188,7 +188,7 @@ def refuse_differences(
     wanted: Mapping[str, TensorSpec],
     what: str = "model",
 ) -> None:
-    """Require that a checkpoint and a model (or `what` else) have the same tensors.
+    """Require that a checkpoint and a model, or `what` else, have the same tensors.
 
     Raises:
         WrongModel: names the first differences of each kind.

@@ -1,4 +1,4 @@
-"""Loading on all ranks: a step in storage, or one that a dead run left in memory."""
+"""Loads a step on all ranks, from storage or from the memory that a dead run left."""
 
 import json
 import logging
@@ -22,12 +22,19 @@ from checkpointing.format.layout import (
 )
 from checkpointing.format.sections import by_section, stored_by_name
 from checkpointing.load.fill import read_together
-from checkpointing.load.memory import LeftSlot, check, newest_whole, open_parts, survey, token
+from checkpointing.load.memory import (
+    LeftoverSlot,
+    check,
+    leftover_slots,
+    newest_whole,
+    open_parts,
+    token,
+)
 from checkpointing.load.reader import refuse_differences
-from checkpointing.load.segments import Files
-from checkpointing.ranks import RankError, Ranks
+from checkpointing.load.segments import CheckpointFiles
+from checkpointing.ranks import RankError, RankGroup
 from checkpointing.save.peers import Pull
-from checkpointing.save.planning import Described, unguarded
+from checkpointing.save.planning import DescribedTensors, unguarded
 from checkpointing.storage.place import Place
 from checkpointing.storage.steps import (
     list_steps,
@@ -44,38 +51,35 @@ Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Goal:
-    """What a checkpoint is to be loaded into."""
+class LoadGoal:
+    """What a checkpoint is loaded into."""
 
     targets: tuple[Tensors, Tensors]
-    """Tensors of model and optimizer."""
-    described: Described
-    """What all ranks hold of them."""
+    """Tensors of model and of optimizer."""
+    described: DescribedTensors
+    """These tensors as all ranks hold them."""
     finite: Collection[str]
-    """Names of tensors that must not hold NaN or infinity, by section."""
+    """Names, by section, of tensors that must not hold NaN or infinity."""
 
 
-Aim = Callable[[Mapping[str, Any], Mapping[str, TensorMeta]], Goal]
-"""(state that was saved, optimizer tensors that were, as far as that is known) → goal. On all
+GoalOf = Callable[[Mapping[str, Any], Mapping[str, TensorMeta]], LoadGoal]
+"""(saved state, metas of the saved optimizer tensors as far as known) → goal. Called on all
 ranks."""
 
 
 def load_step(
-    ranks: Ranks,
+    ranks: RankGroup,
     path: Place,
-    aim: Aim,
+    aim: GoalOf,
     verify: bool,
     refuse: Callable[[Mapping[str, Any]], None],
 ) -> dict[str, Any]:
-    """Load a committed step; returns its state. On all ranks. Rank 0
-    alone reads small files and headers, and keeps retention from deleting the step.
+    """Load a committed step; returns its state. Called on all ranks. Only rank 0 reads small files
+    and headers, and locks the step against retention.
 
     Args:
-        ranks: who loads.
-        path: of the step.
-        aim: says what it is loaded into.
-        verify: check checksums.
-        refuse: raises if the state does not fit; on rank 0, before any tensor is read.
+        aim: returns what to load into.
+        refuse: raises if the state does not fit; called on rank 0, before any tensor is read.
 
     Raises:
         RankError: on all ranks; its kind is WrongModel, DamagedCheckpoint or StorageError.
@@ -96,7 +100,7 @@ def load_step(
                 what = OPTIMIZER.stem if section is OPTIMIZER else MODEL.stem
                 refuse_differences(path, there, wanted, what)
             except WrongModel:
-                if verify:  # it is not known yet that the headers are good
+                if verify:  # headers are not checked yet; a damaged one could cause the error
                     stored_tensors(open_step(path), section, verify=True)
                 raise
         refuse(state)
@@ -107,7 +111,7 @@ def load_step(
         ranks.on_main(compare)
         read_together(
             ranks,
-            Files(
+            CheckpointFiles(
                 path,
                 lambda name: storage_of(path).open(path / name),
                 by_section(model, optimizer),
@@ -125,7 +129,7 @@ def load_step(
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryStep:
     """A step that a dead run left in memory. Equal on all ranks."""
 
     step: int
@@ -134,25 +138,24 @@ class Memory:
     newest: int | None
     """Newest good step in storage."""
     run: str
-    """The token of the run."""
-    parts: list[LeftSlot]
+    parts: list[LeftoverSlot]
     stored: dict[str, StoredTensor]
     state: dict[str, Any]
-    """What was saved beside the tensors."""
-    goal: Goal
+    goal: LoadGoal
 
 
-def find_memory(ranks: Ranks, directory: Place, aim: Aim, held: ExitStack) -> Memory | None:
-    """The step in memory that is whole and no older than storage, if there is one. On all ranks.
+def find_memory(
+    ranks: RankGroup, directory: Place, aim: GoalOf, held: ExitStack
+) -> MemoryStep | None:
+    """Returns the complete step in memory that is no older than storage, if there is one. Called on
+    all ranks.
 
     Args:
-        ranks: who loads.
-        directory: of the checkpoints.
-        aim: says what it is loaded into.
-        held: until it is closed, nobody takes over or deletes what was found.
+        aim: returns what to load into.
+        held: keeps other processes from taking over or deleting the slots until it is closed.
     """
     run = ranks.on_main(lambda: token(directory))
-    left = survey_all(ranks, directory, run, held) if run else []
+    left = all_leftover_slots(ranks, directory, run, held) if run else []
     if not run or not left:
         return None
 
@@ -160,7 +163,7 @@ def find_memory(ranks: Ranks, directory: Place, aim: Aim, held: ExitStack) -> Me
         paths = list_steps(directory)
         return newest_step(paths), _newest_good(paths)
 
-    listed, good = ranks.on_main(look)  # after `survey`: who lived until then may have saved
+    listed, good = ranks.on_main(look)  # last: a dying writer may have committed
     digests = dict.fromkeys(part.manifest.tensors for part in left)
     whole = [newest_whole(left, digest, listed, good) for digest in digests]
     found = sorted((one for one in whole if one), key=lambda one: one[0], reverse=True)
@@ -170,39 +173,40 @@ def find_memory(ranks: Ranks, directory: Place, aim: Aim, held: ExitStack) -> Me
         planned = goal.described.layout
         if planned.tensors == parts[0].manifest.tensors:
             stored = stored_by_name(planned.files)
-            return Memory(step, listed, good, run, parts, stored, state, goal)
+            return MemoryStep(step, listed, good, run, parts, stored, state, goal)
     return None
 
 
-def survey_all(ranks: Ranks, directory: Place, run: str, held: ExitStack) -> list[LeftSlot]:
-    """What a run left in the memory of all machines. On all ranks; see `survey`."""
+def all_leftover_slots(
+    ranks: RankGroup, directory: Place, run: str, held: ExitStack
+) -> list[LeftoverSlot]:
+    """Returns what a run left in the memory of all machines. Called on all ranks."""
     ranks.nodes()
 
-    def look() -> list[LeftSlot]:
-        return survey(str(directory), ranks.node, run, held) if ranks.first_of_node else []
+    def look() -> list[LeftoverSlot]:
+        return leftover_slots(str(directory), ranks.node, run, held) if ranks.first_of_node else []
 
     return [part for of_rank in ranks.together(look) for part in of_rank]
 
 
-def look_at(
-    ranks: Ranks,
-    memory: Memory,
+def check_memory(
+    ranks: RankGroup,
+    memory: MemoryStep,
     refuse: Callable[[Mapping[str, Any]], None],
     holds: Callable[[Mapping[str, Any]], bool],
 ) -> dict[int, bool] | None:
-    """Compare what `find_memory` found with its checksums. On all ranks.
+    """Check the step that `find_memory` found: its state and its checksums. Called on all ranks.
 
     Args:
-        ranks: who loads.
-        memory: what was found.
-        refuse: raises WrongModel if the state does not fit; on rank 0.
-        holds: on each rank, whether its targets are what was saved with the state, but for buffers.
+        refuse: raises WrongModel if the state does not fit; called on rank 0.
+        holds: whether this rank's targets, but for buffers, still are what was saved with the
+            state.
 
     Returns:
-        What `holds` says, by rank; None if it is not what was left there.
+        Result of `holds` by rank; None if a checksum is wrong.
 
     Raises:
-        RankError: on all ranks: `refuse` did.
+        RankError: on all ranks: `refuse` has raised.
     """
 
     def look() -> bool:
@@ -223,29 +227,27 @@ def look_at(
         return None
 
 
-def load_memory(ranks: Ranks, memory: Memory, pull: Pull, kept: Mapping[int, bool]) -> None:
-    """Load what `look_at` found good. On all ranks.
+def load_memory(ranks: RankGroup, memory: MemoryStep, pull: Pull, kept: Mapping[int, bool]) -> None:
+    """Load the step that `check_memory` accepted. Called on all ranks.
 
     Args:
-        ranks: who loads.
-        memory: what is loaded.
-        pull: fetches from other nodes.
-        kept: by rank, whether its targets are what was saved: such a rank reads buffers alone.
+        pull: fetches bytes from other nodes.
+        kept: by rank, whether its targets still are what was saved; such a rank reads only buffers.
 
     Raises:
-        RankError: on all ranks: some was loaded, and the rest cannot be.
+        RankError: on all ranks: a part was loaded, and the rest cannot be.
     """
     specs, targets = by_section(*memory.goal.described.specs), by_section(*memory.goal.targets)
     if kept[ranks.rank]:
         read = unguarded(*memory.goal.targets)
         specs = {name: spec for name, spec in specs.items() if name in read}
         targets = {name: target for name, target in targets.items() if name in read}
-    # Each of those that read little reads by itself: the others of its node read more.
+    # A rank that reads only buffers reads alone: the others of its node read more.
     nodes = [tuple(rank for rank in node if not kept[rank]) for node in ranks.nodes()]
     nodes += [(rank,) for rank, keeps in kept.items() if keeps]
     read_together(
         ranks,
-        Files(
+        CheckpointFiles(
             Path("memory"),
             lambda name: open_parts(name, memory.parts, ranks.node, pull, memory.run),
             memory.stored,
@@ -267,12 +269,12 @@ def load_memory(ranks: Ranks, memory: Memory, pull: Pull, kept: Mapping[int, boo
 
 
 def newest_step(paths: Sequence[Place]) -> int | None:
-    """The newest of steps that `list_steps` found, good or not."""
+    """Returns the newest of the steps that `list_steps` returned, good or not."""
     return parse_step(paths[0].name) if paths else None
 
 
 def _newest_good(paths: Sequence[Place]) -> int | None:
-    """The newest step in storage whose record is good. Reads no tensors."""
+    """Returns the newest step whose record is good. Reads no tensors."""
     for path in paths:
         try:
             return open_step(path).record.step

@@ -1,4 +1,4 @@
-"""Stretches of files → memory: what one thread of a rank does while it loads."""
+"""Reads segments of files into memory: the work of one thread during a load."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from checkpointing.format.crc import BlockSums, Replica
 from checkpointing.format.layout import FileRecord, StoredTensor
 from checkpointing.format.plan import Box
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes, box_view, local_tensor
-from checkpointing.load.read_plan import ALIGNMENT, Slab, Unit, intersection
+from checkpointing.load.read_plan import ALIGNMENT, ReadUnit, Slab, intersection
 from checkpointing.storage.interface import StoredFile
 from checkpointing.storage.place import Place
 
@@ -24,47 +24,47 @@ _MOST_BUFFERS = 1024
 _JOB_STEPS = 16
 
 OpenFile = Callable[[str], AbstractContextManager[StoredFile]]
-"""Opens a file of a checkpoint by its name there."""
+"""Opens a file of a checkpoint by its name."""
 
 
 @dataclass(frozen=True)
-class Files:
-    """The files of a checkpoint."""
+class CheckpointFiles:
+    """The files of a checkpoint: how to open them, where tensors lie, and checksums."""
 
     where: Place
-    """The checkpoint, for messages."""
+    """Path of the checkpoint, for messages."""
     open: OpenFile
     tensors: Mapping[str, StoredTensor]
     """Where each tensor lies."""
     records: Mapping[str, FileRecord]
-    """Checksums by file; files that are not in it are not checked."""
+    """Checksums by file; other files are not checked."""
 
 
 class Segment(NamedTuple):
-    """Bytes of a file, and where they go."""
+    """Bytes of a file, and their destination."""
 
     begin: int
     nbytes: int
     data: memoryview | None
-    """None: into memory of the reader, for their checksum, or for `slab`."""
+    """Destination; None: memory of the reader, for the checksum or for `slab`."""
     replica: Replica
     slab: Slab | None = None
-    """What is then copied to the target; at most a step long."""
-    unit: Unit | None = None
-    """The tensor that the bytes belong to, where its numbers must be finite; else None."""
+    """The slab that is then copied to the target, at most a step long."""
+    unit: ReadUnit | None = None
+    """The tensor of these bytes if its numbers must be finite, else None."""
 
 
 class ReadJob(NamedTuple):
-    """What a thread reads in one go."""
+    """Segments of one file that a thread reads before it takes another job."""
 
     file: str
     batches: list[list[Segment]]
-    """Each lies side by side in the file, and is read at once."""
+    """Segments that are contiguous in the file, each batch read by one call."""
 
 
 def jobs(segments: Mapping[str, Iterable[Segment]], step: int) -> Iterator[ReadJob]:
-    """Segments by file, in the order of offsets, in batches of at most `step` bytes; segments that
-    are longer are cut."""
+    """Yields segments by file, in the order of offsets, in batches of at most `step` bytes; longer
+    segments are cut."""
     for file, of_file in segments.items():
         batches: list[list[Segment]] = []
         for batch in _batches(of_file, step):
@@ -95,16 +95,18 @@ def _batches(segments: Iterable[Segment], most: int) -> Iterator[list[Segment]]:
 
 
 @dataclass(frozen=True)
-class Target:
-    """A tensor that this rank holds parts of."""
+class LocalTarget:
+    """A tensor of which this rank holds parts."""
 
     local: Tensor
     boxes: Sequence[Box]
 
     @staticmethod
-    def of(name: str, tensor: Tensor, boxes: Sequence[Box]) -> "Target":
-        """Raises:
-        ValueError: the local part is not what its boxes say.
+    def of(name: str, tensor: Tensor, boxes: Sequence[Box]) -> "LocalTarget":
+        """Describes the local part of a tensor.
+
+        Raises:
+            ValueError: the local part contradicts its boxes.
         """
         local = local_tensor(tensor)
         if sum(math.prod(box.shape) for box in boxes) != local.numel():
@@ -112,24 +114,19 @@ class Target:
                 f"{name}: this rank holds {list(local.shape)}, which is not what its placement "
                 f"says: {list(boxes)}"
             )
-        return Target(local, boxes)
+        return LocalTarget(local, boxes)
 
     def memory(self, box: Box, dtype: torch.dtype) -> memoryview | None:
-        """The bytes of a box, if a file with this dtype can be read straight into them."""
+        """Returns the bytes of a box if a file with this dtype can be read straight into them, else
+        None."""
         if box not in self.boxes or self.local.device.type != "cpu" or self.local.dtype != dtype:
             return None
         view = box_view(self.local, box)
         return as_bytes(view).numpy().data if view.is_contiguous() else None
 
 
-def deliver(slab: Slab, data: Tensor, targets: Mapping[str, Target]) -> None:
-    """Copy what this rank holds of a slab.
-
-    Args:
-        slab: which.
-        data: its bytes.
-        targets: by name.
-    """
+def deliver(slab: Slab, data: Tensor, targets: Mapping[str, LocalTarget]) -> None:
+    """Copy the part of a slab that this rank holds."""
     target = targets.get(slab.unit.name)
     if target is None:
         return
@@ -141,38 +138,35 @@ def deliver(slab: Slab, data: Tensor, targets: Mapping[str, Target]) -> None:
             box_view(target.local, there).copy_(box_view(source, within))
 
 
-class Reader:
-    """One thread's means of reading. A context manager.
+class SegmentReader:
+    """Reads for one thread, with buffers and an open file of its own. A context manager.
 
     Args:
-        files: of the checkpoint.
-        sums: takes the checksums of what is read.
-        bad: takes the names of tensors with numbers that are not finite and must be, and their
-            files.
-        targets: of slabs.
+        sums: gets the checksums of what is read.
+        bad: gets the names of tensors with forbidden NaN or infinity, and their files.
         step: most bytes of a batch.
-        pinned: whether to read into memory that a GPU copies from by itself.
+        pinned: whether its buffer is pinned, for asynchronous copies to a GPU.
     """
 
     def __init__(
         self,
-        files: Files,
+        files: CheckpointFiles,
         sums: BlockSums,
         bad: dict[str, str],
-        targets: Mapping[str, Target],
+        targets: Mapping[str, LocalTarget],
         step: int,
         *,
         pinned: bool,
     ) -> None:
         self._files, self._targets = files, targets
         self.sums, self._bad = sums, bad
-        size = step + _MOST_BUFFERS * ALIGNMENT
+        size = step + _MOST_BUFFERS * ALIGNMENT  # a batch, with each segment aligned
         self._arena = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         self._opened = ExitStack()
         self._name: str | None = None
         self._file: StoredFile | None = None
 
-    def __enter__(self) -> "Reader":
+    def __enter__(self) -> "SegmentReader":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -180,7 +174,7 @@ class Reader:
 
     @torch.no_grad()
     def read(self, job: ReadJob) -> None:
-        """Read, take the checksums of what was read, and copy what has to be copied.
+        """Read a job, add its checksums, and copy its slabs to their targets.
 
         Raises:
             DamagedCheckpoint, StorageError: the file is missing, short, or cannot be read.

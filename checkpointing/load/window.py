@@ -15,20 +15,21 @@ from checkpointing.load.read_plan import ALIGNMENT
 from checkpointing.storage.folders import is_private
 
 HALF_BYTES = 32 << 20
-"""What the ranks of a node fill in a round, at most. Ranks meet after each, so not too little."""
+"""Most bytes that the ranks of a node fill in a round. They synchronise after each round, so rounds
+must not be small."""
 _FOLDERS = ("/dev/shm", tempfile.gettempdir())
 
 
 def make_window(ranks: int, wanted: int, least: int) -> tuple[str, int]:
-    """Make a file for a window. On one rank of the node.
+    """Create the file of a window. Called on one rank of the node.
 
     Args:
-        ranks: of the node.
-        wanted: bytes of each rank's area.
-        least: bytes with which it still works.
+        ranks: number of ranks of the node.
+        wanted: preferred bytes of each rank's area.
+        least: smallest usable area, in bytes.
 
     Returns:
-        Its path, for `Window` on all ranks of the node, and the bytes of an area.
+        Its path, for `SharedWindow` on all ranks of the node, and the bytes of an area.
 
     Raises:
         StorageError: no folder has room for it.
@@ -36,13 +37,14 @@ def make_window(ranks: int, wanted: int, least: int) -> tuple[str, int]:
     for folder in _FOLDERS:
         try:
             status = os.statvfs(folder)
-            # Not more than a quarter of what is there: it is not ours alone.
+            # At most a quarter of the free space: other processes use it, too.
             free = status.f_bavail * status.f_frsize // 4
             area = min(-(-wanted // ALIGNMENT), free // (2 * ranks * ALIGNMENT)) * ALIGNMENT
             if area < least:
                 continue
             descriptor, path = tempfile.mkstemp(prefix="perdure_window-", dir=folder)
             try:
+                # Reserved now: a full folder would kill ranks by SIGBUS later.
                 os.posix_fallocate(descriptor, 0, 2 * ranks * area)
             finally:
                 os.close(descriptor)
@@ -55,18 +57,18 @@ def make_window(ranks: int, wanted: int, least: int) -> tuple[str, int]:
     )
 
 
-class Window:
-    """Two halves of shared memory: while ranks copy from one, they fill the other.
+class SharedWindow:
+    """Memory that the ranks of a node share while they load, in two halves: while ranks copy from
+    one, they fill the other.
 
     Args:
-        path: of the file, which may be removed when all ranks have opened it.
+        path: path of the file, which may be unlinked once all ranks have opened it.
         area: bytes of each rank's area in a half.
-        ranks: of the node (global).
-        rank: this rank.
-        group: has all of them; carries the word between them.
+        ranks: global ranks of the node.
+        group: contains all of them; carries one word between them.
 
     Raises:
-        OSError, StorageError: what has this name now is not the file that was made.
+        OSError, StorageError: the file is not the one that was created.
     """
 
     def __init__(
@@ -86,11 +88,13 @@ class Window:
         """uint8, shape (places · area,) each."""
 
     def meet(self, failed: bool) -> bool:
-        """Wait for the other ranks; returns whether any of them failed. On all ranks of the node.
+        """Wait for the other ranks; returns whether any of them failed. Called on all ranks of the
+        node.
 
         Raises:
             RuntimeError: a rank is gone.
         """
+        # By the first rank, not a collective: `group` has ranks of other nodes, too.
         word = torch.tensor([int(failed)])
         first, *others = self._ranks
         if self.place:
@@ -107,5 +111,5 @@ class Window:
 
 
 def remove_window(path: str) -> None:
-    """Remove the file of a window; its memory stays until all ranks let go of it."""
+    """Unlink the file of a window; its memory stays while ranks have it mapped."""
     Path(path).unlink(missing_ok=True)

@@ -1,1 +1,1 @@
-"""From tensors to a committed step."""
+"""Saves tensors as a committed step."""

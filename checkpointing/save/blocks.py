@@ -21,9 +21,9 @@ from isal.isal_zlib import crc32
 from checkpointing.format.layout import BLOCK_BYTES, TensorFile
 from checkpointing.format.plan import (
     Nodes,
+    assign_files,
     extents_of,
     merged,
-    own_files,
     plan_file,
     plan_pieces,
 )
@@ -37,32 +37,33 @@ from checkpointing.storage.posix import is_shared
 # --- which writer ---------------------------------------------------------------------------------
 
 UNIT_BLOCKS = 16
-"""Blocks that a writer takes at a time where a file may be written in parts."""
+"""Blocks in one grant where several writers may write to one file."""
 
 
 @dataclass
 class FileLayout:
-    """The tensor files of a plan."""
+    """The tensor files of a plan, in order, and the node that owns each."""
 
     files: Sequence[TensorFile] = ()
     owners: Mapping[str, int] = field(default_factory=dict)
-    """The node that writes each file."""
+    """Node by file name."""
 
     def __post_init__(self) -> None:
         self._numbers = {file.name: number for number, file in enumerate(self.files)}
 
     @property
     def end(self) -> Position:
-        """After all bytes."""
+        """Position after the last byte."""
         return len(self.files), 0
 
     def place(self, blocks: BlockRange) -> Position:
-        """Up to where must be staged for these blocks to be written."""
+        """Returns the position up to which all nodes must have staged before `blocks` can be
+        written."""
         number = self._numbers[blocks.file]
         return number, min(blocks.stop * BLOCK_BYTES, self.files[number].size)
 
     def by_node(self, in_parts: bool) -> dict[int, deque[BlockRange]]:
-        """All blocks, in units of work, by the node that writes them.
+        """Returns all blocks in units of one grant, by the node that owns them.
 
         Args:
             in_parts: whether several writers may write to one file.
@@ -79,12 +80,8 @@ class FileLayout:
 
 
 class Grants:
-    """Blocks that are out at writers; also those of saves that were given up, until their writers
-    have stopped.
-
-    Args:
-        nodes: how many there are.
-    """
+    """Blocks granted to writers and not yet returned. Those of a failed save count until its
+    writers have stopped."""
 
     def __init__(self, nodes: int) -> None:
         self._nodes, self._turn = nodes, 0
@@ -94,37 +91,37 @@ class Grants:
         return len(self._out)
 
     def choose(self, nodes: Sequence[int]) -> int:
-        """The node with the fewest units out; among those in turn."""
+        """Returns the node with the fewest grants; nodes with as many take turns."""
         busy = Counter(self._out.values())
-        self._turn += 1
+        self._turn += 1  # nodes with as many grants take turns, else node 0 would do most
         return min(nodes, key=lambda node: (busy[node], (node - self._turn) % self._nodes))
 
     def give(self, key: Key, blocks: BlockRange, node: int) -> None:
-        """Blocks go out."""
+        """Record that `blocks` are granted to `node`."""
         self._out[key, blocks] = node
 
     def take_back(self, key: Key, blocks: BlockRange) -> bool:
-        """They are not out any more; whether they were."""
+        """Remove a grant; returns whether there was one."""
         return self._out.pop((key, blocks), None) is not None
 
     def forget(self, node: int) -> None:
-        """A node's writer is gone."""
+        """Remove all grants of a node whose writer is gone."""
         self._out = {what: where for what, where in self._out.items() if where != node}
 
     def writes(self, key: Key) -> bool:
-        """Whether blocks of a save are out."""
+        """Whether any block of the save is granted."""
         return any(of == key for of, _ in self._out)
 
     @property
     def files(self) -> dict[int, str]:
-        """By node, a file that it writes."""
+        """A file that each node is writing, by node."""
         return {node: blocks.file for (_, blocks), node in self._out.items()}
 
 
 def default_writers(kind: str) -> int:
-    """How many writers a kind of storage takes gladly: 16 on Lustre and on object stores (""),
-    which are made for many clients; 4 on other shared filesystems; on a local disk as many as there
-    are cores to serve it, up to 4."""
+    """Returns the number of writers that a kind of storage serves well: 16 on Lustre and on object
+    stores (""), 4 on other shared filesystems; on a local disk as many as there are cores, up to
+    4."""
     if kind in ("lustre", ""):
         return 16
     if is_shared(kind):
@@ -135,29 +132,28 @@ def default_writers(kind: str) -> int:
 # --- writing --------------------------------------------------------------------------------------
 
 _scratch = threading.local()
-"""Room that a thread keeps from block to block."""
+"""Buffers that a thread reuses for every block."""
 
 
 @dataclass
 class NodePlan:
-    """A node's part in every save."""
+    """A node's part in every save under one plan."""
 
     digest: str
     tensors: str
-    """Digest of what is stored where, whatever the world."""
+    """Digest of the tensors and of where they are stored, equal for all world sizes."""
     files: dict[str, TensorFile]
     ranges: Ranges
-    """What its ranks put into a slot, in whole pages."""
+    """Bytes that its ranks copy into a slot, rounded outwards to pages."""
     exact: Ranges
-    """The same to the byte."""
+    """The bytes that its ranks copy into a slot, without rounding."""
     sources: dict[str, list[tuple[int, int, int]]]
-    """By file that it owns, the bytes that are elsewhere: start, stop, node."""
+    """Bytes held by other nodes, by file that this node owns: (start, stop, node)."""
     owners: dict[str, int]
 
 
 def plan_node(plan: PlanInput, digest: str, nodes: Nodes, node: int) -> NodePlan:
-    """What a node does in every save."""
-    owners = own_files(plan.files, len(nodes))
+    owners = assign_files(plan.files, len(nodes))
     stored = {name: tensor for file in plan.files for name, tensor in file.tensors.items()}
     near = {file: nodes[owner] for file, owner in owners.items()}
     pieces = [
@@ -169,10 +165,11 @@ def plan_node(plan: PlanInput, digest: str, nodes: Nodes, node: int) -> NodePlan
     for file in plan.files:
         if owners[file.name] != node:
             continue
+        # Only the owner stages the header: it writes the file's first block.
         header = (0, -(-len(file.header) // mmap.PAGESIZE) * mmap.PAGESIZE)
         pages[file.name] = merged([header, *pages.get(file.name, [])])
         elsewhere = sources.setdefault(file.name, [])
-        if len(nodes) == 1:
+        if len(nodes) == 1:  # no byte is elsewhere: plan_file would be called for nothing
             continue
         for rank, piece in plan_file(file, plan.specs, nodes[node]):
             if home[rank] != node:
@@ -186,8 +183,8 @@ def plan_node(plan: PlanInput, digest: str, nodes: Nodes, node: int) -> NodePlan
 
 
 def _joined(sources: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Sources (start, stop, node) in order; those of a node that touch are one: the ranks of a node
-    often hold neighbouring rows."""
+    """Returns `sources` (start, stop, node) in order, with adjoining ones of a node joined: the
+    ranks of a node often hold neighbouring rows."""
     joined: list[tuple[int, int, int]] = []
     for start, stop, node in sorted(sources):
         if joined and joined[-1][1:] == (start, node):
@@ -198,7 +195,7 @@ def _joined(sources: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 class StoppedError(Exception):
-    """The save that this writer works on was given up."""
+    """Raised by a writer whose save has failed meanwhile."""
 
 
 def write_blocks(
@@ -207,25 +204,25 @@ def write_blocks(
     slot: SlotFiles,
     target: NewStep,
     pull: Pull,
-    there: Slot,
+    address: Slot,
     rate: float | None,
     stopped: Callable[[], bool],
 ) -> tuple[dict[int, int], int]:
-    """Write some blocks of a file; returns the CRC-32 of each, and how many bytes they were.
+    """Write some blocks of a file; returns the CRC-32 of each and the number of bytes written.
 
     Args:
-        blocks: which.
-        plan: of this node.
-        slot: what this node holds.
-        target: where to.
-        pull: fetches bytes from other nodes.
-        there: the slot as other nodes know it.
-        rate: most bytes per second.
-        stopped: whether to give up, asked before each block.
+        address: the slot as other nodes address it.
+        rate: most bytes per second; None: no limit.
+        stopped: whether the save has failed; called before each block.
+
+    Raises:
+        StoppedError: `stopped` returned True.
+        StorageError: another node does not send its bytes.
     """
     file = plan.files[blocks.file]
     image = memoryview(slot.maps[blocks.file])
     checksums, done, started = {}, 0, time.monotonic()
+    # After an error the block is left without `finish`, and the part does not count as written.
     with target.writer(file.name, file.size) as out:
         for block in range(blocks.first, blocks.stop):
             if stopped():
@@ -234,11 +231,11 @@ def write_blocks(
             data = image[start:stop]
             elsewhere = _within(plan.sources[blocks.file], start, stop)
             if elsewhere:
-                data = _assembled(file.name, data, start, elsewhere, plan, pull, there)
+                data = _assembled(file.name, data, start, elsewhere, plan, pull, address)
             checksums[block] = crc32(data)
             out.write(data, start)
             done += stop - start
-            if rate:
+            if rate:  # sleeps off what it is ahead of the rate
                 time.sleep(max(0.0, started + done / rate - time.monotonic()))
         out.finish()
     return checksums, done
@@ -247,7 +244,7 @@ def write_blocks(
 def _within(
     sources: list[tuple[int, int, int]], start: int, stop: int
 ) -> list[tuple[int, int, int]]:
-    """The parts of sources (in order, apart) that lie between `start` and `stop`."""
+    """Returns the parts of `sources` (sorted, disjoint) that lie between `start` and `stop`."""
     first = max(0, bisect_right(sources, (start, sys.maxsize, 0)) - 1)
     found = itertools.takewhile(lambda source: source[0] < stop, sources[first:])
     return [(max(a, start), min(b, stop), node) for a, b, node in found if b > start]
@@ -260,22 +257,23 @@ def _assembled(
     elsewhere: list[tuple[int, int, int]],
     plan: NodePlan,
     pull: Pull,
-    there: Slot,
+    address: Slot,
 ) -> memoryview:
-    """A block of which other nodes hold parts: a copy, at a page boundary, good until this thread
-    makes the next."""
+    """Returns a block of which other nodes hold parts: a page-aligned buffer, valid until this
+    thread assembles the next."""
     stop = start + len(image)
     if not hasattr(_scratch, "block"):
-        _scratch.block = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+        _scratch.block = memoryview(mmap.mmap(-1, BLOCK_BYTES))  # page-aligned, for O_DIRECT
     block = _scratch.block[: len(image)]
     header = min(max(0, len(plan.files[file].header) - start), len(image))
     block[:header] = image[:header]
+    # Exact bytes, not whole pages: the rest of a page may belong to another node's piece.
     for a, b, _ in _within([(a, b, 0) for a, b in plan.exact.get(file, [])], start, stop):
         block[a - start : b - start] = image[a - start : b - start]
     by_node: dict[int, list[tuple[int, int]]] = {}
     for a, b, node in elsewhere:
         by_node.setdefault(node, []).append((a, b))
     for node, ranges in by_node.items():
-        for (a, b), data in zip(ranges, pull(node, there, file, ranges), strict=True):
+        for (a, b), data in zip(ranges, pull(node, address, file, ranges), strict=True):
             block[a - start : b - start] = data
     return block

@@ -35,52 +35,51 @@ from checkpointing.storage.folders import is_private
 from checkpointing.wire import WireError, pack, unpack
 
 SILENT_SECONDS = 60
-"""A machine that vanished without a word is noticed within so long, and so is a process that takes
-nothing of what it is sent."""
+"""After so long a machine that vanished is detected, and a process that reads nothing of what it is
+sent."""
 NONCE_BYTES = 32
 MAC_BYTES = 16
 FIRST_BYTES = 4096
-"""Longest message of one who is not known yet."""
+"""Longest message accepted from a caller that is not authenticated yet."""
 PROOF = b"I know it, too"
 
 
 class StrangerError(OSError):
-    """The other side does not know the secret, or somebody has changed what it said."""
+    """The other side does not know the secret, or its messages were tampered with."""
 
 
 class Channel:
-    """One side of a connection; see [Note: channel]. Made by `call` or `welcome`.
+    """One side of an authenticated connection, see [Note: channel]; `call` and `welcome` return it.
 
     Args:
-        connection: to the other side.
-        ours: key of what is sent.
-        theirs: key of what is received.
+        ours: key for messages that this side sends.
+        theirs: key for messages that it receives.
     """
 
     def __init__(self, connection: Connection, ours: bytes, theirs: bytes) -> None:
         self._connection, self._ours, self._theirs = connection, AESGCM(ours), AESGCM(theirs)
         self._sent, self._received = 0, 0
-        self._sending = threading.Lock()
+        self._sending = threading.Lock()  # MAC and message must follow each other
 
     def send(self, message: Any) -> None:
-        """Send a value that `wire.pack` takes. From any thread."""
+        """Send a value that `wire.pack` accepts. Callable from any thread."""
         self.send_bytes(pack(message))
 
     def recv(self) -> Any:
-        """The next value.
+        """Returns the next value.
 
         Raises:
-            StrangerError: it is not what the other side sent, or no message.
+            StrangerError: its MAC is wrong, or it is not a packed value.
             EOFError, OSError: the other side is gone.
         """
         return _message(self.recv_bytes())
 
     def send_bytes(self, data: bytes | memoryview) -> None:
-        """Send bytes, less than 2 GiB. From any thread.
+        """Send fewer than 2 GiB. Callable from any thread.
 
         Raises:
-            OSError: the other side is gone, or has taken nothing for SILENT_SECONDS; what follows
-                half a message is lost, so that ends the connection.
+            OSError: the other side is gone, or has read nothing for SILENT_SECONDS. The connection
+                ends: the receiver cannot find the next message after half of one.
         """
         with self._sending:
             self._sent += 1
@@ -88,15 +87,16 @@ class Channel:
                 self._connection.send_bytes(_mac(self._ours, self._sent, data))
                 self._connection.send_bytes(data)
             except OSError:
-                self.shut()
+                self.shut()  # the receiver would take the next MAC for the rest of this message
                 raise
 
     def recv_bytes(self, most: int | None = None) -> bytes:
-        """The next bytes; raises as `recv`, and OSError before it takes more than `most`."""
+        """Returns the next bytes; raises as `recv`, and OSError instead of reading more than
+        `most`."""
         try:
             mac = self._connection.recv_bytes(MAC_BYTES)
             data = self._connection.recv_bytes(most)
-        except BlockingIOError as error:
+        except BlockingIOError as error:  # SO_RCVTIMEO has run out
             raise TimeoutError("nothing came for too long") from error
         self._received += 1
         if not hmac.compare_digest(mac, _mac(self._theirs, self._received, data)):
@@ -104,16 +104,16 @@ class Channel:
         return data
 
     def poll(self, seconds: float) -> bool:
-        """Whether there is something to receive within so long."""
+        """Wait up to `seconds` for a message; returns whether there is one."""
         return self._connection.poll(seconds)
 
     def limit(self, seconds: float) -> None:
-        """Have `recv` fail when nothing came for so long; 0: never."""
+        """Make `recv` fail after `seconds` without a byte; 0: never."""
         with socket.socket(fileno=os.dup(self._connection.fileno())) as same:
             _limit(same, seconds)
 
     def shut(self) -> None:
-        """End the connection for both sides, also for threads that are in `send` or `recv`."""
+        """End the connection for both sides, and wake threads blocked in `send` or `recv`."""
         with (
             suppress(OSError),
             socket.socket(fileno=os.dup(self._connection.fileno())) as same,
@@ -121,26 +121,22 @@ class Channel:
             same.shutdown(socket.SHUT_RDWR)
 
     def fileno(self) -> int:
-        """Descriptor of the socket."""
         return self._connection.fileno()
 
     def close(self) -> None:
-        """End the connection."""
         self._connection.close()
 
 
 def call(address: tuple[str, int] | str, secret: bytes, seconds: float = SILENT_SECONDS) -> Channel:
-    """Connect to a process that listens, by TCP or at an abstract Unix socket.
+    """Connect to a listening process of the run, over TCP or an abstract Unix socket.
 
     Args:
-        address: where it listens.
-        secret: of the run.
-        seconds: how long it may stay silent, as a machine that is gone does for ever, while they
-            make each other's acquaintance.
+        address: (host, port), or the name of the socket.
+        seconds: longest silence during the handshake: a machine that is gone is silent for ever.
 
     Raises:
         StrangerError: it does not know the secret.
-        EOFError, OSError: it is not there, or does not answer.
+        EOFError, OSError: nobody listens there, or the handshake times out.
     """
     connection = _connect(address, seconds)
     try:
@@ -149,7 +145,9 @@ def call(address: tuple[str, int] | str, secret: bytes, seconds: float = SILENT_
             _limit(same, seconds)
         theirs, ours = connection.recv_bytes(NONCE_BYTES), os.urandom(NONCE_BYTES)
         connection.send_bytes(ours)
-        channel = Channel(connection, *_keys(secret, theirs, ours)[::-1])
+        listener_key, caller_key = _keys(secret, theirs, ours)
+        channel = Channel(connection, caller_key, listener_key)
+        # The listener proves itself first, so a stranger gets no message of this process.
         if channel.recv_bytes(len(PROOF)) != PROOF:
             raise StrangerError("it does not speak as a process of this run")
         channel.limit(0)
@@ -160,24 +158,24 @@ def call(address: tuple[str, int] | str, secret: bytes, seconds: float = SILENT_
 
 
 def welcome(connection: Connection, secret: bytes, seconds: float) -> tuple[Channel, Any]:
-    """Let in who knows the secret; returns the first message, by which they say who they are.
+    """Authenticate a caller; returns the channel and its first message, in which it introduces
+    itself.
 
     Args:
-        connection: to who has connected.
-        secret: of the run.
-        seconds: how long they may take.
+        seconds: longest silence during the handshake.
 
     Raises:
-        Exception: it is a stranger, or left, or said nothing for too long.
+        Exception: the caller does not know the secret, disconnected, or was silent for too long.
     """
     _set_up(connection)
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        # Abstract sockets have no file mode: the kernel names the peer's user.
         if same.family == socket.AF_UNIX:
             credentials = same.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             _, uid, _ = struct.unpack("3i", credentials)
             if uid != os.geteuid():
                 raise StrangerError(f"a process of uid {uid}")
-        # Connections know no timeout, so the system is asked for one.
+        # multiprocessing's Connection has no timeout, so the socket gets one.
         _limit(same, seconds)
         ours = os.urandom(NONCE_BYTES)
         connection.send_bytes(ours)
@@ -192,7 +190,7 @@ def welcome(connection: Connection, secret: bytes, seconds: float) -> tuple[Chan
 def _connect(address: tuple[str, int] | str, seconds: float) -> Connection:
     if isinstance(address, tuple):
         with socket.create_connection(address, seconds) as connection:
-            connection.setblocking(True)
+            connection.setblocking(True)  # the timeout was for connecting only
             return Connection(connection.detach())
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
@@ -207,12 +205,12 @@ def _message(data: bytes) -> Any:
 
 
 def _set_up(connection: Connection) -> None:
-    """Have sending fail when the other side takes nothing, and TCP notice a machine that is gone.
-    Nor is TCP to hold small messages back until what went before is acknowledged, for which the
-    other side takes 40 ms (Nagle's algorithm with delayed acknowledgements)."""
+    """Set timeouts: sends fail if the peer reads nothing, and TCP detects a machine that is
+    gone."""
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _time(SILENT_SECONDS))
         if same.family != socket.AF_UNIX:
+            # Else a small message waits 40 ms for the acknowledgement of the one before (Nagle).
             same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             same.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_SECONDS // 3)
@@ -226,12 +224,12 @@ def _limit(connection: socket.socket, seconds: float) -> None:
 
 
 def _time(seconds: float) -> bytes:
-    """A `struct timeval`."""
+    """Returns a `struct timeval`."""
     return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 def _keys(secret: bytes, listener: bytes, caller: bytes) -> tuple[bytes, bytes]:
-    """The key of what the listener says, and that of what the caller says."""
+    """Returns the key for the listener's messages, and the key for the caller's."""
     both = listener + caller
     keyed = partial(blake2b, key=secret, digest_size=32)
     return keyed(b"listener" + both).digest(), keyed(b"caller" + both).digest()
@@ -244,20 +242,22 @@ def _mac(key: AESGCM, number: int, data: bytes | memoryview) -> bytes:
 # --- the secret of a job --------------------------------------------------------------------------
 
 SECRET_FILE = "PERDURE_SECRET_FILE"
-"""Environment variable: the file with the secret of this rank's job."""
+"""Environment variable with the path of the job's secret."""
 MIN_BYTES = 16
 
 
 def job_secret() -> bytes | None:
-    """What that file gives for checkpoints (32 bytes); None if the environment names none.
+    """Returns the key (32 bytes) for checkpoints derived from the job's secret; None if the
+    environment names no file.
 
     Raises:
-        OSError: it cannot be read.
-        StorageError: somebody else could have read or written it, or it is too short.
+        OSError: the file cannot be read.
+        StorageError: another user could have read or written it, or it is too short.
     """
     path = os.environ.get(SECRET_FILE)
     if not path:
         return None
+    # O_NONBLOCK: opening a pipe would wait for its other end.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         status, data = os.fstat(descriptor), file.read(4096).strip()
@@ -267,4 +267,5 @@ def job_secret() -> bytes | None:
             f"to uid {os.geteuid()} and has mode 600; mend it, or name another by {SECRET_FILE}"
         )
     key = hashlib.sha256(data).digest()
+    # A key of its own for checkpoints, so that no other use of the secret reveals it.
     return hashlib.blake2b(b"purpose checkpoints", key=key, digest_size=32).digest()

@@ -28,13 +28,13 @@ from checkpointing.format.layout import (
 )
 from checkpointing.format.untrusted import printable
 from checkpointing.options import CheckpointOptions
-from checkpointing.save.messages import Contents
+from checkpointing.save.messages import SaveContents
 from checkpointing.storage.interface import NewStep
 from checkpointing.storage.ownership import is_alive, keep_to, owner
 from checkpointing.storage.place import P, Place
-from checkpointing.storage.retention import Known, prune, survey
+from checkpointing.storage.retention import Verdicts, inspect_steps, prune
 from checkpointing.storage.steps import new_step, storage_of
-from checkpointing.storage.verification import GivenUpError, is_damage, verify_step
+from checkpointing.storage.verification import VerificationStoppedError, is_damage, verify_step
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +46,15 @@ _CLAIM = re.compile(r"\.writer-(\d+)")
 
 
 def hold(directory: P, mine: P | None) -> P:
-    """Claim a checkpoint directory (`mine` is None, or all claims are gone), or make sure that
-    nobody has claimed it since; returns the file that stands for the claim. It stays when the run
-    has ended, for whoever wakes up then. What those before were writing, wherever they are and
-    whether or not they live, is removed: they commit nothing any more.
+    """Claim a checkpoint directory, or confirm the claim `mine`; returns the file that is the
+    claim, see [Note: claim].
+
+    A new claim is made if `mine` is None or all claims are gone. It removes what earlier owners
+    were writing, alive or not, wherever they run: they can commit nothing any more. The file stays
+    after the run, for a process that wakes later.
 
     Raises:
-        StorageError: somebody has; says who and when.
+        StorageError: another process has claimed it since; names its owner and time.
         OSError: the directory cannot be read or written.
     """
     storage = storage_of(directory)
@@ -64,12 +66,13 @@ def hold(directory: P, mine: P | None) -> P:
                 return mine
             raise StorageError(_words(claims[-1][1], "another process has taken over this run"))
         new = directory / f".writer-{claims[-1][0] + 1 if claims else 1:06}"
-        with suppress(FileExistsError):  # another was faster: be newer than that one
+        with suppress(FileExistsError):  # another process was faster: take the next number
             storage.create(new, f"{owner()} {time.time():.3f}\n".encode())
             lost = [_owner(old)[0] for _, old in claims]
             if lost and lost[-1] != owner() and is_alive(lost[-1]):
                 what = "taken over from a process that lives, and can commit no more"
                 logger.warning("%s", _words(claims[-1][1], what))
+            # Before the old claims go: after a crash here, the next claim still finds them.
             storage.collect(directory, lost=lost)
             for _, old in claims:
                 storage.remove(old)
@@ -79,7 +82,7 @@ def hold(directory: P, mine: P | None) -> P:
 def _words(path: Place, what: str) -> str:
     name, moment = _owner(path)
     since = ""
-    with suppress(ValueError, OverflowError, OSError):  # whatever stands there, it is taken
+    with suppress(ValueError, OverflowError, OSError):  # whatever it says, the directory is claimed
         since = time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(float(moment)))
     return (
         f"{path.parent}: {what} ({printable(name) or 'it'} saves there{since}); if these are two "
@@ -88,16 +91,16 @@ def _words(path: Place, what: str) -> str:
 
 
 def _owner(path: Place) -> tuple[str, str]:
-    """Who made a claim, and when; empty if it does not say."""
+    """Returns (owner, Unix time as text) of a claim; empty if it says neither."""
     text = ""
-    with suppress(FileNotFoundError):  # somebody newer has removed it
+    with suppress(FileNotFoundError):  # a newer claim has removed it
         text = storage_of(path).read(path, _MOST_BYTES).decode(errors="replace")
     name, _, moment = text.strip().rpartition(" ")
     return name, moment
 
 
 def _claims(directory: P) -> list[tuple[int, P]]:
-    """All that are there, oldest first."""
+    """Returns (number, path) of all claims, oldest first."""
     found = (
         (_CLAIM.fullmatch(path.name), path) for path in storage_of(directory).children(directory)
     )
@@ -109,42 +112,38 @@ def _claims(directory: P) -> list[tuple[int, P]]:
 # --- steps ----------------------------------------------------------------------------------------
 
 READ_AT_END_BYTES = 256 << 20
-"""A last step that is not larger is read back before the writers end."""
+"""The last step is read back before the writers end only up to this size."""
 
 
-class Steps:
-    """The steps of a run in storage, as the coordinator writes them.
-
-    Args:
-        directory: holds them.
-        options: the `checkpoint:` section.
-    """
+class StepCommitter:
+    """Prepares, commits, verifies and deletes the steps of a run in storage, for the
+    coordinator."""
 
     def __init__(self, directory: Place, options: CheckpointOptions) -> None:
         self._directory, self._options = directory, options
         keep_to(directory, options.trust)
         self._claim: Place | None = None
-        """Stands for the right to commit, from the first save on."""
-        self._right: set[str] = set()
-        """Names of steps of which every byte was read and found right."""
+        """The file that holds the right to commit, from the first save on."""
+        self._verified: set[str] = set()
+        """Names of steps whose every byte was read and is correct."""
         self._damaged: set[str] = set()
-        """Names of steps that could not be loaded."""
+        """Names of steps that a rank failed to load."""
         self._found_damaged: set[str] = set()
-        """Names of steps that were read back here."""
+        """Names of steps that are damaged by what was read back here."""
         self._spans: list[bytes] = []
-        """Lines of the trace that are not written yet."""
+        """Lines not written to trace.jsonl yet."""
 
     def path(self, step: int) -> Place:
-        """Where a step lies once it is committed."""
+        """Returns the path of a step once it is committed."""
         return self._directory / step_name(step)
 
     def begin(
         self, step: int, files: Sequence[TensorFile], damaged: Collection[str]
     ) -> NewStep | None:
-        """Make the place to write to; None if the step is committed already."""
+        """Prepare a step for writing; returns None if it is committed already."""
         started = time.time()
-        # First: who claims it next removes what is begun here. Also where the step is committed
-        # already, by others that train beside us, perhaps.
+        # Before anything is written: a later claim removes what is begun here. Also if the step
+        # is committed already, perhaps by another run in the same directory.
         self._claim = hold(self._directory, self._claim)
         target = new_step(self.path(step), self._found_damaged.union(damaged))
         if target:
@@ -165,18 +164,15 @@ class Steps:
         small: Mapping[str, bytes],
         odd: Sequence[str] = (),
     ) -> None:
-        """Make a step that is written a checkpoint.
+        """Turn a fully written step into a checkpoint.
 
         Args:
-            step: its number.
-            target: where it was written.
-            files: its tensor files.
-            checksums: CRC-32 of their blocks.
-            small: all other files, except for the commit record.
-            odd: tensors that hold NaN or infinity, and may.
+            checksums: CRC-32 of each block, by file.
+            small: all other files but the commit record, by name.
+            odd: names of tensors that hold NaN or infinity and may.
         """
         started = time.time()
-        hold(self._directory, self._claim)
+        hold(self._directory, self._claim)  # raises if another process has taken over
         records = {
             file.name: FileRecord(
                 file.size, tuple(checksum for _, checksum in sorted(checksums[file.name].items()))
@@ -188,37 +184,38 @@ class Steps:
         target.commit(files, small, CommitRecord(step, records, odd).encode())
         self._trace_metadata("commit", step, started)
 
-    def committed(self, name: str, contents: Contents) -> None:
-        """Take note of a new step, and of what rank 0 knows about those before."""
-        self._right.discard(name)
+    def committed(self, name: str, contents: SaveContents) -> None:
+        """Record a new step, and rank 0's knowledge of earlier ones."""
+        self._verified.discard(name)
         self._found_damaged.discard(name)
-        self._right |= set(contents.right)
-        self._damaged = set(contents.damaged)
+        self._verified |= set(contents.verified)
+        self._damaged = set(contents.damaged)  # rank 0's list is complete, so it replaces ours
 
     def tidy(self, busy: Callable[[], bool], ending: Callable[[], bool]) -> None:
-        """Read the newest step back, and delete what need not stay besides.
+        """Read the newest step back, then delete the steps that retention does not keep.
 
         Args:
-            busy: whether a save is being written, which goes first.
-            ending: whether the run ends, which does not wait for much to be read.
+            busy: whether a save is being written; reading then slows down.
+            ending: whether the run is ending; a large step is then not read back.
         """
         unreadable: set[str] = set()
 
-        def known() -> Known:
-            return Known(self._damaged | self._found_damaged, unreadable, self._right)
+        def known() -> Verdicts:
+            return Verdicts(self._damaged | self._found_damaged, unreadable, self._verified)
 
         while self._options.keep:
-            found = survey(self._directory, self._options.best_by, known())
+            found = inspect_steps(self._directory, self._options.best_by, known())
             newest = next((item for item in found if item.is_good), None)
-            if newest is None or newest.right:
-                break
+            if newest is None or newest.verified:
+                break  # `decide` relies on the newest verified step; older ones need no reading
             pause = _slowly(newest.size, busy, ending)
             try:
+                # One thread: training and the next save go first.
                 _, problems = verify_step(newest.path, threads=1, pause=pause)
-            except GivenUpError:
+            except VerificationStoppedError:
                 break
             if not problems:
-                self._right.add(newest.path.name)
+                self._verified.add(newest.path.name)
                 break
             logger.warning("%s was read back: %s", newest.path.name, problems[0])
             bad = any(map(is_damage, problems))
@@ -226,12 +223,11 @@ class Steps:
         prune(self._directory, self._options, known())
 
     def abort(self, target: NewStep) -> None:
-        """Remove what was written of a step that failed."""
         target.abort()
         self._write_trace()
 
     def trace(self, span: Mapping[str, Any]) -> None:
-        """Keep a span for trace.jsonl, if the run wants it. Asks nothing of storage."""
+        """Queue a span for trace.jsonl if `trace` is set. Does no I/O."""
         if self._options.trace:
             self._spans.append(json.dumps(span).encode() + b"\n")
 
@@ -240,7 +236,6 @@ class Steps:
         self._write_trace()
 
     def _write_trace(self) -> None:
-        """Append the spans since the last time to trace.jsonl."""
         spans, self._spans = self._spans, []
         if not spans:
             return
@@ -251,22 +246,22 @@ class Steps:
             logger.warning("%d spans of the trace are lost: %s", len(spans), explain(error))
 
 
-def small_files(contents: Contents, indexes: Mapping[str, bytes]) -> dict[str, bytes]:
-    """All files of a step but tensor files and commit record, by name."""
+def small_files(contents: SaveContents, indexes: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Returns all files of a step but tensor files and commit record, by name."""
     return {**contents.files, TRAINER_STATE: contents.state, **indexes}
 
 
 def _slowly(
     nbytes: int, busy: Callable[[], bool], ending: Callable[[], bool]
 ) -> Callable[[], None]:
-    """What reading back calls before each block; see `Steps.tidy`."""
+    """Returns the function that reading back calls before each block, see `StepCommitter.tidy`."""
     last = time.monotonic()
 
     def pause() -> None:
         nonlocal last
         if ending() and nbytes > READ_AT_END_BYTES:
-            raise GivenUpError
-        if busy():
+            raise VerificationStoppedError
+        if busy():  # leaves three quarters of the bandwidth to the save
             time.sleep(min(1.0, 3 * (time.monotonic() - last)))
         last = time.monotonic()
 

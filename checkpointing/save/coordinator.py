@@ -1,28 +1,27 @@
-"""Rank 0's part of a save: admit writers, collect receipts, commit. A state machine without threads
-or sockets of its own; it lives in the writer process of rank 0's node.
+"""Rank 0's part of a save: admit it, grant blocks to writers, collect receipts, commit. A state
+machine without threads or sockets of its own, in the writer process of rank 0's node.
 
 [Note: a save] The messages are those of messages.py.
-  Begin       every rank asks; the coordinator answers once for all: Go (into which slot) or Skip
-  Refuse      a rank cannot save: Refused is the answer for all, or the save is given up
-  Staged      how far a node's ranks have copied their pieces, in the order of files; what all nodes
-              have staged may be written. With the last comes what their numbers are: if any is not
-              finite that must be, the save is given up
-  Remembered  a node's slot is whole, and a restart may begin from it; a save that is to stay in
-              memory ends here
-  Write       a writer is granted one unit of work at a time, and at most `limit` units are out
+  Begin       every rank requests; the coordinator answers all alike: Go (with a slot) or Skip
+  Refuse      a rank cannot save: all are answered Refused, or the running save fails
+  Staged      up to where a node's ranks have copied their pieces, in the order of files. Blocks
+              that all nodes have staged may be written. The last one summarises the numbers: if a
+              number that must be finite is not, the save fails
+  Remembered  a node's slot is complete, and a restart may use it; a save that stays in memory ends
+              once all nodes have sent it
+  Write       grants blocks to a writer, one grant at a time; at most `limit` are out
   Written     its receipt: a checksum for each block
   commit      the commit record, after all receipts
-  Ended       told to all ranks, whether good or bad
-Nothing waits for an answer: every message is handled to its end. If a node is lost, the save is
-given up and its units return; the next save may begin when the node is back. If this process is
-lost, requests are kept by the writers of their nodes and sent to the next. A rank that has its
-answer goes on, and brings the writer of its node back only when it asks again: so a request that
-this process may have answered to some is never asked again by rank 0, who would wait for writers
-that nobody brings back before rank 0 itself goes on. It is skipped for all that still ask. A save
-that takes longer than `deadline` is given up, too, and the writers that hold it up end and come
-back anew. Only a commit that is under way is waited for: to remove the files at that moment could
-publish some of them. If it hangs, the ranks of rank 0's node kill this process, which is as any
-other crash.
+  Ended       sent to all ranks, whether the save succeeded or failed
+No handler waits for an answer. If a node is lost, the save fails and its grants return; the next
+save may begin when the node is back. If this process is lost, the writers of the nodes keep their
+requests and send them to the next one. A rank that has its answer goes on, and restarts the writer
+of its node only with its next request. So rank 0 never repeats a request that this process may have
+answered to some ranks: it would wait for writers that nobody restarts before rank 0 itself goes on.
+That request is skipped for all ranks that still make it. A save that exceeds `deadline` fails, too;
+the writers that block it exit and reconnect. Only a commit under way is waited for, because
+removing the files at that moment could publish some of them. If the commit hangs, the ranks of rank
+0's node kill this process, which is like any other crash.
 """
 
 import logging
@@ -33,11 +32,11 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, assert_never
 
 from checkpointing.format.layout import TensorFile
-from checkpointing.format.sections import Numbers, not_finite
+from checkpointing.format.sections import NumberSummary, not_finite
 from checkpointing.options import CheckpointOptions
 from checkpointing.save import messages as msg
 from checkpointing.save.blocks import FileLayout, Grants, default_writers
-from checkpointing.save.commit import Steps, small_files
+from checkpointing.save.commit import StepCommitter, small_files
 from checkpointing.storage.interface import NewStep
 from checkpointing.storage.place import Place, location
 from checkpointing.storage.posix import is_shared
@@ -48,13 +47,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STAGGER_SECONDS = 0.02
-"""Between two grants on a shared filesystem, so that writers do not open their files at once."""
+"""Time between two grants on a shared filesystem, so that writers do not open their files at
+once."""
 
 
 @dataclass
 class _Request:
     wait: bool
-    contents: msg.Contents | None = None
+    contents: msg.SaveContents | None = None
 
     @property
     def is_durable(self) -> bool:
@@ -64,22 +64,22 @@ class _Request:
 @dataclass
 class _Save:
     key: msg.Key
-    contents: msg.Contents
+    contents: msg.SaveContents
     slot: int
     started: float
     target: NewStep | None = None
     staged: dict[int, msg.Position] = field(default_factory=dict)
     """Up to where each node has copied everything."""
-    numbers: dict[int, Numbers] = field(default_factory=dict)
-    """What the pieces hold, by node that has copied all."""
+    numbers: dict[int, NumberSummary] = field(default_factory=dict)
+    """Summary of the numbers, by node that has copied all."""
     preparing: bool = False
-    """Whether its target is being prepared right now."""
+    """Whether its step is being prepared in storage."""
     waiting: dict[int, deque[msg.BlockRange]] = field(default_factory=dict)
-    """Blocks by the node that owns their file."""
+    """Blocks not granted yet, by the node that owns their file."""
     checksums: dict[str, dict[int, int]] = field(default_factory=dict)
     committing: bool = False
     remembered: set[int] = field(default_factory=set)
-    """Nodes from whose slot a restart may begin."""
+    """Nodes whose slot a restart may use."""
 
     @property
     def step(self) -> int:
@@ -90,67 +90,72 @@ class _Save:
         return self.contents.memory_only
 
 
-class Host(Protocol):
-    """What the coordinator needs of the process that it lives in."""
+class CoordinatorHost(Protocol):
+    """What the coordinator needs of its process."""
 
     def send(self, node: int, message: msg.ToNode) -> None:
-        """Send to a node's writer; nothing happens if it is gone."""
+        """Send to a node's writer; ignored if it is gone."""
 
     def later(self, work: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
-        """Run work() aside, then done(its result or its exception) in the coordinator's thread."""
+        """Run work() in another thread, then done(its result or exception) in the coordinator's."""
 
     def drop(self, node: int) -> None:
-        """Part with a node's writer, whose last news this may be: it ends if it is writing, or
-        if it is this one, and else connects again."""
+        """Disconnect a node's writer, which may send nothing more. It exits if it is writing, or is
+        this process; else it connects again."""
 
     def call_at(self, moment: float, work: Callable[[], None]) -> None:
-        """Run work() in the coordinator's thread at a moment of time.monotonic()."""
+        """Run work() in the coordinator's thread at `moment` of time.monotonic()."""
 
 
 class Coordinator:
-    """See [Note: a save]. All methods run in one thread, except for what `Host.later` is given."""
+    """Admits saves, grants blocks and commits, see [Note: a save]. All methods run in one thread;
+    the work given to `CoordinatorHost.later` runs in others."""
 
     def __init__(
-        self, directory: Place, options: CheckpointOptions, nodes: int, host: Host, voided: int = 0
+        self,
+        directory: Place,
+        options: CheckpointOptions,
+        nodes: int,
+        host: CoordinatorHost,
+        voided: int = 0,
     ) -> None:
         self._voided = voided
-        """See messages.Setup."""
         self._options, self._nodes, self._host = options, nodes, host
         self._newest: int | None = None
-        """Step that was committed last, since this process began or moved."""
+        """Last committed step, since this process began or moved."""
         self._move(directory)
         self._plan = ""
         self._layout = FileLayout()
         self._indexes: dict[str, bytes] = {}
         self._hellos: dict[int, msg.Hello] = {}
-        """The plan that each node is ready for; a node may be ready before this one knows the
+        """The plan that each node has slots for. A node may be ready before this one knows the
         plan."""
         self._save: _Save | None = None
         self._requests: dict[msg.Key, _Request] = {}
-        """Not answered yet."""
+        """Requests without an answer."""
         self._answers: dict[msg.Key, list[msg.Answer | msg.Ended]] = {}
-        """What was told about the last few requests, for nodes that ask later than others: the
-        answer, and the outcome once there is one."""
+        """The messages about the last four requests, for nodes that request later than others: the
+        answer, and the outcome once it is known."""
         self._grants = Grants(nodes)
         self._clearing = 0
-        """Saves that were given up and whose places are not removed yet; the next one, which may be
-        of the same step, gets its place after that."""
+        """Failed saves whose files are not removed yet. The next save, which may be of the same
+        step, is prepared after that."""
         self._slot = -1
         self._next_grant = 0.0
         self._aside = 0
-        """Work aside that must end before this process may."""
+        """Work in other threads that must end before this process may."""
         self._closing: set[int] = set()
         self._failed: _Save | None = None
-        """The save that failed last; its copy may yet become whole."""
+        """The save that failed last; its slot may still become complete."""
         self._tidying = False
-        """Whether retention is at work."""
-        self._untidy: set[Steps] = set()
-        """Where it is to begin again."""
+        """Whether retention is running."""
+        self._untidy: set[StepCommitter] = set()
+        """Where retention must run next."""
 
     def _move(self, directory: Place) -> None:
-        """Save there from now on."""
+        """Save in `directory` from now on."""
         self._directory, self._newest = directory, None
-        self._steps = Steps(directory, self._options)
+        self._steps = StepCommitter(directory, self._options)
         kind = storage_of(directory).filesystem(directory)
         self._stagger = STAGGER_SECONDS if is_shared(kind) else 0.0
         self._limit = self._options.max_writers or default_writers(kind)
@@ -158,7 +163,6 @@ class Coordinator:
     # --- messages --------------------------------------------------------------------------------
 
     def on_message(self, node: int, message: msg.ToCoordinator) -> None:
-        """Handle what a node says."""
         match message:
             case msg.Hello():
                 self._on_hello(node, message)
@@ -169,7 +173,7 @@ class Coordinator:
                     self._answer(msg.Refused(key, failure))
                 elif self._is_current(key):
                     why = f"rank {failure.rank} cannot save: {failure.message}"
-                    self._fail(node, msg.Failure(why))
+                    self._fail(node, msg.NodeFailure(why))
             case msg.Staged():
                 self._on_staged(node, message)
             case msg.Remembered(key):
@@ -183,7 +187,10 @@ class Coordinator:
                 self._on_written(message)
             case msg.Stopped(key, blocks):
                 self._on_failed(
-                    node, key, msg.Failure(f"its writer process has given up {blocks.file}"), blocks
+                    node,
+                    key,
+                    msg.NodeFailure(f"its writer process has given up {blocks.file}"),
+                    blocks,
                 )
             case msg.Failed():
                 self._on_failed(node, message.key, message.failure, message.blocks)
@@ -194,9 +201,8 @@ class Coordinator:
                 assert_never(message)
 
     def on_lost(self, node: int) -> None:
-        """A node's writer process is gone."""
         self._forget(node)
-        self._fail(node, msg.Failure("its writer process is gone"))
+        self._fail(node, msg.NodeFailure("its writer process is gone"))
         self._maybe_closed()
 
     def _forget(self, node: int) -> None:
@@ -211,34 +217,33 @@ class Coordinator:
         indexes: Mapping[str, bytes],
         owners: Mapping[str, int],
     ) -> None:
-        """What is saved from now on, and the node that writes each file."""
+        """Set the files of all later saves, and the node that owns each."""
         self._plan, self._layout, self._indexes = plan, FileLayout(files, owners), dict(indexes)
         self._consider_all()
 
     @property
     def _slots(self) -> dict[int, int]:
-        """How many slots each node has for the plan in use."""
+        """Number of slots of each node that has some for the current plan."""
         return {node: said.slots for node, said in self._hellos.items() if said.plan == self._plan}
 
     def _is_current(self, key: msg.Key) -> bool:
         return self._save is not None and self._save.key == key
 
     def _on_hello(self, node: int, hello: msg.Hello) -> None:
-        """A node has made its slots for a plan. If it has said so before, it is another process,
-        faster here than the news of the end of the one before."""
+        """Record that a node has slots for a plan. A repeated Hello is from a restarted writer and
+        arrived before the loss of its predecessor was noticed."""
         if self._hellos.get(node) == hello:
             self.on_lost(node)
         self._hellos[node] = hello
         self._consider_all()
 
     def _on_begin(self, node: int, begin: msg.Begin) -> None:
-        """A node's ranks want to save."""
         key = begin.key
         if key in self._answers:
             for message in self._answers[key]:
                 self._host.send(node, message)
             return
-        if key[1] <= self._voided:  # rank 0 has gone on, and will not ask again
+        if key[1] <= self._voided:  # rank 0 has gone on, and does not repeat the request
             self._answer(msg.Skip(key, msg.VOIDED))
             return
         if key not in self._requests:
@@ -260,23 +265,24 @@ class Coordinator:
         if request.contents is None or len(self._slots) < self._nodes:
             return
         if self._save is not None:
-            # What stays in memory is over in a moment; nobody skips a checkpoint for it.
+            # A save that stays in memory ends soon, so a durable one waits for it.
             if not request.wait and not (self._save.memory_only and request.is_durable):
                 self._answer(msg.Skip(key, f"step {self._save.step} is still being saved"))
-            return  # one that waits is considered again when that save ends
+            return  # `_end` considers a waiting request again
         if request.contents.directory != str(self._directory):
             self._move(location(request.contents.directory))
+        # Round robin: with two slots, the last complete one is never overwritten.
         self._slot = (self._slot + 1) % min(self._slots.values())
         self._save = save = _Save(key, request.contents, self._slot, time.monotonic())
         self._failed = None
-        # Rank 0 has asked, perhaps, before it heard of the last commit.
+        # Rank 0 may have made its request before it learned of the last commit.
         known = [step for step in (save.contents.newest, self._newest) if step is not None]
         self._answer(msg.Go(key, save.slot, save.contents.state, max(known, default=None)))
         self._host.call_at(save.started + self._options.deadline, lambda: self._expire(save))
         self._maybe_prepare()
 
     def _wait_for_nodes(self, key: msg.Key) -> None:
-        """See to it that a request is answered, even if a node never comes back."""
+        """Ensure that a request is answered even if a node never returns."""
 
         def look() -> None:
             if key not in self._requests:
@@ -292,11 +298,11 @@ class Coordinator:
     def _answer(self, answer: msg.Answer) -> None:
         self._requests.pop(answer.key, None)
         self._answers[answer.key] = [answer]
-        while len(self._answers) > 4:
+        while len(self._answers) > 4:  # a node is at most a few requests behind
             self._answers.pop(next(iter(self._answers)))
-        self._tell(answer)
+        self._send_to_all(answer)
 
-    def _tell(self, message: msg.ToNode) -> None:
+    def _send_to_all(self, message: msg.ToNode) -> None:
         for node in range(self._nodes):
             self._host.send(node, message)
 
@@ -312,13 +318,13 @@ class Coordinator:
 
     def _prepared(self, save: _Save, target: NewStep | Exception | None) -> None:
         save.preparing = False
-        if save is not self._save:  # given up meanwhile
+        if save is not self._save:  # it has failed meanwhile
             if target and not isinstance(target, Exception):
                 self._clear(target)
             else:
                 self._cleared()
         elif isinstance(target, Exception):
-            self._fail(0, msg.Failure.of(target))
+            self._fail(0, msg.NodeFailure.of(target))
         elif target is None:
             logger.warning("step %d is committed already; not written again", save.step)
             self._end(save, msg.SaveOutcome(save.step, str(self._steps.path(save.step))))
@@ -337,24 +343,23 @@ class Coordinator:
         if message.numbers:
             save.numbers[node] = message.numbers
             if bad := message.numbers.bad:
-                self._fail(node, msg.Failure(not_finite(bad)))
+                self._fail(node, msg.NodeFailure(not_finite(bad)))
                 return
         self._grant()
 
     def _on_remembered(self, node: int, key: msg.Key) -> None:
-        """A node's slot holds all of its part, its checksums are known, and the node after it has
-        its copy, if it is to."""
+        """Handle that a node's slot is complete and, with `peer_copy`, copied by the next node."""
         save = self._save or self._failed
         if save is None or save.key != key:
             return
         save.remembered.add(node)
         if save is self._failed and self._save is None and len(save.remembered) == self._nodes:
-            self._slot = save.slot  # now the other slot is the one to give up
+            self._slot = save.slot  # complete after all: the next save takes another slot
         elif save.memory_only and len(save.remembered) == self._nodes:
             self._end(save, msg.SaveOutcome(save.step, None, memory_only=True))
 
     def _staged_to(self, save: _Save) -> msg.Position:
-        """Up to where all nodes have copied everything."""
+        """Returns the position up to which all nodes have copied everything."""
         return min(save.staged.values()) if len(save.staged) == self._nodes else (0, 0)
 
     def _on_written(self, receipt: msg.Written) -> None:
@@ -366,7 +371,7 @@ class Coordinator:
         self._grant()
 
     def _on_failed(
-        self, node: int, key: msg.Key, failure: msg.Failure, blocks: msg.BlockRange | None
+        self, node: int, key: msg.Key, failure: msg.NodeFailure, blocks: msg.BlockRange | None
     ) -> None:
         if blocks is not None:
             self._grants.take_back(key, blocks)
@@ -375,7 +380,7 @@ class Coordinator:
         self._grant()
 
     def _grant(self) -> None:
-        """Hand out blocks while writers are free; commit when none is left."""
+        """Grant blocks while writers are free; commit when all are written."""
         save = self._save
         if save is None or save.target is None or save.committing:
             return
@@ -397,13 +402,13 @@ class Coordinator:
             blocks = save.waiting[node].popleft()
             self._grants.give(save.key, blocks, node)
             rate = self._options.bytes_per_second
-            share = rate / self._limit if rate else None
+            share = rate / self._limit if rate else None  # at most `limit` writers share it
             self._host.send(node, msg.Write(save.key, save.slot, blocks, save.target, share))
         if not any(save.waiting.values()) and not self._grants.writes(save.key):
             save.committing = True
             target = save.target
             files, small = self._layout.files, small_files(save.contents, self._indexes)
-            numbers = sum(save.numbers.values(), Numbers())
+            numbers = sum(save.numbers.values(), NumberSummary())
             self._later(
                 lambda: self._steps.commit(
                     save.step, target, files, save.checksums, small, numbers.odd
@@ -418,9 +423,9 @@ class Coordinator:
             return
         if isinstance(result, Exception):
             save.committing = False
-            self._fail(0, msg.Failure.of(result))
+            self._fail(0, msg.NodeFailure.of(result))
             return
-        numbers = sum(save.numbers.values(), Numbers())
+        numbers = sum(save.numbers.values(), NumberSummary())
         outcome = msg.SaveOutcome(
             save.step,
             str(target.final),
@@ -432,11 +437,11 @@ class Coordinator:
         )
         self._steps.committed(target.final.name, save.contents)
         self._untidy.add(self._steps)
-        self._maybe_tidy()  # before the end, so that writers do not end before it
+        self._maybe_tidy()  # before `_end`, which could let this process close
         self._end(save, outcome)
 
     def _maybe_tidy(self) -> None:
-        """Carry out retention aside, one after the other."""
+        """Run retention in another thread, once at a time."""
         if self._untidy and not self._tidying:
             self._tidying, steps = True, self._untidy.pop()
             self._later(
@@ -446,13 +451,13 @@ class Coordinator:
 
     def _tidied(self, result: Exception | None) -> None:
         if isinstance(result, Exception):  # the save itself has succeeded
-            logger.warning("could not tidy checkpoints: %s", msg.Failure.of(result).message)
+            logger.warning("could not tidy checkpoints: %s", msg.NodeFailure.of(result).message)
         self._tidying = False
         self._maybe_tidy()
 
-    def _fail(self, node: int, failure: msg.Failure) -> None:
+    def _fail(self, node: int, failure: msg.NodeFailure) -> None:
         save = self._save
-        if save is None or save.committing:  # all is written: nobody else is needed any more
+        if save is None or save.committing:  # all bytes are written; no node is needed
             return
         where = f"on node {node}" if self._nodes > 1 else ""
         outcome = msg.SaveOutcome(
@@ -466,8 +471,8 @@ class Coordinator:
             time.monotonic() - save.started,
             memory_only=save.memory_only,
         )
-        # Writers stop at their next block; what they still write is in files that are gone.
-        self._tell(msg.Stop(save.key))
+        # Writers stop at their next block; until then they write to unlinked files.
+        self._send_to_all(msg.Stop(save.key))
         if save.target or save.preparing:
             self._clearing += 1
         if save.target:
@@ -475,7 +480,7 @@ class Coordinator:
         self._end(save, outcome)
 
     def _expire(self, save: _Save) -> None:
-        """Give up a save that has taken too long, see [Note: a save]."""
+        """Fail a save that exceeds its deadline, see [Note: a save]."""
         if save is not self._save or save.committing:
             return
         done = {node for node, place in save.staged.items() if place == self._layout.end}
@@ -493,9 +498,11 @@ class Coordinator:
         late = set(writing) | (silent - {0})
         if save.target is None and not silent:
             late.add(0)
-        for other in late:
+        for other in late:  # first: `_fail` admits the next save, which must wait for these nodes
             self._forget(other)
-        self._fail(node, msg.Failure(f"{msg.overdue(self._options)}, waiting for {missing}", file))
+        self._fail(
+            node, msg.NodeFailure(f"{msg.overdue(self._options)}, waiting for {missing}", file)
+        )
         for other in late:
             self._host.drop(other)
 
@@ -512,16 +519,16 @@ class Coordinator:
         if outcome.path:
             self._newest = max(save.step, self._newest or 0)
         elif len(save.remembered) < self._nodes:
-            self._slot -= 1  # the next save gets this slot again: others may be whole
+            self._slot -= 1  # the next save reuses this slot: the others may be complete
             self._failed = save
         ended = msg.Ended(save.key, outcome)
         self._answers.get(save.key, []).append(ended)
-        self._tell(ended)
+        self._send_to_all(ended)
         self._consider_all()
         self._maybe_closed()
 
     def _later(self, work: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
-        """As Host.later; this process does not end before."""
+        """Like CoordinatorHost.later; this process does not end before `done` has run."""
         self._aside += 1
 
         def ended(result: T | Exception) -> None:
@@ -532,10 +539,10 @@ class Coordinator:
         self._host.later(work, ended)
 
     def _maybe_closed(self) -> None:
-        """Once every node has asked to close and nothing is left to do, let them."""
+        """Let all nodes close once each has asked to and nothing is left to do."""
         if self._save is not None or self._aside:
             return
         if self._closing and self._closing >= set(self._slots):
             for node in self._closing:
-                self._host.send(node, msg.Closed())
+                self._host.send(node, msg.AllClosed())
             self._closing = set()

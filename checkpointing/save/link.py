@@ -1,4 +1,4 @@
-"""A rank's side of the writer process: start it, talk to it, bring it back when it died."""
+"""The connection of a rank to the writer process of its node, which it also starts and restarts."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from checkpointing.errors import StorageError, explain
 from checkpointing.save.channel import Channel, call
-from checkpointing.save.messages import SIZE_BYTES, Address, Caller, FromRank, Setup, ToRank
+from checkpointing.save.messages import SIZE_BYTES, Address, Caller, FromRank, ToRank, WriterSetup
 from checkpointing.wire import pack
 
 logger = logging.getLogger(__name__)
@@ -24,31 +24,32 @@ GONE = "the checkpoint writer process of this node is gone"
 
 
 class WriterGoneError(Exception):
-    """The writer process does not answer any more."""
+    """The writer process does not answer."""
 
 
 class UnansweredError(WriterGoneError):
-    """The writer process has taken a request, and may have answered it to others."""
+    """The writer process accepted a request and is gone; it may have answered other ranks."""
 
 
 def launch() -> "subprocess.Popen[bytes]":
-    """Start a writer process, which imports what it needs and waits to be told what to be."""
+    """Start a writer process. It imports its modules and waits for its setup on standard input."""
     return subprocess.Popen(
         [sys.executable, "-m", "checkpointing.save.writer"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        start_new_session=True,  # signals to the job are for us to pass on
+        start_new_session=True,  # the rank forwards signals to the job, not the terminal
+        # The child imports this very package, and nothing from its working directory.
         env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
     )
 
 
 def end(process: "subprocess.Popen[bytes]", seconds: float) -> int:
-    """Wait for the end of a process whose connections are closed (a process that is killed closes
-    them a moment before it is dead), or kill it after so long; returns its exit code."""
+    """Wait for a process whose connections are closed, and kill it after `seconds`; returns its
+    exit code."""
     if process.stdin:
         with suppress(BrokenPipeError):
             process.stdin.close()
-    try:
+    try:  # a killed process closes its connections a moment before it is dead
         process.wait(seconds)
     except subprocess.TimeoutExpired:
         process.kill()
@@ -56,35 +57,34 @@ def end(process: "subprocess.Popen[bytes]", seconds: float) -> int:
         process.stdout.close()
     try:
         return process.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:  # in a system call that the kernel does not interrupt
+    except subprocess.TimeoutExpired:  # stuck in an uninterruptible system call
         return -signal.SIGKILL
 
 
 class Spare:
-    """A writer process that is started before it is needed: what it imports takes a while. For one
-    process, whatever number of checkpointers it has one after the other. Used in the main thread;
-    what is left of it ends with this process."""
+    """A writer process started before it is needed, since its imports take a while. A process has
+    one Spare for all its checkpointers. Used in the main thread; an unused writer ends with this
+    process."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Have one, if that is possible."""
+        """Start the spare process if there is none; errors are ignored."""
         if self._process is None:
-            with suppress(OSError):  # whoever takes it tries again
+            with suppress(OSError):  # `take` tries again
                 self._process = launch()
 
     def end(self) -> None:
-        """Have none any more."""
         process, self._process = self._process, None
         if process is not None:
             end(process, 0)
 
     def take(self) -> "subprocess.Popen[bytes]":
-        """The spare process, or another that is started now.
+        """Returns the spare process, or starts one.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: no process can be started.
         """
         process, self._process = self._process, None
         if process is not None and process.poll() is not None:
@@ -93,49 +93,55 @@ class Spare:
         return process or launch()
 
 
-class Link:
-    """A connection to the writer process of this node. All ranks of a node have one.
+class WriterLink:
+    """A rank's connection to the writer process of its node. All ranks of a node have one.
 
     Args:
-        setup: of the writer process.
-        rank: this rank (global).
-        process: what `launch` has started, on the node's first rank; it ends with the link.
+        process: the process that `launch` returned, on the node's first rank; it ends with the
+            link.
     """
 
-    def __init__(self, setup: Setup, rank: int, process: "subprocess.Popen[bytes] | None") -> None:
+    def __init__(
+        self, setup: WriterSetup, rank: int, process: "subprocess.Popen[bytes] | None"
+    ) -> None:
         self._setup, self._rank, self._process = setup, rank, process
         self._connection: Channel | None = None
-        self._given_up = False
+        self._interrupted = False
 
     @property
     def secret(self) -> bytes:
-        """Who does not know it is not listened to."""
+        """Secret that authenticates the processes of this run."""
         return self._setup.secret
 
     def start(self) -> Address:
-        """Tell the process what to be, if it is this rank's; returns where other nodes reach it."""
+        """Send the setup if this rank owns the process; returns the address for other nodes, else
+        ("", 0)."""
         process = self._process
         if process is None:
             return "", 0
         if process.stdin is None or process.stdout is None:
             raise StorageError("the checkpoint writer process has no pipes")
         setup = pack(replace(self._setup, parent=os.getpid()))
-        with suppress(BrokenPipeError):  # it has ended: no line will come
-            # With its size: a process that this one has forked may keep the pipe open.
+        with suppress(BrokenPipeError):  # it has ended: readline returns nothing
+            # The size comes first: a forked child may keep the pipe open, so there is no EOF.
             process.stdin.write(len(setup).to_bytes(SIZE_BYTES, "little") + setup)
             process.stdin.close()
         line = process.stdout.readline()
         if not line:
             raise StorageError("the checkpoint writer process did not start; see its error above")
-        # Should it have to be started again, others find it where it was.
+        # A restarted process listens on the same port, where other nodes expect it.
         self._setup = replace(self._setup, port=int(line))
         return self._setup.host, int(line)
 
     def connect(self, seconds: float = CONNECT_SECONDS) -> None:
-        """Connect to the process; it may still be starting, or being started again."""
+        """Connect to the process, which may still be starting or restarting.
+
+        Raises:
+            WriterGoneError: it is not reached within `seconds`, or `interrupt` was called.
+        """
         deadline = time.monotonic() + seconds
         while True:
-            if self._given_up:
+            if self._interrupted:  # `interrupt` may come before there is a connection to end
                 raise WriterGoneError(GONE)
             try:
                 left = max(0.01, deadline - time.monotonic())
@@ -150,15 +156,15 @@ class Link:
                 time.sleep(0.01)
 
     def restart(self, voided: int = 0) -> None:
-        """Bring the process back, and connect again.
+        """Restart the process if this rank owns it, and connect again.
 
         Args:
-            voided: see messages.Setup.
+            voided: see messages.WriterSetup.
 
         Raises:
-            WriterGoneError: that is not possible, or this rank has given the process up.
+            WriterGoneError: the process cannot be started or reached, or `interrupt` was called.
         """
-        if self._given_up:
+        if self._interrupted:
             raise WriterGoneError(GONE)
         if self._process:
             code = end(self._process, END_SECONDS)
@@ -173,15 +179,15 @@ class Link:
                 raise WriterGoneError(
                     f"the checkpoint writer process cannot be started again: {explain(error)}"
                 ) from error
-        # If it died when it had answered the first rank and not yet this one, nobody starts it
-        # again before the next save.
+        # Short: if it died after it had answered the first rank and before this one, nobody
+        # restarts it before the next save.
         self.connect(RESTART_SECONDS)
 
     def send(self, message: FromRank) -> None:
-        """Send a message; from any thread.
+        """Send a message. Callable from any thread.
 
         Raises:
-            WriterGoneError: nobody is there.
+            WriterGoneError: there is no connection.
         """
         connection = self._connection
         if connection is None:
@@ -192,10 +198,10 @@ class Link:
             raise WriterGoneError(GONE) from error
 
     def receive(self, timeout: float | None = None) -> ToRank | None:
-        """The next message; None if none came within `timeout` seconds (None: no limit).
+        """Returns the next message; None if none arrives within `timeout` seconds (None: no limit).
 
         Raises:
-            WriterGoneError: nobody is there.
+            WriterGoneError: there is no connection.
         """
         if self._connection is None:
             raise WriterGoneError(GONE)
@@ -208,14 +214,15 @@ class Link:
             self._connection = None
             raise WriterGoneError(GONE) from error
 
-    def give_up(self) -> None:
-        """Part with the process for good. From any thread."""
-        self._given_up = True
+    def interrupt(self) -> None:
+        """End the connection for good, and wake threads that wait for it. Callable from any
+        thread."""
+        self._interrupted = True
         if self._connection is not None:
             self._connection.shut()
 
     def kill(self) -> None:
-        """Part with the process whatever it does, and end it if it is this rank's."""
+        """End the connection and, if this rank owns it, kill the process."""
         if self._connection is not None:
             self._connection.shut()
             self._connection = None
@@ -223,8 +230,8 @@ class Link:
             self._process.kill()
 
     def end(self, seconds: float) -> None:
-        """Let go of the process. It ends when no rank is connected any more; if it is this rank's,
-        after so long at the latest."""
+        """Close the connection. The process ends when no rank is connected; if this rank owns it,
+        it is killed after `seconds`."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -234,12 +241,13 @@ class Link:
 
 
 def own_address() -> str:
-    """The address of this machine that others of the job reach: the one that faces the store."""
+    """Returns the address of this machine that other nodes reach: that of the interface towards
+    MASTER_ADDR."""
     master = os.environ.get("MASTER_ADDR", "localhost")
     try:
         family, *_, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
+            probe.connect(address)  # sends nothing: a datagram socket only gets its route
             return str(probe.getsockname()[0])
     except OSError:
         return socket.gethostbyname(socket.gethostname())

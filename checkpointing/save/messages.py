@@ -1,8 +1,7 @@
-"""What the processes of a save say to each other: ranks, the writer of each node, and the
-coordinator in the writer of rank 0's node. See coordinator.py [Note: a save].
+"""Messages between the processes of a save: ranks, the writer of each node, and the coordinator in
+the writer of rank 0's node. coordinator.py [Note: a save] explains the protocol.
 
-Messages travel over a Channel as wire.py packs them. Any side may receive any message of its union
-below.
+They travel over a Channel, packed by wire.py. A process handles every message of its union below.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,30 +11,30 @@ from typing import Any, Literal, get_args
 
 from checkpointing.errors import RankFailure, explain
 from checkpointing.format.plan import Nodes
-from checkpointing.format.sections import Numbers, PlanInput
+from checkpointing.format.sections import NumberSummary, PlanInput
 from checkpointing.options import CheckpointOptions
 from checkpointing.save.slots import Ranges, Slots
 from checkpointing.storage.interface import NewStep
 from checkpointing.wire import register
 
 ANSWER_SECONDS = 30
-"""A request to save is answered after so long even if a node does not answer."""
+"""A request to save is answered after so long even if a node is missing."""
 
 SIZE_BYTES = 8
-"""Before a Setup, its size in bytes, the lowest first."""
+"""Length of the little-endian size that precedes a WriterSetup on standard input."""
 
 VOIDED = "the writer process of rank 0's node was lost while it was asked for"
 
 Position = tuple[int, int]
-"""A place in the order of all bytes: number of a file, byte in it."""
+"""A place in the order of all bytes: (number of a file, byte in it)."""
 Key = tuple[int, int]
-"""Names a save: its step, and how many saves were asked for before it."""
+"""Identifies a save: (step, number of the request, from 1)."""
 Address = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What a writer process is started with, on its standard input."""
+class WriterSetup:
+    """Configuration that a writer process reads from its standard input."""
 
     parent: int
     """Process id of the rank that starts it."""
@@ -44,33 +43,33 @@ class Setup:
     """Global ranks of each node; rank 0 is on node 0."""
     directory: str
     run: str
-    """Token of the run; see `memory.token`."""
+    """Token of the run, see memory.py [Note: token]."""
     options: CheckpointOptions
     address: str
-    """Where it listens for its ranks: an abstract Unix socket."""
+    """Name of the abstract Unix socket on which it listens for its ranks."""
     host: str
-    """Where it listens for other nodes, with `port`; unused if there are none."""
+    """Address on which it listens for other nodes; "" if there are none."""
     port: int
-    """0: any free one."""
+    """TCP port for other nodes; 0: any free one."""
     secret: bytes
-    """Who does not know it is not listened to."""
+    """Authenticates the processes of the run."""
     voided: int = 0
-    """On rank 0's node: number of the last request that the process before may have answered to
-    others and not to rank 0. Every request up to it is skipped."""
+    """On rank 0's node: number of the last request that the previous process may have answered to
+    other ranks and not to rank 0. Every request up to it is skipped."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """The first message of whoever connects to a writer."""
+    """First message on a connection to a writer."""
 
     kind: Literal["rank", "node", "pull"]
     number: int
-    """The caller's rank or node; with `pull` the node that is called."""
+    """Rank or node of the caller; with `pull` the node that it means to reach."""
 
 
 @dataclass(frozen=True)
 class BlockRange:
-    """Work for one writer: some blocks of one file, from `first` to before `stop`."""
+    """Some blocks of one file, `first` to before `stop`: the work of one grant."""
 
     file: str
     first: int
@@ -78,90 +77,87 @@ class BlockRange:
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What rank 0 alone says of a save."""
+class SaveContents:
+    """What rank 0 alone contributes to the request to save."""
 
     directory: str
-    """That holds the steps."""
     state: bytes
     """trainer_state.json."""
     files: Mapping[str, bytes]
-    """Other files by name."""
     damaged: Sequence[str]
-    """Names of steps that could not be loaded."""
-    right: Sequence[str]
-    """Names of steps of which every byte was read and found right."""
+    """Names of steps that failed to load."""
+    verified: Sequence[str]
+    """Names of steps whose every byte was read and is correct."""
     newest: int | None
-    """Newest step in storage, as far as rank 0 knows."""
+    """Newest step in storage that rank 0 knows of."""
     memory_only: bool
 
 
 @dataclass(frozen=True)
-class Failure:
-    """What went wrong on a node."""
+class NodeFailure:
+    """An error on a node."""
 
     message: str
     file: str | None = None
     errno: int | None = None
 
     @staticmethod
-    def of(error: Exception) -> "Failure":
-        """What others are told of an error."""
+    def of(error: Exception) -> "NodeFailure":
+        """Describes an exception for the other nodes."""
         if isinstance(error, OSError):
             path = error.filename and str(error.filename)
-            full = error.errno in (ENOSPC, EDQUOT)
-            return Failure(explain(error) + "; make room there" * full, path, error.errno)
-        return Failure(explain(error))
+            full = error.errno in (ENOSPC, EDQUOT)  # the user can mend these
+            return NodeFailure(explain(error) + "; make room there" * full, path, error.errno)
+        return NodeFailure(explain(error))
 
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a save ended."""
+    """The result of a save."""
 
     step: int
     path: str | None
-    """The committed checkpoint; None if it failed or was skipped."""
+    """The committed checkpoint; None if the save failed or was skipped."""
     error: str | None = None
-    """Why there is none, and where; one line."""
+    """Why there is no checkpoint, and where it failed; one line."""
     node: int | None = None
-    """Where it failed."""
+    """Node on which it failed."""
     file: str | None = None
-    """What it failed on."""
+    """File or directory on which it failed."""
     errno: int | None = None
-    """The system's error number, if any."""
     seconds: float = 0.0
-    """From the request to the commit."""
+    """Time from the request to the commit."""
     nbytes: int = 0
     """Bytes of tensor files."""
     writers: int = 0
-    """How many wrote at once."""
+    """Most writers at a time."""
     memory_only: bool = False
-    """It was not to be written."""
+    """Whether it was to stay in memory."""
     weights: str = ""
-    """Digest of the model's tensors in 16 hexadecimal digits, once all are copied; see bits.py
-    [Note: digest]."""
+    """Digest of the model's tensors in 16 hexadecimal digits, known once all are copied; see
+    bits.py [Note: digest]."""
     moments: str = ""
-    """Digest of the optimizer's."""
+    """Digest of the optimizer's tensors, likewise."""
 
 
 def overdue(options: CheckpointOptions) -> str:
-    """What is told of a save that has taken too long."""
+    """Returns the message for a save that exceeds its deadline."""
     return f"not done within {options.deadline:g} s (checkpoint.deadline)"
 
 
-# --- from a rank to its writer; some of it goes on to the coordinator ----------------------------
+# --- from a rank to its writer, which forwards some to the coordinator ---------------------------
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the writers of all nodes listen."""
+    """Gives a writer the addresses of the writers of all nodes, in order."""
 
     of_nodes: Sequence[Address]
 
 
 @dataclass(frozen=True)
 class WantSlots:
-    """A rank wants the slots of a plan; the node's first rank brings the plan."""
+    """A rank requests slots for a plan; the node's first rank attaches the plan."""
 
     digest: str
     plan: PlanInput | None
@@ -169,11 +165,11 @@ class WantSlots:
 
 @dataclass(frozen=True)
 class Begin:
-    """A rank, or all ranks of a node, want to save; the contents come from rank 0 alone."""
+    """A rank, or all ranks of a node, request to save; rank 0 attaches the contents."""
 
     key: Key
     wait: bool
-    contents: Contents | None
+    contents: SaveContents | None
 
 
 @dataclass(frozen=True)
@@ -186,12 +182,12 @@ class Refuse:
 
 @dataclass(frozen=True)
 class Staged:
-    """How far a rank, or all ranks of a node, have copied their pieces."""
+    """Reports up to where a rank, or all ranks of a node, have copied their pieces."""
 
     key: Key
     position: Position
-    numbers: Numbers | None = None
-    """What these pieces hold; with the last position."""
+    numbers: NumberSummary | None = None
+    """Summary of the copied numbers, with the last position."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +200,7 @@ class CopyFailed:
 
 @dataclass(frozen=True)
 class Close:
-    """A rank has nothing more to save."""
+    """A rank will request no more saves."""
 
     keep_memory: bool
 
@@ -214,26 +210,26 @@ FromRank = Addresses | WantSlots | Begin | Refuse | Staged | CopyFailed | Close
 
 @dataclass
 class Manifest:
-    """What a slot holds: one node's part of a step."""
+    """Describes the content of a slot: one node's part of a step. Written to disk, see peers.py
+    [Note: manifest]."""
 
     attempt: str
-    """The same on all nodes, until the run is started again: it may come to the same step again,
-    and not to the same bits."""
+    """Equal on all nodes, and new at each start of the run: a restarted run may reach the same step
+    with other bits."""
     step: int
     committed: int | None
-    """The newest step in storage when this one was copied, or this one, once it is committed: by
-    it a restart knows that nobody has deleted or added checkpoints since."""
+    """Newest step in storage when this one was copied, or this step once it is committed. A restart
+    compares it with storage to detect added or deleted checkpoints."""
     tensors: str
-    """Digest of names, dtypes, shapes and file sizes, from which follows where every byte lies."""
+    """Digest of names, dtypes, shapes and file sizes, which determine where every byte lies."""
     node: int
     nodes: int
-    """Over how many nodes the step is spread."""
+    """Number of nodes over which the step is spread."""
     ranges: Ranges
-    """The bytes that are there."""
     checksums: dict[str, list[int]]
-    """CRC-32 of each of the `portions` of these."""
+    """CRC-32 of each of the `portions` of these ranges, by file."""
     state: str
-    """trainer_state.json."""
+    """Contents of trainer_state.json."""
 
 
 # --- from a writer to the coordinator ------------------------------------------------------------
@@ -241,7 +237,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Hello:
-    """A node has made so many slots for a plan."""
+    """Tells the coordinator that a node has slots for a plan."""
 
     plan: str
     slots: int
@@ -249,14 +245,14 @@ class Hello:
 
 @dataclass(frozen=True)
 class Remembered:
-    """A node's slot holds all of its part, and its checksums are known."""
+    """A node's slot holds its whole part, with known checksums."""
 
     key: Key
 
 
 @dataclass(frozen=True)
 class ForNext:
-    """A node's slot is whole, and the next node is to keep a copy of it."""
+    """A node's slot is complete, and the next node shall keep a copy of it."""
 
     key: Key
     slot: int
@@ -265,7 +261,7 @@ class ForNext:
 
 @dataclass(frozen=True)
 class Copied:
-    """A node has a copy of what another has staged, or has failed to make one."""
+    """A node has copied the slot of node `source`, or failed to."""
 
     source: int
     key: Key
@@ -273,19 +269,19 @@ class Copied:
 
 @dataclass(frozen=True)
 class Written:
-    """The receipt of a unit of work."""
+    """Receipt for a grant."""
 
     key: Key
     blocks: BlockRange
     checksums: Mapping[int, int]
-    """CRC-32 by block."""
+    """CRC-32 by number of the block."""
     span: Mapping[str, Any]
-    """What the trace says of it."""
+    """Entry for trace.jsonl."""
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """A writer has given blocks up because their save was, or it knows nothing of that save."""
+    """A writer dropped a grant because its save failed, or is unknown to it."""
 
     key: Key
     blocks: BlockRange
@@ -293,16 +289,16 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Failed:
-    """Blocks could not be written; or a node cannot take part, then there are none."""
+    """Blocks could not be written, or, without blocks, a node cannot take part."""
 
     key: Key
-    failure: Failure
+    failure: NodeFailure
     blocks: BlockRange | None = None
 
 
 @dataclass(frozen=True)
 class Closing:
-    """A node's ranks have nothing more to save."""
+    """All ranks of a node have sent Close."""
 
 
 ToCoordinator = (
@@ -311,24 +307,24 @@ ToCoordinator = (
 )  # fmt: skip
 
 
-# --- from the coordinator to writers; some of it goes on to ranks --------------------------------
+# --- from the coordinator to writers, which forward some to ranks --------------------------------
 
 
 @dataclass(frozen=True)
 class Go:
-    """The answer to Begin: save, into this slot."""
+    """Answer to Begin: copy the tensors into `slot`."""
 
     key: Key
     slot: int
     state: bytes
-    """trainer_state.json."""
+    """Contents of trainer_state.json."""
     newest: int | None
     """Newest step in storage."""
 
 
 @dataclass(frozen=True)
 class Skip:
-    """The answer to Begin: this save is left out."""
+    """Answer to Begin: there will be no such save."""
 
     key: Key
     reason: str
@@ -336,7 +332,7 @@ class Skip:
 
 @dataclass(frozen=True)
 class Refused:
-    """The answer to Begin: a rank cannot save."""
+    """Answer to Begin: the save fails on all ranks, since one cannot save."""
 
     key: Key
     failure: RankFailure
@@ -344,26 +340,26 @@ class Refused:
 
 @dataclass(frozen=True)
 class Write:
-    """Write these blocks."""
+    """Grants blocks to a writer."""
 
     key: Key
     slot: int
     blocks: BlockRange
     target: NewStep
     rate: float | None
-    """Most bytes per second."""
+    """Most bytes per second; None: no limit."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """A save is given up."""
+    """A save has failed; its writers stop."""
 
     key: Key
 
 
 @dataclass(frozen=True)
 class CopySlot:
-    """Keep a copy of what another node has staged."""
+    """Asks a node to copy the slot of node `source`."""
 
     source: int
     key: Key
@@ -373,24 +369,24 @@ class CopySlot:
 
 @dataclass(frozen=True)
 class Ended:
-    """A save has ended, well or not."""
+    """A save has ended, successfully or not."""
 
     key: Key
     outcome: SaveOutcome
 
 
 @dataclass(frozen=True)
-class Closed:
-    """All is done; whoever wanted to close may."""
+class AllClosed:
+    """Tells processes that asked to close that nothing is pending."""
 
 
 @dataclass(frozen=True)
-class End:
-    """A writer that is writing holds a save up, and is to end."""
+class EndWriter:
+    """Asks a writer to exit if it is writing, since it blocks a save."""
 
 
 Answer = Go | Skip | Refused
-ToNode = Answer | Write | Stop | CopySlot | Ended | Closed | End
+ToNode = Answer | Write | Stop | CopySlot | Ended | AllClosed | EndWriter
 
 
 # --- from a writer to its ranks ------------------------------------------------------------------
@@ -398,7 +394,7 @@ ToNode = Answer | Write | Stop | CopySlot | Ended | Closed | End
 
 @dataclass(frozen=True)
 class SlotsMade:
-    """The slots of a plan."""
+    """The slots of a plan are ready."""
 
     digest: str
     slots: Slots
@@ -406,21 +402,21 @@ class SlotsMade:
 
 @dataclass(frozen=True)
 class NoSlots:
-    """There are none, and why."""
+    """No slots could be made."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A rank's answer to Begin: copy into this slot."""
+class StageInto:
+    """A rank's answer to Begin: copy into `slot`."""
 
     key: Key
     slot: int
 
 
-RankAnswer = Stage | Skip | Refused
-ToRank = RankAnswer | Ended | SlotsMade | NoSlots | Closed
+RankAnswer = StageInto | Skip | Refused
+ToRank = RankAnswer | Ended | SlotsMade | NoSlots | AllClosed
 
 
 # --- from a writer to another --------------------------------------------------------------------
@@ -428,7 +424,7 @@ ToRank = RankAnswer | Ended | SlotsMade | NoSlots | Closed
 
 @dataclass(frozen=True)
 class SlotInUse:
-    """A slot of the node that is asked."""
+    """Addresses a slot of the current run on the node that receives the request."""
 
     number: int
     key: Key | None = None
@@ -436,23 +432,23 @@ class SlotInUse:
 
 
 @dataclass(frozen=True)
-class SlotLeft:
-    """A slot that a dead run left there."""
+class LeftoverAddress:
+    """Addresses a slot that an earlier process of this run left there."""
 
     folder: str
 
 
-Slot = SlotInUse | SlotLeft
+Slot = SlotInUse | LeftoverAddress
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Bytes of a slot are wanted; the answer is the bytes of each range."""
+    """Requests bytes of a slot; the answer is the bytes of each range."""
 
     slot: Slot
     file: str
     ranges: Sequence[tuple[int, int]]
 
 
-register(Setup, Caller, Fetch, *get_args(Slot))
+register(WriterSetup, Caller, Fetch, *get_args(Slot))
 register(*{*get_args(FromRank), *get_args(ToCoordinator), *get_args(ToNode), *get_args(ToRank)})

@@ -1,4 +1,4 @@
-"""A node's slots in its writer process: made for a plan, filled by saves, left to a restart."""
+"""The writer's side of slots: it makes them, tracks their saves and leaves them to a restart."""
 
 import hashlib
 import logging
@@ -9,24 +9,32 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from checkpointing.errors import explain
-from checkpointing.format.sections import Numbers, PlanInput
+from checkpointing.format.sections import NumberSummary, PlanInput
 from checkpointing.save.blocks import NodePlan, plan_node
-from checkpointing.save.messages import CopySlot, Go, Key, Manifest, Position, Setup, SlotInUse
+from checkpointing.save.messages import (
+    CopySlot,
+    Go,
+    Key,
+    Manifest,
+    Position,
+    SlotInUse,
+    WriterSetup,
+)
 from checkpointing.save.peers import Pull, copy_slot, write_manifest
-from checkpointing.save.serving import Loop, give_way
+from checkpointing.save.serving import EventLoop, give_way
 from checkpointing.save.slots import SlotFiles, Slots, close_slots, give_back, make_room, make_slots
 from checkpointing.storage.folders import Folder, collect_memory, forget
 
 logger = logging.getLogger(__name__)
 
 MOST_THREADS = 4
-"""Threads that take the checksums of a save that was copied."""
-Made = tuple[NodePlan, Folder | None, Slots]
+"""Threads that compute the checksums of a copied save."""
+NewSlots = tuple[NodePlan, Folder | None, Slots]
 
 
 @dataclass
-class Filling:
-    """A save that is copied into a slot."""
+class SlotFilling:
+    """A save whose tensors are copied into a slot."""
 
     key: Key
     slot: int
@@ -35,45 +43,43 @@ class Filling:
     """Newest step in storage when it began."""
     staged: dict[int, Position] = field(default_factory=dict)
     """Up to where each rank has copied its pieces."""
-    numbers: dict[int, Numbers] = field(default_factory=dict)
-    """What the pieces hold, by rank that has copied all."""
+    numbers: dict[int, NumberSummary] = field(default_factory=dict)
+    """Summary of the copied numbers, by rank that has copied all."""
     stopped: bool = False
 
 
 class NodeMemory:
-    """All methods run in the writer's loop.
+    """A node's slots in its writer process: made for a plan, filled by saves, left to a restart.
+    Its methods run in the writer's loop."""
 
-    Args:
-        setup: of the writer.
-        directory: of the checkpoints.
-        loop: of the writer.
-    """
-
-    def __init__(self, setup: Setup, directory: str, loop: Loop) -> None:
+    def __init__(self, setup: WriterSetup, directory: str, loop: EventLoop) -> None:
         self._setup, self._directory, self._loop = setup, directory, loop
         self._ranks = setup.nodes[setup.node]
         self.plan: NodePlan | None = None
         self.slots: Slots | None = None
         self._folder: Folder | None = None
         self.files: list[SlotFiles] = []
-        self._filled: dict[int, Filling] = {}
-        """Which save was the last to be copied into a slot: to its end, even if it failed."""
+        self._filled: dict[int, SlotFilling] = {}
+        """The last save copied into each slot, kept after its end, even if it failed."""
         self._manifests: dict[str, Manifest] = {}
-        """What a restart is told of each slot, and of copies of others."""
+        """Valid manifests, by name of a slot or of a copy of another node's slot."""
         self.remembering = 0
-        """Slots whose checksums are made."""
+        """Number of slots whose checksums are being computed."""
         self._committed: int | None = None
-        """Newest step that was committed."""
+        """Newest committed step."""
 
     # --- making ----------------------------------------------------------------------------------
 
-    def make(self, digest: str, plan: PlanInput, done: Callable[[Made | Exception], None]) -> None:
-        """Make slots for a plan aside; `take` takes what `done` is told."""
+    def make(
+        self, digest: str, plan: PlanInput, done: Callable[[NewSlots | Exception], None]
+    ) -> None:
+        """Make slots for a plan in another thread; `done` gets them, for `use`, or an
+        exception."""
         self._filled.clear()
         self._manifests.clear()
-        self.files = []  # their memory is free only when nobody maps it
+        self.files = []  # their memory is freed only when no process maps it
 
-        def work() -> Made:
+        def work() -> NewSlots:
             if self._folder:
                 forget(self._folder)
                 self._folder = None
@@ -89,18 +95,18 @@ class NodeMemory:
 
         self._loop.later(work, done)
 
-    def take(self, made: Made | None) -> None:
-        """Use the slots that were made; None: there are none."""
-        if made is None:
+    def use(self, slots: NewSlots | None) -> None:
+        """Use the given slots; None: there are none."""
+        if slots is None:
             self.plan = self.slots = None
             return
-        self.plan, self._folder, self.slots = made
+        self.plan, self._folder, self.slots = slots
         self.files = [SlotFiles(paths) for paths in self.slots.paths]
         if not self.slots.transient:
             self._write_headers(self.plan)
 
     def touch(self) -> None:
-        """In the background: have the pages at hand, and clean up after dead runs."""
+        """In the background: fault in the pages of all slots, and delete memory of dead runs."""
         if self.plan is None or self.slots is None:
             return
         files, ranges = self.files if self.slots.resident else [], self.plan.ranges
@@ -123,30 +129,30 @@ class NodeMemory:
 
     @property
     def end(self) -> Position:
-        """Where a rank is that has copied everything."""
+        """Position of a rank that has copied everything."""
         return (len(self.plan.files) if self.plan else 0), 0
 
-    def fill(self, go: Go) -> Filling:
-        """A save begins to be copied into a slot; `make_room` comes next."""
-        filling = self._filled[go.slot] = Filling(go.key, go.slot, go.state.decode(), go.newest)
-        if self._folder:
+    def fill(self, go: Go) -> SlotFilling:
+        """Begin to fill a slot: its manifest becomes invalid. `make_room` must follow."""
+        filling = self._filled[go.slot] = SlotFilling(go.key, go.slot, go.state.decode(), go.newest)
+        if self._folder:  # first, so that no restart reads a slot that is being overwritten
             name = f"slot-{go.slot}"
             self._manifests.pop(name, None)
             write_manifest(self._folder.path, name, None, self._setup.run)
         return filling
 
     def make_room(self) -> None:
-        """See slots.py [Note: no slots].
+        """Allocate a transient slot, see slots.py [Note: no slots].
 
         Raises:
-            StorageError: there is none.
+            StorageError: memory, or the disk, has no room.
         """
         if self.slots and self.slots.transient and self.plan:
             make_room(self.slots, self.plan.ranges, self._setup.options.slot_directory)
             self._write_headers(self.plan)
 
     def give_back(self, lost: set[int]) -> None:
-        """What a save has taken that has ended, once no rank that is not lost copies to it."""
+        """Free a transient slot whose save has ended, once every rank has copied or is `lost`."""
         plan, slots = self.plan, self.slots
         if plan is None or slots is None or not slots.transient:
             return
@@ -154,16 +160,15 @@ class NodeMemory:
             if all(filled.staged.get(rank) == self.end or rank in lost for rank in self._ranks):
                 give_back(self.files[slot], plan.ranges)
 
-    def filling(self, key: Key) -> Filling | None:
-        """The save of that key, if a slot still holds it."""
+    def filling(self, key: Key) -> SlotFilling | None:
+        """Returns the save with this key if a slot still holds it."""
         return next((held for held in self._filled.values() if held.key == key), None)
 
     def slot_of(self, slot: int, key: Key | None) -> SlotFiles:
-        """A slot that a save is copied into; a process that was started again in the middle of it
-        has nothing of that.
+        """Returns a slot in use. A restarted process has none of the saves that it was in.
 
         Raises:
-            EOFError: it holds another save than `key`.
+            EOFError: the slot holds another save than `key`.
         """
         held = self._filled.get(slot)
         if held is None or key not in (None, held.key):
@@ -172,9 +177,9 @@ class NodeMemory:
 
     # --- what outlives the process ---------------------------------------------------------------
 
-    def remember(self, filling: Filling, done: Callable[[Manifest | None], None]) -> None:
-        """Make a whole slot one that a restart may begin from, as soon as its checksums are known.
-        `done` is told what it holds, or None if a restart cannot use it."""
+    def remember(self, filling: SlotFilling, done: Callable[[Manifest | None], None]) -> None:
+        """Compute the checksums of a complete slot and write its manifest, so that a restart may
+        use it. `done` gets the manifest, or None if a restart cannot use the slot."""
         plan, folder, files = self.plan, self._folder, self.files[filling.slot]
         if plan is None or folder is None or not self._setup.run:
             done(None)
@@ -183,13 +188,14 @@ class NodeMemory:
 
         def checked(checksums: dict[str, list[int]] | Exception) -> None:
             self.remembering -= 1
-            if self.filling(filling.key) is not filling:  # these may be of bytes of two saves
+            if self.filling(filling.key) is not filling:  # the bytes may be of two saves
                 done(None)
                 return
             if isinstance(checksums, Exception):
                 error = checksums
             else:
                 manifest = Manifest(
+                    # The secret is new at each start and equal on all nodes, so its digest is.
                     hashlib.sha256(self._setup.secret).hexdigest()[:16],
                     filling.key[0], filling.newest, tensors,
                     self._setup.node, len(self._setup.nodes), exact, checksums, filling.state,
@@ -205,14 +211,14 @@ class NodeMemory:
             logger.warning("a restart cannot use memory: %s", explain(error))
             done(None)
 
-        # Until they are known a failure costs the steps since the copy before. The other cores are
-        # for the ranks.
+        # Several threads: until the checksums are known, a failure costs the steps since the copy
+        # before. Few threads: the other cores are for the ranks.
         threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 4))
         self.remembering += 1
         self._loop.later(lambda: files.checksums(exact, threads), checked)
 
     def keep_copy(self, copy: CopySlot, pull: Callable[[], Pull], done: Callable[[], None]) -> None:
-        """Keep a copy of what another node has staged; `done` is called also if that fails."""
+        """Copy another node's slot in another thread; `done` is called even if that fails."""
         folder, name = self._folder, f"peer-{copy.source}-{copy.slot}"
         if folder is None:
             done()
@@ -235,8 +241,8 @@ class NodeMemory:
         self._loop.later(work, copied)
 
     def confirm(self, step: int | None) -> None:
-        """Say in memory that a step is committed, and leave nothing older: should somebody delete
-        it, memory is to bring neither it nor one before it back."""
+        """Record in memory that `step` is committed, and invalidate older slots. If somebody
+        deletes that checkpoint, memory must restore neither it nor an earlier step."""
         self._committed = step
         if self._folder is None or step is None:
             return
@@ -249,11 +255,11 @@ class NodeMemory:
                 self._manifests[slot] = replace(manifest, committed=step)
                 try:
                     write_manifest(path, slot, self._manifests[slot], run)
-                except OSError:  # shared memory is full
+                except OSError:  # shared memory is full: better no copy than an outdated one
                     write_manifest(path, slot, None, run)
 
     def forget(self) -> None:
-        """Leave nothing to a restart."""
+        """Delete the slots, so that no restart uses them."""
         if self._folder:
             forget(self._folder)
             self._folder = None

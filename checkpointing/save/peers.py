@@ -24,10 +24,10 @@ from checkpointing.save.messages import (
     Caller,
     Fetch,
     Key,
+    LeftoverAddress,
     Manifest,
     Slot,
     SlotInUse,
-    SlotLeft,
 )
 from checkpointing.save.slots import SlotFiles, fitting, portions
 from checkpointing.storage import folders
@@ -39,21 +39,23 @@ logger = logging.getLogger(__name__)
 
 
 def write_manifest(folder: Path, slot: str, manifest: Manifest | None, token: str) -> None:
-    """Say what a slot holds, under the token of the run; None: nothing that may be used."""
+    """Write the manifest of a slot, authenticated by the token of the run; None: remove it, so that
+    no restart uses the slot."""
     path = folder / f"{slot}.manifest"
     if manifest is None:
         path.unlink(missing_ok=True)
         return
     body = json.dumps(asdict(manifest)).encode()
-    aside = path.with_suffix(".tmp")
+    aside = path.with_suffix(".tmp")  # then renamed: a restart never reads half a manifest
     aside.write_bytes(_mac(body, token) + b"\n" + body)
     os.replace(aside, path)
 
 
 def read_manifest(path: Path, token: str) -> Manifest | None:
-    """A slot's manifest; None if there is none, it is damaged, or of another run."""
+    """Returns a slot's manifest; None if it is missing, damaged, or of another run."""
     try:
         mac, _, body = path.read_bytes().partition(b"\n")
+        # Without a token the key would be empty, and anybody could compute the MAC.
         if not token or not hmac.compare_digest(mac, _mac(body, token)):
             return None
         found = json.loads(body)
@@ -77,19 +79,18 @@ def copy_slot(
     pull: Callable[[str, list[tuple[int, int]]], Generator[bytes]],
     token: str,
 ) -> None:
-    """Keep a copy of a slot of another node.
+    """Keep a copy of another node's slot.
 
     Args:
-        folder: of this node's slots.
-        name: of the copy there.
-        manifest: what the slot holds.
+        folder: folder of this node's slots.
+        name: name of the copy in it.
         pull: (file, ranges) → the bytes of each range.
-        token: of the run.
 
     Raises:
-        StorageError: there is no memory, the node does not answer, or has begun to overwrite it.
+        StorageError: there is no memory, the node does not answer, or the node has begun to
+            overwrite the slot.
     """
-    write_manifest(folder, name, None, token)
+    write_manifest(folder, name, None, token)  # invalid until the copy is complete
     spans = [span for of_file in manifest.ranges.values() for span in of_file]
     nbytes = sum(stop - start for start, stop in spans)
     if not (folder / name).exists() and not fitting(nbytes, folders.SHARED_MEMORY, 1):
@@ -103,7 +104,7 @@ def copy_slot(
             with closing(pull(file, cut)) as coming:
                 for (at, _), expected in zip(cut, manifest.checksums[file], strict=True):
                     data = next(coming)
-                    if crc32(data) != expected:
+                    if crc32(data) != expected:  # the other node has begun the next save
                         raise StorageError(f"{file} changed while it was copied")
                     os.pwrite(descriptor, data, at)
         finally:
@@ -111,19 +112,18 @@ def copy_slot(
     write_manifest(folder, name, manifest, token)
 
 
-def open_left(slot: str, file: str, token: str) -> SlotFiles:
-    """A file of a slot that a dead process of this run left, to read from.
+def open_leftover(slot: str, file: str, token: str) -> SlotFiles:
+    """Open one file of a slot that an earlier process of this run left.
 
     Args:
-        slot: folder of the slot; perhaps another node's word.
-        file: name in it.
-        token: of the run.
+        slot: folder of the slot; may be claimed by another node, so it is checked.
 
     Raises:
         StorageError: that is no slot of this run, or it has no such file.
     """
     path = Path(slot)
     manifest = None
+    # Only a folder in shared memory: a forged address must not open any other file.
     if path.parent.parent == folders.SHARED_MEMORY and ".." not in path.parts:
         held = folders.hold(path.parent, to_read=True)
         if held:
@@ -138,20 +138,15 @@ def open_left(slot: str, file: str, token: str) -> SlotFiles:
 
 BUNDLE_BYTES = 1 << 20
 """Ranges that are smaller together travel as one message: a shard of many tensors is many ranges,
-and each message costs a MAC and two calls of the system on either side."""
+and each message costs a MAC and two system calls on either side."""
 
 Pull = Callable[[int, Slot, str, Sequence[tuple[int, int]]], Generator[bytes]]
-"""(node, slot, file, ranges) → the bytes of each range; see Puller."""
+"""(node, slot, file, ranges) → the bytes of each range; a Puller."""
 
 
 class Puller:
-    """Fetches bytes of slots from the writers of other nodes; each thread over connections of its
-    own, so that none takes what another asked for.
-
-    Args:
-        addresses: of the writers, by node.
-        secret: of the job.
-    """
+    """Fetches bytes of slots from the writers of other nodes. Each thread has its own connections,
+    so that no thread reads another's answer."""
 
     def __init__(self, addresses: Sequence[tuple[str, int]], secret: bytes) -> None:
         self._addresses, self._secret = addresses, secret
@@ -159,24 +154,21 @@ class Puller:
 
     @property
     def _connections(self) -> dict[int, Channel]:
-        """Those of this thread, by node."""
+        """Connections of the calling thread, by node."""
         connections: dict[int, Channel] = self._of_thread.__dict__.setdefault("by_node", {})
         return connections
 
     def __call__(
         self, node: int, slot: Slot, file: str, ranges: Sequence[tuple[int, int]]
     ) -> Generator[bytes]:
-        """The bytes of each range. Whoever does not take all of them closes it, and with it the
-        connection, where the others are on their way.
+        """Yields the bytes of each range. Closing the generator early closes the connection, on
+        which the remaining bytes are under way.
 
         Args:
-            node: whose slot.
-            slot: which one.
-            file: in the slot.
-            ranges: start and stop of each.
+            ranges: (start, stop) of each range, in bytes.
 
         Raises:
-            StorageError: that node does not send them, or sent nothing for SILENT_SECONDS.
+            StorageError: that node does not send the bytes, or is silent for SILENT_SECONDS.
         """
         used_before = node in self._connections
         left = list(ranges)
@@ -190,7 +182,7 @@ class Puller:
                         del left[0]
                         yield data[at : at + stop - start]
                         at += stop - start
-            except GeneratorExit:
+            except GeneratorExit:  # answers under way would be taken for the next request's
                 self._connections.pop(node).close()
                 raise
             except (EOFError, OSError) as error:
@@ -199,7 +191,7 @@ class Puller:
                     raise StorageError(
                         f"node {node} does not send its part of {file}: {explain(error)}"
                     ) from error
-                used_before = False  # its process may be another one by now
+                used_before = False  # its writer may have restarted: connect once more
 
     def _connection(self, node: int) -> Channel:
         if node not in self._connections:
@@ -212,16 +204,14 @@ class Puller:
 def serve_pulls(
     connection: Channel, slots: Callable[[int, Key | None], SlotFiles], run: str
 ) -> None:
-    """Answer a Puller until it leaves.
+    """Answer a Puller until it disconnects.
 
     Args:
-        connection: of the Puller.
-        slots: a slot in use, by number and the save that it must hold (None: any); raises EOFError
-            if it holds another.
-        run: token of the run.
+        slots: (number, save that it must hold or None) → a slot in use; raises EOFError if it holds
+            another save.
 
     Raises:
-        EOFError, OSError: it has left, or asked for what is not there.
+        EOFError, OSError: the Puller disconnected, or requested a slot that does not exist.
     """
     left: dict[str, SlotFiles] = {}
     while True:
@@ -230,11 +220,11 @@ def serve_pulls(
         match wanted.slot:
             case SlotInUse(number, key):
                 files = slots(number, key)
-            case SlotLeft(folder):
+            case LeftoverAddress(folder):
                 path = f"{folder}/{file}"
                 if path not in left:
                     try:
-                        left[path] = open_left(folder, file, run)
+                        left[path] = open_leftover(folder, file, run)
                     except StorageError as error:
                         logger.warning("refused to another node: %s", error)
                         raise EOFError from error
@@ -247,8 +237,7 @@ def serve_pulls(
 
 
 def bundles(ranges: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Ranges by the message that they travel in: in their order, and as many as fit into
-    BUNDLE_BYTES, but at least one."""
+    """Group ranges, in order, into messages of at most BUNDLE_BYTES, but of at least one range."""
     bundle: list[tuple[int, int]] = []
     size = 0
     for start, stop in ranges:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from checkpointing.format.bits import digest_and_finite
 from checkpointing.format.layout import MODEL, Section
-from checkpointing.format.plan import Piece, own_files, plan_pieces
+from checkpointing.format.plan import TensorPiece, assign_files, plan_pieces
 from checkpointing.format.sections import (
     PlanInput,
     Specs,
@@ -31,112 +31,114 @@ from checkpointing.format.sections import (
     stored_by_name,
 )
 from checkpointing.format.tensors import as_bytes
-from checkpointing.ranks import Ranks, specs_digest
+from checkpointing.ranks import RankGroup, specs_digest
 
 Signature = tuple[tuple[Any, ...], tuple[Any, ...]]
-Tensors = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
-"""Those of a model, and those of its optimizer."""
+StateTensors = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
+"""Tensors of a model, and tensors of its optimizer."""
 
 
 @dataclass(frozen=True)
-class Described:
-    """What all ranks hold of the tensors of model and optimizer."""
+class DescribedTensors:
+    """The tensors of model and optimizer as all ranks hold them."""
 
     signature: Signature
-    """By which this rank knows whether its tensors are the same."""
+    """Tells this rank whether its tensors have changed."""
     specs: tuple[Specs, Specs]
-    """Equal on all ranks."""
+    """Specs of model and of optimizer, equal on all ranks."""
     max_shard_bytes: int
     of_model: Section = MODEL
 
     @cached_property
     def layout(self) -> PlanInput:
-        """Where everything is stored."""
+        """Where each tensor is stored."""
         return plan_input(*self.specs, self.max_shard_bytes, self.of_model)
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Everything about a save that follows from names, shapes, dtypes and meshes."""
+    """A save as far as names, shapes, dtypes and meshes determine it."""
 
     signature: Signature
-    """By which it is known whether the tensors are the same as last time."""
+    """Tells whether the tensors are those of the last save."""
     shared: PlanInput
     """Equal on all ranks."""
     digest: str
-    pieces: list[Piece]
+    pieces: list[TensorPiece]
     """What this rank contributes."""
 
 
 class Planner:
-    """Plans of saves. Methods are called on all ranks.
+    """Plans saves, and reuses the plan while the tensors stay the same. Methods are called on all
+    ranks.
 
     Args:
-        ranks: who save.
         max_shard_bytes: most bytes per file.
-        of_model: section of the tensors of the model: MODEL, or ADAPTER.
+        of_model: section of the model's tensors: MODEL, or ADAPTER.
     """
 
-    def __init__(self, ranks: Ranks, max_shard_bytes: int, of_model: Section = MODEL) -> None:
+    def __init__(self, ranks: RankGroup, max_shard_bytes: int, of_model: Section = MODEL) -> None:
         self._ranks, self._max_shard_bytes, self._of_model = ranks, max_shard_bytes, of_model
-        self._described: Described | None = None
-        """The tensors that were loaded or planned for last."""
+        self._described: DescribedTensors | None = None
+        """The tensors last loaded or planned for."""
 
-    def describe(self, tensors: Callable[[], Tensors]) -> tuple[Tensors, Described]:
-        """The tensors of this rank, and what all ranks hold of them.
+    def describe(
+        self, tensors: Callable[[], StateTensors]
+    ) -> tuple[StateTensors, DescribedTensors]:
+        """Returns this rank's tensors, and these tensors as all ranks hold them.
 
         Args:
-            tensors: gives those of model and optimizer; called once.
+            tensors: returns the tensors of model and optimizer; called once.
 
         Raises:
-            RankError: `tensors` failed, or one cannot be stored.
+            RankError: `tensors` failed, or a tensor cannot be stored.
         """
-        held: list[Tensors] = []
+        held: list[StateTensors] = []
 
-        def hold() -> Tensors:
+        def hold() -> StateTensors:
             held.append(tensors())
             return held[0]
 
         ours, theirs = self._ranks.specs(hold)
         limits = self._max_shard_bytes, self._of_model
-        self._described = Described(signatures(*held[0]), (ours, theirs), *limits)
+        self._described = DescribedTensors(signatures(*held[0]), (ours, theirs), *limits)
         return held[0], self._described
 
     def plan(
         self, signature: Signature, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]
     ) -> SavePlan:
-        """The plan of a save of these tensors; raises as `describe`."""
+        """Returns the plan of a save of these tensors; raises as `describe`."""
         nodes = self._ranks.nodes()
-        made: list[SavePlan] = []
+        plans: list[SavePlan] = []
 
         def make() -> bool:
             described = self._described
             if described is None or described.signature != signature:
                 return False
             shared = described.layout
-            owners = own_files(shared.files, len(nodes))
+            owners = assign_files(shared.files, len(nodes))
             near = {file: nodes[node] for file, node in owners.items()}
             stored = stored_by_name(shared.files)
             pieces = plan_pieces(shared.specs, stored, near, self._ranks.rank)
             digest = hashlib.sha256(
                 f"{specs_digest(shared.specs)} {shared.tensors} {nodes}".encode()
             ).hexdigest()
-            made.append(SavePlan(signature, shared, digest, pieces))
+            plans.append(SavePlan(signature, shared, digest, pieces))
             return True
 
-        # What was loaded is mostly what is saved, and known then.
+        # A save mostly follows a load of the same tensors, whose specs are known.
         if self._described is None or not all(self._ranks.together(make)):
-            made.clear()
+            plans.clear()
             self.describe(lambda: (model, optimizer))
             self._ranks.together(make)
-        return made[0]
+        return plans[0]
 
 
 def signatures(
     model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], *, strict: bool = False
 ) -> Signature:
-    """What a plan depends on. Unless `strict`, of what is no tensor that of nothing: all ranks are
-    about to look at each other's tensors, and learn of it there."""
+    """Returns what a plan depends on. Unless `strict`, values that are no tensors give an empty
+    signature: the ranks compare their tensors next, and report the error there."""
     try:
         return _signature(model), _signature(optimizer)
     except Exception:
@@ -146,12 +148,12 @@ def signatures(
 
 
 def _signature(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
-    """What a plan depends on, cheap to make and to compare."""
     return tuple(
         (
             name,
             tensor.dtype,
             tensor.shape,
+            # Not the spec: it would be built for each tensor at each save.
             (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None,
         )
         for name, tensor in tensors.items()
@@ -159,8 +161,8 @@ def _signature(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
 
 
 def unguarded(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> set[str]:
-    """What may change before the next optimizer step, such as a batch norm's statistics: whatever
-    is neither a parameter nor has state in the optimizer. By the names of `by_section`."""
+    """Returns the names, by section, of tensors that may change before the next optimizer step:
+    those that are no parameters and have no optimizer state, such as a batch norm's statistics."""
     trained = {name.rpartition(".")[0] for name in optimizer}
     buffers = {
         name: tensor
@@ -170,36 +172,37 @@ def unguarded(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> s
     return set(by_section(buffers, {}))
 
 
-# --- replicas -------------------------------------------------------------------------------------
+# --- replicas ------------------------------------------------------------------------------------
 
 STRIDE = 1021
-"""A prime: in a matrix it does not come to the same columns again and again."""
+"""Prime, so that samples of a matrix do not repeat the same columns."""
 LEAST = 256
-"""Numbers of a tensor that are compared at least, if it has as many."""
+"""Least numbers compared of a tensor, if it has as many."""
 STATES = 64
-"""Tensors of optimizer state that are compared at least, if there are as many."""
+"""Least tensors of optimizer state compared, if there are as many."""
 SHOWN = 3
-"""Names in an error."""
+"""Most names in an error."""
 
-Told = tuple[bytes, int]
-"""What a rank tells of its tensors: digests of their names and of their sample."""
+SampleDigest = tuple[bytes, int]
+"""What a rank reports of its tensors: (digest of their names, digest of their sample)."""
 
 
-def replicas(
+def replicas_to_compare(
     model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], step: int
 ) -> dict[str, Tensor]:
-    """The tensors to compare: plain ones; of optimizer state some, as the step decides."""
+    """Returns the plain tensors to compare: all of the model, and a part of the optimizer's that
+    depends on the step."""
     plain = {name: one for name, one in model.items() if not isinstance(one, DTensor)}
     states = [name for name, one in optimizer.items() if not isinstance(one, DTensor)]
     stride = len(states) // STATES or 1
     return plain | {name: optimizer[name] for name in states[step % stride :: stride]}
 
 
-def tell(tensors: Mapping[str, Tensor], step: int) -> Told:
-    """Digests by which ranks know whether they hold the same tensors. Waits for a GPU.
+def sample_digest(tensors: Mapping[str, Tensor], step: int) -> SampleDigest:
+    """Returns this rank's digests for `require_equal`. Waits for a GPU.
 
     Args:
-        tensors: plain ones.
+        tensors: plain tensors by name.
         step: decides which numbers are compared; equal on all ranks.
     """
     names = hashlib.blake2b("\n".join(tensors).encode(), digest_size=8).digest()
@@ -207,31 +210,29 @@ def tell(tensors: Mapping[str, Tensor], step: int) -> Told:
     return names, sum(_digest(f"{place}", data) for place, data in enumerate(samples)) % (1 << 64)
 
 
-def refuse_different(
-    ranks: Ranks, tensors: Mapping[str, Tensor], step: int, told: Sequence[Told]
+def require_equal(
+    ranks: RankGroup, tensors: Mapping[str, Tensor], step: int, digests: Sequence[SampleDigest]
 ) -> None:
-    """Require that ranks which hold a tensor of the same name hold the same numbers. On all ranks.
+    """Require equal numbers in tensors of the same name. Called on all ranks.
 
     Args:
-        ranks: who save.
-        tensors: those of this rank that it has told of.
-        step: as for `tell`.
-        told: by all ranks, in order.
+        tensors: this rank's tensors, as given to `sample_digest`.
+        digests: results of `sample_digest` of all ranks, in order.
 
     Raises:
-        ValueError: names the tensors that differ, on all ranks alike.
+        ValueError: tensors differ; names them, on all ranks.
     """
-    if len(set(told)) == 1:
+    if len(set(digests)) == 1:  # the usual case, without another exchange
         return
     first: dict[str, tuple[int, int]] = {}
     differing: dict[str, tuple[int, int]] = {}
     everyone = ranks.together(lambda: _by_name(tensors, step))
-    for rank, digests in zip(ranks.all, everyone, strict=True):
-        for name, digest in digests.items():
+    for rank, by_name in zip(ranks.all, everyone, strict=True):
+        for name, digest in by_name.items():
             holder, theirs = first.setdefault(name, (rank, digest))
             if digest != theirs:
                 differing.setdefault(name, (holder, rank))
-    if not differing:  # they hold different tensors, such as stages of a pipeline
+    if not differing:  # ranks hold tensors of other names, such as stages of a pipeline
         return
     shown = ", ".join(list(differing)[:SHOWN])
     more = f" and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
@@ -244,7 +245,6 @@ def refuse_different(
 
 
 def _by_name(tensors: Mapping[str, Tensor], step: int) -> dict[str, int]:
-    """Digest of the sample of each tensor."""
     return {
         name: _digest(name, as_bytes(part).numpy())
         for names, sizes, data in _samples(tensors, step)
@@ -260,20 +260,21 @@ def _digest(name: str, data: NDArray[np.uint8]) -> int:
 def _samples(
     tensors: Mapping[str, Tensor], step: int
 ) -> Iterator[tuple[list[str], list[int], Tensor]]:
-    """Samples of tensors: (names, how many numbers of each, the numbers on the CPU) for each device
-    and dtype. One copy from a GPU fetches many."""
+    """Yields (names, how many numbers of each, the numbers on the CPU) for each device and dtype:
+    one copy from a GPU for many tensors."""
     groups: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         group = groups.setdefault((tensor.device, tensor.dtype), {})
         group[name] = _sample(tensor, tensor.numel(), step)
     for group in groups.values():
         parts = list(group.values())
+        # Concatenated first: one copy from a GPU and one wait for thousands of tensors.
         yield list(group), [len(part) for part in parts], torch.cat(parts).cpu()
 
 
 def _sample(tensor: Tensor, size: int, step: int) -> Tensor:
-    """Some numbers of a tensor of `size` numbers, flat; see [Note: sample]."""
-    # There may be thousands of tensors: one call to torch for each, or none.
+    """Returns the sample of a tensor of `size` numbers, flat; see [Note: sample]."""
+    # At most one call to torch for each of thousands of tensors.
     stride = min(STRIDE, size // LEAST)
     if stride < 2:
         return tensor if tensor.ndim == 1 else tensor.reshape(-1)

@@ -1,9 +1,12 @@
-"""A rank's saves, as the writer of its node tells of them: which is running, how each ended, and
-how long to wait for a word."""
+"""A rank's side of saves: its requests to the writer of its node, and the outcomes."""
 
+import hashlib
 import math
+import os
+import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 from checkpointing.errors import SaveFailed, StorageError
@@ -16,82 +19,91 @@ from checkpointing.format.layout import (
 )
 from checkpointing.format.untrusted import is_plain
 from checkpointing.options import CheckpointOptions
-from checkpointing.ranks import Ranks
+from checkpointing.ranks import RankGroup
 from checkpointing.save import messages as msg
-from checkpointing.save.link import GONE, Link, UnansweredError, WriterGoneError
+from checkpointing.save.channel import job_secret
+from checkpointing.save.link import (
+    END_SECONDS,
+    GONE,
+    Spare,
+    UnansweredError,
+    WriterGoneError,
+    WriterLink,
+    end,
+    own_address,
+)
+from checkpointing.save.planning import SavePlan
 from checkpointing.save.slots import Slots
+from checkpointing.save.staging import Staging
 
 POLL_SECONDS = 60.0
-"""Longest wait for a message before clocks are looked at again."""
+"""Longest wait for a message before the deadlines are checked again."""
 
 
-class Saves:
-    """What a rank hears of its saves. Methods that take a link raise WriterGoneError when nobody is
-    there, unless they say otherwise.
+class SaveTracker:
+    """Follows the saves of a rank by the messages of its node's writer: which is running, how each
+    ended. Methods that take a link raise WriterGoneError if it is broken, unless they say
+    otherwise.
 
     Args:
-        options: the `checkpoint:` section.
-        ranks: by which it is known how long this one waits.
-        committed: told of each step that was committed.
+        ranks: decides how long this rank waits, see `_patience`.
+        committed: called with each step that is committed.
     """
 
     def __init__(
-        self, options: CheckpointOptions, ranks: Ranks, committed: Callable[[int], None]
+        self, options: CheckpointOptions, ranks: RankGroup, committed: Callable[[int], None]
     ) -> None:
         self._options, self._ranks, self._committed = options, ranks, committed
         self._running: tuple[int, bool] | None = None
-        """The step that is being saved, and whether to memory only."""
+        """(step, whether it stays in memory) of the running save."""
         self._overdue_at = 0.0
-        """When that is to be given up here."""
+        """Time of time.monotonic() at which this rank gives the running save up."""
         self._outcomes: list[msg.SaveOutcome] = []
-        self._last_given: msg.SaveOutcome | None = None
-        """How the last save ended, once `outcomes` has given that out."""
+        self._last_returned: msg.SaveOutcome | None = None
+        """Outcome of the last save, once `outcomes` has returned it."""
 
     def begun(self, step: int, memory_only: bool) -> None:
-        """A save is running from now on."""
-        self._running, self._last_given = (step, memory_only), None
+        self._running, self._last_returned = (step, memory_only), None
         self._overdue_at = time.monotonic() + self._patience(self._options.deadline)
 
     def skipped(self, step: int, reason: str) -> None:
-        """A save was left out."""
         self._outcomes.append(msg.SaveOutcome(step, None, f"step {step} is not saved: {reason}"))
 
-    def outcomes(self, link: Link | None) -> list[msg.SaveOutcome]:
-        """Saves that ended since the last call, good or bad. Does not wait, nor raise."""
-        self._listen(link, 0)
+    def outcomes(self, link: WriterLink | None) -> list[msg.SaveOutcome]:
+        """Returns the outcomes since the last call. Does not wait; does not raise."""
+        self._receive(link, 0)
         ended, self._outcomes = self._outcomes, []
-        self._last_given = ended[-1] if ended else self._last_given
+        self._last_returned = ended[-1] if ended else self._last_returned
         return ended
 
-    def end(self, link: Link | None) -> None:
-        """Until nothing is being saved, however that ends. Does not raise."""
-        self._listen(link, math.inf)
+    def end(self, link: WriterLink | None) -> None:
+        """Wait until no save is running. Does not raise."""
+        self._receive(link, math.inf)
 
     def raise_last(self) -> None:
-        """Raises SaveFailed: the last save failed."""
-        last = self._outcomes[-1] if self._outcomes else self._last_given
+        """Raises SaveFailed if the last save failed."""
+        last = self._outcomes[-1] if self._outcomes else self._last_returned
         if last and last.error:
             raise SaveFailed(str(last.error), last.node or 0, last.file, last.errno)
 
-    def _listen(self, link: Link | None, until: float) -> None:
+    def _receive(self, link: WriterLink | None, until: float) -> None:
         try:
             while link and self._running is not None:
                 message = self._next(link, until)
                 if message:
-                    self._hear(message)
+                    self._handle(message)
                 elif not until:
                     break
         except WriterGoneError:
             self.lost_writer()
 
-    def close(self, link: Link, keep_memory: bool, seconds: float | None) -> bool:
-        """Tell the writer that nothing more is to be saved, and wait until all is done; whether it
+    def close(self, link: WriterLink, keep_memory: bool, seconds: float | None) -> bool:
+        """Tell the writer that no save will follow; wait until its work is done. Returns whether it
         is, or the writer is gone. Does not raise.
 
         Args:
-            link: to the writer.
-            keep_memory: whether what was copied last stays in memory.
-            seconds: how long to wait; None: as long as a save may take.
+            keep_memory: whether the slots stay for a restart.
+            seconds: longest wait; None: as long as a save may take.
         """
         closed = False
         most = self._patience(self._options.deadline) if seconds is None else seconds
@@ -101,62 +113,63 @@ class Saves:
             while not closed and time.monotonic() < until:
                 message = self._next(link, until)
                 if message:
-                    closed = isinstance(message, msg.Closed)
-                    self._hear(message)
+                    closed = isinstance(message, msg.AllClosed)
+                    self._handle(message)
         except WriterGoneError:
             closed = True
             self.lost_writer()
         return closed
 
-    def slots(self, link: Link, addresses: msg.Addresses, want: msg.WantSlots) -> Slots:
-        """The slots that the writer makes for a plan.
+    def slots(self, link: WriterLink, addresses: msg.Addresses, want: msg.WantSlots) -> Slots:
+        """Request slots for a plan, and wait for them.
 
         Raises:
-            StorageError: it makes none.
+            StorageError: the writer cannot make them.
         """
         link.send(addresses)
         link.send(want)
         until = time.monotonic() + self._patience(self._options.deadline)
         while True:
-            message = self._answered(link, until)
+            message = self._await_answer(link, until)
             if isinstance(message, msg.NoSlots):
                 raise StorageError(message.reason)
             if isinstance(message, msg.SlotsMade) and message.digest == want.digest:
                 return message.slots
-            self._hear(message)
+            self._handle(message)
 
-    def ask(self, link: Link, begin: msg.Begin) -> msg.RankAnswer:
-        """Ask to save; the answer.
+    def request(self, link: WriterLink, begin: msg.Begin) -> msg.RankAnswer:
+        """Request a save; returns the answer.
 
         Raises:
-            UnansweredError: nobody is there any more, after the request was sent.
+            UnansweredError: the writer was lost after the request was sent.
         """
         link.send(begin)
         patience = self._patience(min(self._options.deadline, 2 * msg.ANSWER_SECONDS))
+        # A running save may delay the answer until its own deadline.
         until = max(self._overdue_at if self._running else 0, time.monotonic()) + patience
         try:
             while True:
-                message = self._answered(link, until)
+                message = self._await_answer(link, until)
                 if isinstance(message, msg.RankAnswer) and message.key == begin.key:
                     return message
-                self._hear(message)
+                self._handle(message)
         except WriterGoneError as gone:
             raise UnansweredError(str(gone)) from gone
 
-    def _answered(self, link: Link, until: float) -> msg.ToRank:
-        """The next message of a writer that owes an answer. One that gives none is ended."""
+    def _await_answer(self, link: WriterLink, until: float) -> msg.ToRank:
+        """Returns the next message of a writer from which an answer is due. Kills a writer that
+        sends none until then."""
         while True:
             message = self._next(link, until)
             if message:
                 return message
             if time.monotonic() >= until:
-                link.kill()
+                link.kill()  # it may hang in a system call; the next request restarts it
                 raise WriterGoneError("the checkpoint writer process of this node does not answer")
 
-    def _next(self, link: Link, until: float) -> msg.ToRank | None:
-        """The next message of the writer, waited for until then at most. If the save that is
-        running is overdue, the writer of this node is ended: it may be stopped, or what holds it
-        up may be nothing that a process can be woken from."""
+    def _next(self, link: WriterLink, until: float) -> msg.ToRank | None:
+        """Returns the next message, or None at `until`. If the running save is overdue, kills this
+        node's writer: it may be stopped, or block in a call that nothing can interrupt."""
         limit = min(until, self._overdue_at) if self._running else until
         message = link.receive(min(max(0.0, limit - time.monotonic()), POLL_SECONDS))
         if message is None and self._running and time.monotonic() >= self._overdue_at:
@@ -166,17 +179,17 @@ class Saves:
         return message
 
     def _patience(self, seconds: float) -> float:
-        """How long this rank waits for what is due after so long. The coordinator gives up first,
-        as it knows what is missing; then the ranks of its node, who end it if it hangs; then the
-        others, to whom it is news when their writers do not hear of that."""
+        """Returns how long this rank waits for what is due after `seconds`. The coordinator gives
+        up first, since it knows what is missing. The ranks of its node follow, and kill it if it
+        hangs. The other ranks are last: their writers may not hear of that."""
         return seconds * (1.1 if self._ranks.node == 0 else 1.2)
 
-    def _hear(self, message: msg.ToRank) -> None:
+    def _handle(self, message: msg.ToRank) -> None:
         if not isinstance(message, msg.Ended):
             return
         outcome = message.outcome
         if self._running and outcome.step == self._running[0]:
-            # Not the outcome's: a writer that has lost the coordinator does not know.
+            # Not outcome.memory_only: a writer that has lost the coordinator does not know it.
             (_, memory_only), self._running = self._running, None
             if memory_only:
                 return
@@ -185,7 +198,7 @@ class Saves:
                 self._committed(outcome.step)
 
     def lost_writer(self, why: str = "the checkpoint writer process of this node died") -> None:
-        """The save that is running has failed."""
+        """Record that the running save has failed, as the writer is lost."""
         if self._running is not None:
             (step, memory_only), self._running = self._running, None
             if memory_only:
@@ -194,20 +207,178 @@ class Saves:
             self._outcomes.append(msg.SaveOutcome(step, None, error))
 
 
-def checked_state(
-    state: Mapping[str, Any], files: Mapping[str, bytes], taken: Collection[str]
-) -> bytes:
-    """trainer_state.json, if it and the other files can be saved.
+class WriterClient:
+    """A rank's access to the writer process of its node. Methods are called on each rank alone,
+    unless they say otherwise.
 
     Args:
-        state: JSON values.
-        files: by name.
-        taken: names that these files may not have.
+        tracker: follows the saves that are requested here.
+        spare: source of writer processes.
+    """
+
+    def __init__(
+        self, ranks: RankGroup, options: CheckpointOptions, tracker: SaveTracker, spare: Spare
+    ) -> None:
+        self._ranks, self._options, self._tracker, self._spare = ranks, options, tracker, spare
+        self.link: WriterLink | None = None
+        self.addresses: list[msg.Address] = []
+        """Addresses of the writers of all nodes, once they are started."""
+        self.has_token = False
+        """Whether a restart can identify the memory of these writers."""
+        self._process: subprocess.Popen[bytes] | None = None
+        """The node's writer process, if it was started early."""
+
+    @property
+    def secret(self) -> bytes:
+        """Secret that authenticates the processes of this run; empty before `start`."""
+        return self.link.secret if self.link else b""
+
+    def start_early(self) -> None:
+        """Start the writer process of this node without a configuration. Called on all ranks."""
+        self._ranks.nodes()
+        if self._ranks.first_of_node and not self._process and not self.link:
+            with suppress(OSError):  # `start` tries again, and fails on all ranks
+                self._process = self._spare.take()
+
+    def start_spare(self) -> None:
+        """Start a writer process for this node's next client."""
+        if self._ranks.first_of_node:
+            self._spare.start()
+
+    def start(self, directory: str, make_token: Callable[[], str]) -> None:
+        """Configure and connect to the writer of each node, once. Called on all ranks.
+
+        Args:
+            directory: directory of the checkpoints.
+            make_token: returns the token of the run, or ""; called on rank 0.
+        """
+        if self.link:
+            return
+        drawn, name, run = self._ranks.on_main(
+            lambda: (os.urandom(32), os.urandom(8).hex(), make_token())
+        )
+        self.has_token = bool(run)
+        nodes, node = self._ranks.nodes(), self._ranks.node
+        name = f"\0perdure-{name}-{node}"
+        host = own_address() if len(nodes) > 1 else ""
+        started: list[WriterLink] = []
+
+        def start() -> tuple[str, int]:
+            known = job_secret() or b""  # an eavesdropper on the group does not know it
+            secret = hashlib.blake2b(drawn, key=known, digest_size=32).digest()
+            setup = msg.WriterSetup(
+                0, node, nodes, directory, run, self._options, name, host, 0, secret
+            )
+            process, self._process = self._process, None
+            if self._ranks.first_of_node and process is None:
+                process = self._spare.take()
+            started.append(WriterLink(setup, self._ranks.rank, process))
+            return started[0].start()
+
+        addresses = self._ranks.together(start)
+        by_rank = dict(zip(self._ranks.all, addresses, strict=True))
+        self.addresses = [by_rank[ranks[0]] for ranks in nodes]
+        self._ranks.together(started[0].connect)
+        self.link = started[0]
+
+    def send(self, message: msg.FromRank) -> None:
+        """Send a message if there is a connection. Callable from any thread.
+
+        Raises:
+            WriterGoneError: the connection is broken.
+        """
+        if link := self.link:
+            link.send(message)
+
+    def slots(self, plan: SavePlan) -> Slots:
+        """Send the plan to the node's writer, and wait for its slots. A lost writer is restarted
+        once.
+
+        Raises:
+            StorageError: the writer cannot make them.
+            WriterGoneError: it cannot be restarted, or is lost again.
+        """
+        link = self._connected()
+        addresses = msg.Addresses(self.addresses)
+        want = msg.WantSlots(plan.digest, plan.shared if self._ranks.first_of_node else None)
+        try:
+            return self._tracker.slots(link, addresses, want)
+        except WriterGoneError:
+            self._tracker.lost_writer()
+        link.restart()
+        return self._tracker.slots(link, addresses, want)
+
+    def request(self, plan: SavePlan, staging: Staging, begin: msg.Begin) -> msg.RankAnswer:
+        """Send a request to the node's writer, and wait for its answer. A lost writer is restarted
+        once. If it has no slots, the next request tries again.
+
+        Rank 0 does not repeat a request that other nodes may have an answer to: see
+        coordinator.py [Note: a save].
+
+        Raises:
+            StorageError, WriterGoneError: as `slots`.
+        """
+        link = self._connected()
+        lost: UnansweredError | None = None
+        if staging.has_slots:
+            try:
+                return self._tracker.request(link, begin)
+            except UnansweredError as error:
+                lost = error if self._ranks.is_main and len(self.addresses) > 1 else None
+                self._tracker.lost_writer()
+            except WriterGoneError:
+                self._tracker.lost_writer()
+            staging.release()
+            link.restart(begin.key[1] if lost else 0)
+        staging.move(self.slots(plan))
+        if lost:
+            raise lost
+        return self._tracker.request(link, begin)
+
+    def _connected(self) -> WriterLink:
+        if self.link is None:
+            raise WriterGoneError("closed")
+        return self.link
+
+    def interrupt(self) -> None:
+        """End the connection, so that waiting calls fail. Callable from any thread."""
+        if link := self.link:
+            link.interrupt()
+
+    def abandon(self) -> None:
+        """Kill the node's writer process, whatever it does."""
+        if self.link:
+            self.link.kill()
+            self.link.end(0)
+        elif self._process:
+            self._process.kill()
+            end(self._process, END_SECONDS)
+        self.link = self._process = None
+
+    def close(self, keep_memory: bool, seconds: float | None) -> None:
+        """End the writer process once its work is done, see `SaveTracker.close`."""
+        if self.link:
+            closed = self._tracker.close(self.link, keep_memory, seconds)
+            self.link.end(END_SECONDS if closed else 0)
+        elif self._process:
+            end(self._process, END_SECONDS)
+            self._process = None
+        self.link = None
+
+
+def checked_state(
+    state: Mapping[str, Any], files: Mapping[str, bytes], used: Collection[str]
+) -> bytes:
+    """Returns the bytes of trainer_state.json after checking that it and the other files can be
+    saved.
+
+    Args:
+        used: names that these files must not have.
 
     Raises:
-        ValueError: they cannot; says which and why.
+        ValueError: a file or the state cannot be saved; says which and why.
     """
-    reserved = {TRAINER_STATE, COMMIT_RECORD, LATEST, OPTIMIZER.stem, *taken}
+    reserved = {TRAINER_STATE, COMMIT_RECORD, LATEST, OPTIMIZER.stem, *used}
     for name in files:
         if name in reserved or name.startswith(OPTIMIZER.folder) or not is_plain(name):
             raise ValueError(f"files: {name!a} is not a plain name, or is taken")

@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 
 NICENESS = 10
-"""Priority of threads that move bytes: training goes first where there are fewer cores than
+"""Priority of threads that move bytes. Training goes first where there are fewer cores than
 threads."""
 
 
-class Loop:
-    """What is put into it is done in the thread of `run`, one after the other."""
+class EventLoop:
+    """Runs submitted functions one after the other, in the thread of `run`."""
 
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -37,15 +37,16 @@ class Loop:
         self._aside = ThreadPoolExecutor(4, "aside", give_way)
 
     def put(self, work: Callable[[], None]) -> None:
-        """Have work() done. From any thread."""
+        """Run work() in the loop's thread. Callable from any thread."""
         self._inbox.put(work)
 
     def call_at(self, moment: float, work: Callable[[], None]) -> None:
-        """Have work() done at a moment of time.monotonic(). From the loop's thread."""
+        """Run work() at `moment` of time.monotonic(). Callable from the loop's thread only."""
+        # The number breaks ties: functions cannot be compared.
         heapq.heappush(self._timers, (moment, next(self._numbers), work))
 
     def later(self, work: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
-        """Do work() in another thread, then done(its result or its exception) in this one."""
+        """Run work() in another thread, then done(its result or exception) in the loop's thread."""
 
         def run() -> None:
             result: T | Exception
@@ -58,17 +59,18 @@ class Loop:
         self._aside.submit(run)
 
     def run(self) -> None:
-        """For ever. An error that nobody foresaw ends the process, whatever its other threads do:
-        its ranks start it again."""
+        """Run for ever. An unexpected exception ends the whole process, whose ranks then restart
+        it."""
         try:
             while True:
                 self.turn()
         except Exception:
             logger.exception("the checkpoint writer process ends")
-            os._exit(1)
+            os._exit(1)  # sys.exit would wait for threads that may block in storage
 
     def turn(self, seconds: float | None = None) -> None:
-        """Do what is due, then wait for one thing more, until the next timer or for so long."""
+        """Run the timers that are due, then the next function that arrives before the next timer
+        and within `seconds`."""
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2]()
@@ -79,38 +81,36 @@ class Loop:
 
 
 def give_way() -> None:
-    """Lower the priority of this thread (on Linux each thread has its own)."""
+    """Lower the priority of the calling thread (Linux has one per thread)."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 WELCOME_SECONDS = 20
-"""How long somebody who has connected may take to say who they are."""
+"""Longest that a caller may take to authenticate."""
 
 
-class Door:
-    """Takes connections to the writer of a node.
+class ConnectionAcceptor:
+    """Accepts connections to a node's writer; rejects peers without the run's secret.
 
     Args:
-        node: its number.
-        secret: of the run.
-        serve: told of each caller in a thread of its own; raises EOFError or OSError when the
-            caller is gone.
+        serve: called with each authenticated caller, in a thread of its own; raises EOFError or
+            OSError when the caller is gone.
     """
 
     def __init__(self, node: int, secret: bytes, serve: Callable[[Caller, Channel], None]) -> None:
         self._node, self._secret, self._serve = node, secret, serve
         self._refused = 0
-        """How many strangers there were."""
+        """Number of rejected callers."""
 
     def listen(self, listener: Listener) -> None:
-        """Take connections, each in a thread of its own: whoever connects and stays silent keeps
-        nobody else out."""
+        """Accept connections in the background, each in a thread of its own: a silent caller delays
+        nobody else."""
 
         def accept() -> None:
             while True:
                 try:
                     connection = listener.accept()
-                except OSError as error:  # one who left at once
+                except OSError as error:  # the caller disconnected at once
                     logger.debug("lost a connection: %s", explain(error))
                     continue
                 who = connection, listener.last_accepted
@@ -122,9 +122,9 @@ class Door:
         caller: Caller
         try:
             channel, caller = welcome(connection, self._secret, WELCOME_SECONDS)
-            if caller.kind == "pull" and caller.number != self._node:  # somebody has led it here
+            if caller.kind == "pull" and caller.number != self._node:  # its address book was forged
                 raise StrangerError(f"a call for node {caller.number}")
-        except Exception as error:  # a stranger, or one who left or is silent
+        except Exception as error:  # a stranger, or a caller that disconnected or is silent
             self._refuse(peer, error)
             connection.close()
             return
@@ -136,7 +136,8 @@ class Door:
             pass
 
     def _refuse(self, peer: object, error: Exception) -> None:
-        """Told once: whoever has the time may try for ever."""
+        """Logs the first rejection as a warning and later ones for debugging: a stranger can try
+        for ever."""
         if isinstance(error, EOFError | ConnectionError):
             logger.debug("lost a connection: %s", explain(error))
             return
@@ -149,6 +150,7 @@ class Door:
 
 
 def send(channel: Channel, message: object) -> None:
-    """Send to one who may be gone: who reads from the channel learns of that."""
+    """Send, and ignore that the receiver is gone: the thread that reads from the channel detects
+    that."""
     with suppress(OSError):
         channel.send(message)

@@ -37,36 +37,36 @@ from isal.isal_zlib import crc32
 
 from checkpointing.errors import StorageError, explain
 from checkpointing.format.layout import TensorFile
-from checkpointing.format.plan import Piece, extents_of, merged
+from checkpointing.format.plan import TensorPiece, extents_of, merged
 from checkpointing.storage import folders
 from checkpointing.storage.folders import Folder
 
 _PORTION = 16 << 20
-"""Bytes that are touched, copied to another node, or have a checksum of their own."""
+"""Bytes that are touched, copied to another node, or checksummed as a unit."""
 Ranges = dict[str, list[tuple[int, int]]]
-"""Bytes (start, stop) by file, in order, not touching each other."""
+"""Bytes (start, stop) by file, sorted, neither touching nor overlapping."""
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Where a node's slots are; the same for its writer and its ranks."""
+    """Where a node's slots are; equal for its writer and its ranks."""
 
     paths: list[dict[str, str]]
-    """By slot: path by file name."""
+    """For each slot, path by file name."""
     nbytes: int
-    """Memory of one slot."""
+    """Bytes of memory or disk of one slot."""
     note: str
-    """What to tell people about it."""
+    """One line for the log."""
     lasting: bool
     """Whether they outlive this node's processes."""
     resident: bool = True
-    """Whether they are memory that stays, to be touched and pinned before it is used."""
+    """Whether they are memory, to be touched and pinned before use."""
     transient: bool = False
     """Whether they are empty between saves; see [Note: no slots]."""
 
 
 def portions(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Stretches (start, stop) of a file, cut where they are longer than _PORTION."""
+    """Returns the stretches (start, stop) of a file, cut to at most _PORTION bytes."""
     return [
         (at, min(at + _PORTION, stop))
         for start, stop in spans
@@ -74,8 +74,8 @@ def portions(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     ]
 
 
-def ranges_of(pieces: Iterable[Piece], page: int = 1) -> Ranges:
-    """Where pieces lie in their files, rounded outwards to multiples of `page` bytes."""
+def ranges_of(pieces: Iterable[TensorPiece], page: int = 1) -> Ranges:
+    """Returns where pieces lie in their files, rounded outwards to multiples of `page` bytes."""
     spans: dict[str, list[tuple[int, int]]] = {}
     for piece in pieces:
         of_file = spans.setdefault(piece.stored.file, [])
@@ -86,11 +86,7 @@ def ranges_of(pieces: Iterable[Piece], page: int = 1) -> Ranges:
 
 
 class SlotFiles:
-    """The files of one slot, mapped into this process.
-
-    Args:
-        paths: path by file name.
-    """
+    """The files of one slot, mapped into this process."""
 
     def __init__(self, paths: Mapping[str, str], *, writable: bool = True) -> None:
         self.maps: dict[str, mmap.mmap] = {}
@@ -103,7 +99,8 @@ class SlotFiles:
                 os.close(descriptor)
 
     def checksums(self, ranges: Ranges, threads: int) -> dict[str, list[int]]:
-        """CRC-32 of each of the `portions` of each file, taken by so many threads."""
+        """Returns the CRC-32 of each of the `portions` of each file, computed by `threads`
+        threads."""
         with ThreadPoolExecutor(threads) as pool:
             images = {name: memoryview(self.maps[name]) for name in ranges}
             coming = {
@@ -113,13 +110,11 @@ class SlotFiles:
             return {name: list(sums) for name, sums in coming.items()}
 
     def touch(self, ranges: Ranges, *, rest: float = 0.0) -> None:
-        """Have every page of `ranges` at hand, so that the first save finds it as later ones do.
-        Takes a second per GB or so, and leaves the interpreter to others.
+        """Fault in every page of `ranges`, so that the first save is as fast as later ones. Takes
+        about a second per GB and releases the GIL.
 
         Args:
-            ranges: by file.
-            rest: how many times as long as it has worked this sleeps now and then, to leave the
-                core to others, too.
+            rest: sleep for this multiple of the time worked, to leave the core to training.
         """
         for name, of_file in ranges.items():
             for start, stop in of_file:
@@ -130,7 +125,8 @@ _POPULATE_WRITE = 23
 
 
 def _populate(region: mmap.mmap, start: int, stop: int, rest: float) -> None:
-    """madvise(MADV_POPULATE_WRITE), of Linux 5.14; on older ones the pages come when used."""
+    """Call madvise(MADV_POPULATE_WRITE) of Linux 5.14; on older kernels pages come with their first
+    use."""
     begin = ctypes.addressof(ctypes.c_char.from_buffer(region))
     libc = ctypes.CDLL(None, use_errno=True)
     start, stop = start // mmap.PAGESIZE * mmap.PAGESIZE, min(stop, len(region))
@@ -144,11 +140,11 @@ def _populate(region: mmap.mmap, start: int, stop: int, rest: float) -> None:
 # --- free memory ----------------------------------------------------------------------------------
 
 RESERVE = 256 << 20
-"""Bytes of memory that are left to others when slots are made."""
+"""Bytes of memory left free when slots are made."""
 
 
 def no_memory(nbytes: int) -> StorageError:
-    """What is told where not even one slot fits."""
+    """Returns the error for a node on which no slot fits."""
     return StorageError(
         f"checkpoints are copied to memory before they are written, which takes "
         f"{nbytes / 1e9:.2f} GB on this node; only {available_bytes() / 1e9:.2f} GB are free (and "
@@ -158,7 +154,11 @@ def no_memory(nbytes: int) -> StorageError:
 
 
 def fitting_on_disk(nbytes: int, disk: str) -> int:
-    """How many slots fit on the disk of a directory: at least one."""
+    """Returns how many slots fit on the disk of a directory, at least one.
+
+    Raises:
+        StorageError: not even one fits.
+    """
     status = os.statvfs(disk)
     free = status.f_bavail * status.f_frsize
     if free < nbytes:
@@ -170,8 +170,8 @@ def fitting_on_disk(nbytes: int, disk: str) -> int:
 
 
 def fitting(nbytes: int, shared: Path | None, wanted: int) -> int:
-    """How many slots of `nbytes` fit into memory, and into the filesystem `shared`. Fewer than
-    `wanted` only if no more memory comes free."""
+    """Returns how many slots of `nbytes` fit into memory, and into the filesystem `shared`. Waits
+    for memory that is being freed while fewer than `wanted` fit."""
 
     def free() -> int:
         free = available_bytes() - RESERVE
@@ -191,8 +191,9 @@ _GROWTH = 16 << 20
 
 
 def settled(free: Callable[[], int], enough: int) -> int:
-    """Free memory, in bytes, once it is enough or has not grown for SETTLE_SECONDS. What the ranks
-    of a run before held comes back late: the kernel takes seconds for memory that GPUs knew."""
+    """Returns the free bytes once they are `enough` or have not grown for SETTLE_SECONDS. Memory of
+    the previous run's ranks comes back late: the kernel takes seconds to free pages that GPUs had
+    pinned."""
     now = most = free()
     since = time.monotonic()
     while now < enough and time.monotonic() - since < SETTLE_SECONDS:
@@ -204,8 +205,8 @@ def settled(free: Callable[[], int], enough: int) -> int:
 
 
 def available_bytes() -> int:
-    """Memory that this process may still take: what the machine has, and what its control groups
-    allow (page cache counts as free)."""
+    """Returns the bytes of memory that this process can still allocate: of the machine, and by the
+    limits of its control groups. Page cache counts as free."""
     free = [_meminfo("MemAvailable")]
     try:
         _, _, group = Path("/proc/self/cgroup").read_text().splitlines()[-1].split(":", 2)
@@ -218,7 +219,7 @@ def available_bytes() -> int:
                     cache = int(statistics[statistics.index("inactive_file") + 1])
                     used = int((level / "memory.current").read_text()) - cache
                     free.append(int(limit) - used)
-    except (OSError, ValueError):  # no control groups, or of the first version
+    except (OSError, ValueError):  # no control groups, or version 1
         pass
     return min(free)
 
@@ -233,10 +234,10 @@ def _meminfo(key: str) -> int:
 # --- making slots ---------------------------------------------------------------------------------
 
 MAKERS = 8
-"""Threads that make files of slots."""
+"""Threads that create files of slots."""
 
 Shape = list[object]
-"""What slots are made for: plan, node, ranges."""
+"""What slots are laid out for, as JSON: plan, node, ranges."""
 
 
 def make_slots(
@@ -248,22 +249,19 @@ def make_slots(
     node: int,
     disk: str | None = None,
 ) -> tuple[Folder | None, Slots]:
-    """Make the slots of this node, or take over those that a dead run of the same plan left.
+    """Make the slots of this node, or reuse those that a dead run of the same plan left.
 
     Args:
-        directory: the checkpoint directory of the run.
         files: all tensor files by name.
-        ranges: what this node's ranks contribute, in whole pages.
-        wanted: how many slots; 0: see [Note: no slots].
-        plan: digest of the plan.
-        node: number of this node.
-        disk: directory whose disk holds them instead, in files without a name.
+        ranges: bytes that this node's ranks contribute, in whole pages.
+        wanted: number of slots; 0: see [Note: no slots].
+        disk: directory whose disk holds them instead of memory, in unnamed files.
 
     Returns:
-        The folder in shared memory (None: files without a name), and the slots.
+        The folder in shared memory (None: unnamed files), and the slots.
 
     Raises:
-        StorageError: not even one fits.
+        StorageError: not even one slot fits.
     """
     nbytes = sum(stop - start for of_file in ranges.values() for start, stop in of_file)
     if not wanted:
@@ -276,12 +274,12 @@ def make_slots(
     where, why = f"in {shared}", "less than one slot is free there"
     folder = None
     try:
-        folder = _folder(directory, shape)
+        folder = _folder(directory, shape)  # a dead run's slots have their pages already
         (folder.path / "shape.json").write_text(json.dumps(shape))
         kept = len(list(folder.path.glob("slot-?/")))
         count = max(kept, min(wanted, kept + fitting(nbytes, shared, wanted - kept)))
         paths = _shared_slots(folder.path, count, files, ranges)
-    except OSError as error:  # it is not there, not for us, or was filled by others just now
+    except OSError as error:  # /dev/shm is missing, closed to us, or was filled just now
         count, why = 0, explain(error)
     if not count:
         if folder:
@@ -300,7 +298,7 @@ def make_slots(
 def _no_slots(
     files: Mapping[str, TensorFile], ranges: Ranges, nbytes: int, disk: str | None
 ) -> Slots:
-    if disk is None and not fitting(nbytes, None, 1):  # else the run learns of it when it is over
+    if disk is None and not fitting(nbytes, None, 1):  # fail at the start, not at the first save
         raise no_memory(nbytes)
     try:
         if disk is not None:
@@ -314,14 +312,14 @@ def _no_slots(
 
 
 def make_room(slots: Slots, ranges: Ranges, disk: str | None) -> None:
-    """Before a transient slot is filled.
+    """Reserve what a transient slot will take.
 
     Raises:
-        StorageError: memory, or the disk, has no room for it.
+        StorageError: memory, or the disk, has no room.
     """
     if disk is None and available_bytes() - RESERVE < slots.nbytes:
         raise no_memory(slots.nbytes)
-    if disk is not None:  # copying to a full disk would be the end of whoever copies
+    if disk is not None:  # a rank that copies to a full disk is killed by SIGBUS
         fitting_on_disk(slots.nbytes, disk)
         for name, path in slots.paths[0].items():
             descriptor = os.open(path, os.O_RDWR)
@@ -335,11 +333,11 @@ def make_room(slots: Slots, ranges: Ranges, disk: str | None) -> None:
 
 
 def give_back(files: SlotFiles, ranges: Ranges) -> None:
-    """Give back what a transient slot takes."""
+    """Free the pages of a transient slot."""
     for name, spans in ranges.items():
         region = files.maps[name]
         for start, stop in spans:
-            with suppress(OSError):  # a filesystem without holes keeps it to the end
+            with suppress(OSError):  # a filesystem without holes keeps the pages
                 region.madvise(mmap.MADV_REMOVE, start, min(stop, len(region)) - start)
 
 
@@ -358,11 +356,12 @@ def _slots_on_disk(
 def _shared_slots(
     folder: Path, count: int, files: Mapping[str, TensorFile], ranges: Ranges
 ) -> list[dict[str, str]]:
-    """Files are made side by side: the kernel clears their pages with one core each."""
+    """Create the files side by side: the kernel clears the pages of a file on one core."""
 
     def make(slot: int, name: str) -> None:
         path = folder / f"slot-{slot}" / name
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # O_NOFOLLOW: a planted link would make this process write elsewhere.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             _reserve(descriptor, files[name].size, ranges[name])
@@ -378,8 +377,8 @@ def _shared_slots(
 def _anonymous_slot(
     files: Mapping[str, TensorFile], ranges: Ranges, disk: str | None, *, empty: bool = False
 ) -> dict[str, str]:
-    """Files without a name, in memory or on the disk of a directory, reached through this process;
-    they end with it."""
+    """Create unnamed files, in memory or on the disk of a directory, which other processes open
+    through /proc of this one. They end with it."""
     paths = {}
     for name, of_file in ranges.items():
         if disk is None:
@@ -393,7 +392,7 @@ def _anonymous_slot(
 
 
 def close_slots(slots: Slots) -> None:
-    """Give files without a name back, in the process that made them."""
+    """Close unnamed files, in the process that made them."""
     if not slots.lasting:
         for paths in slots.paths:
             for path in paths.values():
@@ -402,23 +401,23 @@ def close_slots(slots: Slots) -> None:
 
 def _reserve(descriptor: int, size: int, ranges: Sequence[tuple[int, int]]) -> None:
     os.ftruncate(descriptor, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
-    for start, stop in ranges:
+    for start, stop in ranges:  # else a full filesystem would kill the copying rank by SIGBUS
         os.posix_fallocate(descriptor, start, stop - start)
 
 
 def _folder(directory: str, shape: Shape) -> Folder:
-    """The folder for slots of a shape: one that a dead process of this run left, else a new one.
-    What was left for other plans is deleted."""
+    """Returns the folder for slots of a shape: one that a dead process of this run left, else a new
+    one. Folders for other plans are deleted."""
     mine: Folder | None = None
     for path in folders.of_run(directory):
         there: Shape = [""]
         with suppress(OSError, ValueError):
             there = json.loads((path / "shape.json").read_text())
-        if there[0] == shape[0] and there != shape:  # that of another node, which may want it
+        if there[0] == shape[0] and there != shape:  # another node's, which may reuse it
             continue
         left = folders.hold(path)
         if left and there == shape and mine is None:
-            mine = folders.take_over(left, directory)
+            mine = folders.take_over(left, directory)  # under the name of the new process
         elif left:
             folders.forget(left)
     return mine or folders.make(directory)

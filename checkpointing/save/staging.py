@@ -1,4 +1,4 @@
-"""torch's side of a slot: copies of a rank's pieces, made while training goes on."""
+"""Copies of a rank's tensors into the slots of its node, made while training goes on."""
 
 import ctypes
 import logging
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from checkpointing.format.bits import digest_and_finite
 from checkpointing.format.layout import DTYPE_BYTES, MODEL
-from checkpointing.format.plan import Box, Piece, extents_of
-from checkpointing.format.sections import Numbers
+from checkpointing.format.plan import Box, TensorPiece, extents_of
+from checkpointing.format.sections import NumberSummary
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes, box_view, local_tensor
 from checkpointing.save.messages import Position
 from checkpointing.save.slots import SlotFiles, Slots, ranges_of
@@ -30,24 +30,21 @@ logger = logging.getLogger(__name__)
 
 
 REST = 4.0
-"""See `SlotFiles.touch`: where steps go on beside it."""
+"""`rest` for `SlotFiles.touch` while training steps run beside it."""
 
 
 class Staging:
-    """This rank's place in the slots of its node.
+    """Copies this rank's pieces into the slots of its node, in a thread, while training goes on.
 
     Args:
-        slots: of the node.
-        pieces: what this rank contributes.
         files: names of all files, in their order.
-        device: where the tensors live.
-        hurried: a save is waiting for them.
+        hurried: whether a save waits for the slots.
     """
 
     def __init__(
         self,
         slots: Slots,
-        pieces: Sequence[Piece],
+        pieces: Sequence[TensorPiece],
         files: Sequence[str],
         device: torch.device,
         *,
@@ -59,6 +56,7 @@ class Staging:
             return numbers[part.piece.stored.file], part.start
 
         self._pieces = sorted(pieces, key=lambda piece: (numbers[piece.stored.file], _begin(piece)))
+        # In the order of files, in which the coordinator grants blocks as soon as all have copied.
         self._parts = sorted((part for piece in pieces for part in _parts(piece)), key=position)
         self._portions = _portions([part.nbytes for part in self._parts])
         starts = [*map(position, self._parts), (len(files), 0)]
@@ -73,25 +71,23 @@ class Staging:
         self._views: list[list[Tensor]] = []
         self._touching: threading.Thread | None = None
         self._pinned: list[int] = []
-        """Addresses that the GPU knows."""
-        self._let_go = threading.Event()
-        """Nothing more is to be pinned."""
+        """Addresses registered with the GPU."""
+        self._stop_pinning = threading.Event()
+        """Set when the pinning thread shall stop."""
         self.move(slots, hurried=hurried)
 
     @property
     def has_slots(self) -> bool:
-        """Whether there is anywhere to copy to."""
         return bool(self._files)
 
     def release(self) -> None:
-        """Let go of the slots until `move`: while they are mapped their memory is taken, which the
-        new ones may need."""
+        """Unmap the slots until `move`: mapped memory is not free for new slots."""
         self.finish()
         self._unpin()
         self._files, self._views = [], []
 
     def move(self, slots: Slots, *, hurried: bool = True) -> None:
-        """Copy into these slots from now on; see `__init__`."""
+        """Copy into `slots` from now on; `hurried` as in `__init__`."""
         self.release()
         wanted = {part.piece.stored.file for part in self._parts}
         self._files = [
@@ -100,6 +96,7 @@ class Staging:
         ]
         self._views = [[part.view(files) for part in self._parts] for files in self._files]
         if slots.resident:
+            # A daemon: the program may end while pages are still being faulted in.
             self._touching = threading.Thread(target=self._touch, args=(hurried,), daemon=True)
             self._touching.start()
 
@@ -108,19 +105,19 @@ class Staging:
         ranges = ranges_of((part.piece for part in self._parts), mmap.PAGESIZE)
         for files in self._files:
             files.touch(ranges, rest=rest)
-            rest = REST if hurried and self._stream is None else 0.0  # the next are not awaited
+            rest = REST if hurried and self._stream is None else 0.0  # no save waits for the next
             if self._stream is not None:
                 with torch.cuda.device(self._stream.device):  # a new thread begins on GPU 0
-                    _pin(files, ranges, self._pinned, self._let_go)
+                    _pin(files, ranges, self._pinned, self._stop_pinning)
 
     def _unpin(self) -> None:
-        """Have the GPU forget pages that are about to be unmapped: where others come to lie at
-        their addresses, it would still copy to the old ones."""
+        """Unregister pages before they are unmapped. Else the GPU would copy to the old physical
+        pages wherever new ones get the same addresses."""
         if self._stream is None or self._touching is None:
             return
-        self._let_go.set()
+        self._stop_pinning.set()
         self._touching.join()
-        self._let_go.clear()
+        self._stop_pinning.clear()
         # A GPU that has failed copies nothing more.
         with suppress(RuntimeError), torch.cuda.device(self._stream.device):
             for address in self._pinned:
@@ -133,28 +130,27 @@ class Staging:
         tensors: Mapping[str, Tensor],
         at_once: Collection[str],
         finite: Collection[str],
-        copied: Callable[[Position | Exception, Numbers | None], None],
+        copied: Callable[[Position | Exception, NumberSummary | None], None],
     ) -> None:
         """Begin to copy this rank's pieces into a slot, in a thread, in the order of files. The
-        tensors must not change before `wait` returns, but for those `at_once`: they may on return.
+        tensors must not change before `wait` returns, except those of `at_once`, which may change
+        on return.
 
         Args:
-            slot: its number.
-            tensors: by name.
-            at_once: names of those that are copied on return.
-            finite: names of those that must not hold NaN or infinity.
-            copied: is told in the thread up to where pieces are copied, and with the last of them
-                what their numbers are; or why they never will be.
+            at_once: names of tensors copied before this returns.
+            finite: names of tensors that must not hold NaN or infinity.
+            copied: called in the thread with the position reached, at the end with the summary of
+                the numbers too; or with the exception that ended the copy.
         """
         sources = [local_tensor(tensors[part.piece.name]) for part in self._parts]
         views = self._views[slot]
         first = [number for number, part in enumerate(self._parts) if part.piece.name in at_once]
-        with torch.no_grad():
-            for number in first:  # on a GPU before whatever is asked of it next
+        with torch.no_grad():  # copying into a slot must not extend the graph
+            for number in first:  # on a GPU in stream order, so before any later change
                 views[number].copy_(self._parts[number].of(sources[number]), non_blocking=True)
         written = torch.cuda.current_stream().record_event() if self._stream is not None else None
         left = sorted(set(range(len(sources))).difference(first))
-        # Of what `tensors` holds: a DTensor's own part has another counter, which stands still.
+        # Versions of the DTensor, not of its local part, whose counter does not change.
         changing = [tensors[self._parts[number].piece.name] for number in left]
         versions = [_version(tensor) for tensor in changing]
 
@@ -166,7 +162,7 @@ class Staging:
                         "guard the optimizer, or call wait_staged before"
                     )
 
-        def numbers() -> Numbers:
+        def numbers() -> NumberSummary:
             return self._numbers(slot, finite)
 
         self._copied.clear()
@@ -181,36 +177,36 @@ class Staging:
         sources: list[Tensor],
         left: list[int],
         written: Any,
-        copied: Callable[[Position | Exception, Numbers | None], None],
+        copied: Callable[[Position | Exception, NumberSummary | None], None],
         unchanged: Callable[[], None],
-        numbers: Callable[[], Numbers],
+        numbers: Callable[[], NumberSummary],
     ) -> None:
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):
-                if self._stream is not None:
+                if self._stream is not None:  # kernels that write the tensors must be done
                     self._stream.wait_event(written)
                 for (start, stop), end in zip(self._portions, self._ends, strict=True):
                     some = left[bisect_left(left, start) : bisect_left(left, stop)]
-                    if some:  # one call for many: it leaves the interpreter to training
+                    if some:  # one call for many tensors releases the GIL to training
                         torch._foreach_copy_(
                             [views[number] for number in some],
                             [self._parts[number].of(sources[number]) for number in some],
                             non_blocking=True,
                         )
-                    if self._stream is not None:
+                    if self._stream is not None:  # a reported position must be in the slot
                         self._stream.synchronize()
                     if end is not self._ends[-1]:
                         copied(end, None)
-            unchanged()
-            self._copied.set()  # the update goes on; what was copied is looked at in the slot
-            copied(self._ends[-1], numbers())  # what is told now may be committed
+            unchanged()  # before anything is reported that a commit could rely on
+            self._copied.set()  # the update may go on: the numbers are read from the slot
+            copied(self._ends[-1], numbers())  # last: a reported save may be committed
         except Exception as error:
             copied(error, None)
         finally:
-            self._copied.set()
+            self._copied.set()  # after an error, too: the optimizer step must not wait for ever
 
-    def _numbers(self, slot: int, finite: Collection[str]) -> Numbers:
-        """What the numbers are that this rank has copied into a slot."""
+    def _numbers(self, slot: int, finite: Collection[str]) -> NumberSummary:
+        """Returns the summary of the numbers that this rank has copied into a slot."""
         sums = {True: 0, False: 0}
         bad: list[str] = []
         odd: list[str] = []
@@ -221,41 +217,40 @@ class Staging:
             sums[name.startswith(f"{MODEL.stem}/")] += digest
             if not good:
                 (bad if name in finite else odd).append(name)
-        return Numbers() + Numbers(sums[True], sums[False], tuple(bad), tuple(odd))
+        return NumberSummary() + NumberSummary(sums[True], sums[False], tuple(bad), tuple(odd))
 
     def wait(self) -> None:
-        """Until the tensors may change again."""
+        """Wait until the tensors may change."""
         self._copied.wait()
 
     def finish(self) -> None:
-        """Until the last report is made, too."""
+        """Wait until the copying thread has made its last report."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
 
 def _version(tensor: Tensor) -> int:
-    """Counts changes in place, of the tensor and of what shares its memory."""
+    """Returns the count of in-place changes to the tensor and to views of its memory."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 REPORT_BYTES = 64 << 20
-"""Writers hear of the copy's progress about as often as this."""
+"""Progress of the copy is reported about every so many bytes."""
 PORTION_BYTES = 16 << 20
-"""A GPU is told of so many bytes of memory at a time: that keeps its driver busy, and what is
-launched meanwhile waits. Whole pages."""
+"""Bytes pinned by one call, a multiple of the page: pinning occupies the driver, and kernel
+launches wait meanwhile."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Bytes of a piece that are copied by one call.
+    """Bytes of a piece that one call copies.
 
-    A GPU refuses to copy to memory that it was told of in two calls (CUDA_ERROR_INVALID_VALUE). So
-    a piece that lies in one stretch is cut wherever `_pin` cuts; another is gathered in memory of
-    its own, and the GPU does not write to the slot.
-    """
+    A GPU refuses to copy to memory that was pinned in two calls (CUDA_ERROR_INVALID_VALUE). So a
+    contiguous piece is cut wherever `_pin` cuts. Any other piece is gathered in a buffer of its
+    own, and the GPU does not write to the slot."""
 
-    piece: Piece
+    piece: TensorPiece
     start: int
     """First byte in the file."""
     stop: int | None = None
@@ -268,8 +263,8 @@ class _Part:
         return math.prod(self.piece.box.shape) * DTYPE_BYTES[self.piece.stored.meta.dtype]
 
     def of(self, local: Tensor) -> Tensor:
-        """These bytes of this rank's part of the tensor: a view, or a copy of these bytes alone
-        where the tensor does not hold them in the file's order."""
+        """Returns these bytes of this rank's part of the tensor: a view, or a copy of these bytes
+        alone if the tensor is not in the file's order."""
         tensor = box_view(local, self.piece.box)
         if self.stop is None:
             return tensor
@@ -278,7 +273,7 @@ class _Part:
         return as_bytes(_elements(tensor, begin, end))[first - begin * size :][: self.nbytes]
 
     def view(self, files: SlotFiles) -> Tensor:
-        """Where they lie in a slot, as a tensor of the same shape and dtype."""
+        """Returns their place in a slot, as a tensor of the same shape and dtype."""
         meta, begin, box = self.piece.stored.meta, self.piece.stored.begin, self.piece.box
         region = files.maps[self.piece.stored.file]
         if self.stop is not None:
@@ -289,7 +284,7 @@ class _Part:
 
 
 def _elements(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """Elements start to stop of a tensor in row-major order, flat; no other is copied."""
+    """Returns elements `start` to `stop` in row-major order, flat; copies no other element."""
     if tensor.is_contiguous():
         return tensor.view(-1)[start:stop]
     row = tensor.numel() // len(tensor)
@@ -304,8 +299,8 @@ def _elements(tensor: Tensor, start: int, stop: int) -> Tensor:
     return torch.cat(parts)
 
 
-def _bits(files: SlotFiles, piece: Piece) -> NDArray[np.generic]:
-    """A piece where it lies in a slot: unsigned numbers in the shape of its box."""
+def _bits(files: SlotFiles, piece: TensorPiece) -> NDArray[np.generic]:
+    """Returns a piece in a slot as unsigned integers in the shape of its box."""
     meta, box = piece.stored.meta, piece.box
     kind, count = np.dtype(f"u{DTYPE_BYTES[meta.dtype]}"), math.prod(meta.shape)
     region = files.maps[piece.stored.file]
@@ -318,13 +313,13 @@ def _bits(files: SlotFiles, piece: Piece) -> NDArray[np.generic]:
     ]
 
 
-def _begin(piece: Piece) -> int:
-    """Where a piece's first byte lies in its file."""
+def _begin(piece: TensorPiece) -> int:
+    """Returns the offset in its file of a piece's first byte."""
     return piece.stored.begin + next(extents_of(piece.stored.meta, piece.box)).offset
 
 
-def _parts(piece: Piece) -> list[_Part]:
-    """A piece, cut if it lies in one stretch."""
+def _parts(piece: TensorPiece) -> list[_Part]:
+    """Returns a piece as parts, several if it is contiguous and crosses portions."""
     start, whole = _begin(piece), _Part(piece, _begin(piece))
     cuts = _cut(start, start + whole.nbytes)
     strided = len(list(islice(extents_of(piece.stored.meta, piece.box), 2))) > 1
@@ -332,13 +327,14 @@ def _parts(piece: Piece) -> list[_Part]:
 
 
 def _cut(start: int, stop: int) -> list[tuple[int, int]]:
-    """Bytes of a file, cut at multiples of PORTION_BYTES."""
+    """Returns the bytes of a file, cut at multiples of PORTION_BYTES."""
     inner = range((start // PORTION_BYTES + 1) * PORTION_BYTES, stop, PORTION_BYTES)
     return list(pairwise([start, *inner, stop]))
 
 
 def _portions(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Parts in order → (first, stop) of groups of about REPORT_BYTES; at least one group."""
+    """Group parts, by their sizes in bytes, into (first, stop) of about REPORT_BYTES; at least one
+    group."""
     portions, first, held = [], 0, 0
     for number, size in enumerate(sizes):
         held += size
@@ -352,14 +348,14 @@ def _pin(
     files: SlotFiles,
     ranges: Mapping[str, Sequence[tuple[int, int]]],
     pinned: list[int],
-    let_go: threading.Event,
+    stopped: threading.Event,
 ) -> None:
-    """Make the pages known to the GPU, so that it copies to them by itself, until `let_go`. Where
-    those begin that it knows comes into `pinned`."""
+    """Register pages with the GPU, so that its copies are asynchronous, until `stopped` is set.
+    Appends the addresses to `pinned`."""
     for name, spans in ranges.items():
         begin = ctypes.addressof(ctypes.c_char.from_buffer(files.maps[name]))
         for start, stop in (cut for span in spans for cut in _cut(*span)):
-            if let_go.is_set():
+            if stopped.is_set():
                 return
             length = min(stop, len(files.maps[name])) - start
             if error := register(begin + start, length):
@@ -369,8 +365,8 @@ def _pin(
 
 
 def register(address: int, nbytes: int) -> int:
-    """Pin memory (cudaHostRegister), and leave the driver to others for as long as that took: one
-    call after the other would have launches wait for dozens of them. Returns CUDA's error, or 0."""
+    """Pin memory (cudaHostRegister), then sleep as long as that took: back-to-back calls would
+    delay kernel launches by dozens of them. Returns CUDA's error, or 0."""
     began = time.monotonic()
     result = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
     time.sleep(time.monotonic() - began)

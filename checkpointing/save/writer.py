@@ -1,9 +1,9 @@
-"""The writer process of a node: takes what its ranks have put into a slot and writes it, block by
-block, where the coordinator says. Runs as `python -m checkpointing.save.writer`, a child of the
-node's first rank, and ends with it. Imports no torch.
+"""The writer process of a node: writes blocks that its ranks have copied into a slot, as granted by
+the coordinator. Runs as `python -m checkpointing.save.writer`, a child of the node's first rank,
+and ends with it. Imports no torch.
 
-One thread holds all state; connections and slow work have threads of their own that only put work
-into its loop. On rank 0's node the coordinator lives in the same thread.
+One thread holds all state. Connections and slow work have threads of their own, which only submit
+functions to its loop. On rank 0's node the coordinator runs in the same thread.
 """
 
 import ctypes
@@ -22,15 +22,15 @@ from multiprocessing.connection import Listener  # noqa: TID251  # read by a Cha
 from typing import TypeVar, assert_never
 
 from checkpointing.errors import StorageError, explain
-from checkpointing.format.sections import Numbers
+from checkpointing.format.sections import NumberSummary
 from checkpointing.save import messages as msg
 from checkpointing.save.blocks import StoppedError, write_blocks
 from checkpointing.save.channel import Channel, call
 from checkpointing.save.coordinator import Coordinator
 from checkpointing.save.messages import Manifest
-from checkpointing.save.node_memory import Filling, Made, NodeMemory
+from checkpointing.save.node_memory import NewSlots, NodeMemory, SlotFilling
 from checkpointing.save.peers import Puller, serve_pulls
-from checkpointing.save.serving import Door, Loop, give_way, send
+from checkpointing.save.serving import ConnectionAcceptor, EventLoop, give_way, send
 from checkpointing.storage.place import location
 from checkpointing.storage.steps import storage_of
 from checkpointing.wire import unpack
@@ -41,56 +41,59 @@ T = TypeVar("T")
 
 RECONNECT_SECONDS = 0.25
 CALL_SECONDS = 3.0
-"""How long the coordinator may take to answer who connects: its machine may be gone, which says
-nothing."""
+"""Longest that connecting to the coordinator may take: a machine that is gone never answers."""
 ALONE_SECONDS = 1.5
-"""How long requests wait for a coordinator that is lost. Rank 0 brings it back when it asks for the
-same save; but it may have had its answer before a writer of this node was lost, too, and then waits
-for the ranks of this node before it asks for the next."""
+"""How long requests wait for a lost coordinator. Rank 0 restarts it when it requests the same save.
+But if rank 0 had its answer before a writer of this node was lost, it waits for this node's ranks
+before its next request."""
 _scratch = threading.local()
-"""A thread's own connections to other nodes."""
+"""Each thread's connections to other nodes."""
 GIVEN_UP = "it was given up here when the writer process of rank 0's node was lost"
 
 
 class Writer:
-    """The node's part of the protocol; see coordinator.py [Note: a save]."""
+    """The writer process of a node: its state and its handlers, see coordinator.py [Note: a
+    save]."""
 
-    def __init__(self, setup: msg.Setup) -> None:
+    def __init__(self, setup: msg.WriterSetup) -> None:
         self.setup, self.node, self.ranks = setup, setup.node, setup.nodes[setup.node]
         directory = location(setup.directory)
-        storage_of(directory)  # from now on steps of this kind of storage can be unpacked
-        self.loop = Loop()
-        self.call_at, self.door = self.loop.call_at, Door(setup.node, setup.secret, self._serve)
+        storage_of(directory)  # registers this storage's steps with wire.py, to be unpacked
+        self.loop = EventLoop()
+        self.call_at, self.acceptor = (
+            self.loop.call_at,
+            ConnectionAcceptor(setup.node, setup.secret, self._serve),
+        )
         self.memory = NodeMemory(setup, str(directory), self.loop)
-        self._threads = ThreadPoolExecutor(64, "writer", give_way)
+        self._threads = ThreadPoolExecutor(64, "writer", give_way)  # the coordinator limits grants
         self._connected: dict[int, Channel] = {}
-        """Ranks of this node."""
+        """Channels to the ranks of this node."""
         self._lost: set[int] = set()
-        """Ranks that were connected, and are not any more."""
+        """Ranks that have disconnected."""
         self._peers: dict[int, Channel] = {}
-        """Connections of the coordinator to the other nodes."""
+        """The coordinator's channels to the other nodes."""
         self._addresses: Sequence[msg.Address] = ()
-        """Where the writers of all nodes listen."""
-        self._current: Filling | None = None
-        """The save that this node takes part in."""
+        """Addresses of the writers of all nodes."""
+        self._current: SlotFilling | None = None
+        """The running save."""
         self._waiting: set[int] = set()
-        """Ranks that wait for the slots."""
+        """Ranks that wait for slots."""
         self._no_slots: dict[int, str] = {}
-        """Why slots were refused, by rank of this node that is yet to ask for them."""
+        """Why slots were refused, by rank that has not requested them yet."""
         self._writing = 0
-        """Units that are being written."""
+        """Grants being written."""
         self._requests: dict[msg.Key, msg.Begin] = {}
         """Requests to save that the coordinator has not answered."""
         self._answered = 0
-        """Number of the last one that it has answered."""
+        """Number of the last answered request."""
         self._alone_since: float | None = None
-        """When the coordinator was first missed, while it is."""
+        """When the coordinator was lost; None while it is connected."""
         self._newest_request: dict[int, int] = {}
-        """Number of the last save that each rank has asked for."""
+        """Number of each rank's last request."""
         self._undelivered: dict[int, list[msg.RankAnswer | msg.Ended]] = {}
-        """What ranks are going to be told once they ask."""
+        """Messages for ranks that have not made the request yet."""
         self._closing: dict[int, bool] = {}
-        """Ranks that want to close, and whether to keep the slots."""
+        """Ranks that sent Close, and whether to keep the slots."""
         self._uplink: Channel | None = None
         self.coordinator: Coordinator | None = None
         if self.node == 0:
@@ -101,33 +104,32 @@ class Writer:
     # --- what the coordinator needs (Host) -------------------------------------------------------
 
     def send(self, node: int, message: msg.ToNode) -> None:
-        """See coordinator.Host."""
+        """Implements coordinator.CoordinatorHost."""
         if node == self.node:
             self.loop.put(lambda: self.on_coordinator(message))
         elif node in self._peers:
             send(self._peers[node], message)
 
     def later(self, work: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
-        """See coordinator.Host."""
+        """Implements coordinator.CoordinatorHost."""
         self.loop.later(work, done)
 
     def drop(self, node: int) -> None:
-        """See coordinator.Host."""
+        """Implements coordinator.CoordinatorHost."""
         if node == self.node:
-            self.loop.put(self._end)  # once all have been told
+            self.loop.put(self._end)  # after the messages that are queued
         elif node in self._peers:
-            self.send(node, msg.End())
+            self.send(node, msg.EndWriter())
             self._peers[node].shut()
 
     def _end(self) -> None:
-        """Go, whatever other threads are in: its ranks start it again."""
+        """Exit at once, whatever other threads do; the ranks restart this process."""
         logger.warning("the checkpoint writer process of node %d gives up what hangs", self.node)
         os._exit(1)
 
     # --- connections -----------------------------------------------------------------------------
 
     def _serve(self, caller: msg.Caller, channel: Channel) -> None:
-        """Pass on what one connection says."""
         if caller.kind == "pull":
             serve_pulls(channel, self.memory.slot_of, self.setup.run)
         elif caller.kind == "rank":
@@ -152,7 +154,6 @@ class Writer:
             self.loop.put(lambda: lost(number, channel))
 
     def _puller(self) -> Puller:
-        """This thread's."""
         if not hasattr(_scratch, "puller"):
             _scratch.puller = Puller(self._addresses, self.setup.secret)
         puller: Puller = _scratch.puller
@@ -177,7 +178,7 @@ class Writer:
             self.coordinator.on_lost(node)
 
     def _join(self) -> None:
-        """Connect to the coordinator, again and again; runs in a thread."""
+        """Connect to the coordinator, again after each loss. Runs in a thread."""
         while True:
             try:
                 uplink = call(self._addresses[0], self.setup.secret, CALL_SECONDS)
@@ -186,13 +187,13 @@ class Writer:
                 while True:
                     message: msg.ToNode = uplink.recv()
                     self.loop.put(partial(self.on_coordinator, message))
-            except Exception as error:  # also if another process has taken its port
+            except Exception as error:  # of any kind: another program may have its port
                 logger.debug("not connected to rank 0's node: %s", explain(error))
                 self.loop.put(self.lost_coordinator)
                 time.sleep(RECONNECT_SECONDS)
 
     def joined(self, uplink: Channel) -> None:
-        """The coordinator is reached by this connection."""
+        """Handle a new connection to the coordinator: repeat what it must know."""
         self._uplink, self._alone_since = uplink, None
         self._hello()
         for begin in self._requests.values():
@@ -203,7 +204,7 @@ class Writer:
             self._to_coordinator(msg.Hello(self.memory.plan.digest, len(self.memory.slots.paths)))
 
     def lost_coordinator(self) -> None:
-        """The coordinator is not reached any more."""
+        """Handle the loss of the coordinator, or a failed attempt to connect to it."""
         self._uplink, now = None, time.monotonic()
         self._alone_since = self._alone_since or now
         reason = "the writer process of rank 0's node is gone"
@@ -214,11 +215,10 @@ class Writer:
             step = self._current.key[0]
             outcome = msg.SaveOutcome(step, None, f"saving step {step} failed: {reason}", 0)
             self.on_coordinator(msg.Ended(self._current.key, outcome))
-        if self._closing:  # nobody starts it again if its ranks close too
+        if self._closing:  # no rank restarts it while all close
             self._maybe_close()
 
     def on_coordinator(self, message: msg.ToNode) -> None:
-        """Handle what the coordinator says."""
         match message:
             case msg.Go() | msg.Skip() | msg.Refused():
                 self._on_answer(message)
@@ -232,16 +232,16 @@ class Writer:
                     message, self._puller, lambda: self._to_coordinator(msg.Copied(source, key))
                 )
             case msg.Ended(key, outcome):
-                if self._current and self._current.key == key:  # else it was told before
+                if self._current and self._current.key == key:  # else handled before
                     self._current.stopped = True
                     self._current = None
                     if outcome.path:
                         self.memory.confirm(key[0])
                     self.memory.give_back(self._lost)
-                    self._tell(message)
-            case msg.Closed():
+                    self._send_to_ranks(message)
+            case msg.AllClosed():
                 self._on_closed()
-            case msg.End():
+            case msg.EndWriter():
                 if self._writing:
                     self._end()
             case _:
@@ -249,32 +249,32 @@ class Writer:
 
     def _on_answer(self, answer: msg.Answer) -> None:
         key = answer.key
-        if key[1] <= self._answered:  # both asked and told
+        if key[1] <= self._answered:  # a repeated answer
             if isinstance(answer, msg.Go) and (self._current is None or self._current.key != key):
-                # By a coordinator that was started again; the one before had let this node begin
-                # too, and its end has ended that here.
-                self._to_coordinator(msg.Failed(key, msg.Failure(GIVEN_UP)))
+                # From a restarted coordinator. The one before had answered Go as well, and its
+                # loss has ended the save on this node.
+                self._to_coordinator(msg.Failed(key, msg.NodeFailure(GIVEN_UP)))
             return
-        self._answered = key[1]
+        self._answered = key[1]  # an answer that arrives again, after a reconnect, is ignored
         self._requests.pop(key, None)
-        self._tell(self._begin(answer) if isinstance(answer, msg.Go) else answer)
+        self._send_to_ranks(self._begin(answer) if isinstance(answer, msg.Go) else answer)
 
-    def _begin(self, go: msg.Go) -> msg.Stage | msg.Skip:
-        """Take part in a save; returns what to tell the ranks."""
+    def _begin(self, go: msg.Go) -> msg.StageInto | msg.Skip:
+        """Take part in a save; returns the answer for the ranks."""
         self._current = self.memory.fill(go)
-        for rank in self._lost:
-            self._miss(rank)
-        self.call_at(time.monotonic() + msg.ANSWER_SECONDS, lambda: self._miss_absent(go.key))
+        for rank in self._lost:  # they cannot copy: fail now, not at the deadline
+            self._fail_without(rank)
+        self.call_at(time.monotonic() + msg.ANSWER_SECONDS, lambda: self._fail_if_absent(go.key))
         try:
             self.memory.make_room()
         except StorageError as error:
-            self._to_coordinator(msg.Failed(go.key, msg.Failure(str(error))))
+            self._to_coordinator(msg.Failed(go.key, msg.NodeFailure(str(error))))
             return msg.Skip(go.key, str(error))
-        return msg.Stage(go.key, go.slot)
+        return msg.StageInto(go.key, go.slot)
 
-    def _tell(self, message: msg.RankAnswer | msg.Ended) -> None:
-        """Tell the ranks about a save; one that has not asked for it yet hears of it when it does,
-        as it may be busy with other messages, or not even be connected."""
+    def _send_to_ranks(self, message: msg.RankAnswer | msg.Ended) -> None:
+        """Send a message about a save to the ranks. A rank that has not requested the save yet gets
+        it upon its request: it may be busy with other messages, or not connected."""
         for rank in self.ranks:
             if self._newest_request.get(rank, 0) < message.key[1]:
                 self._undelivered.setdefault(rank, []).append(message)
@@ -307,7 +307,7 @@ class Writer:
             except StoppedError:
                 return msg.Stopped(key, blocks)
             except Exception as error:
-                return msg.Failed(key, msg.Failure.of(error), blocks)
+                return msg.Failed(key, msg.NodeFailure.of(error), blocks)
             return msg.Written(
                 key, blocks, checksums, span | {"stop": time.time(), "bytes": nbytes}
             )
@@ -321,7 +321,6 @@ class Writer:
     # --- ranks -----------------------------------------------------------------------------------
 
     def on_rank(self, rank: int, message: msg.FromRank) -> None:
-        """Handle what a rank of this node says."""
         self._lost.discard(rank)
         match message:
             case msg.Addresses(addresses):
@@ -339,7 +338,7 @@ class Writer:
             case msg.Staged():
                 self._on_staged(rank, message)
             case msg.CopyFailed(key, why):
-                failure = msg.Failure(f"rank {rank} could not copy its tensors: {why}")
+                failure = msg.NodeFailure(f"rank {rank} could not copy its tensors: {why}")
                 self._to_coordinator(msg.Failed(key, failure))
             case msg.Close(keep_memory):
                 self._closing[rank] = keep_memory
@@ -349,38 +348,38 @@ class Writer:
 
     def _on_want_slots(self, rank: int, want: msg.WantSlots) -> None:
         if want.plan is not None:
-            self._no_slots.clear()  # that was another attempt
-        elif rank in self._no_slots:  # the others were refused before it asked
+            self._no_slots.clear()  # of an earlier request
+        elif rank in self._no_slots:  # refused to the others before this rank requested
             send(self._connected[rank], msg.NoSlots(self._no_slots.pop(rank)))
             return
         self._waiting.add(rank)
         plan, digest = want.plan, want.digest
         if self.memory.plan and self.memory.plan.digest == digest and self.memory.slots:
-            self._give_slots(msg.SlotsMade(digest, self.memory.slots))
+            self._send_slots(msg.SlotsMade(digest, self.memory.slots))
         elif plan is not None:
-            self.memory.make(digest, plan, lambda made: self._made(want, made))
+            self.memory.make(digest, plan, lambda result: self._on_slots(want, result))
 
-    def _made(self, want: msg.WantSlots, made: Made | Exception) -> None:
-        if isinstance(made, Exception):
-            self.memory.take(None)
-            self._no_slots = dict.fromkeys(set(self.ranks) - self._waiting, explain(made))
-            self._give_slots(msg.NoSlots(explain(made)))
+    def _on_slots(self, want: msg.WantSlots, result: NewSlots | Exception) -> None:
+        if isinstance(result, Exception):
+            self.memory.use(None)
+            self._no_slots = dict.fromkeys(set(self.ranks) - self._waiting, explain(result))
+            self._send_slots(msg.NoSlots(explain(result)))
             return
-        self.memory.take(made)
-        part, _, slots = made
+        self.memory.use(result)
+        part, _, slots = result
         if self.coordinator and want.plan:
             self.coordinator.set_plan(want.digest, want.plan.files, want.plan.indexes, part.owners)
         self._hello()
-        self._give_slots(msg.SlotsMade(want.digest, slots))
+        self._send_slots(msg.SlotsMade(want.digest, slots))
         self.memory.touch()
 
-    def _give_slots(self, message: msg.SlotsMade | msg.NoSlots) -> None:
+    def _send_slots(self, message: msg.SlotsMade | msg.NoSlots) -> None:
         for rank in self._waiting:
             send(self._connected[rank], message)
         self._waiting.clear()
 
     def _on_begin(self, rank: int, begin: msg.Begin) -> None:
-        """The request of the node's first rank stands for all of them."""
+        """Handle a rank's request; that of the node's first rank goes to the coordinator."""
         key = begin.key
         self._newest_request[rank] = key[1]
         if key[1] <= self.setup.voided:
@@ -390,14 +389,14 @@ class Writer:
             if message.key == key:
                 send(self._connected[rank], message)
         if self._current and self._current.key[1] < key[1]:
-            self._miss(rank)
+            self._fail_without(rank)
         if rank == self.ranks[0] and key[1] > self._answered:
             self._requests[key] = begin
             self._to_coordinator(begin)
 
     def _take_undelivered(self, rank: int, key: msg.Key) -> list[msg.RankAnswer | msg.Ended]:
-        """What a rank was going to be told up to a save; the first rank, whose save may have been
-        refused at once, may be ahead of it by some more."""
+        """Remove and return the messages held for a rank up to a save. The first rank may be
+        several saves ahead, if those were refused at once."""
         messages = self._undelivered.pop(rank, [])
         self._undelivered[rank] = [message for message in messages if message.key[1] > key[1]]
         return [message for message in messages if message.key[1] <= key[1]]
@@ -411,16 +410,17 @@ class Writer:
             filling.numbers[rank] = message.numbers
         if len(filling.staged) < len(self.ranks):
             return
+        # The slowest rank decides: blocks may hold pieces of every rank.
         all_ranks, numbers = min(filling.staged.values()), None
         if all_ranks == self.memory.end:
-            numbers = sum(filling.numbers.values(), Numbers())
-            if not numbers.bad:  # else no restart is to begin from it
+            numbers = sum(filling.numbers.values(), NumberSummary())
+            if not numbers.bad:  # no restart may load NaN
                 self.memory.remember(filling, lambda manifest: self._remembered(filling, manifest))
             if not self._current:
                 self.memory.give_back(self._lost)
         self._to_coordinator(msg.Staged(message.key, all_ranks, numbers))
 
-    def _remembered(self, filling: Filling, manifest: Manifest | None) -> None:
+    def _remembered(self, filling: SlotFilling, manifest: Manifest | None) -> None:
         if self.memory.filling(filling.key) is filling:
             if manifest and self.setup.options.peer_copy and len(self.setup.nodes) > 1:
                 self._to_coordinator(msg.ForNext(filling.key, filling.slot, manifest))
@@ -430,7 +430,7 @@ class Writer:
             self._maybe_close()
 
     def _maybe_close(self) -> None:
-        # Slots of a save that failed are remembered, too, before this ends.
+        # Checksums of complete slots come first, even of a failed save: a restart may use them.
         if set(self._closing) >= set(self._connected) and not self.memory.remembering:
             if self.coordinator or self._uplink:
                 self._to_coordinator(msg.Closing())
@@ -442,7 +442,7 @@ class Writer:
             self.memory.forget()
         for rank, connection in self._connected.items():
             if rank in self._closing:
-                send(connection, msg.Closed())
+                send(connection, msg.AllClosed())
         self._closing.clear()
 
     def _lost_rank(self, rank: int, connection: Channel) -> None:
@@ -451,64 +451,62 @@ class Writer:
         del self._connected[rank]
         self._lost.add(rank)
         self._waiting.discard(rank)
-        self._miss(rank)
+        self._fail_without(rank)
         if not self._connected:
-            os._exit(0)
+            os._exit(0)  # no rank is left to write for; slots stay for a restart
         if self._closing:
             self._maybe_close()
 
-    def _miss_absent(self, key: msg.Key) -> None:
-        """A rank that did not find a writer that was started again for another rank has given its
-        save up: it is not connected, and is never lost."""
+    def _fail_if_absent(self, key: msg.Key) -> None:
+        """Fail the save if ranks are not connected. A rank that could not reach a restarted writer
+        has abandoned its save; it never disconnects, so `_lost_rank` is not called."""
         if self._current and self._current.key == key:
             for rank in set(self.ranks) - set(self._connected):
-                self._miss(rank)
+                self._fail_without(rank)
 
-    def _miss(self, rank: int) -> None:
-        """A save that waits for the tensors of a rank that is lost, or has gone on without it, does
-        so in vain."""
+    def _fail_without(self, rank: int) -> None:
+        """Fail the save if it still needs tensors of the lost `rank`."""
         current = self._current
         if current and self.memory.plan and current.staged.get(rank) != self.memory.end:
-            failure = msg.Failure(f"rank {rank} was lost before its tensors were copied")
+            failure = msg.NodeFailure(f"rank {rank} was lost before its tensors were copied")
             self._to_coordinator(msg.Failed(current.key, failure))
 
 
 def die_with(parent: int) -> None:
-    """Have the system kill this process when its parent dies, however that happens. To Linux the
-    parent is a thread: whoever starts a writer does so in one that lives as long as the run."""
+    """Have the kernel kill this process when its parent dies, for any reason. For Linux the parent
+    is a thread: start writers in one that lives as long as the run."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
 
 
-def serve(setup: msg.Setup, ready: Callable[[msg.Address], None]) -> None:
-    """Be the writer process of a node; does not return.
+def serve(setup: msg.WriterSetup, ready: Callable[[msg.Address], None]) -> None:
+    """Run the writer process of a node; does not return.
 
     Args:
-        setup: what to be.
-        ready: is told where other nodes reach this one, once everybody can connect.
+        ready: called with the address for other nodes once the process accepts connections.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # whoever started us decides
+        signal.signal(number, signal.SIG_IGN)  # the rank that started this process decides
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections to every other node
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # for connections to every node
     writer = Writer(setup)
-    writer.door.listen(Listener(setup.address, "AF_UNIX", backlog=64))
+    writer.acceptor.listen(Listener(setup.address, "AF_UNIX", backlog=64))
     here = ("", 0)
     if len(setup.nodes) > 1:
         listener = Listener((setup.host, setup.port), backlog=1024)
-        writer.door.listen(listener)
+        writer.acceptor.listen(listener)
         here = setup.host, listener.address[1]
     ready(here)
     writer.loop.run()
 
 
 def main() -> None:
-    """`python -m checkpointing.save.writer`: Setup on standard input, port on standard output."""
+    """Read a Setup from standard input, write the port to standard output, and serve."""
     size = int.from_bytes(sys.stdin.buffer.read(msg.SIZE_BYTES), "little")
-    if not size:  # nothing is to be saved, or whoever started us is dead
+    if not size:  # no save is planned, or the rank is dead
         return
-    setup: msg.Setup = unpack(sys.stdin.buffer.read(size))
+    setup: msg.WriterSetup = unpack(sys.stdin.buffer.read(size))
     die_with(setup.parent)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     threading.current_thread().name = socket.gethostname()

@@ -1,1 +1,1 @@
-"""Where steps lie: local and shared filesystems, object stores; which there are, which stay."""
+"""Storage of steps: local and shared filesystems, object stores; reading, retention."""

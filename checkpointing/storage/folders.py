@@ -1,13 +1,12 @@
-"""Folders in shared memory that outlive the processes that fill them: whose they are, and who uses
-them.
+"""Folders in shared memory that outlive the processes that fill them.
 
-[Note: whose] Anybody may make a folder in /dev/shm, under any name. One is ours if it belongs to
-this user and is closed to all others (0700): what is in it was put there by processes of this user.
-Whoever uses it holds a lock on it (flock), which the kernel drops with the process, whatever
-container that was in: no name, process id or host has to be asked for.
+[Note: private folders] Any user may create a folder in /dev/shm, under any name. A folder is used
+only if it belongs to this user and is closed to all others (0700): then only this user's processes
+can have filled it. A process that uses it holds a lock on it (flock). The kernel drops the lock
+with the process, in whatever container that ran, so no process id or host is compared.
 
-    perdure-<run>-<pid>-<random>   in use while it is locked, else left behind by the dead
-    perdure-new-<random>           being made
+    perdure-<run>-<pid>-<random>   in use while it is locked, else left by a dead process
+    perdure-new-<random>           being created
     perdure-gone-<random>          being deleted
 """
 
@@ -30,41 +29,41 @@ logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 FORGET_SECONDS = 3600
-"""A dead run's memory is kept so long for its restart; on the same run directory, a new start takes
+"""How long a dead run's memory is kept for its restart. A new start in the same run directory takes
 it over at once."""
 _NEW, _GONE = "perdure-new-", "perdure-gone-"
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder that this process holds."""
+    """A folder in shared memory that this process has locked."""
 
     path: Path
     lock: int
-    """Descriptor by which it does."""
+    """Locked file descriptor."""
 
     def close(self) -> None:
-        """Let go of it; what is in it stays."""
+        """Unlock it; its contents stay."""
         os.close(self.lock)
 
 
 def run_id(directory: str) -> str:
-    """What the memory of a run is found by: stands for its checkpoint directory, however that is
-    spelt (a URL: as it is)."""
+    """Returns the identifier in the names of a run's folders: a digest of its checkpoint directory,
+    with links resolved (a URL is taken as it is)."""
     place = directory if "://" in directory else os.path.realpath(directory)
     return hashlib.sha256(place.encode()).hexdigest()[:12]
 
 
 def make(directory: str) -> Folder:
-    """A new folder for the run with this checkpoint directory.
+    """Create a folder for the run with this checkpoint directory.
 
     Raises:
-        OSError: there is no memory, or not for us.
+        OSError: shared memory is full, missing or not writable.
     """
     mode = stat.S_IMODE(SHARED_MEMORY.stat().st_mode)
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         try:
-            SHARED_MEMORY.chmod(mode | stat.S_ISVTX)  # Kubernetes makes an emptyDir without
+            SHARED_MEMORY.chmod(mode | stat.S_ISVTX)  # an emptyDir of Kubernetes lacks it
         except OSError as error:
             why = f"anybody may rename what is in it; chmod +t {SHARED_MEMORY} as its owner"
             raise PermissionError(errno.EPERM, why, str(SHARED_MEMORY)) from error
@@ -77,22 +76,24 @@ def make(directory: str) -> Folder:
 
 
 def take_over(folder: Folder, directory: str) -> Folder:
-    """Give a folder that is held the name of this run and process."""
+    """Rename a locked folder to this run and process."""
     path = SHARED_MEMORY / f"perdure-{run_id(directory)}-{os.getpid()}-{secrets.token_hex(4)}"
     os.rename(folder.path, path)
     return Folder(path, folder.lock)
 
 
 def hold(path: Path, *, to_read: bool = False) -> Folder | None:
-    """Hold a folder of ours that nobody uses, several at once to read; None if there is none."""
+    """Lock a private folder that no process uses, or, `to_read`, share its lock with other readers;
+    returns None if that is not possible."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
+        # LOCK_NB: a living process holds it for as long as it runs.
         fcntl.flock(descriptor, (fcntl.LOCK_SH if to_read else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         status = os.fstat(descriptor)
-        # Between open and flock somebody else may have taken it over under another name.
+        # Between open and flock another process may have renamed it.
         if is_private(status) and os.path.samestat(status, os.lstat(path)):
             return Folder(path, descriptor)
     except OSError:
@@ -102,13 +103,13 @@ def hold(path: Path, *, to_read: bool = False) -> Folder | None:
 
 
 def is_private(status: os.stat_result) -> bool:
-    """Whether a file or folder belongs to this user, and to nobody else."""
+    """Whether a file or folder belongs to this user and is closed to all others."""
     return status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 def of_run(directory: str) -> Iterator[Path]:
-    """The folders of a run that are ours, on this machine. Others of its name are named once, and
-    neither read nor deleted."""
+    """Yields the private folders of a run on this machine. Any other of such a name is logged once,
+    and neither read nor deleted."""
     for path in sorted(SHARED_MEMORY.glob(f"perdure-{run_id(directory)}-*")):
         try:
             status = os.lstat(path)
@@ -131,7 +132,7 @@ def _name_stranger(path: Path, user: int) -> None:
 
 
 def living_folders(directory: str) -> list[Path]:
-    """Memory on this machine that living processes of a run hold."""
+    """Returns a run's folders that living processes hold."""
     return [path for path in of_run(directory) if _is_used(path)]
 
 
@@ -143,7 +144,7 @@ def _is_used(path: Path) -> bool:
 
 
 def forget(folder: Folder) -> None:
-    """Give a node's memory back. Its name goes first: who takes it over gets all of it or none."""
+    """Delete a locked folder. It is renamed first, so another process gets all of it or none."""
     gone = SHARED_MEMORY / f"{_GONE}{secrets.token_hex(4)}"
     with suppress(OSError):
         os.rename(folder.path, gone)
@@ -152,11 +153,11 @@ def forget(folder: Folder) -> None:
 
 
 def collect_memory(directory: str) -> None:
-    """Delete memory of dead processes: of this run, all that nobody took over; of other runs of
-    this user, what was not used for FORGET_SECONDS."""
+    """Delete the folders of dead processes: of this run all that no process took over, of this
+    user's other runs those unused for FORGET_SECONDS."""
     ours = (f"perdure-{run_id(directory)}-", _GONE)
     for path in SHARED_MEMORY.glob("perdure-*"):
-        with suppress(OSError):  # somebody else was faster, or it is another user's
+        with suppress(OSError):  # another process was faster, or it is another user's
             idle = time.time() - max(entry.lstat().st_mtime for entry in (path, *path.iterdir()))
             if not path.name.startswith(ours) and idle <= FORGET_SECONDS:
                 continue

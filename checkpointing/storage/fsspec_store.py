@@ -1,8 +1,8 @@
 """Stores other than S3 through fsspec: gs:// by gcsfs, abfs:// by adlfs, memory://, …
 
-Credentials and settings are those of fsspec's configuration and of the implementation. What differs
-from S3: a tensor file is sent block by block from one thread, and an upload that was begun cannot
-be given up from outside, so that no run is protected from a writer that was thought dead.
+Credentials and settings come from fsspec's configuration and from the implementation. Unlike with
+S3, one thread sends a tensor file block by block, and no other process can abort its upload. So a
+run is not protected from a writer that was wrongly thought dead.
 """
 
 import logging
@@ -26,17 +26,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONNECTIONS = 16
-"""Requests of one process at a time."""
+"""Concurrent requests of one process."""
 ATTEMPTS = 6
-"""Besides those that the implementation itself makes."""
+"""Attempts at a request, besides those of the implementation itself."""
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
-"""What implementations call the time of an object."""
+"""Keys under which implementations give an object's time."""
 
 
 class FsspecStore:
-    """See `checkpointing.storage.interface.Store`."""
+    """A client of any store that fsspec supports; implements ObjectStore."""
 
     def __init__(self, protocol: str) -> None:
+        # Other processes write: a cached listing would hide their steps.
         self._files = fsspec.filesystem(protocol, use_listings_cache=False)
         self.pool = ThreadPoolExecutor(CONNECTIONS, protocol)
 
@@ -84,7 +85,7 @@ class FsspecStore:
         try:
             self._retrying(path, lambda: self._files.pipe_file(_name(path), data, mode="create"))
         except FileExistsError:
-            # Perhaps written by an attempt of ours whose answer was lost.
+            # An earlier attempt may have written it, with its answer lost.
             if self.read(path) != data:
                 raise
 
@@ -97,7 +98,7 @@ class FsspecStore:
         list(self.pool.map(remove, paths))
 
     def begin_uploads(self, sizes: Sequence[tuple[ObjectPath, int]]) -> list[str]:
-        """See Store. Nothing: an upload begins with its first block."""
+        """Returns empty tokens: an upload begins with its first block."""
         return ["" for _ in sizes]
 
     def open_upload(self, path: ObjectPath, token: str, size: int) -> "StreamWriter":
@@ -107,11 +108,11 @@ class FsspecStore:
         return StreamWriter(file, path)
 
     def uploads(self, path: ObjectPath) -> list[Upload]:
-        """See Store. None that fsspec tells of; stores drop them after some days."""
+        """Returns nothing: fsspec lists none, and stores drop them after some days."""
         return []
 
     def abort_uploads(self, uploads: Sequence[tuple[ObjectPath, str]]) -> None:
-        """See Store. Nothing: writers give up their own."""
+        """Does nothing: only the writer itself can abort an upload."""
 
     def _retrying(self, path: ObjectPath, work: Callable[[], T]) -> T:
         again = tenacity.Retrying(
@@ -125,7 +126,7 @@ class FsspecStore:
             return again(work)
         except (FileNotFoundError, FileExistsError):
             raise
-        except Exception as error:  # implementations have exceptions of their own
+        except Exception as error:  # implementations define their own exceptions
             raise StorageError(
                 f"{path}: {explain(error)}; check the credentials and settings of "
                 f"{type(self._files).__name__}"
@@ -133,7 +134,7 @@ class FsspecStore:
 
 
 class StreamWriter:
-    """A file written from its start to its end. See `interface.FileWriter`."""
+    """Writes an object from start to end; implements FileWriter."""
 
     def __init__(self, file: Any, path: ObjectPath) -> None:
         self._file, self._path, self._done = file, path, False
@@ -148,7 +149,7 @@ class StreamWriter:
     def write(self, data: memoryview, offset: int) -> None:
         if self._file.tell() != offset:
             raise ValueError(f"{self._path}: blocks must come in order")
-        self._file.write(bytes(data))
+        self._file.write(bytes(data))  # a copy: the caller reuses the block's buffer
 
     def finish(self) -> None:
         self._file.close()

@@ -13,7 +13,7 @@ from checkpointing.storage.place import ObjectPath, P, Place
 
 
 class Stat(Protocol):
-    """What is known of a file, named as in os.stat_result."""
+    """Size and time of a file, named as in os.stat_result."""
 
     @property
     def st_size(self) -> int:
@@ -32,102 +32,99 @@ class StoredFile(Protocol):
         """Bytes."""
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill `buffers` in turn from `offset` on; returns how many bytes the file had."""
+        """Fill `buffers` in turn from `offset` on; returns the bytes read, fewer at the end of the
+        file."""
 
 
 class FileWriter(Protocol):
-    """One tensor file, or a part of it, being written by one thread. A context manager: leaving it
-    without `finish` gives the file up."""
+    """A tensor file, or a part of it, being written by one thread. A context manager: leaving it
+    without `finish` discards the file."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None: ...
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write one block, which is free again on return: `data` begins at a page boundary in
-        memory and is BLOCK_BYTES long, or shorter at the end of the file; `offset` is a multiple of
-        BLOCK_BYTES. Blocks come in order."""
+        """Write one block, whose buffer is free again on return. `data` is page-aligned and
+        BLOCK_BYTES long, or shorter at the end of the file. `offset` is a multiple of BLOCK_BYTES.
+        Blocks come in order."""
 
     def finish(self) -> None:
-        """Everything written is durable when this returns."""
+        """Return once all written bytes are durable."""
 
 
 class NewStep(Protocol):
-    """A step that is being written. Made and begun by the coordinator, then sent (wire.py) to the
-    writers of all nodes, who write tensor files through it; at the end the coordinator commits or
-    aborts it. Nothing that readers accept exists before `commit` returns."""
+    """A step that is being written. The coordinator creates it and calls `begin`; then it is sent
+    (wire.py) to the writers of all nodes, who write tensor files through it; at last the
+    coordinator commits or aborts it. Readers accept nothing of it before `commit` returns."""
 
     @property
     def final(self) -> Place:
-        """What the checkpoint is called once it is committed."""
+        """Path of the checkpoint once it is committed."""
 
     @property
     def in_parts(self) -> bool:
-        """Whether several writers of a node may write to one file at the same time."""
+        """Whether several writers of a node may write to one file at a time."""
 
     def begin(self, files: Sequence[TensorFile]) -> None:
-        """Prepare for the tensor files. In the coordinator."""
+        """Prepare the tensor files. Called by the coordinator."""
 
     def writer(self, file: str, size: int) -> FileWriter:
-        """Open a tensor file of `size` bytes for writing. On any node, after `begin`."""
+        """Open a tensor file of `size` bytes for writing. Called on any node, after `begin`."""
 
     def commit(
         self, files: Sequence[TensorFile], small: Mapping[str, bytes], record: bytes
     ) -> None:
-        """Make it a checkpoint, after all writers have finished. In the coordinator.
+        """Make it a checkpoint, once all writers have finished. Called by the coordinator.
 
         Args:
             files: the tensor files, whose sizes are checked.
-            small: all other files by name, except for the commit record.
+            small: all other files but the commit record, by name.
             record: contents of the commit record, written last.
         """
 
     def abort(self) -> None:
-        """Remove what was written, as far as that is possible. In the coordinator."""
+        """Remove what was written, as far as possible. Called by the coordinator."""
 
 
 class Storage(Protocol[P]):
-    """One kind of storage. Methods raise OSError or StorageError, as the kind has it; and
-    FileNotFoundError only if it is known that there is no such file."""
+    """One kind of storage. Methods raise OSError or StorageError, depending on the kind;
+    FileNotFoundError only if it is certain that the file does not exist."""
 
     # --- files -----------------------------------------------------------------------------------
 
-    def exists(self, path: P) -> bool:
-        """Whether there is a file or a directory."""
+    def exists(self, path: P) -> bool: ...
 
     def exists_as(self, path: P) -> bool:
-        """Whether something has this name, be it a link that leads nowhere."""
+        """Whether the name is used, even by a broken link."""
 
-    def is_directory(self, path: P) -> bool:
-        """Whether there is a directory."""
+    def is_directory(self, path: P) -> bool: ...
 
     def children(self, directory: P) -> list[P]:
-        """Files and directories in a directory; none if there is no such directory."""
+        """Returns the files and directories in a directory; none if it does not exist."""
 
-    def stat(self, path: P) -> Stat:
-        """Size and time of a file."""
+    def stat(self, path: P) -> Stat: ...
 
     def open(self, path: P) -> AbstractContextManager[StoredFile]:
-        """A file to read from; errors inside name the file."""
+        """Opens a file for reading; errors inside the block name the file."""
 
     def read(self, path: P, most: int | None = None, *, follow: bool = True) -> bytes:
-        """All bytes of a small file.
+        """Returns all bytes of a small file.
 
         Args:
-            path: of the file.
-            most: bytes that it may have.
-            follow: where it is a link; else a link is an error.
+            most: most bytes that it may have.
+            follow: whether a link is followed; if not, it is an error.
 
         Raises:
-            OSError: it cannot be read, or has more.
+            OSError: it cannot be read, or is larger than `most`.
         """
 
     def read_private(self, path: P) -> bytes:
-        """The first 65 bytes of a file, or none where others than this user may have read it; a
-        store cannot tell."""
+        """Returns the first 65 bytes of a file; none if another user could read it, which a store
+        cannot tell."""
 
     def own_size(self, directory: P, name: str) -> int:
-        """Bytes of a file that lies in a directory itself, not elsewhere behind a link.
+        """Returns the bytes of a regular file in the directory itself, not behind a link.
 
         Raises:
             FileNotFoundError: it is missing.
@@ -135,60 +132,57 @@ class Storage(Protocol[P]):
         """
 
     def sizes(self, directory: P, names: Iterable[str]) -> Iterator[tuple[str, int]]:
-        """(name, bytes) of several, in the order given; raises as `own_size`."""
+        """Yields (name, bytes) of several files in the given order; raises as `own_size`."""
 
     def create(self, path: P, data: bytes, mode: int = 0o666) -> None:
-        """Make a small file, and see it and its name to the disk. A power cut before that may leave
-        it empty.
+        """Create a small file, durable on return. A power cut before that may leave it empty.
 
         Raises:
-            FileExistsError: there is one.
+            FileExistsError: it exists.
         """
 
-    def remove(self, path: P) -> None:
-        """Remove a file, if it is there."""
+    def remove(self, path: P) -> None: ...
 
     def append(self, path: P, data: bytes) -> None:
-        """Add to a log that one process writes. An object is read and written anew, which is for
-        some megabytes at most."""
+        """Append to a log that one process writes. An object is read and rewritten, so it should
+        stay within some megabytes."""
 
     def make_directory(self, path: P) -> None:
-        """Make a directory, unless it is there, and see all names that lead to it to the disk."""
+        """Create a directory and its parents unless they exist, durable on return."""
 
     def filesystem(self, path: P) -> str:
-        """Type of the filesystem that holds `path`, which need not exist yet; "" where there is
-        none, or it cannot be told."""
+        """Returns the type of the filesystem that holds `path`, which need not exist; "" if there
+        is none or it is unknown."""
 
     # --- steps -----------------------------------------------------------------------------------
 
     def steps(self, directory: P) -> list[P]:
-        """What is named as a committed step; whether it is good is not known."""
+        """Returns the entries named as steps; they may be damaged."""
 
     def is_foreign(self, step: P) -> bool:
-        """Whether what has the name of a step is a link, or of a user who is not trusted."""
+        """Whether an entry named as a step is a link, or of a user who is not trusted."""
 
     def new_step(self, final: P) -> NewStep:
-        """A step that is going to be `final`, written by this process."""
+        """Returns a step, to be `final`, that this process writes."""
 
     def delete_step(self, step: P) -> None:
-        """Delete a step such that it is never seen half deleted. What a crash or an error leaves of
-        it, `collect` deletes. A link, or a step of a user who is not trusted, is put aside."""
+        """Delete a step so that no reader sees half of it. After a crash or an error, `collect`
+        deletes the rest. A link, or a step of a user who is not trusted, is set aside."""
 
     def collect(self, directory: P, lost: Collection[str] = ()) -> None:
-        """Remove what processes that are dead have left of steps that they wrote or deleted, and
-        finish deletions that this process did not; never anything of a committed step.
+        """Remove what dead processes left of steps that they wrote or deleted, and finish failed
+        deletions of this process. Never touches a committed step.
 
         Args:
-            directory: of the checkpoints.
-            lost: owners that may write here no more, whether or not they live.
+            lost: owners that may write here no more, dead or alive.
         """
 
     def reading_lock(self, step: P) -> AbstractContextManager[None]:
-        """See `steps.reading_lock`."""
+        """Implements `steps.reading_lock`."""
 
     def unless_read(self, step: P) -> AbstractContextManager[bool]:
-        """Keep readers off a step; False if there are some. What has no commit record, or lies
-        where there are no locks, counts as not being read."""
+        """Keep readers off a step during the block; yields False if it is being read. A step
+        without a commit record, or where locks do not exist, counts as not being read."""
 
 
 # --- object stores --------------------------------------------------------------------------------
@@ -196,7 +190,7 @@ class Storage(Protocol[P]):
 
 @dataclass(frozen=True)
 class ObjectStat:
-    """See `interface.Stat`."""
+    """Size and time of an object; implements Stat."""
 
     st_size: int
     """Bytes."""
@@ -206,62 +200,64 @@ class ObjectStat:
 
 @dataclass(frozen=True)
 class Upload:
-    """A tensor file on its way; no object before it is finished."""
+    """An unfinished upload of a tensor file; no object exists before it is finished."""
 
     path: ObjectPath
     token: str
-    """By which the store knows it."""
+    """Its name in the store."""
     began: float
     """Unix time."""
 
 
-class Store(Protocol):
-    """A client of a store; any thread may use it.
+class ObjectStore(Protocol):
+    """A client of an object store, callable from any thread.
 
-    All methods retry what may pass. They raise FileNotFoundError only if the store says that there
-    is no such object, and StorageError for everything that cannot be helped (a bucket that does
-    not exist, no permission, no answer): a store that fails is never taken for an empty one.
-    """
+    Names lead to objects: `s3://bucket/runs/a/step-00001000/index.json` is one object, and a
+    directory is a common prefix of names. Nothing can be renamed; an object appears whole or not at
+    all.
+
+    All methods retry transient errors. They raise FileNotFoundError only if the store says that the
+    object does not exist. They raise StorageError for all that retries cannot help (no such bucket,
+    no permission, no answer), so a failing store never looks empty."""
 
     def find(self, path: ObjectPath) -> ObjectStat | None:
-        """An object; None if there is none."""
+        """Returns an object's size and time; None if it does not exist."""
 
     def find_all(self, paths: Sequence[ObjectPath]) -> list[ObjectStat | None]:
-        """Several, side by side."""
+        """Like `find` for several objects, concurrently."""
 
     def children(self, path: ObjectPath) -> list[ObjectPath]:
-        """Objects and directories in a directory."""
+        """Returns objects and directories in a directory."""
 
     def walk(self, path: ObjectPath) -> dict[str, ObjectStat]:
-        """All objects below a directory, by name relative to it."""
+        """Returns all objects below a directory, by relative name."""
 
-    def read(self, path: ObjectPath) -> bytes:
-        """All bytes of an object."""
+    def read(self, path: ObjectPath) -> bytes: ...
 
     def read_into(self, path: ObjectPath, buffers: Sequence[memoryview], offset: int) -> None:
-        """Fill `buffers` in turn from `offset` on; the object holds as much."""
+        """Fill `buffers` in turn from `offset` on; the object has that many bytes."""
 
     def write(self, path: ObjectPath, data: bytes) -> None:
-        """Make or replace an object."""
+        """Create or replace an object."""
 
     def write_new(self, path: ObjectPath, data: bytes) -> None:
-        """Make an object, where the store compares and writes in one step.
+        """Create an object, by an atomic operation of the store.
 
         Raises:
-            FileExistsError: there is one already, with other bytes.
+            FileExistsError: it exists with other bytes.
         """
 
     def delete(self, paths: Sequence[ObjectPath]) -> None:
-        """Delete objects; those that do not exist are no error."""
+        """Delete objects; missing ones are no error."""
 
     def begin_uploads(self, sizes: Sequence[tuple[ObjectPath, int]]) -> list[str]:
-        """Tokens for uploads of objects of so many bytes."""
+        """Returns tokens of new uploads for objects of the given sizes."""
 
     def open_upload(self, path: ObjectPath, token: str, size: int) -> FileWriter:
-        """A writer for an upload that any process has begun."""
+        """Returns a writer for an upload that any process has begun."""
 
     def uploads(self, path: ObjectPath) -> list[Upload]:
-        """Uploads below a directory that were neither finished nor given up."""
+        """Returns uploads below a directory that were neither finished nor aborted."""
 
     def abort_uploads(self, uploads: Sequence[tuple[ObjectPath, str]]) -> None:
-        """Give up uploads (path, token), such that they can never be finished."""
+        """Abort uploads (path, token), so that nobody can finish them."""

@@ -23,7 +23,7 @@ from functools import cache
 from checkpointing.errors import CheckpointError, StorageError, explain
 from checkpointing.format.layout import COMMIT_RECORD, LATEST, TensorFile, parse_step
 from checkpointing.format.untrusted import printable
-from checkpointing.storage.interface import FileWriter, ObjectStat, Store, Upload
+from checkpointing.storage.interface import FileWriter, ObjectStat, ObjectStore, Upload
 from checkpointing.storage.ownership import is_alive, is_owner, owner
 from checkpointing.storage.place import ObjectPath
 from checkpointing.wire import register
@@ -34,18 +34,19 @@ logger = logging.getLogger(__name__)
 # --- clients --------------------------------------------------------------------------------------
 
 
-def store_of(path: ObjectPath) -> Store:
-    """The client that this process has for a path.
+def store_of(path: ObjectPath) -> ObjectStore:
+    """Returns this process's client for the store of a path. Its package is imported with the first
+    request.
 
     Raises:
-        StorageError: a package is missing; says which.
+        StorageError: the package is not installed; names it.
     """
-    # Connections and threads of a client do not survive a fork.
+    # One per process: connections and threads of a client do not survive a fork.
     return _store(path.protocol, os.getpid())
 
 
 @cache
-def _store(protocol: str, process: int) -> Store:
+def _store(protocol: str, process: int) -> ObjectStore:
     try:
         if protocol in ("s3", "s3a"):
             from checkpointing.storage.s3 import S3
@@ -64,33 +65,33 @@ def _store(protocol: str, process: int) -> Store:
 # --- steps ----------------------------------------------------------------------------------------
 
 FOREIGN_SECONDS = 6 * 3600
-"""What another machine has written, whose processes cannot be seen from here, counts as left behind
-when nothing was added for so long. A file being uploaded shows no sign of life until it is
-finished, so this must be longer than the longest upload of one file."""
+"""Writes of another machine, whose processes are not visible here, count as abandoned after so long
+without an addition. An upload shows no activity until it is finished, so this must exceed the
+longest upload of a file."""
 
 _MARKER = re.compile(r"(?P<step>step-\d{8,})\.(?:tmp|trash)-.+")
 
 
 @dataclass
 class NewObjectStep:
-    """See `interface.NewStep`."""
+    """A step that is being written to an object store; implements NewStep."""
 
     final: ObjectPath
     marker: ObjectPath
     uploads: dict[str, str] = field(default_factory=dict)
-    """Tokens by file."""
+    """Token by file."""
     in_parts = False
 
     @staticmethod
     def of(final: ObjectPath) -> "NewObjectStep":
-        """A step that this process writes."""
+        """Returns a step that this process writes."""
         return NewObjectStep(final, final.with_name(f"{final.name}.tmp-{owner()}"))
 
     def begin(self, files: Sequence[TensorFile]) -> None:
-        """Take the step over, remove what others have left of it, and begin all uploads.
+        """Take the step over, remove what earlier writers left of it, and begin all uploads.
 
         Raises:
-            StorageError: it is committed, or another process of this machine writes it.
+            StorageError: it is committed, or another process of this machine is writing it.
         """
         store = store_of(self.final)
         if store.find(self.final / COMMIT_RECORD) is not None:
@@ -104,6 +105,7 @@ class NewObjectStep:
                     f"({printable(marker.name)}); end that run, or give this one a "
                     "checkpoint.directory of its own"
                 )
+        # In this order: the step never lacks a marker, by which `collect` would remove it.
         store.write(self.marker, b"")
         store.delete(others)
         _remove(self.final, store.uploads(self.final))
@@ -117,7 +119,7 @@ class NewObjectStep:
     def commit(
         self, files: Sequence[TensorFile], small: Mapping[str, bytes], record: bytes
     ) -> None:
-        """See NewStep.
+        """Make it a checkpoint.
 
         Raises:
             StorageError: another process has taken over or committed this step.
@@ -136,7 +138,7 @@ class NewObjectStep:
             raise StorageError(taken)
         try:
             for name, data in small.items():
-                store.write_new(self.final / name, data)
+                store.write_new(self.final / name, data)  # fails if another process commits, too
             store.write_new(self.final / COMMIT_RECORD, record)
         except FileExistsError as error:
             raise StorageError(taken) from error
@@ -147,13 +149,13 @@ class NewObjectStep:
             logger.warning("%s is committed, but: %s", self.final, error)
 
     def abort(self) -> None:
-        """See NewStep. What cannot be removed now is left to `collect`."""
+        """Remove what was written. `collect` removes the rest later."""
         store = store_of(self.final)
         try:
             store.abort_uploads(
                 [(self.final / file, token) for file, token in self.uploads.items()]
             )
-            if store.find(self.marker) is None:  # what is there belongs to another
+            if store.find(self.marker) is None:  # another process has taken the step over
                 return
             if store.find(self.final / COMMIT_RECORD) is None:
                 _remove(self.final, ())
@@ -166,7 +168,7 @@ register(NewObjectStep)
 
 
 class ObjectStorage:
-    """See `interface.Storage`."""
+    """Checkpoints in an object store; implements Storage."""
 
     def exists(self, path: ObjectPath) -> bool:
         return store_of(path).find(path) is not None or self.is_directory(path)
@@ -202,7 +204,7 @@ class ObjectStorage:
         return self.stat(directory / name).st_size
 
     def sizes(self, directory: ObjectPath, names: Iterable[str]) -> Iterator[tuple[str, int]]:
-        """See Storage. One request for a thousand files."""
+        """Yields (name, bytes), by one request for a thousand files."""
         found = store_of(directory).walk(directory)
         for name in names:
             yield name, (found.get(name) or self.stat(directory / name)).st_size
@@ -214,13 +216,13 @@ class ObjectStorage:
         store_of(path).delete([path])
 
     def append(self, path: ObjectPath, data: bytes) -> None:
-        """See Storage: objects do not grow."""
+        """Rewrite the object with `data` appended: objects cannot grow."""
         store = store_of(path)
         before = store.read(path) if store.find(path) else b""
         store.write(path, before + data)
 
     def make_directory(self, path: ObjectPath) -> None:
-        """See Storage: there are none to make."""
+        """Does nothing: a directory is a common prefix."""
 
     def filesystem(self, path: ObjectPath) -> str:
         return ""
@@ -228,32 +230,33 @@ class ObjectStorage:
     # --- steps -----------------------------------------------------------------------------------
 
     def steps(self, directory: ObjectPath) -> list[ObjectPath]:
-        """See Storage. A step has its name from its first object on."""
+        """Returns the steps with a commit record. A step has its final name from its first object
+        on."""
         children = self.children(directory)
         return _committed([path for path in children if parse_step(path.name) is not None])
 
     def is_foreign(self, step: ObjectPath) -> bool:
-        """See Storage: who may write to a bucket is the bucket's to say."""
+        """Returns False: the permissions of the bucket decide who writes."""
         return False
 
     def new_step(self, final: ObjectPath) -> NewObjectStep:
         return NewObjectStep.of(final)
 
     def delete_step(self, step: ObjectPath) -> None:
-        """See Storage. The commit record goes first: it is never a checkpoint with something
-        missing."""
+        """Delete a step, its commit record first, so that it is never a checkpoint with a missing
+        file."""
         store = store_of(step)
         record = step / COMMIT_RECORD
         if store.find(record) is None:
             return
         marker = step.with_name(f"{step.name}.trash-{owner()}")
         store.write(marker, b"")
-        store.delete([record])
+        store.delete([record])  # from here on it is no checkpoint
         _remove(step, ())
         store.delete([marker])
 
     def collect(self, directory: ObjectPath, lost: Collection[str] = ()) -> None:
-        """See Storage; also gives up uploads that nobody finishes."""
+        """Remove what dead processes left, and abort their uploads."""
         store = store_of(directory)
         children = store.children(directory)
         markers = _markers(children)
@@ -280,23 +283,23 @@ class ObjectStorage:
 
     @contextmanager
     def reading_lock(self, step: ObjectPath) -> Iterator[None]:
-        """See Storage: there are no locks."""
+        """Does nothing: stores have no locks."""
         yield
 
     @contextmanager
     def unless_read(self, step: ObjectPath) -> Iterator[bool]:
-        """See Storage: there are no locks."""
+        """Yields True: stores have no locks."""
         yield True
 
 
 class ObjectFile:
-    """An object open for reading, see `interface.StoredFile`."""
+    """An object open for reading; implements StoredFile."""
 
     def __init__(self, path: ObjectPath, size: int) -> None:
         self._path, self.size = path, size
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill `buffers` in turn from `offset` on; returns how many bytes the object had."""
+        """Fill `buffers` in turn from `offset` on; returns the bytes read."""
         left = wanted = max(0, min(sum(map(len, buffers)), self.size - offset))
         parts = []
         for buffer in buffers:
@@ -309,7 +312,7 @@ class ObjectFile:
 
 
 def _committed(steps: Sequence[ObjectPath]) -> list[ObjectPath]:
-    """Those that have a commit record."""
+    """Returns the steps that have a commit record."""
     if not steps:
         return []
     records = store_of(steps[0]).find_all([step / COMMIT_RECORD for step in steps])
@@ -319,12 +322,12 @@ def _committed(steps: Sequence[ObjectPath]) -> list[ObjectPath]:
 def _is_abandoned(
     step: ObjectPath, markers: Sequence[ObjectPath], uploads: Sequence[Upload], good: bool
 ) -> bool:
-    """Whether nobody works on a step any more."""
+    """Whether no process works on a step."""
     mine = [marker.name.endswith(f".trash-{owner()}") for marker in markers]
     alive = [is_alive(marker.name) for marker in markers]
     if any(life and not own for life, own in zip(alive, mine, strict=True)):
         return False
-    if markers and None not in alive:
+    if markers and None not in alive:  # each ran here, and is dead or this process
         return True
     store = store_of(step)
     times = [upload.began for upload in uploads]
@@ -335,14 +338,14 @@ def _is_abandoned(
 
 
 def _remove(step: ObjectPath, uploads: Collection[Upload]) -> None:
-    """Remove all that lies under a step that is not committed."""
-    store: Store = store_of(step)
+    """Remove all objects and uploads of an uncommitted step."""
+    store: ObjectStore = store_of(step)
     store.abort_uploads([(upload.path, upload.token) for upload in uploads])
     store.delete([step / name for name in store.walk(step)])
 
 
 def _markers(children: Sequence[ObjectPath]) -> dict[str, list[ObjectPath]]:
-    """Markers in a directory by the name of their step."""
+    """Returns the markers in a directory, by name of their step."""
     found: dict[str, list[ObjectPath]] = {}
     for child in children:
         match = _MARKER.fullmatch(child.name)

@@ -40,14 +40,14 @@ _OWNER = re.compile(r".*-(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)")
 
 
 def owner() -> str:
-    """This process, in the form that names of directories carry."""
+    """Returns the identity of this process, for names of files; see [Note: owner]."""
     host = re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname())
     return f"{host}-{machine()}-{os.getpid()}-{_start_time(os.getpid())}"
 
 
 def is_alive(name: str) -> bool | None:
-    """Whether the owner at the end of a name lives; None if it is on another machine, or there is
-    no owner in the name."""
+    """Whether the owner at the end of a name lives; None if it is on another machine, or the name
+    has no owner."""
     match = _OWNER.fullmatch(name)
     if match is None or match["machine"] != machine():
         return None
@@ -55,13 +55,13 @@ def is_alive(name: str) -> bool | None:
 
 
 def is_owner(name: str, owners: Collection[str]) -> bool:
-    """Whether one of these is the owner at the end of a name."""
+    """Whether one of `owners` is the owner at the end of a name."""
     return any(bool(_OWNER.fullmatch(one)) and name.endswith(f"-{one}") for one in owners)
 
 
 @cache
 def machine() -> str:
-    """Stands for this boot of this machine and this process namespace."""
+    """Returns the identity of this boot of this machine and of the process namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
@@ -71,20 +71,20 @@ def machine() -> str:
 
 
 def _start_time(pid: int) -> int | None:
-    """Start of a living process, in clock ticks since boot (0 where /proc does not tell); None if
-    there is no such process."""
+    """Returns the start of a living process in clock ticks since boot (0 where /proc does not say);
+    None if there is no such process."""
     try:
-        os.kill(pid, 0)
+        os.kill(pid, 0)  # only checks that the process exists
     except (ProcessLookupError, OverflowError):
         return None
     except PermissionError:  # it lives, under another user
         pass
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    except OSError:  # /proc hides other users' processes
         return 0
     fields = status.rpartition(")")[2].split()  # the name before it may hold spaces
-    return None if fields[0] == "Z" else int(fields[19])
+    return None if fields[0] == "Z" else int(fields[19])  # a zombie writes nothing more
 
 
 # --- users ----------------------------------------------------------------------------------------
@@ -96,11 +96,10 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True)
 class Trusted(Container[int]):
-    """The users (uids) whose files a process relies on: its own user, root, and those named.
+    """User ids whose files a process relies on: its own, root's, and those of `names`.
 
     Args:
-        names: user names, uids, or "group": the members of the group of `directory`.
-        directory: where the files lie.
+        names: user names, uids, or "group" for the members of the group of `directory`.
     """
 
     names: tuple[str | int, ...]
@@ -120,13 +119,13 @@ _rules: dict[Path, Trusted] = {}
 
 
 def keep_to(directory: Place, names: Sequence[str | int]) -> None:
-    """From now on, this process reads only those steps in a directory that trusted users wrote."""
+    """From now on, make this process read only steps in `directory` that trusted users wrote."""
     if isinstance(directory, Path):
         _rules[directory] = Trusted(tuple(names), directory)
 
 
 def require_own_link(directory: Path) -> None:
-    """Refuse a checkpoint directory that somebody else has led elsewhere.
+    """Refuse a checkpoint directory that another user has made a link.
 
     Raises:
         PermissionError: it is a link of a user who is not trusted.
@@ -140,23 +139,23 @@ def require_own_link(directory: Path) -> None:
 
 
 def lets_group_write(directory: Path) -> bool:
-    """Whether the members of a directory's group may change what is written there."""
+    """Whether members of a directory's group may change what is written there."""
     rule = _rules.get(directory)
     return bool(rule and GROUP in rule.names)
 
 
 def is_foreign(step: Path) -> bool:
-    """Whether something has the name of a step that is a link, or not of a trusted user."""
+    """Whether an entry named as a step is a link, or not of a trusted user."""
     rule = _rules.get(step.parent)
     found = os.lstat(step)
     return stat.S_ISLNK(found.st_mode) or bool(rule and found.st_uid not in rule)
 
 
 def open_to_read(path: Path, flags: int) -> int:
-    """os.open(path, flags); of what lies in a step, by the rule of its directory.
+    """Like os.open(path, flags); within a step, enforces the rule of its directory.
 
     Raises:
-        UnreadableCheckpoint: a user who is not trusted wrote it, or it is a link.
+        UnreadableCheckpoint: it is a link, or was written by a user who is not trusted.
         OSError: it cannot be opened.
     """
     found = next(((root, rule) for root, rule in _rules.items() if root in path.parents), None)
@@ -180,7 +179,7 @@ def open_to_read(path: Path, flags: int) -> int:
                 error.filename = str(path)
                 raise
             os.close(folder)
-            folder = inner
+            folder = inner  # each part is opened below the last: a rename cannot divert the path
             owner = os.fstat(folder).st_uid
             if owner not in rule:
                 raise UnreadableCheckpoint(f"{what} {_refusal(owner)}")
@@ -223,7 +222,8 @@ def _is_member(uid: int, directory: Path) -> bool:
 
 
 def _owner_of_new_files(directory: Path) -> int | None:
-    """To whom a file belongs that this process makes: on NFS with root_squash, root's to nobody."""
+    """Returns the uid of files that this process creates there: on NFS with root_squash, root's are
+    nobody's."""
     with suppress(OSError), tempfile.TemporaryFile(dir=directory) as probe:
         return os.fstat(probe.fileno()).st_uid
     return None

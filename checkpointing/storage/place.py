@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a path of a filesystem, or the URL of an object store. Touches neither."""
+"""Names of files and directories: paths, or URLs of object stores. Does no I/O."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,24 +9,21 @@ from checkpointing.wire import register
 
 
 class Place(Protocol):
-    """A file or directory, wherever it lies: a pathlib.Path or an ObjectPath."""
+    """A file or directory: a pathlib.Path or an ObjectPath."""
 
     @property
-    def name(self) -> str:
-        """The last part."""
+    def name(self) -> str: ...
 
     @property
-    def parent(self) -> Self:
-        """The directory that holds it."""
+    def parent(self) -> Self: ...
 
     def __truediv__(self, name: str, /) -> Self:
-        """What lies in it; `name` may have several parts."""
+        """Returns a place below this one; `name` may have several parts."""
 
-    def with_name(self, name: str) -> Self:
-        """A neighbour."""
+    def with_name(self, name: str) -> Self: ...
 
     def absolute(self) -> Self:
-        """This place by a path that holds in any working directory."""
+        """Returns this place independent of the working directory."""
 
 
 P = TypeVar("P", bound=Place)
@@ -34,24 +31,25 @@ P = TypeVar("P", bound=Place)
 
 @dataclass(frozen=True, order=True)
 class ObjectPath:
-    """An object, or a directory of objects, in a store."""
+    """An object, or a common prefix of objects, in a store."""
 
     protocol: str
     bucket: str
     key: str
-    """Without a slash at either end."""
+    """Key without a slash at either end."""
 
     @staticmethod
     def of(url: str) -> "ObjectPath":
-        """From "s3://bucket/some/folder".
+        """Parses "s3://bucket/some/folder".
 
         Raises:
-            StorageError: there is no bucket in it.
+            StorageError: there is no bucket.
         """
         protocol, _, rest = url.partition("://")
         bucket, _, key = rest.partition("/")
         if not bucket:
             raise StorageError(f"{url!r} names no bucket; write s3://bucket/folder")
+        # Empty parts go: "a//b" and "a/b/" would be other keys in the store.
         return ObjectPath(protocol, bucket, "/".join(filter(None, key.split("/"))))
 
     def __str__(self) -> str:
@@ -80,7 +78,7 @@ register(ObjectPath)
 
 
 def location(text: str | Place) -> Place:
-    """Where checkpoints lie, by a path or the URL of an object store ("s3://bucket/folder").
+    """Returns the place that a path or URL ("s3://bucket/folder") names.
 
     Raises:
         StorageError: a URL without a bucket.
@@ -91,7 +89,7 @@ def location(text: str | Place) -> Place:
 
 
 def local(text: str | Place) -> Path:
-    """A directory of a filesystem.
+    """Returns the path of a directory on a filesystem.
 
     Raises:
         StorageError: it is in an object store.

@@ -45,8 +45,8 @@ TRANSIENT = frozenset(
         errno.ENETUNREACH,
     }
 )
-"""Errors that shared storage gives while it fails over. All others (no space, quota, read-only,
-permission, …) do not go away by trying again."""
+"""Errors of shared storage that fails over. No other error (no space, quota, read-only, permission,
+…) goes away by a retry."""
 
 _ATTEMPTS = 6
 _MOST_BUFFERS = 1024
@@ -54,19 +54,19 @@ _MOST_BUFFERS = 1024
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same call may succeed a little later."""
+    """Whether a retry may succeed."""
     return isinstance(error, OSError) and error.errno in TRANSIENT
 
 
 def retrying(call: Callable[..., Any], *arguments: Any) -> Any:
-    """call(*arguments), again after transient errors: exponential back-off with jitter, some
-    ten seconds in all."""
+    """Returns call(*arguments), retried after transient errors for some ten seconds in all, with
+    exponential back-off and jitter."""
     try:
         return call(*arguments)
     except OSError as error:
         if not is_transient(error):
             raise
-        logger.warning("%s; trying again", error)
+        logger.warning("%s; trying again", error)  # by tenacity, which costs time at every call
     again = tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_transient),
         wait=tenacity.wait_exponential(multiplier=0.2, max=5) + tenacity.wait_random(0, 0.2),
@@ -81,13 +81,12 @@ def retrying(call: Callable[..., Any], *arguments: Any) -> Any:
 def opened(
     path: Path, flags: int, mode: int = 0o666, by: Callable[..., int] = os.open
 ) -> Iterator[int]:
-    """A file descriptor; errors inside name the file.
+    """Yields a file descriptor; errors in the block name the file.
 
     Args:
-        path: of the file.
-        flags: as of os.open.
-        mode: of a new file, less the umask.
-        by: opens it; called as os.open.
+        flags: flags of os.open.
+        mode: mode of a new file, before the umask.
+        by: opens it; called like os.open.
     """
     descriptor = retrying(by, path, flags, mode)
     try:
@@ -101,17 +100,17 @@ def opened(
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all of `data` (bytes) at `offset`."""
+    """Write all bytes of `data` at `offset`."""
     while data:
         written = retrying(os.pwrite, descriptor, data, offset)
         data, offset = data[written:], offset + written
 
 
 def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
-    """Fill `buffer` (bytes) from `offset` on; returns how many bytes the file had."""
+    """Fill `buffer` from `offset` on; returns the bytes read, fewer at the end of the file."""
     done = 0
     while done < len(buffer):
-        count = retrying(os.preadv, descriptor, [buffer[done:]], offset + done)
+        count = retrying(os.preadv, descriptor, [buffer[done:]], offset + done)  # may be short
         if count == 0:
             break
         done += count
@@ -120,8 +119,9 @@ def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
 
 @contextmanager
 def regular(path: Path, *, follow: bool = True) -> Iterator[int]:
-    """A file opened for reading, whose owner is trusted [Note: trust]; whoever opens a pipe would
-    wait for its other end. Where `follow` is false, a link is refused."""
+    """Open a regular file of a trusted owner [Note: trust] for reading. Without `follow`, refuse
+    links."""
+    # O_NONBLOCK: opening a pipe would wait for its other end.
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     with opened(path, flags, by=lambda path, flags, _: open_to_read(path, flags)) as descriptor:
         require_regular(path, os.fstat(descriptor))
@@ -129,7 +129,7 @@ def regular(path: Path, *, follow: bool = True) -> Iterator[int]:
 
 
 def require_regular(path: Path, found: os.stat_result) -> None:
-    """Raises OSError: what is there holds no bytes of its own."""
+    """Raises OSError unless it is a regular file."""
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if stat.S_ISLNK(found.st_mode):
@@ -139,7 +139,7 @@ def require_regular(path: Path, found: os.stat_result) -> None:
 
 
 class PosixFile:
-    """See `interface.StoredFile`."""
+    """A file of a filesystem, open for reading; implements StoredFile."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -160,30 +160,31 @@ class PosixFile:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory, unless it is there, and see all names that lead to it to the disk."""
+    """Create a directory and its parents unless they exist, durable on return."""
     missing = [place for place in (path, *path.parents) if not place.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    for place in missing:
+    for place in missing:  # a new directory is durable once its parent's names are
         sync_directory(place.parent)
 
 
 def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write a new file and see it to the disk."""
+    """Create a file, with durable contents on return."""
     with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as descriptor:
         write_at(descriptor, memoryview(data), 0)
         sync(descriptor)
 
 
 def append(path: Path, data: bytes) -> None:
-    """Add to a file of a trusted user, which is made if it is not there.
+    """Append to a file of a trusted user, or create it.
 
     Raises:
-        OSError: it cannot be written, or is a link, or of another user.
+        OSError: it is a link, belongs to another user, or cannot be written.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     with opened(path, flags) as descriptor:
         found = os.fstat(descriptor)
         require_regular(path, found)
+        # A planted hard link would make this append to another file of this user.
         if found.st_nlink > 1 or found.st_uid not in Trusted((), path.parent):
             raise PermissionError(
                 errno.EPERM, "is not a file of this user alone; remove it", str(path)
@@ -192,7 +193,7 @@ def append(path: Path, data: bytes) -> None:
 
 
 def write_files(directory: Path, files: Mapping[str, bytes], mode: int = 0o666) -> None:
-    """Write new files below a directory, in order, and see them and their names to the disk."""
+    """Create files below a directory, in order; contents and names are durable on return."""
     for name, data in files.items():
         make_directory((directory / name).parent)
         write_file(directory / name, data, mode)
@@ -201,53 +202,49 @@ def write_files(directory: Path, files: Mapping[str, bytes], mode: int = 0o666) 
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file such that every reader, also after a crash, sees the old bytes or the new."""
+    """Write a file such that every reader, even after a crash, gets the old or the new bytes."""
     aside = path.with_name(f".{path.name}.tmp")
-    aside.unlink(
-        missing_ok=True
-    )  # of a process that was killed; or a link, which leads nowhere now
+    aside.unlink(missing_ok=True)  # left by a killed process, or planted as a link
     write_file(aside, data)
-    os.replace(aside, path)
+    os.replace(aside, path)  # atomic; the contents are durable before
     sync_directory(path.parent)
 
 
 def sync(descriptor: int) -> None:
-    """See a file's bytes to the disk.
+    """Make a file's contents durable.
 
-    Never tried again: after a failed fsync Linux drops the dirty pages, and a second one reports
-    success without the data.
-    """
+    Never retried: after a failed fsync Linux drops the dirty pages, and a second one would report
+    success without the data."""
     os.fsync(descriptor)
 
 
 def sync_directory(path: Path) -> None:
-    """See the names in a directory to the disk."""
+    """Make the names in a directory durable."""
     with opened(path, os.O_RDONLY) as descriptor:
         sync(descriptor)
 
 
 def block_buffer(size: int) -> memoryview:
-    """A buffer for any block of a file of `size` bytes."""
+    """Returns a buffer for any block of a file of `size` bytes."""
     return memoryview(bytearray(min(size, BLOCK_BYTES)))
 
 
 # --- kinds of filesystems -------------------------------------------------------------------------
 
 STRIPE_BYTES = "16M"
-"""Lustre stripe size: a block of ours lies on one storage target."""
+"""Lustre stripe size: a block lies on one storage target."""
 
 PREALLOCATING = {"ext4", "xfs", "btrfs", "tmpfs"}
-"""Filesystems that reserve space at once; where the C library would have to write zeros instead,
-nothing is reserved."""
+"""Filesystems that reserve space at once. On others the C library would write zeros, so nothing is
+reserved."""
 
 SHARED = {"lustre", "nfs", "nfs4", "cifs", "smb3", "beegfs", "gpfs", "ceph", "wekafs", "9p"}
 """Filesystems that several nodes mount."""
 
 
 def filesystem(path: Path) -> str:
-    """Type of the filesystem that holds `path`, as in /proc/self/mountinfo ("ext4", "lustre",
-    "fuse.glusterfs", …), behind symbolic links; "" where that cannot be told. `path` need not exist
-    yet."""
+    """Returns the type of the filesystem that holds `path`, as in /proc/self/mountinfo ("ext4",
+    "lustre", "fuse.glusterfs", …), behind symbolic links; "" if unknown. `path` need not exist."""
     path = Path(os.path.realpath(path))
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
@@ -257,19 +254,19 @@ def filesystem(path: Path) -> str:
     for line in lines:
         before, _, after = line.partition(" - ")
         point = before.split()[4].encode().decode("unicode_escape")
-        if path.is_relative_to(point) and len(point) >= best:  # of equal ones the last is on top
+        if path.is_relative_to(point) and len(point) >= best:  # the last mount hides others
             best, kind = len(point), after.split()[0]
     return kind
 
 
 def is_shared(kind: str) -> bool:
-    """Whether a filesystem of this type is one that several nodes write to."""
+    """Whether several nodes may mount a filesystem of this type."""
     return kind in SHARED or kind.startswith("fuse.")
 
 
 def stripe(directory: Path) -> None:
-    """Ask Lustre to spread files in `directory` over a few storage targets, by `lfs` if it is
-    installed. A hint: failure is logged."""
+    """Ask Lustre, by `lfs` if it is installed, to spread files in `directory` over several storage
+    targets. A failure is only logged."""
     tool = shutil.which("lfs")
     if tool is None:
         logger.info(
@@ -287,41 +284,36 @@ def stripe(directory: Path) -> None:
 LOCK_FILE = ".reading"
 LOCK_SECONDS = 5.0
 _FLOCK = "hhqqi"
-"""struct flock: type, whence, start, length, process."""
+"""Format of struct flock: type, whence, start, length, process."""
 
 
 def open_lock(directory: Path, *, make: bool) -> int | None:
-    """A descriptor of the lock file; None where there is none of this user.
-
-    Args:
-        directory: of the checkpoints.
-        make: it, if it is not there.
-    """
+    """Returns a descriptor of the lock file; None if there is none of this user."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(directory / LOCK_FILE, flags | (os.O_CREAT if make else 0), 0o600)
-    except OSError:  # another user's, or not there, or a directory that cannot be written
+    except OSError:  # another user's, missing, or in a directory that is not writable
         return None
     found = os.fstat(descriptor)
     if found.st_mode & 0o077 or found.st_uid not in Trusted((), directory):
-        os.close(descriptor)  # others can lock that, too
+        os.close(descriptor)  # another user could hold a lock on it for ever
         return None
     return descriptor
 
 
 def make_lock(directory: Path) -> None:
-    """Make the lock file, if it is not there: for readers, before there is a step to read."""
+    """Create the lock file before there is a step to read: readers cannot create it."""
     descriptor = open_lock(directory, make=True)
     if descriptor is not None:
         os.close(descriptor)
 
 
 def try_lock(descriptor: int | None, step: Path, *, alone: bool) -> bool:
-    """Whether a step could be locked, to read it or (`alone`) to delete it. Where there are no
-    locks, always."""
+    """Lock a step, shared or `alone`; returns whether that succeeded, True where locks do not
+    exist."""
     number = parse_step(step.name)
     if descriptor is None or number is None:
-        return True
+        return True  # locks are best effort: without them readers go on
     kind = fcntl.F_WRLCK if alone else fcntl.F_RDLCK
     try:
         call = struct.pack(_FLOCK, kind, os.SEEK_SET, number, 1, 0)

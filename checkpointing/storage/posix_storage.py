@@ -73,7 +73,8 @@ _numbers = itertools.count(1)
 
 @dataclass
 class NewPosixStep:
-    """A directory under another name, renamed when it is complete. See `interface.NewStep`."""
+    """A step that is being written to a directory, which is renamed once it is complete; implements
+    NewStep."""
 
     final: Path
     tmp: Path
@@ -81,15 +82,15 @@ class NewPosixStep:
 
     @staticmethod
     def of(final: Path) -> "NewPosixStep":
-        """A step that this process writes: in a new place each time, so that whoever still writes
-        to a save that was given up is not in the way of the next."""
+        """Returns a step that this process writes, under a new name each time: late writers of a
+        failed save of the same step do not touch it."""
         name = f"{final.name}.tmp-{next(_numbers)}-{owner()}"
         return NewPosixStep(final, final.with_name(name))
 
     def begin(self, files: Sequence[TensorFile]) -> None:
-        """Make the directory, closed to others, and every tensor file at its final size. Nobody
-        else creates files, so that one client alone loads the metadata server."""
-        shutil.rmtree(self.tmp, ignore_errors=True)
+        """Create the directory, closed to others, and every tensor file at its final size. Only the
+        coordinator creates files, so one client loads the metadata server."""
+        shutil.rmtree(self.tmp, ignore_errors=True)  # of an attempt that failed in this process
         make_directory(self.tmp.parent)
         make_lock(self.tmp.parent)
         self.tmp.mkdir(mode=0o700)
@@ -101,24 +102,25 @@ class NewPosixStep:
             (folder / OPTIMIZER.folder).mkdir(mode=self._mode | 0o111)
             for file in files:
                 with opened(folder / file.name, new, self._mode) as descriptor:
-                    if kind in PREALLOCATING:  # a full disk shows here, before anything is written
+                    if kind in PREALLOCATING:  # a full disk fails here, before any write
                         retrying(os.posix_fallocate, descriptor, 0, file.size)
-                    os.ftruncate(descriptor, file.size)
+                    os.ftruncate(descriptor, file.size)  # writers may then write in any order
 
     @property
     def _mode(self) -> int:
-        """Mode of files, less the umask. Users whose steps are not trusted cannot change files."""
+        """Mode of files, before the umask. Users who are not trusted must not be able to change
+        them."""
         return 0o666 if lets_group_write(self.final.parent) else 0o644
 
     def writer(self, file: str, size: int) -> "PosixWriter":
-        """Open a file that `begin` made."""
+        """Open a file that `begin` created."""
         return PosixWriter(self.tmp, file, size)
 
     def commit(
         self, files: Sequence[TensorFile], small: Mapping[str, bytes], record: bytes
     ) -> None:
-        """Order matters: all bytes, then the commit record, then the directory's names reach the
-        disk before its own name does."""
+        """Make durable, in this order: all bytes, the commit record, the names in the directory,
+        the directory's own name."""
         with _inside(self.tmp) as folder:
             for file in files:
                 size = (folder / file.name).stat().st_size
@@ -127,19 +129,18 @@ class NewPosixStep:
                         f"{self.tmp / file.name}: has {size} bytes, {file.size} were written"
                     )
             write_files(folder, {**small, COMMIT_RECORD: record}, self._mode)
-            # Made by the same umask, and in the same group.
+            # The folder inside was created under the same umask and in the same group.
             folder.chmod(stat.S_IMODE((folder / OPTIMIZER.folder).stat().st_mode))
-            os.rename(self.tmp, self.final)
+            os.rename(self.tmp, self.final)  # the commit: readers see all of it or nothing
         sync_directory(self.final.parent)
         try:
             replace_file(self.final.parent / LATEST, f"{self.final.name}\n".encode())
-        except OSError as error:  # a pointer for people: the checkpoint itself is committed
+        except OSError as error:  # `latest` is for people; the checkpoint is committed
             logger.warning(
                 "%s is committed, but %s could not be moved: %s", self.final, LATEST, error
             )
 
     def abort(self) -> None:
-        """Remove the directory."""
         shutil.rmtree(self.tmp, ignore_errors=True)
 
 
@@ -148,11 +149,11 @@ register(NewPosixStep)
 
 @contextmanager
 def _inside(tmp: Path) -> Iterator[Path]:
-    """A path into a directory of this user that goes on leading there, whatever others rename, and
-    never through a link. Errors name the directory as it is called.
+    """Yields a path into a directory of this user that keeps leading there when others rename
+    things, and never through a link. Errors name the directory as the caller does.
 
     Raises:
-        PermissionError: somebody has put another directory in its place.
+        PermissionError: another user has put a directory in its place.
     """
     descriptor = os.open(tmp, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     folder = f"/proc/self/fd/{descriptor}"
@@ -169,14 +170,15 @@ def _inside(tmp: Path) -> Iterator[Path]:
 
 
 class PosixWriter:
-    """Writes past the page cache where the filesystem takes it: the cache costs CPU time and
-    memory bandwidth that training wants, and the bytes are not read again soon."""
+    """Writes a file around the page cache where the filesystem supports it; implements FileWriter.
+    The cache costs CPU time and memory bandwidth, and the bytes are not read soon."""
 
     def __init__(self, tmp: Path, name: str, size: int) -> None:
         self._path, self._size = tmp / name, size
         with _inside(tmp) as folder:
             flags = os.O_WRONLY | os.O_NOFOLLOW
             try:
+                # O_DIRECT: see the class; EINVAL where the filesystem lacks it.
                 self._descriptor = retrying(os.open, folder / name, flags | os.O_DIRECT)
                 self._direct = True
             except OSError as error:
@@ -200,39 +202,38 @@ class PosixWriter:
         except OSError as error:
             if not self._direct or error.errno != errno.EINVAL:
                 raise
-            # Some filesystems take the flag and refuse the write.
+            # Some filesystems accept O_DIRECT at open and refuse the write.
             self._buffered()
             write_at(self._descriptor, data[:whole], offset)
-        if whole < len(data):  # the end of the file
+        if whole < len(data):  # the end of the file is not a multiple of the page
             with opened(self._path, os.O_WRONLY, by=self._again) as descriptor:
                 write_at(descriptor, data[whole:], offset + whole)
 
     def _buffered(self) -> None:
-        descriptor = retrying(self._again)  # may fail; leaving closes the old
+        descriptor = retrying(self._again)  # if this raises, __exit__ closes the old one
         os.close(self._descriptor)
         self._descriptor, self._direct = descriptor, False
 
     def _again(self, *_: object) -> int:
-        """A descriptor of this file that goes through the page cache."""
+        """Returns a second descriptor of this file, through the page cache."""
         return os.open(f"/proc/self/fd/{self._descriptor}", os.O_WRONLY)
 
     def finish(self) -> None:
-        """See the bytes to the disk."""
         sync(self._descriptor)
-        if not self._direct:  # no reader wants them soon; training may want the memory
+        if not self._direct:  # free the page cache for training
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 # --- storage --------------------------------------------------------------------------------------
 
 FOREIGN_SECONDS = 3600
-"""A half-written directory of another machine, whose processes cannot be seen from here, counts as
-left behind when nothing in it has changed for so long."""
+"""A half-written directory of another machine, whose processes are not visible here, counts as
+abandoned after so long without a change."""
 _ASIDE = re.compile(r"step-\d{8,}\.(?:tmp|trash)-.+")
 
 
 class PosixStorage:
-    """See `interface.Storage`."""
+    """Checkpoints on a filesystem; implements Storage."""
 
     def exists(self, path: Path) -> bool:
         return path.exists()
@@ -263,7 +264,7 @@ class PosixStorage:
             return bytes(buffer[: read_at(descriptor, memoryview(buffer), 0)])
 
     def read_private(self, path: Path) -> bytes:
-        """See Storage; follows no link."""
+        """Returns the first 65 bytes of a private file; follows no link."""
         with opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as descriptor:
             if not is_private(os.fstat(descriptor)):
                 return b""
@@ -311,13 +312,13 @@ class PosixStorage:
         return NewPosixStep.of(final)
 
     def delete_step(self, path: Path) -> None:
-        """See Storage. It is renamed first. What is not of a trusted user, or a link, is put aside
-        under another name."""
+        """Rename the step, then delete it. A link, or a step of a user who is not trusted, is set
+        aside under another name."""
         if is_foreign(path):
             _put_aside(path)
             return
         aside = path.with_name(f"{path.name}.trash-{owner()}")
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)  # a failed deletion of the same step
         os.rename(path, aside)
         _remove(aside)
 
@@ -334,18 +335,19 @@ class PosixStorage:
 
     @contextmanager
     def reading_lock(self, path: Path) -> Iterator[None]:
-        """See Storage and [Note: readers]. Waits for retention no longer than LOCK_SECONDS."""
+        """Share the lock of a step [Note: readers]; waits for retention at most LOCK_SECONDS."""
         where = path / COMMIT_RECORD
-        with reading(where), regular(where):  # it is there, and of somebody trusted
+        with reading(where), regular(where):  # it exists, and its owner is trusted
             pass
         lock = open_lock(path.parent, make=False)
         try:
             deadline = time.monotonic() + LOCK_SECONDS
+            # Polled: a blocking lock could be held against this reader for ever.
             while not try_lock(lock, path, alone=False) and path.exists():
                 if time.monotonic() > deadline:
                     break
                 time.sleep(0.02)
-            if not path.exists():  # renamed before the lock was there
+            if not path.exists():  # renamed before it was locked
                 raise DamagedCheckpoint(f"{path}: is being deleted by retention")
             yield
         finally:
@@ -363,7 +365,7 @@ class PosixStorage:
 
 
 def _remove(aside: Path) -> None:
-    """One file after the other, which a metadata server hardly notices."""
+    """Delete file after file, which loads a metadata server little."""
     shutil.rmtree(aside, ignore_errors=True)
     if aside.exists():
         where = printable(str(aside))
@@ -371,7 +373,8 @@ def _remove(aside: Path) -> None:
 
 
 def _remove_left(path: Path) -> None:
-    """Renamed first: a commit of it that is still under way somewhere fails, or was whole."""
+    """Rename a directory, then delete it: a commit of it still under way fails, or has
+    succeeded."""
     aside = path
     if ".trash-" not in path.name:
         aside = path.with_name(f"{path.name}.trash-{owner()}")
@@ -391,7 +394,7 @@ def _is_abandoned(path: Path) -> bool:
         return not alive
     try:
         times = [entry.stat().st_mtime for entry in (path, *path.rglob("*"))]
-    except OSError:  # it changes at this moment
+    except OSError:  # it is changing now
         return False
     return time.time() - max(times) > FOREIGN_SECONDS
 

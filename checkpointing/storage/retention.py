@@ -25,43 +25,43 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Found:
-    """What retention knows of a step."""
+class StepInfo:
+    """A step as retention sees it."""
 
     path: Place
     step: int
     value: float | None = None
-    """By which `keep_best` judges; None: it takes no part."""
+    """Value that `keep_best` compares; None: the step does not take part."""
     size: int = 0
     """Bytes of its files."""
     damage: str | None = None
-    """What is wrong with it; None: it is good."""
+    """What is damaged; None: nothing is known to be."""
     unreadable: str | None = None
-    """Why nothing is known of it; it stays."""
-    right: bool = False
-    """Every byte was read since it was written, and found right."""
+    """Why its state is unknown; such a step stays."""
+    verified: bool = False
+    """Whether every byte was read since it was written, and is correct."""
     named: bool = False
-    """`latest` names it: a commit that is under way moves that last."""
+    """Whether `latest` names it: a commit under way moves that pointer last."""
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is known against it."""
+        """Whether it is neither damaged nor unreadable."""
         return self.damage is None and self.unreadable is None
 
 
 @dataclass(frozen=True)
-class Known:
-    """What reading steps has told of them, by name."""
+class Verdicts:
+    """Results of reading steps, by name of the step."""
 
     damaged: Collection[str] = ()
-    """Though their records are good."""
+    """Steps with damaged tensors, though their records are good."""
     unreadable: Collection[str] = ()
-    right: Collection[str] = ()
-    """Every byte was read since they were written, and found right."""
+    verified: Collection[str] = ()
+    """Steps whose every byte was read since they were written, and is correct."""
 
 
 @dataclass(frozen=True)
-class Decision:
+class RetentionDecision:
     """Whether a step stays, and why."""
 
     path: Place
@@ -71,17 +71,18 @@ class Decision:
     """Bytes of its files."""
 
 
-def decide(found: Sequence[Found], options: CheckpointOptions) -> list[Decision]:
-    """Which steps stay. Pure.
+def decide(found: Sequence[StepInfo], options: CheckpointOptions) -> list[RetentionDecision]:
+    """Decide which steps stay. Pure.
 
-    Good steps stay that are among the newest `keep`, are multiples of `keep_every`, or are among
-    the `keep_best` with the lowest finite `best_by`; so the newest good one always does. Of steps
-    with the same value only the oldest takes part in `keep_best`: that is the one which was
-    judged, those after it carry its value on until the next validation. Damaged steps go once there
-    is a newer good one. With `keep` 0 everything stays.
+    A good step stays if it is among the newest `keep`, is a multiple of `keep_every`, or is among
+    the `keep_best` with the lowest finite `best_by`. So the newest good step always stays. Of steps
+    with the same value only the oldest counts for `keep_best`: that one was validated, and later
+    ones carry its value until the next validation. A damaged step goes once there is a newer good
+    one. With `keep` 0 everything stays.
 
-    The newest step that was read and found right stays besides, and before there is one no good
-    step goes: what was written is not yet what can be read. So does the one that `latest` names.
+    The newest step that was read back and is correct stays too, and before there is one no good
+    step goes: bytes that were written may not be readable. The step that `latest` names stays as
+    well.
 
     Args:
         found: newest first.
@@ -89,10 +90,10 @@ def decide(found: Sequence[Found], options: CheckpointOptions) -> list[Decision]
     """
     good = [item for item in found if item.is_good]
     newest = {item.path for item in good[: options.keep]}
-    right = next((item.path for item in good if item.right), None)
+    verified = next((item.path for item in good if item.verified), None)
     best = {item.path for item in best_of(good)[: options.keep_best]}
 
-    def judge(item: Found) -> tuple[bool, str]:
+    def judge(item: StepInfo) -> tuple[bool, str]:
         if item.unreadable is not None:
             return True, f"cannot be read: {item.unreadable}"
         if options.keep == 0:
@@ -108,17 +109,17 @@ def decide(found: Sequence[Found], options: CheckpointOptions) -> list[Decision]
             return True, f"a multiple of {options.keep_every}"
         if item.path in best:
             return True, f"{options.best_by} {item.value:.6g} is among the {options.keep_best} best"
-        if right is None:
+        if verified is None:
             return True, "no step has been read and found right yet"
-        if item.path == right:
+        if item.path == verified:
             return True, "the newest that was read and found right"
         return False, f"older than the newest {options.keep}"
 
-    return [Decision(item.path, *judge(item), item.size) for item in found]
+    return [RetentionDecision(item.path, *judge(item), item.size) for item in found]
 
 
-def best_of(found: Sequence[Found]) -> list[Found]:
-    """Steps with a finite value, the lowest first; of equal values the oldest step alone.
+def best_of(found: Sequence[StepInfo]) -> list[StepInfo]:
+    """Returns steps with a finite value, the lowest first; of equal values only the oldest step.
 
     Args:
         found: newest first.
@@ -131,24 +132,23 @@ def best_of(found: Sequence[Found]) -> list[Found]:
     return [judged[value] for value in sorted(judged)]
 
 
-def survey(directory: Place, best_by: str, known: Known) -> list[Found]:
-    """What `decide` needs to know of the steps in a directory, newest first. Reads no tensors.
+def inspect_steps(directory: Place, best_by: str, known: Verdicts) -> list[StepInfo]:
+    """Returns what `decide` needs of the steps in a directory, newest first. Reads no tensors.
 
     Args:
-        directory: of the checkpoints.
         best_by: key of trainer_state.json.
-        known: of them.
+        known: results of reading them.
     """
     try:
         named = latest(directory)
-    except CheckpointError:  # whoever verifies is told
+    except CheckpointError:  # `verify` reports it
         named = None
     found = [_look(path, best_by, known) for path in list_steps(directory)]
     return [replace(item, named=item.path.name == named) for item in found]
 
 
-def _look(path: Place, best_by: str, known: Known) -> Found:
-    found = Found(path, parse_step(path.name) or 0, right=path.name in known.right)
+def _look(path: Place, best_by: str, known: Verdicts) -> StepInfo:
+    found = StepInfo(path, parse_step(path.name) or 0, verified=path.name in known.verified)
     try:
         step = open_step(path)
         value = number_of(step_state(step), best_by)
@@ -156,7 +156,7 @@ def _look(path: Place, best_by: str, known: Known) -> Found:
         return replace(found, unreadable=str(error))
     except DamagedCheckpoint as error:
         return replace(found, damage=str(error))
-    except CheckpointError as error:  # no reason to delete it
+    except CheckpointError as error:  # not known to be damaged, so it stays
         return replace(found, unreadable=explain(error))
     damage = "found so when it was read" if path.name in known.damaged else None
     if path.name in known.unreadable:
@@ -166,7 +166,7 @@ def _look(path: Place, best_by: str, known: Known) -> Found:
 
 
 def number_of(state: Mapping[str, Any], key: str) -> float | None:
-    """A value of a trainer state that steps can be compared by; None if it is no number."""
+    """Returns a number of a trainer state for comparison; None if the key has none."""
     value = state.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -176,33 +176,32 @@ def number_of(state: Mapping[str, Any], key: str) -> float | None:
 # --- carrying it out -----------------------------------------------------------------------------
 
 
-def prune(directory: Place, options: CheckpointOptions, known: Known) -> list[Decision]:
-    """Delete the steps that need not stay, and what dead processes left behind. In one process of
-    a run at a time; never holds up a save, as it touches nothing that is being written.
+def prune(directory: Place, options: CheckpointOptions, known: Verdicts) -> list[RetentionDecision]:
+    """Delete the steps that need not stay, and what dead processes left. Called by one process of a
+    run at a time; never delays a save, since it touches nothing that is being written.
 
     Args:
-        directory: of the checkpoints.
         options: keep, keep_every, keep_best and best_by, see `decide`.
-        known: of the steps.
+        known: results of reading the steps.
 
     Returns:
-        What became of each step, newest first.
+        The decision on each step, newest first, as carried out.
     """
     done = []
-    for decision in decide(survey(directory, options.best_by, known), options):
+    for decision in decide(inspect_steps(directory, options.best_by, known), options):
         done.append(decision if decision.stays else _carry_out(decision))
     storage_of(directory).collect(directory)
     return done
 
 
-def _carry_out(decision: Decision) -> Decision:
+def _carry_out(decision: RetentionDecision) -> RetentionDecision:
     storage = storage_of(decision.path)
     try:
         with storage.unless_read(decision.path) as free:
             if not free:
                 return replace(decision, stays=True, reason="being read at this moment")
             storage.delete_step(decision.path)
-    except FileNotFoundError:  # another process was faster
+    except FileNotFoundError:  # another process has deleted it
         return decision
     except (OSError, CheckpointError) as error:
         logger.warning("could not delete an old checkpoint: %s", explain(error))

@@ -1,12 +1,12 @@
 """S3 and what speaks its language (MinIO, Ceph, R2, …), by boto3.
 
-Credentials, region and endpoint come from where every AWS tool takes them: AWS_ACCESS_KEY_ID,
-AWS_PROFILE, AWS_ENDPOINT_URL, ~/.aws/config, the role of the machine, …; an old store that does not
-know checksums of requests wants AWS_REQUEST_CHECKSUM_CALCULATION=when_required.
+Credentials, region and endpoint are found as by every AWS tool: AWS_ACCESS_KEY_ID, AWS_PROFILE,
+AWS_ENDPOINT_URL, ~/.aws/config, the role of the machine, …. An old store without checksums of
+requests needs AWS_REQUEST_CHECKSUM_CALCULATION=when_required.
 
-An upload of a tensor file is a multipart upload with one part for each block, begun by the
-coordinator: once it is aborted nobody can finish it, so a writer that was thought dead and is not
-cannot change a checkpoint that another run has committed in the meantime.
+A tensor file is a multipart upload with one part for each block, begun by the coordinator. Nobody
+can finish it once it is aborted. So a writer that was wrongly thought dead cannot change a
+checkpoint that another run has committed since.
 """
 
 import errno
@@ -42,15 +42,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONNECTIONS = 16
-"""Requests of one process at a time, as one connection gives well below 100 MB/s; also how many
-blocks are in memory to be sent."""
+"""Concurrent requests of one process, since one connection carries well below 100 MB/s; also the
+blocks in memory that wait to be sent."""
 READ_BYTES = 8 << 20
-"""Longer reads are made in parts, side by side."""
+"""Longer reads are split into concurrent parts."""
 MOST_PARTS = 10_000
-"""A multipart upload takes so many."""
+"""Most parts of a multipart upload."""
 
 ATTEMPTS = 8
-"""At a request that may pass."""
+"""Attempts at a request with transient errors."""
 _PASSING = {
     "BadDigest",
     "ConditionalRequestConflict",
@@ -67,17 +67,17 @@ _NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError, CredentialRetrie
 
 
 class UploadGoneError(StorageError):
-    """An upload was finished or aborted before."""
+    """An upload was already finished or aborted."""
 
 
 class S3:
-    """See `checkpointing.storage.interface.Store`."""
+    """A client of S3 and of compatible stores; implements ObjectStore."""
 
     def __init__(self) -> None:
         config = Config(
             retries={"total_max_attempts": 1},  # `_retrying` does that
             max_pool_connections=CONNECTIONS,
-            connect_timeout=10,
+            connect_timeout=10,  # s; `_retrying` covers longer outages
             read_timeout=60,
             tcp_keepalive=True,
             response_checksum_validation="when_required",  # the commit record has checksums
@@ -86,7 +86,7 @@ class S3:
         self._endpoint = self._client.meta.endpoint_url
         self.pool = ThreadPoolExecutor(CONNECTIONS, "s3")
         self.room = BoundedSemaphore(CONNECTIONS)
-        """For blocks that wait to be sent."""
+        """Limits the blocks that wait to be sent."""
 
     def find(self, path: ObjectPath) -> ObjectStat | None:
         try:
@@ -145,7 +145,7 @@ class S3:
                     if not count:
                         raise IncompleteReadError(actual_bytes=0, expected_bytes=length)
                     rest = rest[count:]
-            body.read()  # nothing; the connection is free for the next request
+            body.read()  # reads the end of the stream: the connection can be reused
 
         self._retrying(path, work)
 
@@ -156,19 +156,19 @@ class S3:
         try:
             self._call("put_object", path, Body=data, IfNoneMatch="*")
         except FileExistsError:
-            # Perhaps written by an attempt of ours whose answer was lost.
+            # An earlier attempt may have written it, with its answer lost.
             if self.read(path) != data:
                 raise
 
     def delete(self, paths: Sequence[ObjectPath]) -> None:
-        """See Store. One by one, as some stores do not delete several at once."""
+        """Delete objects one by one: some stores have no bulk deletion."""
         list(self.pool.map(lambda path: self._call("delete_object", path), paths))
 
     def begin_uploads(self, sizes: Sequence[tuple[ObjectPath, int]]) -> list[str]:
-        """See Store.
+        """Begin multipart uploads.
 
         Raises:
-            StorageError: a file has too many parts.
+            StorageError: a file would have too many parts.
         """
         for path, size in sizes:
             parts = -(-size // BLOCK_BYTES)
@@ -188,7 +188,7 @@ class S3:
         return PartWriter(self, path, token, size)
 
     def send_part(self, path: ObjectPath, token: str, number: int, data: bytes) -> dict[str, Any]:
-        """Upload one part; returns what `complete` wants to know of it."""
+        """Upload one part; returns its entry for `complete`."""
         answer = self._call("upload_part", path, UploadId=token, PartNumber=number, Body=data)
         known = ("ETag", "ChecksumCRC32", "ChecksumCRC64NVME", "ChecksumCRC32C", "ChecksumSHA256")
         return {"PartNumber": number, **{name: answer[name] for name in known if name in answer}}
@@ -196,7 +196,6 @@ class S3:
     def complete(
         self, path: ObjectPath, token: str, size: int, parts: Sequence[dict[str, Any]]
     ) -> None:
-        """Finish an upload of `size` bytes."""
         try:
             self._call(
                 "complete_multipart_upload",
@@ -205,9 +204,9 @@ class S3:
                 MultipartUpload={"Parts": list(parts)},
             )
         except UploadGoneError:
-            # Perhaps finished by an attempt of ours whose answer was lost.
+            # An earlier attempt may have finished it, with its answer lost.
             found = self.find(path)
-            if found is None or found.st_size != size:
+            if found is None or found.st_size != size:  # not this upload's result
                 raise
 
     def uploads(self, path: ObjectPath) -> list[Upload]:
@@ -247,8 +246,8 @@ class S3:
         )
 
     def _retrying(self, path: ObjectPath, work: Callable[[], T]) -> T:
-        """work(), again after errors that may pass: exponential back-off with full jitter (Brooker,
-        "Exponential Backoff And Jitter"), some 13 s in all."""
+        """Returns work(), retried after transient errors for some 13 s in all: exponential back-off
+        with full jitter (Brooker, "Exponential Backoff And Jitter")."""
         again = tenacity.Retrying(
             retry=tenacity.retry_if_exception(is_passing),
             wait=tenacity.wait_random_exponential(multiplier=0.2, max=10),
@@ -264,7 +263,7 @@ class S3:
             raise self._explained(error, path) from error
 
     def _explained(self, error: Exception, path: ObjectPath) -> Exception:
-        """What callers are told of an error of boto's."""
+        """Returns an error of this package for one of boto's."""
         code, status = _code(error)
         if code == "NoSuchBucket":
             return StorageError(
@@ -299,7 +298,7 @@ def _stat(size: int, answer: dict[str, Any]) -> ObjectStat:
 
 
 def _code(error: BaseException) -> tuple[str, int]:
-    """(S3's name of an error, HTTP status); ("", 0) if the store has not answered."""
+    """Returns (S3's error code, HTTP status); ("", 0) if the store has not answered."""
     if not isinstance(error, ClientError):
         return "", 0
     code = str(error.response.get("Error", {}).get("Code", ""))
@@ -307,17 +306,17 @@ def _code(error: BaseException) -> tuple[str, int]:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether the same request may succeed a little later."""
+    """Whether a retry may succeed."""
     if isinstance(error, ClientError):
         code, status = _code(error)
         return code in _PASSING or status == 429 or (status >= 500 and status != 501)
-    if isinstance(error, SSLError):
+    if isinstance(error, SSLError):  # a wrong certificate stays wrong
         return False
     return isinstance(error, HTTPClientError | IncompleteReadError)
 
 
 def _runs(buffers: Sequence[memoryview], offset: int) -> Iterator[tuple[int, list[memoryview]]]:
-    """(offset, buffers) of reads of at most READ_BYTES, that together fill `buffers`."""
+    """Yields (offset, buffers) of reads of at most READ_BYTES, which together fill `buffers`."""
     run: list[memoryview] = []
     length = 0
     for buffer in buffers:
@@ -335,7 +334,7 @@ def _runs(buffers: Sequence[memoryview], offset: int) -> Iterator[tuple[int, lis
 
 
 class PartWriter:
-    """An upload in parts, several of them on their way at a time. See `interface.FileWriter`."""
+    """Writes an object as a multipart upload, several parts at a time; implements FileWriter."""
 
     def __init__(self, store: S3, path: ObjectPath, token: str, size: int) -> None:
         self._store, self._path, self._token, self._size = store, path, token, size
@@ -346,11 +345,11 @@ class PartWriter:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        for part in self._under_way:  # those that run are harmless: the upload gets aborted
+        for part in self._under_way:  # running ones are harmless: the upload is aborted
             part.cancel()
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Take a copy of a block and send it from another thread; waits while too many wait."""
+        """Copy a block and send it from another thread; blocks while too many wait."""
         self._gather({part for part in self._under_way if part.done()})
         self._store.room.acquire()
         part = self._store.pool.submit(
@@ -360,16 +359,16 @@ class PartWriter:
             offset // BLOCK_BYTES + 1,
             bytes(data),
         )
-        part.add_done_callback(lambda _: self._store.room.release())
+        part.add_done_callback(lambda _: self._store.room.release())  # after errors, too
         self._under_way.add(part)
 
     def _gather(self, parts: set[Future[dict[str, Any]]]) -> None:
-        """Take the results of parts, which may be errors."""
+        """Collect the results of parts, or raise their errors."""
         for part in parts:
             self._parts.append(part.result())
             self._under_way.discard(part)
 
     def finish(self) -> None:
         self._gather(set(self._under_way))
-        self._parts.sort(key=lambda part: part["PartNumber"])
+        self._parts.sort(key=lambda part: part["PartNumber"])  # S3 requires the order
         self._store.complete(self._path, self._token, self._size, self._parts)

@@ -9,11 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from isal.isal_zlib import crc32
-
-from checkpointing.errors import DamagedCheckpoint, reading
+from checkpointing.errors import reading
 from checkpointing.format.layout import (
-    BLOCK_BYTES,
     COMMIT_RECORD,
     LATEST,
     MODEL,
@@ -22,10 +19,9 @@ from checkpointing.format.layout import (
     StoredTensor,
 )
 from checkpointing.format.untrusted import is_plain, printable
-from checkpointing.storage.interface import StoredFile
 from checkpointing.storage.place import Place
-from checkpointing.storage.posix import block_buffer
 from checkpointing.storage.steps import (
+    CheckedBlocks,
     hugging_face_tensors,
     open_step,
     plain_adapter,
@@ -36,54 +32,52 @@ from checkpointing.storage.steps import (
 )
 
 PIECE_BYTES = 4 << 20
-"""A multiple of every element's size."""
+"""Bytes of a piece, a multiple of every element size."""
 
 
 @dataclass(frozen=True)
-class Source:
-    """A checkpoint of ours, or a plain Hugging Face directory, also one that PEFT wrote."""
+class CheckpointSource:
+    """A checkpoint of this package, or a plain Hugging Face directory, including one by PEFT."""
 
     path: Place
     model: dict[str, StoredTensor]
     optimizer: dict[str, StoredTensor] = field(default_factory=dict)
     state: dict[str, Any] | None = None
-    """None: a plain directory, which has neither optimizer nor checksums."""
+    """Trainer state; None for a plain directory, which has neither optimizer nor checksums."""
     records: dict[str, FileRecord] = field(default_factory=dict)
-    """By file; what is read of these is checked."""
+    """Size and checksums by file; reads are compared with them."""
     odd: Collection[str] = ()
-    """Tensors that held NaN or infinity when they were saved, and may: see CommitRecord."""
+    """Tensors that may hold NaN or infinity, see CommitRecord."""
     is_adapter: bool = False
     """Whether `model` is an adapter, by PEFT's names."""
 
 
 @contextmanager
-def open_source(path: Place) -> Iterator[Source]:
-    """Look into a checkpoint of ours, which retention then leaves alone, or a plain directory.
+def open_source(path: Place) -> Iterator[CheckpointSource]:
+    """Open a checkpoint, which retention keeps meanwhile, or a plain directory.
 
     Raises:
         DamagedCheckpoint, StorageError: what is wrong with it.
     """
     if not storage_of(path).exists(path / COMMIT_RECORD):
         if (adapter := plain_adapter(path)) is not None:
-            yield Source(path, adapter, is_adapter=True)
+            yield CheckpointSource(path, adapter, is_adapter=True)
         else:
-            yield Source(path, hugging_face_tensors(path))
+            yield CheckpointSource(path, hugging_face_tensors(path))
         return
-    with reading_lock(path):
+    with reading_lock(path):  # until the caller has read the tensors
         step = open_step(path)
         model, optimizer = (stored_tensors(step, one, verify=True) for one in step.sections)
-        yield Source(
+        yield CheckpointSource(
             path, model, optimizer, step_state(step), step.record.files, step.record.odd,
             is_adapter=MODEL not in step.sections,
         )  # fmt: skip
 
 
 class TensorReader:
-    """Bytes of tensors, in checked blocks. A context manager.
+    """Reads bytes of tensors through checked blocks. A context manager.
 
-    One file is open and one of its blocks held at a time, so tensors are best read in the order of
-    files and offsets.
-    """
+    It holds one open file and one block of it. Read tensors in the order of files and offsets."""
 
     def __init__(self, path: Place, records: Mapping[str, FileRecord]) -> None:
         self._path, self._records = path, records
@@ -98,7 +92,7 @@ class TensorReader:
         self._opened.close()
 
     def read(self, tensor: StoredTensor, start: int, target: memoryview) -> None:
-        """Fill `target` from byte `start` of a tensor on.
+        """Fill `target` with bytes of a tensor, from its byte `start` on.
 
         Raises:
             DamagedCheckpoint: the file is missing or short, or a checksum is wrong.
@@ -113,8 +107,7 @@ class TensorReader:
             self._blocks.read(target, tensor.begin + start)
 
     def pieces(self, tensor: StoredTensor) -> Iterator[memoryview]:
-        """The bytes of a tensor in order, PIECE_BYTES at a time, each until the next is asked
-        for."""
+        """Yields the bytes of a tensor, PIECE_BYTES at a time; each is valid until the next."""
         buffer = memoryview(bytearray(min(PIECE_BYTES, tensor.meta.nbytes)))
         for start in range(0, tensor.meta.nbytes, PIECE_BYTES):
             piece = buffer[: tensor.meta.nbytes - start]
@@ -122,86 +115,31 @@ class TensorReader:
             yield piece
 
 
-class CheckedBlocks:
-    """An open file, read by whole blocks that are compared with what was written.
-
-    Args:
-        file: the open file.
-        path: its path, for messages.
-        record: what was written; None: nothing is compared.
-    """
-
-    def __init__(self, file: StoredFile, path: Place, record: FileRecord | None) -> None:
-        self._file, self._path, self._record = file, path, record
-        self._buffer = block_buffer(file.size)
-        self._held: tuple[int, int] | None = None
-        """Number and length of the block in the buffer."""
-
-    def check(self, block: int) -> int:
-        """Read a block and compare it; returns its length in bytes.
-
-        Raises:
-            DamagedCheckpoint: names file and block.
-        """
-        self._held = None
-        size = self._file.read_into([self._buffer], block * BLOCK_BYTES)
-        if self._record is not None and (
-            block >= len(self._record.checksums)
-            or crc32(self._buffer[:size]) != self._record.checksums[block]
-        ):
-            raise DamagedCheckpoint(
-                f"{self._path}: checksum of block {block} (from byte {block * BLOCK_BYTES} on) is "
-                "wrong; the file was changed after it was saved"
-            )
-        self._held = block, size
-        return size
-
-    def held(self, size: int) -> memoryview:
-        """The `size` bytes of the block that was checked last, until the next is."""
-        return self._buffer[:size]
-
-    def read(self, target: memoryview, offset: int) -> None:
-        """Fill `target` from `offset` on.
-
-        Raises:
-            DamagedCheckpoint: a checksum is wrong, or the file ends too early.
-        """
-        done = 0
-        while done < len(target):
-            block, start = divmod(offset + done, BLOCK_BYTES)
-            size = self._held[1] if self._held and self._held[0] == block else self.check(block)
-            stop = min(size, start + len(target) - done)
-            if stop <= start:
-                raise DamagedCheckpoint(f"{self._path}: ends too early; it was cut short")
-            target[done : done + stop - start] = self._buffer[start:stop]
-            done += stop - start
-
-
 # --- small files ----------------------------------------------------------------------------------
 
 MOST_BYTES, MOST_FILES = 128 << 20, 256
-"""Bytes of all together: they are kept in memory, and written into every checkpoint."""
+"""Limits for all files together: they are kept in memory, and written to every checkpoint."""
 OURS = {COMMIT_RECORD, LATEST, TRAINER_STATE}
-"""What a checkpoint of ours has of its own."""
+"""Files that this package adds to a checkpoint."""
 _WEIGHTS = {
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp",
 }  # fmt: skip
 _NAMED = 3
-"""How many files a message names."""
+"""Most files that a message names."""
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file of this name holds weights, or says which files do."""
+    """Whether a file of this name holds weights, or is their index."""
     return Path(name).suffix in _WEIGHTS or name.endswith(".index.json")
 
 
 def beside_weights(directory: Place) -> tuple[dict[str, bytes], str]:
-    """Contents by name, and in one line what is left out and why ("": nothing).
+    """Returns contents by name, and one line that says what is left out and why ("": nothing).
 
-    Names are relative, such as `additional_chat_templates/tool.jinja`. Not meant are hidden files,
-    those that a checkpoint of ours has of its own, and folders with weights, which belong to other
-    models. Links are followed inside of the directory, and to where the Hub's cache has its files.
-    Of what is too much the largest is left out.
+    Names are relative, such as `additional_chat_templates/tool.jinja`. Excluded are hidden files,
+    files that this package adds to a checkpoint, and folders with weights, which are other models.
+    Links are followed inside the directory, and to the file store of the Hub's cache. If the limits
+    are exceeded, the largest files are left out.
 
     Raises:
         DamagedCheckpoint, StorageError: it cannot be read.
@@ -229,11 +167,12 @@ def beside_weights(directory: Place) -> tuple[dict[str, bytes], str]:
 
 
 def _files(folder: Place, prefix: str = "") -> Iterator[tuple[str, Place]]:
-    """(name, place) of what is neither weights nor hidden; a link to a folder counts as a file."""
+    """Yields (name, place) of files that are neither weights nor hidden; a link to a folder counts
+    as a file."""
     storage = storage_of(folder)
     try:
         entries = [entry for entry in storage.children(folder) if not _is_hidden(entry.name)]
-    except PermissionError:  # as lost+found
+    except PermissionError:  # such as lost+found: reported as a file
         yield prefix, folder
         return
     if prefix and any(is_weights(entry.name) for entry in entries):
@@ -251,7 +190,8 @@ def _is_hidden(name: str) -> bool:
 
 
 def _homes(directory: Place) -> set[Path]:
-    """Where links may lead. The Hub's cache: MODEL/snapshots/COMMIT has links to MODEL/blobs."""
+    """Returns the folders that links may lead to. In the Hub's cache, MODEL/snapshots/COMMIT has
+    links to MODEL/blobs."""
     if not isinstance(directory, Path):
         return set()
     home = directory.resolve()
@@ -260,7 +200,7 @@ def _homes(directory: Place) -> set[Path]:
 
 
 def _refused(name: str, entry: Place, homes: set[Path]) -> str | None:
-    """Why a file is left out, whatever its size."""
+    """Returns why a file is left out whatever its size; None if it is not."""
     if not is_plain(name):
         return "no printable name"
     if isinstance(entry, Path) and not (entry.is_file() and homes & {*entry.resolve().parents}):

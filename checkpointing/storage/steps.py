@@ -44,10 +44,12 @@ _POSIX: Storage[Any] = PosixStorage()
 
 
 def storage_of(place: P) -> Storage[P]:
-    """The storage that holds a file or directory."""
+    """Returns the storage that holds a file or directory."""
     storage = _POSIX
     if isinstance(place, ObjectPath):
-        from checkpointing.storage.object_storage import ObjectStorage  # few runs need it
+        from checkpointing.storage.object_storage import (
+            ObjectStorage,  # imported only where a run uses it
+        )
 
         storage = ObjectStorage()
     return storage
@@ -58,20 +60,73 @@ MAX_POINTER_BYTES = 4096
 
 @dataclass(frozen=True)
 class CommittedStep:
-    """A committed checkpoint: its record is valid, every file has its size, and every file but
-    the tensor files has its checksums."""
+    """A committed checkpoint: its record is valid, every file has its size, and every file but the
+    tensor files has its checksums."""
 
     path: Place
     record: CommitRecord
 
     @property
     def sections(self) -> tuple[Section, Section]:
-        """Sections of the step: that of its model or adapter, and that of its optimizer."""
+        """Section of its model or adapter, and section of its optimizer."""
         return sections_of(self.record.files)
 
 
+class CheckedBlocks:
+    """An open file, read in whole blocks that are compared with their checksums.
+
+    Args:
+        record: checksums; None: nothing is compared.
+    """
+
+    def __init__(self, file: StoredFile, path: Place, record: FileRecord | None) -> None:
+        self._file, self._path, self._record = file, path, record
+        self._buffer = block_buffer(file.size)
+        self._held: tuple[int, int] | None = None
+        """Number and length of the block in the buffer."""
+
+    def check(self, block: int) -> int:
+        """Read and compare a block; returns its length in bytes.
+
+        Raises:
+            DamagedCheckpoint: names file and block.
+        """
+        self._held = None  # an error must not leave unchecked bytes in use
+        size = self._file.read_into([self._buffer], block * BLOCK_BYTES)
+        if self._record is not None and (
+            block >= len(self._record.checksums)
+            or crc32(self._buffer[:size]) != self._record.checksums[block]
+        ):
+            raise DamagedCheckpoint(
+                f"{self._path}: checksum of block {block} (from byte {block * BLOCK_BYTES} on) is "
+                "wrong; the file was changed after it was saved"
+            )
+        self._held = block, size
+        return size
+
+    def held(self, size: int) -> memoryview:
+        """Returns the first `size` bytes of the last checked block, valid until the next check."""
+        return self._buffer[:size]
+
+    def read(self, target: memoryview, offset: int) -> None:
+        """Fill `target` from `offset` on.
+
+        Raises:
+            DamagedCheckpoint: a checksum is wrong, or the file ends too early.
+        """
+        done = 0
+        while done < len(target):
+            block, start = divmod(offset + done, BLOCK_BYTES)
+            size = self._held[1] if self._held and self._held[0] == block else self.check(block)
+            stop = min(size, start + len(target) - done)
+            if stop <= start:
+                raise DamagedCheckpoint(f"{self._path}: ends too early; it was cut short")
+            target[done : done + stop - start] = self._buffer[start:stop]
+            done += stop - start
+
+
 def list_steps(directory: P) -> list[P]:
-    """Directories named as committed steps, newest first; whether they are good is not known.
+    """Returns the directories named as steps, newest first; they may be damaged.
 
     Raises:
         StorageError: the directory cannot be read.
@@ -84,7 +139,7 @@ def list_steps(directory: P) -> list[P]:
 
 
 def latest(directory: Place) -> str | None:
-    """What the pointer beside the steps names; None if there is no pointer.
+    """Returns the name in the pointer file beside the steps; None if there is no pointer.
 
     Raises:
         DamagedCheckpoint, StorageError: it cannot be read.
@@ -93,16 +148,17 @@ def latest(directory: Place) -> str | None:
     if not storage_of(where).exists_as(where):
         return None
     with reading(where):
+        # A link could lead anywhere.
         text = storage_of(where).read(where, MAX_POINTER_BYTES, follow=False)
         return text.decode(errors="replace").strip()
 
 
 @contextmanager
 def reading_lock(path: Place) -> Iterator[None]:
-    """While it is held, retention does not delete the step at `path`. In any process of the user
-    who trains; the kernel drops it when that process dies. It holds between processes of one
-    machine; between machines it is best effort, as network filesystems differ in whether they pass
-    locks on; object stores have none, and other users take none.
+    """Keep retention from deleting the step at `path` during the block. For processes of the user
+    who trains; the kernel drops the lock when the process dies. It holds between processes of one
+    machine. Between machines it depends on whether the network filesystem forwards locks. Object
+    stores have none, and other users get none.
 
     Raises:
         DamagedCheckpoint: there is no such step, or it is being deleted.
@@ -112,12 +168,11 @@ def reading_lock(path: Place) -> Iterator[None]:
 
 
 def new_step(final: Place, damaged: Collection[str]) -> NewStep | None:
-    """To write the step that is going to be `final`; None if it is committed already.
+    """Returns a step, to be `final`, for writing; None if it is committed already.
 
     Args:
-        final: its path.
-        damaged: names of steps that are known to be damaged, though their records are good; such a
-            one is deleted to be written again.
+        damaged: names of steps known to be damaged though their records are good; such a step is
+            deleted first.
     """
     storage = storage_of(final)
     if storage.exists_as(final):
@@ -130,7 +185,7 @@ def new_step(final: Place, damaged: Collection[str]) -> NewStep | None:
 def _is_good(path: Place) -> bool:
     try:
         open_step(path)
-    except UnreadableCheckpoint:  # no reason to delete it
+    except UnreadableCheckpoint:  # it may be good, so it must not be deleted
         raise
     except DamagedCheckpoint:
         return False
@@ -138,7 +193,7 @@ def _is_good(path: Place) -> bool:
 
 
 def open_step(path: Place) -> CommittedStep:
-    """Check a committed checkpoint as far as is cheap. Reads no tensors.
+    """Check a committed checkpoint without reading its tensors.
 
     Raises:
         DamagedCheckpoint: names the file.
@@ -159,10 +214,10 @@ def open_step(path: Place) -> CommittedStep:
 
 
 def read_record(path: Place) -> CommitRecord:
-    """The commit record of the step at `path`.
+    """Returns the commit record of the step at `path`.
 
     Raises:
-        DamagedCheckpoint: it is missing or malformed, or is that of another step.
+        DamagedCheckpoint: it is missing, malformed, or of another step.
         StorageError: it cannot be read.
     """
     where = path / COMMIT_RECORD
@@ -175,16 +230,15 @@ def read_record(path: Place) -> CommitRecord:
 
 def _check_small(file: Place, expected: FileRecord) -> None:
     with storage_of(file).open(file) as stored:
-        buffer = block_buffer(expected.size)
+        blocks = CheckedBlocks(stored, file, expected)
         for block in range(len(expected.checksums)):
-            _check_block(stored, file, expected, block, buffer)
+            blocks.check(block)
 
 
 def newest_checkpoint(directory: P) -> P | None:
-    """The newest committed step in `directory` that `open_step` finds good, None without one.
+    """Returns the newest step in `directory` that `open_step` finds good; None if there is none.
 
-    Cheap (reads no tensors, needs no torch), so it may be called before a job starts, on any rank.
-    """
+    Reads no tensors and needs no torch, so it may be called before a job starts, on any rank."""
     for path in list_steps(directory):
         try:
             open_step(path)
@@ -195,7 +249,7 @@ def newest_checkpoint(directory: P) -> P | None:
 
 
 def read_state(path: Place) -> dict[str, Any]:
-    """The `state` that was saved in the checkpoint at `path`.
+    """Returns the `state` saved in the checkpoint at `path`.
 
     Raises:
         DamagedCheckpoint, StorageError: as `open_step`.
@@ -204,7 +258,7 @@ def read_state(path: Place) -> dict[str, Any]:
 
 
 def step_state(step: CommittedStep) -> dict[str, Any]:
-    """The `state` that was saved in a step.
+    """Returns the `state` saved in a step.
 
     Raises:
         DamagedCheckpoint, StorageError: it is not a JSON object, or of another step, or cannot be
@@ -220,10 +274,9 @@ def step_state(step: CommittedStep) -> dict[str, Any]:
 def stored_tensors(
     step: CommittedStep, section: Section, *, verify: bool
 ) -> dict[str, StoredTensor]:
-    """Where every tensor of a section lies, from the headers of its files.
+    """Returns where every tensor of a section lies, from the headers of its files.
 
     Args:
-        step: a checkpoint of ours.
         section: one of its `sections`.
         verify: check the checksums of the blocks that hold the headers.
 
@@ -237,6 +290,7 @@ def stored_tensors(
         if file not in records:
             raise DamagedCheckpoint(f"{path / index}: names {file}, which was not saved with it")
     headers = {file: read_header(path, file, records[file] if verify else None) for file in files}
+    # Both ways: a tensor that only one of index and headers lists would be lost silently.
     for file, header in headers.items():
         for name in header:
             if weight_map.get(name) != file:
@@ -257,11 +311,12 @@ ADAPTER_CURE = (
     "merge_and_unload of PEFT), and give the directory that you make"
 )
 SINGLE_FILE = "model.safetensors"
-"""The weights of a Hugging Face directory that is not sharded."""
+"""File with the weights in a Hugging Face directory that is not sharded."""
 
 
 def plain_adapter(path: Place) -> dict[str, StoredTensor] | None:
-    """Where the tensors of an adapter lie in a directory that PEFT wrote; None in any other.
+    """Returns where the tensors of an adapter lie in a directory by PEFT; None for any other
+    directory.
 
     Raises:
         DamagedCheckpoint: the file is damaged.
@@ -272,9 +327,9 @@ def plain_adapter(path: Place) -> dict[str, StoredTensor] | None:
 
 
 def hugging_face_tensors(path: Place) -> dict[str, StoredTensor]:
-    """Where every tensor of a plain Hugging Face directory lies: in model.safetensors, or else in
-    the files that an index names. As transformers reads them: an index beside model.safetensors is
-    an older one, and of an index only the names of files count.
+    """Returns where every tensor of a plain Hugging Face directory lies: in model.safetensors, or
+    else in the files of an index. As transformers reads them: an index beside model.safetensors is
+    stale, and of an index only the names of files count.
 
     Raises:
         DamagedCheckpoint: a file is missing, damaged, or contradicts the others.
@@ -304,7 +359,7 @@ def hugging_face_tensors(path: Place) -> dict[str, StoredTensor]:
 
 
 def _else(path: Place) -> str:
-    """What to do with a directory that has no weights where they are expected."""
+    """Returns what to do with a directory without weights where they are expected."""
     storage = storage_of(path)
     names: list[str] = []
     with suppress(OSError, CheckpointError):
@@ -326,7 +381,7 @@ def _else(path: Place) -> str:
 
 
 def _weight_map(path: Place, index: str) -> dict[str, str]:
-    """File by the name of the tensor in it, as an index says.
+    """Returns file by name of tensor, from an index.
 
     Raises:
         DamagedCheckpoint, StorageError: it is not an index, or cannot be read.
@@ -336,12 +391,12 @@ def _weight_map(path: Place, index: str) -> dict[str, str]:
 
 
 def read_header(path: Place, file: str, record: FileRecord | None) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file, from its header.
+    """Returns the tensors of one safetensors file, from its header.
 
     Args:
         path: the checkpoint directory.
         file: relative to it.
-        record: what was written; its blocks that hold the header are checked. None: no check.
+        record: checksums for the blocks with the header; None: no check.
 
     Raises:
         DamagedCheckpoint: names the file, and the block where a checksum is wrong.
@@ -351,21 +406,8 @@ def read_header(path: Place, file: str, record: FileRecord | None) -> dict[str, 
         stored.read_into([memoryview(prefix)], 0)
         header = bytearray(header_bytes(bytes(prefix), str(path / file), stored.size))
         if record:
-            buffer = block_buffer(record.size)
+            blocks = CheckedBlocks(stored, path / file, record)
             for block in range(-(-len(header) // BLOCK_BYTES)):
-                _check_block(stored, path / file, record, block, buffer)
+                blocks.check(block)
         stored.read_into([memoryview(header)], 0)
         return parse_header(bytes(header), file, stored.size, str(path / file))
-
-
-def _check_block(
-    stored: StoredFile, file: Place, record: FileRecord, block: int, buffer: memoryview
-) -> None:
-    size = stored.read_into([buffer], block * BLOCK_BYTES)
-    found = crc32(buffer[:size])
-    if block >= len(record.checksums) or found != record.checksums[block]:
-        start = block * BLOCK_BYTES
-        raise DamagedCheckpoint(
-            f"{file}: checksum of block {block} (from byte {start} on) is wrong; the file was "
-            "changed after it was saved"
-        )

@@ -1,5 +1,5 @@
-"""Every byte of a checkpoint, compared with its commit record, and whether those bytes are a
-checkpoint: anybody can write a record that agrees with its files. Reads without torch."""
+"""Verification of a checkpoint: every byte against the commit record, then its contents. Reads
+without torch."""
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +14,8 @@ from checkpointing.format.layout import (
     StoredTensor,
 )
 from checkpointing.storage.place import Place
-from checkpointing.storage.source import CheckedBlocks
 from checkpointing.storage.steps import (
+    CheckedBlocks,
     CommittedStep,
     open_step,
     read_header,
@@ -27,31 +27,30 @@ from checkpointing.storage.steps import (
 )
 
 Problems = list[CheckpointError]
-"""DamagedCheckpoint: what was read is not what was written; others: it could not be read."""
+"""DamagedCheckpoint: the bytes are wrong; other errors: they could not be read."""
 
 
 def is_damage(problem: CheckpointError) -> bool:
-    """Whether reading again would find it again."""
+    """Whether the problem is in the bytes, so that reading again would find it again."""
     return isinstance(problem, DamagedCheckpoint) and not isinstance(problem, UnreadableCheckpoint)
 
 
-class GivenUpError(Exception):
-    """Whoever asked does not want to know any more."""
+class VerificationStoppedError(Exception):
+    """`pause` asked to stop reading."""
 
 
 def verify_step(
     step: Place, *, threads: int = 4, pause: Callable[[], None] = lambda: None
 ) -> tuple[int, Problems]:
-    """Read a step whole, on beyond the first problem; retention leaves it alone meanwhile. Of one
-    without problems, state, indexes and headers are read as `load` does.
+    """Read a whole step, beyond the first problem; retention keeps it meanwhile. If all bytes are
+    correct, state, indexes and headers are parsed as `load` does.
 
     Args:
-        step: a checkpoint of ours.
-        threads: that read; reading and the CRC leave the interpreter.
-        pause: called before each block; may wait, or raise GivenUpError.
+        threads: threads that read; reading and CRC release the GIL.
+        pause: called before each block; may sleep, or raise VerificationStoppedError.
 
     Returns:
-        Bytes that its record names, and what is wrong.
+        Bytes that its record names, and the problems.
     """
     try:
         with reading_lock(step), ThreadPoolExecutor(threads) as pool:
@@ -63,7 +62,7 @@ def verify_step(
                     record.files,
                 )
                 problems = [problem for of_file in found for problem in of_file]
-            except GivenUpError:
+            except VerificationStoppedError:  # else the pool would read the other files
                 pool.shutdown(cancel_futures=True)
                 raise
             size = sum(file.size for file in record.files.values())
@@ -73,7 +72,8 @@ def verify_step(
 
 
 def _unloadable(path: Place) -> Problems:
-    """Why a step whose files are those of its record is none that can be loaded."""
+    """Returns why a step whose bytes match its record cannot be loaded. Anybody can write a record
+    that matches its files."""
     try:
         step = open_step(path)
         files = {
@@ -95,11 +95,11 @@ def _holds_tensors(step: CommittedStep, name: str) -> bool:
 
 
 def _of_trainer(step: Place) -> bool:
-    """Whether a run of the trainer wrote the step: then no tensor holds NaN or infinity that its
-    record does not name. Loops of others may keep anything in theirs."""
+    """Whether the trainer wrote the step. Then no tensor may hold NaN or infinity that its record
+    does not name. Other loops may save anything."""
     try:
         return "recipe" in step_state(open_step(step))
-    except CheckpointError:  # is told by whoever reads that file
+    except CheckpointError:  # `_verify_file` reports it
         return False
 
 
@@ -114,7 +114,7 @@ def _verify_file(
     problems: Problems = []
     try:
         with reading(path):
-            storage_of(step).own_size(step, name)  # refuses what is behind a link
+            storage_of(step).own_size(step, name)  # raises for a link
         with reading(path), storage_of(path).open(path) as file:
             if file.size != record.size:
                 problems.append(
@@ -143,16 +143,16 @@ def _verify_file(
                     continue
                 bad = _not_finite(tensors, blocks.held(size), block * BLOCK_BYTES)
                 problems += [DamagedCheckpoint(f"{path}: NaN or infinity in {one}") for one in bad]
-                tensors = [one for one in tensors if one[0] not in bad]
+                tensors = [one for one in tensors if one[0] not in bad]  # one report each
     except CheckpointError as error:
         problems.append(error)
     return problems
 
 
 def _floats(step: Place, name: str) -> Sequence[tuple[str, StoredTensor]]:
-    """Tensors of a file that could hold NaN or infinity; none where its header is damaged, which is
-    told else."""
-    from checkpointing.format.bits import may_be_infinite  # numpy: a writer starts without it
+    """Returns the tensors of a file whose dtype has NaN or infinity; none if its header is damaged,
+    which is reported elsewhere."""
+    from checkpointing.format.bits import may_be_infinite  # numpy would slow a writer's start
 
     if not name.endswith(".safetensors"):
         return []
@@ -166,10 +166,11 @@ def _floats(step: Place, name: str) -> Sequence[tuple[str, StoredTensor]]:
 def _not_finite(
     tensors: Sequence[tuple[str, StoredTensor]], data: memoryview, offset: int
 ) -> Collection[str]:
-    """Names of tensors that hold NaN or infinity in a part of their file, from `offset` on."""
+    """Returns the names of tensors with NaN or infinity in `data`, the bytes of their file from
+    `offset` on."""
     if not tensors:
         return ()
-    import numpy as np  # a writer starts without it
+    import numpy as np  # would slow a writer's start
 
     from checkpointing.format.bits import is_finite
 

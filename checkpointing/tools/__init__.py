@@ -1,1 +1,1 @@
-"""`perdure ckpt`: what people do with checkpoints."""
+"""The commands of `perdure ckpt`."""

@@ -1,7 +1,7 @@
-"""`perdure ckpt export | import`: checkpoints of ours from and to what others write.
+"""`perdure ckpt export | import`: conversion of checkpoints to and from foreign formats.
 
-Both write a new directory under another name, see it to the disk and rename it; both take one piece
-of a tensor into memory at a time. One process; reads weights, so it needs torch.
+Both write a new directory under another name, make it durable and rename it. Both hold one piece of
+a tensor in memory at a time. They run in one process, and convert weights, so they need torch.
 """
 
 import json
@@ -54,7 +54,7 @@ from checkpointing.storage.posix import (
 )
 from checkpointing.storage.source import (
     OURS,
-    Source,
+    CheckpointSource,
     TensorReader,
     beside_weights,
     is_weights,
@@ -62,14 +62,15 @@ from checkpointing.storage.source import (
 )
 from checkpointing.storage.steps import ADAPTER_CURE, storage_of
 from checkpointing.tools.inspect import find_source, human_bytes
-from checkpointing.tools.merge import Merged, open_adapter
+from checkpointing.tools.merge import MergedModel, open_adapter
 
 CONFIG = "config.json"
 MAX_SHARD_BYTES = 4 * 10**9
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-"""What --dtype takes → safetensors' name."""
+"""Value of --dtype → safetensors' name."""
 _CONVERTED = {"F64", "F32", "BF16", "F16"}
-"""The rest are whole numbers, or quantised values that belong to scales beside them."""
+"""dtypes that `dtype` converts. Others are integers, or quantised values with scales beside
+them."""
 
 _OVER_NF4 = (
     "note: it was trained over a model in nf4, and is off over any other: load that in 4 bits, too "
@@ -82,14 +83,14 @@ _MERGED = {
     True: "note: merged into the weights as they were published, but the adapter was trained over "
     "them in nf4: measure what it gives; without --into-published it is what was trained",
 }
-"""By `into_published`."""
+"""Note by `into_published`."""
 
 Pieces = Iterator[memoryview]
 """The bytes of a tensor, in order."""
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConvertedDirectory:
     """A directory that was written."""
 
     path: Path
@@ -97,9 +98,8 @@ class Converted:
     size: int
     """Bytes of the tensor files."""
     files: int
-    """How many tensor files."""
     notes: tuple[str, ...] = ()
-    """What its user should know."""
+    """Lines for the user."""
 
     def __str__(self) -> str:
         made = f"{self.path}: {self.tensors} tensors, {human_bytes(self.size)} in {self.files} file"
@@ -118,26 +118,25 @@ def export(
     not_finite: bool = False,
     merge_into: str | Place | None = None,
     into_published: bool = False,
-) -> Converted:
+) -> ConvertedDirectory:
     """Write the model of a checkpoint as a plain Hugging Face directory: weights, config.json,
-    tokenizer; no optimizer. The checksums of everything that is read are checked. Of an adapter
-    that is a directory of PEFT's, or the model that it makes of the one under it.
+    tokenizer; no optimizer. Checksums of everything read are checked. An adapter becomes a PEFT
+    directory, or, with `merge_into`, a whole model.
 
     Args:
-        path: a checkpoint, or a run: its newest good one. A plain directory may be given too.
-        out: the new directory.
-        dtype: round floating point weights to it, to nearest even; None: as they are. Whole numbers
-            and 8-bit floats stay as they are.
+        path: a checkpoint, a run (its newest good checkpoint), or a plain directory.
+        dtype: round floating point weights to it, to nearest even; None: keep them. Integers and
+            8-bit floats stay as they are.
         max_shard_bytes: most tensor bytes per file.
-        not_finite: export weights that are NaN or infinite, too. Tensors that were saved as such
-            that may be, such as masks, need no leave.
+        not_finite: export NaN and infinity, too. Tensors that were saved as allowed to hold them,
+            such as masks, are always exported.
         merge_into: the model that `path`, an adapter, was trained over. Both are added in float32,
-            and rounded to the format of the model, or `dtype`. Weights that training kept in nf4
-            are taken as it saw them, with what nf4 rounds away.
-        into_published: take them as they are in `merge_into` instead.
+            and rounded to the model's dtype, or `dtype`. Weights that training kept in nf4 are
+            rounded to nf4 first.
+        into_published: do not round the weights of `merge_into` to nf4.
 
     Raises:
-        CheckpointError: `out` exists, a weight is too large for `dtype`, or one is NaN or infinite.
+        CheckpointError: `out` exists, or a weight is too large for `dtype`, NaN or infinite.
         DamagedCheckpoint, StorageError: what is wrong with the checkpoint.
     """
     out = local(out)
@@ -150,7 +149,7 @@ def export(
                 raise CheckpointError(f"{given.path}: is no adapter; export it without --merge")
             source = stack.enter_context(open_source(find_source(merge_into)))
             adapter = stack.enter_context(open_adapter(given))
-            merged = Merged(source, adapter, published=into_published)
+            merged = MergedModel(source, adapter, published=into_published)
             notes = [_MERGED[into_published]] if adapter.over_nf4 else []
         elif given.is_adapter:
             with open_adapter(given) as adapter:
@@ -167,7 +166,7 @@ def export(
         elif section is MODEL:
             write_file(tmp / MODEL.index, index_json(files))
         small, left = _small_files(source)
-        if merged:  # what was trained may have been given a tokenizer of its own
+        if merged:  # the adapter may have a tokenizer of its own
             beside, _ = _small_files(given)
             small |= {name: data for name, data in beside.items() if name != ADAPTER_CONFIG}
         if target and CONFIG in small:
@@ -198,12 +197,12 @@ def _as_dtype(meta: TensorMeta, dtype: str | None) -> TensorMeta:
 
 
 def _convert(piece: memoryview, name: str, dtype: str, target: str) -> memoryview:
-    """Round a piece of a tensor; says so where a number turns infinite."""
+    """Round a piece of a tensor; raises CheckpointError if a number becomes infinite."""
     if dtype == target:
         return piece
     numbers = torch.frombuffer(piece, dtype=TORCH_DTYPES[dtype])
     rounded = numbers.to(TORCH_DTYPES[target])
-    if not rounded.abs().max().isfinite():  # rare, and a closer look takes longer than rounding
+    if not rounded.abs().max().isfinite():  # rare: finding the reason takes longer than rounding
         finite = numbers[numbers.isfinite()]
         if bool(finite.to(rounded.dtype).isinf().any()):
             raise CheckpointError(
@@ -218,7 +217,7 @@ def _with_dtype(config: bytes, target: str, where: Place) -> bytes:
         values = read_object(config)
     except ValueError as error:
         raise CheckpointError(f"{where}: is not a JSON object: {error}; mend the file") from error
-    # transformers reads the one since 4.56, the other before.
+    # transformers reads `dtype` since 4.56, `torch_dtype` before.
     values["dtype"] = values["torch_dtype"] = str(TORCH_DTYPES[target]).removeprefix("torch.")
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
 
@@ -233,26 +232,25 @@ def import_checkpoint(
     step: int | None = None,
     config: str | Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> Converted:
-    """Write a checkpoint of ours, with commit record and checksums, from a plain Hugging Face
-    directory or one of torch.distributed.checkpoint (DCP).
+) -> ConvertedDirectory:
+    """Write a checkpoint of this package, with commit record and checksums, from a plain Hugging
+    Face directory or a checkpoint of torch.distributed.checkpoint (DCP).
 
-    It serves `model.init_from`, `perdure generate` and every `perdure ckpt` command. It is no point
-    for the trainer to resume from: it knows no position in any data. A DCP directory's optimizer
-    state comes along, by our names, for `TensorCheckpointer.load` in a loop of your own; that
-    takes the directory that holds `out`, if `out` is called as a step is.
+    `model.init_from`, `perdure generate` and every `perdure ckpt` command read it. The trainer
+    cannot resume from it, since it has no position in the data. A DCP checkpoint's optimizer state
+    is included, by this package's names, for `TensorCheckpointer.load` in a loop of your own: give
+    that the directory that holds `out`, if `out` is named as a step.
 
     Args:
-        path: directory with model.safetensors, or several files and their index; or with DCP's
-            .metadata. The small files beside them (config.json, tokenizer, licence, …) come along.
-        out: the new directory.
-        step: the step that it says it holds; default: as the name of `out` says, else 0.
-        config: a config.json to take instead of the one in `path`.
+        path: directory with model.safetensors, with several files and their index, or with DCP's
+            .metadata. Small files beside them (config.json, tokenizer, licence, …) are included.
+        step: step of the checkpoint; default: from the name of `out`, else 0.
+        config: a config.json in place of the one in `path`.
         max_shard_bytes: most tensor bytes per file.
 
     Raises:
-        CheckpointError: `out` exists, `path` is a checkpoint of ours already, or `step` is not that
-            of the name of `out`.
+        CheckpointError: `out` exists, `path` already is a checkpoint of this package, or `step`
+            contradicts the name of `out`.
         DamagedCheckpoint, StorageError: what is wrong with `path`.
     """
     path, out = location(path), local(out)
@@ -288,15 +286,15 @@ def import_checkpoint(
 
 
 @contextmanager
-def _open_any(path: Place) -> Iterator[tuple[Source, Callable[[StoredTensor], Pieces]]]:
-    """What is in a directory that others wrote, and what reads its tensors, when it is used."""
+def _open_any(path: Place) -> Iterator[tuple[CheckpointSource, Callable[[StoredTensor], Pieces]]]:
+    """Yields what a foreign directory holds, and the function that reads its tensors."""
     if storage_of(path).exists(path / DCP_METADATA):
         dcp = open_dcp(local(path))
 
         def whole(tensor: StoredTensor) -> Pieces:
             yield as_bytes(dcp.read(tensor)).numpy().data
 
-        yield Source(path, dcp.model, dcp.optimizer), whole
+        yield CheckpointSource(path, dcp.model, dcp.optimizer), whole
         return
     with open_source(path) as source, TensorReader(path, source.records) as reader:
         if source.is_adapter:
@@ -308,13 +306,13 @@ def _open_any(path: Place) -> Iterator[tuple[Source, Callable[[StoredTensor], Pi
 
 
 def _in_order(tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """Names as the tensors lie, so that files are read from front to back."""
+    """Returns names in the order of files and offsets, so that files are read from start to end."""
     return sorted(tensors, key=lambda name: (tensors[name].file, tensors[name].begin))
 
 
-def _small_files(source: Source) -> tuple[dict[str, bytes], str]:
-    """What lies beside the weights, and what of it is left out; of a checkpoint of ours what was
-    saved with it."""
+def _small_files(source: CheckpointSource) -> tuple[dict[str, bytes], str]:
+    """Returns the files beside the weights, and what is left out; for a checkpoint of this package,
+    the files saved with it."""
     if not source.records:
         return beside_weights(source.path)
     small = {}
@@ -327,19 +325,20 @@ def _small_files(source: Source) -> tuple[dict[str, bytes], str]:
 
 @contextmanager
 def _new_directory(out: Path) -> Iterator[Path]:
-    """A directory to fill, which becomes `out` when the block ends well and is removed when not."""
+    """Yields a directory to fill. It becomes `out` at the end of the block, and is removed after an
+    error."""
     if os.path.lexists(out):
         raise CheckpointError(f"{out}: exists already; choose another name, or remove it first")
     tmp = out.with_name(f"{out.name}.tmp-{owner()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        for old in out.parent.iterdir():  # of a conversion that was killed
+        for old in out.parent.iterdir():  # left by a killed conversion
             if old.name.startswith(f"{out.name}.tmp-") and is_alive(old.name) is False:
                 shutil.rmtree(old, ignore_errors=True)
-        tmp.mkdir(mode=0o755)  # nobody else is to put anything there
+        tmp.mkdir(mode=0o755)  # no other user can write to it
         yield tmp
         sync_directory(tmp)
-        os.rename(tmp, out)
+        os.rename(tmp, out)  # all of it appears at once, durable before
         sync_directory(out.parent)
     except OSError as error:
         raise CheckpointError(f"cannot write {explain(error)}; nothing is left of it") from error
@@ -350,7 +349,7 @@ def _new_directory(out: Path) -> Iterator[Path]:
 def _write_tensors(
     directory: Path, file: TensorFile, pieces: Callable[[str], Pieces]
 ) -> FileRecord:
-    """Write a tensor file from front to back and see it to the disk."""
+    """Write a tensor file from start to end, durable on return."""
     checksums: list[int] = []
     size = 0
 
@@ -382,7 +381,7 @@ def _report(
     small: Mapping[str, bytes],
     left: str,
     notes: Sequence[str] = (),
-) -> Converted:
+) -> ConvertedDirectory:
     notes = [*notes] + ([f"note: left out: {left}"] if left else [])
     if CONFIG not in small and ADAPTER_CONFIG not in small:
         notes.append(
@@ -390,4 +389,6 @@ def _report(
             "from_pretrained, model.init_from or perdure generate"
         )
     tensors = sum(len(file.tensors) for file in files)
-    return Converted(out, tensors, sum(file.size for file in files), len(files), tuple(notes))
+    return ConvertedDirectory(
+        out, tensors, sum(file.size for file in files), len(files), tuple(notes)
+    )

@@ -1,4 +1,4 @@
-"""`perdure ckpt diff`: in what two checkpoints differ. Decodes numbers, so it needs torch."""
+"""`perdure ckpt diff`: the differences of two checkpoints. Decodes numbers, so it needs torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,13 +18,13 @@ from checkpointing.format.layout import (
 from checkpointing.format.tensors import TORCH_DTYPES
 from checkpointing.format.untrusted import printable
 from checkpointing.storage.place import Place
-from checkpointing.storage.source import Source, TensorReader, open_source
+from checkpointing.storage.source import CheckpointSource, TensorReader, open_source
 from checkpointing.tools.inspect import find_source, short, table
 
 PIECE_ELEMENTS = 1 << 17
-"""Elements of two tensors compared at a time: what fits a processor's cache as float64."""
+"""Elements compared at a time, few enough for the processor's cache as float64."""
 _SHOWN = 10
-"""How many tensors, or keys, of a kind are printed."""
+"""Most tensors, or keys, of a kind that are printed."""
 
 
 @dataclass(frozen=True)
@@ -33,34 +33,33 @@ class ValueDifference:
 
     name: str
     absolute: float
-    """Largest |a - b|; inf: one has a NaN or an infinity; 0: equal numbers, in other bits."""
+    """Largest |a - b|. inf: one has NaN or infinity; 0: equal numbers in other bits."""
     relative: float
     """Largest |a - b| / max(|a|, |b|)."""
     elements: int
-    """How many differ in value (of complex numbers both parts count)."""
+    """Number of elements with other values (complex numbers count both parts)."""
 
 
 @dataclass
-class Difference:
-    """In what two checkpoints differ."""
+class CheckpointDifference:
+    """The differences of two checkpoints."""
 
     left: Place
     right: Place
     identical: int = 0
-    """Tensors with the same dtype, shape and bytes."""
+    """Number of tensors with the same dtype, shape and bytes."""
     only_left: list[str] = field(default_factory=list)
     only_right: list[str] = field(default_factory=list)
     metas: list[str] = field(default_factory=list)
-    """Tensors of other dtypes or shapes, with both."""
+    """Tensors with other dtypes or shapes, with both."""
     values: list[ValueDifference] = field(default_factory=list)
-    """The largest relative difference first; also of tensors of other dtypes."""
+    """Tensors with other values, the largest relative difference first; dtypes may differ."""
     state: list[str] = field(default_factory=list)
-    """Keys of trainer_state.json, with both values."""
+    """Keys of trainer_state.json that differ, with both values."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs."""
         return not (self.only_left or self.only_right or self.metas or self.values or self.state)
 
     def __str__(self) -> str:
@@ -94,11 +93,11 @@ def _listing(title: str, items: list[str]) -> list[str]:
     return ["", f"{title}:", *(f"  {item}" for item in items[:_SHOWN]), *more]
 
 
-def diff(left: str | Place, right: str | Place) -> Difference:
+def diff(left: str | Place, right: str | Place) -> CheckpointDifference:
     """Compare two checkpoints, tensor by tensor, in bounded memory.
 
-    Of checkpoints of ours, blocks with equal checksums are not read; `verify` tells whether they
-    still are what the checksums say. Whatever is read is checked.
+    Blocks with equal checksums are not read in checkpoints of this package; `verify` checks whether
+    the bytes match the checksums. Whatever is read is checked.
 
     Args:
         left, right: checkpoints, runs (their newest good ones) or plain Hugging Face directories,
@@ -108,7 +107,7 @@ def diff(left: str | Place, right: str | Place) -> Difference:
         DamagedCheckpoint, StorageError: what is wrong with either.
     """
     with open_source(find_source(left)) as a, open_source(find_source(right)) as b:
-        result = Difference(a.path, b.path)
+        result = CheckpointDifference(a.path, b.path)
         _compare_tensors(result, a, b, a.model, b.model)
         if a.state is not None and b.state is not None:
             _compare_tensors(result, a, b, a.optimizer, b.optimizer)
@@ -120,9 +119,9 @@ def diff(left: str | Place, right: str | Place) -> Difference:
 
 
 def _compare_tensors(
-    result: Difference,
-    left: Source,
-    right: Source,
+    result: CheckpointDifference,
+    left: CheckpointSource,
+    right: CheckpointSource,
     ours: Mapping[str, StoredTensor],
     theirs: Mapping[str, StoredTensor],
 ) -> None:
@@ -155,7 +154,7 @@ def _same_checksums(
     left: Mapping[str, FileRecord],
     right: Mapping[str, FileRecord],
 ) -> bool:
-    """Whether the blocks that hold two tensors are recorded as equal."""
+    """Whether the blocks that hold two tensors have equal recorded checksums."""
     if a.begin != b.begin or a.file not in left or b.file not in right:
         return False
     blocks = slice(a.begin // BLOCK_BYTES, -(-(a.begin + a.meta.nbytes) // BLOCK_BYTES))
@@ -169,7 +168,7 @@ def _compare_values(
     left: TensorReader,
     right: TensorReader,
 ) -> ValueDifference | None:
-    """None if the bytes are equal (or, of two dtypes, the values)."""
+    """Returns the difference; None if the bytes are equal, or the values of two dtypes."""
     differs, absolute, relative, elements = False, 0.0, 0.0, 0
     count = prod(a.meta.shape)
     for start in range(0, count, PIECE_ELEMENTS):
@@ -195,18 +194,18 @@ def _read(reader: TensorReader, tensor: StoredTensor, start: int, stop: int) -> 
 
 
 def _numbers(data: bytearray, dtype: str) -> Tensor:
-    """float64, flat; of complex numbers both parts."""
+    """Returns float64, flat; complex numbers give both parts."""
     tensor = torch.frombuffer(data, dtype=TORCH_DTYPES[dtype])
     return (torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor).double()
 
 
 def _apart(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Absolute and relative difference of each number: 0 where both are NaN or equal, inf where
-    one is NaN, or one infinite."""
+    """Returns the absolute and relative difference of each number: 0 where equal or both NaN, inf
+    where one is NaN or infinite."""
     scale = torch.maximum(a.abs(), b.abs()).clamp_min(torch.finfo(a.dtype).tiny)
     absolute = (a - b).abs()
     relative = absolute / scale
-    if not absolute.sum().isfinite():
+    if not absolute.sum().isfinite():  # rare, so that the common case is one pass
         same = (a == b) | (a.isnan() & b.isnan())
         absolute, relative = (
             part.nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(same, 0.0)
@@ -230,7 +229,7 @@ def _compare_states(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[s
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested objects as one, with dotted keys."""
+    """Returns nested objects as one, with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:

@@ -1,6 +1,6 @@
-"""What `perdure ckpt ls | show | verify` tell. Reads without torch; every result prints as text.
+"""`perdure ckpt ls | show | verify | prune`. Reads without torch; every result prints as text.
 
-Each function takes a run directory (that holds `checkpoints/`), a directory of checkpoints, or one
+Each function takes a run directory (which holds `checkpoints/`), a directory of checkpoints, or a
 checkpoint; or the URL of any of these in an object store.
 """
 
@@ -27,14 +27,14 @@ from checkpointing.format.untrusted import printable
 from checkpointing.options import CheckpointOptions
 from checkpointing.storage.place import Place, location
 from checkpointing.storage.retention import (
-    Decision,
-    Found,
-    Known,
+    RetentionDecision,
+    StepInfo,
+    Verdicts,
     best_of,
     decide,
+    inspect_steps,
     number_of,
     prune,
-    survey,
 )
 from checkpointing.storage.source import open_source
 from checkpointing.storage.steps import (
@@ -50,7 +50,7 @@ from checkpointing.storage.verification import is_damage, verify_step
 
 
 def find_steps(path: str | Place) -> list[Place]:
-    """The checkpoints that a path stands for, newest first.
+    """Returns the checkpoints that a path names, newest first.
 
     Raises:
         StorageError: there are none.
@@ -67,19 +67,19 @@ def find_steps(path: str | Place) -> list[Place]:
 
 
 Which: TypeAlias = int | Literal["best"] | None
-"""Which checkpoint of a run: of a step, the one with the lowest `checkpoint.best_by`, or the
+"""Which checkpoint of a run: that of a step, the one with the lowest `checkpoint.best_by`, or the
 newest."""
 
 
 def find_checkpoint(path: str | Place, step: Which = None) -> Place:
-    """The good checkpoint that a path stands for. Reads headers, but no tensors.
+    """Returns the good checkpoint that a path names. Reads headers, but no tensors.
 
     Args:
-        path: of a run, a directory of checkpoints, or a checkpoint.
-        step: which of a run.
+        path: a run, a directory of checkpoints, or a checkpoint.
+        step: which checkpoint of a run.
 
     Raises:
-        StorageError: there are no checkpoints, or not that one.
+        StorageError: there is no checkpoint, or not that one.
         DamagedCheckpoint: there is no good one; says what is wrong with the newest.
     """
     steps = find_steps(path)
@@ -106,7 +106,8 @@ def find_checkpoint(path: str | Place, step: Which = None) -> Place:
 
 
 def find_source(path: str | Place, step: Which = None) -> Place:
-    """What `open_source` is to open: a plain Hugging Face directory, or as `find_checkpoint`.
+    """Returns what `open_source` can open: a plain Hugging Face directory, or what
+    `find_checkpoint` returns.
 
     Raises:
         StorageError, DamagedCheckpoint: as `find_checkpoint`.
@@ -123,26 +124,27 @@ def find_source(path: str | Place, step: Which = None) -> Place:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One checkpoint of a listing."""
+class ListingRow:
+    """A checkpoint in a listing."""
 
     path: Place
     saved: float | None
-    """Unix time."""
+    """Unix time of the commit."""
     state: dict[str, Any]
-    """What the trainer saved; empty if damaged."""
+    """Trainer state; empty if damaged."""
     size: int
     """Bytes of all files."""
     files: int
     problem: str | None
-    """None: committed, all files there, in their sizes. Bytes are checked by `verify`."""
+    """What is wrong; None if it is committed and all files exist with their sizes. `verify` checks
+    bytes."""
 
 
 @dataclass(frozen=True)
-class Listing:
+class CheckpointListing:
     """Checkpoints, newest first."""
 
-    rows: list[Row]
+    rows: list[ListingRow]
 
     def __str__(self) -> str:
         header = ["checkpoint", "saved", "tokens", "val loss", "size", "files", "ranks", ""]
@@ -151,35 +153,35 @@ class Listing:
         return table([header, *(_cells(row, best=row.path == best) for row in self.rows)])
 
 
-def ls(path: str | Place) -> Listing:
-    """List checkpoints, with what a cheap look says of each."""
-    return Listing([_row(step) for step in find_steps(path)])
+def ls(path: str | Place) -> CheckpointListing:
+    """List checkpoints, with what can be checked without reading tensors."""
+    return CheckpointListing([_row(step) for step in find_steps(path)])
 
 
-def _row(path: Place) -> Row:
+def _row(path: Place) -> ListingRow:
     try:
         step = open_step(path)
         saved = storage_of(path).stat(path / COMMIT_RECORD).st_mtime
         size = sum(file.size for file in step.record.files.values())
-        return Row(path, saved, step_state(step), size, len(step.record.files), None)
+        return ListingRow(path, saved, step_state(step), size, len(step.record.files), None)
     except CheckpointError as error:
-        return Row(path, None, {}, 0, 0, str(error))
+        return ListingRow(path, None, {}, 0, 0, str(error))
 
 
-def _judged(row: Row) -> Found:
-    """What retention compares of a checkpoint, by the rule that the run was trained with."""
+def _judged(row: ListingRow) -> StepInfo:
+    """Returns what retention compares, by the `best_by` of the run's recipe."""
     recipe = row.state.get("recipe")
     options = recipe.get("checkpoint") if isinstance(recipe, dict) else None
     key = options.get("best_by") if isinstance(options, dict) else None
     key = key if isinstance(key, str) else CheckpointOptions.best_by
-    return Found(row.path, parse_step(row.path.name) or 0, number_of(row.state, key))
+    return StepInfo(row.path, parse_step(row.path.name) or 0, number_of(row.state, key))
 
 
-def _best(path: str | Place, rows: Sequence[Row]) -> Place:
-    """The best of these checkpoints, newest first.
+def _best(path: str | Place, rows: Sequence[ListingRow]) -> Place:
+    """Returns the best of these checkpoints, given newest first.
 
     Raises:
-        StorageError: none has been judged.
+        StorageError: none has a validation loss.
     """
     for found in best_of([_judged(row) for row in rows if row.problem is None]):
         return found.path
@@ -188,7 +190,7 @@ def _best(path: str | Place, rows: Sequence[Row]) -> Place:
     )
 
 
-def _cells(row: Row, *, best: bool) -> list[str]:
+def _cells(row: ListingRow, *, best: bool) -> list[str]:
     if row.problem is not None:
         return [row.path.name, "", "", "", "", "", "", f"DAMAGED: {row.problem}"]
     tokens, loss = row.state.get("tokens"), row.state.get("validation_loss")
@@ -216,8 +218,8 @@ def _world(state: dict[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What a checkpoint holds."""
+class CheckpointContents:
+    """The tensors and trainer state of a checkpoint."""
 
     path: Place
     record: CommitRecord
@@ -225,7 +227,6 @@ class Contents:
     optimizer: dict[str, StoredTensor]
     state: dict[str, Any]
     is_adapter: bool = False
-    """Whether `model` is an adapter."""
 
     def __str__(self) -> str:
         lines = [f"{self.path}: step {self.record.step}", ""]
@@ -250,8 +251,9 @@ class Contents:
         return "\n".join(lines)
 
 
-def show(path: str | Place, step: Which = None) -> Contents:
-    """Tensors and trainer state of a checkpoint; of a run, the one that `find_checkpoint` finds.
+def show(path: str | Place, step: Which = None) -> CheckpointContents:
+    """Returns the tensors and trainer state of a checkpoint, or of the one that `find_checkpoint`
+    finds in a run.
 
     Raises:
         DamagedCheckpoint, StorageError: what is wrong with it.
@@ -259,13 +261,13 @@ def show(path: str | Place, step: Which = None) -> Contents:
     found = open_step(find_checkpoint(path, step))
     with open_source(found.path) as source:
         state = source.state or {}
-        return Contents(
+        return CheckpointContents(
             found.path, found.record, source.model, source.optimizer, state, source.is_adapter
         )
 
 
 def _base(state: dict[str, Any]) -> str:
-    """The model under an adapter, as its trainer state names it."""
+    """Returns the base model of an adapter, by its trainer state."""
     base = state.get("base")
     if not isinstance(base, dict):
         return "a model that trainer_state.json does not name"
@@ -274,7 +276,7 @@ def _base(state: dict[str, Any]) -> str:
 
 
 def short(value: Any, limit: int = 100) -> str:
-    """A JSON value in one line, cut at `limit` characters."""
+    """Returns a JSON value in one line, cut at `limit` characters."""
     text = printable(json.dumps(value, ensure_ascii=False))
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text):,} characters)"
 
@@ -283,14 +285,14 @@ def short(value: Any, limit: int = 100) -> str:
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Something wrong in a checkpoint."""
+class CheckpointProblem:
+    """A defect of a checkpoint."""
 
     checkpoint: Place
     message: str
-    """Names the file, and the block where it is one."""
+    """Names the file, and the block if the defect is in one."""
     is_damage: bool = True
-    """Else it could not be read."""
+    """False if the checkpoint could not be read."""
 
     def __str__(self) -> str:
         return f"{self.checkpoint.name}: {self.message}"
@@ -298,36 +300,36 @@ class Problem:
 
 @dataclass
 class Verification:
-    """Outcome of checking every byte."""
+    """Result of checking every byte."""
 
     checked: list[Place]
-    """The checkpoints."""
     size: int = 0
-    """Bytes that were read."""
-    problems: list[Problem] = field(default_factory=list)
+    """Bytes read."""
+    problems: list[CheckpointProblem] = field(default_factory=list)
 
     @property
     def good(self) -> list[Place]:
-        """Those without problems."""
+        """Checkpoints without problems."""
         bad = {problem.checkpoint for problem in self.problems}
         return [path for path in self.checked if path not in bad]
 
     @property
-    def known(self) -> Known:
-        """What it tells retention."""
+    def known(self) -> Verdicts:
+        """The result in the form that retention uses."""
         lost = {problem.checkpoint.name for problem in self.problems if problem.is_damage}
-        return Known(
+        return Verdicts(
             damaged=lost,
             unreadable={problem.checkpoint.name for problem in self.problems} - lost,
-            right={path.name for path in self.good},
+            verified={path.name for path in self.good},
         )
 
     def add(self, step: Place) -> None:
-        """Check another one."""
         size, problems = verify_step(step)
         self.checked.append(step)
         self.size += size
-        self.problems += [Problem(step, str(problem), is_damage(problem)) for problem in problems]
+        self.problems += [
+            CheckpointProblem(step, str(problem), is_damage(problem)) for problem in problems
+        ]
 
     def __str__(self) -> str:
         bad = {problem.checkpoint for problem in self.problems}
@@ -342,8 +344,7 @@ class Verification:
 def verify(path: str | Place) -> Verification:
     """Compare every byte of a checkpoint, or of all checkpoints of a run, with the commit record.
 
-    Goes on after a problem, to name all of them.
-    """
+    Continues after a problem, to report all of them."""
     result = Verification([])
     for step in find_steps(path):
         result.add(step)
@@ -351,20 +352,20 @@ def verify(path: str | Place) -> Verification:
     return result
 
 
-def _verify_latest(steps: Sequence[Place]) -> list[Problem]:
-    """Whether the pointer beside checkpoints, if it is there, names one of them."""
+def _verify_latest(steps: Sequence[Place]) -> list[CheckpointProblem]:
+    """Check that the pointer beside checkpoints, if it exists, names one of them."""
     pointer = steps[0].with_name(LATEST)
     try:
         named = latest(pointer.parent)
     except CheckpointError as error:
-        return [Problem(pointer, str(error))]
+        return [CheckpointProblem(pointer, str(error))]
     if named is None:
         return []
     if parse_step(named) is not None and storage_of(pointer).exists(
         pointer.with_name(named) / COMMIT_RECORD
     ):
         return []
-    return [Problem(pointer, f"{pointer}: names {named!r}, which is no checkpoint")]
+    return [CheckpointProblem(pointer, f"{pointer}: names {named!r}, which is no checkpoint")]
 
 
 # --- prune -----------------------------------------------------------------------------------
@@ -372,12 +373,12 @@ def _verify_latest(steps: Sequence[Place]) -> list[Problem]:
 
 @dataclass(frozen=True)
 class Pruning:
-    """What retention decided on each checkpoint, newest first."""
+    """Retention's decision on each checkpoint, newest first."""
 
-    decisions: list[Decision]
+    decisions: list[RetentionDecision]
     dry_run: bool
     verification: Verification
-    """What was read of the steps that are relied upon: the newest that stay."""
+    """Result of reading the newest checkpoints that stay."""
 
     def __str__(self) -> str:
         verbs = ("goes" if self.dry_run else "deleted", "stays")
@@ -393,16 +394,16 @@ class Pruning:
 
 
 def pruned(path: str | Place, options: CheckpointOptions, *, dry_run: bool) -> Pruning:
-    """Apply retention to a run, also while it is being trained. Before anything is deleted, every
-    byte is read of the newest checkpoints that stay for it: one that is damaged counts for nothing.
+    """Apply retention to a run, even while it is training. Before a deletion, every byte of the
+    newest checkpoints that stay is read: a damaged one does not count as kept.
 
     Args:
         path: run directory, or the directory of its checkpoints.
         options: keep, keep_every, keep_best and best_by.
-        dry_run: decide only.
+        dry_run: only decide.
 
     Raises:
-        StorageError: there are no checkpoints, or `path` is one.
+        StorageError: there is no checkpoint, or `path` is one.
     """
     path = location(path)
     steps = find_steps(path)
@@ -412,10 +413,10 @@ def pruned(path: str | Place, options: CheckpointOptions, *, dry_run: bool) -> P
     checked = Verification([])
     while True:
         known = checked.known
-        found = survey(directory, options.best_by, known)
+        found = inspect_steps(directory, options.best_by, known)
         decisions = decide(found, options)
-        if all(item.stays for item in decide([replace(f, right=True) for f in found], options)):
-            break  # nothing goes, so nothing is relied upon
+        if all(item.stays for item in decide([replace(f, verified=True) for f in found], options)):
+            break  # nothing will be deleted, so nothing needs to be read
         newest = [item.path for item in found if item.is_good][: options.keep]
         unknown = [path for path in newest if path not in checked.checked]
         if not unknown:
@@ -430,7 +431,6 @@ def pruned(path: str | Place, options: CheckpointOptions, *, dry_run: bool) -> P
 
 
 def human_bytes(size: float) -> str:
-    """Bytes for people, in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -439,7 +439,6 @@ def human_bytes(size: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as aligned text."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     widths[-1] = 0  # the last column may be long
     return "\n".join(

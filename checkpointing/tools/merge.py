@@ -1,4 +1,4 @@
-"""An adapter of LoRA added to the model under it, a piece of a tensor at a time, in float32."""
+"""Merges a LoRA adapter into its base model, a piece of a tensor at a time, in float32."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,25 +13,21 @@ from checkpointing.format.peft import CONFIG, adapter_tensors, read_config
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes
 from checkpointing.format.untrusted import printable
 from checkpointing.load.published import by_model_names
-from checkpointing.storage.source import Source, TensorReader
+from checkpointing.storage.source import CheckpointSource, TensorReader
 from checkpointing.storage.steps import storage_of
 
 PIECE_ELEMENTS = 1 << 20
-"""Elements of a weight that are added to at a time, in whole rows; at least one."""
+"""Elements of a weight merged at a time, in whole rows, at least one."""
 
 
-class Adapter:
-    """What an adapter changes in a model, read from its files.
-
-    Args:
-        source: of the adapter.
-        reader: of its tensors.
+class StoredAdapter:
+    """The changes of an adapter to a model, read from its files.
 
     Raises:
-        DamagedCheckpoint, StorageError: it is no adapter of LoRA, or damaged.
+        DamagedCheckpoint, StorageError: it is damaged, or no adapter of LoRA.
     """
 
-    def __init__(self, source: Source, reader: TensorReader) -> None:
+    def __init__(self, source: CheckpointSource, reader: TensorReader) -> None:
         where = source.path / CONFIG
         with reading(where):
             data = storage_of(where).read(where)
@@ -40,7 +36,7 @@ class Adapter:
         self.stored, self.reader = source.model, reader
         base = (source.state or {}).get("base")
         self.over_nf4 = isinstance(base, dict) and base.get("format") == NF4
-        """Whether the weights under it were kept in nf4, as its trainer state says."""
+        """Whether its base weights were in nf4, by its trainer state."""
         for name in self.tensors.pairs if self.over_nf4 else ():
             if any(columns % BLOCK for columns in self.shape_of(name)[1:]):
                 raise DamagedCheckpoint(
@@ -49,23 +45,23 @@ class Adapter:
                 )
 
     def read(self, name: str) -> Tensor:
-        """A tensor of its file, in float32."""
+        """Returns a tensor of its file, in float32."""
         stored = self.stored[name]
         data = torch.empty(stored.meta.nbytes, dtype=torch.uint8)
         self.reader.read(stored, 0, data.numpy().data)
         return data.view(TORCH_DTYPES[stored.meta.dtype]).view(stored.meta.shape).float()
 
     def matrices(self, weight: str) -> tuple[Tensor, Tensor]:
-        """(A (rank, in), B (out, rank) times the scale) for a weight, in float32."""
+        """Returns A (rank, in) and B (out, rank) times the scale for a weight, in float32."""
         a, b = (self.read(name) for name in self.tensors.pairs[weight])
         return a, b * self.config.scale
 
     def under(self, weight: Tensor) -> Tensor:
-        """Rows of a weight of the model in float32, as the adapter was trained over them."""
+        """Returns rows of a base weight in float32 as they were in training."""
         return rounded(weight) if self.over_nf4 else weight.float()
 
     def shape_of(self, weight: str) -> tuple[int, ...]:
-        """The shape that a parameter under it has; () if that of A and B is none of theirs."""
+        """Returns the shape that the base parameter must have; () if A and B do not match."""
         if weight in self.tensors.whole:
             return self.stored[self.tensors.whole[weight]].meta.shape
         a, b = (self.stored[name].meta.shape for name in self.tensors.pairs[weight])
@@ -73,32 +69,32 @@ class Adapter:
 
 
 @contextmanager
-def open_adapter(source: Source) -> Iterator[Adapter]:
-    """Look into an adapter; its tensors can be read in the block."""
+def open_adapter(source: CheckpointSource) -> Iterator[StoredAdapter]:
+    """Open an adapter, whose tensors can be read in the block."""
     with TensorReader(source.path, source.records) as reader:
-        yield Adapter(source, reader)
+        yield StoredAdapter(source, reader)
 
 
-class Merged:
+class MergedModel:
     """The tensors of a model with an adapter added.
 
     Args:
-        base: of the model.
-        adapter: trained over it.
-        published: add to the weights as they are in the files, whatever they were trained as.
+        published: add to the weights as stored, even if training quantised them.
 
     Raises:
         WrongModel: the adapter is of another model.
     """
 
-    def __init__(self, base: Source, adapter: Adapter, *, published: bool = False) -> None:
+    def __init__(
+        self, base: CheckpointSource, adapter: StoredAdapter, *, published: bool = False
+    ) -> None:
         self._stored, self._adapter = base.model, adapter
         self._under: Callable[[Tensor], Tensor] = Tensor.float if published else adapter.under
         changed = [*adapter.tensors.pairs, *adapter.tensors.whole]
         named = by_model_names(base.model, changed)
         places = {(stored.file, stored.begin): name for name, stored in base.model.items()}
         self._changed: dict[str, str] = {}
-        """Name of a tensor in the files of the model → the adapter's name for it."""
+        """Name of a tensor in the model's files → the adapter's name for it."""
         for name in changed:
             stored = named.get(name)
             meta = stored and stored.meta
@@ -110,8 +106,8 @@ class Merged:
             self._changed[places[stored.file, stored.begin]] = name
 
     def pieces(self, name: str, reader: TensorReader) -> tuple[str, Iterator[memoryview]]:
-        """(safetensors' dtype, the bytes in order) of a tensor by its name in the files of the
-        model, which `reader` reads."""
+        """Returns (safetensors' dtype, bytes in order) of a tensor by its name in the model's
+        files; `reader` reads them."""
         known, whole = self._changed.get(name), self._adapter.tensors.whole
         if known is None:
             return self._stored[name].meta.dtype, reader.pieces(self._stored[name])
@@ -130,11 +126,11 @@ class Merged:
             data = torch.empty(len(some) * row_bytes, dtype=torch.uint8)
             reader.read(stored, first * row_bytes, data.numpy().data)
             weight = data.view(TORCH_DTYPES[stored.meta.dtype]).view(len(some), columns)
+            # In float32 whatever the dtype: a sum in bfloat16 would drop most of the adapter.
             yield as_bytes(torch.addmm(self._under(weight), some, a)).numpy().data
 
 
 def fits(stored: StoredTensor, shape: tuple[int, ...]) -> bool:
-    """Whether a stored weight is one of floating point numbers with this shape, and none of it
-    empty."""
+    """Whether a stored weight has this shape, floating point numbers, and elements."""
     is_float = TORCH_DTYPES[stored.meta.dtype].is_floating_point
     return is_float and stored.meta.shape == shape and stored.meta.nbytes > 0

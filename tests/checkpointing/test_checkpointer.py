@@ -20,6 +20,7 @@ from checkpointing import (
     tensor_checkpointer,
 )
 from checkpointing.format.values import from_json, to_json
+from checkpointing.save import saves as saves_module
 from checkpointing.state import refuse_values, take_apart
 from tests.checkpointing.worlds import run_ranks, same_bits, spread
 
@@ -400,7 +401,7 @@ def test_what_is_wrong_is_told(tmp_path):
 def test_who_listens_in_on_the_group_does_not_learn_by_what_writers_know_each_other(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(tensor_checkpointer, "os", SimpleNamespace(urandom=bytes))  # told to all
+    monkeypatch.setattr(saves_module, "os", SimpleNamespace(urandom=bytes))  # sent to all
     secret = tmp_path / "secret"
     secret.write_text("of sixteen bytes or more")
     secret.chmod(0o600)
@@ -408,7 +409,7 @@ def test_who_listens_in_on_the_group_does_not_learn_by_what_writers_know_each_ot
     def known(step):
         with Checkpointer(tmp_path / "run") as checkpointer:
             checkpointer.save(step, {"weight": torch.zeros(2)})
-            return checkpointer._tensors._link.secret
+            return checkpointer._tensors._writers.secret
 
     monkeypatch.delenv("PERDURE_SECRET_FILE", raising=False)
     drawn = known(1)

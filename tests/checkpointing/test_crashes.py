@@ -20,7 +20,7 @@ from checkpointing import CheckpointOptions, SaveFailed, TensorCheckpointer, new
 from checkpointing.format.layout import COMMIT_RECORD
 from checkpointing.load.memory import TOKEN
 from checkpointing.save import staging
-from checkpointing.save.link import Link
+from checkpointing.save.link import WriterLink
 from checkpointing.save.messages import Begin, Staged
 from checkpointing.storage.posix import LOCK_FILE
 from checkpointing.tools.inspect import verify
@@ -191,7 +191,7 @@ MOMENTS = {
 
 def die_around(after: bool, kind: type, position: tuple[int, int] | None = None) -> None:
     """From now on, SIGKILL to this process when it tells its writer this."""
-    send = Link.send
+    send = WriterLink.send
 
     def watched(self, message):
         due = isinstance(message, kind) and position in (None, getattr(message, "position", None))
@@ -200,7 +200,7 @@ def die_around(after: bool, kind: type, position: tuple[int, int] | None = None)
         if due:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Link.send = watched
+    WriterLink.send = watched
 
 
 WORLDS = [(nodes, victim) for nodes in (1, 2) for victim in (0, 1)]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from checkpointing import wire
 from checkpointing.errors import DamagedCheckpoint, RankFailure, StorageError, explain
 from checkpointing.format.layout import TensorMeta
-from checkpointing.format.plan import Layout, Split, TensorSpec
+from checkpointing.format.plan import Split, TensorLayout, TensorSpec
 from checkpointing.format.sections import plan_input
 from checkpointing.options import CheckpointOptions
 from checkpointing.save import messages as msg
@@ -25,7 +25,7 @@ from checkpointing.storage.place import ObjectPath
 from checkpointing.storage.posix_storage import NewPosixStep
 from checkpointing.wire import MAX_NESTING, WireError, pack, unpack
 
-LAYOUT = Layout((0, 1, 2, 3), (2, 2), (Split(None), Split(0, 2)))
+LAYOUT = TensorLayout((0, 1, 2, 3), (2, 2), (Split(None), Split(0, 2)))
 SPECS = {"w": TensorSpec(TensorMeta("F32", (4, 2)), (LAYOUT,))}
 MANIFEST = Manifest("a", 5, None, "d", 0, 2, {"f": [(0, 4), (8, 12)]}, {"f": [7, 9]}, "{}")
 KEY = (5, 3)
@@ -35,24 +35,27 @@ OBJECTS = NewObjectStep(ObjectPath("s3", "b", "k"), ObjectPath("s3", "b", "k.tmp
 OUTCOME = msg.SaveOutcome(5, "/a", None, None, None, None, 1, 2, 3, True)
 FAILURE = RankFailure(1, "ValueError", "no\n\udcff")
 MESSAGES = [
-    msg.Setup(
+    msg.WriterSetup(
         1, 0, ((0, 1), (2, 3)), "/a", "t", CheckpointOptions(every="auto", max_shard_size="4 GB"),
         "\0name", "", 0, b"\0secret\n", 3,
     ),
     msg.Caller("pull", 3), msg.Addresses([("10.0.0.1", 80)]),
     msg.WantSlots("d", plan_input(SPECS, SPECS, 100)), msg.WantSlots("d", None),
-    msg.Begin(KEY, True, msg.Contents("/a", b"{}", {"x": b"\n\0", "y": b""}, ["s"], [], 4, True)),
     msg.Begin(KEY, False, None), msg.Refuse(KEY, FAILURE), msg.Staged(KEY, (1, 2)),
+    msg.Begin(
+        KEY, True, msg.SaveContents("/a", b"{}", {"x": b"\n\0", "y": b""}, ["s"], [], 4, True)
+    ),
     msg.CopyFailed(KEY, "why"), msg.Close(True), msg.Hello("p", 2), msg.Remembered(KEY),
     msg.ForNext(KEY, 1, MANIFEST), msg.Copied(1, KEY),
     msg.Written(KEY, WORK, {0: 7, 1: 8}, {"at": 1.5, "of": [1, "x"]}), msg.Stopped(KEY, WORK),
-    msg.Failed(KEY, msg.Failure("m", None, 5)), msg.Failed(KEY, msg.Failure("m", "f"), WORK),
+    msg.Failed(KEY, msg.NodeFailure("m", None, 5)),
+    msg.Failed(KEY, msg.NodeFailure("m", "f"), WORK),
     msg.Closing(), msg.Go(KEY, 0, b"{}", 4), msg.Skip(KEY, "busy"), msg.Refused(KEY, FAILURE),
     msg.Write(KEY, 0, WORK, PATHS, None), msg.Write(KEY, 0, WORK, OBJECTS, 1e6), msg.Stop(KEY),
-    msg.CopySlot(1, KEY, 0, MANIFEST), msg.Ended(KEY, OUTCOME), msg.Closed(), msg.End(),
+    msg.CopySlot(1, KEY, 0, MANIFEST), msg.Ended(KEY, OUTCOME), msg.AllClosed(), msg.EndWriter(),
     msg.SlotsMade("d", Slots([{"f": "/dev/shm/f"}], 4, "", True)), msg.NoSlots("why"),
-    msg.Stage(KEY, 1), msg.Fetch(msg.SlotInUse(1, KEY), "f", [(0, 4)]),
-    msg.Fetch(msg.SlotLeft("/dev/shm/x"), "f", []),
+    msg.StageInto(KEY, 1), msg.Fetch(msg.SlotInUse(1, KEY), "f", [(0, 4)]),
+    msg.Fetch(msg.LeftoverAddress("/dev/shm/x"), "f", []),
 ]  # fmt: skip
 
 

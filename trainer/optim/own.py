@@ -17,7 +17,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from checkpointing.format.optimizers import Parameters, few, kept_as_subclass, placements_of
+from checkpointing.format.optimizers import (
+    Parameters,
+    has_empty_shards,
+    kept_as_subclass,
+    placements_of,
+)
 from checkpointing.format.tensors import local_tensor
 from trainer.optim.groups import named_groups
 from trainer.optim.kept import own_state, own_targets, settings
@@ -373,7 +378,7 @@ class _Completed(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         first, given, name = args[0] if args else None, kwargs or {}, getattr(func, "__name__", "")
-        if isinstance(first, DTensor) and _in_place(name) and few(first):
+        if isinstance(first, DTensor) and _in_place(name) and has_empty_shards(first):
             found = getattr(torch.Tensor, name[:-1])(*args, **given)
             local_tensor(first).copy_(local_tensor(_placed(found, first.placements)))
             return first

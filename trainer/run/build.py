@@ -175,7 +175,7 @@ def build(
 def given_up(checkpointer: TensorCheckpointer, recall: Recall) -> Iterator[None]:
     """When this process is recalled, its checkpointer waits for nobody: what is in memory is what
     the next attempt begins from."""
-    recall.stop = checkpointer.give_up
+    recall.stop = checkpointer.interrupt
     try:
         yield
     except BaseException:

@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from checkpointing import SaveFailed, SaveOutcome, TensorCheckpointer, load_model
 from checkpointing.format.nf4 import NF4, quantise, weight_shape
 from checkpointing.format.tensors import local_tensor
-from checkpointing.ranks import Ranks
+from checkpointing.ranks import RankGroup
 from elastic import LedgerError, SaveClock, expected_mtbf, read_history, reliability
 from trainer.models import TIED_COPIES
 from trainer.optim.optimizer import LossScale, parameter_groups
@@ -126,7 +126,7 @@ def load_published(
     known: Collection[str] = model.under_adapter(whole=True) if adapter else model.tensors
     portions: Iterable[Mapping[str, torch.Tensor]] = [wanted]
     if adapter and adapter.base == NF4:
-        ranks = Ranks(dist.group.WORLD)
+        ranks = RankGroup(dist.group.WORLD)
         known = {name for of_rank in ranks.together(lambda: sorted(known)) for name in of_rank}
         portions = _portions(wanted, model.in_nf4, ranks)
     for number, tensors in enumerate(portions):
@@ -143,7 +143,7 @@ def load_published(
 
 
 def _portions(
-    wanted: Mapping[str, torch.Tensor], in_nf4: Collection[str], ranks: Ranks
+    wanted: Mapping[str, torch.Tensor], in_nf4: Collection[str], ranks: RankGroup
 ) -> Iterator[Mapping[str, torch.Tensor]]:
     """What to load, one after the other: first all that is not in nf4, then the rest, by and by, in
     float32. Each portion is quantised when the next is asked for. As many on all ranks."""

@@ -12,7 +12,7 @@ from checkpointing import load_model
 from checkpointing.format.peft import CONFIG as ADAPTER_CONFIG
 from checkpointing.format.untrusted import printable
 from checkpointing.storage.source import open_source
-from checkpointing.tools.merge import Adapter, open_adapter
+from checkpointing.tools.merge import StoredAdapter, open_adapter
 from elastic.node.files import read_bytes
 from trainer.data.shards import DataError
 from trainer.data.tokenizer import read_tokenizer, start_ids
@@ -175,7 +175,7 @@ def load_decoder(
 
 
 @torch.no_grad()
-def add_to(model: Decoder, adapter: Adapter) -> None:
+def add_to(model: Decoder, adapter: StoredAdapter) -> None:
     """Add an adapter to the weights of a model, in place, in float32.
 
     Raises:

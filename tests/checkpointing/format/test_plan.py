@@ -12,13 +12,13 @@ from torch.distributed.tensor.placement_types import Shard, _StridedShard
 from checkpointing.format.layout import MODEL, TensorMeta, lay_out
 from checkpointing.format.plan import (
     REPLICATE,
-    Layout,
     Split,
+    TensorLayout,
     TensorSpec,
+    assign_files,
     extents_of,
     local_boxes,
     merge_specs,
-    own_files,
     plan_file,
     plan_pieces,
     replicated,
@@ -27,7 +27,7 @@ from checkpointing.wire import pack, unpack
 
 
 @st.composite
-def layouts(draw, dims: int, world_size: int) -> Layout:
+def layouts(draw, dims: int, world_size: int) -> TensorLayout:
     shape = draw(st.sampled_from([s for s in MESHES if math.prod(s) == world_size]))
     splits = [
         draw(st.just(REPLICATE) | st.builds(Split, st.integers(0, dims - 1), st.integers(1, 3)))
@@ -35,7 +35,7 @@ def layouts(draw, dims: int, world_size: int) -> Layout:
         else REPLICATE
         for _ in shape
     ]
-    return Layout(tuple(range(world_size)), shape, tuple(splits))
+    return TensorLayout(tuple(range(world_size)), shape, tuple(splits))
 
 
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (1, 3), (6,), (2, 3), (3, 2), (8,), (2, 2, 2), (4, 2)]
@@ -62,7 +62,7 @@ def test_every_byte_is_contributed_exactly_once(world, max_bytes, ranks_per_node
         tuple(range(first, min(first + ranks_per_node, world_size)))
         for first in range(0, world_size, ranks_per_node)
     ]
-    owners = {file: nodes[node] for file, node in own_files(files, len(nodes)).items()}
+    owners = {file: nodes[node] for file, node in assign_files(files, len(nodes)).items()}
     written = {file.name: bytearray(file.size) for file in files}
     for file in files:
         written[file.name][: len(file.header)] = b"\1" * len(file.header)
@@ -94,7 +94,7 @@ def test_replicas_share_the_work_evenly_on_the_node_that_writes(nodes):
     stored = {name: tensor for file in files for name, tensor in file.tensors.items()}
     per_node = world_size // nodes
     ranks = [tuple(range(node * per_node, (node + 1) * per_node)) for node in range(nodes)]
-    owners = {file: ranks[node] for file, node in own_files(files, nodes).items()}
+    owners = {file: ranks[node] for file, node in assign_files(files, nodes).items()}
     loads = []
     for rank in range(world_size):
         pieces = plan_pieces(specs, stored, owners, rank)
@@ -136,19 +136,19 @@ def test_boxes_are_what_torch_gives_each_rank(shape, mesh, data):
 
 def test_layouts_are_equal_by_what_they_say_in_any_process():
     def layout():
-        return Layout(tuple(range(8)), (4, 2), (REPLICATE, Split(0)))
+        return TensorLayout(tuple(range(8)), (4, 2), (REPLICATE, Split(0)))
 
     one = layout()
     assert one.coordinate(5) == (2, 1)
     sent = unpack(pack(TensorSpec(TensorMeta("F32", (8,)), (one,)))).layouts[0]
     assert len({one, layout(), sent}) == 1
-    assert one != Layout(tuple(range(8)), (4, 2), (Split(0), REPLICATE))
+    assert one != TensorLayout(tuple(range(8)), (4, 2), (Split(0), REPLICATE))
 
 
 def test_ranks_that_disagree_are_told():
     meta = TensorMeta("F32", (4, 4))
-    rows = Layout((0, 1), (2,), (Split(0),))
-    columns = Layout((0, 1), (2,), (Split(1),))
+    rows = TensorLayout((0, 1), (2,), (Split(0),))
+    columns = TensorLayout((0, 1), (2,), (Split(1),))
     one = {"w": TensorSpec(meta, (rows,))}
     with pytest.raises(ValueError, match=r"w is F32\[4, 4\] on one rank and F32\[4\] on another"):
         merge_specs({0: one, 1: {"w": TensorSpec(TensorMeta("F32", (4,)), (rows,))}})

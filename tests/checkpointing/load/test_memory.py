@@ -22,10 +22,10 @@ from checkpointing import (
 )
 from checkpointing import tensor_checkpointer as checkpointer_module
 from checkpointing.load import restore
-from checkpointing.load.memory import TOKEN, LeftSlot, check, make_token, newest_whole, token
-from checkpointing.save.link import Link
+from checkpointing.load.memory import TOKEN, LeftoverSlot, check, make_token, newest_whole, token
+from checkpointing.save.link import WriterLink
 from checkpointing.save.messages import Manifest, Staged
-from checkpointing.save.peers import open_left, read_manifest
+from checkpointing.save.peers import open_leftover, read_manifest
 from checkpointing.storage.folders import (
     SHARED_MEMORY,
     forget,
@@ -354,7 +354,7 @@ def test_nodes_are_given_only_slots_of_the_run(tmp_path):
     (folder,) = left_behind(run, 1)
     (slot,) = (str(path.with_suffix("")) for path in folder.glob("*.manifest"))
     (file, *_) = read_manifest(Path(f"{slot}.manifest"), token(run)).ranges
-    assert open_left(slot, file, token(run)).maps[file]
+    assert open_leftover(slot, file, token(run)).maps[file]
     elsewhere = tmp_path / "perdure-planted"
     shutil.copytree(folder, elsewhere)
     for place, name, key in (
@@ -364,7 +364,7 @@ def test_nodes_are_given_only_slots_of_the_run(tmp_path):
         (f"{folder}/../../{elsewhere}/{Path(slot).name}", file, token(run)),
     ):
         with pytest.raises(StorageError, match="of this run"):
-            open_left(place, name, key)
+            open_leftover(place, name, key)
 
 
 def become_another_host() -> bool:
@@ -436,7 +436,7 @@ def test_a_lost_node_is_replaced_by_the_copy_on_its_neighbour(tmp_path):
 def test_a_copy_in_memory_ends_with_the_coordinator(tmp_path, monkeypatch):
     """Also for the ranks of other nodes, whose writer is told nothing any more."""
 
-    def send(link, message, send=Link.send):
+    def send(link, message, send=WriterLink.send):
         if not isinstance(message, Staged):  # so that the copy is never whole
             send(link, message)
 
@@ -444,7 +444,7 @@ def test_a_copy_in_memory_ends_with_the_coordinator(tmp_path, monkeypatch):
         os.environ["GROUP_RANK"] = str(rank)
         with TensorCheckpointer(tmp_path / "run", OPTIONS, dist.group.WORLD) as checkpointer:
             checkpointer.prepare(**{key: parts(1, "rows-2")[key] for key in ("model", "optimizer")})
-            monkeypatch.setattr(Link, "send", send)
+            monkeypatch.setattr(WriterLink, "send", send)
             assert checkpointer.save(1, **parts(1, "rows-2"), memory_only=True)
             dist.barrier()
             if rank == 0:
@@ -459,9 +459,9 @@ def test_a_copy_in_memory_ends_with_the_coordinator(tmp_path, monkeypatch):
 
 def part(
     step: int, node: int, nodes: int, committed: int | None = None, tensors="t", attempt="a", home=0
-) -> LeftSlot:
+) -> LeftoverSlot:
     manifest = Manifest(attempt, step, committed, tensors, node, nodes, {}, {}, "{}")
-    return LeftSlot("", home, manifest)
+    return LeftoverSlot("", home, manifest)
 
 
 def test_the_newest_step_of_which_all_is_there_is_taken():

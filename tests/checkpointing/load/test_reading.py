@@ -1,4 +1,4 @@
-"""Ranks of any layout read any file together: right to the bit, each byte once, checked."""
+"""RankGroup of any layout read any file together: right to the bit, each byte once, checked."""
 
 import errno
 import itertools
@@ -26,9 +26,9 @@ from checkpointing.format.tensors import TORCH_DTYPES, as_bytes
 from checkpointing.load import fill, read_plan
 from checkpointing.load.fill import read_tensors
 from checkpointing.load.read_plan import blocks_and_gaps, intersection, plan_reads, slabs
-from checkpointing.load.segments import Files
-from checkpointing.load.window import Window, make_window, remove_window
-from checkpointing.ranks import Ranks
+from checkpointing.load.segments import CheckpointFiles
+from checkpointing.load.window import SharedWindow, make_window, remove_window
+from checkpointing.ranks import RankGroup
 from checkpointing.storage.steps import storage_of
 from tests.checkpointing.format.test_plan import worlds
 from tests.checkpointing.worlds import STRATEGIES, local, run_ranks, same_bits, spread, whole_state
@@ -158,10 +158,10 @@ class Written:
         return storage_of(self.folder).open(self.folder / name)
 
     def load(self, tensors, group, nodes=None, open_it=None, records=None, **options) -> None:
-        (specs,) = Ranks(group).specs(lambda: [tensors])
+        (specs,) = RankGroup(group).specs(lambda: [tensors])
         records = self.records if records is None else records
         with patch.object(fill, "BLOCK_BYTES", self.block):
-            files = Files(self.folder, open_it or self.open, self.stored, records)
+            files = CheckpointFiles(self.folder, open_it or self.open, self.stored, records)
             read_tensors(files, specs, tensors, group, nodes, **options)
 
 
@@ -394,9 +394,9 @@ def test_without_a_group_a_rank_checks_the_blocks_of_its_rows_and_no_others(tmp_
     def work(rank):
         counting = Counting(written)
         targets = zeros(spread({"a": big_state()["a"]}, "rows-2"))
-        (specs,) = Ranks(None).specs(lambda: [targets])
+        (specs,) = RankGroup(None).specs(lambda: [targets])
         with patch.object(fill, "BLOCK_BYTES", written.block):
-            files = Files(tmp_path, counting, {"a": at}, written.records)
+            files = CheckpointFiles(tmp_path, counting, {"a": at}, written.records)
             read_tensors(files, specs, targets, None)
         return counting.bytes
 
@@ -406,18 +406,18 @@ def test_without_a_group_a_rank_checks_the_blocks_of_its_rows_and_no_others(tmp_
 
 
 def test_a_window_that_somebody_has_exchanged_is_not_opened(tmp_path):
-    """Ranks open it by its name, in a folder that others write to."""
+    """RankGroup open it by its name, in a folder that others write to."""
     path, area = make_window(1, 1, 1)
     aside = tmp_path / "aside"
     try:
-        Window(path, area, [0], 0, None)
+        SharedWindow(path, area, [0], 0, None)
         os.chmod(path, 0o666)
         with pytest.raises(StorageError, match="is not this user's alone"):
-            Window(path, area, [0], 0, None)
+            SharedWindow(path, area, [0], 0, None)
         os.chmod(path, 0o600)
         shutil.move(path, aside)
         os.symlink(aside, path)
         with pytest.raises(OSError, match="symbolic link"):
-            Window(path, area, [0], 0, None)
+            SharedWindow(path, area, [0], 0, None)
     finally:
         remove_window(path)

@@ -128,7 +128,7 @@ class World:
                 commit,
                 time=time,
                 new_step=self.new_step,
-                survey=lambda *arguments: [],
+                inspect_steps=lambda *arguments: [],
                 prune=lambda *arguments: None,
                 hold=lambda directory, mine: directory / ".writer-000001",
             ),
@@ -279,7 +279,7 @@ class World:
         if node.awaited and node.awaited[1] <= node.answered:  # told before it was asked
             node.awaited = None
         elif node.awaited and node.alive:
-            contents = msg.Contents("/nowhere", b"", {}, [], [], None, False)
+            contents = msg.SaveContents("/nowhere", b"", {}, [], [], None, False)
             wait = self.saves[node.asked - 1][1]
             node.outbox.append(msg.Begin(node.awaited, wait, None if node.number else contents))
 
@@ -347,7 +347,7 @@ class World:
             if node.staged == len(POSITIONS) - 1:
                 node.outbox.append(msg.Remembered(node.current))
         else:
-            node.outbox.append(msg.Failed(node.current, msg.Failure("copy")))
+            node.outbox.append(msg.Failed(node.current, msg.NodeFailure("copy")))
 
     def finish(self, node: Node, good: bool) -> None:
         """A unit is written, or is not."""
@@ -360,7 +360,7 @@ class World:
             span = {"bytes": len(blocks) * BLOCK_BYTES}
             node.outbox.append(msg.Written(key, unit, dict.fromkeys(blocks, 0), span))
         else:
-            node.outbox.append(msg.Failed(key, msg.Failure("disk"), unit))
+            node.outbox.append(msg.Failed(key, msg.NodeFailure("disk"), unit))
 
     def die(self, node: Node) -> None:
         """A node's writer process is killed."""

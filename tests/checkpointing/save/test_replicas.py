@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from checkpointing import Checkpointer
-from checkpointing.save.planning import LEAST, STRIDE, tell
+from checkpointing.save.planning import LEAST, STRIDE, sample_digest
 from tests.checkpointing.worlds import run_ranks
 
 
@@ -119,14 +119,18 @@ def test_a_sample_has_every_dtype_and_shape_and_each_number_in_turn():
         "one": torch.tensor(2**40),
         "empty": torch.zeros(0, 3),
     }
-    first = tell({"large": large, **mixed}, 0)
-    assert tell({"large": large.clone(), **mixed}, 0) == first
+    first = sample_digest({"large": large, **mixed}, 0)
+    assert sample_digest({"large": large.clone(), **mixed}, 0) == first
     for name, value in mixed.items():
         if value.numel():
             other = value.clone()
             other[(0,) * other.ndim] = 1
-            assert tell({"large": large, **mixed, name: other}, 0) != first, name
+            assert sample_digest({"large": large, **mixed, name: other}, 0) != first, name
     other = large.clone()
     other[70_001] = 1
-    seen = [step for step in range(STRIDE) if tell({"a": other}, step) != tell({"a": large}, step)]
+    seen = [
+        step
+        for step in range(STRIDE)
+        if sample_digest({"a": other}, step) != sample_digest({"a": large}, step)
+    ]
     assert seen == [70_001 % STRIDE]

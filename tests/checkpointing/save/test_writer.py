@@ -34,7 +34,7 @@ def node_1(directory: Path) -> tuple[Writer, dict[int, Peer], Peer]:
     """The writer of ranks 1 and 2, on another node than rank 0; the ranks and the coordinator."""
     nodes = (0,), (1, 2)
     writer = Writer(
-        msg.Setup(0, 1, nodes, str(directory), "run", CheckpointOptions(), "", "", 0, b"1")
+        msg.WriterSetup(0, 1, nodes, str(directory), "run", CheckpointOptions(), "", "", 0, b"1")
     )
     ranks, uplink = {1: Peer(), 2: Peer()}, Peer()
     writer._connected |= ranks
@@ -52,7 +52,7 @@ def test_ranks_that_close_are_let_go_when_the_coordinator_is_lost(tmp_path):
     assert uplink.told == [msg.Closing()]
     assert not ranks[1].told, "the coordinator may need this node"
     writer.lost_coordinator()
-    assert ranks[1].told == ranks[2].told == [msg.Closed()]
+    assert ranks[1].told == ranks[2].told == [msg.AllClosed()]
 
 
 def test_a_request_waits_for_a_coordinator_that_is_started_again(tmp_path, monkeypatch):
@@ -74,7 +74,7 @@ def test_a_request_waits_for_a_coordinator_that_is_started_again(tmp_path, monke
 
 
 def test_what_the_writer_before_may_have_answered_to_some_is_skipped(tmp_path):
-    setup = msg.Setup(
+    setup = msg.WriterSetup(
         0, 0, ((0, 1), (2,)), str(tmp_path), "run", CheckpointOptions(), "", "", 0, b"1", voided=3
     )
     writer, peer = Writer(setup), Peer()
@@ -90,7 +90,7 @@ def test_what_the_writer_before_may_have_answered_to_some_is_skipped(tmp_path):
 def test_a_refusal_is_of_one_attempt(tmp_path):
     writer, ranks, _ = node_1(tmp_path)
     writer.on_rank(1, msg.WantSlots("digest", "plan"))
-    writer._made(msg.WantSlots("digest", "plan"), StorageError("full"))
+    writer._on_slots(msg.WantSlots("digest", "plan"), StorageError("full"))
     assert ranks[1].told == [msg.NoSlots("full")]
     writer.on_rank(1, msg.WantSlots("digest", "plan"))
     writer.on_rank(2, msg.WantSlots("digest", None))  # it had not asked before
@@ -121,7 +121,7 @@ def test_a_rank_that_is_lost_is_given_no_slots(tmp_path):
     writer.on_rank(2, msg.WantSlots("digest", None))
     writer.on_rank(1, msg.WantSlots("digest", "plan"))
     writer._lost_rank(2, ranks[2])
-    writer._made(msg.WantSlots("digest", "plan"), StorageError("full"))
+    writer._on_slots(msg.WantSlots("digest", "plan"), StorageError("full"))
     assert ranks[1].told == [msg.NoSlots("full")]
     assert not ranks[2].told
 
@@ -130,7 +130,7 @@ def test_who_connects_and_says_nothing_keeps_nobody_out(tmp_path, monkeypatch):
     monkeypatch.setattr(serving, "WELCOME_SECONDS", 1)
     writer, _, _ = node_1(tmp_path)
     listener = Listener(("127.0.0.1", 0))
-    writer.door.listen(listener)
+    writer.acceptor.listen(listener)
     with (
         socket.create_connection(listener.address, timeout=5) as silent,
         socket.create_connection(listener.address, timeout=5) as other,
@@ -151,7 +151,7 @@ def test_bytes_of_another_node_are_not_taken_for_this_ones(tmp_path):
     writer.memory._filled[0] = SimpleNamespace(key=(7, 1))
     writer.memory.files = [SimpleNamespace(maps={"file": b"of node 1"})]
     listener = Listener(("127.0.0.1", 0))
-    writer.door.listen(listener)
+    writer.acceptor.listen(listener)
     pull = Puller([listener.address] * 2, writer.setup.secret)
     assert list(pull(1, SlotInUse(0), "file", [(0, 9)])) == [b"of node 1"]
     with pytest.raises(StorageError, match="node 0 does not send its part"):

@@ -31,11 +31,11 @@ from checkpointing.storage.ownership import owner
 from checkpointing.storage.posix import make_lock
 from checkpointing.storage.posix_storage import PosixStorage
 from checkpointing.storage.retention import (
-    Found,
-    Known,
+    StepInfo,
+    Verdicts,
     decide,
+    inspect_steps,
     prune,
-    survey,
 )
 from checkpointing.storage.steps import reading_lock
 from checkpointing.tools.inspect import pruned
@@ -60,7 +60,7 @@ def save(directory, step, **state):
 def prune_read(directory, rules, damaged=()):
     """Prune when every byte that is not known to be damaged was read and found right."""
     right = {path.name for path in directory.glob("step-*")} - set(damaged)
-    return prune(directory, rules, Known(damaged=damaged, right=right))
+    return prune(directory, rules, Verdicts(damaged=damaged, verified=right))
 
 
 def steps(directory):
@@ -78,7 +78,7 @@ def found(text):
         step, value, mark = re.fullmatch(r"(\d+)=?([a-z0-9.]*)([-?*]?)", word).groups()
         damage, unreadable = "torn" * (mark == "-") or None, "no" * (mark == "?") or None
         number = float(value) if value else None
-        items.append(Found(Path(step), int(step), number, 0, damage, unreadable, not mark))
+        items.append(StepInfo(Path(step), int(step), number, 0, damage, unreadable, not mark))
     return items
 
 
@@ -114,13 +114,13 @@ def test_what_goes(there, rules, goes):
 
 def test_every_decision_has_its_reason():
     there = [
-        Found(Path("70"), 70),
-        Found(Path("60"), 60, 3.0, right=True),
-        Found(Path("50"), 50, damage="x is missing"),
-        Found(Path("40"), 40, 5.0),
-        Found(Path("30"), 30, 1.0),
-        Found(Path("20"), 20, 9.0),
-        Found(Path("10"), 10, unreadable="permission denied"),
+        StepInfo(Path("70"), 70),
+        StepInfo(Path("60"), 60, 3.0, verified=True),
+        StepInfo(Path("50"), 50, damage="x is missing"),
+        StepInfo(Path("40"), 40, 5.0),
+        StepInfo(Path("30"), 30, 1.0),
+        StepInfo(Path("20"), 20, 9.0),
+        StepInfo(Path("10"), 10, unreadable="permission denied"),
     ]
     assert [(item.stays, item.reason) for item in decide(there, options(1, 40, 1))] == [
         (True, "among the newest 1"),
@@ -135,13 +135,13 @@ def test_every_decision_has_its_reason():
 
 FOUND = st.lists(
     st.builds(
-        Found,
+        StepInfo,
         path=st.just(Path()),
         step=st.integers(0, 60),
         value=st.none() | st.sampled_from([0.5, 1.0, 2.0]) | st.floats(),
         damage=st.none() | st.just("torn"),
         unreadable=st.none() | st.none() | st.just("no"),
-        right=st.booleans(),
+        verified=st.booleans(),
     ),
     unique_by=lambda item: item.step,
     max_size=12,
@@ -166,7 +166,7 @@ def test_whatever_is_there_what_must_stay_stays(there, rules):
     values = sorted({item.value for item in good if math.isfinite(item.value or 0)} - {None})
     for value in values[: rules.keep_best]:
         assert stays & {item.path for item in good if item.value == value}
-    right = [item.path for item in good if item.right]
+    right = [item.path for item in good if item.verified]
     assert set(right[:1]) <= stays
     assert right or {item.path for item in good} <= stays
     newest = max((item.step for item in good), default=-1)
@@ -189,7 +189,10 @@ def test_rules_on_real_checkpoints(tmp_path):
         save(tmp_path, step, **({} if loss is None else {"validation_loss": loss}))
     (tmp_path / "notes").mkdir()
     (tmp_path / "step-00000000").mkdir()  # no commit record: not a checkpoint
-    assert [item.value for item in survey(tmp_path, "validation_loss", Known())][:2] == [None, 4.0]
+    assert [item.value for item in inspect_steps(tmp_path, "validation_loss", Verdicts())][:2] == [
+        None,
+        4.0,
+    ]
     decisions = prune_read(tmp_path, options(2, keep_every=5, keep_best=1))
     assert steps(tmp_path) == [2, 5, 6, 7]
     assert [item.path.name[-1] for item in decisions if not item.stays] == ["4", "3", "1", "0"]

@@ -9,7 +9,7 @@ from checkpointing.format.tensors import TORCH_DTYPES
 from checkpointing.storage.source import TensorReader
 from checkpointing.tools import diff
 from checkpointing.tools.convert import export
-from checkpointing.tools.diff import Difference, ValueDifference
+from checkpointing.tools.diff import CheckpointDifference, ValueDifference
 from tests.checkpointing.stored import flip, write_checkpoint
 
 MODEL = {
@@ -158,7 +158,7 @@ def test_damage_is_no_difference(tmp_path):
 
 
 def test_a_long_report_is_cut():
-    found = Difference(left="a", right="b")
+    found = CheckpointDifference(left="a", right="b")
     found.only_left = [f"layer.{number}" for number in range(25)]
     found.values = [ValueDifference(f"w{number}", 1.0, 1.0, 1) for number in range(25)]
     text = str(found)
