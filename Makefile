@@ -83,6 +83,7 @@ docs: $(DEV)     ## regenerate what is made from the code
 	$(BIN)/python docs/schedules.py
 	$(BIN)/python docs/included.py
 	$(BIN)/python docs/api.py
+	$(BIN)/python docs/glossary.py
 	$(BIN)/python docs/versions.py
 
 clean:           ## remove .venv, data/ and runs/

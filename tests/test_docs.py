@@ -24,7 +24,7 @@ import yaml
 from safetensors.torch import save
 
 from benchmarks import published_plans
-from docs import api, included, rooms, schedules, versions
+from docs import api, glossary, included, rooms, schedules, versions
 from tests import prose
 from tests.checkpointing.stored import write_checkpoint
 from tests.distributed.jobs import RECIPE, soak
@@ -119,6 +119,10 @@ def test_examples_are_shown_as_they_are(page):
 
 def test_the_public_names_are_those_of_today():
     assert api.page() == api.PAGE.read_text(encoding="utf-8"), "make docs"
+
+
+def test_the_glossary_has_the_classes_of_today():
+    assert glossary.page() == glossary.PAGE.read_text(encoding="utf-8"), "make docs"
 
 
 def test_the_table_of_versions_is_what_was_run():

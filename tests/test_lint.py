@@ -1,4 +1,4 @@
-"""The lint rules refuse what would let another process or file run code."""
+"""Lint rules: nothing lets another process or file run code, and no two classes share a name."""
 
 import re
 import subprocess
@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from docs import glossary
 
 ROOT = Path(__file__).parent.parent
 USES = [
@@ -51,3 +53,12 @@ def test_the_exceptions_are_known():
         "import Connection, Listener",
         "checkpointing/save/writer.py: from multiprocessing.connection import Listener",
     }
+
+
+def test_no_two_public_classes_share_a_name():
+    homes: dict[str, list[str]] = {}
+    for package in glossary.PACKAGES:
+        for name, module, _ in glossary.classes(package):
+            if not module.startswith("checkpointing.adapters."):  # named as what they extend
+                homes.setdefault(name, []).append(module)
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}

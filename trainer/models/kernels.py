@@ -49,7 +49,7 @@ CUDNN = f"cuDNN, or {FLASH} where that cannot"
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuStack:
     """A GPU, and the software that may compute attention on it."""
 
     capability: Capability
@@ -62,7 +62,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class AttentionKernel:
     """What computes attention."""
 
     name: str
@@ -75,7 +75,7 @@ class Kernel:
 
 
 def choose_kernel(
-    gpu: Gpu,
+    gpu: GpuStack,
     asked: Asked,
     dtype: torch.dtype,
     head_dim: int,
@@ -84,7 +84,7 @@ def choose_kernel(
     exact: bool = False,
     ring: bool = False,
     window: bool = False,
-) -> Kernel:
+) -> AttentionKernel:
     """The fastest kernel of those that are installed.
 
     Args:
@@ -105,34 +105,34 @@ def choose_kernel(
     cudnn = new and not exact and head_dim % 8 == 0 and head_dim <= HEAD_DIMS["cuDNN"]
     if not (documents or ring or window):
         if cudnn and dtype in (torch.bfloat16, torch.float16):
-            return Kernel(f"scaled_dot_product_attention: {CUDNN}")
-        return Kernel("scaled_dot_product_attention, as torch chooses")
+            return AttentionKernel(f"scaled_dot_product_attention: {CUDNN}")
+        return AttentionKernel("scaled_dot_product_attention, as torch chooses")
     way = "varlen" if ring else choose_attention(asked, dtype, head_dim, gpu.capability, 0)
     if way == "flex":
-        return Kernel("FlexAttention")
+        return AttentionKernel("FlexAttention")
     if way == "sdpa":
-        return Kernel("scaled_dot_product_attention with one additive mask")
+        return AttentionKernel("scaled_dot_product_attention with one additive mask")
     asks_cudnn = TorchVersion(gpu.torch) >= VARLEN_ASKS_CUDNN
     if ring or window or not (asks_cudnn and cudnn):
-        own = Kernel(FLASH, without_cudnn=(exact or window) and asks_cudnn)
+        own = AttentionKernel(FLASH, without_cudnn=(exact or window) and asks_cudnn)
     else:
-        own = Kernel(f"varlen_attn: {CUDNN}")
+        own = AttentionKernel(f"varlen_attn: {CUDNN}")
     if exact or ring or window or asked != "auto" or not new:
         return own
     if major == HOPPER and gpu.fa3 and head_dim <= HEAD_DIMS["FA3"]:
-        return Kernel("FlashAttention-3", "FA3", without_cudnn=asks_cudnn)
+        return AttentionKernel("FlashAttention-3", "FA3", without_cudnn=asks_cudnn)
     if head_dim > HEAD_DIMS["FA4"]:
         return own
     problem = _problem_of_fa4(gpu)
     if not problem:
-        return Kernel(f"FlashAttention-4 ({gpu.fa4})", "FA4", without_cudnn=asks_cudnn)
+        return AttentionKernel(f"FlashAttention-4 ({gpu.fa4})", "FA4", without_cudnn=asks_cudnn)
     if asks_cudnn:
         return own
     which = "FlashAttention-3 or -4" if major == HOPPER else "FlashAttention-4"
     return replace(own, note=f"{which} would be faster; {problem}")
 
 
-def _problem_of_fa4(gpu: Gpu) -> str:
+def _problem_of_fa4(gpu: GpuStack) -> str:
     """What to do to have torch call flash-attn-4; empty: it can."""
     this, install = TorchVersion(gpu.torch), "pip install 'flash-attn-4>=4.0.0b17,<4.0.0b19'"
     if this < FIRST_TORCH:
@@ -144,13 +144,13 @@ def _problem_of_fa4(gpu: Gpu) -> str:
     return ""
 
 
-def this_gpu(device: torch.device) -> Gpu:
+def this_gpu(device: torch.device) -> GpuStack:
     """What is known of a GPU of this process. Imports no kernel."""
     try:
         fa4 = version("flash-attn-4")
     except PackageNotFoundError:
         fa4 = None
-    return Gpu(
+    return GpuStack(
         torch.cuda.get_device_capability(device),
         torch.__version__,
         find_spec("flash_attn_interface") is not None,
@@ -159,7 +159,7 @@ def this_gpu(device: torch.device) -> Gpu:
 
 
 @contextmanager
-def kernel_in_use(kernel: Kernel) -> Iterator[Kernel]:
+def kernel_in_use(kernel: AttentionKernel) -> Iterator[AttentionKernel]:
     """While entered, torch calls a kernel; gives the one that it does call, as a package that is
     installed may fail to load."""
     from torch.nn import attention  # imports the compiler
@@ -170,7 +170,7 @@ def kernel_in_use(kernel: Kernel) -> Iterator[Kernel]:
                 attention.activate_flash_attention_impl(kernel.package)
             except (ImportError, RuntimeError, OSError) as error:
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-                yield Kernel(
+                yield AttentionKernel(
                     "what torch's varlen_attn chooses",
                     note=f"{kernel.name} is installed, but fails to load: {reason}",
                 )

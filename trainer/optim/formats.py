@@ -140,7 +140,7 @@ def places_of(parameter: Tensor) -> Places:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterRows:
     """Some rows of this rank's part of a parameter, seen as (R, C)."""
 
     parameter: nn.Parameter
@@ -161,7 +161,7 @@ class Piece:
 
 def portions_of(
     parameters: Sequence[nn.Parameter], most: int, *, whole: bool
-) -> Iterator[list[Piece]]:
+) -> Iterator[list[ParameterRows]]:
     """Parameters in portions of about so many elements, none of them empty.
 
     Args:
@@ -169,7 +169,7 @@ def portions_of(
         most: elements of a portion, but for a single row that has more.
         whole: cut none, and cut alike on all ranks: whole tensors count, not this rank's parts.
     """
-    portion: list[Piece] = []
+    portion: list[ParameterRows] = []
     room = most
     for parameter in parameters:
         local = local_tensor(parameter)
@@ -182,7 +182,7 @@ def portions_of(
                 portion, room = [], most
             stop = rows if whole else min(rows, start + max(1, room // columns))
             elements = (stop - start) * (local.numel() // max(1, rows))
-            portion.append(Piece(parameter, start, stop, elements, stop == rows))
+            portion.append(ParameterRows(parameter, start, stop, elements, stop == rows))
             room -= parameter.numel() if whole else elements
             start = stop
             if start == rows:
@@ -192,7 +192,7 @@ def portions_of(
 
 
 def noise(
-    pieces: Sequence[Piece],
+    pieces: Sequence[ParameterRows],
     places: Mapping[nn.Parameter, Places],
     keys: Mapping[nn.Parameter, int],
 ) -> Tensor:
@@ -271,7 +271,7 @@ def in_float32(parts: Sequence[Tensor], how: Format, *, square: bool) -> Tensor:
 class Opened:
     """One number for each element of some pieces, in float32."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[ParameterRows]
     stored: Sequence[Sequence[Tensor]]
     """Where they come from: by part of the format, then by piece."""
     how: Format
@@ -289,7 +289,7 @@ class Opened:
 
 
 def opened(
-    pieces: Sequence[Piece],
+    pieces: Sequence[ParameterRows],
     tensors: Sequence[Sequence[Tensor]],
     how: Format,
     *,
@@ -312,7 +312,7 @@ def opened(
 
 
 def put(
-    pieces: Sequence[Piece], tensors: Sequence[Sequence[Tensor]], parts: Sequence[Tensor]
+    pieces: Sequence[ParameterRows], tensors: Sequence[Sequence[Tensor]], parts: Sequence[Tensor]
 ) -> None:
     """Write flat parts, as `stored` makes them, to where pieces have theirs: by part, then by
     piece."""

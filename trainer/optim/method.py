@@ -18,7 +18,7 @@ from trainer.optim.formats import (
     PORTION,
     Format,
     Opened,
-    Piece,
+    ParameterRows,
     Places,
     format_of,
     noise,
@@ -208,7 +208,9 @@ class MethodOptimizer(torch.optim.Optimizer):
             self._places[parameter] = places_of(parameter)
         return self._places[parameter]
 
-    def _update(self, pieces: Sequence[Piece], how: Format, group: Mapping[str, Any]) -> None:
+    def _update(
+        self, pieces: Sequence[ParameterRows], how: Format, group: Mapping[str, Any]
+    ) -> None:
         """Update some rows in float32, and round what is stored in fewer bits."""
         method: Method = group["method"]
         parameters = [piece.parameter for piece in pieces]
@@ -240,7 +242,7 @@ class MethodOptimizer(torch.optim.Optimizer):
             one.close(words)
 
     def _moment(
-        self, pieces: Sequence[Piece], name: str, how: Format, method: Method, state: State
+        self, pieces: Sequence[ParameterRows], name: str, how: Format, method: Method, state: State
     ) -> Opened:
         """A moment of some pieces."""
         square = name in method.squares
@@ -248,7 +250,7 @@ class MethodOptimizer(torch.optim.Optimizer):
         tensors = [[state[piece.parameter][part.name] for piece in pieces] for part in parts]
         return opened(pieces, tensors, how, square=square)
 
-    def _noise(self, pieces: Sequence[Piece]) -> torch.Tensor:
+    def _noise(self, pieces: Sequence[ParameterRows]) -> torch.Tensor:
         """Drawn for some rows, see `noise`."""
         parameters = dict.fromkeys(piece.parameter for piece in pieces)
         for parameter in parameters:
@@ -287,7 +289,7 @@ Way = TypeVar("Way", bound=Hashable)
 
 def _portions(
     formats: Mapping[nn.Parameter, Way], *, whole: bool = False
-) -> Iterator[tuple[Way, list[Piece]]]:
+) -> Iterator[tuple[Way, list[ParameterRows]]]:
     """Parameters on one device in portions of one format each, see `portions_of`."""
     members: dict[Way, list[nn.Parameter]] = {}
     for parameter, how in formats.items():

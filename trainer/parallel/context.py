@@ -64,7 +64,7 @@ def chunks(length: int, cp: int, rank: int) -> tuple[range, range]:
 
 
 @dataclass(frozen=True)
-class Block:
+class PackedBlock:
     """Packed queries, and the packed keys that they look at: those of range n at those of range n,
     where the ranges are between neighbouring ends."""
 
@@ -88,7 +88,7 @@ def blocks_of(
     others: tuple[range, range],
     length: int,
     device: torch.device,
-) -> Iterator[Block]:
+) -> Iterator[PackedBlock]:
     """What queries of a rank with the chunks `own` see of one with the chunks `others`; blocks of
     equal chunks come first. Waits for no GPU.
 
@@ -137,7 +137,7 @@ def blocks_of(
             ]
             if not pairs:
                 continue
-        yield Block(
+        yield PackedBlock(
             _packed(rows, own, i), _packed(rows, others, j), query_ends.int(), key_ends.int(),
             causal, (len(query), len(key)), pairs,
         )  # fmt: skip
@@ -285,7 +285,7 @@ class _RingAttention(torch.autograd.Function):
         return *whole, None
 
 
-def look(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def look(q: Tensor, k: Tensor, v: Tensor, block: PackedBlock) -> tuple[Tensor, Tensor]:
     """Attention within a block: (out (n, N, H), logarithms of sums (N, n)); 0 and -inf of queries
     that see nothing. q (n, N, H), k and v (m, K, H)."""
     if on_gpu(q):
@@ -306,7 +306,7 @@ def look(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]
 
 
 def look_back(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, block: Block
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, block: PackedBlock
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from one block, of their shapes.
 

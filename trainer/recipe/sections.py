@@ -28,7 +28,7 @@ ZERO_STAGES: dict[int, Sharding] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunSection:
     """What is run, for how long, and where it leaves its files."""
 
     dir: str
@@ -469,7 +469,7 @@ class Tracking:
 class Recipe:
     """Everything a run depends on."""
 
-    run: Run
+    run: RunSection
     model: Model
     data: Data
     batch: Batch

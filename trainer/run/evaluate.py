@@ -17,7 +17,7 @@ from trainer.run.state import Run
 from trainer.tasks.task import Evaluation
 
 
-class Validation:
+class Validator:
     """When a run is validated, and what is told of it. On all ranks."""
 
     def __init__(self, run: Run, speed: Speed) -> None:

@@ -16,7 +16,7 @@ from trainer.recipe import Recipe
 from trainer.run.metrics import step_line
 from trainer.run.state import Run
 from trainer.run.step import StepResult
-from trainer.run.straggler import Pace, compare_ranks
+from trainer.run.straggler import RankPace, compare_ranks
 from trainer.text import terminal_columns
 
 
@@ -26,7 +26,7 @@ class Speed:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._window, self._stages = Window(), run.mesh.stages
-        self._paces = [Pace() for _ in self._stages]
+        self._paces = [RankPace() for _ in self._stages]
 
     @contextmanager
     def aside(self) -> Iterator[None]:

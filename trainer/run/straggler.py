@@ -25,7 +25,7 @@ WEIGHT = 0.5
 
 
 @dataclass(frozen=True)
-class Pace:
+class RankPace:
     """What is known of the ranks after a window; the empty one is the beginning."""
 
     smoothed: tuple[float, ...] = ()
@@ -37,11 +37,11 @@ class Pace:
 
 
 def compare_ranks(
-    pace: Pace,
+    pace: RankPace,
     seconds: Sequence[float],
     sequences: Sequence[float] | None = None,
     ranks: Sequence[int] | None = None,
-) -> tuple[Pace, list[str]]:
+) -> tuple[RankPace, list[str]]:
     """Judge one more window; every rank that calls it with the same values gets the same result.
 
     Args:
@@ -55,7 +55,7 @@ def compare_ranks(
     average, for WINDOWS windows in a row. A change of the number of ranks begins anew.
     """
     if len(pace.smoothed) != len(seconds):
-        pace = Pace(tuple(seconds), (0,) * len(seconds))
+        pace = RankPace(tuple(seconds), (0,) * len(seconds))
     smoothed = tuple(
         WEIGHT * new + (1 - WEIGHT) * old for old, new in zip(pace.smoothed, seconds, strict=True)
     )
@@ -86,7 +86,7 @@ def compare_ranks(
                 "other processes, heat, or lowered clocks on its machine"
             )
     contrary = tuple(0 if rank in changed else count for rank, count in enumerate(contrary))
-    return Pace(smoothed, contrary, pace.named ^ changed), sentences
+    return RankPace(smoothed, contrary, pace.named ^ changed), sentences
 
 
 def outliers(seconds: Sequence[float]) -> set[int]:

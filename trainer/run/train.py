@@ -6,7 +6,7 @@ import gc
 from elastic import EXIT_DO_NOT_REQUEUE, EXIT_DONE, EXIT_PAUSED, PAUSE_TO_LEAVE
 from elastic.world import supervised
 from trainer.data.loader import load, requests
-from trainer.run.evaluate import Validation, pause_request
+from trainer.run.evaluate import Validator, pause_request
 from trainer.run.metrics import Startup
 from trainer.run.micro_batch import halving
 from trainer.run.profile import StepProfiler
@@ -35,7 +35,7 @@ def train(run: Run, startup: Startup) -> int:
     if not run.done and (asked := pause_request(pulse)):
         return stop_together(run, asked, saved=not run.checkpointer.newer_than_storage)
     speed = Speed(run)
-    validation = Validation(run, speed)
+    validation = Validator(run, speed)
     if asked := validation.make_up():
         return stop_together(run, asked, saved=not run.checkpointer.newer_than_storage)
     saves = Saves(run)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import attention
 
-from trainer.models.kernels import FLASH, Gpu, Kernel, choose_kernel, kernel_in_use
+from trainer.models.kernels import FLASH, AttentionKernel, GpuStack, choose_kernel, kernel_in_use
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 CUDNN = "scaled_dot_product_attention: cuDNN, or FlashAttention-2 where that cannot"
@@ -23,55 +23,67 @@ FA4 = f"FlashAttention-4 ({OLD})"
     ("gpu", "given", "name", "package", "note"),
     [
         # With documents, by GPU and package.
-        (Gpu(HOPPER, "2.13.0", fa3=True, fa4=OLD), {}, "FlashAttention-3", "FA3", ""),
-        (Gpu(HOPPER, "2.13.0", fa4=OLD), {}, FA4, "FA4", ""),
-        (Gpu(HOPPER, "2.13.0"), {}, FLASH, None, "FlashAttention-3 or -4 would be faster"),
-        (Gpu(BLACKWELL, "2.13.0", fa3=True, fa4=OLD), {}, FA4, "FA4", ""),
-        (Gpu((10, 3), "2.13.0", fa4=OLD), {}, FA4, "FA4", ""),
-        (Gpu(BLACKWELL, "2.13.0", fa3=True), {}, FLASH, None, "FlashAttention-4 would be faster"),
-        (Gpu((8, 0), "2.13.0", fa3=True, fa4=OLD), {}, FLASH, None, ""),
-        (Gpu((12, 0), "2.13.0", fa3=True, fa4=OLD), {}, FLASH, None, ""),
+        (GpuStack(HOPPER, "2.13.0", fa3=True, fa4=OLD), {}, "FlashAttention-3", "FA3", ""),
+        (GpuStack(HOPPER, "2.13.0", fa4=OLD), {}, FA4, "FA4", ""),
+        (GpuStack(HOPPER, "2.13.0"), {}, FLASH, None, "FlashAttention-3 or -4 would be faster"),
+        (GpuStack(BLACKWELL, "2.13.0", fa3=True, fa4=OLD), {}, FA4, "FA4", ""),
+        (GpuStack((10, 3), "2.13.0", fa4=OLD), {}, FA4, "FA4", ""),
+        (
+            GpuStack(BLACKWELL, "2.13.0", fa3=True),
+            {},
+            FLASH,
+            None,
+            "FlashAttention-4 would be faster",
+        ),
+        (GpuStack((8, 0), "2.13.0", fa3=True, fa4=OLD), {}, FLASH, None, ""),
+        (GpuStack((12, 0), "2.13.0", fa3=True, fa4=OLD), {}, FLASH, None, ""),
         # By version.
-        (Gpu(HOPPER, "2.13.0", fa4=NEW), {}, FLASH, None, f"up to 4.0.0b18, not {NEW}"),
-        (Gpu(HOPPER, "2.13.0+cu130", fa4="4.0.0"), {}, FLASH, None, "up to 4.0.0b18, not 4.0.0:"),
-        (Gpu(HOPPER, "2.11.0+cu130", fa4=OLD), {}, FLASH, None, "install torch 2.13 or newer"),
-        (Gpu(HOPPER, "2.13.0", fa3=True, fa4=NEW), {}, "FlashAttention-3", "FA3", ""),
-        (Gpu(HOPPER, "2.15.0", fa4=NEW), {}, f"FlashAttention-4 ({NEW})", "FA4", ""),
-        (Gpu(HOPPER, "2.14.1+cu130", fa4=NEW), {}, f"FlashAttention-4 ({NEW})", "FA4", ""),
-        (Gpu(HOPPER, "2.14.1"), {}, FLASH, None, "FlashAttention-3 or -4 would be faster"),
-        (Gpu(HOPPER, "2.15.0"), {}, EITHER, None, ""),
-        (Gpu(HOPPER, "2.15.0"), {"exact": True}, FLASH, None, ""),
-        (Gpu((8, 0), "2.15.0"), {}, FLASH, None, ""),
+        (GpuStack(HOPPER, "2.13.0", fa4=NEW), {}, FLASH, None, f"up to 4.0.0b18, not {NEW}"),
+        (
+            GpuStack(HOPPER, "2.13.0+cu130", fa4="4.0.0"),
+            {},
+            FLASH,
+            None,
+            "up to 4.0.0b18, not 4.0.0:",
+        ),
+        (GpuStack(HOPPER, "2.11.0+cu130", fa4=OLD), {}, FLASH, None, "install torch 2.13 or newer"),
+        (GpuStack(HOPPER, "2.13.0", fa3=True, fa4=NEW), {}, "FlashAttention-3", "FA3", ""),
+        (GpuStack(HOPPER, "2.15.0", fa4=NEW), {}, f"FlashAttention-4 ({NEW})", "FA4", ""),
+        (GpuStack(HOPPER, "2.14.1+cu130", fa4=NEW), {}, f"FlashAttention-4 ({NEW})", "FA4", ""),
+        (GpuStack(HOPPER, "2.14.1"), {}, FLASH, None, "FlashAttention-3 or -4 would be faster"),
+        (GpuStack(HOPPER, "2.15.0"), {}, EITHER, None, ""),
+        (GpuStack(HOPPER, "2.15.0"), {"exact": True}, FLASH, None, ""),
+        (GpuStack((8, 0), "2.15.0"), {}, FLASH, None, ""),
         # By head size.
         (
-            Gpu(HOPPER, "2.13.0", fa3=True, fa4=OLD),
+            GpuStack(HOPPER, "2.13.0", fa3=True, fa4=OLD),
             {"head_dim": 256},
             "FlashAttention-3",
             "FA3",
             "",
         ),
-        (Gpu(HOPPER, "2.13.0", fa4=OLD), {"head_dim": 256}, FLASH, None, ""),
-        (Gpu(HOPPER, "2.15.0", fa4=OLD), {"head_dim": 256}, FLASH, None, ""),
+        (GpuStack(HOPPER, "2.13.0", fa4=OLD), {"head_dim": 256}, FLASH, None, ""),
+        (GpuStack(HOPPER, "2.15.0", fa4=OLD), {"head_dim": 256}, FLASH, None, ""),
         # What keeps to torch's own kernels.
-        (Gpu(HOPPER, "2.13.0", fa3=True), {"exact": True}, FLASH, None, ""),
-        (Gpu(HOPPER, "2.13.0", fa3=True), {"ring": True}, FLASH, None, ""),
-        (Gpu(HOPPER, "2.13.0", fa3=True), {"asked": "varlen"}, FLASH, None, ""),
-        (Gpu(HOPPER, "2.13.0", fa3=True), {"window": True}, FLASH, None, ""),
-        (Gpu(HOPPER, "2.15.0"), {"window": True, "documents": False}, FLASH, None, ""),
-        (Gpu(HOPPER, "2.13.0", fa3=True), {"asked": "sdpa"}, MASKED, None, ""),
-        (Gpu(HOPPER, "2.13.0", fa3=True), {"dtype": FP32}, "FlexAttention", None, ""),
-        (Gpu(HOPPER, "2.13.0", fa3=True), {"dtype": FP16}, "FlashAttention-3", "FA3", ""),
-        (Gpu(HOPPER, "2.13.0", fa3=True), {"head_dim": 20}, "FlexAttention", None, ""),
-        (Gpu((6, 0), "2.13.0"), {}, MASKED, None, ""),
+        (GpuStack(HOPPER, "2.13.0", fa3=True), {"exact": True}, FLASH, None, ""),
+        (GpuStack(HOPPER, "2.13.0", fa3=True), {"ring": True}, FLASH, None, ""),
+        (GpuStack(HOPPER, "2.13.0", fa3=True), {"asked": "varlen"}, FLASH, None, ""),
+        (GpuStack(HOPPER, "2.13.0", fa3=True), {"window": True}, FLASH, None, ""),
+        (GpuStack(HOPPER, "2.15.0"), {"window": True, "documents": False}, FLASH, None, ""),
+        (GpuStack(HOPPER, "2.13.0", fa3=True), {"asked": "sdpa"}, MASKED, None, ""),
+        (GpuStack(HOPPER, "2.13.0", fa3=True), {"dtype": FP32}, "FlexAttention", None, ""),
+        (GpuStack(HOPPER, "2.13.0", fa3=True), {"dtype": FP16}, "FlashAttention-3", "FA3", ""),
+        (GpuStack(HOPPER, "2.13.0", fa3=True), {"head_dim": 20}, "FlexAttention", None, ""),
+        (GpuStack((6, 0), "2.13.0"), {}, MASKED, None, ""),
         # Without documents no package is asked.
-        (Gpu(HOPPER, "2.13.0", fa3=True), {"documents": False}, CUDNN, None, ""),
-        (Gpu(BLACKWELL, "2.13.0"), {"documents": False}, CUDNN, None, ""),
-        (Gpu((8, 0), "2.13.0"), {"documents": False}, CHOSEN, None, ""),
-        (Gpu((12, 0), "2.13.0"), {"documents": False}, CHOSEN, None, ""),
-        (Gpu(HOPPER, "2.13.0"), {"documents": False, "dtype": FP32}, CHOSEN, None, ""),
-        (Gpu(HOPPER, "2.13.0"), {"documents": False, "head_dim": 256}, CHOSEN, None, ""),
-        (Gpu(HOPPER, "2.13.0"), {"documents": False, "exact": True}, CHOSEN, None, ""),
-        (Gpu(HOPPER, "2.13.0"), {"documents": False, "ring": True}, FLASH, None, ""),
+        (GpuStack(HOPPER, "2.13.0", fa3=True), {"documents": False}, CUDNN, None, ""),
+        (GpuStack(BLACKWELL, "2.13.0"), {"documents": False}, CUDNN, None, ""),
+        (GpuStack((8, 0), "2.13.0"), {"documents": False}, CHOSEN, None, ""),
+        (GpuStack((12, 0), "2.13.0"), {"documents": False}, CHOSEN, None, ""),
+        (GpuStack(HOPPER, "2.13.0"), {"documents": False, "dtype": FP32}, CHOSEN, None, ""),
+        (GpuStack(HOPPER, "2.13.0"), {"documents": False, "head_dim": 256}, CHOSEN, None, ""),
+        (GpuStack(HOPPER, "2.13.0"), {"documents": False, "exact": True}, CHOSEN, None, ""),
+        (GpuStack(HOPPER, "2.13.0"), {"documents": False, "ring": True}, FLASH, None, ""),
     ],
 )
 def test_choice(gpu, given, name, package, note):
@@ -93,7 +105,9 @@ def test_torch_is_told_and_told_back():
 
     attention.register_flash_attention_impl("FA3", register_fn=Handle)
     try:
-        kernel = choose_kernel(Gpu(HOPPER, "2.15.0", fa3=True), "auto", BF16, 128, documents=True)
+        kernel = choose_kernel(
+            GpuStack(HOPPER, "2.15.0", fa3=True), "auto", BF16, 128, documents=True
+        )
         with kernel_in_use(kernel) as used:
             assert used is kernel
             assert attention.current_flash_attention_impl() == "FA3"
@@ -112,7 +126,7 @@ def test_torch_is_told_and_told_back():
 )
 def test_a_package_that_fails_to_load_is_told(monkeypatch, package, module):
     monkeypatch.setitem(sys.modules, module, None)
-    with kernel_in_use(Kernel("FlashAttention", package)) as used:
+    with kernel_in_use(AttentionKernel("FlashAttention", package)) as used:
         assert (used.name, used.package) == ("what torch's varlen_attn chooses", None)
         assert "FlashAttention is installed, but fails to load" in used.note
     assert attention.current_flash_attention_impl() is None

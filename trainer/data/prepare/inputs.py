@@ -34,7 +34,7 @@ _CURE = "--splits ignore takes all files alike"
 
 
 @dataclass
-class Inputs:
+class InputFiles:
     """The input files in a fixed order, and what a person should know of how they were found."""
 
     files: list[str] = field(default_factory=list)
@@ -56,7 +56,7 @@ class _Found:
     """Links that cannot be followed, with the reason."""
 
 
-def find_inputs(names: Sequence[str], column: str, by_name: bool) -> Inputs:
+def find_inputs(names: Sequence[str], column: str, by_name: bool) -> InputFiles:
     """Files of all inputs, each once; folders are searched for the known endings.
 
     Args:
@@ -68,7 +68,7 @@ def find_inputs(names: Sequence[str], column: str, by_name: bool) -> Inputs:
         DataError: an input is missing, of no known kind, or an empty folder; a folder cannot be
             read; there are files of a validation and of a test split, and none to train on.
     """
-    inputs = Inputs()
+    inputs = InputFiles()
     others: list[str] = []
     # Folders and file name, as far as they may name a split: `prepare data/train data/test/*` does
     # so, and /home/test does not.
@@ -108,7 +108,7 @@ def find_inputs(names: Sequence[str], column: str, by_name: bool) -> Inputs:
     return inputs
 
 
-def _divide(inputs: Inputs, parts: dict[str, tuple[str, ...]]) -> None:
+def _divide(inputs: InputFiles, parts: dict[str, tuple[str, ...]]) -> None:
     """Take the files of a test split out of the inputs, and note those of a validation split."""
     splits = {file: split_by_name(names) for file, names in parts.items()}
     if "train" not in splits.values():

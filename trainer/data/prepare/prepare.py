@@ -24,7 +24,7 @@ from checkpointing.format.untrusted import printable, read_object
 from elastic.node.files import own_directory
 from trainer.data.prepare.chats import form_of
 from trainer.data.prepare.corpora import CORPORA, fetch_corpus
-from trainer.data.prepare.inputs import Inputs, find_inputs
+from trainer.data.prepare.inputs import InputFiles, find_inputs
 from trainer.data.prepare.options import (
     OF_CHATS,
     Loss,
@@ -280,7 +280,7 @@ def _resolve(name: str, out: Path, settings: PrepareOptions) -> str:
     return str(spool(name, out, settings.field)) if is_pipe(name) else name
 
 
-def _plan_hash(inputs: Inputs, settings: PrepareOptions, template: _Template | None) -> str:
+def _plan_hash(inputs: InputFiles, settings: PrepareOptions, template: _Template | None) -> str:
     """What is to be done: options, the bytes of tokenizer and chat template, and name, size, age
     and split of each input."""
     stats = []

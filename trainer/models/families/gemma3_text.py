@@ -38,7 +38,7 @@ class ScaledAttention(Attention):
         return q if self.scale == 1 else q * self.scale, k, v
 
 
-class Block(nn.Module):
+class Gemma3Block(nn.Module):
     """Attention and MLP, each normalised before and after, and added to the residual stream."""
 
     def __init__(self, architecture: Architecture) -> None:
@@ -78,7 +78,7 @@ def draw(name: str, shape: tuple[int, ...], architecture: Architecture, seed: in
 FAMILY = Family(
     model_type="gemma3_text",
     model_class="Gemma3ForCausalLM",
-    block=Block,
+    block=Gemma3Block,
     fixed={
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,

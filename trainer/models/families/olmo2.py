@@ -18,7 +18,7 @@ class WideNorm(RMSNorm):
         return super().forward(x.flatten(2)).view(x.shape)
 
 
-class Block(nn.Module):
+class Olmo2Block(nn.Module):
     """Attention and MLP, each normalised after, and added to the residual stream."""
 
     def __init__(self, architecture: Architecture) -> None:
@@ -40,7 +40,7 @@ class Block(nn.Module):
 FAMILY = Family(
     model_type="olmo2",
     model_class="Olmo2ForCausalLM",
-    block=Block,
+    block=Olmo2Block,
     fixed={"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0},
     defaults={
         "num_key_value_heads": None,  # as many as there are query heads

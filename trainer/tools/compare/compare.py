@@ -24,7 +24,7 @@ from trainer.recipe import RecipeError
 from trainer.run.preflight import check_inputs, check_optimizer
 from trainer.run.profile import RankRecord, read_records
 from trainer.tasks.task import Task, build_task
-from trainer.tools.compare.strategies import AFTER_SAVE, WARM_UP, Candidate, candidate
+from trainer.tools.compare.strategies import AFTER_SAVE, WARM_UP, StrategyRecipe, candidate
 from trainer.tools.report.report import read_metrics
 
 INTERRUPTED = "not measured: interrupted"
@@ -153,7 +153,7 @@ def run_comparison(
 # --- running ---------------------------------------------------------------------------------
 
 
-def _checked(one: Candidate, task: Task, ranks: int) -> Candidate:
+def _checked(one: StrategyRecipe, task: Task, ranks: int) -> StrategyRecipe:
     """With what hinders it on so many ranks, if anything does."""
     try:
         if one.recipe:
@@ -164,7 +164,7 @@ def _checked(one: Candidate, task: Task, ranks: int) -> Candidate:
     return one
 
 
-def _run(one: Candidate, ranks: int, steps: int, out: Path) -> Outcome:
+def _run(one: StrategyRecipe, ranks: int, steps: int, out: Path) -> Outcome:
     if one.recipe is None:
         return Outcome(one.name, f"cannot run: {one.problem}")
     run, log = out / "runs" / one.name, out / "logs" / f"{one.name}.log"

@@ -59,7 +59,7 @@ DEFAULT = (
 
 
 @dataclass(frozen=True)
-class Candidate:
+class StrategyRecipe:
     """A strategy, and the recipe to run it with."""
 
     name: str
@@ -72,7 +72,7 @@ class Candidate:
 
 def candidate(
     name: str, recipe_path: str, overrides: Sequence[str], ranks: int, steps: int, run: Path
-) -> Candidate:
+) -> StrategyRecipe:
     """The strategy of a name over a number of ranks.
 
     Raises:
@@ -100,15 +100,15 @@ def candidate(
                 "needs groups of the ranks that share parameters which are neither one rank nor "
                 f"all, and there are {sharing}; with --nproc {4 * together} there are"
             )
-            return Candidate(name, (), None, why)
+            return StrategyRecipe(name, (), None, why)
         strategy.append(f"strategy.shard_size={size}")
     arguments = (recipe_path, *overrides, *_settings(plain, steps, run), *strategy)
     try:
         recipe = load_recipe(arguments[0], arguments[1:])
     except RecipeError as error:
         why = re.sub(r"^override '[^']*': ", "", str(error), flags=re.MULTILINE)
-        return Candidate(name, arguments, None, "; ".join(why.splitlines()))
-    return Candidate(name, arguments, recipe)
+        return StrategyRecipe(name, arguments, None, "; ".join(why.splitlines()))
+    return StrategyRecipe(name, arguments, recipe)
 
 
 def _settings(recipe: Recipe, steps: int, run: Path) -> list[str]:

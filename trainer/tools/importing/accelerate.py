@@ -14,7 +14,7 @@ from trainer.tools.importing.deepspeed_keys import INLINE
 from trainer.tools.importing.deepspeed_keys import TABLE as DEEPSPEED
 from trainer.tools.importing.imported import Imported
 from trainer.tools.importing.source import (
-    Source,
+    ForeignConfig,
     a_boolean_or_word,
     a_positive_number,
     a_whole_number,
@@ -92,7 +92,7 @@ def import_accelerate(
     made = Imported(str(path))
     made.override(overrides)
     tree = (read_json if Path(path).suffix == ".json" else read_yaml)(path, WHAT)
-    source = Source(str(path), flat(tree), TABLE, made)
+    source = ForeignConfig(str(path), flat(tree), TABLE, made)
     arguments = read_arguments(training_arguments, made)
     ranks = _launch(source, ranks)
     spread, optimizes = _distribute(source), True
@@ -118,7 +118,7 @@ def import_accelerate(
     return made
 
 
-def fsdp_of_arguments(arguments: Source) -> None:
+def fsdp_of_arguments(arguments: ForeignConfig) -> None:
     """Translate `fsdp` and `fsdp_config` of TrainingArguments: true, or words as in transformers 4,
     such as "full_shard auto_wrap offload"; without them Trainer uses DDP."""
     made, held = arguments.made, arguments.left.get("fsdp")
@@ -138,7 +138,7 @@ def fsdp_of_arguments(arguments: Source) -> None:
     _fsdp(arguments, version=1 if legacy else 2)
 
 
-def _launch(source: Source, ranks: int | None) -> int | None:
+def _launch(source: ForeignConfig, ranks: int | None) -> int | None:
     """The command that starts as many ranks; returns how many."""
     where = source.take("compute_environment", str, "LOCAL_MACHINE")
     if where != "LOCAL_MACHINE":
@@ -167,7 +167,7 @@ def _launch(source: Source, ranks: int | None) -> int | None:
     return ranks
 
 
-def _distribute(source: Source) -> str:
+def _distribute(source: ForeignConfig) -> str:
     """`distributed_type`, if it is one that Perdure has."""
     kind = source.take("distributed_type", str)
     if kind is None:
@@ -181,7 +181,7 @@ def _distribute(source: Source) -> str:
     return kind
 
 
-def _mixed_precision(source: Source) -> str:
+def _mixed_precision(source: ForeignConfig) -> str:
     """ "no", "fp16", "bf16" or "fp8"; the last is put."""
     old = source.take("fp16", a_boolean_or_word, False)
     kinds = one_of("no", "fp16", "bf16", "fp8")
@@ -191,7 +191,7 @@ def _mixed_precision(source: Source) -> str:
     return mixed
 
 
-def _fp8(source: Source) -> None:
+def _fp8(source: ForeignConfig) -> None:
     key = "fp8_config.fp8_backend"
     backend = source.take(key, one_of("AO", "TE", "MSAMP"))
     block = source.take("fp8_config.fp8_use_mxfp8_block_scaling", a_boolean_or_word, False)
@@ -201,7 +201,7 @@ def _fp8(source: Source) -> None:
     source.became("fp8_config.fp8_use_mxfp8_block_scaling", f"precision.matmul={kind}")
 
 
-def _put_precision(source: Source, arguments: Source, mixed: str) -> None:
+def _put_precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str) -> None:
     """Precision outside DeepSpeed: TrainingArguments override accelerate, as Trainer does."""
     said = mixed_precision(arguments)
     dtype = said or {"fp8": "bf16", "no": "fp32"}.get(mixed, mixed)
@@ -216,7 +216,7 @@ def _put_precision(source: Source, arguments: Source, mixed: str) -> None:
 
 
 def _data_parallel(
-    source: Source, arguments: Source, spread: str, ranks: int | None, mixed: str
+    source: ForeignConfig, arguments: ForeignConfig, spread: str, ranks: int | None, mixed: str
 ) -> None:
     """DDP, FSDP, Megatron-LM or one process."""
     made = source.made
@@ -242,7 +242,7 @@ def _sharding_of(name: str) -> tuple[str, str]:
     return name, ""
 
 
-def _fsdp(source: Source, version: int) -> None:
+def _fsdp(source: ForeignConfig, version: int) -> None:
     """`fsdp_config`: what is sharded, offloaded and recomputed."""
     made = source.made
     strategy, reshard = f"{FSDP}sharding_strategy", f"{FSDP}reshard_after_forward"
@@ -277,7 +277,7 @@ def _is_word(value: Any) -> bool:
     return isinstance(value, str) and value.lower() not in ("true", "false")
 
 
-def _parallelism(source: Source, ranks: int | None, spread: str) -> None:
+def _parallelism(source: ForeignConfig, ranks: int | None, spread: str) -> None:
     """`parallelism_config`: which ranks compute together, and which share parameters."""
     made = source.made
     sizes = {
@@ -314,7 +314,7 @@ def _parallelism(source: Source, ranks: int | None, spread: str) -> None:
         source.put(f"{PARALLEL}dp_shard_size", "strategy.shard_size", group, note)
 
 
-def _megatron(source: Source, ranks: int | None) -> None:
+def _megatron(source: ForeignConfig, ranks: int | None) -> None:
     """`megatron_lm_config`: the sizes of a split model, and what its switches mean."""
     made, together = source.made, 1
     for name, target in (
@@ -364,7 +364,11 @@ def _megatron(source: Source, ranks: int | None) -> None:
 
 
 def _deepspeed(
-    source: Source, arguments: Source, ranks: int | None, mixed: str, allow_unknown: bool
+    source: ForeignConfig,
+    arguments: ForeignConfig,
+    ranks: int | None,
+    mixed: str,
+    allow_unknown: bool,
 ) -> bool:
     """`deepspeed_config`, whose keys are a ds_config's by other names, or the ds_config that it
     names; returns whether TrainingArguments may give the optimizer values."""
@@ -374,13 +378,13 @@ def _deepspeed(
     values = {key: source.left.pop(key) for key in inline}
     if named and named != "none":
         path = beside(str(named), source.file, "deepspeed_config.deepspeed_config_file")
-        ds = Source(str(path), flat(read_json(path, "ds_config")), DEEPSPEED, made)
+        ds = ForeignConfig(str(path), flat(read_json(path, "ds_config")), DEEPSPEED, made)
         ds.assumed["gradient_accumulation_steps"] = 1
         for key in ("bf16.enabled", "fp16.enabled"):
             if mixed != "no" and key not in ds.left:
                 ds.assumed[key] = key.startswith({"fp8": "bf16"}.get(mixed, mixed))
     else:
-        ds = Source(
+        ds = ForeignConfig(
             made.file,
             values,
             INLINE,
@@ -396,7 +400,7 @@ def _deepspeed(
     optimizes = deepspeed.translate(ds, arguments, ranks, mixed=mixed)
     ds.drop_rest(allow_unknown)
     if ds.file != made.file:  # accelerate reads the file alone, beside a few words about the start
-        rest = Source(made.file, values, INLINE, made)
+        rest = ForeignConfig(made.file, values, INLINE, made)
         rest.settle(
             [key for key in rest.left if not key.startswith("deepspeed_config.")],
             "",
@@ -414,7 +418,7 @@ def _deepspeed(
     return optimizes
 
 
-def _compile(source: Source) -> None:
+def _compile(source: ForeignConfig) -> None:
     """`dynamo_config`, or `dynamo_backend` as accelerate spelled it first."""
     for key in ("dynamo_backend", "dynamo_config.dynamo_backend"):
         backend = source.take(key, str, "NO")

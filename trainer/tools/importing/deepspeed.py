@@ -14,7 +14,7 @@ from trainer.recipe import ZERO_STAGES
 from trainer.tools.importing.deepspeed_keys import TABLE
 from trainer.tools.importing.imported import ABSENT, Imported, Line
 from trainer.tools.importing.source import (
-    Source,
+    ForeignConfig,
     a_boolean,
     a_device,
     a_number,
@@ -101,7 +101,7 @@ def import_deepspeed(
     made = Imported(str(path))
     made.override(overrides)
     arguments = read_arguments(training_arguments, made)
-    source = Source(str(path), flat(read_json(path, "ds_config")), TABLE, made)
+    source = ForeignConfig(str(path), flat(read_json(path, "ds_config")), TABLE, made)
     by_trainer = source.automatic or is_file(arguments) or not source.has("optimizer.type")
     optimizes = translate(source, arguments, ranks, by_trainer=by_trainer)
     source.drop_rest(allow_unknown)
@@ -112,7 +112,9 @@ def import_deepspeed(
     return made
 
 
-def deepspeed_of_arguments(arguments: Source, ranks: int | None, allow_unknown: bool) -> bool:
+def deepspeed_of_arguments(
+    arguments: ForeignConfig, ranks: int | None, allow_unknown: bool
+) -> bool:
     """Translate the ds_config that TrainingArguments hold or name; returns whether they still
     decide the optimizer's values."""
     held = arguments.left.get("deepspeed")
@@ -121,10 +123,10 @@ def deepspeed_of_arguments(arguments: Source, ranks: int | None, allow_unknown: 
     if isinstance(held, dict):
         arguments.left.pop("deepspeed")
         values = {f"deepspeed.{key}": value for key, value in flat(held).items()}
-        source = Source(arguments.file, values, TABLE, arguments.made, prefix="deepspeed.")
+        source = ForeignConfig(arguments.file, values, TABLE, arguments.made, prefix="deepspeed.")
     else:
         path = beside(str(held), arguments.file, "deepspeed")
-        source = Source(str(path), flat(read_json(path, "ds_config")), TABLE, arguments.made)
+        source = ForeignConfig(str(path), flat(read_json(path, "ds_config")), TABLE, arguments.made)
         arguments.became("deepspeed", "strategy", f"{path.name} says it")
     optimizes = translate(source, arguments, ranks)
     source.drop_rest(allow_unknown)
@@ -132,8 +134,8 @@ def deepspeed_of_arguments(arguments: Source, ranks: int | None, allow_unknown: 
 
 
 def translate(
-    source: Source,
-    arguments: Source,
+    source: ForeignConfig,
+    arguments: ForeignConfig,
     ranks: int | None,
     *,
     by_trainer: bool = True,
@@ -164,7 +166,7 @@ def translate(
     return not foreign
 
 
-def _strategy(source: Source) -> None:
+def _strategy(source: ForeignConfig) -> None:
     made = source.made
     key, parts = f"{ZERO}stage", f"{ZERO}mics_shard_size"
     if isinstance(source.left.get(ZERO[:-1]), bool):  # as DeepSpeed spelled it in its first year
@@ -195,7 +197,7 @@ def _strategy(source: Source) -> None:
         source.put(used, "strategy.activation_checkpointing", "full", note)
 
 
-def _offload(source: Source, stage: int) -> str:
+def _offload(source: ForeignConfig, stage: int) -> str:
     """Where DeepSpeed would put optimizer state or parameters: "", "cpu" or "nvme". The one place
     that knows how a recipe spells that."""
     found: dict[str, str] = {}
@@ -222,7 +224,7 @@ def _offload(source: Source, stage: int) -> str:
     return device
 
 
-def _parallelism(source: Source, ranks: int | None) -> int | None:
+def _parallelism(source: ForeignConfig, ranks: int | None) -> int | None:
     """Tensor and sequence parallelism; returns how many replicas of the model the ranks make."""
     together = 1
     for key, target, note in SIZES:
@@ -235,7 +237,7 @@ def _parallelism(source: Source, ranks: int | None) -> int | None:
     return ranks // together if ranks else None
 
 
-def _precision(source: Source, arguments: Source, mixed: str | None) -> None:
+def _precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str | None) -> None:
     made = source.made
     dtypes = {"bf16": "bf16", "fp16": "fp16", "amp": "fp16", "torch_autocast": "bf16"}
     cast = str(source.take("torch_autocast.dtype", str, "bfloat16")).removeprefix("torch.")
@@ -279,7 +281,7 @@ def _precision(source: Source, arguments: Source, mixed: str | None) -> None:
             made.lines.append(Line(name, ABSENT, "", why, differs=True))
 
 
-def _optimizer(source: Source, arguments: Source) -> tuple[float | None, str]:
+def _optimizer(source: ForeignConfig, arguments: ForeignConfig) -> tuple[float | None, str]:
     """Its parameters; returns the learning rate, if there is one, and for an optimizer that is not
     known here why its learning rates mean nothing."""
     clip = source.take("gradient_clipping", a_number)
@@ -336,7 +338,7 @@ def _optimizer(source: Source, arguments: Source) -> tuple[float | None, str]:
     return peak, ""
 
 
-def _decay(source: Source, arguments: Source, value: str) -> None:
+def _decay(source: ForeignConfig, arguments: ForeignConfig, value: str) -> None:
     """Weight decay: the default of DeepSpeed's optimizer `value`, and on what it works."""
     key, usual, differs = PARAMS + "weight_decay", 0.0, ""
     decay = source.take(key, a_number)
@@ -354,7 +356,11 @@ def _decay(source: Source, arguments: Source, value: str) -> None:
 
 
 def _schedule(
-    source: Source, arguments: Source, peak: float | None, foreign: str, by_trainer: bool
+    source: ForeignConfig,
+    arguments: ForeignConfig,
+    peak: float | None,
+    foreign: str,
+    by_trainer: bool,
 ) -> None:
     """Its shape, and its peak over that of AdamW; not over that of another optimizer."""
     made = source.made
@@ -404,7 +410,7 @@ def _schedule(
         source.became(high, "", foreign, differs=True)
 
 
-def _batch(source: Source, arguments: Source, by_trainer: bool) -> None:
+def _batch(source: ForeignConfig, arguments: ForeignConfig, by_trainer: bool) -> None:
     made, replicas = source.made, source.made.replicas
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, passes = (source.take(name, a_positive_number) for name in names)

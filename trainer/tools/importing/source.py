@@ -115,7 +115,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-class Source:
+class ForeignConfig:
     """The keys of a file; each is taken once, and told where it went."""
 
     def __init__(

@@ -13,8 +13,8 @@ from typing import Any
 from trainer.recipe import RecipeError
 from trainer.tools.importing.imported import Imported, inline
 from trainer.tools.importing.source import (
+    ForeignConfig,
     Kind,
-    Source,
     a_boolean,
     a_number,
     a_positive_number,
@@ -98,10 +98,10 @@ def import_training_arguments(
     return made
 
 
-def read_arguments(path: str | Path | None, made: Imported) -> Source:
+def read_arguments(path: str | Path | None, made: Imported) -> ForeignConfig:
     """TrainingArguments of a JSON file; of none, their defaults."""
     if path is None:
-        return Source("TrainingArguments", {}, TABLE, made)
+        return ForeignConfig("TrainingArguments", {}, TABLE, made)
     tree = read_json(path, WHAT)
     values: dict[str, Any] = {}
     for key in ("lr_scheduler_kwargs", "fsdp_config", "deepspeed"):
@@ -110,7 +110,7 @@ def read_arguments(path: str | Path | None, made: Imported) -> Source:
     for key, value in tree.items():
         nested = isinstance(value, dict) and key != "deepspeed"
         values |= flat({key: value}) if nested else {key: value}
-    return Source(str(path), values, TABLE, made)
+    return ForeignConfig(str(path), values, TABLE, made)
 
 
 def _nested(value: str, file: str, key: str) -> Any:
@@ -123,12 +123,12 @@ def _nested(value: str, file: str, key: str) -> Any:
     return read_json(beside(value, file, key), WHAT) if key == "fsdp_config" else value
 
 
-def is_file(arguments: Source) -> bool:
+def is_file(arguments: ForeignConfig) -> bool:
     """Whether these are from a file, rather than defaults alone."""
     return arguments.file != "TrainingArguments"
 
 
-def mixed_precision(arguments: Source) -> str | None:
+def mixed_precision(arguments: ForeignConfig) -> str | None:
     """What `bf16` and `fp16` say; None if neither is on.
 
     Raises:
@@ -140,7 +140,7 @@ def mixed_precision(arguments: Source) -> str | None:
     return on[0] if on else None
 
 
-def fill(arguments: Source, *, optimizes: bool = True) -> None:
+def fill(arguments: ForeignConfig, *, optimizes: bool = True) -> None:
     """Give the recipe what TrainingArguments say and no other file has said; account for each of
     their keys that has a counterpart.
 
@@ -193,7 +193,7 @@ def fill(arguments: Source, *, optimizes: bool = True) -> None:
 
 
 def _agree(
-    arguments: Source, key: str, target: str, value: Any, note: str = "", differs: str = ""
+    arguments: ForeignConfig, key: str, target: str, value: Any, note: str = "", differs: str = ""
 ) -> None:
     """Put a value, unless another file gave the recipe key: then both must say the same."""
     made = arguments.made
@@ -213,7 +213,7 @@ def _agree(
         arguments.became(key, "", why, differs=True)
 
 
-def _optimizer(arguments: Source) -> None:
+def _optimizer(arguments: ForeignConfig) -> None:
     made = arguments.made
     name = arguments.take("optim", str, "adamw_torch_fused")
     bundled = made.get("optimizer.name") or (made.get("optimizer.factory") and "factory")
@@ -250,7 +250,7 @@ def _optimizer(arguments: Source) -> None:
     _agree(arguments, "adam_epsilon", "optimizer.eps", epsilon)
 
 
-def _schedule(arguments: Source) -> None:
+def _schedule(arguments: ForeignConfig) -> None:
     made = arguments.made
     kind = arguments.take("lr_scheduler_type", str, "linear")
     told = ("lr_scheduler_type", *arguments.below("lr_scheduler_kwargs"))
@@ -271,7 +271,7 @@ def _schedule(arguments: Source) -> None:
         _warmup(arguments)
 
 
-def _shape(arguments: Source, kind: str) -> None:
+def _shape(arguments: ForeignConfig, kind: str) -> None:
     """The schedule that `lr_scheduler_type` names, with its options."""
     made, shape, differs = arguments.made, SHAPES[kind], ""
     peak = made.get("optimizer.lr")
@@ -311,7 +311,7 @@ def _shape(arguments: Source, kind: str) -> None:
     arguments.settle(arguments.below("lr_scheduler_kwargs."), f"schedule.name={shape}")
 
 
-def _warmup(arguments: Source) -> None:
+def _warmup(arguments: ForeignConfig) -> None:
     """Steps of warm-up: a number of them, or a share of the run below 1 (`warmup_ratio` before
     transformers 5)."""
     steps = arguments.take("warmup_steps", a_number, 0)
@@ -323,7 +323,7 @@ def _warmup(arguments: Source) -> None:
     arguments.became("warmup_steps", "", "warmup_ratio says it")
 
 
-def _batch(arguments: Source) -> None:
+def _batch(arguments: ForeignConfig) -> None:
     made = arguments.made
     micro = arguments.take("per_device_train_batch_size", a_positive_number, 8)
     differs = "counts examples there, packed sequences of data.seq_len tokens here"
@@ -347,7 +347,7 @@ def _batch(arguments: Source) -> None:
         arguments.became(key, "batch.global_batch", "accumulation is what the global batch needs")
 
 
-def _operate(arguments: Source) -> None:
+def _operate(arguments: ForeignConfig) -> None:
     """How the run is saved, logged and watched."""
     made = arguments.made
     for key, default, target, kind, note in OPERATING:
@@ -392,7 +392,7 @@ def _operate(arguments: Source) -> None:
         arguments.put("project", "tracking.project", arguments.take("project", str))
 
 
-def _every(arguments: Source, what: str, target: str, usual: str) -> None:
+def _every(arguments: ForeignConfig, what: str, target: str, usual: str) -> None:
     """`logging_steps` and its like: steps, or a share of the run, if the strategy is steps."""
     made = arguments.made
     strategy, steps = f"{what}_strategy", f"{what}_steps"
