@@ -33,7 +33,7 @@ from lab.chaos.faults import (
     left_memory,
     processes_with,
 )
-from lab.chaos.plan import Plan
+from lab.chaos.plan import Fault, Plan
 from lab.local_nodes import Launch, LocalNodes, start_python
 from trainer.parallel.mesh import replica_ranks
 from trainer.recipe import RecipeError, load_recipe
@@ -146,7 +146,7 @@ def run_chaos(
     log = logs / "undisturbed.log"
     _undisturbed(start, [*of("undisturbed"), *quiet, *ALONE], log, environment)
 
-    run = folder / "run"
+    run, began = folder / "run", time.time()
     checkpoints = run / "checkpoints"
     with LocalNodes(
         of("run"),
@@ -187,6 +187,7 @@ def run_chaos(
     with suppress(LedgerError):  # which `judge` tells
         wall = time.time() - time.monotonic()
         faults = [(one.fault, one.at + wall) for one in chaos.outcomes]
+        faults.append((Fault(what="join"), began))  # the first nodes come one after another
         verdict.named = check_names(read_history(run), faults)
     facts, problems = judge(run, folder / "undisturbed", recipe.run.steps, tolerance)
     verdict.facts += [_cost(chaos.outcomes), *facts]

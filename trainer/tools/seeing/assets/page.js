@@ -479,7 +479,7 @@ function texts(run) {
 
 function controls() {
   const choose = el("select", { "aria-label": "Curves over", onchange: event => { view.axis = event.target.value; view.zoom = detail = null; redraw(); } },
-    [["step", "steps"], ["time", "time up"], ["tokens", "tokens"]].map(([value, text]) => el("option", { value, selected: view.axis === value }, text)));
+    [["step", "steps"], ["time", "time up"], ["tokens", "tokens"]].filter(([value]) => RUNS.every(run => run.axis[value].length)).map(([value, text]) => el("option", { value, selected: view.axis === value }, text)));
   return el("div", { class: "controls" },
     el("label", {}, "over", choose),
     el("label", {}, el("input", { type: "checkbox", checked: view.log, onchange: event => { view.log = event.target.checked; redraw(); } }), "loss on a log scale"),
