@@ -27,7 +27,7 @@ NAMES: Mapping[What, tuple[Kind, ...]] = {
 """What may be named for a fault that ended an attempt; those that are missing end none."""
 RETURNS: tuple[What, ...] = ("stop_node", "partition")
 """After these a node that was lost comes back."""
-LEASE_SECONDS, JOIN_SECONDS = 10.0, 60.0
+LEASE_SECONDS, JOIN_SECONDS = 10.0, 300.0
 """So long after a fault an attempt may end by it; and by a node that comes, which imports first."""
 
 
