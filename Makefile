@@ -11,19 +11,22 @@ FAKE_TORCH ?= 2.14.1
 FAKE := .venv/fake-cuda-$(FAKE_TORCH)
 FAKE_TABLE := benchmarks/results/fake-cuda-$(FAKE_TORCH).md
 
-.PHONY: help train test pytest setup lint bench gpu gpu-wheelhouse soak fakecuda layouts gluster transformers4 slurm attack image docs clean
+.PHONY: help train test pytest setup lint bench gpu gpu-wheelhouse soak fakecuda layouts gluster transformers4 slurm attack seeing image docs clean
 
 help:            ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
 
 train: $(RUNTIME)  ## train a small language model on Wikipedia text, about 2 minutes on 2 cores
 	$(BIN)/perdure data prepare wikipedia --out data/wikipedia --train-bpe 4096
+	@echo "To follow it, in another terminal: cd $(CURDIR) && $(BIN)/perdure watch runs/quickstart --port 8080"
 	$(BIN)/perdure train recipes/quickstart.yaml
 	@echo
 	@echo "A continuation from the newest checkpoint:"
 	@$(BIN)/perdure generate runs/quickstart --prompt "The river" --max-new-tokens 60
 	@echo
 	@echo "Next:"
+	@echo "  $(BIN)/perdure watch runs/quickstart --port 8080                  the run as a page: prints its link"
+	@echo "  $(BIN)/perdure watch runs/quickstart                              the same in this terminal"
 	@echo "  $(BIN)/perdure ckpt show runs/quickstart                          what the checkpoint holds"
 	@echo "  $(BIN)/perdure train recipes/quickstart.yaml run.steps=600        train on from it"
 	@echo "  $(BIN)/perdure train recipes/quickstart.yaml run.dir=runs/ddp strategy.name=ddp"
@@ -72,6 +75,9 @@ slurm: $(DEV)    ## train under a Slurm of its own (root, slurm-wlm, munge), thr
 
 attack: $(DEV)   ## another user and another machine try to get into real runs (root)
 	tests/opt_in/attack.sh
+
+seeing:          ## pictures of the page of a run that was killed, and a live page that follows it (chromium, chromium-driver)
+	tests/opt_in/seeing.sh
 
 image:           ## build the Dockerfile on Ubuntu instead of NVIDIA's image, and train in it (root, buildah, debootstrap)
 	tests/opt_in/image.sh

@@ -99,6 +99,11 @@ class _Visible:
         return getattr(self._stream, name)
 
 
+def beneath(stream: TextIO) -> TextIO:
+    """The stream under one of `show_only_visible`, for visible text and colours of ours."""
+    return stream._stream if isinstance(stream, _Visible) else stream
+
+
 def show_only_visible() -> None:
     """From now on, have sys.stdout and sys.stderr write nothing that steers a terminal. What a
     command prints may come from files, checkpoints or nodes of others, and it cannot be told later

@@ -92,6 +92,9 @@ class FailureReport:
     outside: bool = False
     """Whether the process was killed from outside. That counts among the failures of an hour, but
     against no step and no node."""
+    evidence: str = ""
+    """Lines that show it: the stack of a rank that the others waited for, or counts of the kernel.
+    Kept for the newest failure only, as all nodes read the document."""
 
 
 @dataclass(frozen=True)
@@ -383,6 +386,13 @@ def set_address(state: Membership, round: int, address: str) -> Membership:
     return replace(state, address=address) if state.round == round else state
 
 
+def accuse(state: Membership, round: int, failure: FailureReport) -> Membership:
+    """Record why a round ends that has lost no node; the first report counts."""
+    if state.closed or state.round != round or state.lost:
+        return state
+    return replace(state, lost=failure)
+
+
 def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
     """Begin the next round if it is time.
 
@@ -525,7 +535,7 @@ def record_failure(
     """
     if state.closed or (state.round, state.generation) != (round, generation):
         return state
-    before = [entry for entry in state.failures if not entry.mended]
+    before = [replace(entry, evidence="") for entry in state.failures if not entry.mended]
     failures = (*before, failure)[-limits.restarts - 1 :]
     if failure.mended:
         return _continue(replace(end_alarm(state), failures=failures), failure)

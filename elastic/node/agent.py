@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from elastic.group.membership import (
     JobEnd,
     Membership,
     NodeRequest,
+    accuse,
     close,
     round_over,
 )
@@ -309,6 +310,8 @@ class Node:
         else:  # it was killed, so torchrun is going to end the others
             if not self._round.stopping:
                 logger.warning("a stand-in of torchrun's was killed: the ranks start again")
+                failure = self._report_of(None, self._reached, "a stand-in was killed")
+                self.group.change(partial(accuse, round=self._round.number, failure=failure))
             self._round.stopping = True
             self._on_stand_in_gone(connection)
 
@@ -574,6 +577,7 @@ class Node:
             self._kill(rank)
             rank.code = EXIT_FAILED
             failure = self._report_of(number, step, f"hang: {state.suspicion}")
+            failure = replace(failure, evidence=self._hangs.stack(number))
             self.group.report(*self._round.key, failure)
 
     def _on_zygote(self) -> None:
@@ -610,14 +614,16 @@ class Node:
                 if rank.process and rank.process.key == message["ended"]:
                     self._on_exit(rank, message["code"])
 
-    def _on_exit(self, rank: Rank, code: int) -> None:
-        """The process of a rank has ended: do what `judge_exit` says."""
+    def _on_exit(self, rank: Rank, code: int, how: str = "") -> None:
+        """The process of a rank has ended: do what `judge_exit` says. `how`: what is known besides
+        its code."""
         process = self._detach(rank)
         if process and process.recalled:  # of a generation that was over
             return
         rank.code = code
         state, progress = self.group.state, self.page.read(rank.local_rank)
         kills = oom_kills() if code == -signal.SIGKILL else 0
+        counted = f"oom_kill of the cgroup rose from {self._oom_kills} to {kills}"
         out_of_memory, self._oom_kills = kills > self._oom_kills, max(kills, self._oom_kills)
         verdict = judge_exit(
             rank.rank,
@@ -628,6 +634,7 @@ class Node:
             job_done=state.closed is not None and state.closed.code == EXIT_DONE,
             first_start=self._round.key == (state.first, 0),
             out_of_memory=out_of_memory,
+            how=how,
         )
         if isinstance(verdict, JobEnd):
             self.group.change(partial(close, end=verdict))
@@ -638,6 +645,7 @@ class Node:
                     )
                 self._dismiss(rank, EXIT_DONE)
         elif verdict:
+            verdict = replace(verdict, evidence=counted if out_of_memory else "")
             if code in (EXIT_PEER_GONE, EXIT_MENDED):  # codes for the agent alone
                 rank.code = EXIT_FAILED
             self._reached = max(self._reached, verdict.step)
@@ -653,7 +661,8 @@ class Node:
     def _replace_zygote(self) -> None:
         """Start another zygote: this one died, and its forks with it."""
         self._selector.unregister(self._zygote.socket)
-        logger.warning("the zygote died (%s); starting another", self._zygote.end())
+        code = self._zygote.end()
+        logger.warning("the zygote died (%s); starting another", code)
         self._zygote = Zygote.start(self.page)
         self._selector.register(self._zygote.socket, selectors.EVENT_READ, "zygote")
         self._request_facts()
@@ -663,7 +672,8 @@ class Node:
             self._detach(rank)
         for rank in list(self._ranks.values()):
             if rank.process:
-                self._on_exit(rank, EXIT_FAILED)
+                by = f" by {signal.Signals(-code).name}" if code < 0 else ""
+                self._on_exit(rank, EXIT_FAILED, f"its zygote was ended{by}")
 
     def _request_facts(self) -> None:
         """Request the program's facts; the zygote answers when it is warm."""

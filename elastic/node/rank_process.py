@@ -92,6 +92,7 @@ def judge_exit(
     job_done: bool,
     first_start: bool,
     out_of_memory: bool,
+    how: str = "",
 ) -> JobEnd | FailureReport | None:
     """Judge the exit of a training process.
 
@@ -103,13 +104,14 @@ def judge_exit(
         job_done: whether all steps of the run are done.
         first_start: whether it belonged to the first generation of the job.
         out_of_memory: whether the kernel has just killed a process for lack of memory.
+        how: what is known of the exit besides its code.
 
     Returns:
         The end of the job, a failure to which the job answers, or None for a pause.
     """
     why, error = signal.Signals(-code).name if code < 0 else f"exit code {code}", progress.error
-    if error:
-        why += f" ({error})"
+    if how or error:
+        why += f" ({how or error})"
     if code == EXIT_DONE or job_done:
         return JobEnd(EXIT_DONE, "the run is finished")
     # Input that was good once is good again: later, storage may be away for a moment.

@@ -298,6 +298,9 @@ COMPILING = (
 )
 """Files on the stack of a rank that compiles, or waits for it, at any step with a new shape."""
 
+SHOWN_FRAMES, FRAME_LENGTH = 12, 200
+"""Limits of a stack in a failure, which all nodes of the job read."""
+
 _FRAME = re.compile(r'^  File "(.*)", line \d+ in ', re.MULTILINE)
 
 
@@ -323,8 +326,17 @@ def is_compiling(dump: str) -> bool:
 
 def _main_thread(dump: str) -> list[str]:
     """Files of the main thread's frames, innermost first."""
-    main_thread = re.split(r"^(?:Current thread|Thread) ", dump, flags=re.MULTILINE)[-1]
-    return _FRAME.findall(main_thread)
+    return _FRAME.findall(_of_main_thread(dump))
+
+
+def _of_main_thread(dump: str) -> str:
+    return re.split(r"^(?:Current thread|Thread) ", dump, flags=re.MULTILINE)[-1]
+
+
+def main_stack(dump: str) -> str:
+    """The innermost frames of the main thread, one a line; "" if the dump has none."""
+    frames = re.findall(r'^  (File ".*", line \d+ in .*)', _of_main_thread(dump), re.MULTILINE)
+    return "\n".join(frame[:FRAME_LENGTH] for frame in frames[:SHOWN_FRAMES])
 
 
 def classify_dump(dump: str) -> Activity:

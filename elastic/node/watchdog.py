@@ -51,6 +51,7 @@ from elastic.node.vitals import (
     VitalsWatch,
     classify_dump,
     is_compiling,
+    main_stack,
     take_dumps,
 )
 
@@ -352,6 +353,10 @@ class HangWatch:
         self._quiet_until = 0.0
         """No alarm before this time."""
         self._last_dumps: dict[int, str] = {}
+
+    def stack(self, rank: int) -> str:
+        """Where a rank of this node stood at the last alarm; "" if it wrote no stack dump."""
+        return main_stack(self._last_dumps.get(rank, ""))
 
     def look(
         self,

@@ -81,6 +81,8 @@ class StartLine:
     """What decides the bits of a step besides the recipe: code, torch, cpu, gpu."""
     changed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Recipe key → (old, new) where this start differs from the last attempt that trained."""
+    model: str = ""
+    """What is trained, in words."""
     nodes: int = 1
     round: int = 0
     generation: int = 0

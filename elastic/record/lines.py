@@ -120,7 +120,7 @@ def _ends_well(file: int) -> bool:
 _MAX_NESTING = 16
 _MAX_WHOLE = 2**63
 _YEAR_9999 = 250_000_000_000
-_HEXADECIMAL = re.compile(r"-?0x[01](\.[0-9a-f]{1,13})?p[+-]\d{1,4}|-?inf|nan")
+_HEXADECIMAL = re.compile(r"-?0x[01](\.[0-9a-f]{1,13})?p[+-]\d{1,4}|inf|nan")
 _DIGEST = re.compile(r"[0-9a-f]{9,128}")
 
 
@@ -201,6 +201,11 @@ def _seconds(value: Any) -> bool:
     return _number(value) and 0 <= value <= _YEAR_9999
 
 
+def _span(value: Any) -> bool:
+    """Whether a value can be the seconds between two clocks, which may differ."""
+    return _number(value) and abs(value) <= _YEAR_9999
+
+
 def _text(value: Any) -> bool:
     return isinstance(value, str)
 
@@ -241,11 +246,11 @@ _FIELDS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "start": {
         **dict.fromkeys(("step", "global_batch", "world_size", "nodes"), _whole),
         **dict.fromkeys(("round", "generation", "pid"), _whole),
-        **dict.fromkeys(("data", "source", "boot", "attempt"), _text),
+        **dict.fromkeys(("data", "source", "boot", "attempt", "model"), _text),
         **dict.fromkeys(("at", "monotonic"), _seconds),
         "sequences": _integer,
         "cause": _or_null(_cause),
-        "phases": _of(_number),
+        "phases": _of(_span),
         "parent": _or_null(_text),
         **dict.fromkeys(("skipped", "rollbacks"), _or_null(_integer)),
         "steps": _or_null(_whole),
@@ -255,7 +260,7 @@ _FIELDS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
         "computed_by": _of(_text),
         "changed": _of(lambda value: isinstance(value, list) and len(value) == 2),
     },
-    "phases": {**_LATER, "phases": _of(_number)},
+    "phases": {**_LATER, "phases": _of(_span)},
     "step": {
         **_LATER,
         "sequences": _range,

@@ -6,14 +6,16 @@ failure to the first step beyond the highest one reached before, so it includes 
 (Terms as in ByteRobust, arXiv 2509.16293, whose ETTR is our goodput.)
 """
 
-import bisect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import numpy as np
+
 from elastic.exits import EXIT_PAUSED
-from elastic.record.history import Attempt, History, StepLine
+from elastic.record.attempt import Attempt
+from elastic.record.history import History
 
 
 @dataclass(frozen=True)
@@ -53,17 +55,13 @@ def goodput(history: History) -> Goodput:
     attempts = history.attempts
     kept = redone = skipped = stalled = between = 0.0
     starting: dict[str, float] = {}
-    in_vain = _wasted(history)
     for attempt in attempts:
-        for phase, seconds in _startup(attempt).items():
+        for phase, seconds in startup(attempt).items():
             starting[phase] = starting.get(phase, 0.0) + seconds
         if attempt.steps:
-            spent = sum(step.seconds for step in attempt.steps)
-            lasting = [step for step in attempt.steps if history.survives(attempt, step)]
-            bad = sum(step.seconds for step in lasting if in_vain(step))
-            good = sum(step.seconds for step in lasting) - bad
-            kept, skipped, redone = kept + good, skipped + bad, redone + spent - good - bad
-            rest = max(0.0, attempt.finished - _first_step_began(attempt) - spent)
+            good, bad, lost = time_in_steps(history, attempt)
+            kept, skipped, redone = kept + good, skipped + bad, redone + lost
+            rest = max(0.0, attempt.finished - _first_step_began(attempt) - good - bad - lost)
             stall = min(rest, sum(save.get("stall") or 0.0 for save in attempt.saves))
             stalled, between = stalled + stall, between + rest - stall
     for before, after in pairwise(attempts):
@@ -135,27 +133,16 @@ def reliability(history: History) -> Reliability:
     return Reliability(failures, node_seconds, mtbf, mttr, recoveries)
 
 
-def goodput_curve(history: History) -> list[tuple[float, float]]:
-    """(Unix time, share of the uptime until then spent in steps that survived), one per step."""
-    spans = idle_spans(history)
-    ends = [end for _, end in spans]
-    idle = [0.0, *accumulate(end - begin for begin, end in spans)]
-    began, kept, curve = history.attempts[0].began, 0.0, []
-    in_vain = _wasted(history)
-    for attempt in history.attempts:
-        for step in attempt.steps:
-            now = attempt.loaded + step.after
-            if history.survives(attempt, step) and not in_vain(step):
-                kept += step.seconds
-            up = now - began - idle[bisect.bisect_right(ends, now)]
-            curve.append((now, min(1.0, kept / up) if up > 0 else 0.0))
-    return curve
-
-
-def _wasted(history: History) -> Callable[[StepLine], bool]:
-    """A predicate: whether the newest weights hold nothing of a step on the line."""
-    taken_back = history.taken_back()
-    return lambda step: bool(step.skipped) or any(to < step.step <= last for to, last in taken_back)
+def time_in_steps(history: History, attempt: Attempt) -> tuple[float, float, float]:
+    """Seconds in the steps of an attempt: (whose result survived, that left nothing in the newest
+    weights though they are on the line, that had to be done again)."""
+    number, seconds = attempt.steps.column("step"), attempt.steps.column("seconds")
+    lasting = number <= history.kept.get(attempt.number, -1)
+    vain = np.isin(number, [step.step for step in attempt.steps.skipped()])
+    for to, last in history.taken_back():
+        vain |= (to < number) & (number <= last)
+    good, bad = float(seconds[lasting & ~vain].sum()), float(seconds[lasting & vain].sum())
+    return good, bad, float(seconds[~lasting].sum())
 
 
 def _regrouped(attempt: Attempt) -> bool:
@@ -168,7 +155,7 @@ def _first_step_began(attempt: Attempt) -> float:
     return max(attempt.began, attempt.loaded + first.after - first.seconds)
 
 
-def _startup(attempt: Attempt) -> dict[str, float]:
+def startup(attempt: Attempt) -> dict[str, float]:
     """Seconds from the launch to the first step, by phase. Phases that reach back before the launch
     of this attempt are cut: a fork knows when its job was launched."""
     end = _first_step_began(attempt) if attempt.steps else attempt.finished
@@ -185,9 +172,8 @@ def _startup(attempt: Attempt) -> dict[str, float]:
 def _passed(attempts: list[Attempt], highest: int) -> float | None:
     """Time of the first step beyond `highest`; None without one."""
     for attempt in attempts:
-        for step in attempt.steps:
-            if step.step > highest:
-                return attempt.loaded + step.after
+        if step := attempt.steps.beyond(highest):
+            return attempt.loaded + step.after
     return None
 
 

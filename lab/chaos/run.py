@@ -4,7 +4,9 @@ process that nothing happens to, and the verdict whether both come to the same."
 import math
 import os
 import secrets
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from elastic.record.history import LedgerError, read_history
 from elastic.record.ledger import LEDGER
 from elastic.record.reliability import goodput
 from lab import container
+from lab.chaos.causes import Named, check_names
 from lab.chaos.faults import (
     MARK,
     POISON,
@@ -30,7 +33,7 @@ from lab.chaos.faults import (
     left_memory,
     processes_with,
 )
-from lab.chaos.plan import Plan
+from lab.chaos.plan import Fault, Plan
 from lab.local_nodes import Launch, LocalNodes, start_python
 from trainer.parallel.mesh import replica_ranks
 from trainer.recipe import RecipeError, load_recipe
@@ -54,6 +57,8 @@ class Verdict:
     problems: list[str]
     """Promises that were not kept; empty: all were."""
     facts: list[str] = field(default_factory=list)
+    named: Named = field(default_factory=lambda: Named(0, []))
+    """Whether the ledger names the faults that came."""
 
     def __str__(self) -> str:
         rows = [["fault", "target", "at step", "recovery", "steps lost"]]
@@ -67,7 +72,12 @@ class Verdict:
             ]
             for outcome in self.outcomes
         ]
-        lines = [table(rows), *self.facts, *(f"problem: {problem}" for problem in self.problems)]
+        lines = [
+            table(rows),
+            *self.facts,
+            str(self.named),
+            *(f"problem: {problem}" for problem in self.problems),
+        ]
         broken = f"FAILED: {len(self.problems)} problem(s)"
         return "\n".join([*lines, broken if self.problems else "PASSED"])
 
@@ -136,7 +146,7 @@ def run_chaos(
     log = logs / "undisturbed.log"
     _undisturbed(start, [*of("undisturbed"), *quiet, *ALONE], log, environment)
 
-    run = folder / "run"
+    run, began = folder / "run", time.time()
     checkpoints = run / "checkpoints"
     with LocalNodes(
         of("run"),
@@ -174,6 +184,11 @@ def run_chaos(
             pattern = f"perdure-{run_id(str(location(checkpoints).absolute()))}-*"
             left = left_memory(chaos.finished, pattern)
             verdict.problems += [f"shared memory is left: {item}" for item in left]
+    with suppress(LedgerError):  # which `judge` tells
+        wall = time.time() - time.monotonic()
+        faults = [(one.fault, one.at + wall) for one in chaos.outcomes]
+        faults.append((Fault(what="join"), began))  # the first nodes come one after another
+        verdict.named = check_names(read_history(run), faults)
     facts, problems = judge(run, folder / "undisturbed", recipe.run.steps, tolerance)
     verdict.facts += [_cost(chaos.outcomes), *facts]
     verdict.problems += problems

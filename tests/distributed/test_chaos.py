@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.support import python_path
 from elastic.process import remaining
+from elastic.record.history import read_history
 from lab.chaos.faults import processes_with
 from lab.chaos.plan import Fault, Plan, random_plan
 from lab.chaos.run import judge, run_chaos
@@ -75,9 +76,14 @@ def test_a_few_faults(chaos, workspace, tmp_path):
     assert not verdict.problems, verdict
     assert [outcome.fault for outcome in verdict.outcomes] == list(plan.faults)
     assert str(verdict).endswith("PASSED")
+    assert not verdict.named.wrong, verdict.named
+    assert verdict.named.right >= 3, "each fault ended an attempt"
 
     # What passed was looked at: a run that is otherwise is found out.
     run, undisturbed = workspace / "few-chaos/run", workspace / "few-chaos/undisturbed"
+    history = read_history(run)
+    assert "parameters" in history.attempts[-1].start.model
+    assert any("stall" in save for attempt in history.attempts for save in attempt.saves)
     assert judge(run, undisturbed, steps, 2e-5)[1] == []
     assert "of a weight tensor" in judge(run, undisturbed, steps, 1e-9)[1][-1]
     assert judge(run, undisturbed, steps + 1, 2e-5)[1] == [
@@ -109,6 +115,7 @@ def test_a_hundred_faults(chaos, mode):
     print(verdict)
     assert not verdict.problems, verdict
     assert len(verdict.outcomes) == 100
+    assert verdict.named.share >= 0.95, verdict.named
 
 
 @soak

@@ -1,16 +1,27 @@
-"""`perdure report`: parses and calls, nothing more."""
+"""`perdure report`, `watch` and `runs`: parses and calls, nothing more."""
 
 import argparse
 import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
 
 from elastic.exits import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT
-from trainer.cli.parser import Commands, add_command, local_path, write_output
+from trainer.cli.parser import Commands, add_command, local_path, whole_number, write_output
+
+WATCH_EXAMPLES = """\
+examples:
+  perdure watch runs/quickstart                   in this terminal
+  perdure watch runs/quickstart --once            once, for a log
+  perdure watch runs/quickstart --port 8080       as a page: prints the link, and the tunnel to it
+  perdure watch runs/ddp runs/fsdp --port 0       two runs on one page, at any free port
+"""
 
 
 def add_report_command(commands: Commands) -> None:
     """Add the command to a parser."""
     report = add_command(commands, "report", "what happened in a run, and whether nothing is lost")
-    report.add_argument("run_directory", type=local_path, metavar="RUN", help="run directory")
+    _add_runs(report)
     report.add_argument(
         "--check",
         action="store_true",
@@ -28,25 +39,110 @@ def add_report_command(commands: Commands) -> None:
     report.set_defaults(run=_report)
 
 
+def add_watch_command(commands: Commands) -> None:
+    """Add the command to a parser."""
+    watch = add_command(
+        commands, "watch", "follow runs: in the terminal, or as a page", WATCH_EXAMPLES
+    )
+    _add_runs(watch)
+    watch.add_argument("--port", type=whole_number, metavar="N", help="serve the page; 0: any port")
+    watch.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="that the page is served at (default 127.0.0.1: this machine alone)",
+    )
+    watch.add_argument("--once", action="store_true", help="print how things stand, and end")
+    watch.set_defaults(run=_watch)
+
+
+def add_runs_command(commands: Commands) -> None:
+    """Add the command to a parser."""
+    runs = add_command(commands, "runs", "list runs: state, step, loss, speed, failures, age")
+    runs.add_argument(
+        "folder", type=local_path, nargs="?", default=Path("runs"), metavar="DIR",
+        help="that is searched (default runs)",
+    )  # fmt: skip
+    runs.set_defaults(run=_runs)
+
+
+def _add_runs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run_directories", type=local_path, nargs="+", metavar="RUN", help="run directory"
+    )
+
+
 def _report(arguments: argparse.Namespace) -> int:
     from elastic.record.history import LedgerError, read_history
     from trainer.tools.report.report import check, report
 
-    directory = arguments.run_directory
+    directories = arguments.run_directories
     try:
         if arguments.check:
-            history = read_history(directory)
-            fine, text = check(history, None if arguments.without_data else directory)
-            print(text)
-            return {True: EXIT_DONE, False: EXIT_FAILED, None: EXIT_WRONG_INPUT}[fine]
+            worst = EXIT_DONE
+            for directory in directories:
+                fine, text = check(
+                    read_history(directory), None if arguments.without_data else directory
+                )
+                print(f"{directory}: {text}" if len(directories) > 1 else text)
+                code = {True: EXIT_DONE, False: EXIT_FAILED, None: EXIT_WRONG_INPUT}[fine]
+                worst = EXIT_FAILED if EXIT_FAILED in (worst, code) else max(worst, code)
+            return worst
         if arguments.html:
-            from trainer.tools.report.html import report_html
+            from trainer.tools.seeing.page import report_html
 
-            write_output(arguments.html, report_html(directory))
+            write_output(arguments.html, report_html(directories))
             print(f"{arguments.html}: open it in a browser")
             return EXIT_DONE
-        print(report(directory))
+        print("\n\n".join(report(directory) for directory in directories))
     except (LedgerError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_WRONG_INPUT
+    return EXIT_DONE
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    from elastic.record.history import LedgerError
+
+    try:
+        if not arguments.once and (arguments.port is not None or sys.stdout.isatty()):
+            _wait_for(arguments.run_directories)
+        if arguments.port is None:
+            from trainer.tools.seeing.terminal import watch
+
+            watch(arguments.run_directories, once=arguments.once)
+        else:
+            from trainer.tools.seeing.server import serve
+
+            serve(arguments.run_directories, arguments.host, arguments.port)
+    except (LedgerError, OSError, OverflowError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_WRONG_INPUT
+    return EXIT_DONE
+
+
+def _wait_for(directories: Sequence[Path]) -> None:
+    """Wait until runs have begun that have not."""
+    from elastic.record.history import last_start
+
+    for directory in directories:
+        told = False
+        while last_start(directory, trained=False) is None:
+            if not told:
+                print(f"{directory}: has not begun yet; waiting for it", flush=True)
+            told = True
+            time.sleep(1)
+
+
+def _runs(arguments: argparse.Namespace) -> int:
+    from trainer.tools.seeing.terminal import list_runs
+
+    folder = arguments.folder
+    if not folder.is_dir():
+        print(
+            f"error: {folder}: there is no such folder; name one that holds runs", file=sys.stderr
+        )
+        return EXIT_WRONG_INPUT
+    if not list_runs(folder):
+        print(f"{folder}: no run here; a run is a folder with a ledger.jsonl")
     return EXIT_DONE

@@ -140,6 +140,7 @@ def build(
             world_size=world.world_size,
             steps=recipe.run.steps,
             data=task.stream.fingerprint,
+            model=f"{task.name}: {task.sizes}",
             nodes=world.nodes,
             round=world.round,
             generation=world.generation,

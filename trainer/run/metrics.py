@@ -220,13 +220,22 @@ class Log:
             self.record(step, values, validation_line(values))
             self._ledger.validation(step, _finite(values))
 
-    def save(self, step: int, outcome: SaveOutcome, *, known: bool = False) -> None:
-        """Tell, at `step`, how a checkpoint ended; not on the console, if it is `known` there."""
+    def save(
+        self,
+        step: int,
+        outcome: SaveOutcome,
+        *,
+        known: bool = False,
+        stall: float | None = None,
+    ) -> None:
+        """Tell, at `step`, how a checkpoint ended; not on the console, if it is `known` there.
+        `stall`: seconds for which training stood still, where they were measured."""
         if not self.silent:
             values, line, event = save_record(outcome)
             self.record(step, values, None if known else line, event)
             self._ledger.save(
                 outcome.step, outcome.seconds, error=outcome.error,
+                stall=None if stall is None else round(stall, 4),
                 weights=outcome.weights or None, moments=outcome.moments or None,
             )  # fmt: skip
 

@@ -204,6 +204,8 @@ class Saves:
         self._owed = run.checkpointer.newer_than_storage
         """Whether the step after the one to come is saved though none is due."""
         self._best = run.progress.best_step
+        self._stalls: dict[int, float] = {}
+        """By step: seconds for which training stood still for its save, until that has ended."""
         self._caught_up = 0
         """The first step that is worth saving."""
         if run.world.cause and run.checkpointer.loaded_from == "memory":
@@ -229,11 +231,12 @@ class Saves:
             self._owed = False
             began = time.monotonic()
             save(run)
+            self._stalls[progress.step] = stall = time.monotonic() - began
             if self._clock:
-                self._clock.begun(began, time.monotonic() - began)
+                self._clock.begun(began, stall)
         elif worth_saving and run.due(run.recipe.elastic.snapshot_every):
             save(run, memory_only=True)
-        for outcome in report_saves(run):
+        for outcome in report_saves(run, stalls=self._stalls):
             if self._clock and outcome.path:
                 self._clock.written(outcome.seconds)
 
@@ -284,13 +287,17 @@ def save(run: Run, *, wait: bool = False, memory_only: bool = False) -> None:
         )
 
 
-def report_saves(run: Run, raised: SaveFailed | None = None) -> list[SaveOutcome]:
+def report_saves(
+    run: Run, raised: SaveFailed | None = None, stalls: dict[int, float] | None = None
+) -> list[SaveOutcome]:
     """Tell how checkpoints ended: one that failed costs the run nothing but that checkpoint. The
-    console hears of one that is `raised` from whoever catches it."""
+    console hears of one that is `raised` from whoever catches it. `stalls`: by step, seconds for
+    which training stood still; those that are told are taken out."""
     outcomes = list(run.checkpointer.outcomes())
     for outcome in outcomes:
         known = raised is not None and str(raised) == outcome.error
-        run.log.save(run.progress.step, outcome, known=known)
+        stall = (stalls or {}).pop(outcome.step, None)
+        run.log.save(run.progress.step, outcome, known=known, stall=stall)
     return outcomes
 
 

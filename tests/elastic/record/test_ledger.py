@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from elastic.record.history import LedgerError, read_history
+from elastic.record.history import LedgerError, LedgerReader, read_history
 from elastic.record.ledger import Ledger, StartLine
-from elastic.record.reliability import goodput, goodput_curve, idle_spans, reliability
+from elastic.record.reliability import goodput, idle_spans, reliability
 
 BATCH = 8
 COUNTERS = ("skipped", "rollbacks")
@@ -117,7 +117,8 @@ class Run:
 
     def history(self, folder, lines=None):
         path = folder / "ledger.jsonl"
-        text = [json.dumps(line) for line in (self.lines if lines is None else lines)]
+        lines = self.lines if lines is None else lines
+        text = [json.dumps(line, separators=(",", ":")) for line in lines]
         path.write_text("".join(line + "\n" for line in text))
         return read_history(folder)
 
@@ -405,7 +406,28 @@ def test_every_second_is_accounted_for_once(folder, run):
     assert all(seconds > 0 for seconds in trust.recoveries.values())
     if "boot-2" not in {line.get("boot") for line in run.lines}:  # no jump of a clock shows
         assert account.wall == pytest.approx(run.now - (run.lines[0]["at"] - 3.0), abs=1e-3)
-    assert goodput_curve(history)[-1][1] == pytest.approx(account.share_of_uptime, abs=1e-3)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(runs(), st.floats(0.05, 0.95))
+def test_reading_on_is_as_reading_all(folder, run, share):
+    """Also from the middle of a line on; and a file in its place is read from the beginning."""
+    whole = run.history(folder)
+    path = folder / "ledger.jsonl"
+    data = path.read_bytes()
+    path.write_bytes(data[: data.index(b"\n") + 1 + int(share * len(data))])
+    reader = LedgerReader(folder)
+    reader.read()
+    with path.open("wb") as file:  # the same file, as by its writer
+        file.write(data)
+    followed = reader.read()
+    path.rename(folder / "aside.jsonl")
+    path.write_bytes(data)
+    for other in (followed, reader.read()):
+        assert (other.problems, other.kept) == (whole.problems, whole.kept)
+        assert goodput(other) == goodput(whole)
+        steps = [repr(list(one.steps)) for one in other.attempts]  # NaN is not NaN
+        assert steps == [repr(list(one.steps)) for one in whole.attempts]
 
 
 def test_a_failure_and_its_cost(folder):

@@ -10,8 +10,10 @@ from elastic.record.ledger import Ledger, StartLine
 from trainer.run.events import Reader
 from trainer.run.metrics import keep_records
 from trainer.run.trackers import Tail
-from trainer.tools.report.html import report_html
 from trainer.tools.report.report import check, report
+from trainer.tools.seeing.page import embedded
+from trainer.tools.seeing.terminal import parts
+from trainer.tools.seeing.view import Run
 
 WRONG = ["x", None, [], {}, [[[[]]]], True, -1, 1.5, 10**18, 10**300, float("nan"), float("inf")]
 RAW = [
@@ -49,7 +51,10 @@ def run(tmp_path):
 def read_all(run):
     """All that reads these files."""
     report(run)
-    report_html(run)
+    looked = Run(run)
+    looked.look()
+    embedded(looked.all())
+    parts(looked, 80)
     check(read_history(run))
     events = Reader()
     for line in (run / "ledger.jsonl").read_bytes().splitlines(keepends=True):

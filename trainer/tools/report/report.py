@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic.node.files import open_to_read
-from elastic.record.history import Attempt, History, read_history
+from elastic.record.causes import ending
+from elastic.record.history import History, read_history
 from elastic.record.lines import read_record
 from elastic.record.reliability import Goodput, Reliability, goodput, reliability
 from trainer.recipe.yaml_tree import RecipeError, read_tree
@@ -205,23 +206,15 @@ def _attempts_table(history: History, trust: Reliability) -> str:
         start, back = attempt.start, trust.recoveries.get(attempt.number)
         steps = f"{start.step + 1} to {attempt.last_step}" if attempt.steps else "none"
         source = SOURCES.get(start.source) or f"step {start.step} from {start.source}"
-        when = _date(attempt.began)
+        when = date(attempt.began)
         numbers = [str(attempt.number), when, str(start.nodes), str(start.world_size)]
         rows.append(
-            [*numbers, steps, source, clock(back) if back else "", ending(history, attempt)]
+            [*numbers, steps, source, clock(back) if back else "", ending(history, attempt).text]
         )
     lines = table([head, *rows], right={0, 2, 3, 4, 6})
     if left_out > 0:
         lines.insert(1, f"… {_count(left_out, 'earlier attempt')}")
     return "\n".join(lines)
-
-
-def ending(history: History, attempt: Attempt) -> str:
-    """How an attempt ended."""
-    failure = history.failed(attempt)
-    if failure:
-        return failure
-    return str(attempt.end["reason"]) if attempt.end else "running, or killed"
 
 
 # --- words -----------------------------------------------------------------------------------
@@ -238,8 +231,8 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d} h" if hours else f"{minutes}:{rest:02d} min"
 
 
-def _date(moment: float) -> str:
-    """A Unix time; empty where no calendar has it."""
+def date(moment: float) -> str:
+    """A Unix time, as people write it; empty where no calendar has it."""
     try:
         return datetime.fromtimestamp(moment).strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError, OSError):

@@ -1,0 +1,172 @@
+"""Step lines in columns: a million of them are counted in milliseconds."""
+
+import math
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+
+_WHOLE, _REAL = ("step", "first", "after_last", "line"), ("seconds", "after", "loss", "norm")
+_ABSENT = -math.inf
+"""In a column of losses or norms: the line has none. No line can hold this number."""
+
+
+class StepLine(NamedTuple):
+    """A `step` line."""
+
+    step: int
+    first: int
+    after_last: int
+    seconds: float
+    after: float
+    """When it was done: seconds since the start line."""
+    skipped: str
+    """What was wrong, if it left the weights alone, see [Note: verdicts] of ledger.py; else ""."""
+    line: int
+    """Its number in the file."""
+    loss: float | None = None
+    """NaN if it was not finite; None if the line has none. The same holds for `norm`."""
+    norm: float | None = None
+    consumed: str | None = None
+    """Digest of what the ranks took for it."""
+
+
+class Steps(Sequence[StepLine]):
+    """The step lines of an attempt, in their order."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, array[Any]] = {
+            **{name: array("q") for name in _WHOLE},
+            **{name: array("d") for name in _REAL},
+        }
+        self._consumed: list[str | None] = []
+        self._skipped: dict[int, str] = {}
+        """By index, of those that left the weights alone: why."""
+        self._adders = tuple(
+            self._columns[name].append
+            for name in ("step", "first", "after_last", "seconds", "after", "line", "loss", "norm")
+        )
+        self.highest = -1
+        """The highest step; -1: there is none."""
+
+    def append(self, one: StepLine) -> None:
+        """Add a line.
+
+        Raises:
+            OverflowError: a number has more than 64 bits.
+        """
+        if max(abs(one.first), abs(one.after_last), one.step) >= 1 << 63:
+            raise OverflowError("a number that no run writes")
+        if one.skipped:
+            self._skipped[len(self)] = one.skipped
+        loss = _ABSENT if one.loss is None else one.loss
+        norm = _ABSENT if one.norm is None else one.norm
+        values = (one.step, one.first, one.after_last, one.seconds, one.after, one.line, loss, norm)
+        for add, value in zip(self._adders, values, strict=True):
+            add(value)
+        self._consumed.append(one.consumed)
+        self.highest = max(self.highest, one.step)
+
+    def __len__(self) -> int:
+        return len(self._consumed)
+
+    @overload
+    def __getitem__(self, index: int) -> StepLine: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[StepLine]: ...
+    def __getitem__(self, index: int | slice) -> StepLine | list[StepLine]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        of = self._columns
+        loss, norm = of["loss"][index], of["norm"][index]
+        return StepLine(
+            int(of["step"][index]), int(of["first"][index]), int(of["after_last"][index]),
+            of["seconds"][index], of["after"][index], self._skipped.get(index, ""),
+            int(of["line"][index]), None if loss == _ABSENT else loss,
+            None if norm == _ABSENT else norm, self._consumed[index],
+        )  # fmt: skip
+
+    def __iter__(self) -> Iterator[StepLine]:
+        return (self[index] for index in range(len(self)))
+
+    def column(self, name: str) -> np.ndarray:
+        """A copy of a column, as int64 or float64."""
+        return np.array(self._columns[name])
+
+    def skipped(self) -> list[StepLine]:
+        """Those that left the weights alone."""
+        return [self[index] for index in self._skipped]
+
+    def lack(self, name: str) -> bool:
+        """Whether a line has no `name`: loss, norm, consumed, or a field that none has."""
+        if name == "consumed":
+            return None in self._consumed
+        return name not in _REAL or bool((self.column(name) == _ABSENT).any())
+
+    def find(self, number: int) -> StepLine | None:
+        """The first line of a step."""
+        numbers = self._columns["step"]
+        if not numbers:
+            return None
+        guess = number - int(numbers[0])  # as each step follows the one before
+        if 0 <= guess < len(self) and numbers[guess] == number:
+            return self[guess]
+        try:
+            return self[numbers.index(number)]
+        except (ValueError, OverflowError):
+            return None
+
+    def beyond(self, number: int) -> StepLine | None:
+        """The first line of a step after step `number`."""
+        if self.highest <= number:
+            return None
+        return self[int((self.column("step") > number).argmax())]
+
+    def consecutive(self, number: int, cursor: int, batch: int) -> bool:
+        """Whether the lines are those of the steps after `number`, each with `batch` sequences, the
+        first of which is `cursor`."""
+        if max(number, abs(cursor), batch) >= 1 << 62:  # sums would not fit
+            return False
+        step, first, after = (self.column(name) for name in ("step", "first", "after_last"))
+        whole = np.arange(number + 1, number + 1 + len(self))
+        begins = np.concatenate(([cursor], after[:-1])) if len(self) else after
+        return bool(
+            np.array_equal(step, whole)
+            and np.array_equal(first, begins)
+            and (after - first == batch).all()
+        )
+
+    def finite(self) -> bool:
+        """Whether no line is marked as skipped, and each loss and norm that there is, is finite."""
+        known = [self.column(name) for name in ("loss", "norm")]
+        return not self._skipped and all(np.isfinite(one[one != _ABSENT]).all() for one in known)
+
+    # --- as bytes, see index.py ---------------------------------------------------------------
+
+    def dump(self) -> tuple[dict[str, object], list[bytes]]:
+        """What is to be kept of it besides its columns, as JSON has it; the columns."""
+        told = {
+            "count": len(self),
+            "skipped": {str(index): why for index, why in self._skipped.items()},
+            "consumed": ",".join(one or "" for one in self._consumed),
+        }
+        return told, [column.tobytes() for column in self._columns.values()]
+
+    def fill(self, told: dict[str, object], columns: Sequence[bytes]) -> None:
+        """Take what `dump` gave into an empty one.
+
+        Raises:
+            ValueError: the two do not fit together.
+        """
+        for column, data in zip(self._columns.values(), columns, strict=True):
+            column.frombytes(data)
+        skipped, count = told["skipped"], told["count"]
+        digests = str(told["consumed"]).split(",") if count else []
+        self._consumed = [one or None for one in digests]
+        lengths = {len(digests), count, *(len(column) for column in self._columns.values())}
+        if len(lengths) != 1 or not isinstance(skipped, dict):
+            raise ValueError("columns of different lengths")
+        self._skipped = {int(index): str(why) for index, why in skipped.items()}
+        self.highest = max(self._columns["step"], default=-1)

@@ -1,0 +1,341 @@
+"""The page of runs, as a file and live; runs in the terminal; what is kept of large files."""
+
+import hashlib
+import http.client
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from base64 import b64encode
+from html import unescape
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from elastic.record.ledger import Ledger, StartLine
+from tests.trainer.tools.a_run import write_run
+from trainer.cli.main import parse
+from trainer.text import visible
+from trainer.tools.seeing import cache
+from trainer.tools.seeing.page import ASSETS, report_html
+from trainer.tools.seeing.records import Records, thinned
+from trainer.tools.seeing.server import Server
+from trainer.tools.seeing.terminal import find_runs, sparks
+from trainer.tools.seeing.view import Run
+
+PERDURE = Path(sys.executable).parent / "perdure"
+VENDORED = {
+    # Of npm's uplot-1.6.32.tgz, whose SHA-256 is
+    # 4b8a8191e425658e3ea8c8c1314b0fc679c861ee3a1af2b20c7b16ba50b5133d.
+    "uPlot.LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+    "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+}
+EVIL = "</script><img src=x onerror=alert(1)>\x1b]0;owned\x07"
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "a <run> & more"
+    folder.mkdir()
+    write_run(folder)
+    return folder
+
+
+def looked_at(folder):
+    run = Run(folder)
+    run.look()
+    return run
+
+
+def data_of(page):
+    """What the script of a page is given."""
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
+    return json.loads(text)
+
+
+def spoil(run):
+    """Texts of others that would be markup, a script or a command to a terminal."""
+    ledger = run / "ledger.jsonl"
+    text = ledger.read_text().replace('"why":"SIGKILL"', f'"why":{json.dumps(EVIL)}')
+    ledger.write_text(text.replace("No space left on device", json.dumps(EVIL)[1:-1]))
+    (run / "recipe.yaml").write_text(f"run: {{dir: {json.dumps(EVIL)}}}\n")
+    (run / "samples.jsonl").write_text(json.dumps({"step": 3, "prompt": EVIL, "text": EVIL}) + "\n")
+
+
+# --- the page --------------------------------------------------------------------------------
+
+
+def test_what_is_vendored_is_what_was_published():
+    found = {name: hashlib.sha256((ASSETS / name).read_bytes()).hexdigest() for name in VENDORED}
+    assert found == VENDORED
+
+
+def test_the_page_needs_nothing_but_itself(run):
+    spoil(run)
+    page = report_html([run])
+    assert "<run>" not in page
+    assert "a &lt;run&gt; &amp; more" in page
+    assert page.count("</script>") == 2  # of its data, and of its own script
+    assert "<img" not in page
+    assert "Permission is hereby granted, free of charge" in page
+    assert not re.search(r'(?:src|href)="(?!#)|@import|url\(|<link', page)
+    (policy,) = re.findall(r'Content-Security-Policy" content="(.*?)"', page)
+    (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    hashes = [
+        f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+        for text in (script, style)
+    ]
+    assert unescape(policy) == (
+        f"default-src 'none'; script-src {hashes[0]}; style-src {hashes[1]}; connect-src 'none'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    (told,) = data_of(page)["runs"]
+    assert any(EVIL in event["text"] for event in told["events"])
+    assert told["samples"] == [{"step": 3, "pairs": [[EVIL, EVIL]]}]
+    assert "innerHTML" not in (ASSETS / "page.js").read_text()
+
+
+def test_what_the_page_says(run):
+    (run / "recipe.yaml").write_text("optimizer: {lr: 1, clip_norm: 2.0}\nstrategy: {name: ddp}\n")
+    other = run.parent / "other"
+    other.mkdir()
+    write_run(other)
+    (other / "recipe.yaml").write_text(
+        "optimizer: {lr: 3, clip_norm: 2.0}\nstrategy: {name: ddp}\n"
+    )
+    data = data_of(report_html([run, other]))
+    assert data["differing"] == [["optimizer.lr", "1", "3"]]
+    told = data["runs"][0]
+    card = {what: value for what, value, _ in told["card"]}
+    assert (card["loss"], card["step"], card["failures"], card["steps lost"]) == (
+        *("3.0000", "20", "1", "2"),
+    )
+    assert told["state"] == ["finished", "Finished"]
+    assert told["proof"] == {
+        "fine": True,
+        "text": "every sequence exactly once: 160 sequences in 20 steps over 3 attempts",
+    }
+    killed = next(event for event in told["events"] if event["kind"] == "killed")
+    assert killed["text"] == "Rank 1 on n0 was killed from outside (SIGKILL)"
+    assert (killed["step"], killed["rank"], killed["node"]) == (12, 1, "n0")
+    assert killed["cost"] == "2 steps lost, back at a new step after 3.5 s"
+    assert [event["kind"] for event in told["events"]] == [
+        *("killed", "save", "asked", "save", "finished"),
+    ]
+    # The ribbon has every second once, in order.
+    parts = [part for one in told["ribbon"] for part in one["parts"]]
+    assert [kind for kind, _, _ in parts] == [
+        *("starting", "steps", "lost", "recovery", "starting", "steps", "down"),
+        *("starting", "steps"),
+    ]
+    assert all(one[2] == pytest.approx(other[1]) for one, other in pairwise(parts))
+    assert [one["ranks"] for one in told["ribbon"]] == [2, 4, 2]
+    assert told["curves"]["ranks"] == [[0, 12, 12, 16, 16, 20], [2, 2, 4, 4, 2, 2]]
+    assert told["curves"]["peak_memory"][1][0] == 3e9
+    # The day in which nothing ran is not in the time up.
+    assert 20 < told["axis"]["time"][-1] < 40
+    assert (told["axis"]["step"][-1], told["axis"]["tokens"]) == (20, [])
+
+
+@pytest.mark.parametrize(
+    ("age", "end", "state"),
+    [(0, None, "running"), (300, None, "dead"), (10**6, 75, "paused"), (1, 76, "waiting")],
+)
+def test_whether_a_run_lives(tmp_path, age, end, state):
+    start = StartLine(step=0, sequences=0, global_batch=8, world_size=2, steps=100)
+    with Ledger(tmp_path / "ledger.jsonl", start) as ledger:
+        for step in (1, 2, 3):
+            ledger.step(step, 8 * step - 8, 8 * step, 0.5)
+        if end:
+            ledger.end(end, "a node leaves")
+    past = (tmp_path / "ledger.jsonl").stat().st_mtime - age
+    os.utime(tmp_path / "ledger.jsonl", (past, past))
+    assert looked_at(tmp_path).state().name == state
+
+
+def test_thinning_keeps_spikes_and_order():
+    x, y = np.arange(100_001.0), np.zeros(100_001)
+    y[54_321], y[7] = 9.0, np.nan
+    kept_x, kept_y = thinned(x, y, 600)
+    assert len(kept_x) <= 604
+    assert kept_y[kept_x == 54_321] == 9.0
+    assert (np.diff(kept_x) > 0).all()
+    assert (kept_x[0], kept_x[-1]) == (0, 100_000)
+    assert len(thinned(x, y, 10**6)[0]) == 100_000
+
+
+# --- live ------------------------------------------------------------------------------------
+
+
+def test_a_live_page_gets_what_is_new(run):
+    spoil(run)
+    with Server([run], "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+
+        def ask(method="GET", path="/data", token=server.token, **query):
+            words = "&".join(f"{key}={value}" for key, value in {**query, "token": token}.items())
+            caller = http.client.HTTPConnection(*server.server_address[:2], timeout=10)
+            caller.request(method, f"{path}?{words}")
+            answer = caller.getresponse()
+            text = answer.read().decode()
+            caller.close()
+            return answer.status, text, answer.headers
+
+        def since(cursor):
+            server.runs[0].now = 0.0  # as if a second had gone by
+            status, text, _ = ask(**cursor)
+            assert status == 200
+            return json.loads(text)
+
+        status, text, headers = ask(path="/")
+        assert status == 200
+        assert "connect-src 'self'" in headers["Content-Security-Policy"]
+        first = data_of(text)["runs"][0]
+        assert ask(token="")[0] == ask(token="x")[0] == 403
+        assert ask(path="/recipe.yaml")[0] == ask(run=7)[0] == ask(since="x")[0] == 404
+        assert ask("POST")[0] == ask("PUT")[0] == 501
+
+        nothing = since(first["cursor"])
+        assert (nothing["curves"], "events" in nothing) == ({}, False)
+        with (run / "metrics.jsonl").open("a") as metrics:
+            metrics.write('\n{"step": 21, "time": 1795400000.0, "loss": 2.5}\n{"step": 22, "ti')
+        more = since(nothing["cursor"])
+        assert more["curves"] == {"loss": [[21], [2.5]]}
+        assert since(more["cursor"])["curves"] == {}
+        with (run / "ledger.jsonl").open("a") as ledger:
+            ledger.write('{"kind":"event","event":"x","what":"new","after":9,"attempt":"')
+            ledger.write(server.runs[0].history.attempts[-1].start.attempt + '"}\n')
+        assert since(more["cursor"])["events"][-1]["text"] == "new"
+
+        status, text, _ = ask(**{"from": 5, "to": 7})
+        assert json.loads(text)["curves"]["loss"][0] == [5, 6, 7]
+        kept = (run / "metrics.jsonl").read_text().splitlines(keepends=True)[:5]
+        (run / "new").write_text("".join(kept))
+        (run / "new").replace(run / "metrics.jsonl")
+        again = since(more["cursor"])
+        assert again["restart"]
+        assert again["curves"]["loss"][0] == [1, 2, 3, 4, 5]
+        server.shutdown()
+        thread.join()
+
+
+# --- the terminal ----------------------------------------------------------------------------
+
+
+def test_in_the_terminal(run, tmp_path, capsys, monkeypatch):
+    spoil(run)
+    (tmp_path / "runs" / "empty").mkdir(parents=True)
+    (tmp_path / "runs" / "empty" / "ledger.jsonl").touch()
+    os.symlink(run, tmp_path / "runs" / "link")
+    monkeypatch.setenv("COLUMNS", "90")
+
+    def perdure(*words):
+        arguments = parse(list(map(str, words)))
+        code, printed = arguments.run(arguments), capsys.readouterr()
+        assert visible(printed.out) == printed.out
+        return code, printed.out, printed.err
+
+    watched = subprocess.run(
+        [PERDURE, "watch", run], capture_output=True, text=True, timeout=60, check=True
+    )
+    for text in (watched.stdout, perdure("watch", run, "--once")[1]):
+        assert "every sequence exactly once" in text
+        assert "\\x1b]0;owned\\x07" in text.replace("\n", "")
+        assert max(map(len, text.splitlines())) <= 90
+        assert re.search(r"loss [█▁▂▃▄▅▆▇]{22} 3\n", text)
+    code, text, _ = perdure("runs", tmp_path)
+    assert code == 0
+    assert re.search(r"a <run> & more +finished +20 +3\.0000 +- +5,020 +1 ", text)
+    assert "no attempt has begun" in " ".join(text.split())
+    assert perdure("runs", tmp_path / "away")[0] == 2
+    code, _, error = perdure("watch", tmp_path)
+    assert (code, "give the directory of a run" in error) == (2, True)
+    code, text, _ = perdure("report", run, run, "--html", tmp_path / "page.html")
+    assert code == 0
+    assert len(data_of((tmp_path / "page.html").read_text())["runs"]) == 2
+
+
+def test_runs_are_found_but_through_no_link(run, tmp_path):
+    (tmp_path / "runs").mkdir()
+    os.symlink(run, tmp_path / "runs" / "link")
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / "ledger.jsonl").touch()
+    assert find_runs(tmp_path) == [run]
+    assert sparks([0, 0, 4, 4, 8, 8], 3) == "▁▄█" or sparks([0, 0, 4, 4, 8, 8], 3) == "▁▅█"
+
+
+# --- large runs ------------------------------------------------------------------------------
+
+
+def test_what_was_read_is_kept_with_the_reader(run, monkeypatch, tmp_path):
+    """And left alone where it is damaged, of another file, or of another version."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    whole = looked_at(run).all()
+    monkeypatch.setattr(cache, "WORTH_BYTES", 1)
+    before = sorted(path.name for path in run.iterdir())
+
+    def seen():
+        found = looked_at(run).all()
+        return {key: value for key, value in found.items() if key != "now"}
+
+    whole.pop("now")
+    assert seen() == whole
+    assert sorted(path.name for path in run.iterdir()) == before
+    files = sorted(cache.cache_directory().iterdir())
+    assert [path.stat().st_mode & 0o777 for path in files] == [0o600, 0o600]
+
+    read = []
+    monkeypatch.setattr(Records, "_add", lambda self, record: read.append(record))
+    assert seen() == whole
+    assert read == []  # all of it came from there
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "WORTH_BYTES", 1)
+    for spoilt in (b"", b"{}\n", b"[]\n", b"\xff" * 99, None):
+        for path in files:
+            data = path.read_bytes()
+            path.write_bytes(data[:-1] + b"x" if spoilt is None else spoilt)
+        assert seen() == whole
+    lines = (run / "ledger.jsonl").read_text().splitlines(keepends=True)
+    (run / "ledger.jsonl").write_text("".join(lines[:5]))
+    assert looked_at(run).history.step == 4
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    assert looked_at(run).history.step == 4
+
+
+@pytest.mark.skipif(not os.environ.get("SOAK"), reason="writes 200 MB; in `make soak`")
+def test_a_million_steps_open_in_two_seconds(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_run(tmp_path)
+    lines = (tmp_path / "ledger.jsonl").read_text().splitlines()
+    first, step = json.loads(lines[0]), json.loads(lines[1])
+    with (tmp_path / "ledger.jsonl").open("w") as ledger:
+        ledger.write(lines[0] + "\n")
+        for n in range(1, 1_000_001):
+            more = {"step": n, "sequences": [8 * n - 8, 8 * n], "loss": 2.5, "after": 0.25 * n}
+            line = {**step, **more, "attempt": first["attempt"]}
+            order = ("kind", "step", "sequences", "seconds", "loss", "after", "attempt")
+            ledger.write(
+                json.dumps({key: line[key] for key in order}, separators=(",", ":")) + "\n"
+            )
+    with (tmp_path / "metrics.jsonl").open("w") as metrics:
+        for n in range(10, 1_000_001, 10):
+            record = {"step": n, "time": first["at"] + n, "loss": 2 + 1 / n, "grad_norm": 1.0}
+            metrics.write(json.dumps(record) + "\n")
+    took = []
+    for _ in range(2):
+        began = os.times()
+        page = report_html([tmp_path])
+        ended = os.times()
+        took.append(ended.user + ended.system - began.user - began.system)
+    print(f"CPU seconds: first {took[0]:.1f}, then {took[1]:.1f}; {len(page):,} bytes")
+    assert took[1] < 2
+    assert took[0] < 15
+    assert len(page) < 2_000_000

@@ -1,0 +1,117 @@
+"""What was read of a large file, kept in columns, so that it is read on from there.
+
+[Note: cache] It lies with the reader, in `$XDG_CACHE_HOME/perdure`, never with the run: a run may
+be read-only, or writable by others, and nothing here may be proved from what these wrote. A cache
+that is damaged, of another version, of another user or of another file is left alone, and the file
+is read from its beginning. `perdure report --check` uses none.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from elastic.node.files import open_to_read
+
+VERSION = 1
+WORTH_BYTES = 4 << 20
+"""A smaller file is read as fast without."""
+_MOST_BYTES = 4 << 30
+_SAMPLE_BYTES = 1 << 16
+KEPT = 32
+"""Files of the cache; the oldest go first."""
+
+
+def cache_directory() -> Path:
+    """Where the reader keeps it."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home) / "perdure" / "seeing"
+
+
+def recall(source: Path) -> tuple[dict[str, Any], list[bytes]] | None:
+    """What was kept of a file: (what `keep` was told, its columns); None if there is nothing, or
+    the file does not begin with what had been read."""
+    try:
+        with os.fdopen(open_to_read(_place(source)), "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid != os.geteuid() or status.st_size > _MOST_BYTES:
+                return None
+            header = json.loads(file.readline())
+            data = file.read()
+        if header["version"] != VERSION or zlib.crc32(data) != header["crc"]:
+            return None
+        if _fingerprint(source, header["offset"]) != header["source"]:
+            return None
+        size = int.from_bytes(data[:8], "little")
+        told = json.loads(data[8 : 8 + size])
+        columns, at = [], 8 + size
+        for length in header["columns"]:
+            columns.append(data[at : at + length])
+            at += length
+        return (told, columns) if at == len(data) and isinstance(told, dict) else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def keep(source: Path, offset: int, told: Mapping[str, Any], columns: Sequence[bytes]) -> None:
+    """Keep what was read of the first `offset` bytes of a file. Raises no OSError: a cache is no
+    need."""
+    with suppress(OSError, ValueError):
+        text = json.dumps(told, separators=(",", ":")).encode()
+        data = b"".join([len(text).to_bytes(8, "little"), text, *columns])
+        header = {
+            "version": VERSION,
+            "offset": offset,
+            "source": _fingerprint(source, offset),
+            "crc": zlib.crc32(data),
+            "columns": [len(column) for column in columns],
+        }
+        place = _place(source)
+        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        aside = place.with_name(f".{place.name}.{secrets.token_hex(8)}")
+        try:
+            with open(aside, "xb", opener=_for_me) as file:
+                file.write(json.dumps(header).encode() + b"\n" + data)
+            os.replace(aside, place)
+        finally:
+            aside.unlink(missing_ok=True)
+        _forget_oldest(place.parent)
+
+
+def _for_me(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _place(source: Path) -> Path:
+    name = hashlib.sha256(os.fsencode(source.resolve())).hexdigest()[:32]
+    return cache_directory() / f"{name}.cache"
+
+
+def _fingerprint(source: Path, offset: int) -> str:
+    """Names a file that begins with the bytes that were read: by inode, and what lies at the
+    beginning and before `offset`.
+
+    Raises:
+        ValueError: it is shorter.
+    """
+    with os.fdopen(open_to_read(source, follow=True), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not 0 <= offset <= status.st_size:
+            raise ValueError("a shorter file")
+        first = file.read(min(_SAMPLE_BYTES, offset))
+        file.seek(max(0, offset - _SAMPLE_BYTES))
+        last = file.read(min(_SAMPLE_BYTES, offset))
+    digest = hashlib.sha256(b"%d %d %d " % (status.st_dev, status.st_ino, offset))
+    digest.update(first + last)
+    return digest.hexdigest()
+
+
+def _forget_oldest(folder: Path) -> None:
+    files = sorted(folder.glob("*.cache"), key=lambda path: path.stat().st_mtime)
+    for path in files[:-KEPT]:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,97 @@
+"""What happened in a run, in words: when, at which step, to whom, why, what it cost."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from elastic.record.attempt import Attempt
+from elastic.record.causes import Ending, ending
+from elastic.record.history import History
+from elastic.record.reliability import failed_at, reliability
+from trainer.tools.report.report import clock
+
+
+def events_of(history: History) -> list[dict[str, Any]]:
+    """All that happened, the oldest first. Each has `time` (Unix), `step`, `kind`, `text`,
+    `failed`, `ended` (an attempt), `cost`, `rank`, `node`, `attempt`, and `evidence`, pairs of
+    texts."""
+    found: list[dict[str, Any]] = []
+    recoveries = reliability(history).recoveries
+    for attempt in history.attempts:
+        found += _within(attempt)
+        how, following = ending(history, attempt), history.next(attempt)
+        if how.kind != "open":
+            cost = _cost(attempt, following, recoveries) if following else ""
+            found.append(_ended(attempt, how, cost))
+    return sorted(found, key=lambda event: event["time"])
+
+
+def steps_lost(before: Attempt, after: Attempt) -> int:
+    """Steps that the one has done and the other does again."""
+    return max(0, before.last_step - after.start.step)
+
+
+def count_of(number: int, what: str) -> str:
+    """A number of things."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _within(attempt: Attempt) -> list[dict[str, Any]]:
+    """What happened in an attempt that did not end it."""
+    found = []
+
+    def add(after: float, step: int, kind: str, text: str, failed: bool, cost: str = "") -> None:
+        found.append(
+            {
+                "time": attempt.loaded + after, "step": step, "kind": kind, "text": text,
+                "failed": failed, "ended": False, "cost": cost, "rank": None, "node": "",
+                "attempt": attempt.number, "evidence": [],
+            }
+        )  # fmt: skip
+
+    for save in attempt.saves:
+        if not save.get("ok"):
+            error = str(save.get("error", "no reason given"))
+            error = re.sub(r"^saving step \d+ failed: ", "", error)
+            text = f"The checkpoint of step {save['step']} was not written: {error}"
+            add(float(save.get("after", 0.0)), save["step"], "save", text, True)
+    for event in attempt.events:
+        step, after = event.get("step"), event.get("after")
+        what = str(event.get("what") or event.get("why") or event.get("event") or "")
+        if isinstance(after, int | float) and what:
+            reached = step if isinstance(step, int) else attempt.start.step
+            add(after, reached, str(event.get("event", "notice")), what, False)
+    for one in attempt.rollbacks:
+        done = attempt.steps.find(one.step)
+        text = f"Weights went back from step {one.step} to {one.to}, read from {one.source}"
+        cost = f"{count_of(one.step - one.to, 'step')} of training"
+        add(done.after if done else 0.0, one.step, "rollback", text, True, cost)
+    return found
+
+
+def _ended(attempt: Attempt, how: Ending, cost: str) -> dict[str, Any]:
+    return {
+        "time": how.at,
+        "step": attempt.last_step,
+        "kind": how.kind,
+        "text": how.text,
+        "failed": how.failed,
+        "ended": True,
+        "cost": cost,
+        "rank": how.rank,
+        "node": how.node,
+        "attempt": attempt.number,
+        "evidence": [list(pair) for pair in how.evidence],
+    }
+
+
+def _cost(before: Attempt, after: Attempt, recoveries: Mapping[int, float]) -> str:
+    lost = steps_lost(before, after)
+    words = [f"{count_of(lost, 'step')} lost" if lost else "no step lost"]
+    if after.number in recoveries:
+        words.append(f"back at a new step after {clock(recoveries[after.number])}")
+    elif after.start.cause is not None:
+        words.append(f"next start {clock(max(0.0, after.loaded - failed_at(before, after)))} later")
+    elif after.began > before.finished:
+        words.append(f"{clock(after.began - before.finished)} until the next start")
+    return ", ".join(words)

@@ -1,0 +1,82 @@
+"""A ledger that is followed, and read on from where it was read before, see cache.py."""
+
+from contextlib import suppress
+from pathlib import Path
+
+from elastic.record.history import History, LedgerReader
+from trainer.tools.seeing import cache
+
+
+class Ledger:
+    """The ledger of a run, followed.
+
+    Args:
+        run: directory.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._reader = LedgerReader(run)
+        self._kept = 0
+        if (size := _size(self._reader.path)) >= cache.WORTH_BYTES:
+            self._recall(size)
+
+    @property
+    def path(self) -> Path:
+        """Where the file lies."""
+        return self._reader.path
+
+    @property
+    def version(self) -> str:
+        """Another one whenever there is a line that is not a step's."""
+        return f"{self._reader.inode}-{len(self._reader.others)}"
+
+    def read(self) -> History:
+        """See LedgerReader."""
+        history = self._reader.read()
+        if self._reader.offset - self._kept >= cache.WORTH_BYTES:
+            self._keep()
+        return history
+
+    def newest_lines(self, count: int) -> list[str]:
+        """The last lines that are not a step's."""
+        newest = self._reader.others[-count:]
+        return [line.decode(errors="replace").strip()[:2000] for _, line in newest]
+
+    def _keep(self) -> None:
+        reader = self._reader
+        self._kept = reader.offset
+        told, columns = [], []
+        for attempt in reader.attempts:
+            one, data = attempt.steps.dump()
+            told.append(one)
+            columns += data
+        others = [[number, line.decode("latin-1")] for number, line in reader.others]
+        begun = {"inode": reader.inode, "offset": reader.offset, "number": reader.number}
+        cache.keep(reader.path, reader.offset, {**begun, "others": others, "steps": told}, columns)
+
+    def _recall(self, size: int) -> None:
+        found = cache.recall(self._reader.path)
+        if not found:
+            return
+        told, columns = found
+        reader = LedgerReader(self._reader.path)
+        with suppress(ValueError, KeyError, TypeError, IndexError):  # then all of it is read
+            reader.begin(told["inode"])
+            for number, text in told["others"]:
+                reader.take(text.encode("latin-1"), number)
+            each = len(columns) // max(1, len(reader.attempts))
+            for place, (attempt, one) in enumerate(
+                zip(reader.attempts, told["steps"], strict=True)
+            ):
+                attempt.steps.fill(one, columns[place * each : (place + 1) * each])
+                attempt.settle()
+            reader.offset, reader.number = told["offset"], told["number"]
+            if 0 < reader.offset <= size:
+                self._reader, self._kept = reader, reader.offset
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,170 @@
+"""metrics.jsonl in columns, followed while it grows."""
+
+import json
+import math
+import os
+from array import array
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from elastic.node.files import open_to_read
+from elastic.record.lines import read_record
+from trainer.run.trackers import METRICS
+from trainer.tools.seeing import cache
+
+MOST_KEYS = 200
+"""Metrics that are followed; those that come first."""
+_SAMPLES_BYTES, _LONGEST = 64 << 20, 4000
+"""Limits of samples.jsonl, and of the characters of a text in it."""
+
+
+class Records:
+    """The records of a run. A file that was replaced or cut is read from its beginning.
+
+    Args:
+        run: directory.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.path = run / METRICS
+        self._begin(0)
+
+    def _begin(self, inode: int) -> None:
+        self.inode, self.offset = inode, 0
+        """The file, and how many of its bytes are read."""
+        self._kept = 0
+        self.step, self.time, self._ends = array("q"), array("d"), array("q")
+        self._columns: dict[str, array[float]] = {}
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def read(self) -> None:
+        """Take in what is new. A last line without its end is left for later."""
+        try:
+            descriptor = open_to_read(self.path, follow=True)
+        except OSError:  # not there yet
+            return
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self.inode or status.st_size < self.offset:
+                self._begin(status.st_ino)
+                if status.st_size >= cache.WORTH_BYTES:
+                    self._recall()
+            file.seek(self.offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self.offset += len(line)
+                if record := read_record(line):
+                    self._add(record)
+        if self.offset - self._kept >= cache.WORTH_BYTES:
+            self._keep()
+
+    def _add(self, record: Mapping[str, Any]) -> None:
+        count = len(self)
+        try:
+            self.step.append(record["step"])
+        except OverflowError:  # no step of a run
+            return
+        self.time.append(record["time"])
+        self._ends.append(self.offset)
+        for name, value in record.items():
+            if name in ("step", "time", "event"):
+                continue
+            column = self._columns.get(name)
+            if column is None:
+                if len(self._columns) >= MOST_KEYS:
+                    continue
+                column = self._columns[name] = array("d")
+            if len(column) < count:
+                column.extend([math.nan] * (count - len(column)))
+            column.append(math.nan if value is None else float(value))
+
+    def names(self) -> list[str]:
+        """The metrics that there are."""
+        return list(self._columns)
+
+    def column(self, name: str) -> np.ndarray:
+        """Values by record; NaN where a record has none, or one that was not finite."""
+        values = self._columns.get(name, array("d"))
+        padded = np.full(len(self), math.nan)
+        padded[: len(values)] = np.array(values)
+        return padded
+
+    def last(self, name: str) -> float | None:
+        """The newest value; None without any."""
+        for value in reversed(self._columns.get(name, array("d"))):
+            if not math.isnan(value):
+                return float(value)
+        return None
+
+    def after(self, offset: int) -> int:
+        """Index of the first record that ends beyond so many bytes of the file."""
+        return int(np.searchsorted(np.array(self._ends), offset, side="right"))
+
+    # --- cache -------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        self._kept = self.offset
+        told = {"offset": self.offset, "names": list(self._columns)}
+        columns = [self.step.tobytes(), self.time.tobytes(), self._ends.tobytes()]
+        columns += [self.column(name).tobytes() for name in self._columns]
+        cache.keep(self.path, self.offset, told, columns)
+
+    def _recall(self) -> None:
+        found = cache.recall(self.path)
+        if not found:
+            return
+        told, (step, time, ends, *columns) = found
+        for column, data in ((self.step, step), (self.time, time), (self._ends, ends)):
+            column.frombytes(data)
+        for name, data in zip(told["names"], columns, strict=True):
+            self._columns[name] = array("d")
+            self._columns[name].frombytes(data)
+        self.offset = self._kept = told["offset"]
+
+
+def thinned(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """At most about `most` points, in their order: of every stretch the lowest and the highest, so
+    that a spike stays visible. Points that are not finite are left out."""
+    there = np.isfinite(y) & np.isfinite(x)
+    x, y = x[there], y[there]
+    if len(x) <= most:
+        return x, y
+    size = math.ceil(2 * len(x) / most)
+    whole = len(x) // size * size
+    chosen = np.concatenate(list(_extremes(y, size, whole)))
+    chosen = np.unique(np.concatenate((chosen, [0, len(x) - 1])))
+    return x[chosen], y[chosen]
+
+
+def _extremes(y: np.ndarray, size: int, whole: int) -> Iterator[np.ndarray]:
+    stretches = y[:whole].reshape(-1, size)
+    starts = np.arange(len(stretches)) * size
+    yield starts + stretches.argmin(axis=1)
+    yield starts + stretches.argmax(axis=1)
+    if whole < len(y):
+        yield np.array([whole + int(y[whole:].argmin()), whole + int(y[whole:].argmax())])
+
+
+def read_samples(run: Path, most: int = 2000) -> list[dict[str, Any]]:
+    """What a run has made of its prompts, by step: `step`, and pairs of prompt and text. From the
+    newest lines of samples.jsonl (`step`, `prompt`, `text`); nothing where there is none."""
+    try:
+        with os.fdopen(open_to_read(run / "samples.jsonl", follow=True), "rb") as file:
+            lines = file.read(_SAMPLES_BYTES).splitlines()[-most:]
+    except OSError:
+        return []
+    by_step: dict[int, list[list[str]]] = {}
+    for line in lines:
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
+            one = json.loads(line)
+            step, prompt, text = one["step"], one["prompt"], one["text"]
+            if isinstance(step, int) and isinstance(prompt, str) and isinstance(text, str):
+                by_step.setdefault(step, []).append([prompt[:_LONGEST], text[:_LONGEST]])
+    return [{"step": step, "pairs": by_step[step]} for step in sorted(by_step)]

@@ -1,0 +1,167 @@
+"""The live page: a small HTTP server that only reads. Runs know nothing of it."""
+
+import hmac
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from elastic.record.history import LedgerError
+from trainer.tools.seeing.page import EVERY_SECONDS, first_data, page, policy, title
+from trainer.tools.seeing.view import Run, look_at
+
+LOOK_SECONDS = 1.0
+"""Between two looks at the files of a run, however many pages ask."""
+LOOPBACK = ("127.0.0.1", "localhost")
+IDLE_SECONDS, MOST_CONNECTIONS = 30.0, 32
+"""A connection that says nothing for so long is closed, and no more are served at once: others are
+told so."""
+
+
+class Server(ThreadingHTTPServer):
+    """Serves the page of some runs, and what is new in them. `with` it, `serve_forever`.
+
+    Args:
+        paths: directories of the runs.
+        host: address to listen at.
+        port: 0: any that is free.
+
+    Raises:
+        LedgerError: one is not the directory of a run that has begun.
+        OSError: the address cannot be had.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, paths: Sequence[Path], host: str, port: int) -> None:
+        self.host, self.runs = host, look_at(paths)
+        self.token = secrets.token_urlsafe(16)
+        self.lock = threading.Lock()
+        self.slots = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        super().__init__((host, port), _Handler)
+
+    @property
+    def link(self) -> str:
+        """What to open in a browser."""
+        named = socket.gethostname() if self.host in ("0.0.0.0", "::", "") else self.host
+        shown = f"[{named}]" if ":" in named else named
+        return f"http://{shown}:{self.server_address[1]}/?token={self.token}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A browser that has gone is no error."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+    def answer(self, path: str, query: Mapping[str, list[str]]) -> tuple[str, str]:
+        """(type, text) for a request.
+
+        Raises:
+            LookupError: there is no such page or run.
+            ValueError: a number is none.
+            LedgerError: the ledger is gone.
+        """
+
+        def number(name: str, otherwise: int) -> int:
+            return int(query.get(name, [str(otherwise)])[0])
+
+        with self.lock:
+            if path == "/":
+                for run in self.runs:
+                    _look(run)
+                data = {"live": True, "every": EVERY_SECONDS, **first_data(self.runs)}
+                return "text/html", page(title(self.runs), data)
+            if path != "/data":
+                raise LookupError(path)
+            place = number("run", 0)
+            if not 0 <= place < len(self.runs):
+                raise LookupError(f"run {place}")
+            run = self.runs[place]
+            _look(run)
+            if "from" in query:
+                low, high = float(query["from"][0]), float(query["to"][0])
+                told: object = {"curves": run.stretch(low, high)}
+            else:
+                file, seen = (query.get(name, [""])[0] for name in ("file", "seen"))
+                told = run.since(file, number("since", -1), seen)
+        return "application/json", json.dumps(told, allow_nan=False, separators=(",", ":"))
+
+
+def _look(run: Run) -> None:
+    if time.time() - run.now >= LOOK_SECONDS:
+        run.look()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers GET alone, and only to who has the token."""
+
+    server: Server
+    timeout = IDLE_SECONDS
+    server_version, sys_version = "perdure", ""
+
+    def do_GET(self) -> None:
+        """See BaseHTTPRequestHandler."""
+        try:
+            asked = urlsplit(self.path)
+            query = parse_qs(asked.query, max_num_fields=20)
+        except ValueError:
+            self._send(HTTPStatus.BAD_REQUEST, "text/plain", "this is no address of a page")
+            return
+        token = query.get("token", [""])[0]
+        if not hmac.compare_digest(token.encode(), self.server.token.encode()):
+            self._send(HTTPStatus.FORBIDDEN, "text/plain", "open the link that the command printed")
+            return
+        if not self.server.slots.acquire(blocking=False):
+            self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", "too many pages ask at once")
+            return
+        try:
+            kind, text = self.server.answer(asked.path, query)
+            self._send(HTTPStatus.OK, kind, text)
+        except (LookupError, ValueError) as error:
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", f"there is no such thing: {error}")
+        except LedgerError as error:
+            self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", str(error))
+        finally:
+            self.server.slots.release()
+
+    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
+        data = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Content-Security-Policy", policy(live=True))
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("X-Frame-Options", "DENY")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: the token stands in each request."""
+
+
+def serve(paths: Sequence[Path], host: str, port: int) -> None:
+    """Print the link, and serve until Ctrl-C.
+
+    Raises:
+        LedgerError, OSError: see `Server`.
+    """
+    os.nice(10)
+    with Server(paths, host, port) as server:
+        print(f"open {server.link}")
+        if host in LOOPBACK:
+            number = server.server_address[1]
+            tunnel = f"ssh -N -L {number}:{host}:{number} {socket.gethostname()}"
+            print(f"from another machine, first: {tunnel}")
+        print("Ctrl-C ends this page; runs know nothing of it", flush=True)
+        server.serve_forever()

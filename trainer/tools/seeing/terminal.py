@@ -1,0 +1,238 @@
+"""A run in the terminal, and a table of many."""
+
+import math
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from elastic.record.history import LedgerError
+from elastic.record.ledger import LEDGER
+from trainer.text import beneath, visible
+from trainer.tools.report.report import date
+from trainer.tools.seeing.view import Run, look_at
+
+EVERY_SECONDS = 2.0
+SHOWN_EVENTS = 5
+DEPTH, MOST_RUNS = 6, 1000
+"""Folders into which `runs` looks, and runs that it lists."""
+SPARKS = "▁▂▃▄▅▆▇█"
+PARTS = {
+    "steps": ("█", "blue"), "lost": ("█", "red"), "starting": ("▓", "yellow"),
+    "recovery": ("▒", "dark_orange"), "down": ("░", "bright_black"),
+}  # fmt: skip
+STATES = {"running": "green", "finished": "green", "dead": "red", "stopped": "red"}
+CURVES = {
+    "loss": "loss", "validation_loss": "validation loss", "grad_norm": "grad norm", "lr": "lr",
+    "tokens_per_second": "tokens/s", "step_seconds_p50": "step, s", "data_wait": "data wait",
+    "peak_memory": "memory of rank 0",
+}  # fmt: skip
+
+
+def watch(paths: Sequence[Path], *, once: bool) -> None:
+    """Show some runs, until they have ended or Ctrl-C; `once`, and where standard output is no
+    terminal: as they are now.
+
+    Raises:
+        LedgerError: one is not the directory of a run that has begun.
+    """
+    runs, console = look_at(paths), _console()
+    if once or not console.is_terminal:
+        console.print(_screen(runs, console.width))
+        return
+    # On the alternate screen, cut to its height: what scrolls away could not be drawn again.
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(_screen(runs, console.width), refresh=True)
+            if all(run.state().name in ("finished", "stopped") for run in runs):
+                break
+            time.sleep(EVERY_SECONDS)
+            for run in runs:
+                run.look()
+    console.print(_screen(runs, console.width))
+
+
+def list_runs(folder: Path) -> int:
+    """Print a table of all folders with a ledger below one; returns how many there are."""
+    console = _console()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("run", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    for name in ("step", "loss", "ppl", "tokens/s", "failed", "age"):
+        table.add_column(name, justify="right", no_wrap=True)
+    paths, unread = find_runs(folder), []
+    for path in paths:
+        try:
+            table.add_row(*_row(path, folder))
+        except (LedgerError, OSError) as error:
+            unread.append(_text(str(error), "red"))
+    if table.row_count:
+        console.print(table)
+    for line in unread:
+        console.print(line)
+    return len(paths)
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Folders with a ledger, the one that was written last first. Links are not followed, and
+    checkpoints are not looked into."""
+    found: list[tuple[float, Path]] = []
+    todo = [(folder, 0)]
+    while todo and len(found) < MOST_RUNS:
+        path, depth = todo.pop()
+        try:
+            entries = list(path.iterdir())
+        except OSError:
+            continue
+        ledger = next((one for one in entries if one.name == LEDGER and one.is_file()), None)
+        if ledger:
+            found.append((ledger.stat().st_mtime, path))
+        if depth < DEPTH:
+            todo += [
+                (one, depth + 1)
+                for one in entries
+                if one.is_dir() and not one.is_symlink() and _may_hold_runs(one.name)
+            ]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _may_hold_runs(name: str) -> bool:
+    return not name.startswith((".", "step-")) and name not in ("checkpoints", "recipes", "wandb")
+
+
+def _row(path: Path, folder: Path) -> list[Text]:
+    shown = path.relative_to(folder) if path != folder else path
+    run = Run(path)
+    run.look()
+    state, values = run.state(), {what: value for what, value, _ in run.card()}
+    start = run.history.attempts[-1].start
+    step = f"{run.history.step:,}" + (f"/{start.steps:,}" if start.steps else "")
+    rate = next((value for what, value in values.items() if what.endswith("/s")), "-")
+    age = _age(max(0.0, run.now - run.history.attempts[-1].finished))
+    return [
+        _text(str(shown)), _text(state.name, STATES.get(state.name, "yellow")), _text(step),
+        _text(values.get("loss", "-")), _text(values.get("perplexity", "-")), _text(rate),
+        _text(values["failures"]), _text(age),
+    ]  # fmt: skip
+
+
+def _age(seconds: float) -> str:
+    for size, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {name}"
+    return f"{seconds:.0f} s"
+
+
+# --- the screen --------------------------------------------------------------------------------
+
+
+def _screen(runs: Iterable[Run], width: int) -> RenderableType:
+    return Group(*(part for run in runs for part in parts(run, width)))
+
+
+def parts(run: Run, width: int) -> list[RenderableType]:
+    """What is shown of a run, on so many columns."""
+    state = run.state()
+    head = _text(run.name, "bold")
+    head.append(f"  {state.name}", STATES.get(state.name, "yellow"))
+    head.append_text(_text(f"  {state.text}", "bright_black"))
+    proof = run.proof()
+    proved = _text(("✓ " if proof["fine"] else "✗ ") + proof["text"].partition("\n")[0])
+    proved.stylize("green" if proof["fine"] else "red")
+    return [
+        head,
+        _card(run, width),
+        _ribbon(run, width),
+        *_events(run),
+        *_curves(run, width),
+        proved,
+    ]
+
+
+def _card(run: Run, width: int) -> Text:
+    line, used = Text(), 0
+    for what, value, remark in run.card():
+        extra = f" {remark}" if what in ("step",) and remark else ""
+        size = len(what) + len(value) + len(extra) + 4
+        if used and used + size > width:
+            line.append("\n")
+            used = 0
+        line.append_text(_text(f"{what} ", "bright_black"))
+        line.append_text(_text(f"{value}{extra}", "bold"))
+        line.append("   ")
+        used += size
+    return line
+
+
+def _ribbon(run: Run, width: int) -> Text:
+    """One bar of wall time; what is down takes a column, however long it was."""
+    parts = [part for one in run.ribbon() for part in one["parts"] if part[2] > part[1]]
+    up = sum(end - begin for kind, begin, end in parts if kind != "down")
+    room = max(10, width - 2)
+    bar, owed = Text(), 0.0
+    for kind, begin, end in parts:
+        owed += 1.0 if kind == "down" else room * (end - begin) / up if up else 0.0
+        count = int(owed)
+        owed -= count
+        block, color = PARTS[kind]
+        bar.append(block * count, color)
+    bar.truncate(room)
+    key = Text("  ").join(
+        Text.assemble((PARTS[kind][0], PARTS[kind][1]), f" {kind}")
+        for kind in dict.fromkeys(part[0] for part in parts)
+    )
+    return Text("\n").join([bar, key])
+
+
+def _events(run: Run) -> list[Text]:
+    lines = []
+    for event in run.events()[-SHOWN_EVENTS:]:
+        line = _text(f"{date(event['time'])}  step {event['step']:,}  ", "bright_black")
+        line.append_text(_text(event["text"], "red" if event["failed"] else ""))
+        if event["cost"]:
+            line.append_text(_text(f"  ({event['cost']})", "bright_black"))
+        lines.append(line)
+    return lines
+
+
+def _curves(run: Run, width: int) -> list[Text]:
+    room, lines = max(10, min(60, width - 44)), []
+    found = run.curves(most=100_000)
+    for name, shown in CURVES.items():
+        if name in found:
+            values = found[name][1]
+            line = _text(f"{shown:>16} ", "bright_black")
+            line.append(sparks(values, room), "cyan")
+            line.append(f" {values[-1]:,.5g}")
+            lines.append(line)
+    return lines
+
+
+def sparks(values: Sequence[float], width: int) -> str:
+    """A curve of so many characters at most, each the mean of a stretch."""
+    size = max(1.0, len(values) / width)
+    stretches = [
+        values[int(n * size) : max(int(n * size) + 1, int((n + 1) * size))]
+        for n in range(min(width, len(values)))
+    ]
+    means = [sum(one) / len(one) for one in stretches]
+    low, high = min(means), max(means)
+    if not 0 < high - low < math.inf:
+        return SPARKS[0] * len(means)
+    most = len(SPARKS) - 1
+    return "".join(SPARKS[round((one - low) / (high - low) * most)] for one in means)
+
+
+def _console() -> Console:
+    """A console beneath `show_only_visible`: colours are ours; `_text` guards what files say."""
+    return Console(file=beneath(sys.stdout), highlight=False)
+
+
+def _text(words: str, style: str = "") -> Text:
+    """Words of any origin: in one line, without what steers a terminal. `Text` reads no markup."""
+    return Text(visible(words, kept=""), style)

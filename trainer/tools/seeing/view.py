@@ -1,0 +1,447 @@
+"""A run as the page and the terminal show it: plain values, made of its ledger, its records and its
+recipe."""
+
+import math
+import os
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from elastic.exits import EXIT_DO_NOT_REQUEUE, EXIT_DONE, EXIT_INTERRUPTED
+from elastic.node.files import read_bytes
+from elastic.record.causes import ending
+from elastic.record.history import History
+from elastic.record.reliability import (
+    goodput,
+    idle_spans,
+    reliability,
+    startup,
+    time_in_steps,
+)
+from trainer.recipe.yaml_tree import RecipeError, read_tree
+from trainer.tools.report.report import clock, unit_of
+from trainer.tools.seeing.events import count_of, events_of, steps_lost
+from trainer.tools.seeing.ledger import Ledger
+from trainer.tools.seeing.records import Records, read_samples, thinned
+
+POINTS = 4000
+"""The most that a curve has."""
+SHOWN_EVENTS, SHOWN_ATTEMPTS = 300, 400
+"""The newest."""
+LATE_STEPS, LATE_SECONDS, STARTING_SECONDS = 10, 30.0, 600.0
+"""A run is dead that writes nothing for so many steps' time, for so long at least; while it starts,
+for so long."""
+_RECENT = 100
+_RECIPE_BYTES, _LOG_BYTES = 256 << 10, 64 << 10
+AXES = ("step", "time", "tokens")
+"""What curves can be drawn over."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What a run does now."""
+
+    name: str
+    """running, starting, waiting, finished, stopped, paused or dead."""
+    text: str
+
+
+class Run:
+    """A run that is looked at, again and again.
+
+    Args:
+        path: its directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, path.resolve().name
+        self.ledger, self.records = Ledger(path), Records(path)
+        self.history: History
+        self.now = 0.0
+
+    def look(self) -> None:
+        """Take in what is new.
+
+        Raises:
+            LedgerError: it has not begun, or is no run.
+        """
+        self.history = self.ledger.read()
+        self.records.read()
+        self.now = time.time()
+
+    # --- parts of the page --------------------------------------------------------------------
+
+    def state(self) -> State:
+        """Whether it runs, by what it wrote last and when."""
+        newest = self.history.attempts[-1]
+        silent = max(0.0, self.now - _written_at(self.ledger.path))
+        if newest.end:
+            code, how = newest.end["code"], ending(self.history, newest)
+            if code == EXIT_DONE:
+                return State("finished", how.text)
+            if code == EXIT_DO_NOT_REQUEUE:
+                return State("stopped", how.text)
+            if code == EXIT_INTERRUPTED:
+                return State("paused", "stopped by Ctrl-C; the same command resumes")
+            if how.kind in ("join", "leave") and silent < STARTING_SECONDS:
+                return State("waiting", f"waits for its nodes, for {clock(silent)}")
+            return State("paused" if how.kind in ("join", "leave", "asked") else "dead", how.text)
+        if not newest.steps:
+            if silent < STARTING_SECONDS:
+                return State("starting", f"does its first step, for {clock(silent)}")
+            return State("dead", f"has begun no step for {clock(silent)}")
+        usual = LATE_STEPS * float(np.median(newest.steps.column("seconds")[-_RECENT:]))
+        if silent < max(usual, LATE_SECONDS):
+            return State("running", f"last step {clock(silent)} ago")
+        return State("dead", f"no step for {clock(silent)}: it was killed, hangs, or waits")
+
+    def card(self) -> list[list[str]]:
+        """(what, value, remark) of what matters, the most important first."""
+        history, records = self.history, self.records
+        account, trust = goodput(history), reliability(history)
+        start = history.attempts[-1].start
+        rows = [["loss", _number(records.last("loss")), ""]]
+        validation = records.column("validation_loss")
+        validation = validation[np.isfinite(validation)]
+        if len(validation):
+            change = ""
+            if len(validation) > 1:
+                change = f"{validation[-1] - validation[-2]:+.4f} since the one before"
+            rows.append(["validation loss", f"{validation[-1]:.4f}", change])
+            perplexity = records.last("validation_perplexity")
+            rows.append(["perplexity", _number(perplexity), f"lowest loss {validation.min():.4f}"])
+        steps = f"{history.step:,}"
+        rows.append(["step", steps, f"of {start.steps:,}" if start.steps else ""])
+        if (left := self._left()) is not None:
+            rows.append(["left", clock(left), "at the speed of the last steps"])
+        unit = unit_of(self.path)
+        if tokens := records.last("tokens"):
+            rows.append([unit, _count(tokens), ""])
+        if rate := records.last("tokens_per_second"):
+            rows.append([f"{unit}/s", _count(rate), ""])
+        if (mfu := records.last("mfu")) is not None:
+            rows.append(["MFU", f"{mfu:.1%}", "of the peak of its GPUs"])
+        rows.append(["ranks", str(start.world_size), count_of(start.nodes, "node")])
+        lost = sum(steps_lost(before, after) for before, after in pairwise(history.attempts))
+        mended = f"back at a new step after {clock(trust.mttr)}" if trust.mttr else ""
+        rows += [
+            ["failures", str(trust.failures), mended],
+            ["steps lost", str(lost), "done again after failures" if lost else ""],
+            ["goodput", f"{account.share_of_uptime:.1%}", "of the time up is in steps that count"],
+            ["up", clock(account.wall - account.idle), ""],
+        ]
+        return rows
+
+    def facts(self) -> list[list[str]]:
+        """(what, value) of what the run is."""
+        start, recipe = self.history.attempts[-1].start, self.recipe()
+        made = start.computed_by
+        facts = [
+            ["model", start.model],
+            ["strategy", _strategy(recipe)],
+            ["machine", ", ".join(filter(None, [made.get("gpu"), made.get("cpu")]))],
+            ["torch", made.get("torch", "")],
+            ["code", made.get("code", "")],
+            ["directory", str(self.path.resolve())],
+        ]
+        if start.directory:
+            where = recipe.get("run.dir", str(self.path))
+            command = f"cd {shlex.quote(start.directory)} && perdure train "
+            facts.append(["resume", command + shlex.quote(f"{where}/recipe.yaml")])
+        changed = [
+            f"{key} {old} → {new} (after step {attempt.start.step})"
+            for attempt in self.history.attempts
+            for key, (old, new) in attempt.start.changed.items()
+        ]
+        facts.append(["changed", "; ".join(changed[-8:])])
+        return [fact for fact in facts if fact[1]]
+
+    def proof(self) -> dict[str, Any]:
+        """Whether every sequence was consumed exactly once."""
+        problems = self.history.problems
+        text = "\n".join(problems[:20]) if problems else self.history.summary()
+        return {"fine": not problems, "text": text}
+
+    def ribbon(self) -> list[dict[str, Any]]:
+        """The attempts: from when to when, on how many ranks, and where the time went in spans of
+        (what, from, to)."""
+        history, spans = self.history, []
+        idle = {begin for begin, _ in idle_spans(history)}
+        for attempt in history.attempts[-SHOWN_ATTEMPTS:]:
+            following = history.next(attempt)
+            good, bad, lost = time_in_steps(history, attempt)
+            first = min(attempt.began + sum(startup(attempt).values()), attempt.finished)
+            began_lost = max(first, attempt.finished - lost)
+            parts = [["starting", attempt.began, first]]
+            if good + bad > 0:
+                parts.append(["steps", first, began_lost])
+            if lost > 0:
+                parts.append(["lost", began_lost, attempt.finished])
+            if following and following.began > attempt.finished:
+                kind = "down" if attempt.finished in idle else "recovery"
+                parts.append([kind, attempt.finished, following.began])
+            how = ending(history, attempt)
+            spans.append(
+                {
+                    "attempt": attempt.number,
+                    "ranks": attempt.start.world_size,
+                    "nodes": attempt.start.nodes,
+                    "from": attempt.start.step,
+                    "to": attempt.last_step,
+                    "source": attempt.start.source,
+                    "failed": how.failed,
+                    "end": how.text,
+                    "parts": parts,
+                }
+            )
+        return spans
+
+    def events(self) -> list[dict[str, Any]]:
+        """The newest of what happened, the oldest first; see events.py."""
+        return events_of(self.history)[-SHOWN_EVENTS:]
+
+    def curves(self, most: int = POINTS, begin: int = 0) -> dict[str, list[list[float]]]:
+        """(steps, values) by metric, each of at most about `most` points, of the records from
+        number `begin` on."""
+        steps = np.array(self.records.step)[begin:].astype(float)
+        found = {}
+        for name in self.records.names():
+            x, y = thinned(steps, self.records.column(name)[begin:], most)
+            if len(x):
+                found[name] = [_digits(x), _digits(y)]
+        return found
+
+    def stretch(self, low: float, high: float, most: int = POINTS) -> dict[str, list[list[float]]]:
+        """The same of the steps from `low` to `high`."""
+        steps = np.array(self.records.step).astype(float)
+        inside = (steps >= low) & (steps <= high)
+        found = {}
+        for name in self.records.names():
+            x, y = thinned(steps[inside], self.records.column(name)[inside], most)
+            if len(x):
+                found[name] = [_digits(x), _digits(y)]
+        return found
+
+    def more_curves(self) -> dict[str, list[list[float]]]:
+        """Curves that the ledger has: ranks, and seconds for which saves held up training."""
+        ranks: list[list[float]] = [[], []]
+        stall: list[list[float]] = [[], []]
+        for attempt in self.history.attempts[-SHOWN_ATTEMPTS:]:
+            for step in (attempt.start.step, attempt.last_step):
+                ranks[0].append(max(step, *ranks[0][-1:]) if ranks[0] else step)
+                ranks[1].append(attempt.start.world_size)
+            for save in attempt.saves:
+                if save.get("stall") is not None:
+                    stall[0].append(save["step"])
+                    stall[1].append(save["stall"])
+        found = {"ranks": ranks}
+        if stall[0]:
+            x, y = thinned(np.array(stall[0], float), np.array(stall[1], float), POINTS)
+            found["checkpoint_stall"] = [_digits(x), _digits(y)]
+        return found
+
+    def axis(self, most: int = 1000) -> dict[str, list[float]]:
+        """Steps, and what the other axes say there: seconds up, tokens. Rising, to look up others
+        between them; no tokens where none are counted."""
+        count = len(self.records)
+        chosen = np.unique(np.linspace(0, max(0, count - 1), min(count, most)).astype(int))
+        steps = np.array(self.records.step).astype(float)[chosen]
+        up = self._up(np.array(self.records.time)[chosen])
+        tokens = self.records.column("tokens")
+        known = np.maximum.accumulate(np.nan_to_num(tokens, nan=0.0))[chosen]
+        return {
+            "step": _digits(np.maximum.accumulate(steps)),
+            "time": _digits(np.maximum.accumulate(up)),
+            "tokens": _digits(known, 9) if np.isfinite(tokens).any() else [],
+        }
+
+    def _up(self, times: np.ndarray) -> np.ndarray:
+        """Unix times → seconds that the run was up until then."""
+        idle = np.zeros_like(times)
+        for begin, end in idle_spans(self.history):
+            idle += np.clip(times, begin, end) - begin
+        return np.maximum(times - self.history.attempts[0].began - idle, 0.0)
+
+    def recipe(self) -> dict[str, Any]:
+        """The keys of recipe.yaml, flat; none where it cannot be read."""
+        try:
+            return dict(_flat(read_tree(self.path / "recipe.yaml")[0]))
+        except RecipeError:
+            return {}
+
+    def recipe_text(self) -> str:
+        """recipe.yaml as it stands."""
+        with suppress(OSError):
+            return read_bytes(self.path / "recipe.yaml", _RECIPE_BYTES).decode(errors="replace")
+        return ""
+
+    def log(self) -> list[str]:
+        """The newest lines of a *.log in the run directory; else those of the ledger that tell of
+        no step."""
+        with suppress(OSError):
+            logs = [path for path in self.path.glob("*.log") if path.is_file()]
+            if logs:
+                newest = max(logs, key=lambda path: path.stat().st_mtime)
+                with newest.open("rb") as file:
+                    file.seek(max(0, newest.stat().st_size - _LOG_BYTES))
+                    return file.read().decode(errors="replace").splitlines()[-200:]
+        return self.ledger.newest_lines(60)
+
+    def _left(self) -> float | None:
+        """Seconds to the last step, at the pace of the last ones; None if nothing is left or
+        known."""
+        newest = self.history.attempts[-1]
+        steps, planned = newest.steps, newest.start.steps
+        if newest.end or not planned or len(steps) < 2 or planned <= newest.last_step:
+            return None
+        recent = steps[-min(_RECENT, len(steps)) :]
+        pace = (recent[-1].after - recent[0].after) / (len(recent) - 1)
+        return pace * (planned - newest.last_step)
+
+    def all(self, most: int = POINTS) -> dict[str, Any]:
+        """All that the page shows, and where a reader of what follows goes on."""
+        state = self.state()
+        return {
+            "name": self.name,
+            "state": [state.name, state.text],
+            "now": self.now,
+            "card": self.card(),
+            "facts": self.facts(),
+            "proof": self.proof(),
+            "ribbon": self.ribbon(),
+            "events": self.events(),
+            "attempts": len(self.history.attempts),
+            "curves": {**self.curves(most), **self.more_curves()},
+            "axis": self.axis(),
+            "clip": _positive(self.recipe().get("optimizer.clip_norm")),
+            "samples": read_samples(self.path),
+            "log": self.log(),
+            "recipe": self.recipe_text(),
+            "keys": _shown_keys(self.recipe()),
+            "cursor": self.cursor(),
+        }
+
+    def cursor(self) -> dict[str, Any]:
+        """Where a reader of what follows goes on."""
+        return {
+            "file": str(self.records.inode),
+            "since": self.records.offset,
+            "seen": self.ledger.version,
+        }
+
+    def since(self, file: str, offset: int, seen: str) -> dict[str, Any]:
+        """What is new after a cursor: all, where the file is another one."""
+        records = self.records
+        if file != str(records.inode) or not 0 <= offset <= records.offset:
+            return {**self.all(), "restart": True}
+        state = self.state()
+        told: dict[str, Any] = {
+            "state": [state.name, state.text],
+            "now": self.now,
+            "card": self.card(),
+            "proof": self.proof(),
+            "curves": self.curves(begin=records.after(offset)),
+            "axis": self.axis(),
+            "cursor": self.cursor(),
+        }
+        ribbon = self.ribbon()
+        told["last"] = ribbon[-1:]
+        if seen != self.ledger.version:
+            told |= {
+                "ribbon": ribbon, "events": self.events(), "facts": self.facts(),
+                "attempts": len(self.history.attempts), "log": self.log(),
+                "more": self.more_curves(), "samples": read_samples(self.path),
+            }  # fmt: skip
+        return told
+
+
+def look_at(paths: Sequence[Path]) -> list[Run]:
+    """Runs, looked at, each with a name of its own as far as two folders tell.
+
+    Raises:
+        LedgerError: one has not begun, or is no run.
+    """
+    runs = [Run(path) for path in paths]
+    for run in runs:
+        run.look()
+    if len({run.name for run in runs}) < len(runs):
+        for run in runs:
+            run.name = f"{run.path.resolve().parent.name}/{run.name}"
+    return runs
+
+
+def differing_keys(runs: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    """(key, value in each run) of the keys of recipes that are not alike, but for run.dir."""
+    keys = dict.fromkeys(key for run in runs for key in run)
+    rows = [[key, *(run.get(key, "") for run in runs)] for key in keys if key != "run.dir"]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+# --- words -----------------------------------------------------------------------------------
+
+
+def _strategy(recipe: Mapping[str, Any]) -> str:
+    if "strategy.name" not in recipe:
+        return ""
+    words = [str(recipe["strategy.name"])]
+    words += [str(recipe["strategy.sharding"])] if recipe.get("strategy.sharding") else []
+    for key in ("tp", "pp", "cp", "ep"):
+        if recipe.get(f"strategy.{key}", 1) not in (1, None):
+            words.append(f"{key}={recipe[f'strategy.{key}']}")
+    words.append(str(recipe.get("precision.dtype", "")))
+    return " ".join(filter(None, words))
+
+
+def _flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if isinstance(tree, dict) and tree:
+        return [
+            pair
+            for key, value in tree.items()
+            for pair in _flat(value, f"{prefix}.{key}" if prefix else str(key))
+        ]
+    return [(prefix, tree)] if prefix else []
+
+
+def _shown_keys(recipe: Mapping[str, Any]) -> dict[str, str]:
+    return {key: str(value)[:200] for key, value in recipe.items()}
+
+
+def _positive(value: Any) -> float | None:
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if known and 0 < value < math.inf else None
+
+
+def _digits(values: np.ndarray, digits: int = 6) -> list[float]:
+    """With so many significant digits at least, as whole numbers where they are."""
+    shown: list[float] = []
+    for value in values.tolist():
+        if value == int(value) and abs(value) < 2**53:
+            shown.append(int(value))
+        else:
+            shown.append(float(f"{value:.{digits}g}"))
+    return shown
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}" if abs(value) < 100 else f"{value:,.1f}"
+
+
+def _count(value: float) -> str:
+    for size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= 10 * size or (size > 1e6 and value >= size):
+            return f"{value / size:.3g} {name}"
+    return f"{value:,.0f}" if math.isfinite(value) else "-"
+
+
+def _written_at(path: Path) -> float:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return 0.0
