@@ -243,6 +243,12 @@ class TokenStream:
             found.append(packing.documents_in(int(sample)) + self._first_documents[source])
         return found
 
+    def documents_of(self, position: int) -> tuple[int, NDArray[np.int64]]:
+        """The source of a sequence, and (T,) the number in that source of the document of each of
+        its inputs; -1 for padding."""
+        (source,), (sample,) = self.locate(np.array([position]))
+        return int(source), self._packings[source].documents_of(int(sample))
+
     @property
     def in_file_order(self) -> "TokenStream":
         """The sequences of the sources one after another, each once."""

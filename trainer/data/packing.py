@@ -72,6 +72,14 @@ class Windows:
         labels = np.where(counts, row[1:], IGNORED_LABEL)
         return Sequenced(row[:-1], labels, numbers, crc32(labels.data, crc32(row.data)))
 
+    def documents_of(self, sample: int) -> NDArray[np.int64]:
+        """(T,), number in the data set of the document of each input.
+
+        Raises:
+            DataError: a file is damaged.
+        """
+        return self._dataset.document_ids(sample * self._length, self._length)
+
 
 class Bins:
     """Whole documents, as many together as a sequence has room for; of pairs both answers in one
@@ -105,6 +113,15 @@ class Bins:
         """Numbers of the documents of a sequence, in their order."""
         number = int(self._order[sample])
         return self._documents[self._starts[number] : self._starts[number + 1]]
+
+    def documents_of(self, sample: int) -> NDArray[np.int64]:
+        """(T,), number in the data set of the document of each input; -1 for padding."""
+        found, place = np.full(self._length, -1, np.int64), 0
+        for document in self.documents_in(sample).tolist():
+            size = int(self._ends[document]) - (int(self._ends[document - 1]) if document else 0)
+            found[place : place + size] = document
+            place += size
+        return found
 
     def read(self, sample: int, *, documents: bool) -> Sequenced:
         """A sequence by its number, with the documents told apart.

@@ -7,6 +7,8 @@ tokenizer.json         the tokenizer, for checkpoints and for `perdure generate`
 train-00000.tokens     ids, headerless little-endian uint16 or uint32; documents end in eos
 train-00000.ends       uint64, end of each document in the shard, in tokens
 train-00000.trained    of chats, a bit for each token, from the lowest of a byte on: is it trained
+train-00000.records    uint32, for each document the line (row, value) of its record in its input
+                       file, from 1; data sets of older versions have none
 validation-00000.…     the same for the validation split
 rejects.jsonl          records that were left out: file, line, reason
 ```
@@ -42,7 +44,9 @@ from checkpointing.storage.posix import filesystem, is_shared
 
 FORMAT, FORMAT_OF_CHATS = 1, 2
 KINDS = {FORMAT: ("tokens", "ends"), FORMAT_OF_CHATS: ("tokens", "ends", "trained")}
-"""Endings of the files of a shard, by format."""
+"""Endings of the files of a shard, by format; `RECORDS` besides."""
+RECORDS = "records"
+"""Ending of the file that says where documents come from. It is no part of what the data is."""
 DTYPES = ("uint16", "uint32")
 SPLITS = ("train", "validation")
 CHECKSUM_BLOCK = 16 << 20
@@ -84,6 +88,10 @@ def read_index(directory: str | Path) -> dict[str, Any]:
         if index["format"] in KINDS:
             kinds = _INDEX if index["format"] == FORMAT else _INDEX_OF_CHATS
             _check(index, {key: kind for key, kind in _ABOUT.items() if key in index} | kinds)
+            for split in SPLITS:
+                for number, shard in enumerate(index["splits"][split]["shards"]):
+                    if shard.keys() & _RECORDS:
+                        _check(shard, _RECORDS, f"splits.{split}.shards.{number}")
     except FileNotFoundError:
         raise DataError(
             f"{path}: missing, so this is not a prepared data set; see "
@@ -124,6 +132,8 @@ _SHARD = {
     **{"name": a_name, **_COUNTS, "tokens_sha256": a_text, "tokens_crc32": [count]},
     **{"ends_sha256": a_text, "ends_crc32": [count]},
 }
+_RECORDS = {f"{RECORDS}_sha256": a_text, f"{RECORDS}_crc32": [count]}
+"""Keys of a shard that knows the records of its documents."""
 _INDEX = {
     **{"fingerprint": a_text, "dtype": _dtype, "vocab_size": count, "eos_id": count},
     "tokenizer": {"sha256": a_text},
@@ -209,6 +219,7 @@ class TokenDataset:
         self._mode = detect_reader(directory) if reader == "auto" else reader
         self._shards: list[Callable[[int, int], NDArray]] = []
         self._entries: list[dict[str, Any]] = index["splits"][split]["shards"]
+        self._inputs = _inputs_of(index, split)
         self._ends: dict[int, NDArray] = {}
         self._bits: dict[int, NDArray[np.uint8]] = {}
         self._files: list[Path] = []
@@ -304,6 +315,24 @@ class TokenDataset:
         begin = int(ends[place - 1]) if place else 0
         return int(ends[place]) - begin
 
+    def origin(self, number: int) -> tuple[str, int] | None:
+        """Input file of a document, and the line (row, value) of its record in that, from 1; None:
+        the data set does not say.
+
+        Raises:
+            DataError: the file that says it cannot be read.
+        """
+        shard = int(np.searchsorted(self._documents, number, side="right")) - 1
+        input_file = next((file for end, file in self._inputs if number < end), None)
+        if input_file is None or f"{RECORDS}_sha256" not in self._entries[shard]:
+            return None
+        path = self._files[shard].with_suffix(f".{RECORDS}")
+        try:
+            lines = np.memmap(path, "<u4", "r")
+            return input_file, int(lines[number - self._documents[shard]])
+        except (OSError, ValueError, IndexError) as error:
+            raise DataError(f"{path}: cannot be read: {error}; copy the file again") from error
+
     def file_of(self, start: int) -> Path:
         """The shard that holds token `start`, for messages."""
         return self._files[next(self._pieces(start, 1))[0]]
@@ -340,9 +369,23 @@ def sizes_of(shard: dict[str, Any], width: int, form: int) -> dict[str, int]:
         width: bytes of a token.
         form: format of the data set.
     """
-    tokens = shard["tokens"]
-    sizes = {"tokens": tokens * width, "ends": shard["documents"] * 8, "trained": -(-tokens // 8)}
-    return {kind: sizes[kind] for kind in KINDS[form]}
+    tokens, documents = shard["tokens"], shard["documents"]
+    sizes = {"tokens": tokens * width, "ends": documents * 8, "trained": -(-tokens // 8)}
+    of_records = {RECORDS: documents * 4} if f"{RECORDS}_sha256" in shard else {}
+    return {kind: sizes[kind] for kind in KINDS[form]} | of_records
+
+
+def _inputs_of(index: dict[str, Any], split: str) -> list[tuple[int, str]]:
+    """For each input file of a split, in order: the number after that of its last document, and the
+    file; empty where the index does not say."""
+    found, end = [], 0
+    for source in index.get("sources", []):
+        try:
+            end += count(an_object(source.get("by_split")).get(split))
+        except ValueError:
+            return []
+        found.append((end, source["file"]))
+    return found
 
 
 def check_size(path: Path, expected: int) -> None:

@@ -292,8 +292,49 @@ def test_directories_fields_and_repeated_inputs(tmp_path):
         "sha256": hashlib.sha256(b"from text").hexdigest(),
         "holds": "file",
         "documents": 1,
+        "by_split": {"train": 1, "validation": 0},
         "rejected": 0,
     }
+
+
+def test_documents_know_their_records(tmp_path, monkeypatch):
+    """In whatever pieces and shards: by file and line, rejected and blank lines counted, too."""
+    monkeypatch.setattr(sources, "_SMALLEST_UNIT", 300)
+    lines = {
+        str(tmp_path / f"{name}.jsonl"): [
+            "" if number % 5 == 3 else "{" if number % 7 == 2 else json.dumps({"text": text})
+            for number in range(40)
+            for text in [f"{name} {number} " + "word " * (number % 9)]
+        ]
+        for name in "ab"
+    }
+    for file, content in lines.items():
+        write(Path(file), "\n".join(content) + "\n")
+    out = tmp_path / "out"
+    options = {"tokenizer": "bytes", "validation_fraction": 0.3, "shard_tokens": 400}
+    index = prepare(list(lines), out, on_bad="skip", **options)
+    counts = [list(source["by_split"].values()) for source in index["sources"]]
+    assert min(min(one) for one in counts) > 5
+    assert verify(out) == []
+    for split in ("train", "validation"):
+        dataset = TokenDataset(out, split)
+        for number, text in enumerate(decoded(out, split)):
+            file, line = dataset.origin(number)
+            assert json.loads(lines[file][line - 1]) == {"text": text}
+    assert len(index["splits"]["train"]["shards"]) > 2
+
+    records = out / "train-00001.records"
+    records.write_bytes(bytes(records.stat().st_size))
+    assert [line.partition(":")[0] for line in verify(out)] == [str(records)]
+    # A data set of before, which is the same data.
+    for split in index["splits"].values():
+        for shard in split["shards"]:
+            del shard["records_sha256"], shard["records_crc32"]
+    (out / "index.json").write_text(json.dumps(index))
+    for file in out.glob("*.records"):
+        file.unlink()
+    assert TokenDataset(out, "train").origin(0) is None
+    assert verify(out) == []
 
 
 def test_validation_split_follows_the_text(tmp_path, documents):

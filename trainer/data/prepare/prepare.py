@@ -20,6 +20,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
+
 from checkpointing.format.untrusted import printable, read_object
 from elastic.node.files import own_directory
 from trainer.data.prepare.chats import form_of
@@ -50,11 +52,18 @@ from trainer.data.prepare.sources import (
 from trainer.data.prepare.spans import summed, told
 from trainer.data.prepare.spool import FOLDER, is_pipe, spool
 from trainer.data.prepare.template import read_template, special_variables, unknown_tokens
-from trainer.data.prepare.tokenise import TokeniseTask, Vocabulary, segments, tokenise
+from trainer.data.prepare.tokenise import (
+    MOST_LINES,
+    TokeniseTask,
+    Vocabulary,
+    segments,
+    tokenise,
+)
 from trainer.data.prepare.writer import atomic, to_json, write_data_set
 from trainer.data.shards import (
     FORMAT,
     KINDS,
+    RECORDS,
     SPLITS,
     DataError,
     TokenDataset,
@@ -92,7 +101,7 @@ _LOOKED_AT = 20  # records
 _FLAGS = {"chats": "--chat", "pairs": "--pairs"}
 _TABLE_OF_CHATS = "prompt"
 """Column by which a table of chats is known."""
-_WORK = ".work-3-"  # the number changes with what units hold
+_WORK = ".work-4-"  # the number changes with what units hold
 
 
 def prepare(
@@ -418,7 +427,8 @@ def _join(
     template: _Template | None,
     plan_hash: str,
 ) -> dict[str, Any]:
-    sources, rejects = _account([job.unit for job in jobs], results, forms)
+    before = _lines_before([job.unit for job in jobs])
+    sources, rejects = _account([job.unit for job in jobs], before, results, forms)
     with atomic(out / "rejects.jsonl") as output:
         for reject in rejects:
             output.write(to_json(reject))
@@ -430,7 +440,8 @@ def _join(
             f"{out}: the inputs hold no document, {rejected} bad records{first}; see "
             f"{out / 'rejects.jsonl'}"
         )
-    kinds = KINDS[1] if template is None else KINDS[2]
+    _write_records(jobs, before, results)
+    kinds = (*(KINDS[1] if template is None else KINDS[2]), RECORDS)
     parts = {
         split: [{kind: job.path(f"{split}.{kind}") for kind in kinds} for job in jobs]
         for split in SPLITS
@@ -459,33 +470,62 @@ def _join(
     )
 
 
+def _lines_before(units: list[Pieces]) -> list[list[int]]:
+    """For each piece of each unit, the lines (rows) of its file that come before it."""
+    known: tuple[Piece, int] | None = None
+    found: list[list[int]] = []
+    for unit in units:
+        found.append([])
+        for piece in unit:
+            known = piece, lines_before(piece, known)
+            found[-1].append(known[1])
+    return found
+
+
+def _write_records(
+    jobs: list[TokeniseTask], before: list[list[int]], results: list[list[dict[str, Any]]]
+) -> None:
+    """For each unit and split a file with the line of each document in its input file: units know
+    the line in the piece."""
+    for job, starts, result in zip(jobs, before, results, strict=True):
+        for split in SPLITS:
+            counts = [piece["by_split"][split] for piece in result]
+            lines = np.fromfile(job.path(f"{split}.lines"), "<u4").astype(np.int64)
+            lines = np.minimum(lines + np.repeat(starts, counts), MOST_LINES)
+            with atomic(job.path(f"{split}.{RECORDS}")) as output:
+                output.write(lines.astype("<u4").tobytes())
+
+
 def _account(
-    units: list[Pieces], results: list[list[dict[str, Any]]], forms: dict[str, Form]
+    units: list[Pieces],
+    before: list[list[int]],
+    results: list[list[dict[str, Any]]],
+    forms: dict[str, Form],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """What came out of each input file, and the rejected records with their lines in it."""
-    sources = {
+    sources: dict[str, dict[str, Any]] = {
         file: {
             "file": file,
             "bytes": os.stat(file).st_size,
             "sha256": checksums(Path(file))[0],
             "holds": form.kind if form.kind != "text" else form.split,
             "documents": 0,
+            "by_split": dict.fromkeys(SPLITS, 0),
             "rejected": 0,
             **({"split": "validation"} if form.held_out else {}),
         }
         for file, form in forms.items()
     }
     rejects = []
-    known: tuple[Piece, int] | None = None  # a piece, and the lines before it
-    for unit, result in zip(units, results, strict=True):
-        for piece, counts in zip(unit, result, strict=True):
-            if counts["rejects"]:
-                before = lines_before(piece, known)
-                known = piece, before
-                for reject in counts["rejects"]:
-                    line = before + reject["line"]
-                    problem = reject["problem"]
-                    rejects.append({"file": piece.file, "line": line, "problem": problem})
-            sources[piece.file]["documents"] += counts["documents"]
-            sources[piece.file]["rejected"] += counts["rejected"]
+    for unit, starts, result in zip(units, before, results, strict=True):
+        for piece, start, counts in zip(unit, starts, result, strict=True):
+            for reject in counts["rejects"]:
+                line = start + reject["line"]
+                problem = reject["problem"]
+                rejects.append({"file": piece.file, "line": line, "problem": problem})
+            source = sources[piece.file]
+            for split, number in counts["by_split"].items():
+                source["by_split"][split] += number
+                source["documents"] += number
+            source["rejected"] += counts["rejected"]
     return list(sources.values()), rejects

@@ -39,6 +39,8 @@ PROGRESS = "progress"
 _BATCH = 512  # documents per call of the tokenizer
 _CHARACTERS = 1 << 17  # in one call of the tokenizer, or twice that; a token takes 150 bytes there
 _LISTED_REJECTS = 1000  # per unit; all are counted
+MOST_LINES = (1 << 32) - 1
+"""Documents from further down in a file count as from there."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,8 @@ class TokeniseTask:
     """What else it is given."""
 
     def path(self, ending: str) -> Path:
-        """A file of this unit: json, or SPLIT.tokens, SPLIT.ends and, of chats, SPLIT.trained with
-        a byte for each token."""
+        """A file of this unit: json, or SPLIT.tokens, SPLIT.ends, SPLIT.lines with the line of each
+        document in its piece as uint32, and, of chats, SPLIT.trained with a byte for each token."""
         return self.work / f"unit-{self.number:06}.{ending}"
 
 
@@ -81,8 +83,8 @@ def _tokenise_unit(job: TokeniseTask) -> list[dict[str, Any]]:
     """Tokenise one unit into files; another, written last, says that it is done.
 
     Returns:
-        For each piece of the unit: counts of its documents and rejected records, the first of the
-        rejected records, and what else is noted, see `noted` of the writers.
+        For each piece of the unit: counts of its documents, by split, and of its rejected records,
+        the first of these, and what else is noted, see `noted` of the writers.
     """
     done = job.path("json")
     if done.exists():
@@ -99,7 +101,7 @@ def _tokenise_unit(job: TokeniseTask) -> list[dict[str, Any]]:
 
         for piece in job.unit:
             rejected = 0
-            before = writer.documents
+            before = dict(writer.documents)
             rejects: list[dict[str, Any]] = []
             records = read_piece(piece, job.settings.field if of_text else None, told)
             for line, problem in _added(writer, records, piece.form.held_out):
@@ -112,7 +114,8 @@ def _tokenise_unit(job: TokeniseTask) -> list[dict[str, Any]]:
                 if (listed := listed + 1) <= _LISTED_REJECTS:
                     rejects.append({"line": line, "problem": problem})
             read += piece.size
-            counts = {"documents": writer.documents - before, "rejected": rejected}
+            by_split = {split: writer.documents[split] - before[split] for split in SPLITS}
+            counts = {"by_split": by_split, "rejected": rejected}
             results.append({**counts, "rejects": rejects, "noted": writer.noted()})
         writer.flush()
         told(0)
@@ -144,13 +147,19 @@ class _Output:
         self._tokens = dict.fromkeys(SPLITS, 0)
 
     def put(
-        self, split: str, ids: Any, ends: bool = True, trained: NDArray[np.bool_] | None = None
+        self,
+        split: str,
+        ids: Any,
+        line: int,
+        ends: bool = True,
+        trained: NDArray[np.bool_] | None = None,
     ) -> None:
         """Add a document, or a part of one.
 
         Args:
             split: that it belongs to.
             ids: of its tokens.
+            line: of its record, in the piece.
             ends: whether it ends here.
             trained: of each token, whether it is.
         """
@@ -160,6 +169,7 @@ class _Output:
             self._files[split, "trained"].write(trained.tobytes())
         if ends:
             self._files[split, "ends"].write(np.asarray(self._tokens[split], "<u8").tobytes())
+            self._files[split, "lines"].write(np.asarray(min(line, MOST_LINES), "<u4").tobytes())
 
 
 class _TextWriter:
@@ -172,12 +182,12 @@ class _TextWriter:
         tokens = sorted(special_tokens(self._tokenizer)) if letters else []
         self._special = re.compile("|".join(map(re.escape, tokens))) if tokens else None
         self._job = job
-        self._output = _Output(job, stack, ("tokens", "ends"))
-        self._batch: list[tuple[str, str, bool, bool]] = []  # (text, split, begins, ends)
+        self._output = _Output(job, stack, ("tokens", "ends", "lines"))
+        self._batch: list[tuple[str, str, int, bool, bool]] = []  # text, split, line, begins, ends
         self._characters = 0
-        self._split = ""  # of the document that goes on
+        self._split, self._line = "", 0  # of the document that goes on
         self._spelled: Counter[str] = Counter()
-        self.documents = 0
+        self.documents = dict.fromkeys(SPLITS, 0)
 
     def add(self, record: Record, held_out: bool) -> list[tuple[int, str]]:
         """Add a document, or the next part of one; `held_out` ones belong to the validation split.
@@ -188,7 +198,8 @@ class _TextWriter:
         if text and begins:
             share = self._job.settings.validation_fraction or 0.0
             self._split = "validation" if held_out else _split_of(text, share)
-            self.documents += 1
+            self._line = record.line
+            self.documents[self._split] += 1
         if not self._split:
             return problems
         if self._special:
@@ -211,7 +222,7 @@ class _TextWriter:
         return {"spelled": spelled}
 
     def _put(self, text: str, begins: bool, ends: bool) -> None:
-        self._batch.append((text, self._split, begins, ends))
+        self._batch.append((text, self._split, self._line, begins, ends))
         self._characters += len(text)
         if len(self._batch) == _BATCH or self._characters >= _CHARACTERS:
             self.flush()
@@ -222,14 +233,14 @@ class _TextWriter:
         encodings = self._tokenizer.encode_batch_fast(
             [text for text, *_ in self._batch], add_special_tokens=False
         )
-        for (_, split, begins, ends), encoding in zip(self._batch, encodings, strict=True):
+        for (_, split, line, begins, ends), encoding in zip(self._batch, encodings, strict=True):
             ids, start = encoding.ids, list(vocabulary.start_ids)
             # Chats come with both, where special tokens in a text are tokens.
             if begins and ids[: len(start)] != start:
                 ids = start + ids
             if ends and ids[-1:] != [vocabulary.eos_id]:
                 ids = [*ids, vocabulary.eos_id]
-            self._output.put(split, ids, ends)
+            self._output.put(split, ids, line, ends)
         self._batch.clear()
         self._characters = 0
 
@@ -250,13 +261,13 @@ class _ChatWriter:
     def __init__(self, job: TokeniseTask, stack: ExitStack) -> None:
         settings, file = job.settings, job.vocabulary.file
         self._settings = settings
-        self._output = _Output(job, stack, ("tokens", "ends", "trained"))
+        self._output = _Output(job, stack, ("tokens", "ends", "lines", "trained"))
         template = ChatTemplate(job.template, job.variables, settings.date)
         encoder = _encoder(file, os.stat(file).st_mtime_ns)
         self._finder = SpanFinder(template, encoder, settings.loss, settings.spelled)
         self._batch: list[_Added] = []
         self._characters = 0
-        self.documents = 0
+        self.documents = dict.fromkeys(SPLITS, 0)
 
     def add(self, record: Record, held_out: bool) -> list[tuple[int, str]]:
         """Add a chat, or a pair; `held_out` ones belong to the validation split. Returns lines of
@@ -316,8 +327,10 @@ class _ChatWriter:
             return wrong[:1]
         for document, problem in zip(documents, problems, strict=True):
             if not problem:
-                self._output.put(split, document.ids[:most], trained=document.trained[:most])
-                self.documents += 1
+                self._output.put(
+                    split, document.ids[:most], added.record.line, trained=document.trained[:most]
+                )
+                self.documents[split] += 1
         return wrong
 
     def _too_long(self, document: Document, most: int | None) -> str:

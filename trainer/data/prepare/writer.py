@@ -17,6 +17,7 @@ from trainer.data.shards import (
     FORMAT,
     FORMAT_OF_CHATS,
     KINDS,
+    RECORDS,
     SPLITS,
     DataError,
     checksums,
@@ -129,7 +130,7 @@ def write_shards(
 
     Args:
         parts: in order, files of tokens, of ends of the documents in them as uint64, and perhaps of
-            what is trained, a byte of 0 or 1 a token.
+            what is trained, a byte of 0 or 1 a token, and of the documents' records, as uint32.
         out: directory; older shards of the split in it are removed.
         split: beginning of the file names.
         dtype: of the tokens.
@@ -138,7 +139,7 @@ def write_shards(
     Returns:
         The shards' entries in index.json.
     """
-    for kind in KINDS[FORMAT_OF_CHATS]:
+    for kind in (*KINDS[FORMAT_OF_CHATS], RECORDS):
         for stale in out.glob(f"{split}-[0-9][0-9][0-9][0-9][0-9].{kind}"):
             stale.unlink()
     width = np.dtype(dtype).itemsize
@@ -184,14 +185,17 @@ class _ShardWriter:
         self._bits = np.empty(0, np.uint8)  # fewer than a byte of them
 
     def add(self, files: Mapping[str, BinaryIO], ends: NDArray) -> None:
-        """Append whole documents: what comes next in the files of tokens and of what is trained;
-        `ends` count from there."""
+        """Append whole documents: what comes next in the files of tokens, of what is trained and of
+        records; `ends` count from there."""
         size = int(ends[-1])
         for block in _blocks_of(files["tokens"], size * self._width):
             self._files["tokens"].write(block)
         if "trained" in files:
             for block in _blocks_of(files["trained"], size):
                 self._add_bits(np.frombuffer(block, np.uint8))
+        if RECORDS in files:
+            for block in _blocks_of(files[RECORDS], len(ends) * 4):
+                self._files[RECORDS].write(block)
         self._files["ends"].write((ends + self.tokens).astype("<u8").tobytes())
         self.tokens += size
         self.documents += len(ends)
