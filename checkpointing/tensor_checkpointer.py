@@ -105,6 +105,8 @@ class TensorCheckpointer:
             by `prepare` and `load`, in the calling thread; never during a save.
         adapter: whether the model's tensors are an adapter, by PEFT's names, saved in an adapter's
             file.
+        read_only: whether it only loads. It then leaves the directory as it is, with what dead
+            runs have left there, which is deleted otherwise.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class TensorCheckpointer:
         spare: Spare | None = None,
         *,
         adapter: bool = False,
+        read_only: bool = False,
     ) -> None:
         self.directory = location(directory).absolute()
         self.options = options
@@ -140,7 +143,7 @@ class TensorCheckpointer:
         self.not_finite = ""
         """Message about NaN or infinity in a save of this rank since the last `load`, which makes
         that save fail; known soon after the copy."""
-        if self._ranks.is_main:
+        if self._ranks.is_main and not read_only:
             try:
                 storage_of(self.directory).collect(self.directory)
             except (OSError, CheckpointError) as error:

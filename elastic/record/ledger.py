@@ -79,6 +79,8 @@ class StartLine:
     """Working directory, to which paths in the recipe are relative."""
     computed_by: Mapping[str, str] = field(default_factory=dict)
     """What decides the bits of a step besides the recipe: code, torch, cpu, gpu."""
+    threads: int = 0
+    """Threads with which a rank computes on a CPU, which decide how it rounds; 0: not known."""
     changed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Recipe key → (old, new) where this start differs from the last attempt that trained."""
     model: str = ""

@@ -53,10 +53,10 @@ def _compare(arguments: argparse.Namespace) -> int:
         TOLERANCE,
         problems,
         run_comparison,
-        stop_on_sigterm,
     )
     from trainer.tools.compare.report import conditions, parts_table, table, write_report
     from trainer.tools.compare.strategies import DEFAULT
+    from trainer.tools.torchrun import stop_on_sigterm
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     names = arguments.strategies.split(",") if arguments.strategies else DEFAULT

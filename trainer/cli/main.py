@@ -17,6 +17,7 @@ from trainer.cli.parser import Parser, Version
 from trainer.cli.plan import add_plan_command
 from trainer.cli.profile import add_profile_command
 from trainer.cli.recipe import add_recipe_command
+from trainer.cli.replay import add_replay_command
 from trainer.cli.report import add_report_command, add_runs_command, add_watch_command
 from trainer.cli.train import add_store_command, add_train_command
 from trainer.recipe.errors import known_errors, told
@@ -67,7 +68,8 @@ def _parser() -> argparse.ArgumentParser:
         *(add_train_command, add_store_command, add_data_command, add_ckpt_command),
         *(add_compare_command, add_chaos_command, add_plan_command, add_import_command),
         *(add_profile_command, add_generate_command, add_eval_command, add_report_command),
-        *(add_watch_command, add_runs_command, add_recipe_command),
+        *(add_watch_command, add_runs_command, add_replay_command),
+        add_recipe_command,
     ):
         add(commands)
     return parser

@@ -25,8 +25,8 @@ from trainer.models.decoder import Decoder
 from trainer.optim.optimizer import build_optimizer
 from trainer.optim.schedule import build_schedule
 from trainer.parallel.kept import rejoin
-from trainer.parallel.mesh import build_mesh, placement
-from trainer.parallel.parallelize import DTYPES, parallelize
+from trainer.parallel.mesh import Mesh, build_mesh, placement
+from trainer.parallel.parallelize import DTYPES, ParallelModel, parallelize
 from trainer.recipe import Recipe, RecipeError
 from trainer.run.identity import Agreement
 from trainer.run.metrics import Log, Startup
@@ -86,14 +86,7 @@ def build(
             # FSDP renames the classes of blocks.
             notes = use_of_blocks(recipe, task, world.world_size)
             task = replace(task, notes=(*task.notes, *notes))
-            model = parallelize(
-                task.model, task.blocks, mesh, recipe, world.device, task.fill,
-                cores=max(1, usable_cores() // world.local_world_size),
-            )  # fmt: skip
-            optimizer = build_optimizer(
-                model.optimized, optimizer_options(recipe, task), exact=recipe.exact,
-                compiles=recipe.strategy.compile, zeros_like=model.zeros_like,
-            )  # fmt: skip
+            model, optimizer = model_and_optimizer(recipe, task, world, mesh)
         limit_waits(recipe.elastic.timeout_seconds)
         startup.mark("model")
         pulse.report(0, "load")
@@ -133,6 +126,7 @@ def build(
             recipe=digest,
             directory=os.getcwd(),
             computed_by=agreement.computed_by,
+            threads=torch.get_num_threads() if world.device.type == "cpu" else 0,
             changed=changed,
             step=progress.step,
             sequences=progress.sequences,
@@ -170,6 +164,22 @@ def build(
             log.say("\n".join(lines))
             yield run
             pulse.report(progress.step, "end")
+
+
+def model_and_optimizer(
+    recipe: Recipe, task: Task, world: World, mesh: Mesh
+) -> tuple[ParallelModel, torch.optim.Optimizer]:
+    """The model of a task in the strategy of the recipe, and its optimizer, both to be loaded. On
+    all ranks."""
+    model = parallelize(
+        task.model, task.blocks, mesh, recipe, world.device, task.fill,
+        cores=max(1, usable_cores() // world.local_world_size),
+    )  # fmt: skip
+    optimizer = build_optimizer(
+        model.optimized, optimizer_options(recipe, task), exact=recipe.exact,
+        compiles=recipe.strategy.compile, zeros_like=model.zeros_like,
+    )  # fmt: skip
+    return model, optimizer
 
 
 @contextmanager

@@ -53,6 +53,12 @@ def settled(recipe: Recipe, world: World) -> Recipe:
     return dataclasses.replace(recipe, batch=batch)
 
 
+def noted(recipe: Recipe, world: World) -> int | None:
+    """What `settled` has chosen for such a world, by the note in the run directory; None if there
+    is no such note. Reads only."""
+    return _noted(recipe).get(_kind(world))
+
+
 class HalvedError(MemoryError):
     """Memory ran out, and the next start takes fewer sequences."""
 

@@ -48,6 +48,7 @@ def restore(
     kept: Progress | None = None,
     *,
     begun: bool = False,
+    step: int | None = None,
 ) -> tuple[Progress, dict[str, Any] | None]:
     """Load the newest good checkpoint, else `model.init_from`, else draw weights. On all ranks.
     What is under an adapter is loaded from `model.init_from` at every start.
@@ -57,6 +58,7 @@ def restore(
         kept: progress that model and optimizer of this rank have made already, if they have: a
             snapshot of the same needs not be loaded.
         begun: the model has the weights of step 0.
+        step: the checkpoint of this step, from storage; 0: none is loaded.
 
     Returns:
         The progress, and the state of the checkpoint, None without one.
@@ -65,12 +67,15 @@ def restore(
         RecipeError: the checkpoint is not one that this recipe can go on from.
     """
     targets = model.targets_of(optimizer)
-    state = checkpointer.load(
-        model=model.tensors,
-        optimizer=targets,
-        finite=model.trained,
-        holds=lambda saved: kept is not None and _progress(saved) == kept,
-    )
+    state = None
+    if step != 0:
+        state = checkpointer.load(
+            model=model.tensors,
+            optimizer=targets,
+            step=step,
+            finite=model.trained,
+            holds=lambda saved: kept is not None and _progress(saved) == kept,
+        )
     if state is not None:  # what is in memory has not been looked at before
         there = f"the state in {checkpointer.loaded_from}"
         check_resume(state, recipe, task, there, init_from)
@@ -265,26 +270,34 @@ def caught_up(failed: int, resumed: int, snapshot_every: int) -> int:
 def save(run: Run, *, wait: bool = False, memory_only: bool = False) -> None:
     """Begin a checkpoint of everything a step depends on; training goes on while it is written. On
     all ranks. With `wait`, and for the last step, it is made whatever is still being written."""
-    model, optimized = run.model, run.model.optimized
-    tensors, kept = model.kept_by(run.optimizer, run.mesh.merged)
     # The last one waits for all that is still being written.
     with run.pulse.during("end" if run.done or wait else "save"):
         run.checkpointer.save(
             run.progress.step,
-            model=model.saved,
-            optimizer=tensors,
-            state={
-                **asdict(run.progress),
-                **({KEPT: kept} if kept else {}),
-                "parameter_groups": run.mesh.merged(parameter_groups(run.optimizer, optimized)),
-                **run_state(run.recipe, run.task, run.world, run.progress.init_from),
-                **({UNWRITTEN: unwritten} if (unwritten := run.log.unwritten) else {}),
-            },
-            files=run.task.files,
+            **contents(run),
             wait=wait or run.done,
             memory_only=memory_only,
-            finite=model.tensors.keys() - run.unchecked,
         )
+
+
+def contents(run: Run) -> dict[str, Any]:
+    """What a checkpoint of the step just done holds, by the arguments of
+    `TensorCheckpointer.save`. On all ranks."""
+    model, optimized = run.model, run.model.optimized
+    tensors, kept = model.kept_by(run.optimizer, run.mesh.merged)
+    return {
+        "model": model.saved,
+        "optimizer": tensors,
+        "state": {
+            **asdict(run.progress),
+            **({KEPT: kept} if kept else {}),
+            "parameter_groups": run.mesh.merged(parameter_groups(run.optimizer, optimized)),
+            **run_state(run.recipe, run.task, run.world, run.progress.init_from),
+            **({UNWRITTEN: unwritten} if (unwritten := run.log.unwritten) else {}),
+        },
+        "files": run.task.files,
+        "finite": model.tensors.keys() - run.unchecked,
+    }
 
 
 def report_saves(

@@ -2,12 +2,8 @@
 another on this machine, and what each of them cost."""
 
 import math
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -17,7 +13,6 @@ from typing import Any
 
 from checkpointing.storage.folders import collect_memory
 from checkpointing.storage.place import location
-from elastic.process import remaining, signal_family, usable_cores
 from elastic.record.history import LedgerError, read_history
 from elastic.record.steps import StepLine
 from trainer.plan import predict
@@ -27,11 +22,10 @@ from trainer.run.profile import RankRecord, read_records
 from trainer.tasks.task import Task, build_task
 from trainer.tools.compare.strategies import AFTER_SAVE, WARM_UP, StrategyRecipe, candidate
 from trainer.tools.report.report import read_metrics
+from trainer.tools.torchrun import run_ranks
 
 INTERRUPTED = "not measured: interrupted"
 """Problem of the strategies that were still to come."""
-GONE_SECONDS = 5.0
-"""How long processes that are killed may take to go."""
 
 # Largest relative difference of a loss. fp32: sums in another order; 6e-7 was seen over 50 steps.
 # bf16 and fp16: FSDP casts all parameters, autocast under DDP and ZeRO-1 leaves norms in float32;
@@ -192,33 +186,15 @@ def _why(log: Path, code: int) -> str:
 
 
 def launch(worker: Sequence[str], ranks: int, log: Path, run: Path) -> int:
-    """Run a worker under torchrun to the end; nothing of it is left then, however this ends.
+    """Run a worker under torchrun to the end, and delete the checkpoints of its run.
 
     Returns:
         The exit code of torchrun.
     """
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {
-        "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        **os.environ,
-    }
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "elastic.process", *torchrun, *worker],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for this process; it ends the others
-        )
     try:
-        return process.wait()
+        with log.open("wb") as output:
+            return run_ranks(worker, ranks, output=output)
     finally:
-        family = signal_family(process.pid, signal.SIGKILL) if process.poll() is None else []
-        process.wait()
-        paths = [Path(f"/proc/{pid}") for pid in family]
-        remaining(lambda: [str(path) for path in paths if path.exists()], GONE_SECONDS)
         checkpoints = run / "checkpoints"
         collect_memory(str(location(str(checkpoints)).absolute()))
         shutil.rmtree(checkpoints, ignore_errors=True)
@@ -311,8 +287,3 @@ def problems(outcomes: Sequence[Outcome], tolerance: float) -> list[str]:
         if one.difference is not None and not one.difference <= tolerance  # NaN too
     ]
     return found
-
-
-def stop_on_sigterm() -> None:
-    """SIGTERM ends this process as Ctrl-C does: with all that it started."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -1,0 +1,505 @@
+"""Steps of real runs computed again: the same bits on other ranks, what explains a step, and an
+audit that finds each forgery. Nothing in the run changes."""
+
+import ast
+import hashlib
+import json
+import math
+import random
+import re
+import shutil
+import sysconfig
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from isal.isal_zlib import crc32
+from safetensors import safe_open
+
+from checkpointing.format.layout import BLOCK_BYTES, COMMIT_RECORD, CommitRecord, FileRecord
+from checkpointing.storage.steps import read_record
+from checkpointing.tools.digests import stored_digests
+from elastic.record.history import read_history
+from tests.distributed.jobs import MOE, Job, soak, starts, wait_for_step
+from trainer.data.loader import TokenStream
+from trainer.data.prepare.prepare import prepare
+from trainer.data.shards import checksums, fingerprint
+from trainer.run.provenance import digest_of, recipe_file
+from trainer.tools.replay.line import Span
+from trainer.tools.replay.request import OUTCOME, REQUEST, Request
+
+SAVED = ("checkpoint.when_busy=wait", "checkpoint.keep=0")
+EXACT = ("run.determinism=exact", "schedule={name: constant}", *SAVED)
+BIT_BY_BIT = "loss, norm and verdict are those of the ledger, to the last bit"
+HOLDS = "the ledger holds: what was computed again is what it says"
+
+
+def contents(folder):
+    """A digest of every file, by its path."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def trained(workspace):
+    """trained(ranks, *overrides): a run to the end."""
+
+    def trained(ranks, *overrides, **options):
+        code, output = Job(workspace, ranks, overrides, **options).wait()
+        assert code == 0, output
+        return output
+
+    return trained
+
+
+@pytest.fixture
+def replay(workspace):
+    """replay(run, *words) → (exit code, output)."""
+
+    def replay(run, *words):
+        return Job(workspace, 1, words, recipe=str(run), program=("trainer.cli", "replay")).wait()
+
+    return replay
+
+
+def problems(output):
+    return [line for line in output.splitlines() if line.startswith("problem: ")]
+
+
+def edited(run, step, **changes):
+    """The ledger of a run with other fields in the line of a step; None takes one away."""
+    path = run / "ledger.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "step" and line["step"] == step:
+            line.update(changes)
+            for key in [key for key, value in changes.items() if value is None]:
+                del line[key]
+    path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+
+
+def loss_of(run, step):
+    lines = map(json.loads, (run / "ledger.jsonl").read_text().splitlines())
+    return next(one["loss"] for one in lines if one["kind"] == "step" and one["step"] == step)
+
+
+def test_a_step_is_computed_again_and_explained(workspace, trained, replay):
+    """On one rank; the run had two. On the way is a step whose loss the ledger has wrong."""
+    trained(2, "run.dir=replayed", *EXACT, "run.steps=4", "checkpoint.every=2")
+    run = workspace / "replayed"
+    edited(run, 3, loss=loss_of(run, 3) + 1e-9)
+    before = contents(run)
+    code, output = replay("replayed", "--step", "4", "--why")
+    (problem,) = problems(output)
+    assert (code, problem.startswith("problem: step 3: its loss is ")) == (1, True), output
+    assert BIT_BY_BIT in output  # step 4
+    assert "2 step(s) to compute, after step 2, on 1 rank(s)" in output
+    (shares,) = re.findall(r"share of the gradient \(all together (.*)%\)", output)
+    assert abs(float(shares) - 100) < 0.1
+    for title in ("highest loss a token", "largest gradient of its own", "largest share of the"):
+        (row,) = re.findall(rf"^{title}.*\n.*\n(.*)", output, re.MULTILINE)
+        assert re.search(rf" of data +{workspace}/corpus/0\d\d\.txt:1 ", row), row
+    assert re.search(r"^  → +4 +\d", output, re.MULTILINE)
+    assert contents(run) == before
+
+
+# --- in `make soak` --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def by_ranks(workspace, tmp_path, monkeypatch):
+    """by_ranks(run, ranks, span, look_at) → (what the ranks leave, output): without a launcher."""
+
+    def by_ranks(run, ranks, span, look_at):
+        scratch = tmp_path / f"{random.random()}"
+        scratch.mkdir()
+        request = Request(
+            str(workspace / run), str(scratch), "cpu", 60, [span], look_at=look_at, secret="ab" * 32
+        )
+        monkeypatch.setenv(REQUEST, request.to_json())
+        job = Job(workspace, ranks, recipe="-", program=("trainer.tools.replay.ranks",))
+        code, output = job.wait()
+        assert code == 0, output
+        return json.loads((scratch / OUTCOME).read_text()), output
+
+    return by_ranks
+
+
+@soak
+@pytest.mark.timeout(1800)
+def test_ten_of_300_steps_have_the_same_bits_on_one_to_four_ranks(workspace, trained, by_ranks):
+    for steps in range(60, 301, 60):  # five starts: a job has two minutes
+        trained(2, "run.dir=long", *EXACT, f"run.steps={steps}", "checkpoint.every=10")
+    before = contents(workspace / "long")
+    for step in random.Random(41).sample(range(1, 301), 10):
+        span, seen = Span((step - 1) // 10 * 10, step), set()
+        for ranks in (1, 2, 3, 4):
+            outcome, output = by_ranks("long", ranks, span, step)
+            assert outcome == {"problems": [], "missing": [], "errors": []}
+            assert BIT_BY_BIT in output
+            seen.add(tuple(re.findall(r"^  (?:loss|gradient).*", output, re.MULTILINE)))
+        assert len(seen) == 1, seen
+        print(step, *seen.pop(), sep="\n")
+    assert contents(workspace / "long") == before
+
+
+POISONED = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    '''A bigram table whose loss is NaN for inputs of one sum.'''
+
+    def __init__(self, bad):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Embedding(257, 257)])
+        self.bad = bad
+
+    def forward(self, input_ids, labels, document_ids=None):
+        logits = self.layers[0](input_ids)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss * float("nan") if int(input_ids.sum()) == self.bad else loss}
+
+
+def build(bad):
+    return Model(bad)
+"""
+
+
+@soak
+@pytest.mark.timeout(900)
+def test_honest_runs_pass(workspace, trained, replay):
+    """With another rate since a start, on other ranks, with a roll-back, with experts, and fast."""
+
+    def passes(run, *words, told):
+        before = contents(workspace / run)
+        code, output = replay(run, *words)
+        print(output)
+        assert code == 0, output
+        assert told in output
+        assert contents(workspace / run) == before
+
+    # Another rate after step 7, of which there is no checkpoint any more.
+    trained(2, "run.dir=resumed", *EXACT, "run.steps=7", "checkpoint.every=3")
+    later = ("run.dir=resumed", *EXACT, "optimizer.lr=1e-3", "optimizer.betas=[0.9, 0.99]")
+    trained(3, *later, "run.steps=12", "checkpoint.every=4")
+    shutil.rmtree(workspace / "resumed/checkpoints/step-00000007")
+    passes("resumed", "--step", "10", told=BIT_BY_BIT)
+    passes("resumed", "--audit", "99", told=HOLDS)
+    for step in (3, 6, 8):
+        shutil.rmtree(workspace / f"resumed/checkpoints/step-{step:08}")
+    passes("resumed", "--audit", "99", "--nproc", "2", told=HOLDS)
+
+    experts = (*MOE, "run.dir=experts", *EXACT, "run.steps=8", "checkpoint.every=3")
+    trained(2, *experts)
+    passes("experts", "--audit", "99", told=HOLDS)
+    passes("experts", "--step", "5", "--why", told=BIT_BY_BIT)
+
+    # Sums of the inputs of each pass of step 6, whose numbers are not finite.
+    (workspace / "poisoned.py").write_text(POISONED)
+    stream = TokenStream.open(
+        [(workspace / "data", 1.0)], split="train", seq_len=32, seed=7, shuffle=True
+    )
+    bad = int(stream.fetch([40, 41])["input_ids"].sum())
+    recipe = (workspace / "recipe.yaml").read_text()
+    head, rest = recipe.split("model:\n")
+    model = f"model: {{factory: 'poisoned:build', factory_options: {{bad: {bad}}}}}\n"
+    (workspace / "poisoned.yaml").write_text(head + model + rest[rest.index("data:") :])
+    back = ("run.dir=back", *SAVED, "elastic.max_skipped_steps=0", "checkpoint.every=2")
+    output = trained(1, *back, "run.steps=10", "schedule={}", recipe="poisoned.yaml")
+    assert "rolled back to the weights of step 4" in output
+    passes("back", "--audit", "99", told=HOLDS)
+    passes("back", "--step", "9", told=BIT_BY_BIT)
+    for step in (2, 4, 8):  # those of step 6 need those of step 4, which now come from step 0
+        shutil.rmtree(workspace / f"back/checkpoints/step-{step:08}")
+    passes("back", "--audit", "99", told=HOLDS)
+    passes("back", "--step", "6", told=BIT_BY_BIT)
+
+    trained(2, "run.dir=fast", *SAVED, "run.steps=8", "checkpoint.every=3")
+    passes("fast", "--step", "8", "--nproc", "2", told=BIT_BY_BIT)
+    passes("fast", "--step", "8", "--nproc", "1", told="but for rounding")
+    passes("fast", "--audit", "99", told=HOLDS)
+
+
+@soak
+@pytest.mark.timeout(300)
+def test_what_cannot_be_compared_is_said(workspace, trained, replay, tmp_path, monkeypatch):
+    trained(1, "run.dir=apart", *EXACT, "run.steps=4", "checkpoint.every=2")
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    code, output = replay("apart", "--step", "3")
+    assert code == 2, output
+    assert "compared           not at all: it cannot be compared" in output
+    assert re.search(r"^not compared: attempt 1 cannot .*: cpu was .*, here DEFAULT", output, re.M)
+    code, output = replay("apart", "--audit", "2", "--nproc", "1")
+    assert (code, problems(output)) == (2, []), output
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY")
+
+    (workspace / "data").rename(workspace / "moved")
+    try:
+        code, output = replay("apart", "--step", "3")
+        assert code == 2, output
+        assert "there is no data in" in output
+        assert "--data" in output
+        code, output = replay("apart", "--step", "3", "--why", "--data", "moved")
+        assert code == 0, output
+        code, output = replay("apart", "--audit", "2", "--data", "moved", "--nproc", "2")
+        assert code == 0, output
+    finally:
+        (workspace / "moved").rename(workspace / "data")
+    (run,) = starts(workspace, "apart")
+    recipe_file(workspace / "apart", run["recipe"]).rename(tmp_path / "recipe.yaml")
+    code, output = replay("apart", "--step", "3")
+    assert code == 2, output
+    assert "No such file" in output
+
+    job = Job(workspace, 1, ("run.dir=alive", *EXACT, "run.steps=100000", "checkpoint.every=5"))
+    try:
+        wait_for_step(workspace, "alive", 12, job)
+        code, output = replay("alive", "--step", "9")
+        assert code == 0, output
+        reached = read_history(workspace / "alive").step
+        wait_for_step(workspace, "alive", reached + 3, job)  # it trains on
+    finally:
+        job.kill()
+
+
+# --- forgeries -------------------------------------------------------------------------------
+
+
+def of_recipe(old, new, *, whole=False):
+    """The recipe of a run is another; `whole`: under the digest that this one has."""
+
+    def forge(run):
+        (start,) = starts(run.parent, run.name)
+        path = recipe_file(run, start["recipe"])
+        text = path.read_text()
+        assert old in text
+        text = text.replace(old, new)
+        path.write_text(text)
+        if whole:
+            (run / "recipe.yaml").write_text(text)
+            path.rename(recipe_file(run, digest_of(text)))
+            ledger = run / "ledger.jsonl"
+            ledger.write_text(ledger.read_text().replace(start["recipe"], digest_of(text)))
+
+    return forge
+
+
+def of_token(*, sealed=False, claimed=False, consumed=False):
+    """A token that step 5 took is another; as is the index; and what the ledger says of both."""
+
+    def opened(data):
+        return TokenStream.open([(data, 1.0)], split="train", seq_len=32, seed=7, shuffle=True)
+
+    def forge(run):
+        data = run.parent / "data"
+        shard = data / "train-00000.tokens"
+        tokens = bytearray(shard.read_bytes())
+        tokens[2 * (int(opened(data).locate(np.array([32]))[1][0]) * 32 + 3)] ^= 1
+        shard.write_bytes(tokens)
+        if sealed:
+            index = json.loads((data / "index.json").read_text())
+            entry = index["splits"]["train"]["shards"][0]
+            entry["tokens_sha256"], entry["tokens_crc32"] = checksums(shard)
+            index["fingerprint"] = fingerprint(index)
+            (data / "index.json").write_text(json.dumps(index))
+        stream = opened(data)
+        if claimed:
+            ledger = run / "ledger.jsonl"
+            claim = starts(run.parent, run.name)[0]["data"]
+            ledger.write_text(ledger.read_text().replace(claim, stream.fingerprint))
+        if consumed:
+            digest = stream.fetch_with_digest(range(32, 40))[1]
+            edited(run, 5, consumed=f"{digest[0]:08x}{digest[1]:08x}")
+
+    return forge
+
+
+def of_state(step, section, *, claimed=False):
+    """A number in the checkpoint of a step is another, with the checksums that it then has;
+    `claimed`: and the ledger says what digest that has."""
+
+    def forge(run):
+        path = run / f"checkpoints/step-{step:08}"
+        (file,) = path.glob("optimizer/*.safetensors" if section == "optimizer" else "model-*")
+        with safe_open(file, "pt") as tensors:
+            name = next(n for n in tensors.keys() if tensors.get_slice(n).get_shape()[1:])  # noqa: SIM118
+        blob = bytearray(file.read_bytes())
+        length = 8 + int.from_bytes(blob[:8], "little")
+        begin, _ = json.loads(blob[8:length])[name]["data_offsets"]
+        number = np.frombuffer(blob, np.float32, 1, length + begin)
+        number[0] = number[0] * 1.5 + 1e-3
+        file.write_bytes(blob)
+        record = read_record(path)
+        sums = tuple(crc32(blob[at : at + BLOCK_BYTES]) for at in range(0, len(blob), BLOCK_BYTES))
+        files = {**record.files, str(file.relative_to(path)): FileRecord(len(blob), sums)}
+        (path / COMMIT_RECORD).write_bytes(CommitRecord(step, files, record.odd).encode())
+        if claimed:
+            ledger = run / "ledger.jsonl"
+            lines = [json.loads(line) for line in ledger.read_text().splitlines()]
+            for line in lines:
+                if line["kind"] == "save" and line["step"] == step:
+                    line.update(stored_digests(path)._asdict())
+            ledger.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    return forge
+
+
+def of_bit(run):
+    (file,) = (run / "checkpoints/step-00000004").glob("model-*")
+    blob = bytearray(file.read_bytes())
+    blob[-101] ^= 1
+    file.write_bytes(blob)
+
+
+def skip_invented(run):
+    """Step 5 was skipped, says the ledger: with the number and the counters that go with it."""
+    edited(run, 5, skipped=True, why="loss", loss=math.nan)
+    path = run / "ledger.jsonl"
+    text = path.read_text().replace('"loss":NaN', '"loss":null')
+    lines = [json.loads(line) for line in text.splitlines()]
+    for line in lines:
+        if line["kind"] in ("save", "end") and line["step"] >= 5:
+            line["skipped"] += 1
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def line_removed(run):
+    path = run / "ledger.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"kind":"step","step":5,' not in line))
+
+
+FORGERIES = {
+    "loss": lambda run: edited(run, 5, loss=loss_of(run, 5) - 0.01),
+    "consumed": lambda run: edited(run, 5, consumed="0" * 16),
+    "line removed": line_removed,
+    "consumed removed": lambda run: edited(run, 5, consumed=None),
+    "marked skipped": lambda run: edited(run, 5, skipped=True, why="loss"),
+    "marked skipped, with number and counters": skip_invented,
+    "recipe: rate": of_recipe("lr: 0.003", "lr: 0.004"),
+    "recipe: rate, under its digest": of_recipe("lr: 0.003", "lr: 0.004", whole=True),
+    "recipe: seed": of_recipe("seed: 7", "seed: 8"),
+    "recipe: seed, under its digest": of_recipe("seed: 7", "seed: 8", whole=True),
+    "token": of_token(),
+    "token, sealed": of_token(sealed=True),
+    "token, sealed, claimed": of_token(sealed=True, claimed=True),
+    "token, sealed, claimed, consumed": of_token(sealed=True, claimed=True, consumed=True),
+    "checkpoint: a bit": of_bit,
+    "checkpoint: weights": of_state(4, "model"),
+    "checkpoint: moments": of_state(4, "optimizer"),
+    "checkpoint: weights, claimed": of_state(4, "model", claimed=True),
+    "checkpoint: moments, claimed": of_state(4, "optimizer", claimed=True),
+    "newest checkpoint: moments, claimed": of_state(8, "optimizer", claimed=True),
+}
+
+
+@soak
+@pytest.mark.timeout(900)
+def test_an_audit_finds_each_forgery(workspace, trained, replay, tmp_path):
+    """All steps are drawn, so each checkpoint is computed into."""
+    trained(2, "run.dir=forged", *EXACT, "run.steps=8", "checkpoint.every=4")
+    found = {}
+    for forgery, forge in {"none": lambda run: None, **FORGERIES}.items():
+        folder = tmp_path / forgery
+        run = folder / "run"
+        shutil.copytree(workspace / "forged", run)
+        shutil.copytree(workspace / "data", folder / "data")
+        ledger = run / "ledger.jsonl"
+        ledger.write_text(ledger.read_text().replace(str(workspace), str(folder)))
+        forge(run)
+        code, output = replay(run, "--audit", "8")
+        found[forgery] = code
+        print(f"{forgery}: {code}", *(problems(output) or [output]), sep="\n  ")
+    assert found.pop("none") == 0
+    assert set(found.values()) == {1}, found
+
+
+# --- planted documents -----------------------------------------------------------------------
+
+
+def planted(words, draw):
+    """Fifteen documents of five kinds that do not belong into a corpus."""
+
+    def noise(count):
+        return "".join(draw.choice("QXZJKVWqxzjkvw0123456789#@%&*~^") for _ in range(count))
+
+    def shuffled():
+        some = draw.choice(words)[:70]
+        draw.shuffle(some)
+        return " ".join(some)
+
+    makers = {
+        "noise of 90": lambda: noise(90),
+        "noise of 12": lambda: noise(12),
+        "repeated": lambda: "ab " * 60,
+        "another script": lambda: "".join(chr(draw.randrange(0x4E00, 0x9FFF)) for _ in range(30)),
+        "shuffled": shuffled,
+    }
+    return [(kind, make()) for kind, make in makers.items() for _ in range(3)]
+
+
+def english():
+    """Paragraphs of the standard library's docstrings, without code and drawings."""
+    found = [
+        " ".join(part.split())
+        for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        for part in (ast.get_docstring(node) or "").split("\n\n")
+        if len(part) > 80
+    ]
+    letters = [sum(char.isalpha() or char in " .,'" for char in text) for text in found]
+    plain = [t for t, n in zip(found, letters, strict=True) if t.isascii() and n > 0.93 * len(t)]
+    return list(dict.fromkeys(plain))
+
+
+@soak
+@pytest.mark.timeout(1800)
+def test_why_names_planted_documents(workspace, trained, replay):
+    draw = random.Random(5)
+    texts = english()
+    rows = [("", text) for text in texts]
+    for row in planted([text.split() for text in texts], draw):
+        rows.insert(draw.randrange(len(rows)), row)
+    corpus = workspace / "planted.jsonl"
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for _, text in rows))
+    data = workspace / "planted"
+    prepare([str(corpus)], data, train_bpe=1024, validation_fraction=0.0)
+    stream = TokenStream.open([(data, 1.0)], split="train", seq_len=128, seed=7, shuffle=True)
+    epoch = stream.sequences // 8
+    print(f"{len(rows)} documents, {stream.sequences} sequences, {epoch} steps an epoch")
+    where = {}  # number → most of its tokens in one step, and that step
+    for position in range(epoch * 8):
+        for number, count in Counter(stream.documents_of(position)[1].tolist()).items():
+            if rows[number][0]:
+                where[number] = max(where.get(number, (0, 0)), (count, position // 8 + 1))
+    assert len(where) == 15
+    for steps in (*range(50, epoch, 50), epoch):  # a job has two minutes
+        trained(
+            1, "run.dir=poisoned", *EXACT, f"run.steps={steps}", "checkpoint.every=10",
+            "data.sources=[{path: planted}]", "data.seq_len=128",
+            "model.architecture.vocab_size=1024", "model.architecture.hidden_size=96",
+        )  # fmt: skip
+    firsts = {"highest loss a token": 0, "largest gradient of its own": 0, "largest share": 0}
+    missed = []
+    for number, (_, step) in sorted(where.items()):
+        code, output = replay("poisoned", "--step", f"{step}", "--why")
+        assert code == 0, output
+        hits = []
+        for title in firsts:
+            (row,) = re.findall(rf"^{title}.*\n.*\n(.*)", output, re.MULTILINE)
+            hit = re.search(rf" {number} of \S+ +{corpus}:{number + 1} ", row) is not None
+            firsts[title] += hit
+            hits.append(hit)
+        missed += [] if any(hits) else [rows[number][0]]
+        print(f"{rows[number][0]:15} document {number}, step {step}: first in {hits}")
+    print(f"first of 15: {firsts}; by no list: {missed}")
+    # Seen: 9 in each list. A model of this size does not mind in which order words come.
+    assert min(firsts.values()) >= 7
+    assert set(missed) <= {"shuffled"}

@@ -1,0 +1,112 @@
+"""Which state a step is computed from, how far, and what counts as a difference; without ranks."""
+
+import math
+
+import pytest
+
+from elastic.record.attempt import Attempt, RollbackLine
+from elastic.record.history import LedgerError
+from elastic.record.ledger import StartLine
+from elastic.record.steps import StepLine, Steps
+from trainer.tools.replay.compared import Numbers, differences
+from trainer.tools.replay.line import Line, Span, beginning, draw, drawn
+
+
+def attempt(number, begin, end, recipe="a", saves=(), rollbacks=()):
+    start = StartLine(step=begin, sequences=8 * begin, global_batch=8, world_size=2, recipe=recipe)
+    steps = Steps()
+    for n in range(begin + 1, end + 1):
+        steps.append(StepLine(n, 8 * n - 8, 8 * n, 1.0, 1.0, "", n))
+    told = [
+        {"step": step, "ok": True, "weights": f"w{step}", "moments": f"m{step}"} for step in saves
+    ]
+    backs = [RollbackLine(after, to, "storage", after, 1) for after, to in rollbacks]
+    return Attempt(number, start, 1, steps=steps, saves=told, rollbacks=backs)
+
+
+LINE = Line(
+    [
+        # Steps 11 to 14 of the first were done in vain.
+        (attempt(1, 0, 14, saves=(5, 10, 12), rollbacks=((7, 5), (14, 12))), 10),
+        (attempt(2, 10, 20, saves=(15, 20)), 20),
+        (attempt(3, 20, 23, recipe="b"), 23),
+    ]
+)
+
+
+def test_the_line_knows_who_did_what():
+    assert LINE.last == 23
+    assert [LINE.attempt_of(step).number for step in (1, 10, 11, 20, 21)] == [1, 1, 2, 2, 3]
+    assert sorted(LINE.digests) == [5, 10, 15, 20]
+    assert LINE.rollbacks == {7: 5}
+    assert LINE.stretch(3, 23) == (LINE.attempts[0][0], 20)
+    assert LINE.stretch(12, 14) == (LINE.attempts[1][0], 14)
+    assert LINE.stretch(21, 23)[0].number == 3
+    for step in (0, 24):
+        with pytest.raises(LedgerError, match=f"step {step}: .*steps 1 to 23"):
+            LINE.attempt_of(step)
+
+
+@pytest.mark.parametrize(
+    ("stored", "step", "begin"),
+    [
+        ((), 9, 0),
+        ((5, 10), 10, 5),
+        ((5, 10), 11, 10),
+        ((6,), 7, 6),
+        # What a roll-back goes back to is stored, or passed on the way.
+        ((6,), 8, 0),
+        ((5, 6), 8, 6),
+        ((4,), 8, 4),
+        # It was done before this state was saved.
+        ((7,), 8, 7),
+    ],
+)
+def test_a_step_is_computed_from_the_nearest_state(stored, step, begin):
+    assert beginning(LINE, stored, step) == begin
+
+
+def test_an_audit_ends_in_a_save_and_computes_nothing_twice():
+    assert drawn(LINE, (5, 10, 15, 20), [3, 8, 9, 16]) == [Span(0, 5), Span(5, 10), Span(15, 20)]
+    assert drawn(LINE, (), [3, 16, 22]) == [Span(0, 23)]
+    assert drawn(LINE, (20,), [22]) == [Span(20, 23)]
+    assert draw(LINE, 5, 7) == draw(LINE, 5, 7) != draw(LINE, 5, 8)
+    assert draw(LINE, 99, 1) == [*range(1, 24)]
+
+
+STEP = StepLine(4, 24, 32, 1.0, 1.0, "", 9, loss=2.0, norm=0.5, consumed="ab")
+GOOD = Numbers(2.0, 0.5, "", "ab")
+
+
+@pytest.mark.parametrize(
+    ("found", "proof", "told"),
+    [
+        (GOOD, "bits", []),
+        (
+            Numbers(math.nextafter(2.0, 3), 0.5, "", "ab"),
+            "bits",
+            ["its loss is 2.0000000000000004"],
+        ),
+        (Numbers(2.00001, 0.50004, "", "ab"), "rounding", []),
+        (Numbers(2.0004, 0.5, "", "ab"), "rounding", ["its loss is 2.0004, and the ledger says"]),
+        (Numbers(2.0, 0.5006, "", "ab"), "rounding", ["its norm"]),
+        (Numbers(9.0, 0.5, "", "ab"), "none", []),
+        (Numbers(9.0, 0.5, "", "cd"), "none", ["it took cd, and the ledger says ab"]),
+        (
+            Numbers(math.nan, math.nan, "loss", "ab"),
+            "rounding",
+            ["it is skipped for its loss, and the ledger says kept", "its loss", "its norm"],
+        ),
+    ],
+)
+def test_what_differs_is_said(found, proof, told):
+    said = list(differences(found, STEP, proof, 1e-4))
+    assert [one.startswith(begin) for one, begin in zip(said, told, strict=True)] == [True] * len(
+        told
+    ), said
+
+
+def test_what_is_not_finite_is_alike():
+    line = STEP._replace(loss=math.nan, norm=math.inf, skipped="loss")
+    assert not list(differences(Numbers(math.inf, math.nan, "loss", "ab"), line, "bits", 0))
+    assert list(differences(Numbers(2.0, math.nan, "loss", "ab"), line, "bits", 0))

@@ -1,0 +1,403 @@
+"""What each rank of a replay does: it computes steps of a run again, and compares them with the
+ledger. Rank 0 tells. `python -m trainer.tools.replay.ranks` is a rank; its `Request` stands in the
+environment, as it has a secret."""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from checkpointing.errors import CheckpointError
+from checkpointing.format.layout import step_name
+from checkpointing.ranks import RankGroup, failing_alike
+from checkpointing.storage.place import Place
+from checkpointing.storage.steps import list_steps
+from checkpointing.tools.digests import digests_in_memory, stored_digests
+from elastic import World
+from elastic.exits import EXIT_DONE, EXIT_WRONG_INPUT
+from elastic.node.files import write_whole
+from elastic.process import die_with_parent
+from elastic.record.history import Attempt, read_history
+from elastic.world import drop_world, join_world, leave_world, read_environment
+from trainer.data.loader import load, requests
+from trainer.data.shards import DataError
+from trainer.recipe.errors import known_errors, lines
+from trainer.run.state import Run
+from trainer.run.step import Gradients, Inputs, consumed, gradients, not_finite_anywhere, train_step
+from trainer.tools.compare.compare import TOLERANCE
+from trainer.tools.replay.compared import Numbers, Proof, differences, relative
+from trainer.tools.replay.line import Line, Span, line_of
+from trainer.tools.replay.rebuild import AwayError, Sources, go_back, keep_state, rebuilt
+from trainer.tools.replay.request import OUTCOME, REQUEST, Outcome, Request
+from trainer.tools.replay.why import why
+
+SHOWN = 5
+"""Problems of a span that are told one by one."""
+
+
+@dataclass
+class Walk:
+    """One span on its way."""
+
+    request: Request
+    sources: Sources
+    line: Line
+    world: World
+    outcome: Outcome
+    span: Span
+    proof: Proof = "bits"
+    """How far the state of now must agree with the run's."""
+    kept: set[int] = field(default_factory=set)
+    """Steps whose states are kept in `states`."""
+    compared: int = 0
+    """Steps."""
+    found: int = 0
+    """Problems."""
+    furthest: float = 0.0
+    """Largest relative difference of a loss so far."""
+
+    @property
+    def states(self) -> Path:
+        """Where states are kept that are needed again."""
+        return self.sources.scratch / f"after-{self.span.begin}"
+
+    def keep(self, run: Run) -> None:
+        """Keep the state of the step just done. On all ranks."""
+        if run.progress.step not in self.kept:
+            keep_state(run, self.states)
+            self.kept.add(run.progress.step)
+
+    def problems(self, found: Iterable[str]) -> None:
+        """Note problems, of many the first: what follows from a wrong state is wrong, too."""
+        for problem in found:
+            self.found += 1
+            if self.found <= SHOWN:
+                self.outcome.problem(problem)
+
+    def say(self, text: str) -> None:
+        """Tell people, on rank 0."""
+        if self.world.is_main:
+            print(text, flush=True)
+
+
+def recompute(request: Request, outcome: Outcome) -> None:
+    """Compute the spans of a request, and note in `outcome` what is found. On all ranks, which have
+    not joined each other yet.
+
+    Raises:
+        RecipeError, DataError, CheckpointError, LedgerError: what keeps a step from being computed
+            that is to be looked at; in an audit, what one rank alone has met.
+    """
+    torch.set_grad_enabled(True)
+    run = Path(request.run)
+    world = join_world(request.device, request.timeout, bytes.fromhex(request.secret))
+    sources = Sources(run, request.data, Path(request.scratch))
+    line = line_of(read_history(run))
+    for span in request.spans:
+        walk = Walk(request, sources, line, world, outcome, span)
+        if request.look_at:
+            _walk(walk)
+            continue
+        try:
+            _walk(walk)
+            told = _told_of(walk)
+        except AwayError as error:
+            told = _named(span) + ": not compared"
+            outcome.miss(str(error))
+        except known_errors() as error:
+            if _gone(walk):
+                outcome.miss(f"{_named(span)}: the run has deleted that checkpoint meanwhile")
+                continue
+            told = _named(span) + ": refused"
+            outcome.problem(f"{_named(span)}: {error}")
+            if isinstance(error, DataError) and world.world_size > 1:
+                raise  # this rank alone may have read it, and the others wait for it
+        walk.say(told)
+
+
+def _walk(walk: Walk) -> None:
+    """Compute a span, through all starts of the run that are on the way."""
+    line, span, at = walk.line, walk.span, walk.span.begin
+    first = walk.sources.recipe_of(line.attempt_of(at + 1))
+    storage = states = walk.sources.states_of(first)
+    if not walk.request.look_at:
+        _check_stored(walk, storage)
+    while at < span.end:
+        attempt, until = line.stretch(at + 1, span.end)
+        _stretch(walk, attempt, at, until, states, storage)
+        at, states = until, walk.states
+
+
+def _gone(walk: Walk) -> bool:
+    """Whether the checkpoint that a span begins from is no more."""
+    with suppress(*known_errors()):
+        recipe = walk.sources.recipe_of(walk.line.attempt_of(walk.span.begin + 1))
+        names = {path.name for path in list_steps(walk.sources.states_of(recipe))}
+        return walk.span.begin > 0 and step_name(walk.span.begin) not in names
+    return False
+
+
+def _stretch(
+    walk: Walk, attempt: Attempt, begin: int, until: int, states: Place, storage: Place
+) -> None:
+    """Compute steps that have one recipe, from the state of `begin` in `states`. What it makes of
+    the run is gone when it returns."""
+    recipe = walk.sources.recipe_of(attempt)
+    with rebuilt(walk.sources, attempt, recipe, states, begin, walk.world) as (run, kind):
+        _steps(walk, run, kind, until, storage)
+        if until < walk.span.end:
+            walk.keep(run)
+
+
+def _steps(walk: Walk, run: Run, kind: Mapping[str, str], until: int, storage: Place) -> None:
+    """Compute steps of one rebuilt run, and compare each. `kind`: what computes them here."""
+    line, backs = walk.line, walk.line.rollbacks
+    targets = {to for after, to in backs.items() if to < after <= walk.span.end}
+    with _inputs(run) as inputs:
+        while run.progress.step < until:
+            step = run.progress.step + 1
+            if run.progress.step in targets:
+                walk.keep(run)
+            attempt, expected = line.attempt_of(step), line.recorded(step)
+            walk.proof = _weaker(walk.proof, _provable(walk, run, attempt, kind))
+            if step == walk.request.look_at:
+                _look(walk, run, inputs, step)
+                return
+            if expected and expected.skipped == "weights":  # a save has found that in the run
+                run.checkpointer.not_finite = "the ledger says so"
+            first, result = run.progress.sequences, train_step(run, inputs)
+            loss, norm = result.loss, result.grad_norm
+            found = Numbers(loss, norm, result.skipped, result.consumed)
+            _compare(walk, run, step, first, found)
+            if step in backs:
+                to = backs[step]
+                go_back(run, walk.states if to in walk.kept else storage, to)
+            if run.task.after_step:
+                run.task.after_step(run.model, run.progress.sequences)
+            if step in line.digests and not walk.request.look_at:
+                _check_state(walk, run, step)
+
+
+@contextmanager
+def _inputs(run: Run) -> Iterator[Inputs]:
+    """The micro-batches of this rank from now on."""
+    batches = load(
+        run.task.stream,
+        requests(run.plan, run.mesh.dp_rank, run.progress.sequences),
+        workers=0,
+        pin_memory=run.world.device.type == "cuda",
+        account=True,
+    )
+    try:
+        yield Inputs(batches, run.plan.passes)
+    finally:
+        batches.close()
+
+
+def _provable(walk: Walk, run: Run, attempt: Attempt, kind: Mapping[str, str]) -> Proof:
+    """How far a step of an attempt must agree with what this world computes from its state."""
+    start, world = attempt.start, run.world
+    unlike = [
+        f"{key} was {then}, here {kind.get(key, 'none')}"
+        for key, then in start.computed_by.items()
+        if kind.get(key) != then
+    ]
+    if unlike:
+        walk.outcome.miss(
+            f"attempt {attempt.number} cannot be compared, as other code or machines computed it: "
+            f"{', '.join(unlike)}"
+        )
+        return "none"
+    if run.recipe.exact:
+        return "bits"
+    same = (start.world_size, start.nodes) == (world.world_size, world.nodes)
+    on_cpu = world.device.type == "cpu" and start.threads == torch.get_num_threads()
+    known = run.given.batch.micro_batch != "auto"
+    return "bits" if same and on_cpu and known else "rounding"
+
+
+def _weaker(one: Proof, other: Proof) -> Proof:
+    order: list[Proof] = ["bits", "rounding", "none"]
+    return max(one, other, key=order.index)
+
+
+# --- comparing -------------------------------------------------------------------------------
+
+
+def _compare(walk: Walk, run: Run, step: int, first: int, found: Numbers) -> list[str]:
+    """Compare a step, whose first sequence is `first`, with the ledger; returns the clauses in
+    which it differs."""
+    line = walk.line.recorded(step)
+    if line is None:  # it was lost with a process, or else `History.problems` tells
+        return []
+    after = first + run.plan.global_batch
+    told = list(differences(found, line, walk.proof, TOLERANCE[run.recipe.precision.dtype]))
+    if (first, after) != (line.first, line.after_last):
+        told.insert(
+            0,
+            f"its sequences are {first} to {after - 1}, and the ledger says {line.first} to "
+            f"{line.after_last - 1}",
+        )
+    if line.loss is not None and walk.proof != "none":
+        walk.furthest = max(walk.furthest, relative(found.loss, line.loss))
+    walk.compared += 1
+    walk.problems(f"step {step}: {one}" for one in told)
+    return told
+
+
+def _check_state(walk: Walk, run: Run, step: int) -> None:
+    """Compare weights and moments after a step with the digests that its save left in the
+    ledger."""
+    if walk.proof != "bits":
+        return
+    tensors, _ = run.model.kept_by(run.optimizer, run.mesh.merged)
+    found = digests_in_memory(dist.group.WORLD, model=run.model.saved, optimizer=tensors)
+    walk.problems(
+        f"step {step}: the {what} after it have another digest, {ours}, than its save has told, "
+        f"{theirs}"
+        for what, ours, theirs in zip(found._fields, found, walk.line.digests[step], strict=True)
+        if ours != theirs
+    )
+
+
+def _check_stored(walk: Walk, storage: Place) -> None:
+    """Compare the checkpoints at both ends of a span with the digests that their saves left in the
+    ledger. On all ranks; rank 0 reads."""
+
+    def look() -> list[str]:
+        told = []
+        for step in walk.span:
+            if step not in walk.line.digests or step not in walk.request.stored:
+                continue
+            path = storage / step_name(step)
+            try:
+                found = stored_digests(path)
+            except CheckpointError:
+                if path in list_steps(storage):  # else the run has deleted it meanwhile
+                    raise
+                continue
+            told += [
+                f"the checkpoint of step {step} holds other {what} than its save wrote: their "
+                f"digest is {ours}, and the ledger says {theirs}"
+                for what, ours, theirs in zip(
+                    found._fields, found, walk.line.digests[step], strict=True
+                )
+                if ours != theirs
+            ]
+        return told
+
+    with failing_alike():
+        walk.problems(RankGroup(dist.group.WORLD).on_main(look))
+
+
+def _named(span: Span) -> str:
+    origin = f"the checkpoint of step {span.begin}" if span.begin else "the beginning"
+    return f"steps {span.begin + 1} to {span.end} from {origin}"
+
+
+def _told_of(walk: Walk) -> str:
+    how = {
+        "bits": "compared bit by bit",
+        "rounding": f"compared but for rounding, losses differ by {walk.furthest:.1e} at most",
+        "none": "not compared",
+    }
+    problems = f"; {walk.found} problem(s), see below" if walk.found else ""
+    return f"{_named(walk.span)}: {walk.compared} step(s), {how[walk.proof]}{problems}"
+
+
+# --- one step --------------------------------------------------------------------------------
+
+
+def _look(walk: Walk, run: Run, inputs: Inputs, step: int) -> None:
+    """Compute the gradients of a step, tell of them, and explain them if that is asked for."""
+    line = walk.line.recorded(step)
+    batches, _ = inputs.take()
+    micro_batches = run.plan.micro_batches(run.mesh.dp_rank, run.progress.sequences)
+    found = gradients(run, batches, consumed(batches, micro_batches, run.mesh.witness))
+    numbers = Numbers(found.loss, found.norm, _skipped(run, found, line), found.consumed)
+    own = {name: p.grad for name, p in run.model.parameters.items() if p.grad is not None}
+    digest, _ = digests_in_memory(dist.group.WORLD, model=own, optimizer={})
+    told = _compare(walk, run, step, run.progress.sequences, numbers)
+    if line is None:
+        walk.outcome.miss(f"the ledger has no line of step {step}")
+    attempt = walk.line.attempt_of(step)
+    walk.say(
+        f"step {step} of attempt {attempt.number}, on {walk.world.world_size} rank(s); the run had "
+        f"{attempt.start.world_size}"
+    )
+    verdict = f"skipped, for its {numbers.skipped}" if numbers.skipped else "kept"
+    for name, value in (
+        ("loss", repr(found.loss)),
+        ("gradient norm", f"{found.norm!r} ({found.norm.hex()})"),
+        ("gradients' digest", digest),
+        ("verdict", verdict),
+    ):
+        walk.say(f"  {name:<18} {value}")
+    walk.say(f"  {'compared':<18} {_sentence(walk, line is not None, told)}")
+    if walk.request.why:
+        for text in why(run, found, walk.line, walk.sources):
+            walk.say(text)
+
+
+def _skipped(run: Run, found: Gradients, line: object) -> str:
+    """What is wrong with a step, as the ledger names it; "" if nothing is. On all ranks."""
+    if not math.isfinite(found.loss):
+        return "loss"
+    if not math.isfinite(found.norm):
+        return "norm"
+    suspected = getattr(line, "skipped", "") == "weights"
+    return "weights" if suspected and not_finite_anywhere(run) else ""
+
+
+def _sentence(walk: Walk, recorded: bool, told: Sequence[str]) -> str:
+    """What a comparison with the ledger has shown."""
+    if not recorded:
+        return "not at all: the ledger has no line of this step"
+    if told:
+        return "; ".join(told)
+    if walk.proof == "none":
+        return "not at all: it cannot be compared, see below"
+    if walk.proof == "bits":
+        return "loss, norm and verdict are those of the ledger, to the last bit"
+    return (
+        f"loss and norm are those of the ledger but for rounding: losses differ by "
+        f"{walk.furthest:.1e}. A run in fast mode repeats its bits only on a CPU, with as many "
+        "ranks and threads as it had"
+    )
+
+
+# --- a rank ----------------------------------------------------------------------------------
+
+
+def replay_alone(request: Request) -> Outcome:
+    """A replay whose only rank is this process; raises as `recompute`."""
+    outcome = Outcome()
+    try:
+        recompute(request, outcome)
+    finally:
+        drop_world()
+    return outcome
+
+
+def main() -> NoReturn:
+    """Run one rank; never returns."""
+    die_with_parent()
+    request, outcome, code = Request.from_json(os.environ[REQUEST]), Outcome(), EXIT_DONE
+    try:
+        recompute(request, outcome)
+    except known_errors() as error:
+        outcome.errors, code = lines(error), EXIT_WRONG_INPUT
+    if code or read_environment()[0] == 0:
+        write_whole(Path(request.scratch) / OUTCOME, json.dumps(asdict(outcome)))
+    leave_world(code)
+
+
+if __name__ == "__main__":
+    main()

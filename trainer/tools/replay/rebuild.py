@@ -1,0 +1,226 @@
+"""A run as it was after one of its steps, on other ranks. Writes nothing into its directory."""
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from checkpointing import TensorCheckpointer
+from checkpointing.format.tensors import tensors_not_finite
+from checkpointing.storage.place import Place, location
+from elastic import Pulse, World
+from elastic.group.batch_plan import plan_batch
+from elastic.node.files import read_text
+from elastic.node.recall import Recall
+from elastic.record.history import Attempt
+from elastic.world import limit_waits
+from trainer.optim.schedule import build_schedule
+from trainer.parallel.mesh import build_mesh
+from trainer.recipe import Recipe, RecipeError, counted, load_recipe
+from trainer.run.build import attention_kernel, model_and_optimizer
+from trainer.run.compiled import keep_caches_closed
+from trainer.run.identity import computed_by, identify
+from trainer.run.metrics import Log
+from trainer.run.micro_batch import noted
+from trainer.run.provenance import digest_of, recipe_file
+from trainer.run.reference import Reference
+from trainer.run.saves import contents, load_beginning, restore
+from trainer.run.state import Run
+from trainer.tasks.task import build_task
+
+
+class AwayError(RecipeError):
+    """What a step is to be computed from is not there, so nothing is proved by it."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a run is rebuilt from."""
+
+    run: Path
+    """Its directory."""
+    data: Sequence[str]
+    """Where its data sets lie now, in the order of the recipe; empty: where the recipe says."""
+    scratch: Path
+    """Folder of this replay."""
+
+    def recipe_of(self, attempt: Attempt) -> Recipe:
+        """The recipe that an attempt trained with, with paths that hold here. An attempt that names
+        none is older than the folder of recipes, and had recipe.yaml.
+
+        Raises:
+            AwayError: the recipe or its data is not there, or this version cannot read the recipe.
+            RecipeError: the recipe is another one than the attempt began with.
+        """
+        start = attempt.start
+        path = recipe_file(self.run, start.recipe) if start.recipe else self.run / "recipe.yaml"
+        try:
+            text = read_text(path)
+        except OSError as error:
+            raise AwayError(f"{path}: {error.strerror}") from error
+        if start.recipe and digest_of(text) != start.recipe:
+            raise RecipeError(f"{path} is not the recipe that attempt {attempt.number} began with")
+        try:
+            recipe = load_recipe(path)
+        except RecipeError as error:
+            raise AwayError(f"{path} cannot be read by this version: {error}") from error
+        return self._here(recipe, attempt)
+
+    def states_of(self, recipe: Recipe) -> Place:
+        """Where the checkpoints of the run lie."""
+        return location(recipe.checkpoint_directory).absolute()
+
+    def _here(self, recipe: Recipe, attempt: Attempt) -> Recipe:
+        """The recipe for this machine: relative paths start from where the run was started, else
+        from here."""
+
+        def found(path: str) -> str:
+            there = Path(attempt.start.directory) / path
+            return str(there if there.exists() else Path(path).absolute())
+
+        if self.data and len(self.data) != len(recipe.data.sources):
+            raise RecipeError(
+                f"--data: given {len(self.data)} time(s), but the recipe has "
+                f"{len(recipe.data.sources)} data set(s); give one for each, in their order"
+            )
+        paths = self.data or [found(source.path) for source in recipe.data.sources]
+        if away := [path for path in paths if not (Path(path) / "index.json").is_file()]:
+            raise AwayError(
+                f"there is no data in {away[0]}, which has no index.json; say where it lies now "
+                "with --data"
+            )
+        data, model, checkpoint = recipe.data, recipe.model, recipe.checkpoint
+        sources = tuple(
+            replace(source, path=path) for source, path in zip(data.sources, paths, strict=True)
+        )
+        data = replace(data, sources=sources)
+        if data.graph:
+            data = replace(data, graph=replace(data.graph, path=found(data.graph.path)))
+        if model.init_from:
+            model = replace(model, init_from=found(model.init_from))
+        directory = checkpoint.directory
+        if directory and "://" not in directory:
+            directory = found(directory)
+        made_by, device = attempt.start.computed_by, recipe.run.device
+        if made_by:
+            device = "cuda" if "gpu" in made_by and torch.cuda.is_available() else "cpu"
+        return replace(
+            recipe,
+            run=replace(recipe.run, dir=str(self.run), device=device),
+            data=data,
+            model=model,
+            checkpoint=replace(checkpoint, directory=directory, verify=True),
+        )
+
+
+@contextmanager
+def rebuilt(
+    sources: Sources, attempt: Attempt, recipe: Recipe, states: Place, step: int, world: World
+) -> Iterator[tuple[Run, Mapping[str, str]]]:
+    """A run as an attempt had it after a step. On all ranks.
+
+    Args:
+        sources: of the run.
+        attempt: which goes on from that step.
+        recipe: of the attempt, as `Sources.recipe_of` gives it.
+        states: directory that holds the state of the step.
+        step: 0: fresh weights.
+        world: of this replay.
+
+    Returns:
+        The run; and what computes it here: code, torch, cpu, gpu.
+
+    Raises:
+        RecipeError, DataError, CheckpointError: recipe, data and state contradict each other.
+    """
+    keep_caches_closed(sources.scratch, recipe.strategy.compile)
+    given = recipe
+    if recipe.batch.micro_batch == "auto":  # which rounds otherwise, and no more
+        size = noted(recipe, world) or 1
+        recipe = replace(recipe, batch=replace(recipe.batch, micro_batch=size))
+    task = build_task(recipe)
+    if attempt.start.data not in ("", task.stream.fingerprint):
+        raise RecipeError(
+            f"the data is not what attempt {attempt.number} trained on: its fingerprint is another"
+        )
+    identity = identify(recipe, task.stream.fingerprint)
+    init_from = identity["model.init_from"] if recipe.model.init_from else ""
+    recipe = counted(recipe, task.stream.sequences)
+    mesh, batch = build_mesh(recipe, world), recipe.batch
+    try:
+        plan = plan_batch(batch.global_batch, mesh.dp_size, recipe.micro_batch, fixed=recipe.exact)
+    except ValueError as error:
+        raise RecipeError(f"--nproc: {error}") from error
+    with (
+        _reader(recipe, states) as checkpointer,
+        attention_kernel(recipe, task, world.device),
+    ):
+        model, optimizer = model_and_optimizer(recipe, task, world, mesh)
+        limit_waits(recipe.elastic.timeout_seconds)
+        pulse, begun = Pulse.from_environment(), False
+        if recipe.objective.referenced and not Reference(recipe, task, init_from).find(world, mesh):
+            begun = True
+            load_beginning(model, recipe, task)
+            elsewhere = replace(recipe, run=replace(recipe.run, dir=str(sources.scratch)))
+            Reference(elsewhere, task, init_from).compute(model, world, mesh, pulse)
+        progress, _ = restore(
+            checkpointer, model, optimizer, recipe, task, init_from, begun=begun, step=step
+        )
+        start = replace(
+            attempt.start,
+            step=progress.step,
+            sequences=progress.sequences,
+            world_size=world.world_size,
+        )
+        fixed = {name: one for name, one in model.tensors.items() if name not in model.trained}
+        yield Run(
+            given, recipe, task, world, mesh, plan, model, optimizer, build_schedule(recipe),
+            progress, checkpointer, start, Log(recipe, start, silent=True), pulse, Recall(None),
+            frozenset(tensors_not_finite(fixed)),
+        ), computed_by(identity, world.device)  # fmt: skip
+    gc.collect()  # wrapped models hold themselves
+
+
+def _reader(recipe: Recipe, directory: Place) -> TensorCheckpointer:
+    """What loads states of a run, and changes none."""
+    return TensorCheckpointer(
+        str(directory),
+        recipe.checkpoint,
+        dist.group.WORLD,
+        adapter=bool(recipe.model.adapter),
+        read_only=True,
+    )
+
+
+def keep_state(run: Run, directory: Path) -> None:
+    """Save the state of the step just done in a folder of this replay. On all ranks."""
+    options = replace(
+        run.recipe.checkpoint,
+        directory=None, every=0, keep=0, keep_every=0, keep_best=0, when_busy="wait", slots=1,
+        max_bandwidth=None, peer_copy=False, trace=False,
+    )  # fmt: skip
+    adapter = bool(run.recipe.model.adapter)
+    with TensorCheckpointer(directory, options, dist.group.WORLD, adapter=adapter) as saver:
+        saver.save(run.progress.step, **contents(run), wait=True)
+        saver.wait()
+
+
+def go_back(run: Run, directory: Place, step: int) -> None:
+    """Do to a run what `roll_back` does, with the state of a step that lies in `directory`. On all
+    ranks.
+
+    Raises:
+        CheckpointError: it does not lie there.
+    """
+    targets = run.model.targets_of(run.optimizer)
+    with _reader(run.recipe, directory) as checkpointer:
+        checkpointer.load(
+            model=run.model.tensors, optimizer=targets, step=step, finite=run.model.trained
+        )
+    targets.put()
+    run.progress.rollbacks += 1
+    run.progress.skipped_in_row = 0

@@ -1,0 +1,331 @@
+"""Why a step gave what it gave: its documents by loss, gradient and share of the gradient, the
+parameters whose gradients were largest, and the steps around it.
+
+[Note: share] The gradient g of a step is the sum of those of its documents, each weighted by its
+share of the labels. The share of document d is <g_d, g> / |g|^2: these sum to 1, but for what a
+model adds to its loss by itself. A document with a large loss may have a small share, as its
+gradient points elsewhere; so there are three lists.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer
+from torch.distributed.tensor import DTensor
+
+from checkpointing.format.tensors import local_tensor
+from checkpointing.format.untrusted import printable
+from checkpointing.ranks import exchange
+from elastic.node.exchange import received
+from trainer.data.loader import TokenStream
+from trainer.data.sample_stream import SampleStream
+from trainer.data.samples import IGNORED_LABEL
+from trainer.data.shards import TokenDataset
+from trainer.data.stream import COUNTED
+from trainer.data.tokenizer import read_tokenizer
+from trainer.optim.schedule import build_schedule
+from trainer.parallel.passes import Call, Passed
+from trainer.recipe import RecipeError, counted
+from trainer.recipe.seeds import stable_seed
+from trainer.run.state import Run
+from trainer.run.step import Gradients, seed_generators
+from trainer.text import table
+from trainer.tools.replay.line import Line
+from trainer.tools.replay.rebuild import Sources
+
+LISTED = 5
+"""Documents of each list, and parameters."""
+AROUND = 3
+"""Steps before, and after, that are shown beside it."""
+SHOWN_TOKENS, SHOWN_LETTERS = 60, 70
+"""Tokens of a document that are decoded, and letters of these that are shown."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a step took of a document: the inputs of one sequence that are of it. Or a sample of the
+    user's own data."""
+
+    position: int
+    """Place of the sequence in the order of the data."""
+    source: int
+    number: int
+    """Which document, or sample, of its source this is."""
+    batch: Mapping[str, Any]
+    """Inputs of the model in which its labels alone count."""
+    labels: int
+    """How many there are."""
+    ids: Sequence[int] = ()
+    """Its first tokens."""
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """What a part gave."""
+
+    part: Part
+    loss: float
+    """Mean over its labels."""
+    norm: float
+    """Norm of its own gradient, as it counts in the step's."""
+    share: float
+    """See [Note: share]."""
+
+
+def why(run: Run, found: Gradients, line: Line, sources: Sources) -> Iterator[str]:
+    """What explains a step, in lines. On all ranks, with its gradients in the model, which are gone
+    afterwards.
+
+    Args:
+        run: as it was before the step.
+        found: what the step gave.
+        line: of the run.
+        sources: of the run.
+
+    Raises:
+        RecipeError: its data has no documents that can be told apart.
+    """
+    step = run.progress.step + 1
+    # DDP's gradients lie in memory that the next backward pass writes to.
+    whole = {name: gradient.clone() for name, gradient in _gradients(run).items()}
+    scale = found.undivided / run.progress.loss_scale.value
+    largest = _largest(run, whole, scale)
+    parts = list(_parts(run))
+    if run.world.is_main:
+        print(
+            f"\nwhy: step {step} took {len(parts)} documents, or parts of them; each takes a "
+            "forward and a backward pass",
+            flush=True,
+        )
+    labels = sum(part.labels for part in parts)
+    weighed = [_weigh(run, part, whole, scale, found.norm, max(1, labels)) for part in parts]
+    names = _Names(run)
+    shares = sum(one.share for one in weighed)
+    for title, key in (
+        ("highest loss a token", lambda one: one.loss),
+        ("largest gradient of its own", lambda one: one.norm),
+        (f"largest share of the gradient (all together {shares:.1%})", lambda one: one.share),
+    ):
+        ordered = sorted(weighed, key=lambda one: _last_if_nan(key(one)), reverse=True)
+        yield f"\n{title}:"
+        yield from names.table(ordered[:LISTED])
+    yield "\nlargest gradients, by parameter:"
+    square = found.norm**2 or 1.0
+    rows = [[f"{norm:.4g}", f"{norm**2 / square:.1%}", name] for name, norm in largest]
+    yield from table([["norm", "of |g|²", "parameter"], *rows], right={0, 1}, indent="  ")
+    yield "\nthe steps around it:"
+    yield from _around(run, step, line, sources)
+
+
+def _last_if_nan(value: float) -> float:
+    """A key that puts what is infinite first, and what is no number first of all: such a document
+    explains most."""
+    return math.inf if math.isnan(value) else value
+
+
+# --- documents -------------------------------------------------------------------------------
+
+
+def _parts(run: Run) -> Iterator[Part]:
+    """What the step to come takes of documents, or samples."""
+    stream, begin = run.task.stream, run.progress.sequences
+    if getattr(stream, "paired", False) or not isinstance(stream, TokenStream | SampleStream):
+        raise RecipeError(
+            "--why: this data has no documents that can be told apart in the loss: it is a graph, "
+            "or pairs of answers; leave --why away"
+        )
+    for position in range(begin, begin + run.plan.global_batch):
+        batch = stream.fetch([position])
+        if isinstance(stream, SampleStream):
+            (source,), (sample,) = stream.locate(np.array([position]))
+            yield Part(position, int(source), int(sample), batch, batch[COUNTED])
+            continue
+        source, documents = stream.documents_of(position)
+        numbers = torch.from_numpy(documents)
+        for number in dict.fromkeys(documents.tolist()):
+            inside = numbers == number
+            labels = torch.where(inside, batch["labels"][0], IGNORED_LABEL)[None]
+            count = int((labels != IGNORED_LABEL).sum())
+            if number >= 0 and count:
+                ids = batch["input_ids"][0][inside][:SHOWN_TOKENS].tolist()
+                yield Part(position, source, number, {**batch, "labels": labels}, count, ids)
+
+
+def _weigh(
+    run: Run,
+    part: Part,
+    whole: Mapping[str, torch.Tensor],
+    scale: float,
+    norm: float,
+    labels: int,
+) -> Weighed:
+    """Compute the loss and the gradient of a part by itself. On all ranks: those that have a share
+    of the batch each compute the same, and the first counts."""
+    model, recipe, device = run.model, run.recipe, run.world.device
+    weight = part.labels / labels * run.progress.loss_scale.value
+    weight *= run.mesh.dp_rank == 0
+    losses: list[torch.Tensor] = []
+
+    def forward(_number: int, batch: Mapping[str, torch.Tensor], call: Call) -> Passed:
+        inputs = {key: one.to(device) for key, one in batch.items() if key != COUNTED}
+        if recipe.draws:
+            seed_generators(stable_seed(recipe.run.seed, "dropout", part.position), device)
+        result = call(inputs)
+        if not isinstance(result, dict):
+            return result
+        # What a family adds beside the loss of labels is of no document.
+        loss = result.get("cross_entropy", result["loss"])
+        losses.append(loss.detach().double())
+        return loss * weight
+
+    model.zero_gradients()
+    model.run([part.batch], forward, train=True)
+    model.collect_gradients()
+    mine = losses[0] if losses and run.mesh.dp_rank == 0 and run.mesh.counts else None
+    total = torch.zeros(3, dtype=torch.float64, device=device)
+    for name, gradient in _gradients(run).items():
+        copies = run.mesh.holders // _shards(gradient)
+        own = local_tensor(gradient).double() / run.progress.loss_scale.value
+        total[0] += (own * (local_tensor(whole[name]).double() * scale)).sum().to(device) / copies
+        total[1] += own.square().sum().to(device) / copies
+    if mine is not None:
+        total[2] += mine.to(device)
+    dist.all_reduce(total, group=run.mesh.group)
+    along, square, loss = received(total)
+    return Weighed(part, loss, square**0.5, along / norm**2 if norm else 0.0)
+
+
+def _gradients(run: Run) -> dict[str, torch.Tensor]:
+    """The gradients in the model that count on this rank, by FQN."""
+    pipeline = run.model.pipeline
+    elsewhere = pipeline.counted_elsewhere if pipeline else None
+    return {
+        name: parameter.grad
+        for name, parameter in run.model.parameters.items()
+        if parameter.grad is not None and parameter is not elsewhere
+    }
+
+
+def _shards(gradient: torch.Tensor) -> int:
+    """Into how many parts a tensor is cut over the ranks that hold it."""
+    if not isinstance(gradient, DTensor):
+        return 1
+    sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+    return math.prod(1 if placement.is_replicate() else size for size, placement in sizes)
+
+
+def _largest(run: Run, whole: Mapping[str, torch.Tensor], scale: float) -> list[tuple[str, float]]:
+    """The parameters whose gradients have the largest norms, and these. On all ranks."""
+    squares = {
+        name: float(local_tensor(gradient).double().square().sum())
+        * scale**2
+        / (run.mesh.holders // _shards(gradient))
+        for name, gradient in whole.items()
+    }
+    total: Counter[str] = Counter()
+    every: list[dict[str, float]] = exchange(squares, run.world.world_size, run.mesh.group)
+    for of_rank in every:
+        total.update(of_rank)
+    return [(name, square**0.5) for name, square in total.most_common(LISTED)]
+
+
+class _Names:
+    """How documents of a run are told to people."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._paths = [source.path for source in run.recipe.data.sources]
+        self._opened: dict[int, tuple[TokenDataset, Tokenizer]] = {}
+
+    def table(self, weighed: Sequence[Weighed]) -> list[str]:
+        """Lines, one for each of some parts."""
+        head = ["loss", "norm", "share", "labels", "document", "record", "text"]
+        rows = [
+            [
+                f"{one.loss:.3f}",
+                f"{one.norm:.4g}",
+                f"{one.share:.1%}",
+                f"{one.part.labels:,}",
+                *self._named(one.part),
+            ]
+            for one in weighed
+        ]
+        return table([head, *rows], right={0, 1, 2, 3}, indent="  ")
+
+    def _named(self, part: Part) -> tuple[str, str, str]:
+        """Document, record, and the beginning of the text."""
+        if not self._paths:
+            return f"sample {part.number}", str(self._run.recipe.data.factory), ""
+        path = self._paths[part.source]
+        if part.source not in self._opened:
+            tokenizer = read_tokenizer(Path(path) / "tokenizer.json")
+            self._opened[part.source] = TokenDataset(path, "train"), tokenizer
+        dataset, tokenizer = self._opened[part.source]
+        origin = dataset.origin(part.number)
+        record = f"{origin[0]}:{origin[1]}" if origin else "not known: prepared by an older version"
+        text = printable(tokenizer.decode(list(part.ids), skip_special_tokens=False))
+        if len(text) > SHOWN_LETTERS:
+            text = f"{text[:SHOWN_LETTERS]}…"
+        return f"{part.number} of {printable(Path(path).name)}", printable(record), text
+
+
+# --- the steps around ------------------------------------------------------------------------
+
+
+def _around(run: Run, step: int, line: Line, sources: Sources) -> list[str]:
+    """What the ledger and the recipes say of the steps around one, in a table."""
+    steps = [one for one in range(step - AROUND, step + AROUND + 1) if 1 <= one <= line.last]
+    rows = []
+    for _, group in groupby(steps, key=lambda one: line.stretch(one, one)[0].start.recipe):
+        some = list(group)
+        rate = None
+        with suppress(RecipeError):  # of another start, whose recipe may be gone
+            recipe = sources.recipe_of(line.attempt_of(some[0]))
+            rate = build_schedule(counted(recipe, run.task.stream.sequences))
+        for one in some:
+            attempt, record = line.attempt_of(one), line.recorded(one)
+            loss = f"{record.loss:.4f}" if record and record.loss is not None else ""
+            norm = f"{record.norm:.4g}" if record and record.norm is not None else ""
+            lr = f"{rate(one):.3e}" if rate else ""
+            numbers = [f"{one}", loss, norm, lr, str(attempt.start.world_size)]
+            mark = "→" if one == step else ""
+            rows.append([mark, *numbers, _mixture(run, line, one), _remarks(line, one)])
+    head = ["", "step", "loss", "norm", "lr", "ranks", "sequences by source", ""]
+    return table([head, *rows], right={1, 2, 3, 4, 5}, indent="  ")
+
+
+def _mixture(run: Run, line: Line, step: int) -> str:
+    """How many sequences a step took of each source, where there are several."""
+    record, stream = line.recorded(step), run.task.stream
+    if record is None or not isinstance(stream, TokenStream) or len(run.recipe.data.sources) < 2:
+        return ""
+    sources, _ = stream.locate(np.arange(record.first, record.after_last))
+    return ", ".join(
+        f"{count} of {number}" for number, count in enumerate(np.bincount(sources)) if count
+    )
+
+
+def _remarks(line: Line, step: int) -> str:
+    """What is special about a step."""
+    attempt, record = line.attempt_of(step), line.recorded(step)
+    found = []
+    if step == attempt.start.step + 1 and step > 1:
+        changed = ", ".join(
+            f"{printable(key)} {printable(str(old))} → {printable(str(new))}"
+            for key, (old, new) in attempt.start.changed.items()
+        )
+        found.append(f"attempt {attempt.number} begins" + (f": {changed}" if changed else ""))
+    if record and record.skipped:
+        found.append(f"skipped for its {printable(record.skipped)}")
+    if step in line.rollbacks:
+        found.append(f"then rolled back to step {line.rollbacks[step]}")
+    return "; ".join(found)
