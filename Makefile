@@ -11,7 +11,7 @@ FAKE_TORCH ?= 2.14.1
 FAKE := .venv/fake-cuda-$(FAKE_TORCH)
 FAKE_TABLE := benchmarks/results/fake-cuda-$(FAKE_TORCH).md
 
-.PHONY: help train test pytest setup lint bench gpu gpu-wheelhouse soak fakecuda layouts gluster transformers4 slurm attack seeing image docs clean
+.PHONY: help train test pytest setup lint bench gpu gpu-wheelhouse soak fakecuda layouts gluster transformers4 slurm manifests attack seeing image docs clean
 
 help:            ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -72,6 +72,11 @@ fakecuda: $(FAKE)/.installed  ## train on a fake CUDA runtime, with torch's CUDA
 
 slurm: $(DEV)    ## train under a Slurm of its own (root, slurm-wlm, munge), through requeues and lost nodes
 	tests/opt_in/slurm.sh
+
+manifests: $(DEV) ## hold what `perdure launch` writes against the schemas of Kubernetes, Kubeflow and SkyPilot (0.8 GB)
+	test -x .venv/manifests/bin/python || $(PYTHON) -m venv .venv/manifests
+	.venv/manifests/bin/pip install -q kubernetes-validate==1.37.0 kubeflow-trainer-api==2.3.0 skypilot==0.14.1
+	.venv/manifests/bin/python tests/opt_in/manifests.py $(BIN)/perdure
 
 attack: $(DEV)   ## another user and another machine try to get into real runs (root)
 	tests/opt_in/attack.sh

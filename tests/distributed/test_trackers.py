@@ -34,11 +34,18 @@ OWN = ["tracking.sinks=[own_sink:sink]", "tracking.hooks=[own_hook:tell]"]
 
 
 def points(run):
-    """Steps of the training loss in TensorBoard, without those that were done again."""
+    """Steps of the training loss in TensorBoard, without those that were done again. The recipe is
+    there, too."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.metadata import PLUGIN_NAME
 
     board = EventAccumulator(str(run / "tensorboard")).Reload()
-    return [point.step for point in board.Scalars("loss")]
+    assert board.PluginTagToContent("text").keys() == {"recipe"}
+    (text,) = board.Tensors("recipe")[-1].tensor_proto.string_val
+    assert b"    optimizer:" in text
+    assert board.PluginTagToContent(PLUGIN_NAME)
+    assert "run/goodput" in board.Tags()["scalars"]
+    return [point.step for point in board.Scalars("training/loss")]
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), max_size=6))
@@ -181,6 +188,8 @@ def test_trackers_survive_the_ranks(workspace, tmp_path):
     prom = tmp_path / "run.prom"
     recipe = ["run.dir=tracked-on", "run.steps=60", "elastic.snapshot_every=1", *TRACKED, *OWN]
     recipe += ["run.evaluate_every=30", f"tracking.prometheus={prom}"]
+    alerts = [{"when": "failure", "run": f'echo "$PERDURE_ALERT" > {tmp_path}/told'}]
+    recipe += [f"tracking.alerts={json.dumps(alerts)}"]
     with chat() as (url, posted), LocalNodes(
         ["-m", "trainer", "recipe.yaml", *recipe],
         folder=workspace,
@@ -202,7 +211,7 @@ def test_trackers_survive_the_ranks(workspace, tmp_path):
             time.sleep(0.01)
         assert node.running("trainer.run.trackers") == before
         assert nodes.wait(60) == [0], node.text()
-    assert len(before) == 5
+    assert len(before) == 6
     assert len(list((run / "wandb").glob("offline-run-*"))) == 1
     assert points(run) == list(range(1, 61))
     assert not_in_wandb(run) == []
@@ -226,6 +235,10 @@ def test_trackers_survive_the_ranks(workspace, tmp_path):
     loss = float(found['perdure_loss{run="tracked-on"}'])
     assert loss == losses(workspace, run.name)[60]
     assert 'perdure_validation_loss{run="tracked-on"}' in found
+    assert found['perdure_failures_total{run="tracked-on"}'] == "1"
+    assert 0 < float(found['perdure_goodput{run="tracked-on"}']) < 1
+    assert "# TYPE perdure_failures_total counter" in prom.read_text()
+    assert "1 failure(s) by now" in (tmp_path / "told").read_text()
     assert list(tmp_path.glob("run.prom*")) == [prom]
 
 

@@ -38,8 +38,9 @@ buildah copy --quiet "$base" "$scratch/base" /
 buildah commit --quiet --rm "$base" base
 rm -rf "$scratch/base"
 
+# --format: OCI's own has no health checks.
 # shellcheck disable=SC2086 # MOUNTS are several words
-buildah build --isolation chroot --pull-never --from localhost/base ${MOUNTS:-} \
+buildah build --format docker --isolation chroot --pull-never --from localhost/base ${MOUNTS:-} \
     ${1:+--build-arg "TORCH=$1"} --tag perdure .
 
 mkdir -p "$scratch/data" "$scratch/runs"
@@ -59,8 +60,15 @@ inside torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 -m traine
     data.sources.0.path=data/text run.steps=4 schedule.warmup_steps=1 run.device=cpu \
     strategy.compile=true
 inside perdure ckpt verify runs/quickstart
+inside tini -- perdure doctor recipes/quickstart.yaml run.device=cpu
+inside python -c 'import boto3, ctypes; ctypes.CDLL("libibverbs.so.1"); ctypes.CDLL("libmlx5.so.1")'
 others=$(find "$scratch/data" "$scratch/runs" ! -uid "$user" | head)
 [ -z "$others" ] || { echo "image.sh: not the user's: $others" >&2; exit 1; }
-entry=$(buildah inspect --format '{{.OCIv1.Config.Entrypoint}} {{.OCIv1.Config.User}}' "$image")
-[ "$entry" = "[torchrun] 1000:1000" ] || { echo "image.sh: $entry" >&2; exit 1; }
+of() { buildah inspect --format "{{.Docker.Config.$1}}" "$image"; }
+found="$(of Entrypoint) $(of User) $(of Healthcheck.Test)"
+case $found in
+'[tini -- perdure] 1000:1000 [CMD-SHELL test '*) ;;
+*) echo "image.sh: $found" >&2; exit 1 ;;
+esac
+inside sh -ec "$(of 'Healthcheck.Test' | sed 's/^\[CMD-SHELL //; s/]$//')"
 echo "built, trained and compiled as user $user on mounted folders; what it wrote belongs to that user"

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Runs recipes/slurm/train.sbatch under a Slurm of its own with two nodes, through what happens on
+# Runs what `perdure launch slurm` writes under a Slurm of its own with two nodes, through what happens on
 # clusters, and checks the run: see slurm_check.py.
 #
 #   tests/opt_in/slurm.sh [FOLDER for the logs]

@@ -126,6 +126,8 @@ def main(scratch: Path) -> None:
     assert job.state() == "COMPLETED"
     assert job.step() == last
     subprocess.run([*report, "--check"], check=True)
+    check_array(scratch, log, job)
+    subprocess.run([*report, "--check"], check=True)
     wait_for("the nodes to be empty", lambda: not any(node.left() for node in nodes), 10)
     say("nothing is left on the nodes")
 
@@ -194,13 +196,49 @@ class Job:
         return False
 
 
-def submit(scratch: Path, log: Path) -> str:
-    """Returns the number of the job."""
-    options = ["--time=2", "--signal=USR1@45", f"--output={log}/job.log", "--parsable"]
-    variables = f"--export=ALL,RANKS_PER_NODE=1,PYTHONPATH={python_path(ROOT)}"
-    script = str(ROOT / "recipes/slurm/train.sbatch")
-    job = [script, "recipe.yaml", "checkpoint.every=20"]
-    return slurm("sbatch", *options, variables, f"--chdir={scratch}", *job)
+def submit(scratch: Path, log: Path, *launch: str, minutes: int = 2) -> str:
+    """Have `perdure launch` write the script, and submit it; returns the number of the job.
+
+    Args:
+        scratch: folder of the run.
+        log: folder of the job's log.
+        launch: more options of `perdure launch`.
+        minutes: time limit.
+    """
+    script = str(scratch / f"train{''.join(launch)}.sbatch")
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
+    write = [sys.executable, "-P", "-m", "trainer.cli", "launch", "slurm", "recipe.yaml"]
+    write += ["checkpoint.every=20", "--nodes", "1:2", "--nproc-per-node", "1"]
+    subprocess.run([*write, *launch, "--out", script], cwd=scratch, env=environment, check=True)
+    options = ["--nodes=2", f"--time={minutes}", "--signal=USR1@45", f"--output={log}/job.log"]
+    variables = f"--export=ALL,PYTHONPATH={environment['PYTHONPATH']}"
+    return slurm("sbatch", "--parsable", *options, variables, f"--chdir={scratch}", script)
+
+
+def check_array(scratch: Path, log: Path, job: "Job") -> None:
+    """Train on in an array of allocations: a notice ends the first, the second does the rest, and
+    the third is cancelled."""
+    write_recipe(scratch, steps=10**6)
+    before = len(job.starts())
+    array = submit(scratch, log, "--allocations", "3", minutes=10)
+    say(f"job {array}: an array of three allocations, which may not be requeued")
+    wait_for("a start", lambda: len(job.starts()) > before)
+    goal = job.step() + 20
+    wait_for(f"step {goal}", lambda: job.step() >= goal)
+    write_recipe(scratch, steps=job.step() + 300)
+    # Slurm 22.05 sends the signal, and says that the task of an array cannot be altered.
+    subprocess.run(["scancel", "--quiet", "--signal=USR1", f"{array}_1"], check=False)
+    wait_for("another start", lambda: len(job.starts()) > before + 1)
+    nodes, step, done = job.starts()[-1]
+    say(f"it goes on after step {step}, on {nodes} node(s); {done - step} step(s) lost")
+    assert done == step
+    wait_for("an empty queue", lambda: slurm("squeue", "--noheader") == "", 300)
+    shown = slurm("scontrol", "show", "job", array)
+    tasks = re.findall(r"ArrayTaskId=(\S+).*?JobState=(\w+).*?ExitCode=(\d+)", shown, flags=re.S)
+    found = {task.partition("%")[0]: (state, code) for task, state, code in tasks}
+    assert found == {
+        "1": ("FAILED", "75"), "2": ("COMPLETED", "0"), "3": ("CANCELLED", "0"),
+    }, found  # fmt: skip
 
 
 def write_recipe(scratch: Path, steps: int) -> None:

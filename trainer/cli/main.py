@@ -11,8 +11,11 @@ from trainer.cli.chaos import add_chaos_command
 from trainer.cli.ckpt import add_ckpt_command
 from trainer.cli.compare import add_compare_command
 from trainer.cli.data import add_data_command
+from trainer.cli.doctor import add_doctor_command
 from trainer.cli.generate import add_eval_command, add_generate_command
 from trainer.cli.importing import add_import_command
+from trainer.cli.init import add_init_command
+from trainer.cli.launch import add_launch_command
 from trainer.cli.parser import Parser, Version
 from trainer.cli.plan import add_plan_command
 from trainer.cli.profile import add_profile_command
@@ -68,8 +71,8 @@ def _parser() -> argparse.ArgumentParser:
         *(add_train_command, add_store_command, add_data_command, add_ckpt_command),
         *(add_compare_command, add_chaos_command, add_plan_command, add_import_command),
         *(add_profile_command, add_generate_command, add_eval_command, add_report_command),
-        *(add_watch_command, add_runs_command, add_replay_command),
-        add_recipe_command,
+        *(add_watch_command, add_runs_command, add_replay_command, add_recipe_command),
+        *(add_init_command, add_doctor_command, add_launch_command),
     ):
         add(commands)
     return parser

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from trainer.recipe.architecture import bundled_families
+from trainer.recipe.conditions import parse_condition
 from trainer.recipe.factory import PATTERN
 from trainer.recipe.paths import wrong_paths
 from trainer.recipe.sections import ZERO_STAGES, Recipe, Tracking
@@ -360,6 +361,17 @@ def _tracking_contradictions(tracking: Tracking) -> Iterator[tuple[str, str]]:
                 yield f"tracking.{key}", f"write it as package.module:function, not {name!r}"
         if len(set(names)) < len(names):
             yield f"tracking.{key}", "names one twice; each has a process of its own: remove it"
+    for number, alert in enumerate(tracking.alerts):
+        key = f"tracking.alerts.{number}"
+        if parse_condition(alert.when) is None:
+            yield (
+                f"{key}.when",
+                f"{alert.when!r} is no condition; write loss > 8, failure, or no step for 10 min",
+            )
+        if not (alert.run or alert.post):
+            yield key, "tells nobody; give run: COMMAND, or post: URL"
+        if alert.post and not alert.post.startswith(("http://", "https://", "env:")):
+            yield f"{key}.post", f"{alert.post!r} is no webhook; write https://…, or env:NAME"
     if tracking.prometheus and not tracking.prometheus.endswith(".prom"):
         yield (
             "tracking.prometheus",

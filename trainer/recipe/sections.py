@@ -424,6 +424,22 @@ class Precision:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Alert:
+    """Something to be told of when it begins, and again only after it was over."""
+
+    when: str
+    """`NAME > NUMBER` or `NAME < NUMBER`, with a name of docs/metrics.md; `failure`: the ranks were
+    started again after one; `no step for 10 min` (s, min, h): no record has come for so long."""
+
+    run: str | None = None
+    """Command for `sh -c`, with what happened in the environment's PERDURE_ALERT."""
+
+    post: str | None = None
+    """URL to which `{"text": …}` is posted, as Slack, Mattermost and Discord (`…/slack`) take it.
+    `env:NAME` takes it from the environment, for one that is secret: recipes lie in run.dir."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tracking:
     """Where metrics and events go besides the console and metrics.jsonl."""
 
@@ -445,6 +461,10 @@ class Tracking:
     hooks: tuple[str, ...] = ()
     """`package.module:function` of your own, which are called when a run starts, steps, validates,
     saves, restarts and ends; see docs/extending.md."""
+
+    alerts: tuple[Alert, ...] = ()
+    """When to run a command or call a webhook, from a process beside rank 0; see
+    docs/metrics.md."""
 
     project: str = "perdure"
     """Weights & Biases project."""

@@ -30,7 +30,7 @@ MACHINE_BOUND = (
     *("checkpoint.directory", "checkpoint.slot_directory", "checkpoint.max_bandwidth"),
     *("checkpoint.keep", "checkpoint.keep_every", "checkpoint.keep_best", "checkpoint.best_by"),
     *("tracking.tensorboard", "tracking.wandb", "tracking.project", "tracking.name"),
-    *("tracking.prometheus", "tracking.sinks", "tracking.hooks"),
+    *("tracking.prometheus", "tracking.sinks", "tracking.hooks", "tracking.alerts"),
     *("tracking.peak_tflops", "checkpoint.trace"),
 )
 """Keys of a recipe that may differ between nodes: paths (what lies there is compared instead), and

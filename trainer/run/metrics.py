@@ -346,6 +346,7 @@ def _trackers(tracking: Tracking) -> list[list[str]]:
         "tensorboard": tracking.tensorboard,
         "wandb": tracking.wandb != "off" and wandb_mode(tracking.wandb) != "disabled",
         "prometheus": tracking.prometheus,
+        "alerts": tracking.alerts,
     }
     return [
         *([kind] for kind, asked in bundled.items() if asked),

@@ -171,7 +171,7 @@ def _check_world(
     with refusals:
         _, shards = mesh_shape(recipe, world_size, local_world_size)
         with refusals:
-            _check_batch(recipe, world_size // strategy.together)
+            check_batch(recipe, world_size // strategy.together)
         if model:
             check_parallel(recipe, model, shards)
             _check_room(recipe, model, local_world_size, shards)
@@ -213,7 +213,12 @@ def _check_places(refusals: Refusals, recipe: Recipe, task: Task | None, rank: i
             _check_prometheus(Path(tracking.prometheus))
 
 
-def _check_batch(recipe: Recipe, shares: int) -> None:
+def check_batch(recipe: Recipe, shares: int) -> None:
+    """Refuse a global batch that does not give each of so many shares of the data a sequence.
+
+    Raises:
+        RecipeError: it has too few, or does not divide where it must.
+    """
     try:
         plan_batch(recipe.batch.global_batch, shares, recipe.micro_batch, fixed=recipe.exact)
     except ValueError as error:

@@ -58,8 +58,27 @@ class Sink(Protocol):
         """There will be no more."""
 
 
+def group(key: str) -> str:
+    """What a value is of, for trackers that show values in groups: `run`, `speed`, `checkpoint`,
+    `validation` or `training`."""
+    for name, beginnings in _GROUPS.items():
+        if key.startswith(beginnings):
+            return name
+    return "training"
+
+
+_GROUPS = {
+    "run": ("attempt", "world_size", "failures", "steps_lost", "goodput", "skipped_steps"),
+    "speed": ("tokens_per_", "mfu", "step_seconds", "data_wait", "bubble", "eta", "peak_memory"),
+    "checkpoint": ("checkpoint_",),
+    "validation": ("validation_", "recall@", "ndcg@", "popularity_"),
+}
+"""Group → how the names of its values begin."""
+
+
 class TensorBoard:
-    """Event files in the run directory."""
+    """Event files in the run directory: curves in groups, and the recipe as text and as a row of
+    the table of hyperparameters."""
 
     def __init__(self, run_dir: Path) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -69,6 +88,9 @@ class TensorBoard:
         directory = run_dir / "tensorboard"
         own_directory(directory)  # names of event files can be guessed
         self._writer = EventFileWriter(str(directory))
+        recipe = recipe_of(run_dir)
+        for summary in (_text("recipe", yaml.safe_dump(recipe, sort_keys=False)), _table(recipe)):
+            self._writer.add_event(event_pb2.Event(wall_time=time.time(), summary=summary))
 
     def rewind(self, step: int) -> None:
         """See Sink."""
@@ -80,7 +102,7 @@ class TensorBoard:
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """See Sink."""
         points = [
-            self._summaries.Summary.Value(tag=key, simple_value=value)
+            self._summaries.Summary.Value(tag=f"{group(key)}/{key}", simple_value=value)
             for key, value in values.items()
             if key != "time"
         ]
@@ -93,6 +115,32 @@ class TensorBoard:
     def close(self) -> None:
         """See Sink."""
         self._writer.close()
+
+
+def _text(tag: str, text: str) -> Any:
+    """A text of TensorBoard's, shown as it is."""
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+
+    shown = "\n".join(f"    {line}" for line in text.splitlines())  # code, in Markdown
+    plugin = SummaryMetadata.PluginData(plugin_name="text")
+    tensor = TensorProto(dtype="DT_STRING", string_val=[shown.encode()])
+    metadata = SummaryMetadata(plugin_data=plugin)
+    return Summary(value=[Summary.Value(tag=tag, metadata=metadata, tensor=tensor)])
+
+
+def _table(recipe: Mapping[str, Any]) -> Any:
+    """A row of TensorBoard's table of hyperparameters."""
+    from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+
+    return hparams_pb(
+        {
+            f"{section}.{key}": value
+            for section, keys in recipe.items()
+            for key, value in keys.items()
+            if isinstance(value, bool | int | float | str) and section != "tracking"
+        }
+    )
 
 
 class WeightsAndBiases:
@@ -116,7 +164,7 @@ class WeightsAndBiases:
         _end_core()  # the wandb-core of a try that failed
         with suppress(Exception):  # it cannot say goodbye to that one
             wandb.teardown()
-        recipe = _recipe(run_dir)
+        recipe = recipe_of(run_dir)
         tracking = recipe["tracking"]
         os.environ["WANDB_MODE"] = mode = wandb_mode(tracking["wandb"])
         id_file = run_dir / "wandb-run-id"
@@ -227,28 +275,75 @@ class Prometheus:
     machine do not meet there."""
 
     def __init__(self, run_dir: Path) -> None:
-        tracking = _recipe(run_dir)["tracking"]
-        self._path = Path(tracking["prometheus"])
-        name = str(tracking["name"] or run_dir.name)
-        for character, escaped in (("\\", r"\\"), ('"', r"\""), ("\n", r"\n")):
-            name = name.replace(character, escaped)
-        self._label = f'{{run="{name}"}}'
-        self._values: dict[str, float] = {}
+        recipe = recipe_of(run_dir)
+        self._path = Path(recipe["tracking"]["prometheus"])
+        self._run = {"run": recipe["tracking"]["name"] or run_dir.name}
+        strategy = recipe["strategy"]
+        architecture = recipe["model"]["architecture"] or {}
+        about = {
+            "model": architecture.get("model_type") or recipe["model"]["init_from"] or "own",
+            "strategy": strategy["sharding"] or strategy["name"],
+            "dtype": recipe["precision"]["dtype"],
+        }
+        self._metrics = {"perdure_info": (_HELP["info"], _labels(self._run | about), 1.0)}
+        """Name → (meaning, labels, newest value)."""
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """See Sink."""
         newest = {"step": step, "record_time_seconds": values["time"], **values}
         del newest["time"]
         for key, value in newest.items():
-            self._values[f"perdure_{re.sub('[^a-zA-Z0-9_]', '_', key)}"] = value
-        lines = (
-            f"# TYPE {key} gauge\n{key}{self._label} {value!r}\n"
-            for key, value in self._values.items()
+            name = f"perdure_{re.sub('[^a-zA-Z0-9_]', '_', key)}"
+            name += "_total" if key in _COUNTERS else ""
+            help_ = _HELP.get(key, f"{key}; see docs/metrics.md")
+            self._metrics[name] = help_, _labels(self._run), value
+        text = "".join(
+            f"# HELP {name} {help_}\n"
+            f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}\n"
+            f"{name}{labels} {value!r}\n"
+            for name, (help_, labels, value) in self._metrics.items()
         )
-        write_whole(self._path, "".join(lines))  # what is beside it is no .prom: it is not read
+        write_whole(self._path, text)  # what is beside it is no .prom: it is not read
 
     def close(self) -> None:
         """The last values stay; the exporter tells how old they are."""
+
+
+_COUNTERS = ("failures", "steps_lost")
+"""What never goes back. Steps and tokens do, when a run resumes: as counters they would seem to
+begin at 0 then, and rates would jump."""
+_HELP = {
+    "info": "What is trained, and how; always 1",
+    "step": "Optimizer steps done",
+    "record_time_seconds": "Unix time of the newest values",
+    "loss": "Mean loss of the last step, nats per token",
+    "grad_norm": "Norm of the gradient before clipping",
+    "lr": "Learning rate",
+    "tokens": "Tokens consumed since the beginning of the run",
+    "tokens_per_second": "Tokens per second over all ranks",
+    "mfu": "Share of the peak FLOP/s, 0 to 1",
+    "eta_seconds": "Seconds to the last step",
+    "step_seconds_p50": "Median of step times, seconds",
+    "data_wait": "Share of the time spent waiting for data, 0 to 1",
+    "peak_memory": "Bytes of memory of rank 0 at the peak",
+    "validation_loss": "Loss over the validation set, nats per token",
+    "validation_perplexity": "Perplexity over the validation set",
+    "checkpoint_seconds": "Seconds that the newest save took",
+    "checkpoint_failed": "The newest save failed",
+    "attempt": "Starts of the ranks",
+    "world_size": "Ranks",
+    "failures": "Failures that the run has recovered from",
+    "steps_lost": "Steps that had to be done again",
+    "goodput": "Share of the time in steps whose result survived, 0 to 1",
+}
+"""What the file says of values."""
+
+
+def _labels(pairs: Mapping[str, Any]) -> str:
+    """Labels of a metric of Prometheus."""
+    table = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+    inside = ",".join(f'{key}="{str(value).translate(table)}"' for key, value in pairs.items())
+    return f"{{{inside}}}"
 
 
 def own_sink(name: str, run_dir: Path) -> Sink:
@@ -273,5 +368,8 @@ def own_sink(name: str, run_dir: Path) -> Sink:
     return sink
 
 
-def _recipe(run_dir: Path) -> dict[str, Any]:
-    return yaml.safe_load(read_text(run_dir / "recipe.yaml"))
+def recipe_of(run_dir: Path) -> dict[str, Any]:
+    """The recipe of the run, without alerts: who has a webhook can post to it."""
+    recipe: dict[str, Any] = yaml.safe_load(read_text(run_dir / "recipe.yaml"))
+    recipe["tracking"].pop("alerts", None)
+    return recipe

@@ -23,8 +23,10 @@ from elastic.exits import SIGNALS
 from elastic.node.files import open_to_read, read_text, write_whole
 from elastic.record.ledger import LEDGER
 from elastic.record.lines import read_record
+from trainer.run.alerts import Alerts
 from trainer.run.events import Reader
 from trainer.run.sinks import Prometheus, Sink, TensorBoard, WeightsAndBiases, own_sink
+from trainer.run.standing import Standing
 
 METRICS = "metrics.jsonl"
 LOOK_SECONDS = 0.5
@@ -37,8 +39,14 @@ SINKS: dict[str, Callable[[Path], Sink]] = {
     "wandb": WeightsAndBiases,
     "tensorboard": TensorBoard,
     "prometheus": Prometheus,
+    "alerts": Alerts,
 }
-NAMES = {"wandb": "W&B", "tensorboard": "TensorBoard", "prometheus": "tracking.prometheus"}
+NAMES = {
+    "wandb": "W&B",
+    "tensorboard": "TensorBoard",
+    "prometheus": "tracking.prometheus",
+    "alerts": "tracking.alerts",
+}
 
 
 class Tail:
@@ -86,7 +94,7 @@ def to_sink(sink: Sink, run_dir: Path, after: float) -> Iterator[float]:
         after: moment of the last record that it is known to keep.
     """
     kept, rewind = getattr(sink, "kept", None), getattr(sink, "rewind", None)
-    tail = Tail(run_dir / METRICS, kept(after) if kept else after)
+    tail, standing = Tail(run_dir / METRICS, kept(after) if kept else after), Standing(run_dir)
     while True:
         again, records = tail.read()
         if again is not None and rewind:
@@ -94,6 +102,8 @@ def to_sink(sink: Sink, run_dir: Path, after: float) -> Iterator[float]:
         for record in records:
             step, _ = record.pop("step"), record.pop("event", None)
             values = {key: math.nan if value is None else value for key, value in record.items()}
+            if "loss" in values:
+                values |= standing.at(values["time"])
             sink.record(step, values)
         yield kept(after) if kept else tail.after
 

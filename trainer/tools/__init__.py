@@ -1,2 +1,2 @@
-"""What people start beside training: compare, report, generate, import from DeepSpeed, accelerate
-and Trainer."""
+"""What people start beside training: compare, report, generate, launch, init, doctor, import from
+DeepSpeed, accelerate and Trainer."""

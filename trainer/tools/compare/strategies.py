@@ -121,6 +121,7 @@ def _settings(recipe: Recipe, steps: int, run: Path) -> list[str]:
     settings += [f"tracking.profile_after={last - MEASURED}"]
     settings += ["tracking.tensorboard=false", "tracking.wandb=off"]
     settings += ["tracking.prometheus=null", "tracking.sinks=[]", "tracking.hooks=[]"]
+    settings += ["tracking.alerts=[]"]
     settings += ["checkpoint.directory=null", f"checkpoint.every={save_at}", "checkpoint.keep=1"]
     settings += ["elastic.snapshot_every=0"]
     settings += [f"schedule.warmup_steps={min(recipe.schedule.warmup_steps, last - 1)}"]

@@ -1,0 +1,149 @@
+"""Files that start a run elsewhere: what they run is what the commands take, and what they refer to
+is there. Schemas are held against them by `make manifests`, Slurm by `make slurm`."""
+
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from elastic.exits import EXIT_DO_NOT_REQUEUE, EXIT_REQUEUE, EXIT_WRONG_INPUT
+from tests.distributed.jobs import RECIPE
+from trainer.cli.main import main, parse
+
+ODD = "it's $HOME.yaml"
+"""Name of a recipe that a shell would read otherwise."""
+OVERRIDE = "tracking.name=\"a $(b) 'c'\""
+K8S = ["--image", "registry/perdure:1", "--volume", "shared"]
+SKY = ["--package", "perdure[s3] @ file:///perdure.whl"]
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as main does, and undone after the test
+    (tmp_path / ODD).write_text(RECIPE)
+
+    def run(kind, *arguments, code=0):
+        monkeypatch.setattr(sys, "argv", ["perdure", "launch", kind, ODD, OVERRIDE, *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        assert end.value.code == code, out + err
+        return err if code else out
+
+    return run
+
+
+def commands(script):
+    """What a script tells `perdure train`, or torchrun's `-m trainer`."""
+    for line in re.sub(r"\\\n", " ", script).splitlines():
+        words = shlex.split(line, comments=True) if " train" in line else []
+        for before in ("train", "trainer"):
+            if before in words:
+                yield words[words.index(before) + 1 :]
+
+
+def test_scripts_run_what_was_asked_for(launch, tmp_path):
+    for kind, options in {
+        "slurm": ["--nodes", "2:8", "--interface", "ib0", "--queue", "gpus"],
+        "slurm ": ["--nodes", "3", "--container", "nvcr.io#nvidia/perdure:1", "--allocations", "5"],
+        "local": ["--nodes", "1:4"],
+        "local ": [],
+    }.items():
+        script = launch(kind.strip(), *options)
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+        (words,) = commands(script)
+        assert words[:2] == [ODD, OVERRIDE]
+        if "slurm" in kind:
+            least = options[1].partition(":")[0]
+            assert parse(["train", *words]).nnodes == f"{least}:$SLURM_JOB_NUM_NODES"
+    first = launch("slurm", "--nodes", "2:8", "--time", "2-00:00:00")
+    for line in ("--nodes=2-8", "--mem=0", "--signal=USR1@120", "--requeue", "--time=2-00:00:00"):
+        assert f"\n#SBATCH {line}" in first
+    assert f"\n{EXIT_REQUEUE}) scontrol requeue" in first
+    chained = launch("slurm", "--allocations", "5")
+    assert "\n#SBATCH --no-requeue\n#SBATCH --array=1-5%1" in chained
+    assert f"\n0 | {EXIT_WRONG_INPUT} | {EXIT_DO_NOT_REQUEUE}) scancel" in chained
+    assert "scontrol requeue" not in chained
+
+
+@pytest.mark.parametrize("form", ["jobset", "trainjob"])
+def test_manifests_refer_to_what_they_have(launch, tmp_path, form):
+    options = ["--nodes", "2:8", "--form", form, "--queue", "on", "--interface", "net1"]
+    text = (
+        launch("k8s", *K8S, *options, "--out", "run.yaml") and (tmp_path / "run.yaml").read_text()
+    )
+    documents = {one["kind"]: one for one in yaml.safe_load_all(text)}
+    assert documents["ConfigMap"]["data"] == {"recipe.yaml": RECIPE}
+    runtime = documents.get("ClusterTrainingRuntime")
+    jobs = runtime["spec"]["template"]["spec"] if runtime else documents["JobSet"]["spec"]
+    store, node = (one["template"]["spec"] for one in jobs["replicatedJobs"])
+    pod = node["template"]["spec"]
+    (container,) = pod["containers"]
+    trainer = documents["TrainJob"]["spec"]["trainer"] if runtime else container
+    found = parse(trainer["args"])
+    assert (found.recipe, found.overrides) == ("/etc/perdure/recipe.yaml", [OVERRIDE])
+    assert (found.nnodes, found.rdzv_conf) == ("2:8", "is_host=0")
+    name = documents["ConfigMap"]["metadata"]["name"]
+    assert found.rdzv_endpoint == f"{name}-store-0-0.{jobs['network']['subdomain']}:29400"
+    assert parse(store["template"]["spec"]["containers"][0]["args"]).port == 29400
+    rules = node["podFailurePolicy"]["rules"]
+    codes = {
+        rule["action"]: rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule
+    }
+    assert codes == {
+        "Ignore": [EXIT_REQUEUE],
+        "FailJob": [EXIT_WRONG_INPUT, EXIT_DO_NOT_REQUEUE],
+    }
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    places = {}
+    for one in (container, *pod["initContainers"]):
+        places |= {mount["mountPath"]: mount["name"] for mount in one["volumeMounts"]}
+    assert volumes == set(places.values())
+    secret = {one["name"]: one["value"] for one in container["env"]}["PERDURE_SECRET_FILE"]
+    assert pod["initContainers"][0]["command"][-1] == secret
+    assert places[secret.rpartition("/")[0]] == "secret"
+    assert node["parallelism"] == node["completions"] == 8
+    queued = documents["TrainJob" if runtime else "JobSet"]["metadata"]["labels"]
+    assert queued == {"kueue.x-k8s.io/queue-name": "on"}  # and not true
+
+
+def test_a_task_of_skypilot_trains_in_the_bucket(launch):
+    task = yaml.safe_load(launch("skypilot", *SKY, "--gpus", "8xH100", "--bucket", "s3://mine/a/"))
+    (words,) = commands(task["run"])
+    found = parse(["train", *words])
+    assert found.overrides == [OVERRIDE, "checkpoint.directory=s3://mine/a/run/checkpoints"]
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [EXIT_REQUEUE]
+    assert task["file_mounts"]["/workspace"]["source"] == "s3://mine/a"
+    assert task["file_mounts"]["~/perdure/recipe.yaml"] == ODD
+    assert shlex.split(task["setup"].splitlines()[-1])[-1] == SKY[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "says"),
+    [
+        ("slurm", ["--nodes", "3:2"], "'3:2' is no number of nodes; write 4, or 1:8"),
+        ("slurm", ["--time", "a day"], "'a day' is no time"),
+        ("slurm", ["--queue", "a\n#SBATCH"], "has characters that no such name has"),
+        ("slurm", ["run.lenght=3"], "run.lenght: unknown key"),
+        ("slurm", ["strategy.tp=2", "--nproc-per-node", "3"], "strategy.tp: groups of 2 ranks do"),
+        ("slurm", ["--nodes", "9", "--gpus", "8"], "batch.global_batch: a global batch of 8"),
+        ("k8s", [], "the following arguments are required: --image, --volume"),
+        ("k8s", [*K8S, "run.dir=/home/me/run"], "run.dir: /home/me/run is not in what the nodes"),
+        ("k8s", [*K8S, "data.sources.0.path=../data"], "data.sources.0.path: ../data is not in"),
+        ("skypilot", [*SKY, "--bucket", "mine"], "'mine' is no bucket; write s3://NAME"),
+        ("skypilot", [*SKY, "--bucket", "s3://m", "--nodes", "2"], "--nodes: several nodes have"),
+        ("skypilot", [*SKY, "--volume", "v", "--gpus", "8"], "SkyPilot rents GPUs by name"),
+        ("local", ["--nodes", "2", "--submit"], "--submit: several nodes are started by hand"),
+        ("slurm", ["--submit"], "--submit: there is no sbatch here; use --out"),
+        ("slurm", ["run.dir='a\n  b'"], "launch: the command line has line ends"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(launch, monkeypatch, tmp_path, kind, arguments, says):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = launch(kind, *arguments, code=2).splitlines()
+    assert says in said[-1], said
+    assert [path.name for path in tmp_path.iterdir()] == [ODD]

@@ -1,0 +1,35 @@
+"""`perdure doctor`: parses and calls, nothing more."""
+
+import argparse
+
+from elastic.exits import EXIT_DONE, EXIT_FAILED
+from trainer.cli.parser import Commands, add_command
+from trainer.recipe import load_recipe
+
+EXAMPLES = """\
+examples:
+  perdure doctor
+  perdure doctor recipes/quickstart.yaml
+
+exit codes: 0 training can start here; 1 it cannot; 2 wrong recipe
+`perdure train RECIPE --dry-run` checks the recipe itself, and its data.
+"""
+
+
+def add_doctor_command(commands: Commands) -> None:
+    """Add the command to a parser."""
+    doctor = add_command(
+        commands, "doctor", "what this machine has, and what is missing for what", EXAMPLES
+    )
+    doctor.add_argument("recipe", nargs="?", help="whose run directory and extras are looked at")
+    doctor.add_argument("overrides", nargs="*", metavar="key.sub=value", help="recipe overrides")
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    recipe = load_recipe(arguments.recipe, arguments.overrides) if arguments.recipe else None
+    from trainer.tools.doctor import can_start, examine, report
+
+    findings = list(examine(recipe))
+    print(report(findings))
+    return EXIT_DONE if can_start(findings) else EXIT_FAILED

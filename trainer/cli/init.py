@@ -1,0 +1,75 @@
+"""`perdure init`: parses, asks and calls, nothing more."""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from elastic.exits import EXIT_DONE
+from trainer.cli.parser import Commands, add_command, local_path, write_new
+from trainer.recipe import RecipeError
+
+EXAMPLES = """\
+examples:
+  perdure init
+  perdure init --model Qwen3-0.6B --data data/mine --gpus 8xH100 --out mine.yaml
+  perdure init --model quickstart --data data/wikipedia --gpus cpu
+
+On a terminal it asks for what is not given. It plans as `perdure plan` does, and writes a recipe
+with a comment at each key, to be changed by hand.
+"""
+
+
+def add_init_command(commands: Commands) -> None:
+    """Add the command to a parser."""
+    init = add_command(commands, "init", "write a recipe for a model, data and a machine", EXAMPLES)
+    init.add_argument("--model", help="directory of Hugging Face's, or a name of recipe ls")
+    init.add_argument("--data", help="directory written by perdure data prepare")
+    init.add_argument("--gpus", help="of one node: 8xH100, or cpu (default: this machine)")
+    init.add_argument("--nodes", metavar="N", help="default 1")
+    init.add_argument("--out", type=local_path, metavar="FILE", help="default: by the model's name")
+    init.set_defaults(run=_init)
+
+
+def _init(arguments: argparse.Namespace) -> int:
+    from trainer.tools.init.draft import (
+        Wishes,
+        draft,
+        prepared_here,
+        this_machine,
+        with_architecture,
+    )
+
+    data = prepared_here()
+    names = ", ".join(with_architecture())
+    wishes = Wishes(
+        model=_said(arguments.model, "--model", f"Model, a directory or one of {names}"),
+        data=_said(arguments.data, "--data", "Prepared data", data[0] if len(data) == 1 else ""),
+        gpus=arguments.gpus or _said(None, "--gpus", "GPUs of a node, or cpu", this_machine()),
+        nodes=_number(_said(arguments.nodes, "--nodes", "Nodes", "1")),
+    )
+    name = re.sub(r"[^\w.-]", "-", Path(wishes.model).name)
+    out = arguments.out or Path(f"{name}.yaml")
+    write_new(out, draft(wishes, str(out)), "name another --out")
+    print(f"{out}: change what you like, then: perdure train {out}")
+    return EXIT_DONE
+
+
+def _said(given: str | None, option: str, question: str, default: str = "") -> str:
+    """What was given, or is answered on a terminal.
+
+    Raises:
+        RecipeError: neither, and there is no default.
+    """
+    answer = given
+    if answer is None and sys.stdin.isatty():
+        answer = input(f"{question}{f' [{default}]' if default else ''}: ").strip()
+    if not (answer := answer or default):
+        raise RecipeError(f"{option}: is needed; see perdure init --help")
+    return answer
+
+
+def _number(answer: str) -> int:
+    if not answer.isdecimal() or int(answer) < 1:
+        raise RecipeError(f"--nodes: {answer!r} is not a whole number of at least 1")
+    return int(answer)

@@ -1,0 +1,215 @@
+"""`perdure launch`: parses and calls, nothing more."""
+
+import argparse
+import os
+import re
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from elastic.exits import EXIT_DONE
+from trainer.cli.parser import Commands, add_command, add_recipe, at_least, local_path, write_new
+from trainer.recipe import RecipeError, load_recipe
+
+EXAMPLES = """\
+examples:
+  perdure launch slurm recipes/llama3_8b.yaml --nodes 1:8 --out llama.sbatch
+  perdure launch k8s recipes/llama3_8b.yaml --nodes 2:8 --image registry/perdure --volume shared
+  perdure launch skypilot recipes/llama3_8b.yaml --nodes 1 --gpus 8xH100 \\
+    --bucket s3://mine --package 'perdure[s3] @ https://example.org/perdure.whl'
+  perdure launch local recipes/llama3_8b.yaml --nodes 1:4
+
+Writes the file that one would write by hand, to be read, changed and kept; without --out it is
+printed. --submit also hands it to sbatch, kubectl or sky. See docs/launch.md.
+"""
+ENDINGS = {"slurm": ".sbatch", "k8s": ".yaml", "skypilot": ".yaml", "local": ".sh"}
+DEFAULT_GPUS = 8
+OPTIONS = (
+    *("time", "container", "allocations", "image", "form", "volume", "bucket", "package"),
+    *("grace", "queue", "interface"),
+)
+"""Those that go into the file as they are."""
+
+
+def add_launch_command(commands: Commands) -> None:
+    """Add the command to a parser."""
+    launch = add_command(
+        commands, "launch", "write what starts a run on a cluster, and submit it", EXAMPLES
+    )
+    kinds = launch.add_subparsers(required=True, metavar="WHERE")
+    slurm = _add_kind(kinds, "slurm", "a batch script for Slurm")
+    slurm.add_argument("--time", type=_time, default="24:00:00", help="default 24:00:00")
+    slurm.add_argument("--container", type=word, metavar="IMAGE", help="through pyxis")
+    slurm.add_argument(
+        "--allocations",
+        type=at_least(1),
+        metavar="N",
+        help="where jobs may not be requeued: so many of them, one after another",
+    )
+    k8s = _add_kind(kinds, "k8s", "manifests for Kubernetes")
+    k8s.add_argument("--image", type=word, required=True, help="made by the Dockerfile")
+    k8s.add_argument("--volume", type=word, required=True, help="claim that all nodes mount")
+    k8s.add_argument(
+        "--form",
+        choices=("jobset", "trainjob"),
+        default="jobset",
+        help="jobset (default), or for Kubeflow Trainer 2",
+    )
+    sky = _add_kind(kinds, "skypilot", "a managed job on spot machines for SkyPilot")
+    shared = sky.add_mutually_exclusive_group(required=True)
+    shared.add_argument("--volume", type=word, help="of SkyPilot, that all nodes mount")
+    shared.add_argument("--bucket", type=_bucket, help="s3:// or gs://, for one node at a time")
+    sky.add_argument("--package", required=True, help="what pip installs there: path, URL or name")
+    _add_kind(kinds, "local", "a script for machines without a scheduler")
+    for kind in (slurm, k8s):
+        kind.add_argument(
+            "--grace",
+            type=at_least(1),
+            default=120,
+            metavar="SECONDS",
+            help="to leave in: for a step and a save (default 120)",
+        )
+        kind.add_argument("--queue", type=word, help="partition of Slurm, or local queue of Kueue")
+
+
+def _add_kind(kinds: Commands, name: str, what: str) -> argparse.ArgumentParser:
+    kind = add_command(kinds, name, what, EXAMPLES)
+    add_recipe(kind)
+    kind.add_argument(
+        "--nodes", type=_nodes, default=(1, 1), metavar="N or MIN:MAX", help="default 1"
+    )
+    kind.add_argument(
+        "--gpus",
+        type=_gpus,
+        metavar="8xH100",
+        help=f"of one node; 8, 8xH100, or 0 (default {DEFAULT_GPUS}; with run.device=cpu 0)",
+    )
+    kind.add_argument(
+        "--nproc-per-node",
+        type=at_least(1),
+        metavar="N",
+        help="ranks of a node (default: one per GPU; without GPUs 2)",
+    )
+    kind.add_argument("--interface", type=word, metavar="NAME", help="the fast one: ib0, eth1")
+    kind.add_argument("--out", type=local_path, metavar="FILE", help="to be written (else: print)")
+    kind.add_argument("--submit", action="store_true", help="hand the file over, too")
+    kind.set_defaults(run=_launch, kind=name)
+    return kind
+
+
+def word(text: str) -> str:
+    """The type of an option that stands unquoted in scripts: an image, a queue, an interface."""
+    if not re.fullmatch(r"[\w./:@#,+][\w./:@#,+-]*", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} has characters that no such name has")
+    return text
+
+
+def _time(text: str) -> str:
+    if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; write 24:00:00 or 2-00:00:00")
+    return text
+
+
+def _bucket(text: str) -> str:
+    if not re.fullmatch(r"(s3|gs)://[\w.-]+(/[\w.-]+)*/?", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is no bucket; write s3://NAME or gs://NAME")
+    return text.rstrip("/")
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text, re.ASCII)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= least <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of nodes; write 4, or 1:8")
+    return least, most
+
+
+def _gpus(text: str) -> tuple[int, str]:
+    found = re.fullmatch(r"(\d+)(?:x([\w -]+))?", text, re.ASCII)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of GPUs; write 8, 8xH100, or 0")
+    return int(found[1]), (found[2] or "").strip()
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    from trainer.tools.launch import files
+
+    kind, (least, most), own = arguments.kind, arguments.nodes, list(arguments.overrides)
+    gpus, gpu_name = arguments.gpus or (0 if recipe.run.device == "cpu" else DEFAULT_GPUS, "")
+    if kind in ("k8s", "skypilot"):
+        files.check_inside(recipe)
+        for key, name in recipe.own_code.items():
+            print(f"note: {key}: {name} has to be importable there", file=sys.stderr)
+    if kind == "skypilot" and gpus and not gpu_name:
+        raise RecipeError(f"--gpus: SkyPilot rents GPUs by name; write {gpus}xH100")
+    if kind == "skypilot" and arguments.bucket:
+        own += files.in_bucket(recipe, arguments.bucket, most)
+    if kind == "local" and most > 1 and arguments.submit:
+        raise RecipeError("--submit: several nodes are started by hand, on each of them")
+    files.check_world(recipe, least, most, arguments.nproc_per_node or gpus or 2)
+    name = files.run_name(recipe)
+    out = arguments.out or (Path(name + ENDINGS[kind]) if arguments.submit else None)
+    job = files.Job(
+        name=name,
+        path=arguments.recipe,
+        text=Path(arguments.recipe).read_text(encoding="utf-8"),
+        overrides=own,
+        least=least,
+        most=most,
+        gpus=gpus,
+        gpu_name=gpu_name,
+        ranks=arguments.nproc_per_node,
+        written_by=shlex.join(["perdure", *sys.argv[1:]]),
+        file=shlex.quote(str(out or f"FILE{ENDINGS[kind]}")),
+    )
+    options = {key: value for key, value in vars(arguments).items() if key in OPTIONS}
+    text = files.render(kind, job, programs=str(Path(sys.executable).parent), **options)
+    if out is None:
+        print(text, end="")
+        return EXIT_DONE
+    command = files.submission(kind, out)
+    if arguments.submit and not shutil.which(command[0]):
+        raise RecipeError(
+            f"--submit: there is no {command[0]} here; use --out, and submit it there"
+        )
+    write_new(out, text, "choose another --out")
+    if kind == "local":
+        out.chmod(0o755)
+    if arguments.submit:
+        _submit(kind, command, name)
+    if not (kind == "local" and most > 1):  # that file says itself what to run where
+        print(f"{out}: written; to submit it: {shlex.join(command)}")
+    return EXIT_DONE
+
+
+def _submit(kind: str, command: list[str], name: str) -> NoReturn:
+    """Become the command that takes the file over, so that its exit code and signals are its
+    own."""
+    if kind == "k8s":
+        _make_secret(name)
+    sys.stdout.flush()
+    os.execvp(command[0], command)
+
+
+def _make_secret(name: str) -> None:
+    """Have Kubernetes keep a secret of the job's nodes, unless it has one of this name.
+
+    Raises:
+        RecipeError: kubectl says why not.
+    """
+    kubectl = partial(subprocess.run, capture_output=True, text=True, check=False)
+    if kubectl(["kubectl", "get", "secret", name]).returncode == 0:
+        return
+    made = kubectl(
+        ["kubectl", "create", "secret", "generic", name, "--from-file=secret=/dev/stdin"],
+        input=secrets.token_hex(32),
+    )
+    if made.returncode:
+        said = made.stderr.strip().splitlines()
+        raise RecipeError(f"--submit: the secret {name} cannot be made: {said[-1] if said else ''}")

@@ -1,0 +1,43 @@
+"""Conditions of `tracking.alerts`. Imports no torch."""
+
+import re
+from dataclasses import dataclass
+
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_NUMBER = r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """A value is above or below a number."""
+
+    key: str
+    above: bool
+    number: float
+
+
+@dataclass(frozen=True)
+class Silent:
+    """No record has come for so many seconds."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The ranks were started again after a failure."""
+
+
+Condition = Beyond | Silent | Failed
+
+
+def parse_condition(text: str) -> Condition | None:
+    """The condition that a text says; None if it says none."""
+    text = text.strip()
+    if text == "failure":
+        return Failed()
+    if found := re.fullmatch(r"no step for (\d+(?:\.\d+)?) ?(s|min|h)", text):
+        return Silent(float(found[1]) * _SECONDS[found[2]])
+    if found := re.fullmatch(rf"([\w@]+) *([<>]) *({_NUMBER})", text, re.ASCII):
+        return Beyond(found[1], found[2] == ">", float(found[3]))
+    return None

@@ -1,0 +1,119 @@
+"""Tells people, by a command or a webhook, when something happens to a run (`tracking.alerts`)."""
+
+import json
+import math
+import os
+import subprocess
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from elastic.node.files import read_text
+from trainer.recipe.conditions import Beyond, Condition, Failed, Silent, parse_condition
+from trainer.run.standing import Standing
+
+COMMAND_SECONDS, POST_SECONDS = 30.0, 10.0
+"""After which a command is killed, and a webhook given up."""
+
+
+class Alerts:
+    """A sink (see sinks.py) that tells of what begins to hold, once. A process that takes over from
+    one that was killed tells again of what holds then."""
+
+    def __init__(self, run_dir: Path) -> None:
+        tracking = yaml.safe_load(read_text(run_dir / "recipe.yaml"))["tracking"]
+        self._run = str(tracking["name"] or run_dir.name)
+        self._alerts: list[dict[str, Any]] = tracking["alerts"]
+        self._conditions = [parse_condition(alert["when"]) for alert in self._alerts]
+        self._holds = [False] * len(self._alerts)
+        self._warned = False
+        self._standing: Standing | None = Standing(run_dir)
+        """Until it has told of the failures before this process."""
+        self._step, self._failures = 0, 0.0
+        self._newest, self._heard = 0.0, time.monotonic()
+
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        """See Sink."""
+        self._step, self._newest, self._heard = step, values["time"], time.monotonic()
+        for number, condition in enumerate(self._conditions):
+            if isinstance(condition, Silent):
+                self._holds[number] = False
+            elif (now := self._now(condition, values)) is not None:
+                self._hold(number, now)
+        self._failures = values.get("failures", self._failures)
+
+    def kept(self, after: float) -> float:
+        """See Sink. Called at each turn, also without a record: then silence may have begun."""
+        if self._standing:
+            self._failures = self._standing.at(after).get("failures", 0)
+            self._standing = None
+        silence = time.monotonic() - self._heard
+        for number, condition in enumerate(self._conditions):
+            if isinstance(condition, Silent) and silence > condition.seconds:
+                self._hold(number, f"no step for {silence:.0f} s")
+        return max(after, self._newest)
+
+    def close(self) -> None:
+        """See Sink."""
+
+    def _now(self, condition: Condition | None, values: Mapping[str, float]) -> str | None:
+        """What holds by these values, in words; empty: it does not hold; None: they do not tell."""
+        if isinstance(condition, Failed) and "failures" in values:
+            more = values["failures"] - self._failures
+            return f"{values['failures']:.0f} failure(s) by now" if more > 0 else ""
+        if isinstance(condition, Beyond) and condition.key in values:
+            value = values[condition.key]
+            # What is not a number is beyond any.
+            beyond = value > condition.number if condition.above else value < condition.number
+            return f"{condition.key} {value:g}" if beyond or math.isnan(value) else ""
+        return None
+
+    def _hold(self, number: int, what: str) -> None:
+        """Note whether a condition holds, and tell of it if it did not before."""
+        before, self._holds[number] = self._holds[number], bool(what)
+        if what and not before:
+            alert = self._alerts[number]
+            text = f"{self._run}, step {self._step}: {what} ({alert['when']})"
+            for send, where in ((_run, alert["run"]), (_post, alert["post"])):
+                if where:
+                    self._send(send, where, text)
+
+    def _send(self, send: Any, where: str, text: str) -> None:
+        try:
+            send(where, text)
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            if not self._warned:  # the console of a long run is not to be filled with it
+                print(f"warning: tracking.alerts: {where}: {error}; training goes on", flush=True)
+            self._warned = True
+
+
+def _run(command: str, text: str) -> None:
+    """Run a command with the text in its environment.
+
+    Raises:
+        SubprocessError: it fails, or does not end in time.
+    """
+    subprocess.run(
+        ["sh", "-c", command],
+        env={**os.environ, "PERDURE_ALERT": text},
+        stdin=subprocess.DEVNULL,
+        check=True,
+        timeout=COMMAND_SECONDS,
+    )
+
+
+def _post(url: str, text: str) -> None:
+    """Post the text to a webhook, or to that which a variable of the environment has.
+
+    Raises:
+        OSError, ValueError: it is not reached, or refuses, or there is no such variable.
+    """
+    if url.startswith("env:"):
+        url = os.environ.get(url.removeprefix("env:"), "")
+    body = json.dumps({"text": text}).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    urllib.request.urlopen(request, timeout=POST_SECONDS).close()

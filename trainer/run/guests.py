@@ -1,0 +1,82 @@
+"""Sinks for trackers that Perdure does not install: `tracking.sinks: ["trainer.run.guests:mlflow"]`
+or `:trackio`. Both continue one run over all restarts."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from elastic.node.files import read_text, write_new
+from trainer.run.sinks import recipe_of
+
+
+class Mlflow:
+    """A run of MLflow, where MLFLOW_TRACKING_URI says. Its id is kept in the run directory. A step
+    that is done again has both values there, in the order of time."""
+
+    def __init__(self, run_dir: Path) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric
+
+        self._metric, self._client = Metric, MlflowClient()
+        file = run_dir / "mlflow-run-id"
+        if not file.exists():
+            write_new(file, self._begin(recipe_of(run_dir), run_dir.name) + "\n")
+        self._run = read_text(file).strip()
+
+    def _begin(self, recipe: Mapping[str, Any], name: str) -> str:
+        """Make the run; returns its id."""
+        tracking = recipe["tracking"]
+        found = self._client.get_experiment_by_name(tracking["project"])
+        experiment = (
+            found.experiment_id if found else self._client.create_experiment(tracking["project"])
+        )
+        run = self._client.create_run(experiment, run_name=tracking["name"] or name).info.run_id
+        for section, keys in recipe.items():
+            for key, value in keys.items():
+                if isinstance(value, bool | int | float | str):
+                    self._client.log_param(run, f"{section}.{key}", value)
+        return str(run)
+
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        """See Sink."""
+        at = int(values["time"] * 1000)
+        metrics = [
+            self._metric(key.replace("@", "_at_"), value, at, step)
+            for key, value in values.items()
+            if key != "time"
+        ]
+        self._client.log_batch(self._run, metrics=metrics)
+
+    def close(self) -> None:
+        """See Sink."""
+        self._client.set_terminated(self._run)
+
+
+class Trackio:
+    """A run of trackio, in its local database, or in the Space that TRACKIO_SPACE_ID names."""
+
+    def __init__(self, run_dir: Path) -> None:
+        import trackio
+
+        recipe = recipe_of(run_dir)
+        tracking = recipe["tracking"]
+        name = tracking["name"] or run_dir.name
+        self._run = trackio.init(tracking["project"], name=name, config=recipe, resume="allow")
+
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        """See Sink."""
+        self._run.log({key: value for key, value in values.items() if key != "time"}, step=step)
+
+    def close(self) -> None:
+        """See Sink."""
+        self._run.finish()
+
+
+def mlflow(run_dir: Path) -> Mlflow:
+    """For `tracking.sinks`."""
+    return Mlflow(run_dir)
+
+
+def trackio(run_dir: Path) -> Trackio:
+    """For `tracking.sinks`."""
+    return Trackio(run_dir)

@@ -1,0 +1,218 @@
+"""Drafts a recipe: sizes from the data, the strategy from the planner, and a reason at each key."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+
+from trainer.data.shards import DataError, read_index
+from trainer.models.hf import read_config
+from trainer.plan.costs import describe_machine
+from trainer.plan.gpus import listed_name
+from trainer.plan.search import Plan, make_plan
+from trainer.recipe import Recipe, RecipeError, shipped_recipes, validate
+from trainer.recipe.reference import yaml_scalar
+from trainer.tools.plan import recommended
+
+LONGEST, SHORTEST = 4096, 128
+"""Tokens of a sequence, unless the model or the data ask for less."""
+SEQUENCES = 1024
+"""An epoch has so many before sequences get longer."""
+LARGEST_BATCH, SMALLEST_BATCH = 256, 8
+STEPS = 100
+"""An epoch has so many before batches get larger."""
+PADDED = 128
+"""A vocabulary's size is a multiple of this, for tensor cores and for any number of shards."""
+CPU = "cpu"
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a person says of a run."""
+
+    model: str
+    """Directory of Hugging Face's, or name of a shipped recipe with an architecture."""
+    data: str
+    """Directory of prepared data."""
+    gpus: str
+    """GPUs of a node as `perdure plan` takes them, or CPU."""
+    nodes: int
+
+
+def draft(wishes: Wishes, file: str) -> str:
+    """Returns the text of a recipe.
+
+    Args:
+        wishes: what it is for.
+        file: that it is to be written to; its run directory is called alike.
+
+    Raises:
+        RecipeError, DataError, ConfigError: a wish that cannot be fulfilled, and what to do.
+    """
+    index, model = _index(wishes.data), _model(wishes.model)
+    cpu = wishes.gpus == CPU
+    dtype, machine = "fp32", None
+    if not cpu:
+        machine = describe_machine(wishes.gpus, wishes.nodes, dtype := "bf16")
+        if not machine.gpu.flash_attention:  # nor does it multiply bf16
+            machine = describe_machine(wishes.gpus, wishes.nodes, dtype := "fp16")
+    tokens, longest = index["splits"]["train"]["tokens"], model["longest"]
+    vocabulary = index["vocab_size"]
+    if model["architecture"]:
+        model["architecture"]["vocab_size"] = -(-vocabulary // PADDED) * PADDED
+    seq_len = _power_of_two(tokens // SEQUENCES, SHORTEST, min(LONGEST, longest))
+    ranks = machine.world_size if machine else 1
+    sequences = max(1, tokens // seq_len)
+    least = max(SMALLEST_BATCH, 1 << (ranks - 1).bit_length())  # each rank has a sequence
+    global_batch = _power_of_two(sequences // STEPS, least, max(least, LARGEST_BATCH))
+    steps = -(-sequences // global_batch)
+    values: dict[str, Any] = {
+        **model,
+        "file": file,
+        "run_dir": f"runs/{Path(file).stem}",
+        "cpu": cpu,
+        "data": wishes.data,
+        "tokens": tokens,
+        "vocabulary": vocabulary,
+        "seq_len": seq_len,
+        "global_batch": global_batch,
+        "steps": f"{steps:,}",
+        "evaluate_every": max(1, steps // 10) if index["splits"]["validation"]["tokens"] else 0,
+        "checkpoint_every": max(1, min(500, steps // 5)),
+        "snapshot_every": max(1, min(10, steps // 20)),
+        "dtype": dtype,
+        "micro_batch": "auto",
+        "strategy": {"name": "fsdp"},
+        "plan": ["On CPU cores, with float32: every CPU has it."],
+    }
+    if machine:
+        plan = make_plan(_read(_render(values)), machine, "cuda")
+        values |= _planned(plan)
+    text = _render(values)
+    _read(text)
+    return text
+
+
+def this_machine() -> str:
+    """The GPUs of this machine, as `Wishes.gpus` has them."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return CPU
+    name, count = torch.cuda.get_device_name(0), torch.cuda.device_count()
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return f"{count}x{listed_name(name) or f'{memory / 1e9:.0f}GB'}"
+
+
+def prepared_here() -> list[str]:
+    """Prepared data below the working directory, where the documents have it."""
+    return sorted(str(path.parent) for path in Path("data").glob("*/index.json"))
+
+
+def with_architecture() -> dict[str, dict[str, Any]]:
+    """Architectures of the shipped recipes, by name."""
+    trees = {
+        name: yaml.safe_load(path.read_text(encoding="utf-8"))["model"]
+        for name, path in shipped_recipes().items()
+    }
+    return {name: tree["architecture"] for name, tree in trees.items() if "architecture" in tree}
+
+
+def _index(data: str) -> dict[str, Any]:
+    try:
+        index = read_index(data)
+    except DataError:
+        if (Path(data) / "index.json").exists() or not Path(data).exists():
+            raise
+        raise RecipeError(
+            f"--data: {data} is not prepared yet; perdure data prepare {data} --out "
+            f"data/{Path(data).stem} --tokenizer MODEL/tokenizer.json, and name that --out"
+        ) from None
+    if index.get("kind") == "pairs":
+        raise RecipeError(
+            f"--data: {data} has pairs of answers, and training on preferences has a recipe of its "
+            "own: perdure recipe copy dpo"
+        )
+    return index
+
+
+def _model(model: str) -> dict[str, Any]:
+    """What the template says of a model: `directory`, or `shipped` and `architecture`."""
+    own = {"directory": "", "shipped": "", "architecture": {}}
+    if Path(model).is_dir():
+        architecture = read_config(model)
+        what = f"{architecture.model_type} of {model}, trained on."
+        return own | {
+            "directory": model,
+            "what": what,
+            "longest": architecture.max_position_embeddings,
+            "lr": "1.0e-5",
+        }
+    known = with_architecture()
+    if model not in known:
+        raise RecipeError(
+            f"--model: {model} is no directory, and none of {', '.join(known)}; a model of the Hub "
+            f"is fetched by: hf download {model} --local-dir {Path(model).name}"
+        )
+    hidden = known[model]["hidden_size"]
+    return own | {
+        "shipped": model,
+        "architecture": known[model],
+        "what": f"{known[model]['model_type']} as in {model}.yaml, from fresh weights.",
+        "longest": known[model].get("max_position_embeddings", LONGEST),
+        "lr": "1.0e-3" if hidden < 1024 else "3.0e-4",
+    }
+
+
+def _planned(plan: Plan) -> dict[str, Any]:
+    """What the template takes of a plan.
+
+    Raises:
+        RecipeError: nothing fits.
+    """
+    machine, best = plan.machine, plan.best
+    where = f"{machine.nodes} node(s) of {machine.gpus_per_node} GPU(s)"
+    if best is None:
+        more = f"; {plan.enough_nodes} such nodes are enough" if plan.enough_nodes else ""
+        least = min(one.prediction.peak for one in plan.candidates) / 1e9
+        raise RecipeError(
+            f"--gpus: no strategy fits {where}: {least:.3g} GB of "
+            f"{machine.gpu.memory / 1e9:.3g} are needed at least{more}; take more or larger GPUs, "
+            "or a smaller model"
+        )
+    found, settings = best.prediction, recommended(best)
+    return {
+        "micro_batch": settings["batch"]["micro_batch"],
+        "strategy": settings["strategy"],
+        "plan": [
+            f"Planned for {where} with {machine.gpu.memory / 1e9:.0f} GB: {best.label}, recompute",
+            f"{best.recipe.strategy.activation_checkpointing}. Predicted, not measured: "
+            f"{found.peak / 1e9:.2g} GB a GPU, {found.seconds_per_step:.3g} s a step, "
+            f"{found.mfu:.0%} MFU.",
+        ],
+    }
+
+
+def _power_of_two(wanted: int, least: int, most: int) -> int:
+    """`wanted`, brought between `least` and `most` (which counts more), and rounded down to a power
+    of two."""
+    return 1 << (max(min(wanted, most), min(least, most), 1).bit_length() - 1)
+
+
+def _render(values: dict[str, Any]) -> str:
+    """Fill in the template, in which " ## " begins the comment at a key, and align these."""
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )  # fmt: skip
+    environment.filters["yaml"] = yaml_scalar
+    template = (Path(__file__).parent / "recipe.yaml").read_text(encoding="utf-8")
+    text = environment.from_string(template).render(values)
+    parts = (line.rpartition(" ## ") for line in text.splitlines())
+    return "".join(f"{key:<31} # {why}\n" if mark else f"{why}\n" for key, mark, why in parts)
+
+
+def _read(text: str) -> Recipe:
+    return validate(yaml.safe_load(text), {}, "the draft")

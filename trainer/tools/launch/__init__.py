@@ -1,0 +1,1 @@
+"""Files that start a run elsewhere, written as by hand: a batch script, manifests, a task."""

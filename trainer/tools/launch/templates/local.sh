@@ -1,0 +1,33 @@
+#!/bin/bash
+# Trains {{ job.recipe }} on machines without a scheduler. Written by:
+#
+#   {{ job.written_by }}
+#
+{% if job.most == 1 %}
+# Run it in the folder in which the recipe's relative paths begin. Ctrl-C, SIGTERM and the end of the
+# terminal save and leave; the same script goes on from there.
+
+{% else %}
+# Run it on each machine, in the folder in which the recipe's relative paths begin, on a filesystem
+# that all of them share:
+#
+#   {{ job.file }} store             once, on a machine that stays
+#   {{ job.file }} HOST:29400        on each node, whenever it is there; HOST runs the store
+#
+# Nodes may come and go. The same line goes on from where the run was left.
+
+{% endif %}
+{% if interface %}
+# gloo and NCCL open their sockets on the fast network. NCCL finds InfiniBand by itself.
+export GLOO_SOCKET_IFNAME={{ interface }} NCCL_SOCKET_IFNAME={{ interface }}
+{% endif %}
+bin={{ programs | shell }}
+{% if job.most > 1 %}
+if [ "${1:-}" = store ]; then
+    exec "$bin/perdure" store --port 29400
+fi
+{% endif %}
+# `perdure train` starts the same with fewer words, and checks the recipe first.
+exec "$bin/torchrun" --rdzv-backend perdure --rdzv-endpoint {{ '127.0.0.1:0' if job.most == 1 else '"${1:?HOST:29400, or: store}"' }} \
+    --nnodes {{ "%d:%d" % (job.least, job.most) }} --nproc-per-node {{ job.ranks or ("gpu" if job.gpus else 2) }} --max-restarts 1000000 \
+    -m trainer {{ job.words | map("shell") | join(" ") }}
