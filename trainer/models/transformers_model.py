@@ -37,8 +37,8 @@ from trainer.models.preference import Preference, sums_by_answer
 from trainer.models.ties import ties_of
 from trainer.recipe import RecipeError
 
-OLDEST = 5
-"""Major version of transformers that makes all masks in one place."""
+OLDEST = (5, 24)
+"""The first version of transformers that was tried. From 5 on it makes all masks in one place."""
 _ELSEWHERE = ("auto_map", "attn_implementation", "experts_implementation")
 """Keys of config.json by which transformers would take code from elsewhere. With an underscore
 before it, each is read as well."""
@@ -356,10 +356,10 @@ def check_installed(reason: str) -> str:
             f"model.init_from: {reason}; transformers would compute it, but is not installed: "
             "pip install 'perdure[transformers]'"
         ) from None
-    if int(installed.partition(".")[0]) < OLDEST:
+    if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST:
         raise RecipeError(
-            f"model.init_from: {reason}; transformers {OLDEST} would compute it, but {installed} "
-            "is installed: pip install 'perdure[transformers]'"
+            f"model.init_from: {reason}; transformers {'.'.join(map(str, OLDEST))} would compute "
+            f"it, but {installed} is installed: pip install 'perdure[transformers]'"
         )
     return installed
 
