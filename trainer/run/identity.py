@@ -62,8 +62,9 @@ def identify(recipe: Recipe, data: str | None) -> dict[str, str]:
     if recipe.exact:  # other kernels round otherwise
         found |= machine(found["run.device"])
     if recipe.model.init_from:
-        found["model.init_from"] = weights_digest(Path(recipe.model.init_from))
-        if reason := reason_for_theirs(recipe):
+        given = Path(recipe.model.init_from)
+        found["model.init_from"] = weights_digest(given)
+        if (given / "config.json").is_file() and (reason := reason_for_theirs(recipe)):
             found["transformers"] = check_installed(reason)
     for key, name in recipe.own_code.items():
         found[f"{key} source"] = _digest(_module_source(name.split(":")[0]))
