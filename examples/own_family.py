@@ -1,48 +1,45 @@
-"""OLMo 2 (OLMo et al. 2024, "2 OLMo 2 Furious"): a model family in one file."""
+"""AFM (Arcee AI 2025): a model family in one file. It is Llama, but for its MLP."""
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer import MLP, Attention, Family, RMSNorm
+from trainer import TENSOR_PLAN, Attention, Block, Family
 
 
-class NormOfAllHeads(RMSNorm):
-    """One norm over the heads of a token together."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.flatten(2)).view(x.shape)  # x: (B, T, heads, H)
-
-
-class Block(nn.Module):
-    """What attention and MLP give is normalised, and not what they get."""
+class SquaredReLU(nn.Module):
+    """An MLP without a gate (So et al. 2021, "Primer")."""
 
     def __init__(self, architecture):
         super().__init__()
-        hidden, eps = architecture.hidden_size, architecture.rms_norm_eps
-        heads, key_heads = architecture.num_attention_heads, architecture.num_key_value_heads
-        self.self_attn = Attention(
-            architecture,
-            q_norm=NormOfAllHeads(heads * architecture.head_dim, eps),
-            k_norm=NormOfAllHeads(key_heads * architecture.head_dim, eps),
-        )
-        self.post_attention_layernorm = RMSNorm(hidden, eps)
-        self.mlp = MLP(architecture)
-        self.post_feedforward_layernorm = RMSNorm(hidden, eps)
+        hidden, intermediate = architecture.hidden_size, architecture.intermediate_size
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
-    def forward(self, x, rope, documents):
-        x = x + self.post_attention_layernorm(self.self_attn(x, rope, documents))
-        return x + self.post_feedforward_layernorm(self.mlp(x))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.relu(self.up_proj(x)).square())  # x: (B, T, D)
 
 
-OLMO2 = Family(
-    model_type="olmo2",
-    model_class="Olmo2ForCausalLM",
-    block=Block,
-    fixed={"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0},
+def block(architecture):
+    """One layer; `Block` calls attention and MLP, each normalised before."""
+    return Block(architecture, Attention(architecture), SquaredReLU(architecture))
+
+
+ARCEE = Family(
+    model_type="arcee",
+    model_class="ArceeForCausalLM",
+    block=block,
+    fixed={
+        "hidden_act": "relu2",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+    },
     defaults={
         "num_key_value_heads": None,  # as many as there are query heads
         "head_dim": None,  # hidden_size / num_attention_heads
-        "max_position_embeddings": 2048,
+        "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
     },
     heads_divide_hidden=True,
+    tensor_plan=TENSOR_PLAN,
 )

@@ -73,6 +73,7 @@ ELSEWHERE = {
     "_exit",  # of os, and documented
     "_fingerprint",  # of datasets; may be missing
     "_scale",  # of torchao
+    "_is_stateful", "_supports_sdpa",  # of transformers
 }  # fmt: skip
 """Names that are not torch's."""
 

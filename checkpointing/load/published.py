@@ -2,6 +2,7 @@
 reads tensors."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import dropwhile
 
@@ -15,13 +16,12 @@ from checkpointing.storage.steps import ADAPTER_CURE
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """Parts that torch.compile, FSDP and activation checkpointing add to names of parameters."""
-_BASE = "model."
-"""Prefix of the parameters below the head. Files saved from the part below the head lack it, files
-saved from a wrapper have it twice; transformers opens both."""
 _COMPUTED = re.compile(
     r"(^|\.)(rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)|position_ids)$"
 )
 """Buffers that older versions of transformers saved, and that all versions compute."""
+_MASKS = re.compile(r"(^|\.)(attn|attention)\.(masked_)?bias$")
+"""Such buffers of GPT-2's time, if they have the four dimensions of a mask, or none."""
 _CURES = (
     (
         r"lora_|^base_model\.",
@@ -43,9 +43,10 @@ _CURES = (
 def by_model_names(
     stored: Mapping[str, StoredTensor], known: Collection[str]
 ) -> dict[str, StoredTensor]:
-    """Returns tensors by the names of a model: without wrappers' parts, and with or without
-    `model.`, as transformers reads them. Buffers that every reader computes are omitted. A tensor
-    that the model lacks keeps its name.
+    """Returns tensors by the names of a model: without wrappers' parts, and with or without the
+    first part that most of the model's names have, such as `model.`. Files saved from the part
+    below the head lack it, files saved from a wrapper have it twice; transformers opens both.
+    Buffers that every reader computes are omitted. A tensor that the model lacks keeps its name.
 
     Args:
         stored: tensors by their names in the files.
@@ -55,11 +56,14 @@ def by_model_names(
         WrongModel: two tensors would have the same name.
     """
     names: dict[str, str] = {}
+    firsts = Counter(name.partition(".")[0] + "." for name in known)
+    base = max(firsts, key=lambda first: (firsts[first], first), default="")
     for there in stored:
         bare = _without_wrappers(there)
-        candidates = (there, bare, bare.removeprefix(_BASE), _BASE + bare)
+        candidates = (there, bare, bare.removeprefix(base), base + bare)
         name = next((one for one in candidates if one in known), there)
-        if name not in known and _COMPUTED.search(there):
+        mask = _MASKS.search(there) and len(stored[there].meta.shape) in (0, 4)
+        if name not in known and (mask or _COMPUTED.search(there)):
             continue
         if name in names:
             raise WrongModel(

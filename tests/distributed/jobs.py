@@ -27,7 +27,10 @@ ROOT = Path(__file__).parents[2]
 SOAK = bool(os.environ.get("SOAK"))
 soak = pytest.mark.skipif(not SOAK, reason="in `make soak`, to keep `make test` short")
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["trainer.run.worker", "torch.distributed.run", __name__])
+PRELOADED = ["trainer.run.worker", "torch.distributed.run", __name__]
+if SOAK:  # where many jobs need it
+    PRELOADED += ["transformers.modeling_utils", "transformers.generation.utils"]
+FORKS.set_forkserver_preload(PRELOADED)
 RECIPE = """\
 run: {dir: run, steps: 50, log_every: 1, seed: 7, device: cpu}
 model:

@@ -1,5 +1,5 @@
-"""A rank that leaves the gradients of an adapter under several layouts, those that it has, and what
-is under it in nf4, in OUT-RANK.safetensors:
+"""A rank that leaves the gradients of an adapter, or of a model, under several layouts, those that
+it has, and what is under an adapter in nf4, in OUT-RANK.safetensors:
 python -m tests.distributed.lora_gradients OUT RECIPE.yaml 'key=value …' …"""
 
 import sys
@@ -17,6 +17,7 @@ from trainer.parallel.passes import Call, Passed
 from trainer.recipe import Recipe, load_recipe
 from trainer.run.saves import load_published
 from trainer.tasks.task import bare_model
+from trainer.tasks.text_model import documents_for
 
 ROWS, LENGTH, VOCABULARY = 24, 16, 264
 
@@ -27,14 +28,19 @@ def values(name: str, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=generator) * 0.1
 
 
-def batch() -> tuple[Tensor, Tensor]:
+def batch(vocabulary: int = VOCABULARY) -> tuple[Tensor, Tensor]:
     """Inputs and labels; so few of some rows count that a mean of means would be another."""
     generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
+    ids = torch.randint(0, vocabulary, (ROWS, LENGTH + 1), generator=generator)
     labels = ids[:, 1:].clone()
     for row, ignored in ((0, 9), (1, 14), (3, 2), (6, 15), (7, 15), (9, 12), (18, 16)):
         labels[row, :ignored] = -100
     return ids[:, :-1], labels
+
+
+def documents() -> Tensor:
+    """Where a model is told of documents: which each token belongs to."""
+    return (torch.arange(LENGTH) + torch.arange(ROWS)[:, None]) // 6
 
 
 def gradients(recipe: Recipe, world: World) -> dict[str, Tensor]:
@@ -43,11 +49,14 @@ def gradients(recipe: Recipe, world: World) -> dict[str, Tensor]:
     mesh = build_mesh(recipe, world)
     made = parallelize(model, blocks, mesh, recipe, world.device, values)
     made.draw_weights()
-    load_published(made, recipe, made.under_adapter(whole=True))
-    ids, labels = batch()
+    load_published(made, recipe, made.under_adapter(whole=True), model.tied_copies)
+    ids, labels = batch(model.vocab_size)
     total = (labels != -100).sum()
+    tensors = {"input_ids": ids, "labels": labels}
+    if documents_for(recipe) == "document_ids":
+        tensors["document_ids"] = documents()
     inputs = [
-        {"input_ids": ids[row : row + 2], "labels": labels[row : row + 2]}
+        {name: tensor[row : row + 2] for name, tensor in tensors.items()}
         for row in range(2 * mesh.dp_rank, ROWS, 2 * mesh.dp_size)
     ]
 

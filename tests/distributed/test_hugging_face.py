@@ -23,7 +23,6 @@ from trainer.data.loader import TokenStream
 from trainer.data.prepare.prepare import prepare
 from trainer.data.shards import read_index
 from trainer.data.tokenizer import train_bpe
-from trainer.models import read_config
 from trainer.models.model_files import files_beside
 
 
@@ -98,6 +97,7 @@ FAMILIES = {
     "qwen2": {**WINDOW, "max_window_layers": 1},
     "mistral": {"sliding_window": 8},
     "olmo2": {},
+    "olmo3": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "smollm3": {"no_rope_layers": [1, 0]},
     "phi3": {},
     "gemma3_text": {"sliding_window": 8, "head_dim": 16},
@@ -236,7 +236,7 @@ def test_data_that_does_not_fit_a_model_that_chats_is_told(workspace, instruct, 
     def notes(**options):
         data = tmp_path / str(len(list(tmp_path.iterdir())))
         prepare([str(workspace / "corpus/001.txt")], data, **options)
-        return files_beside(read_config(instruct), instruct, data, read_index(data))
+        return files_beside(instruct, data, read_index(data))
 
     _, told = notes(tokenizer=str(instruct), eos="<|im_start|>")
     assert len(told) == 1

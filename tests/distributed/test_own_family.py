@@ -7,15 +7,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, Olmo2Config, Olmo2ForCausalLM
+from transformers import ArceeConfig, ArceeForCausalLM, AutoModelForCausalLM
 
 from tests.distributed.jobs import ROOT, losses
 from trainer.data.loader import TokenStream
-from trainer.models import read_config
 from trainer.models.family import find_family
 from trainer.recipe import RecipeError, load_recipe
 from trainer.tasks.task import build_task
-from trainer.tools.generate import generate, load_decoder
+from trainer.tools.generate import empty_model, generate, load_weights
 
 SIZES = {
     "vocab_size": 257,
@@ -25,25 +24,25 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-OURS = ("model.architecture=null", "model.family=own_family:OLMO2", "model.init_from=olmo2")
+OURS = ("model.architecture=null", "model.family=own_family:ARCEE", "model.init_from=arcee")
 FRESH = (
-    "model.family=own_family:OLMO2",
-    "model.architecture.model_type=olmo2",
+    "model.family=own_family:ARCEE",
+    "model.architecture.model_type=arcee",
     "model.architecture.head_dim=12",
 )
 
 
 @pytest.fixture(scope="session")
 def published(workspace):
-    """With norms away from one and wide weights, so that a norm in another place shows."""
+    """With norms away from one and wide weights, so that another activation shows."""
     shutil.copy(ROOT / "examples/own_family.py", workspace)
     torch.manual_seed(3)
-    model = Olmo2ForCausalLM(Olmo2Config(**SIZES, initializer_range=0.2, rope_theta=5e5))
+    model = ArceeForCausalLM(ArceeConfig(**SIZES, initializer_range=0.2, rope_theta=5e5))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.add_(torch.linspace(-0.5, 0.5, len(parameter)))
-    model.save_pretrained(workspace / "olmo2")
+    model.save_pretrained(workspace / "arcee")
     return model.eval()
 
 
@@ -55,8 +54,9 @@ def there(workspace, published, monkeypatch):
 
 @torch.no_grad()
 def test_logits_are_those_of_transformers(workspace, published):
-    family, folder = find_family("own_family:OLMO2"), workspace / "olmo2"
-    decoder = load_decoder(folder, read_config(folder, family), torch.device("cpu"), family)
+    family, folder = find_family("own_family:ARCEE"), workspace / "arcee"
+    decoder = empty_model(folder, family)
+    load_weights(decoder, folder, torch.device("cpu"))
     tokens = torch.randint(0, 257, (2, 100), generator=torch.Generator().manual_seed(1))
     expected = published(tokens).logits
     assert expected.std() > 0.5
@@ -66,9 +66,9 @@ def test_logits_are_those_of_transformers(workspace, published):
 
 def test_there_and_back(workspace, train, published):
     output = train(
-        2, "run.dir=olmo", "run.steps=3", "schedule={}", "data.document_mask=false", *OURS
+        2, "run.dir=afm", "run.steps=3", "schedule={}", "data.document_mask=false", *OURS
     )
-    assert "olmo2 decoder" in output
+    assert "arcee decoder" in output
     stream = TokenStream.open(
         [(workspace / "data", 1.0)], split="train", seq_len=32, seed=7, shuffle=True
     )
@@ -76,25 +76,25 @@ def test_there_and_back(workspace, train, published):
     with torch.no_grad():
         logits = published(batch["input_ids"]).logits
     expected = cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).item()
-    assert losses(workspace, "olmo")[1] == pytest.approx(expected, rel=1e-5)
+    assert losses(workspace, "afm")[1] == pytest.approx(expected, rel=1e-5)
 
-    checkpoint = workspace / "olmo/checkpoints/step-00000003"
+    checkpoint = workspace / "afm/checkpoints/step-00000003"
     trained, report = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
-    assert isinstance(trained, Olmo2ForCausalLM)
+    assert isinstance(trained, ArceeForCausalLM)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     prompt = "to be"
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     ids = torch.tensor([tokenizer.encode(prompt).ids])
     expected_ids = trained.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
-    options = {"max_new_tokens": 8, "temperature": 0, "family": "own_family:OLMO2"}
+    options = {"max_new_tokens": 8, "temperature": 0, "family": "own_family:ARCEE"}
     text = "".join(generate(checkpoint, prompt, **options))
     assert prompt + text == tokenizer.decode(expected_ids[0].tolist())
 
 
 RULED = """
 from dataclasses import replace
-from own_family import OLMO2
+from own_family import ARCEE
 from trainer import ParameterGroup
 
 RULES = [
@@ -102,14 +102,14 @@ RULES = [
     ParameterGroup(match="*layernorm*", weight_decay=0.5, lr_scale=0.1),
     ParameterGroup(match="lm_head.weight", weight_decay=9.0),  # this model has none: it is tied
 ]
-OLMO2 = replace(OLMO2, groups=RULES)
+ARCEE = replace(ARCEE, groups=RULES)
 """
 
 
 def test_fresh_weights_and_rules_of_the_family_behind_those_of_the_recipe(workspace, train):
     (workspace / "ruled_family.py").write_text(RULED)
     rule = "optimizer.groups=[{match: '*.mlp.up_proj.*', weight_decay: 0.3}]"
-    overrides = ["run.steps=2", "schedule={}", *FRESH, "model.family=ruled_family:OLMO2", rule]
+    overrides = ["run.steps=2", "schedule={}", *FRESH, "model.family=ruled_family:ARCEE", rule]
     train(1, "run.dir=fresh", *overrides)
     checkpoint = workspace / "fresh/checkpoints/step-00000002"
     state = json.loads((checkpoint / "trainer_state.json").read_text())
@@ -119,7 +119,6 @@ def test_fresh_weights_and_rules_of_the_family_behind_those_of_the_recipe(worksp
         ("mlp.down_proj.weight", 0.7, 1),
         ("post_attention_layernorm.weight", 0.5, 0.1),
         ("self_attn.q_proj.weight", 0.1, 1),  # as without any rule
-        ("self_attn.q_norm.weight", 0.0, 1),
     ):
         expected = {"lr": pytest.approx(scale * rate), "weight_decay": decay}
         assert state["parameter_groups"][block + name] == expected, name
@@ -131,14 +130,17 @@ def test_fresh_weights_and_rules_of_the_family_behind_those_of_the_recipe(worksp
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["model.family=own_family:Block"], "own_family:Block is a type, not a trainer.Family"),
+        (
+            ["model.family=own_family:SquaredReLU"],
+            "own_family:SquaredReLU is a type, not a trainer.Family",
+        ),
         (
             ["model.family=own_family:NONE"],
-            "own_family.py has no NONE; it has NormOfAllHeads, Block, OLMO2",
+            "own_family.py has no NONE; it has TENSOR_PLAN, SquaredReLU, block, ARCEE",
         ),
-        (["model.architecture.model_type=qwen3"], "qwen3, but own_family:OLMO2 is olmo2"),
-        (["model.family=loose_rules:OLMO2"], "{'match': '*'} is no trainer.ParameterGroup(match=…"),
-        (["model.architecture.options={depth: 3}"], "olmo2 has no depth; known: none"),
+        (["model.architecture.model_type=qwen3"], "qwen3, but own_family:ARCEE is arcee"),
+        (["model.family=loose_rules:ARCEE"], "{'match': '*'} is no trainer.ParameterGroup(match=…"),
+        (["model.architecture.options={depth: 3}"], "arcee has no depth; known: none"),
     ],
 )
 def test_what_is_no_family_is_told_in_a_line(workspace, change, message):

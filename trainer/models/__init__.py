@@ -1,7 +1,7 @@
 """Models that Perdure builds itself, and their Hugging Face files."""
 
 from trainer.models.attention import choose_attention
-from trainer.models.decoder import MLP, TIED_COPIES, Attention, Block, Decoder, RMSNorm
+from trainer.models.decoder import MLP, Attention, Block, Decoder, RMSNorm
 from trainer.models.family import Family, init_parameter
 from trainer.models.hf import (
     ConfigError,
@@ -20,7 +20,6 @@ __all__ = [
     "RMSNorm",
     "choose_attention",
     "init_parameter",
-    "TIED_COPIES",
     "ConfigError",
     "read_config",
     "config_json",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from checkpointing.format.nf4 import BLOCK, NF4, packed_shape
 from checkpointing.format.peft import scale_of, write_config
 from trainer.models import nf4
-from trainer.models.decoder import TIED_COPIES, Decoder
+from trainer.models.transformers_model import TextModel
 from trainer.recipe import RecipeError
 from trainer.recipe.sections import Adapter
 from trainer.recipe.seeds import stable_seed
@@ -67,7 +67,7 @@ class LoraLinear(nn.Linear):
         return F.linear(self.scale * F.linear(x, self.lora_A), self.lora_B)
 
 
-def add_adapters(model: Decoder, options: Adapter, dtype: str = "bf16") -> None:
+def add_adapters(model: TextModel, options: Adapter, dtype: str = "bf16") -> None:
     """Freeze a model, in place, and give linear layers of its blocks adapters; what
     `options.also` names stays trained. To be called before anything is cut.
 
@@ -100,7 +100,7 @@ def add_adapters(model: Decoder, options: Adapter, dtype: str = "bf16") -> None:
         setattr(model.get_submodule(parent), key, LoraLinear(layer, options))
 
 
-def _targets(model: Decoder, options: Adapter) -> list[str]:
+def _targets(model: TextModel, options: Adapter) -> list[str]:
     """FQNs of the layers that get adapters."""
     inside = {module for block in model.blocks for module in block.modules()}
     routers = {
@@ -111,8 +111,13 @@ def _targets(model: Decoder, options: Adapter) -> list[str]:
         for name, module in model.named_modules()
         if type(module) is nn.Linear and module in inside - routers
     ]
+    if not known:
+        raise RecipeError(
+            f"model.adapter: the layers of {model.name} have no nn.Linear, which adapters are for; "
+            "remove it"
+        )
     if options.targets == "all-linear":
-        if model.stacks:
+        if model.experts:
             raise RecipeError(
                 "model.adapter.targets: all-linear would leave out the experts, which have no "
                 f"adapters yet; name layers: {_listed(known)}"
@@ -127,10 +132,11 @@ def _targets(model: Decoder, options: Adapter) -> list[str]:
     return [name for name in known if any(_ends(name, target) for target in options.targets)]
 
 
-def _trained_whole(model: Decoder, options: Adapter, layers: Sequence[str]) -> set[str]:
+def _trained_whole(model: TextModel, options: Adapter, layers: Sequence[str]) -> set[str]:
     """FQNs of the parameters that `options.also` names, beside those of `layers` with adapters."""
     found = set[str]()
-    tied = model.model.architecture.tie_word_embeddings
+    tied = model.tied_copies
+    heads = {name.split(".")[-2] for name in tied}
     for wanted in options.also:
         names = [name for name, _ in model.named_modules() if name and _ends(name, wanted)]
         inside = {
@@ -138,7 +144,7 @@ def _trained_whole(model: Decoder, options: Adapter, layers: Sequence[str]) -> s
             for name, _ in model.named_parameters()
             if any(name.startswith(f"{module}.") for module in names)
         }
-        if tied and (wanted.endswith("lm_head") or {*TIED_COPIES.values()} & inside):
+        if wanted.rpartition(".")[2] in heads or {*tied.values()} & inside:
             raise RecipeError(
                 f"model.adapter.also: {wanted} is tied to the other end of the model, so to train "
                 "it would change both, which no adapter says; remove it"
@@ -182,7 +188,7 @@ def draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.empty(shape).uniform_(-1, 1, generator=generator) / shape[1] ** 0.5
 
 
-def adapter_config(model: Decoder, options: Adapter, base: str) -> bytes:
+def adapter_config(model: TextModel, options: Adapter, base: str) -> bytes:
     """adapter_config.json of a model that has adapters, over the one in directory `base`."""
     layers = {name for name, module in model.named_modules() if isinstance(module, LoraLinear)}
     ends = {name.rpartition(".")[2] for name in layers}

@@ -7,7 +7,7 @@ Shapes: B batch, T sequence, D hidden, N query heads, K key/value heads, H head 
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -270,6 +270,31 @@ class Decoder(nn.Module):
         return self.family.stacks
 
     @property
+    def experts(self) -> bool:
+        """Whether a token meets only some of the weights."""
+        return bool(self.stacks)
+
+    @property
+    def tied_copies(self) -> Mapping[str, str]:
+        """Second name of a tied weight in published checkpoints → its name in the model."""
+        return TIED_COPIES if self.lm_head is None else {}
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head."""
+        return self.model.architecture.vocab_size
+
+    @property
+    def most_positions(self) -> int:
+        """Longest sequence in tokens."""
+        return self.model.architecture.max_position_embeddings
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return f"{self.family.model_type} decoder"
+
+    @property
     def compiled_beside_blocks(self) -> Iterable[nn.Module]:
         """What else `strategy.compile` compiles."""
         return [self.head_loss]
@@ -386,6 +411,24 @@ class Decoder(nn.Module):
         if self.training:
             loss = loss + sum(value * weight for value, weight in beside.values() if weight)
         return {"loss": loss, **scalars, **{name: value for name, (value, _) in beside.items()}}
+
+    def last_logits(self, input_ids: Tensor) -> Tensor:
+        """Logits (V,) of what follows the first sequence of (B, T)."""
+        hidden, _ = self.model(input_ids)
+        return self.head(hidden[0, -1])
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """See `Family.flops_per_token`."""
+        architecture, named = self.model.architecture, dict(self.named_parameters())
+        frozen = {name for name, p in named.items() if not p.requires_grad}
+        if not architecture.tie_word_embeddings:
+            frozen -= {"model.embed_tokens.weight"}  # a look-up, no product
+        return self.family.flops_per_token(
+            architecture,
+            sum(map(weights_in, named.values())),
+            seq_len,
+            sum(weights_in(named[name]) for name in frozen),
+        )
 
     def head(self, hidden: Tensor) -> Tensor:
         """Hidden states (…, D) → logits (…, V)."""

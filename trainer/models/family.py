@@ -204,6 +204,15 @@ class Family:
         return 6.0 * products - without + 12 * heads * seen
 
 
+class UnsupportedError(ValueError):
+    """A model is described well, but no family that comes with Perdure computes it; `reason` says
+    why."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 def window_of(architecture: Architecture) -> int | None:
     """The option `sliding_window`.
 
@@ -261,14 +270,16 @@ def family_of(model_type: Any) -> Family:
     """A family that comes with Perdure.
 
     Raises:
-        ValueError: there is none of this name.
+        UnsupportedError: there is none of this name.
     """
     known = bundled_families()
     if model_type not in known:
         names = " or ".join(map(repr, known))
-        raise ValueError(
-            f"model_type={model_type!r} is not supported, only {names}; write a family of your own "
-            "or train such a model through model.factory (docs/extending.md has both)"
+        raise UnsupportedError(
+            f"model_type={model_type!r} is not supported, only {names}; transformers trains others "
+            "from model.init_from (model.implementation: auto), or write a family of your own "
+            "(docs/extending.md)",
+            f"Perdure has no family {model_type!r}",
         )
     family: Family = importlib.import_module(f"trainer.models.families.{model_type}").FAMILY
     return family

@@ -8,7 +8,7 @@ from typing import Any
 from checkpointing.format.untrusted import read_object
 from checkpointing.storage.source import MOST_BYTES
 from elastic.node.files import read_bytes
-from trainer.models.family import Family, family_of
+from trainer.models.family import Family, UnsupportedError, family_of
 from trainer.recipe import RecipeError
 from trainer.recipe.architecture import ROPE_KEYS, Architecture, RopeScaling
 
@@ -31,13 +31,13 @@ _COMMON_DEFAULTS = {
 }
 
 
-_BY_FACTORY = "train such a model through model.factory (docs/extending.md has an example)"
+_BY_THEIRS = "transformers trains such a model itself (model.implementation: auto)"
 _WITHOUT_SCALING = (
     "if the weights were made without it, as where it was added to serve longer texts, remove it "
-    f"from the file; else {_BY_FACTORY}"
+    f"from the file; else {_BY_THEIRS}"
 )
 _CURES = {
-    "attention_bias": f"its weights have biases: {_BY_FACTORY}",
+    "attention_bias": f"its weights have biases: {_BY_THEIRS}",
     **dict.fromkeys(
         ("attention_dropout", "resid_pdrop", "embd_pdrop"), "write 0.0 to train without it"
     ),
@@ -62,6 +62,14 @@ class ConfigError(ValueError):
     """A file beside the weights cannot be used; the message names the file and the key."""
 
 
+class NotOursError(ConfigError):
+    """The file is good, but describes what no family of Perdure computes; `reason` says what."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 MOST_LAYERS = 10_000
 
 
@@ -75,11 +83,30 @@ def read_config(path: str | Path, family: Family | None = None) -> Architecture:
         family: that it is to be of, unless of one that comes with Perdure.
 
     Raises:
-        ConfigError: there is no such file, a key is missing or malformed, or the model computes
-            something that its family does not.
+        ConfigError: there is no such file, a key is missing or malformed, or (NotOursError) the
+            model computes something that its family does not.
     """
-    path = Path(path)
-    file = path / "config.json" if path.is_dir() else path
+    file, config = _file_of(path), read_json(path)
+    try:
+        architecture = _architecture(config, family)
+        # Layers are built one by one, before the weights are looked at.
+        if architecture.num_hidden_layers > MOST_LAYERS:
+            layers = architecture.num_hidden_layers
+            raise ValueError(f"num_hidden_layers is {layers:,}, more than {MOST_LAYERS:,}")
+        return architecture
+    except UnsupportedError as error:
+        raise NotOursError(f"{file}: {error}", error.reason) from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """What a config.json holds; `path` as of `read_config`.
+
+    Raises:
+        ConfigError: it cannot be read, holds no object, or is of weights that are not read.
+    """
+    file = _file_of(path)
     try:
         config = read_object(read_bytes(file, follow=True))
     except OSError as error:
@@ -89,15 +116,19 @@ def read_config(path: str | Path, family: Family | None = None) -> Architecture:
         ) from error
     except ValueError as error:
         raise ConfigError(f"{file}: not a JSON object: {error}; copy the file again") from error
-    try:
-        architecture = _architecture(config, family)
-        # Layers are built one by one, before the weights are looked at.
-        if architecture.num_hidden_layers > MOST_LAYERS:
-            layers = architecture.num_hidden_layers
-            raise ValueError(f"num_hidden_layers is {layers:,}, more than {MOST_LAYERS:,}")
-        return architecture
-    except ValueError as error:
-        raise ConfigError(f"{file}: {error}") from error
+    problem = None
+    if config.get("quantization_config"):
+        problem = _unsupported("quantization_config", "{…}", "unquantized weights")
+    elif name := config.get("transformers_weights"):
+        problem = _unsupported("transformers_weights", name, "model.safetensors or its index")
+    if problem:
+        raise ConfigError(f"{file}: {problem}")
+    return config
+
+
+def _file_of(path: str | Path) -> Path:
+    path = Path(path)
+    return path / "config.json" if path.is_dir() else path
 
 
 def _architecture(config: dict[str, Any], family: Family | None) -> Architecture:
@@ -114,10 +145,6 @@ def _architecture(config: dict[str, Any], family: Family | None) -> Architecture
     kinds = [] if "layer_types" in family.options else config.get("layer_types") or []
     if any(kind != "full_attention" for kind in kinds):
         raise _unsupported("layer_types", config["layer_types"], "'full_attention' throughout")
-    if config.get("quantization_config"):
-        raise _unsupported("quantization_config", "{…}", "unquantized weights")
-    if name := config.get("transformers_weights"):
-        raise _unsupported("transformers_weights", name, "model.safetensors or its index")
 
     config = {**_COMMON_DEFAULTS, **family.defaults, **config}
     heads = _positive(config, "num_attention_heads", int)
@@ -245,7 +272,8 @@ def config_json(
         **{key: value for key, value in options.items() if key == "partial_rotary_factor"},
         **(scaling_json or {"rope_type": "default"}),
     }
-    local = {"rope_theta": options.get(_LOCAL_THETA), "rope_type": "default"}
+    local_theta = options.get(_LOCAL_THETA) or architecture.rope_theta
+    local = {"rope_theta": local_theta, "rope_type": "default"}
     return {
         "architectures": [family.model_class],
         "model_type": architecture.model_type,
@@ -329,6 +357,7 @@ def _malformed(key: str, value: Any, wanted: str) -> ValueError:
     return ValueError(f"{key} is {shown}, but must be {wanted}; mend the file")
 
 
-def _unsupported(key: str, value: Any, supported: str) -> ValueError:
-    cure = _CURES.get(key.rpartition(".")[2], _BY_FACTORY)
-    return ValueError(f"{key}={value!r} is not supported, only {supported}; {cure}")
+def _unsupported(key: str, value: Any, supported: str) -> UnsupportedError:
+    cure = _CURES.get(key.rpartition(".")[2], _BY_THEIRS)
+    message = f"{key}={value!r} is not supported, only {supported}; {cure}"
+    return UnsupportedError(message, f"Perdure computes no {key}={value!r}")

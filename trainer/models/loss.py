@@ -30,7 +30,9 @@ ROWS_ON_CPU = 128
 """Logits that go through the loss together on a CPU: few enough to stay in its cache, which takes
 a fifth off the time of head and loss of the quickstart. A GPU is faster with all at once."""
 
-Fused: TypeAlias = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
+Fused: TypeAlias = Callable[
+    [Tensor, Tensor, Tensor, bool, float | None], tuple[Tensor, Tensor | None]
+]
 """`_pointwise`, compiled."""
 
 
@@ -46,13 +48,24 @@ class HeadLoss(nn.Module):
         """As `nn.Module.compile`."""
         self._fused = torch.compile(_pointwise, *arguments, **options)
 
-    def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """hidden (..., D), weight (V, D), labels (...) int64 → the mean, a float32 scalar."""
-        return head_cross_entropy(hidden, weight, labels, fused=self._fused)
+    def forward(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, cap: float | None = None
+    ) -> Tensor:
+        """hidden (..., D), weight (V, D), labels (...) int64 → the mean, a float32 scalar. `cap`:
+        see `capped`."""
+        return head_cross_entropy(hidden, weight, labels, fused=self._fused, cap=cap)
 
-    def log_probs(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def log_probs(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, cap: float | None = None
+    ) -> Tensor:
         """See `label_log_probs`."""
-        return label_log_probs(hidden, weight, labels)
+        return label_log_probs(hidden, weight, labels, cap=cap)
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Logits that do not exceed `cap`, cap · tanh(logits / cap), as Gemma 2 has them; None: as they
+    are."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -79,6 +92,7 @@ def head_cross_entropy(
     labels: Tensor,
     chunk: int | None = None,
     fused: Fused | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """`mean_cross_entropy` of the logits that the output head would give, a float32 scalar.
 
@@ -92,10 +106,11 @@ def head_cross_entropy(
         chunk: most logits at a time; at least one row. As many as the device's memory suggests,
             unless said.
         fused: `_pointwise`, compiled.
+        cap: of the logits, see `capped`.
     """
     chunk = most_logits(hidden) if chunk is None else chunk
     if not on_gpu(hidden) and labels.numel() * weight.shape[0] <= chunk:
-        return mean_cross_entropy(F.linear(hidden, weight), labels)
+        return mean_cross_entropy(capped(F.linear(hidden, weight), cap), labels)
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype
@@ -108,6 +123,7 @@ def head_cross_entropy(
         rows,
         torch.is_grad_enabled(),
         fused,
+        cap,
     )
     return total / _counted(labels)
 
@@ -119,6 +135,7 @@ def label_log_probs(
     start: int = 0,
     group: dist.ProcessGroup | None = None,
     chunk: int | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Log-probability of each label by itself, (N,) float32; 0 where none counts.
 
@@ -133,6 +150,7 @@ def label_log_probs(
         group: these ranks; each has a part of the gradient of `hidden`.
         chunk: most logits at a time; at least one row. As many as the device's memory suggests,
             unless said.
+        cap: of the logits, see `capped`.
     """
     device = hidden.device.type
     dtype = weight.dtype
@@ -142,7 +160,13 @@ def label_log_probs(
     chunks = -(-labels.numel() // max(1, chunk // weight.shape[0]))
     rows = -(-labels.numel() // chunks)
     return _LabelLogProbs.apply(
-        hidden.flatten(0, -2).to(dtype), weight.to(dtype), labels.flatten(), rows, start, group
+        hidden.flatten(0, -2).to(dtype),
+        weight.to(dtype),
+        labels.flatten(),
+        rows,
+        start,
+        group,
+        cap,
     )
 
 
@@ -178,27 +202,45 @@ def _counted(labels: Tensor) -> Tensor:
 
 
 def _pointwise(
-    logits: Tensor, label: Tensor, counts: Tensor, with_gradient: bool
+    logits: Tensor, label: Tensor, counts: Tensor, with_gradient: bool, cap: float | None
 ) -> tuple[Tensor, Tensor | None]:
     """Sum of the losses of a chunk, and the gradient of its logits, which those of labels that do
     not count have, too. In words that a compiler makes one kernel of."""
+    dtype = logits.dtype
+    if cap is not None:
+        logits = capped(logits.float(), cap)
     log_softmax = F.log_softmax(logits, 1, dtype=torch.float32)
     loss = -(log_softmax.gather(1, label) * counts).sum()
     if not with_gradient:
         return loss, None
     columns = torch.arange(logits.shape[1], device=logits.device)
-    return loss, (log_softmax.exp() - (columns == label) * counts.float()).to(logits.dtype)
+    gradient = log_softmax.exp() - (columns == label) * counts.float()
+    if cap is not None:
+        gradient = gradient * _slope(logits, cap)
+    return loss, gradient.to(dtype)
+
+
+def _slope(logits: Tensor, cap: float) -> Tensor:
+    """The derivative of `capped`, of what it gave."""
+    return 1 - (logits / cap) ** 2
 
 
 def _in_place(
-    log_softmax: Tensor, label: Tensor, counts: Tensor, dtype: torch.dtype | None
+    log_softmax: Tensor,
+    label: Tensor,
+    counts: Tensor,
+    dtype: torch.dtype | None,
+    slope: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """What `_pointwise` gives, with the gradient in `dtype`, unless None. The memory of
-    `log_softmax` holds softmax and gradient in turn."""
+    `log_softmax` holds softmax and gradient in turn. `slope`: of a cap, if there is one."""
     loss = -(log_softmax.gather(1, label) * counts).sum()
     if dtype is None:
         return loss, None
-    return loss, log_softmax.exp_().scatter_add_(1, label, -counts.float()).to(dtype)
+    gradient = log_softmax.exp_().scatter_add_(1, label, -counts.float())
+    if slope is not None:
+        gradient.mul_(slope)
+    return loss, gradient.to(dtype)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -218,6 +260,7 @@ class _ChunkedLoss(torch.autograd.Function):
         rows: int,
         with_gradients: bool,
         fused: Fused | None,
+        cap: float | None,
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         to_hidden = torch.empty_like(hidden) if with_gradients else None
@@ -233,17 +276,18 @@ class _ChunkedLoss(torch.autograd.Function):
                 label = label.clamp(min=0)
                 if fused:
                     logits = hidden[part] @ weight.T
-                    loss, gradient = fused(logits, label, counts, with_gradients)
+                    loss, gradient = fused(logits, label, counts, with_gradients, cap)
                     del logits
                 else:
-                    loss, gradient = _in_place(
-                        F.log_softmax(
-                            torch.mm(hidden[part], weight.T, **wide), 1, dtype=torch.float32
-                        ),
-                        label,
-                        counts,
-                        hidden.dtype if with_gradients else None,
-                    )
+                    logits, slope = torch.mm(hidden[part], weight.T, **wide), None
+                    if cap is not None:
+                        logits = capped(logits.float(), cap)
+                        slope = _slope(logits, cap) if with_gradients else None
+                    log_softmax = F.log_softmax(logits, 1, dtype=torch.float32)
+                    del logits
+                    dtype = hidden.dtype if with_gradients else None
+                    loss, gradient = _in_place(log_softmax, label, counts, dtype, slope)
+                    del log_softmax, slope
                 total += loss
                 if gradient is None or to_hidden is None:
                     continue
@@ -257,7 +301,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return *scaled_once(ctx, gradients[0]), None, None, None, None
+        return *scaled_once(ctx, gradients[0]), *(None,) * 5
 
 
 def scaled_once(ctx: Any, factor: Tensor) -> list[Tensor | None]:
@@ -295,10 +339,12 @@ class _LabelLogProbs(torch.autograd.Function):
         rows: int,
         start: int,
         group: dist.ProcessGroup | None,
+        cap: float | None,
     ) -> Tensor:
         found = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
         sums = torch.zeros_like(found)  # logarithms of the softmax's denominators
-        for part, logits, index, mine in _chunks_of_logits(hidden, weight, labels, rows, start):
+        chunks = _chunks_of_logits(hidden, weight, labels, rows, start, cap)
+        for part, logits, index, mine in chunks:
             target = logits.gather(1, index)[:, 0] * mine
             if group is None:
                 total = logits.logsumexp(1)
@@ -310,7 +356,7 @@ class _LabelLogProbs(torch.autograd.Function):
                 total, target = both[0].log() + largest, both[1]
             sums[part], found[part] = total, (target - total) * (labels[part] != IGNORED_LABEL)
         ctx.save_for_backward(hidden, weight, labels, sums)
-        ctx.rows, ctx.start = rows, start
+        ctx.rows, ctx.start, ctx.cap = rows, start, cap
         return found
 
     @staticmethod
@@ -321,19 +367,21 @@ class _LabelLogProbs(torch.autograd.Function):
         # In float32 whatever the dtype: it is a sum over chunks. A frozen head has none.
         trained = ctx.needs_input_grad[1]
         to_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
-        chunks = _chunks_of_logits(hidden, weight, labels, ctx.rows, ctx.start)
+        chunks = _chunks_of_logits(hidden, weight, labels, ctx.rows, ctx.start, ctx.cap)
         for part, logits, index, mine in chunks:
             factor = weights[part, None]
+            slope = None if ctx.cap is None else _slope(logits, ctx.cap)
             likely = logits.sub_(sums[part, None]).exp_().mul_(-factor)
-            gradient = likely.scatter_add_(1, index, factor * mine[:, None]).to(hidden.dtype)
+            wide = likely.scatter_add_(1, index, factor * mine[:, None])
+            gradient = (wide if slope is None else wide.mul_(slope)).to(hidden.dtype)
             torch.mm(gradient, weight, out=to_hidden[part])
             if to_weight is not None:
                 add_product(to_weight, gradient.T, hidden[part])
-        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), *(None,) * 4
+        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), *(None,) * 5
 
 
 def _chunks_of_logits(
-    hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, start: int
+    hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, start: int, cap: float | None
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """(rows of `hidden`, their logits in float32, the column of each label among these, (R, 1),
     whether its column is one of them), some rows at a time."""
@@ -344,4 +392,5 @@ def _chunks_of_logits(
             label = labels[part] - start
             mine = (labels[part] != IGNORED_LABEL) & (label >= 0) & (label < len(weight))
             index = label.clamp(0, len(weight) - 1)[:, None]
-            yield part, torch.mm(hidden[part], weight.T, **wide).float(), index, mine
+            logits = torch.mm(hidden[part], weight.T, **wide).float()
+            yield part, capped(logits, cap), index, mine

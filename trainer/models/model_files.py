@@ -29,19 +29,19 @@ ABOUT_TOKENS = (
 
 
 def files_beside(
-    architecture: Architecture,
     init_from: Path | None,
     data: Path,
     index: Mapping[str, Any],
+    architecture: Architecture | None = None,
     family: Family | None = None,
 ) -> tuple[dict[str, bytes], list[str]]:
     """(content by name, what a user should know) for the checkpoints of a run.
 
     Args:
-        architecture: of the model.
         init_from: the checkpoint that the run begins with, if any.
         data: prepared data set, with the tokenizer.
         index: of this data set.
+        architecture: of the model, unless it begins with a checkpoint.
         family: of the model, unless one that comes with Perdure.
 
     Raises:
@@ -51,6 +51,7 @@ def files_beside(
     prepared = tokenizer_files(data / TOKENIZER, eos)
     notes: list[str] = []
     if init_from is None:
+        assert architecture is not None
         files = {
             **prepared,
             CONFIG: _json(config_json(architecture, family, eos_id=eos)),
@@ -82,7 +83,7 @@ def files_beside(
 
 
 def files_without_tokenizer(
-    architecture: Architecture, init_from: Path | None, family: Family | None = None
+    init_from: Path | None, architecture: Architecture | None = None, family: Family | None = None
 ) -> tuple[dict[str, bytes], list[str]]:
     """`files_beside` where the data knows of no tokenizer: that of `init_from` is kept.
 
@@ -90,6 +91,7 @@ def files_without_tokenizer(
         ConfigError: a file cannot be used.
     """
     if init_from is None:
+        assert architecture is not None
         return {CONFIG: _json(config_json(architecture, family))}, []
     notes: list[str] = []
     return _carried(init_from, notes), notes

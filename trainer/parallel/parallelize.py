@@ -16,6 +16,7 @@ from checkpointing.format.layout import TensorMeta
 from checkpointing.format.peft import is_part, name_in_file
 from checkpointing.format.tensors import broadcast
 from trainer.models.stacks import apart
+from trainer.models.ties import tie_again, ties_of
 from trainer.optim.exact import use_exact_kernels
 from trainer.optim.formats import BLOCK, Format
 from trainer.optim.groups import moments
@@ -117,6 +118,8 @@ class ParallelModel:
     """What computes with this rank's part of each sequence, instead of all of it."""
     stacks: Sequence[str] = ()
     """Modules whose parameters checkpoints hold row by row, see `Family.stacks`."""
+    draws: bool = False
+    """Whether a pass in training may draw random numbers."""
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """`means` of one micro-batch. On all ranks."""
@@ -152,6 +155,17 @@ class ParallelModel:
                 compute(number, batch, self)
         if train:
             self.share_buffers()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """While entered, the modules are in eval mode; the user may keep some so afterwards."""
+        modes = {module: module.training for module in self.module.modules()}
+        self.module.eval()
+        try:
+            yield
+        finally:  # also where a peer is lost: this rank may keep the model
+            for module, training in modes.items():
+                module.training = training
 
     @property
     def beside_loss(self) -> Sequence[str]:
@@ -305,6 +319,7 @@ def parallelize(
     strategy, dtype = recipe.strategy, DTYPES[recipe.precision.dtype]
     sharded_by_fsdp = SHARD in (mesh.device_mesh.mesh_dim_names or ())
     stacks = getattr(model, "stacks", ())
+    draws = recipe.draws or getattr(model, "draws", False)
     if recipe.exact:
         use_exact_kernels(device)
     by_rows = recipe.optimizer.state_dtype != "fp32"
@@ -324,6 +339,7 @@ def parallelize(
     for part, whole in blocks_of.items():
         blocks_of[part] = _apply(part, list(whole), mesh, recipe, dtype)
     file: OffloadFile | None = None
+    ties = ties_of(model)
     if strategy.offload == "nvme" and strategy.offload_directory:
         kept = moments(recipe.optimizer)
         assert kept is not None  # the recipe would have been refused
@@ -334,13 +350,18 @@ def parallelize(
         for part, units in blocks_of.items():
             file.read_ahead(part, units)
     elif fill:
-        # Buffers are computed with where the model computes, whatever becomes of parameters.
+        # Buffers are computed with where the model computes, whatever becomes of parameters; those
+        # that have values keep them.
         host = torch.device("cpu") if strategy.offload == "cpu" else device
-        model._apply(
-            lambda t: torch.empty_like(t, device=host if isinstance(t, nn.Parameter) else device)
-        )
+
+        def materialise(tensor: torch.Tensor) -> torch.Tensor:
+            where = host if isinstance(tensor, nn.Parameter) else device
+            return torch.empty_like(tensor, device=where) if tensor.is_meta else tensor.to(where)
+
+        model._apply(materialise)
     elif not sharded_by_fsdp:
         model.to(device)
+    tie_again(model, ties)
     parameters = {_fqn(name): p for part in blocks_of for name, p in part.named_parameters()}
     persistent = {name for part in blocks_of for name in part.state_dict()}
 
@@ -398,7 +419,7 @@ def parallelize(
     pipeline = Pipeline(stages, mesh, recipe, dtype, context, costs) if stages else None
     return ParallelModel(
         module, parameters, buffers, optimized, view, file, recipe, autocast,
-        draw_weights, share_buffers, pipeline, context, stacks,
+        draw_weights, share_buffers, pipeline, context, stacks, draws,
     )  # fmt: skip
 
 
@@ -461,7 +482,8 @@ def _apply(
     if strategy.activation_checkpointing != "none":
         blocks = apply_activation_checkpointing(
             model, blocks, strategy.activation_checkpointing, how,
-            again=strategy.pp_schedule == "zero_bubble", draws=recipe.draws,
+            again=strategy.pp_schedule == "zero_bubble",
+            draws=recipe.draws or getattr(model, "draws", False),
         )  # fmt: skip
         compiled = compiled if how == "pieces" else blocks
     if strategy.compile:

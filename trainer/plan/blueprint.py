@@ -20,7 +20,8 @@ from trainer.recipe import Recipe
 from trainer.recipe.factory import refusing
 from trainer.recipe.sections import Adapter, Optimizer
 from trainer.tasks.blocks import repeated_blocks
-from trainer.tasks.task import bare_model, documents_for
+from trainer.tasks.task import bare_model
+from trainer.tasks.text_model import documents_for
 
 DEPTH = 2
 """Blocks that are traced where all are alike: the last one, and one whose output another block

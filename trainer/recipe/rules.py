@@ -53,6 +53,8 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield from _tracking_contradictions(recipe.tracking)
     yield from _own_data_contradictions(recipe)
     yield from _optimizer_contradictions(recipe)
+    if model.implementation != "auto":
+        yield from _implementation_contradictions(recipe)
     if model.attention != "auto" and (model.factory or model.kgat):
         yield "model.attention", "only for model.architecture and model.init_from; remove it"
     if model.factory_options and not model.factory:
@@ -160,6 +162,14 @@ def counted(recipe: Recipe, sequences: int) -> Recipe:
     if problems:
         raise RecipeError("\n".join(problems))
     return recipe
+
+
+def _implementation_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    model = recipe.model
+    if not model.init_from or model.kgat:
+        yield "model.implementation", "only for the model of model.init_from; remove it"
+    elif model.family and model.implementation == "transformers":
+        yield "model.family", "is Perdure's to compute; remove it, or set model.implementation=auto"
 
 
 def _adapter_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:

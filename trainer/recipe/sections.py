@@ -119,6 +119,11 @@ class Model:
     """Directory of a Hugging Face checkpoint (config.json and safetensors, sharded or not) whose
     architecture and weights the run starts from."""
 
+    implementation: Literal["auto", "perdure", "transformers"] = "auto"
+    """What computes the model of `init_from`. perdure: a family of Perdure's own. transformers: the
+    module that transformers has for it (pip install 'perdure[transformers]'; see
+    docs/extending.md). auto: Perdure where it has a family for it, else transformers."""
+
     adapter: Adapter | None = None
     """Train an adapter over the weights of `init_from` instead of these. Checkpoints hold the
     adapter alone, as PEFT does. `adapter: {}` is LoRA of rank 16 in all linear layers."""

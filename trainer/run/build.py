@@ -20,8 +20,10 @@ from elastic.group.batch_plan import plan_batch
 from elastic.node.recall import Recall
 from elastic.process import usable_cores
 from elastic.world import limit_waits
+from trainer.data.samples import IGNORED_LABEL
 from trainer.data.stream import Accounted
 from trainer.models.decoder import Decoder
+from trainer.models.transformers_model import TransformersModel
 from trainer.optim.optimizer import build_optimizer
 from trainer.optim.schedule import build_schedule
 from trainer.parallel.kept import rejoin
@@ -37,6 +39,10 @@ from trainer.run.saves import UNWRITTEN, load_beginning, restore
 from trainer.run.speed import peak_flops
 from trainer.run.state import Run
 from trainer.tasks.task import Task, optimizer_options
+from trainer.tasks.text_model import documents_for
+
+TRIED_LENGTH = 64
+"""Tokens of the sequence with which it is tried whether documents stay apart."""
 
 
 @contextmanager
@@ -104,6 +110,8 @@ def build(
             checkpointer, model, optimizer, recipe, task, agreement.init_from, kept, begun=begun
         )
         pulse.safe = not checkpointer.newer_than_storage
+        if not state:
+            check_documents(model, recipe, task, world.device)
         memory = "checkpoint slots are made with the first save: training goes on first"
         known = bool(state) or not recipe.optimizer.factory  # else its first step makes its state
         if known and (not world.cause or checkpointer.loaded_from != "memory"):
@@ -180,6 +188,35 @@ def model_and_optimizer(
         compiles=recipe.strategy.compile, zeros_like=model.zeros_like,
     )  # fmt: skip
     return model, optimizer
+
+
+@torch.no_grad()
+def check_documents(model: ParallelModel, recipe: Recipe, task: Task, device: torch.device) -> None:
+    """Try whether a model of transformers keeps documents apart: another first document leaves the
+    loss of the second as it is. On all ranks.
+
+    Raises:
+        RecipeError: it does not; on all ranks.
+    """
+    theirs, length = task.model, min(recipe.data.seq_len, TRIED_LENGTH) // 2
+    if not isinstance(theirs, TransformersModel) or not documents_for(recipe):
+        return
+    if not recipe.data.sources or not length or recipe.strategy.compile:
+        return  # to compile for these sequences would take long
+    ids = torch.arange(2 * length, device=device)[None] % theirs.vocab_size
+    documents = torch.arange(2 * length, device=device)[None] // length
+    labels = ids.roll(-1, 1).masked_fill(documents == 0, IGNORED_LABEL)
+    with model.evaluating():
+        one, other = (
+            model({"input_ids": inputs, "labels": labels, "document_ids": documents})["loss"]
+            for inputs in (ids, torch.where(documents == 0, ids.flip(1), ids))
+        )
+    # Where tokens go to experts changes how those of others are rounded.
+    if not torch.allclose(one, other, rtol=1e-2):
+        raise RecipeError(
+            f"data.document_mask: in {theirs.name} of transformers a document changes the loss of "
+            "the next; set data.document_mask=false to train it so"
+        )
 
 
 @contextmanager

@@ -99,8 +99,6 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
     cuts = [range(n * size, min(n * size + size, count)) for n in numbers]
     requests = [list(cut) or list(range(min(size, count))) for cut in cuts]
     total: torch.Tensor | None = None
-    modes = {module: module.training for module in model.module.modules()}
-    model.module.eval()
     batches = load(stream, requests, workers=0, pin_memory=device.type == "cuda")
     pairs = zip(cuts, batches, strict=True)
     pp = run.recipe.strategy.pp
@@ -123,16 +121,13 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
 
     leaving = False
     with pulse.during("data"):
-        try:
+        with model.evaluating():
             while some := list(islice(pairs, together)):
                 pulse.report(step, "evaluate")
                 if leaving := heed and pause_request(pulse) >= PAUSE_TO_LEAVE:
                     break
                 model.run([inputs for _, inputs in some], forward, train=False)
                 pulse.report(step, "data")
-        finally:  # also where a peer is lost: this rank may keep the model
-            for module, training in modes.items():  # the user may keep parts in eval mode
-                module.training = training
         pulse.report(step, "evaluate")
         if leaving:
             return None

@@ -21,8 +21,10 @@ from checkpointing.ranks import exchange
 from checkpointing.storage.steps import hugging_face_tensors
 from elastic.node.files import read_bytes
 from elastic.node.program import differences, digest
+from trainer.models.transformers_model import check_installed
 from trainer.recipe import Recipe, RecipeError, resolved
 from trainer.recipe.factory import look_here_too
+from trainer.tasks.text_model import reason_for_theirs
 
 MACHINE_BOUND = (
     *("run.dir", "run.device", "data.reader", "data.workers", "data.graph.path"),
@@ -60,7 +62,10 @@ def identify(recipe: Recipe, data: str | None) -> dict[str, str]:
     if recipe.exact:  # other kernels round otherwise
         found |= machine(found["run.device"])
     if recipe.model.init_from:
-        found["model.init_from"] = weights_digest(Path(recipe.model.init_from))
+        given = Path(recipe.model.init_from)
+        found["model.init_from"] = weights_digest(given)
+        if (given / "config.json").is_file() and (reason := reason_for_theirs(recipe)):
+            found["transformers"] = check_installed(reason)
     for key, name in recipe.own_code.items():
         found[f"{key} source"] = _digest(_module_source(name.split(":")[0]))
     return found if data is None else with_data(found, data)

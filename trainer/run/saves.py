@@ -18,7 +18,6 @@ from checkpointing.format.nf4 import NF4, quantise, weight_shape
 from checkpointing.format.tensors import local_tensor
 from checkpointing.ranks import RankGroup
 from elastic import LedgerError, SaveClock, expected_mtbf, read_history, reliability
-from trainer.models import TIED_COPIES
 from trainer.optim.optimizer import LossScale, parameter_groups
 from trainer.parallel.parallelize import KEPT, ParallelModel
 from trainer.recipe import Recipe
@@ -116,13 +115,17 @@ def load_beginning(
     if not (resumed or complete):
         model.draw_weights()
     if recipe.model.init_from and (adapter or not resumed):
-        load_published(model, recipe, wanted)
+        load_published(model, recipe, wanted, task.tied_copies)
 
 
 def load_published(
-    model: ParallelModel, recipe: Recipe, wanted: Mapping[str, torch.Tensor]
+    model: ParallelModel,
+    recipe: Recipe,
+    wanted: Mapping[str, torch.Tensor],
+    tied: Mapping[str, str],
 ) -> None:
-    """Load the weights of `model.init_from` into some tensors of a model. On all ranks.
+    """Load the weights of `model.init_from` into some tensors of a model, of which `tied` are as
+    `Task.tied_copies` says. On all ranks.
 
     Raises:
         CheckpointError: as `load_model`.
@@ -140,8 +143,8 @@ def load_published(
             tensors,
             verify=recipe.checkpoint.verify,
             # The first has the weight of which these are copies.
-            optional=[*known, *TIED_COPIES] if number else known,
-            tied=TIED_COPIES,
+            optional=[*known, *tied] if number else known,
+            tied=tied,
             finite=wanted.keys() - model.buffers().keys(),
             group=dist.group.WORLD,
         )

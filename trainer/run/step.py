@@ -245,7 +245,7 @@ def gradients(
             for key, tensor in batch.items()
             if key != COUNTED
         }
-        if recipe.draws:  # what is drawn depends on these sequences alone
+        if model.draws:  # what is drawn depends on these sequences alone
             seed = stable_seed(recipe.run.seed, "dropout", micro_batch.positions[0])
             seed_generators(seed, device)
         began = mark(device)

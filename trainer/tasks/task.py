@@ -4,7 +4,7 @@ import json
 import math
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,24 +13,21 @@ import torch
 from torch import nn
 
 from checkpointing.format.peft import CONFIG as ADAPTER_CONFIG
-from checkpointing.format.peft import is_part
-from trainer.data.loader import Documents, TokenStream
+from trainer.data.loader import TokenStream
 from trainer.data.sample_stream import count_of
 from trainer.data.shards import read_index
 from trainer.data.stream import Stream
 from trainer.kgat.graph import build_edges, read_interactions
 from trainer.kgat.model import KGAT, Adjacency, initial_tensor
 from trainer.kgat.stream import GraphStream, UserStream
-from trainer.models import Decoder, Family, read_config
-from trainer.models.adapter import adapter_config, add_adapters
-from trainer.models.adapter import draw as draw_part
-from trainer.models.family import family_of, find_family
+from trainer.models import Decoder, Family
+from trainer.models.adapter import adapter_config
 from trainer.models.model_files import CONFIG, files_beside, files_without_tokenizer, of_bf16
 from trainer.models.nf4 import weights_in
-from trainer.models.preference import preference_of
+from trainer.models.transformers_model import TextModel, TransformersModel
 from trainer.recipe import Optimizer, ParameterGroup, Recipe, RecipeError
 from trainer.recipe.architecture import Architecture
-from trainer.recipe.factory import call_factory, refusing
+from trainer.recipe.factory import call_factory
 from trainer.recipe.kgat_options import GraphData, Kgat
 from trainer.tasks.blocks import repeated_blocks
 from trainer.tasks.own_data import check_decoder_inputs, first_batch, inputs_of, open_samples
@@ -42,15 +39,13 @@ from trainer.tasks.own_model import (
     keep_in_float32,
     shifts_labels,
 )
+from trainer.tasks.text_model import AfterStep, after_step_of, build_text_model, documents_for
 
 if TYPE_CHECKING:
     from trainer.parallel.parallelize import Fill, ParallelModel
 
-EMBEDDING = "model.embed_tokens.weight"
 LARGEST_OWN_VOCABULARY = 65_536
 """Tokens that a tokenizer for a small model is trained to have; more have those of known models."""
-AfterStep = Callable[["ParallelModel", int], None]
-"""Called with the model that is trained, and the samples consumed so far."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +99,8 @@ class Task:
     after_step: AfterStep | None = None
     """Called on all ranks after each step, with the parallel model and the samples consumed so far:
     for what changes in the model besides by the optimizer."""
+    tied_copies: Mapping[str, str] = field(default_factory=dict)
+    """Second name of a tied weight in the files of `model.init_from` → its name in the model."""
 
     @property
     def sizes(self) -> str:
@@ -151,31 +148,43 @@ def build_task(recipe: Recipe) -> Task:
             notes=[*notes, *_of_chats(stream)],
             **_counting(stream),
         )
-    decoder, fill, of_formats = _decoder(recipe)
-    architecture, family = decoder.model.architecture, decoder.family
-    _check_vocabulary(recipe, architecture)
+    text_model, fill, of_model = build_text_model(recipe)
+    _check_vocabulary(recipe, text_model)
     source = Path(recipe.data.sources[0].path)
-    start = recipe.model.init_from
-    files, notes = files_beside(
-        architecture, Path(start) if start else None, source, read_index(source), family
-    )
+    start, ours = recipe.model.init_from, _family_and_sizes(text_model)
+    files, notes = files_beside(Path(start) if start else None, source, read_index(source), *ours)
     if recipe.precision.master == "bf16_stochastic":
         files = of_bf16(files)
+    further = {**_of_model(recipe, text_model), **_counting(stream)}
     return Task(
-        _name(recipe, architecture),
-        decoder,
-        list(decoder.blocks),
+        _name(recipe, text_model),
+        text_model,
+        list(text_model.blocks),
         fill,
         stream,
         validation,
-        _with_adapter(recipe, decoder, files),
-        _flops_per_token(decoder, recipe.data.seq_len),
-        *_counts(decoder),
-        notes=[*of_formats, *notes, *_of_chats(stream)],
-        groups=family.groups,
-        after_step=_after_step(recipe, family),
-        **_counting(stream),
+        _with_adapter(recipe, text_model, files),
+        text_model.flops_per_token(recipe.data.seq_len),
+        *_counts(text_model),
+        notes=[*of_model, *notes, *_of_chats(stream)],
+        **further,
     )
+
+
+def _of_model(recipe: Recipe, model: TextModel) -> dict[str, Any]:
+    """What a model, or its family, says of how it is trained."""
+    tied = {"tied_copies": model.tied_copies}
+    if isinstance(model, TransformersModel):
+        return tied
+    groups, after_step = model.family.groups, after_step_of(recipe, model.family)
+    return {**tied, "groups": groups, "after_step": after_step}
+
+
+def _family_and_sizes(model: TextModel) -> tuple[Architecture | None, Family | None]:
+    """What the config.json of a model is made from where there is none yet."""
+    if isinstance(model, TransformersModel):
+        return None, None
+    return model.model.architecture, model.family
 
 
 def _counting(stream: TokenStream) -> dict[str, Any]:
@@ -206,8 +215,8 @@ def _of_chats(stream: TokenStream) -> list[str]:
     return notes
 
 
-def _name(recipe: Recipe, architecture: Architecture) -> str:
-    adapter, name = recipe.model.adapter, f"{architecture.model_type} decoder"
+def _name(recipe: Recipe, model: TextModel) -> str:
+    adapter, name = recipe.model.adapter, model.name
     if adapter is None:
         return name
     lora = f"LoRA of rank {adapter.rank}, alpha {adapter.alpha:g}"
@@ -218,87 +227,18 @@ def _counts(model: nn.Module) -> tuple[int, int]:
     """(parameters, those that are trained)."""
     parameters = [*model.parameters()]
     trained = sum(p.numel() for p in parameters if p.requires_grad)
-    every = weights_in if isinstance(model, Decoder) else nn.Parameter.numel
+    every = weights_in if isinstance(model, Decoder | TransformersModel) else nn.Parameter.numel
     return sum(map(every, parameters)), trained
 
 
-def _flops_per_token(decoder: Decoder, seq_len: int) -> float:
-    """See `Family.flops_per_token`."""
-    architecture, named = decoder.model.architecture, dict(decoder.named_parameters())
-    frozen = {name for name, p in named.items() if not p.requires_grad}
-    if not architecture.tie_word_embeddings:
-        frozen -= {EMBEDDING}  # a look-up, no product
-    return decoder.family.flops_per_token(
-        architecture,
-        sum(map(weights_in, named.values())),
-        seq_len,
-        sum(weights_in(named[name]) for name in frozen),
-    )
-
-
-def _with_adapter(recipe: Recipe, decoder: Decoder, files: dict[str, bytes]) -> dict[str, bytes]:
+def _with_adapter(recipe: Recipe, model: TextModel, files: dict[str, bytes]) -> dict[str, bytes]:
     """The files of a checkpoint, where it holds an adapter. Without config.json, or transformers
     would take it for a whole model, with random weights."""
     adapter, base = recipe.model.adapter, recipe.model.init_from
     if adapter is None or base is None:
         return files
     rest = {name: data for name, data in files.items() if name != CONFIG}
-    return {**rest, ADAPTER_CONFIG: adapter_config(decoder, adapter, base)}
-
-
-def _after_step(recipe: Recipe, family: Family) -> AfterStep | None:
-    """What a family does after a step, to what is trained: the model of a task may be copied. What
-    is under an adapter stays as it is."""
-    change = family.after_step
-    if change is None or recipe.model.adapter:
-        return None
-
-    def after(model: "ParallelModel", _consumed: int) -> None:
-        with refusing("model.family", f"after_step of {family.model_type}"):
-            change(model.module)
-
-    return after
-
-
-def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill, list[str]]":
-    """A model of `model.architecture` or `model.init_from`, on the meta device, its initial
-    weights, and what a user should know of its number formats."""
-    family = find_family(recipe.model.family) if recipe.model.family else None
-    if given := recipe.model.architecture:
-        family = family or family_of(given.model_type)
-        if given.model_type != family.model_type:
-            raise RecipeError(
-                f"model.architecture.model_type: {given.model_type}, but {recipe.model.family} is "
-                f"{family.model_type}; write that"
-            )
-        architecture = family.complete(given)
-    else:
-        architecture = _read_init_config(recipe, family)
-        family = family or family_of(architecture.model_type)
-    named = recipe.model.family or architecture.model_type
-    with torch.device("meta"), refusing("model.family", named):
-        decoder = Decoder(architecture, recipe.model.attention, family)
-    if any(not isinstance(block, nn.Module) for block in decoder.blocks):
-        raise RecipeError(f"model.family: the block of {named} is no nn.Module, but None")
-    decoder.preference = preference_of(recipe.objective)
-    draw, seed = family.draw, recipe.run.seed
-    of_formats = keep_in_float32(recipe, decoder, named)
-    if recipe.model.adapter:
-        add_adapters(decoder, recipe.model.adapter, recipe.precision.dtype)
-
-    def fill(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        if recipe.model.adapter and is_part(name):
-            return draw_part(name, shape, seed)
-        with refusing("model.family", f"draw of {named}"):
-            drawn = draw(name, shape, architecture, seed)
-        if getattr(drawn, "shape", None) != shape:
-            found = getattr(drawn, "shape", type(drawn).__name__)
-            raise RecipeError(
-                f"model.family: draw of {named} gives {found} for {name}, not {shape}"
-            )
-        return drawn
-
-    return decoder, fill, of_formats
+    return {**rest, ADAPTER_CONFIG: adapter_config(model, adapter, base)}
 
 
 def _build_on_samples(recipe: Recipe) -> Task:
@@ -308,41 +248,38 @@ def _build_on_samples(recipe: Recipe) -> Task:
     files: dict[str, bytes] = {}
     notes: list[str] = []
     blocks: Sequence[nn.Module]
-    groups: Sequence[ParameterGroup] = ()
-    after_step = None
+    further: dict[str, Any] = {}
     values, fill = _named_values, None
     if recipe.model.factory:
         model, blocks, notes = _call_factory(recipe)
         name = type(model).__name__
     else:
-        model, fill, of_formats = _decoder(recipe)
+        model, fill, of_model = build_text_model(recipe)
     for one in streams:
         one.arguments, one.shifted = arguments_of(model), shifts_labels(model)
     tried = [inputs_of(first_batch(one)) for one in streams]
     inputs = tried[0]
     rows = max(1, len(next(iter(inputs.values()), ())))
-    if isinstance(model, Decoder) and not recipe.model.factory:
-        architecture, family = model.model.architecture, model.family
+    if isinstance(model, Decoder | TransformersModel) and not recipe.model.factory:
         strategy = recipe.strategy
         multiple = strategy.tp if strategy.sequence_parallel else 1
         for batch in tried:
-            check_decoder_inputs(batch, architecture.vocab_size, multiple)
-        blocks, values, groups = list(model.blocks), _loss_values, family.groups
-        after_step = _after_step(recipe, family)
+            check_decoder_inputs(batch, model.vocab_size, multiple)
+        blocks, values = list(model.blocks), _loss_values
+        further = _of_model(recipe, model)
         start = Path(recipe.model.init_from) if recipe.model.init_from else None
-        files, notes = files_without_tokenizer(architecture, start, family)
+        files, notes = files_without_tokenizer(start, *_family_and_sizes(model))
         if recipe.precision.master == "bf16_stochastic":
             files = of_bf16(files)
-        files, notes = _with_adapter(recipe, model, files), [*of_formats, *notes]
-        name = _name(recipe, architecture)
+        files, notes = _with_adapter(recipe, model, files), [*of_model, *notes]
+        name = _name(recipe, model)
     for batch in tried:
         check_signature(recipe, model, batch)
     validation = Evaluation(held_out, held_out.sequences, values) if held_out else None
     count = count_of(inputs, rows, shifted=stream.shifted)
     return Task(
         name, model, blocks, fill, stream, validation, files, 0.0, *_counts(model),
-        unit="samples", notes=notes, usual_count=max(1.0, count / rows), tried=tried,
-        groups=groups, after_step=after_step,
+        unit="samples", notes=notes, usual_count=max(1.0, count / rows), tried=tried, **further,
     )  # fmt: skip
 
 
@@ -369,8 +306,8 @@ def bare_model(recipe: Recipe) -> tuple[nn.Module, list[nn.Module], float]:
     if recipe.model.factory:
         model, blocks, _ = _call_factory(recipe)
         return model, blocks, 6.0 * sum(p.numel() for p in model.parameters())
-    decoder, *_ = _decoder(recipe)
-    return decoder, list(decoder.blocks), _flops_per_token(decoder, recipe.data.seq_len)
+    model, *_ = build_text_model(recipe)
+    return model, list(model.blocks), model.flops_per_token(recipe.data.seq_len)
 
 
 def _build_kgat(recipe: Recipe, options: Kgat, graph: GraphData) -> Task:
@@ -540,36 +477,19 @@ def _check_kinds(recipe: Recipe) -> None:
         )
 
 
-def documents_for(recipe: Recipe) -> Documents | None:
-    """What the model of a recipe is given to tell documents apart."""
-    if not recipe.data.document_mask:
-        return None
-    return "document_ids" if recipe.model.factory else "cu_seqlens"
-
-
-def _read_init_config(recipe: Recipe, family: Family | None) -> Architecture:
-    directory = Path(recipe.model.init_from or "")
-    if not (directory / "config.json").is_file():
-        raise RecipeError(
-            f"model.init_from: {directory} has no config.json; give the directory of a Hugging "
-            "Face checkpoint"
-        )
-    return read_config(directory, family)
-
-
-def _check_vocabulary(recipe: Recipe, architecture: Architecture) -> None:
+def _check_vocabulary(recipe: Recipe, model: TextModel) -> None:
     for number, source in enumerate(recipe.data.sources):
         tokens = read_index(source.path)["vocab_size"]
-        if tokens > architecture.vocab_size:
+        if tokens > model.vocab_size:
             raise RecipeError(
-                f"model.architecture.vocab_size: {architecture.vocab_size} is smaller than the "
+                f"model.architecture.vocab_size: {model.vocab_size} is smaller than the "
                 f"{tokens} tokens of the tokenizer of data.sources.{number} ({source.path}); "
                 f"raise it to at least {tokens}, or prepare the data with another tokenizer"
             )
-    if recipe.data.seq_len > architecture.max_position_embeddings:
+    if model.most_positions and recipe.data.seq_len > model.most_positions:
         raise RecipeError(
             f"data.seq_len: {recipe.data.seq_len} is longer than the model's "
-            f"max_position_embeddings={architecture.max_position_embeddings}"
+            f"max_position_embeddings={model.most_positions}"
         )
 
 

@@ -1,5 +1,6 @@
 """Sample text from a checkpoint: one of ours, or any Hugging Face directory of a known family."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,14 @@ from checkpointing.tools.merge import StoredAdapter, open_adapter
 from elastic.node.files import read_bytes
 from trainer.data.shards import DataError
 from trainer.data.tokenizer import read_tokenizer, start_ids
-from trainer.models import TIED_COPIES, Decoder, Family, read_config
+from trainer.models import Decoder, Family, read_config
 from trainer.models.family import find_family
+from trainer.models.hf import NotOursError
 from trainer.models.model_files import CONFIG, GENERATION_CONFIG, stop_ids
 from trainer.models.stacks import apart
-from trainer.recipe.architecture import Architecture
+from trainer.models.ties import tie_again, ties_of
+from trainer.models.transformers_model import TextModel, TransformersModel, build_theirs
+from trainer.tasks.blocks import repeated_blocks
 from trainer.tools.adapters import base_of
 
 
@@ -86,8 +90,8 @@ def generate(
     Raises:
         GenerateError: no checkpoint, no tokenizer, no such device, an argument out of range, or a
             prompt longer than the model's context.
-        ConfigError: the architecture is none of ours, or generation_config.json no JSON object.
-        RecipeError: there is no such family.
+        ConfigError: config.json or generation_config.json cannot be used.
+        RecipeError: there is no such family, or transformers would be needed and is not there.
         CheckpointError: the weights are damaged or of another model.
     """
     sampling = Sampling(max_new_tokens, temperature, top_k, seed)
@@ -111,15 +115,15 @@ def continuations(
     base = base_of(directory) if (directory / ADAPTER_CONFIG).is_file() else directory
     _check_directory(base)
     known = find_family(family) if family else None
-    architecture = read_config(base, known)
-    tokenizer = _read_tokenizer(directory, architecture)
+    model = empty_model(base, known)
+    tokenizer = _read_tokenizer(directory, model.vocab_size)
     beside = [base / CONFIG, directory / GENERATION_CONFIG]
     eos_ids = stop_ids(
         {file.name: read_bytes(file, follow=True) for file in beside if file.is_file()}, directory
     )
-    limit = architecture.max_position_embeddings
+    limit = model.most_positions or sys.maxsize
     encoded = [_encode(prompt, tokenizer, eos_ids, limit, directory) for prompt in prompts]
-    model = load_decoder(base, architecture, device, known)
+    load_weights(model, base, device)
     if base is not directory:
         with open_source(directory) as source, open_adapter(source) as adapter:
             add_to(model, adapter)
@@ -129,8 +133,7 @@ def continuations(
         ids = torch.tensor([prompt_ids], device=device)
         for _ in range(min(sampling.max_new_tokens, limit - len(prompt_ids))):
             with torch.inference_mode():
-                hidden, _ = model.model(ids)
-                logits = model.head(hidden[0, -1]).float().cpu()
+                logits = model.last_logits(ids).float().cpu()
             logits = logits[: tokenizer.get_vocab_size()]  # the rest of the embedding is padding
             token = draw(logits, sampling.temperature, sampling.top_k, generator)
             if token in eos_ids:
@@ -161,21 +164,48 @@ def _encode(
     return prompt_ids
 
 
-def load_decoder(
-    directory: Path, architecture: Architecture, device: torch.device, family: Family | None = None
-) -> Decoder:
-    """The model of a checkpoint directory with its weights, float32 on the CPU, else bfloat16."""
+def empty_model(directory: Path, family: Family | None = None) -> TextModel:
+    """The model of a checkpoint directory on the meta device: Perdure's, where it has a family for
+    it, else that of transformers.
+
+    Raises:
+        ConfigError, RecipeError: there is none.
+    """
+    try:
+        architecture = read_config(directory, family)
+    except NotOursError as error:
+        if family:
+            raise
+        built = build_theirs(directory, error.reason)
+        return TransformersModel(built, repeated_blocks(built.module))
     with torch.device("meta"):
-        model = Decoder(architecture, family=family)
-    model.to(torch.float32 if device.type == "cpu" else torch.bfloat16).to_empty(device=device)
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    trained = apart(dict(model.named_parameters()), model.stacks)
-    load_model(directory, apart(tensors, model.stacks), tied=TIED_COPIES, finite=trained)
-    return model.eval()
+        return Decoder(architecture, family=family)
+
+
+def load_weights(model: TextModel, directory: Path, device: torch.device) -> None:
+    """Give a model on the meta device its weights, float32 on the CPU, else bfloat16."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+
+    def materialise(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:  # a buffer that was computed as the model was built
+            return tensor.to(device)
+        kind = dtype if tensor.is_floating_point() else tensor.dtype
+        return torch.empty_like(tensor, dtype=kind, device=device)
+
+    ties = ties_of(model)
+    model._apply(materialise)
+    tie_again(model, ties)
+    persistent = model.state_dict().keys()
+    buffers = {name: one for name, one in model.named_buffers() if name in persistent}
+    trained = dict(model.named_parameters())
+    tensors = apart({**trained, **buffers}, model.stacks)
+    finite = apart(trained, model.stacks)
+    load_model(directory, tensors, tied=model.tied_copies, finite=finite)
+    model.eval()
 
 
 @torch.no_grad()
-def add_to(model: Decoder, adapter: StoredAdapter) -> None:
+def add_to(model: TextModel, adapter: StoredAdapter) -> None:
     """Add an adapter to the weights of a model, in place, in float32.
 
     Raises:
@@ -231,7 +261,7 @@ def _check_directory(directory: Path) -> None:
         raise GenerateError(f"{directory}: not a checkpoint directory (no config.json); {hint}")
 
 
-def _read_tokenizer(directory: Path, architecture: Architecture) -> Tokenizer:
+def _read_tokenizer(directory: Path, rows: int) -> Tokenizer:
     file = directory / "tokenizer.json"
     if not file.is_file():
         raise GenerateError(
@@ -241,9 +271,9 @@ def _read_tokenizer(directory: Path, architecture: Architecture) -> Tokenizer:
         tokenizer = read_tokenizer(file)
     except DataError as error:
         raise GenerateError(f"{error}; copy it there again") from error
-    if tokenizer.get_vocab_size() > architecture.vocab_size:
+    if tokenizer.get_vocab_size() > rows:
         raise GenerateError(
             f"{file}: has {tokenizer.get_vocab_size()} tokens, more than the model's vocab_size="
-            f"{architecture.vocab_size}; copy the one the model was trained with there"
+            f"{rows}; copy the one the model was trained with there"
         )
     return tokenizer

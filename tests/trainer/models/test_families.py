@@ -33,6 +33,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_scaling": RopeScaling(rope_type="linear", factor=2.0),
     },
     "olmo2": {},
+    "olmo3": {
+        "options": {
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_local_base_freq": 1e4,
+        },
+        "rope_scaling": YARN,
+    },
     "gemma3_text": {
         "options": {"sliding_window": 7, "sliding_window_pattern": 2, "query_pre_attn_scalar": 10},
         "rope_scaling": RopeScaling(rope_type="linear", factor=8.0),

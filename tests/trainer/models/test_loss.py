@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.models.loss import HeadLoss, head_cross_entropy, label_log_probs
@@ -51,6 +52,27 @@ def test_equal_to_the_plain_loss(count: int, rows: int) -> None:
     plain = loss_and_gradients(torch.float32, count, N * V, False)
     chunked = loss_and_gradients(torch.float32, count, rows * V + 5, False)
     for ours, theirs in zip(chunked, plain, strict=True):  # float32 rounding; measured 2e-7
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["chunks", "compiled", "by label"])
+def test_soft_caps_are_those_of_all_logits(way: str) -> None:
+    """Of logits beyond the cap, where its slope is far from 1."""
+    cap, found = 2.0, []
+    for whole in (True, False):
+        hidden, weight, labels = inputs(torch.float32, 17)
+        if whole:
+            logits = cap * torch.tanh(hidden @ weight.T / cap)
+            loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
+        elif way == "by label":
+            loss = -label_log_probs(hidden, weight, labels, chunk=7 * V, cap=cap).sum() / 17
+        else:
+            fused = compiled() if way == "compiled" else None
+            loss = head_cross_entropy(hidden, weight, labels, 7 * V, fused, cap)
+        (loss * 3.0).backward()
+        found.append([loss.detach(), hidden.grad, weight.grad])
+    assert (hidden @ weight.T).abs().max() > cap
+    for ours, theirs in zip(*found, strict=True):  # float32 rounding
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 

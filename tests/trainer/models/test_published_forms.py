@@ -26,10 +26,10 @@ from transformers import (
 from transformers.utils import logging
 
 from checkpointing import CheckpointError
-from trainer.models import ConfigError, read_config
+from trainer.models import ConfigError, Decoder, read_config
 from trainer.models.model_files import files_without_tokenizer
 from trainer.models.stacks import apart
-from trainer.tools.generate import load_decoder
+from trainer.tools.generate import empty_model, load_weights
 
 SIZES = {
     "vocab_size": 64,
@@ -338,7 +338,7 @@ WRAPPED: dict[str, tuple[str, Form]] = {
 }
 """What transformers draws anew: opened with the logits of the model that was wrapped."""
 
-FACTORY = "model.factory"
+THEIRS = "transformers trains"
 REFUSED: dict[str, tuple[str, Form, tuple[str, ...]]] = {
     "a head of its own": (
         "tied",
@@ -373,11 +373,11 @@ REFUSED: dict[str, tuple[str, Form, tuple[str, ...]]] = {
         ("model.fp16.safetensors", "call that model.safetensors"),
     ),
     "no weights": ("llama", renamed("../away"), ("holds neither", "give a directory")),
-    "Gemma": ("llama", config(model_type="gemma"), ("model_type='gemma'", FACTORY)),
+    "Gemma": ("llama", config(model_type="gemma"), ("model_type='gemma'", THEIRS)),
     "a soft cap": (
         "gemma3",
         config(final_logit_softcapping=30.0),
-        ("final_logit_softcapping=30.0", FACTORY),
+        ("final_logit_softcapping=30.0", THEIRS),
     ),
     "no biases": ("llama", config(model_type="qwen2"), ("q_proj.bias",)),
     "a window of nothing": (
@@ -412,10 +412,10 @@ REFUSED: dict[str, tuple[str, Form, tuple[str, ...]]] = {
         ),
         ("short_factor has 2 numbers", "rotates 3 pairs"),
     ),
-    "attention bias": ("llama", config(attention_bias=True), ("attention_bias=True", FACTORY)),
-    "MLP bias": ("llama", config(mlp_bias=True), ("mlp_bias=True", FACTORY)),
+    "attention bias": ("llama", config(attention_bias=True), ("attention_bias=True", THEIRS)),
+    "MLP bias": ("llama", config(mlp_bias=True), ("mlp_bias=True", THEIRS)),
     "dropout": ("llama", config(attention_dropout=0.1), ("attention_dropout=0.1", "write 0.0")),
-    "another activation": ("llama", config(hidden_act="gelu"), ("hidden_act='gelu'", FACTORY)),
+    "another activation": ("llama", config(hidden_act="gelu"), ("hidden_act='gelu'", THEIRS)),
     "a sliding window": (
         "qwen3",
         config(use_sliding_window=True, sliding_window=16, max_window_layers=0),
@@ -430,7 +430,7 @@ REFUSED: dict[str, tuple[str, Form, tuple[str, ...]]] = {
         f"{kind} in {key}": (
             "llama",
             config("rope_parameters", **{key: {word: kind, "factor": 4.0, "rope_theta": 1e4}}),
-            (f"{key}.rope_type='{kind}'", "remove it", FACTORY),
+            (f"{key}.rope_type='{kind}'", "remove it", THEIRS),
         )
         for kind in ("proportional", "mrope")
         for key, word in (("rope_scaling", "type"), ("rope_parameters", "rope_type"))
@@ -438,7 +438,7 @@ REFUSED: dict[str, tuple[str, Form, tuple[str, ...]]] = {
     "half a rotation": (
         "llama",
         config(partial_rotary_factor=0.5),
-        ("partial_rotary_factor=0.5", FACTORY),
+        ("partial_rotary_factor=0.5", THEIRS),
     ),
     "quantised": (
         "llama",
@@ -459,7 +459,7 @@ REFUSED: dict[str, tuple[str, Form, tuple[str, ...]]] = {
     "biases": (
         "llama",
         added(**{"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}),
-        ("q_proj.bias", "biases", FACTORY),
+        ("q_proj.bias", "biases", "model.factory"),
     ),
     "fewer layers": ("llama", config(num_hidden_layers=3), ("layers.2", "config.json")),
     "more layers": ("llama", config(num_hidden_layers=1), ("layers.1", "config.json")),
@@ -517,13 +517,13 @@ def check_logits(folder: Path, reference: Path, saved: Path) -> None:
     tokens = torch.randint(0, 64, (2, 100), generator=torch.Generator().manual_seed(1))
     theirs = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32)
     expected = theirs(tokens).logits
-    architecture = read_config(folder)
-    decoder = load_decoder(folder, architecture, torch.device("cpu"))
+    architecture, decoder = read_config(folder), empty_model(folder)
+    load_weights(decoder, folder, torch.device("cpu"))
     # Experts are grouped otherwise there, and scores scaled elsewhere: measured 2.4e-6.
     scaled = "query_pre_attn_scalar" in (architecture.options or {})
     tolerance = 1e-5 if decoder.stacks or scaled else 0.0
     torch.testing.assert_close(decoder(tokens), expected, atol=tolerance, rtol=0)
-    files, _ = files_without_tokenizer(architecture, folder)
+    files, _ = files_without_tokenizer(folder)
     for name, content in files.items():
         (saved / name).write_bytes(content)
     state = apart(dict(decoder.named_parameters()), decoder.stacks)
@@ -551,6 +551,13 @@ def test_names_of_wrappers_are_passed_over(
     check_logits(folder, published[model], tmp_path / "saved")
 
 
+def load_as(model_type: str, folder: Path) -> None:
+    model = empty_model(folder)
+    assert isinstance(model, Decoder)
+    assert model.family.model_type == model_type
+    load_weights(model, folder, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("form", REFUSED)
 def test_what_is_refused_says_what_to_do(
     published: dict[str, Path], form: str, tmp_path: Path
@@ -558,7 +565,7 @@ def test_what_is_refused_says_what_to_do(
     model, change, words = REFUSED[form]
     folder = made(published, tmp_path, model, change)
     with pytest.raises((ConfigError, CheckpointError)) as refusal:
-        load_decoder(folder, read_config(folder), torch.device("cpu"))
+        load_as(read_config(folder).model_type, folder)
     told = str(refusal.value)
     assert str(folder) in told
     assert "\n" not in told

@@ -111,6 +111,8 @@ def test_numbers_are_finite(recipe_file, key, value):
         ("model.factory=a:b", "give exactly one of architecture, init_from, factory"),
         ("model.architecture.model_type=quen3", "no family 'quen3' (did you mean 'qwen3'?)"),
         ("model.family=olmo2", "model.family: write it as package.module:NAME, not 'olmo2'"),
+        ("model.implementation=hf", "model.implementation: input should be"),
+        ("model.implementation=transformers", "only for the model of model.init_from"),
         ("model.architecture.num_key_value_heads=3", "num_attention_heads=2 is not a multiple"),
         ("strategy.zero=5", "strategy.zero: input should be 0, 1, 2 or 3"),
         ("schedule.warmup_steps=10", "schedule.warmup_steps: 10 is not below run.steps=10"),

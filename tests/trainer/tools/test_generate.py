@@ -167,6 +167,6 @@ def test_what_cannot_be_sampled_is_refused_before_the_first_piece(
     (checkpoint / "tokenizer.json").unlink()
     with pytest.raises(GenerateError, match=r"has no tokenizer\.json"):
         generate(checkpoint, PROMPT)
-    (checkpoint / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ConfigError, match=r"model_type='gpt2'"):
+    (checkpoint / "config.json").write_text('{"model_type": "gtp2"}')
+    with pytest.raises(ConfigError, match=r"knows no model_type 'gtp2'"):
         generate(checkpoint, PROMPT)

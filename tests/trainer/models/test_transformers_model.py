@@ -1,0 +1,241 @@
+"""Models that transformers computes: loss and gradients are those of its own passes over each
+document by itself, and what cannot be trained so is refused in a line."""
+
+import json
+import re
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from tests.distributed.jobs import soak
+from tests.their_models import CONFIGS, QUICK, VOCABULARY, publish, separate, separate_loss
+from trainer.models import ConfigError
+from trainer.models import transformers_model as ours
+from trainer.models.adapter import add_adapters
+from trainer.models.transformers_model import TransformersModel, runs_of
+from trainer.recipe import RecipeError, load_recipe
+from trainer.recipe.sections import Adapter
+from trainer.tasks.text_model import build_text_model
+from trainer.tools.generate import empty_model, load_weights
+
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, version("transformers").split(".")[:2])) < ours.OLDEST,
+    reason="of transformers that is too old",
+)
+RECIPE = """\
+run: {dir: runs/x, steps: 10}
+model: {init_from: base}
+data: {sources: [{path: data/x}], seq_len: 16}
+batch: {global_batch: 4}
+optimizer: {lr: 1e-3}
+"""
+BOUND = 2e-5
+"""Of float32 rounding through two layers, of numbers about one: measured 4e-6."""
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, labels and documents (3, 40); some of one token, and longer ones than windows."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (3, 41), generator=generator)
+    labels = ids[:, 1:].clone()
+    labels[:, ::7] = -100
+    starts = torch.zeros(3, 40, dtype=torch.int64)
+    for row, places in enumerate(((1, 2, 20), (), (11, 30, 39))):
+        starts[row, list(places)] = 1
+    return ids[:, :-1], labels, starts.cumsum(1) % 2  # a number may come again
+
+
+def opened(folder: Path) -> TransformersModel:
+    model = empty_model(folder)
+    assert isinstance(model, TransformersModel)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    load_weights(model, folder, torch.device("cpu"))
+    return model
+
+
+def model_head(model: TransformersModel) -> str:
+    return "embed_out" if model.config.model_type == "gpt_neox" else "lm_head"
+
+
+@pytest.mark.parametrize(
+    "model_type", [name if name in QUICK else pytest.param(name, marks=soak) for name in CONFIGS]
+)
+def test_documents_apart_give_loss_and_gradients_of_transformers(
+    model_type: str, tmp_path: Path
+) -> None:
+    reference = publish(model_type, tmp_path)
+    model, (ids, labels, documents) = opened(tmp_path), batch()
+    with torch.no_grad():
+        expected = reference(ids).logits
+        assert expected.std() > 0.1
+        torch.testing.assert_close(model(ids), expected, atol=BOUND, rtol=0, check_stride=False)
+        apart = model(ids, document_ids=documents)
+        assert (apart - expected).abs().max() > 100 * BOUND, "documents matter"
+        alone = separate(reference, ids, documents)
+        torch.testing.assert_close(apart, alone, atol=BOUND, rtol=0, check_stride=False)
+        torch.testing.assert_close(model.last_logits(ids[:1]), expected[0, -1], atol=BOUND, rtol=0)
+
+    loss = model.train()(ids, labels, documents)
+    loss.backward()
+    theirs = separate_loss(reference, ids, labels, documents)
+    theirs.backward()
+    assert loss.item() == pytest.approx(theirs.item(), rel=1e-6)
+    gradients = [parameter.grad for parameter in reference.parameters()]
+    # Those of biases of keys are but rounding: they change no attention.
+    floor = 1e-3 * torch.stack([one.norm() for one in gradients if one is not None]).max()
+    names = {name.replace("lm_head", model_head(model)) for name, _ in reference.named_parameters()}
+    assert {name for name, _ in model.named_parameters()} == names
+    for (name, parameter), expected in zip(model.named_parameters(), gradients, strict=True):
+        assert (parameter.grad - expected).norm() < BOUND * max(expected.norm(), floor), name
+    assert {*load_file(tmp_path / "model.safetensors")} == names - {*model.tied_copies}
+    assert not model.draws
+
+
+def test_runs_and_positions_of_documents() -> None:
+    runs, positions = runs_of(torch.tensor([[5, 5, 2, 5, 5, 5], [1, 1, 1, 1, 1, 1]]))
+    assert runs.tolist() == [[1, 1, 2, 3, 3, 3], [1] * 6]
+    assert positions.tolist() == [[0, 1, 0, 0, 1, 2], [0, 1, 2, 3, 4, 5]]
+
+
+def built(folder: Path, *overrides: str) -> tuple[TransformersModel, list[str]]:
+    (folder / "recipe.yaml").write_text(RECIPE)
+    recipe = load_recipe(str(folder / "recipe.yaml"), [f"model.init_from={folder}", *overrides])
+    model, _, notes = build_text_model(recipe)
+    assert isinstance(model, TransformersModel)
+    return model, notes
+
+
+def described(folder: Path, model_type: str, **keys: Any) -> Path:
+    """A directory with a config.json, which is all that is needed to build a model."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "intermediate_size": 96, **CONFIGS.get(model_type, {})}
+    config = {**AutoConfig.for_model(model_type, **sizes).to_dict(), **keys}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_what_a_family_of_ours_does_not_compute_is_for_transformers(tmp_path: Path) -> None:
+    described(tmp_path, "llama", attention_bias=True, attention_dropout=0.1)
+    model, notes = built(tmp_path)
+    told = r"LlamaForCausalLM of transformers 5\S+ computes it: Perdure computes no attention_\S+"
+    assert re.fullmatch(told, notes[0])
+    assert model.draws
+    for implementation, message in (("perdure", "attention_"), ("transformers", None)):
+        if message:
+            with pytest.raises(ConfigError, match=message):
+                built(tmp_path, f"model.implementation={implementation}")
+        else:
+            assert built(tmp_path, f"model.implementation={implementation}")[0].draws
+
+
+def test_no_code_comes_with_a_checkpoint(tmp_path: Path) -> None:
+    """Not even by the names of kernels that transformers would fetch."""
+    (tmp_path / "own.py").write_text("raise SystemExit('run')")
+    keys = {"auto_map": {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}}
+    kernels = dict.fromkeys(("attn_implementation", "_attn_implementation"), "someone/kernel")
+    model, _ = built(described(tmp_path, "gpt2", **keys, **kernels))
+    assert model.config._attn_implementation == "sdpa"
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "own"}))
+    with pytest.raises(ConfigError, match="knows no model_type 'own', and code that comes with"):
+        built(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "overrides", "message"),
+    [
+        ("bart", {}, [], "BartForCausalLM of transformers has an encoder and a decoder"),
+        ("bert", {}, [], "BertLMHeadModel of transformers is not causal"),
+        ("vit", {}, [], "vit of transformers is no causal language model"),
+        ("gemma3", {}, [], "Gemma3ForConditionalGeneration of transformers takes more than text"),
+        ("opt", {"layerdrop": 0.1}, [], "layerdrop=0.1 leaves out other layers on each rank"),
+        ("gpt_oss", {"output_router_logits": True}, [], "output_router_logits=true adds"),
+        ("gpt2", {"n_embd": "wide"}, [], "config.json: transformers 5"),
+        ("mamba", {}, [], "data.document_mask: MambaForCausalLM of transformers has layers that"),
+        ("gpt2", {}, ["strategy.tp=2"], "strategy.tp: ranks do not compute GPT2LMHeadModel"),
+        ("gpt2", {}, ["strategy.pp=2"], "strategy.pp: ranks do not compute GPT2LMHeadModel"),
+        ("gpt2", {}, ["strategy.cp=2"], "strategy.cp: ranks do not compute GPT2LMHeadModel"),
+        ("gpt2", {}, ["strategy.ep=2"], "strategy.ep: ranks do not compute GPT2LMHeadModel"),
+        ("gpt2", {}, ["model.attention=sdpa"], "model.attention: GPT2LMHeadModel"),
+        (
+            "gpt2",
+            {},
+            ["strategy.activation_checkpointing=selective"],
+            "strategy.activation_checkpointing: selective keeps what GPT2LMHeadModel",
+        ),
+        ("gpt2", {}, ["model.adapter={}"], "layers of GPT2LMHeadModel have no nn.Linear"),
+        ("gpt2", {"quantization_config": {"bits": 4}}, [], "not quantised"),
+    ],
+)
+def test_what_is_refused_is_one_line(
+    tmp_path: Path, model_type: str, keys: dict, overrides: list[str], message: str
+) -> None:
+    described(tmp_path, model_type, **keys)
+    with pytest.raises((RecipeError, ConfigError)) as refusal:
+        built(tmp_path, *overrides)
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_weights_that_transformers_makes_of_others_are_refused(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    MixtralForCausalLM(MixtralConfig(**sizes, **heads)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"lack model.layers.0.mlp.\S+, which transformers"):
+        built(tmp_path)
+
+
+def test_without_transformers_a_line_says_what_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described(tmp_path, "gpt2")
+
+    def gone(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(ours, "version", gone)
+    with pytest.raises(RecipeError, match=r"has no family 'gpt2'; .* pip install 'perdure\["):
+        built(tmp_path)
+    monkeypatch.setattr(ours, "version", lambda name: "4.57.6")
+    with pytest.raises(RecipeError, match=r"transformers 5\.24 would compute it, but 4\.57\.6"):
+        built(tmp_path)
+
+
+def test_names_as_published_without_the_first_part(tmp_path: Path) -> None:
+    """As GPT-2 lies on the Hub: saved from the part below the head, with masks beside weights."""
+    reference = publish("gpt2", tmp_path / "whole")
+    bare, ids = tmp_path / "bare", batch()[0]
+    reference.transformer.save_pretrained(bare)
+    shutil.copy(tmp_path / "whole/config.json", bare)
+    tensors = load_file(bare / "model.safetensors")
+    assert not any(name.startswith("transformer.") for name in tensors)
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    save_file(tensors, bare / "model.safetensors", {"format": "pt"})
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")(ids).logits
+        torch.testing.assert_close(opened(bare)(ids), expected, atol=BOUND, rtol=0)
+
+
+def test_adapters_of_its_linear_layers(tmp_path: Path) -> None:
+    publish("phi", tmp_path)
+    model = opened(tmp_path)
+    add_adapters(model, Adapter(rank=2, targets=("q_proj", "fc1"), base="fp32"), "fp32")
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    ends = [f"{layer}.lora_{part}" for layer in ("self_attn.q_proj", "mlp.fc1") for part in "AB"]
+    assert {*trained} == {f"model.layers.{layer}.{end}" for layer in (0, 1) for end in ends}
+    with pytest.raises(RecipeError, match="also: lm_head is tied to the other end"):
+        add_adapters(tied(tmp_path / "tied"), Adapter(also=("lm_head",)))
+
+
+def tied(folder: Path) -> TransformersModel:
+    folder.mkdir()
+    model = empty_model(described(folder, "starcoder2", tie_word_embeddings=True))
+    assert isinstance(model, TransformersModel)
+    return model

@@ -1,0 +1,38 @@
+"""OLMo 3, as `Olmo3Config` of transformers writes it: OLMo 2 with windows in most layers, whose
+wavelengths are not stretched."""
+
+from dataclasses import replace
+
+from trainer.models.families import olmo2
+from trainer.models.family import LayerKind, kinds_by_window, window_of
+from trainer.recipe.architecture import Architecture
+
+
+def layers(architecture: Architecture) -> list[LayerKind]:
+    """Each fourth layer sees all, unless `layer_types` says otherwise."""
+    slides = [(number + 1) % 4 != 0 for number in range(architecture.num_hidden_layers)]
+    kinds = kinds_by_window(architecture, window_of(architecture), slides)
+    local = (architecture.options or {}).get("rope_local_base_freq")
+    if local is not None and (not isinstance(local, int | float) or local <= 0):
+        raise ValueError(f"rope_local_base_freq: {local!r} is no number above 0, and not null")
+    theta = float(local or architecture.rope_theta)
+    return [replace(kind, theta=theta) if kind.window else kind for kind in kinds]
+
+
+FAMILY = replace(
+    olmo2.FAMILY,
+    model_type="olmo3",
+    model_class="Olmo3ForCausalLM",
+    defaults={
+        **olmo2.FAMILY.defaults,
+        "rope_theta": 5e5,
+        "rope_local_base_freq": None,
+        "sliding_window": 4096,
+    },
+    options={
+        "sliding_window": 4096,
+        "layer_types": None,
+        "rope_local_base_freq": None,  # in layers with a window; that of the others
+    },
+    layers=layers,
+)

@@ -1,0 +1,508 @@
+"""Causal language models that transformers computes: its own module, with our loss on its head.
+
+[Note: their module] The module is built, called and saved as transformers has it, so names and
+logits are its own. Three things are ours:
+
+- *Weights* take no memory while it is built; each rank then loads its part. Buffers, such as rotary
+  frequencies, are computed as it is built, and kept.
+- *The head* is a weight only. What it would be multiplied with comes out in place of the logits,
+  and the loss multiplies it rows by rows (loss.py). So all that a module may do to logits besides
+  is to scale them, or to cap them softly.
+- *Documents* stay apart by masks. transformers makes those of all its models in one place; there
+  each is narrowed to documents. Positions begin anew in each document.
+
+Shapes: B batch, T sequence, D hidden, V vocabulary.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from checkpointing.load.published import by_model_names
+from checkpointing.storage.steps import hugging_face_tensors
+from trainer.models.decoder import Decoder
+from trainer.models.hf import ConfigError, read_json
+from trainer.models.loss import HeadLoss, capped
+from trainer.models.nf4 import weights_in
+from trainer.models.preference import Preference, sums_by_answer
+from trainer.models.ties import ties_of
+from trainer.recipe import RecipeError
+
+OLDEST = (5, 24)
+"""The first version of transformers that was tried. From 5 on it makes all masks in one place."""
+_ELSEWHERE = ("auto_map", "attn_implementation", "experts_implementation")
+"""Keys of config.json by which transformers would take code from elsewhere. With an underscore
+before it, each is read as well."""
+_SKIPS = ("layerdrop", "decoder_layerdrop")
+"""Keys that have each rank leave out layers of its own choice."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Kinds of layers that see other tokens through a mask alone."""
+_OF_OTHER_HEADS = ("summary_", "classifier_")
+"""How keys begin that are for models with another head."""
+_PADDING = 8
+"""Columns that a bias takes beside a weight: GPUs are slow with other numbers of them."""
+
+
+class Head(nn.Module):
+    """The weight and bias of an output head; gives what it gets."""
+
+    def __init__(self, given: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = given.weight, given.bias
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(B, T, D) → the same."""
+        return hidden
+
+
+class TransformersModel(nn.Module):
+    """A causal language model of transformers, called as a `Decoder` is."""
+
+    stacks: Sequence[str] = ()
+    """None: checkpoints hold the parameters as the module does."""
+
+    def __init__(self, built: "Built", blocks: Sequence[nn.Module]) -> None:
+        """
+        Args:
+            built: what `build_theirs` gives.
+            blocks: its layers.
+
+        Raises:
+            RecipeError: it is built in a way that cannot be trained here.
+        """
+        super().__init__()
+        theirs = built.module
+        self.name = type(theirs).__name__
+        if not blocks or theirs._parameters or theirs._buffers:
+            raise _refusal(self.name, "has parameters beside its layers, or no list of layers")
+        head = _replace_head(theirs)
+        _check_head(theirs, head, blocks[0])
+        for name, child in theirs.named_children():
+            self.add_module(built.names_in_files.get(name, name), child)
+        self._theirs = (theirs,)  # in a tuple: it is no part, or all names would begin with it
+        self._head = (head,)
+        self.blocks = tuple(blocks)
+        """Its layers: units of sharding, recomputation and compilation."""
+        self.head_loss = HeadLoss()
+        self.preference: Preference | None = None
+        """What the loss of pairs of answers is."""
+        self.cap = built.cap
+        self._takes_positions = "position_ids" in inspect.signature(theirs.forward).parameters
+
+    @property
+    def config(self) -> Any:
+        """The configuration, as transformers has it."""
+        return self._theirs[0].config
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output head."""
+        return self._head[0].weight.shape[0]
+
+    @property
+    def most_positions(self) -> int | None:
+        """Longest sequence in tokens, where the configuration says so."""
+        most = getattr(self.config, "max_position_embeddings", None)
+        return most if isinstance(most, int) and most > 0 else None
+
+    @property
+    def draws(self) -> bool:
+        """Whether a pass in training draws random numbers: the configuration has dropout."""
+        return any(
+            "drop" in key and isinstance(value, float) and value > 0
+            for key, value in self.config.to_dict().items()
+            if not key.startswith(_OF_OTHER_HEADS)
+        )
+
+    @property
+    def experts(self) -> bool:
+        """Whether a token meets only some of the weights."""
+        counts = [getattr(self.config, key, None) for key in _EXPERTS]
+        return any(isinstance(count, int) and count > 1 for count in counts)
+
+    @property
+    def tied_copies(self) -> dict[str, str]:
+        """Second name of a tied weight → its name among the parameters."""
+        return ties_of(self)
+
+    @property
+    def compiled_beside_blocks(self) -> Sequence[nn.Module]:
+        """What else `strategy.compile` compiles."""
+        return [self.head_loss]
+
+    def mixes_documents(self) -> str | None:
+        """Why documents of one sequence would see each other; None if masks keep them apart."""
+        theirs = self._theirs[0]
+        others = {*(getattr(self.config, "layer_types", None) or ())} - _ATTENTION
+        if others or getattr(theirs, "_is_stateful", False):
+            what = ", ".join(sorted(map(str, others))) or "a state"
+            return f"has layers that see other tokens without a mask ({what})"
+        files = {sys.modules[type(module).__module__] for module in theirs.modules()}
+        makers = ("create_causal_mask", "create_sliding_window_causal_mask")
+        if not any(hasattr(file, maker) for file in files for maker in makers):
+            return "makes masks of its own"
+        return None
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """As `Family.flops_per_token`, but that windows are not known; 0 if experts are: how many
+        of their weights a token meets is not known here."""
+        if self.experts:
+            return 0.0
+        config, theirs = self.config, self._theirs[0]
+        looked_up = theirs.get_input_embeddings().weight
+        products = [p for p in self.parameters() if p is not looked_up or p is self._head[0].weight]
+        frozen = sum(weights_in(p) for p in products if not p.requires_grad)
+        heads = getattr(config, "num_attention_heads", 0)
+        size = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
+        attention = 12 * len(self.blocks) * heads * size * seq_len
+        return 6.0 * sum(map(weights_in, products)) - 2.0 * frozen + attention
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        segments: Tensor | None = None,
+        answer_labels: Tensor | None = None,
+        reference: Tensor | None = None,
+    ) -> Tensor | dict[str, Tensor]:
+        """Logits, or with labels the loss; arguments and results are those of `Decoder.forward`.
+        Nothing waits for a GPU but what transformers does by itself."""
+        hidden = self.hidden(input_ids, document_ids)
+        if labels is None:
+            return self.head(hidden)
+        product = self._product(hidden)
+        if segments is None or answer_labels is None:
+            return self.head_loss(*product, labels, self.cap)
+        assert self.preference
+        by_label = self.head_loss.log_probs(*product, labels, self.cap)
+        log_probs = sums_by_answer(by_label, segments.flatten(), len(answer_labels))
+        if self.preference.referenced and reference is None:
+            return log_probs
+        return self.preference(log_probs, answer_labels, reference)
+
+    def hidden(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        """What the head is multiplied with, (B, T, D) in the dtype of its weight."""
+        theirs, given, runs = self._theirs[0], {}, None
+        theirs.training = self.training
+        if document_ids is not None:
+            runs, positions = runs_of(document_ids)
+            given = {"position_ids": positions} if self._takes_positions else {}
+        with _apart(runs, self.name):
+            found = theirs(input_ids=input_ids, **given).logits
+        return found.to(self._head[0].weight.dtype)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """What `hidden` gives, (…, D) → logits (…, V)."""
+        return capped(F.linear(hidden, self._head[0].weight, self._head[0].bias), self.cap)
+
+    def last_logits(self, input_ids: Tensor) -> Tensor:
+        """Logits (V,) of what follows the first sequence of (B, T)."""
+        return self.head(self.hidden(input_ids)[0, -1])
+
+    def _product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states and weight of the head, with the bias as a column: one product gives
+        both."""
+        head = self._head[0]
+        if head.bias is None:
+            return hidden, head.weight
+        wide = F.pad(F.pad(hidden, (0, 1), value=1.0), (0, _PADDING - 1))
+        column = F.pad(head.bias[:, None], (0, _PADDING - 1))
+        return wide, torch.cat([head.weight, column], dim=1)
+
+
+TextModel: TypeAlias = Decoder | TransformersModel
+"""A causal language model: one of Perdure's own, or of transformers."""
+
+
+def runs_of(document_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """(number of the document within its row, position within its document), each (B, T) int64, of
+    each token. A document is a run of equal `document_ids` (B, T)."""
+    first = torch.ones_like(document_ids, dtype=torch.bool)
+    first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    places = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(first)
+    starts = torch.where(first, places, 0).cummax(1).values
+    return first.cumsum(1), places - starts
+
+
+@contextmanager
+def _apart(runs: Tensor | None, name: str) -> Iterator[None]:
+    """While entered, no mask that transformers makes lets a token see another document.
+
+    Args:
+        runs: (B, T), see `runs_of`; None: there is nothing to keep apart.
+        name: of the model.
+
+    Raises:
+        RecipeError: on leaving: no mask was made.
+    """
+    if runs is None:
+        yield
+        return
+    from transformers.masking_utils import (
+        ALL_MASK_ATTENTION_FUNCTIONS,
+        and_masks,
+        causal_mask_function,
+        packed_sequence_mask_function,
+    )
+
+    asked = False
+
+    def narrowed(make: Callable[..., Any]) -> Callable[..., Any]:
+        def mask(*given: Any, mask_function: Any = causal_mask_function, **options: Any) -> Any:
+            nonlocal asked
+            asked = True
+            both = and_masks(mask_function, packed_sequence_mask_function(runs))
+            # A mask that is left out would be causal only.
+            return make(*given, **{**options, "mask_function": both, "allow_is_causal_skip": False})
+
+        return mask
+
+    made = {key: ALL_MASK_ATTENTION_FUNCTIONS[key] for key in ("eager", "sdpa")}
+    try:
+        for key, make in made.items():
+            ALL_MASK_ATTENTION_FUNCTIONS[key] = narrowed(make)
+        yield
+    finally:
+        for key in made:
+            del ALL_MASK_ATTENTION_FUNCTIONS[key]  # an override: what is below it stays
+    if not asked:
+        raise RecipeError(
+            f"data.document_mask: {name} of transformers made no mask, so its documents saw each "
+            "other; set data.document_mask=false to train it so"
+        )
+
+
+class Built(NamedTuple):
+    """A module of transformers, and what it leaves to others."""
+
+    module: Any
+    """With parameters on the meta device, and buffers on the CPU."""
+    cap: float | None
+    """The soft cap of its logits."""
+    names_in_files: Mapping[str, str]
+    """Name of a part of it, such as its head → the name in files, where that is another."""
+
+
+def build_theirs(directory: Path, reason: str) -> Built:
+    """The module that transformers has for a config.json. No code of the checkpoint is run, and
+    nothing is fetched. `reason`: why it is used.
+
+    Raises:
+        RecipeError: transformers is not there, or has no causal language model for it.
+        ConfigError: the file cannot be used.
+    """
+    given, installed = read_json(directory), check_installed(reason)
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model_type, file = given.get("model_type"), directory / "config.json"
+    if model_type == "mistral" and "layer_types" in given:  # as AutoConfig does
+        model_type = "ministral"
+    if model_type not in CONFIG_MAPPING:
+        code = ", and code that comes with a checkpoint is not run" if "auto_map" in given else ""
+        raise ConfigError(
+            f"{file}: transformers {installed} knows no model_type {model_type!r}{code}; train it "
+            "through model.factory (docs/extending.md)"
+        )
+    ours = {key: value for key, value in given.items() if key.lstrip("_") not in _ELSEWHERE}
+    try:
+        config = CONFIG_MAPPING[model_type].from_dict(ours)
+    except Exception as error:  # their checks raise whatever they like
+        raise ConfigError(f"{file}: transformers {installed}: {_first_line(error)}") from error
+    kind = type(config)
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise _refusal(model_type, "is no causal language model")
+    made_by = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+    _check_kind(config, made_by.__name__, file)
+    cap = getattr(config, "final_logit_softcapping", None)
+    changed = {
+        "use_cache": False,
+        "return_dict": True,
+        "dtype": torch.float32,
+        "_attn_implementation": "sdpa" if made_by._supports_sdpa else "eager",
+        **({"final_logit_softcapping": None} if cap else {}),  # the loss has it
+    }
+    try:
+        for key, value in changed.items():
+            setattr(config, key, value)
+        with _parameters_on_meta():
+            theirs = made_by(config)
+    except Exception as error:
+        raise ConfigError(f"{file}: transformers {installed}: {_first_line(error)}") from error
+    return Built(theirs, cap or None, _names_in_files(theirs, directory))
+
+
+def check_installed(reason: str) -> str:
+    """The version of transformers that is installed. `reason`: why it is needed.
+
+    Raises:
+        RecipeError: none is, or one that is too old.
+    """
+    try:
+        installed = version("transformers")
+    except PackageNotFoundError:
+        raise RecipeError(
+            f"model.init_from: {reason}; transformers would compute it, but is not installed: "
+            "pip install 'perdure[transformers]'"
+        ) from None
+    if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST:
+        raise RecipeError(
+            f"model.init_from: {reason}; transformers {'.'.join(map(str, OLDEST))} would compute "
+            f"it, but {installed} is installed: pip install 'perdure[transformers]'"
+        )
+    return installed
+
+
+def _check_kind(config: Any, name: str, file: Path) -> None:
+    """Raises RecipeError or ConfigError: the model is not causal, or asks for what is not done
+    here."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    if config.is_encoder_decoder:
+        raise _refusal(name, "has an encoder and a decoder")
+    if "ForConditionalGeneration" in name:
+        raise _refusal(name, "takes more than text")
+    both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    decodes = getattr(config, "is_decoder", False)
+    if both_ways or getattr(config, "is_causal", True) is False or (masked and not decodes):
+        raise _refusal(name, "is not causal: it sees the tokens that come next")
+    for key in _SKIPS:
+        if getattr(config, key, 0):
+            raise ConfigError(
+                f"{file}: {key}={getattr(config, key)} leaves out other layers on each rank; write "
+                "0.0"
+            )
+    if getattr(config, "output_router_logits", False):
+        raise ConfigError(
+            f"{file}: output_router_logits=true adds an auxiliary loss for experts, which only "
+            "Perdure's own families have; write false to train without it"
+        )
+
+
+def _names_in_files(theirs: Any, directory: Path) -> dict[str, str]:
+    """See `Built.names_in_files`.
+
+    Raises:
+        ConfigError: transformers makes weights of the module of others in the files.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, apply_renamings
+
+    conversions = get_model_conversion_mapping(theirs, add_legacy=False)
+    if not conversions:
+        return {}
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    stored, known = hugging_face_tensors(directory), theirs.state_dict().keys()
+    found: dict[str, str] = {}
+    for there in stored:
+        (first, _, rest), (part, _, end) = (
+            name.partition(".") for name in (apply_renamings(there, renamings), there)
+        )
+        if first != part and rest == end and f"{first}.{rest}" in known:
+            found[first] = part
+
+    def in_files(name: str) -> str:
+        first, dot, rest = name.partition(".")
+        return found.get(first, first) + dot + rest
+
+    read = by_model_names(stored, [in_files(name) for name in known])
+    missing = [name for name, _ in theirs.named_parameters() if in_files(name) not in read]
+    if missing:
+        raise ConfigError(
+            f"{directory}: its files lack {missing[0]}, which transformers makes of other tensors "
+            "in them, and Perdure reads weights as they are; train it through model.factory "
+            "(docs/extending.md)"
+        )
+    return found
+
+
+def _replace_head(theirs: Any) -> Head:
+    """Put a `Head` in the place of the output head."""
+    given = theirs.get_output_embeddings()
+    name = next((name for name, one in theirs.named_modules() if one is given), None)
+    if name is None or type(given) is not nn.Linear:
+        raise _refusal(type(theirs).__name__, "has no output head that is an nn.Linear")
+    head = Head(given)
+    parent, _, key = name.rpartition(".")
+    setattr(theirs.get_submodule(parent), key, head)
+    return head
+
+
+class _Given:
+    """What the part below the head returns: hidden states, and None for all else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: object) -> Any:
+        return self.last_hidden_state if index == 0 else ()
+
+
+def _check_head(theirs: Any, head: Head, block: nn.Module) -> None:
+    """Try what a module makes of hidden states besides the product with its head. All that has
+    weights is left out.
+
+    Raises:
+        RecipeError: it is more than a factor.
+    """
+    (name,) = (name for name, module in theirs.named_modules() if module is block)
+    parts = name.split(".")
+    above = [theirs.get_submodule(".".join(parts[:depth])) for depth in range(1, len(parts))]
+    width = head.weight.shape[1]
+    hidden = torch.linspace(-3, 3, 2 * width).view(1, 2, width)
+    try:
+        for module in above:
+            module.forward = lambda *_, **__: _Given(hidden)
+        found = theirs(input_ids=torch.zeros(1, 2, dtype=torch.int64)).logits.float()
+        factor = (found / hidden).mean()
+        linear = bool(torch.allclose(found, hidden * factor, rtol=1e-5) and factor.abs() > 0)
+    except Exception:  # whatever comes of a part that is not there
+        linear = False
+    finally:
+        for module in above:
+            del module.forward
+    if not linear:
+        raise _refusal(type(theirs).__name__, "does more with its head than multiply and scale")
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """While entered, parameters of modules lose their values as they are registered; buffers keep
+    them."""
+
+    def move(_module: nn.Module, _name: str, parameter: Any) -> Any:
+        if parameter is None or parameter.is_meta:
+            return None  # as it is; a tied weight stays one
+        return nn.Parameter(parameter.data.to("meta"), parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(move)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _refusal(name: object, problem: str) -> RecipeError:
+    return RecipeError(
+        f"model.init_from: {name} of transformers {problem}, so it cannot be trained so; train it "
+        "through model.factory (docs/extending.md)"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]

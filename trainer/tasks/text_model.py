@@ -1,0 +1,185 @@
+"""The language model of a recipe: a decoder of Perdure, or the module that transformers has."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from checkpointing.format.peft import is_part
+from trainer.data.loader import Documents
+from trainer.models import Decoder, Family, read_config
+from trainer.models.adapter import add_adapters
+from trainer.models.adapter import draw as draw_part
+from trainer.models.family import family_of, find_family
+from trainer.models.hf import NotOursError
+from trainer.models.preference import preference_of
+from trainer.models.transformers_model import (
+    TextModel,
+    TransformersModel,
+    build_theirs,
+    check_installed,
+)
+from trainer.recipe import Recipe, RecipeError
+from trainer.recipe.architecture import Architecture
+from trainer.recipe.errors import Refusals
+from trainer.recipe.factory import refusing
+from trainer.tasks.blocks import repeated_blocks
+from trainer.tasks.own_model import keep_in_float32
+
+if TYPE_CHECKING:
+    from trainer.parallel.parallelize import Fill, ParallelModel
+
+AfterStep = Callable[["ParallelModel", int], None]
+"""Called with the model that is trained, and the samples consumed so far."""
+
+
+def build_text_model(recipe: Recipe) -> "tuple[TextModel, Fill, list[str]]":
+    """The language model of a recipe on the meta device, its initial weights, and what a user
+    should know of it.
+
+    Raises:
+        RecipeError, ConfigError: it cannot be built.
+    """
+    reason = reason_for_theirs(recipe)
+    return _decoder(recipe) if reason is None else _of_transformers(recipe, reason)
+
+
+def reason_for_theirs(recipe: Recipe) -> str | None:
+    """Why transformers computes the model of a recipe; None if it does not.
+
+    Raises:
+        RecipeError, ConfigError: there is no good config.json in `model.init_from`.
+    """
+    model = recipe.model
+    if not model.init_from or model.kgat or model.family or model.implementation == "perdure":
+        return None
+    if model.implementation == "transformers":
+        return "model.implementation=transformers"
+    try:
+        _read_init_config(recipe, None)
+    except NotOursError as error:
+        return error.reason
+    return None
+
+
+def _of_transformers(recipe: Recipe, reason: str) -> "tuple[TransformersModel, Fill, list[str]]":
+    """As `_decoder`, of the module that transformers has for `model.init_from`."""
+    built = build_theirs(Path(recipe.model.init_from or ""), reason)
+    model, refusals = TransformersModel(built, repeated_blocks(built.module)), Refusals()
+    for key in ("tp", "pp", "cp", "ep"):
+        with refusals:
+            if getattr(recipe.strategy, key) > 1:
+                raise RecipeError(
+                    f"strategy.{key}: ranks do not compute {model.name} together, which is of "
+                    f"transformers; set strategy.{key}=1"
+                )
+    with refusals:
+        if recipe.model.attention != "auto":
+            raise RecipeError(
+                f"model.attention: {model.name} of transformers has its own; set auto"
+            )
+    with refusals:
+        if recipe.strategy.activation_checkpointing == "selective":
+            raise RecipeError(
+                "strategy.activation_checkpointing: selective keeps what "
+                f"{model.name} of transformers may change in place; set full"
+            )
+    with refusals:
+        problem = model.mixes_documents() if documents_for(recipe) else None
+        if problem and not recipe.data.factory:
+            raise RecipeError(
+                f"data.document_mask: {model.name} of transformers {problem}, so documents would "
+                "see each other; set data.document_mask=false to train it so"
+            )
+    refusals.tell()
+    notes = [f"{model.name} of transformers {check_installed(reason)} computes it: {reason}"]
+    if model.experts:
+        notes.append(
+            f"{model.name} has experts, which no auxiliary loss balances here: routers are trained "
+            "by the cross-entropy alone"
+        )
+    model.preference = preference_of(recipe.objective)
+    seed = recipe.run.seed
+    notes += keep_in_float32(recipe, model, model.name)
+    if recipe.model.adapter:
+        add_adapters(model, recipe.model.adapter, recipe.precision.dtype)
+
+    def fill(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return draw_part(name, shape, seed)  # all else is loaded
+
+    return model, fill, notes
+
+
+def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill, list[str]]":
+    """A model of `model.architecture` or `model.init_from`, on the meta device, its initial
+    weights, and what a user should know of its number formats."""
+    family = find_family(recipe.model.family) if recipe.model.family else None
+    if given := recipe.model.architecture:
+        family = family or family_of(given.model_type)
+        if given.model_type != family.model_type:
+            raise RecipeError(
+                f"model.architecture.model_type: {given.model_type}, but {recipe.model.family} is "
+                f"{family.model_type}; write that"
+            )
+        architecture = family.complete(given)
+    else:
+        architecture = _read_init_config(recipe, family)
+        family = family or family_of(architecture.model_type)
+    named = recipe.model.family or architecture.model_type
+    with torch.device("meta"), refusing("model.family", named):
+        decoder = Decoder(architecture, recipe.model.attention, family)
+    if any(not isinstance(block, nn.Module) for block in decoder.blocks):
+        raise RecipeError(f"model.family: the block of {named} is no nn.Module, but None")
+    decoder.preference = preference_of(recipe.objective)
+    draw, seed = family.draw, recipe.run.seed
+    of_formats = keep_in_float32(recipe, decoder, named)
+    if recipe.model.adapter:
+        add_adapters(decoder, recipe.model.adapter, recipe.precision.dtype)
+
+    def fill(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if recipe.model.adapter and is_part(name):
+            return draw_part(name, shape, seed)
+        with refusing("model.family", f"draw of {named}"):
+            drawn = draw(name, shape, architecture, seed)
+        if getattr(drawn, "shape", None) != shape:
+            found = getattr(drawn, "shape", type(drawn).__name__)
+            raise RecipeError(
+                f"model.family: draw of {named} gives {found} for {name}, not {shape}"
+            )
+        return drawn
+
+    return decoder, fill, of_formats
+
+
+def _read_init_config(recipe: Recipe, family: Family | None) -> Architecture:
+    directory = Path(recipe.model.init_from or "")
+    if not (directory / "config.json").is_file():
+        raise RecipeError(
+            f"model.init_from: {directory} has no config.json; give the directory of a Hugging "
+            "Face checkpoint"
+        )
+    return read_config(directory, family)
+
+
+def after_step_of(recipe: Recipe, family: Family) -> AfterStep | None:
+    """What a family does after a step, to what is trained: the model of a task may be copied. What
+    is under an adapter stays as it is."""
+    change = family.after_step
+    if change is None or recipe.model.adapter:
+        return None
+
+    def after(model: "ParallelModel", _consumed: int) -> None:
+        with refusing("model.family", f"after_step of {family.model_type}"):
+            change(model.module)
+
+    return after
+
+
+def documents_for(recipe: Recipe) -> Documents | None:
+    """What the model of a recipe is given to tell documents apart."""
+    if not recipe.data.document_mask:
+        return None
+    theirs = recipe.model.factory or reason_for_theirs(recipe)
+    return "document_ids" if theirs else "cu_seqlens"
