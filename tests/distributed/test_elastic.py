@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.support import python_path
+from elastic.record.causes import ending
 from elastic.record.history import LedgerError, read_history
 from lab.local_nodes import LocalNodes
 from tests.distributed.jobs import ROOT, SOAK, Forked, Job, losses, records, soak, wait_for_memory
@@ -183,6 +184,8 @@ def test_who_kills_what_torchrun_started_kills_a_rank(cluster, workspace, undist
     assert nodes.wait(60) == [0], node.text()
     assert "told to go" not in node.text()
     assert node.text().count("restored step") == 1
+    history = read_history(workspace / "killed")
+    assert ending(history, history.attempts[0]).kind == "process"
     same_losses(workspace, "killed", undisturbed)
 
 
