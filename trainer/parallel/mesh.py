@@ -7,7 +7,7 @@ that wakes a hundred times a second.
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -23,6 +23,8 @@ EXPERT_SHARD, EXPERT = "ep_shard", "ep"
 of a stage, and over the ranks that compute each layer together, which are neighbours. For experts
 SHARD and TENSOR are two others: over ranks that have the same ones, and over neighbours that have
 all of them."""
+CONTEXT = "cp"
+"""The ranks of a ring. They are no dimension of a mesh, as they hold parameters like any others."""
 
 
 @dataclass(frozen=True)
@@ -171,22 +173,39 @@ def mesh_shape(recipe: Recipe, world_size: int, local_world_size: int) -> tuple[
     return world_size // shards, shards
 
 
-def placement(recipe: Recipe, world_size: int, local_world_size: int) -> str:
-    """Which groups of ranks that compute together lie inside a node, and which go across."""
+class Group(NamedTuple):
+    """The ranks of a group, which are as far from each other as in any other of its dimension."""
+
+    size: int
+    stride: int
+    """Distance between neighbours, in ranks."""
+
+
+def groups_of(recipe: Recipe, world_size: int, local_world_size: int) -> dict[str, Group]:
+    """The groups that each rank is in, by dimension, the nearest neighbours first.
+
+    Raises:
+        RecipeError: as `mesh_shape`.
+    """
     replicas, shards = mesh_shape(recipe, world_size, local_world_size)
     tp, pp, cp = recipe.strategy.tp, recipe.strategy.pp, recipe.strategy.cp
+    return {
+        TENSOR: Group(tp, 1),
+        CONTEXT: Group(cp, tp),
+        EXPERT: Group(recipe.strategy.ep, 1),
+        SHARD: Group(shards, tp),
+        PIPELINE: Group(pp, tp * shards),
+        REPLICATE: Group(replicas, tp * shards * pp),
+    }
+
+
+def placement(recipe: Recipe, world_size: int, local_world_size: int) -> str:
+    """Which groups of ranks that compute together lie inside a node, and which go across."""
     inside: list[str] = []
     across: list[str] = []
-    for name, size, neighbours in (
-        (TENSOR, tp, tp),
-        ("cp", cp, tp * cp),
-        ("ep", recipe.strategy.ep, recipe.strategy.ep),
-        (SHARD, shards, tp * shards),
-        (PIPELINE, pp, tp * shards * pp),
-        (REPLICATE, replicas, world_size),
-    ):
+    for name, (size, stride) in groups_of(recipe, world_size, local_world_size).items():
         if size > 1:
-            where = across if local_world_size % neighbours else inside
+            where = across if local_world_size % (size * stride) else inside
             where.append(f"{name}={size}")
     places = [f"{', '.join(inside)} inside a node"] if inside else []
     if across:

@@ -28,6 +28,7 @@ from trainer.parallel.offload import OffloadFile, bytes_needed
 from trainer.parallel.passes import Compute, loss_problem, means
 from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.errors import Refusals
+from trainer.recipe.strategies import tp
 
 if TYPE_CHECKING:
     from trainer.models.decoder import Decoder
@@ -55,13 +56,14 @@ def check_parallel(recipe: Recipe, model: nn.Module, shards: int) -> None:
         RecipeError: a line for each key that does not work.
     """
     strategy, refusals = recipe.strategy, Refusals()  # others get by without these modules
-    if strategy.tp > 1:
+    together = tp.ranks(strategy)
+    if together > 1:
         from trainer.parallel.tensor import kinds_of
 
         with refusals:
-            kinds = kinds_of(model, strategy.tp, shards)
+            kinds = kinds_of(model, together, shards)
             if recipe.optimizer.state_dtype == "int8":
-                _check_blocks(model, kinds, strategy.tp)
+                _check_blocks(model, kinds, together)
             if getattr(model, "stacks", ()) and strategy.ep == 1:
                 raise RecipeError(
                     "strategy.tp: it divides no experts, but strategy.ep does; set that to 2 or "
@@ -82,7 +84,7 @@ def check_parallel(recipe: Recipe, model: nn.Module, shards: int) -> None:
         from trainer.parallel.expert import check_experts
 
         with refusals:
-            check_experts(model, strategy.ep, shards * strategy.tp)
+            check_experts(model, strategy.ep, shards * together)
     refusals.tell()
 
 
@@ -402,7 +404,7 @@ def parallelize(
     )  # fmt: skip
 
 
-def _check_blocks(model: nn.Module, kinds: Mapping[str, str], tp: int) -> None:
+def _check_blocks(model: nn.Module, kinds: Mapping[str, str], ranks: int) -> None:
     """Refuse rows that tensor parallelism would cut within blocks of 8-bit state.
 
     Raises:
@@ -410,11 +412,11 @@ def _check_blocks(model: nn.Module, kinds: Mapping[str, str], tp: int) -> None:
     """
     for name, kind in kinds.items():
         columns = getattr(model.get_submodule(name), "in_features", 0)
-        if kind == "row" and columns % BLOCK == 0 and columns // tp % BLOCK:
+        if kind == "row" and columns % BLOCK == 0 and columns // ranks % BLOCK:
             raise RecipeError(
-                f"optimizer.state_dtype: int8 has blocks of {BLOCK} elements, but tp={tp} cuts the "
-                f"{columns} columns of {name} into parts of {columns // tp}; use bf16, or another "
-                "strategy.tp"
+                f"optimizer.state_dtype: int8 has blocks of {BLOCK} elements, but tp={ranks} cuts "
+                f"the {columns} columns of {name} into parts of {columns // ranks}; use bf16, or "
+                "another strategy.tp"
             )
 
 
@@ -441,10 +443,11 @@ def _apply(
         from trainer.parallel.float8 import apply_float8  # others get by without
 
         apply_float8(blocks, recipe.precision.matmul)
-    if strategy.tp > 1:
+    if tp.ranks(strategy) > 1:
         from trainer.parallel.tensor import apply_tensor_parallel  # others get by without
 
-        apply_tensor_parallel(model, mesh.device_mesh[TENSOR], strategy.sequence_parallel)
+        cuts_stream = tp.stream_parts(strategy) > 1
+        apply_tensor_parallel(model, mesh.device_mesh[TENSOR], cuts_stream)
     experts: list[nn.Module] = []
     if mesh.experts:
         from trainer.parallel.expert import apply_expert_parallel, stacked_modules
@@ -455,7 +458,7 @@ def _apply(
     # compiles all or nothing; so what such a block has is compiled, and what recomputes it is not.
     how: Literal["no", "whole", "pieces"] = "no"
     if strategy.compile:
-        in_pieces = strategy.tp > 1 or strategy.cp > 1 or bool(getattr(model, "stacks", ()))
+        in_pieces = tp.ranks(strategy) > 1 or strategy.cp > 1 or bool(getattr(model, "stacks", ()))
         how = "pieces" if in_pieces else "whole"
     compiled = blocks
     if strategy.activation_checkpointing != "none":

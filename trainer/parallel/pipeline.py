@@ -32,6 +32,7 @@ from trainer.parallel.mesh import PIPELINE, Mesh
 from trainer.parallel.passes import Compute, Passed, means
 from trainer.parallel.schedules import Action, Order, cut, incoming, schedule
 from trainer.recipe import Recipe, RecipeError
+from trainer.recipe.strategies import tp
 
 if TYPE_CHECKING:
     from trainer.parallel.context import Context
@@ -202,10 +203,9 @@ class Pipeline:
     def _room(self, action: Action, rows: int, length: int) -> Message:
         """Where the message that an action needs is to come: between its stage and the one before
         forward, the one after backward."""
-        strategy, device = self._recipe.strategy, self._links.device
+        device = self._links.device
         tokens = self._context.tokens(length) if self._context else length
-        among = strategy.tp if strategy.sequence_parallel else 1
-        shape = rows, tokens // among, self._width
+        shape = rows, tokens // tp.stream_parts(self._recipe.strategy), self._width
         hidden = torch.empty(shape, dtype=self._dtype, device=device)
         if not (self._family.beside_loss and self._family.statistics):
             return (hidden,)

@@ -40,9 +40,9 @@ class Shape:
     """What the optimizer keeps for it."""
     stacked: bool = False
     """Whether its rows are experts."""
-    ep: int = 1
+    divided: int = 1
     """Ranks that have other rows of it each, before any sharding."""
-    tp: int = 1
+    beside: int = 1
     """With that, ranks that compute each layer together, and share it as those of shards do."""
     trained: bool = True
     """Whether it has a gradient; else it is frozen."""
@@ -54,15 +54,15 @@ class Shape:
     @property
     def whole(self) -> int:
         """Elements, once they are gathered."""
-        return -(-self.rows // self.ep) * self.row
+        return -(-self.rows // self.divided) * self.row
 
     def over(self, ranks: int) -> int:
         """Ranks over which FSDP cuts it, where it cuts others over `ranks`."""
-        return max(1, ranks * self.tp // self.ep)
+        return max(1, ranks * self.beside // self.divided)
 
     def sharded(self, ranks: int) -> int:
         """Elements of the first rank's slice, which no other's exceeds."""
-        return -(-self.rows // (self.ep * self.over(ranks))) * self.row
+        return -(-self.rows // (self.divided * self.over(ranks))) * self.row
 
     def gathered(self, ranks: int) -> int:
         """Elements of all slices that a rank gathers."""
@@ -192,44 +192,47 @@ class Stage:
     """The embedding, if another stage has it, too."""
 
 
-def stage_of(blueprint: Blueprint, blocks: range, tp: int, ep: int = 1) -> Stage:
-    """The stage with some of the blocks, on one of `tp` ranks, with experts of one of `ep`.
+def stage_of(blueprint: Blueprint, blocks: range, together: int, apart: int = 1) -> Stage:
+    """The stage with some of the blocks, on one of the ranks that compute each layer `together`,
+    with experts of one of those that have them `apart`.
 
     Raises:
         RecipeError: the model cannot be cut so.
     """
     first, last = blocks.start == 0, blocks.stop == blueprint.block_count
-    return _stage_of(blueprint, first, last, len(blocks), tp, ep)
+    return _stage_of(blueprint, first, last, len(blocks), together, apart)
 
 
 @cache
 def _stage_of(
-    blueprint: Blueprint, first: bool, last: bool, blocks: int, tp: int, ep: int
+    blueprint: Blueprint, first: bool, last: bool, blocks: int, together: int, apart: int
 ) -> Stage:
-    if first and last and tp == 1:
-        return Stage(True, True, blocks, _divided(blueprint.units, ep, tp))
-    whole = _divided(_units_of_part(blueprint, True, True, tp), ep, tp)
+    if first and last and together == 1:
+        return Stage(True, True, blocks, _divided(blueprint.units, apart, together))
+    whole = _divided(_units_of_part(blueprint, True, True, together), apart, together)
     if not isinstance(blueprint.traced, Decoder):
         return Stage(first, last, blocks, whole)
-    rest = _units_of_part(blueprint, first, last, tp)[0]
+    rest = _units_of_part(blueprint, first, last, together)[0]
     tied: tuple[Shape, ...] = ()
     if first != last and blueprint.traced.model.architecture.tie_word_embeddings:
-        tied = _units_of_part(blueprint, True, False, tp)[0]
+        tied = _units_of_part(blueprint, True, False, together)[0]
     return Stage(first, last, blocks, (rest, *[whole[1]] * blocks), tied)
 
 
-def _divided(units: Units, ep: int, tp: int) -> Units:
-    """With experts on some ranks each, if `ep` is more than one."""
-    if ep == 1:
+def _divided(units: Units, apart: int, together: int) -> Units:
+    """With experts on some ranks each, if `apart` is more than one."""
+    if apart == 1:
         return units
     return tuple(
-        tuple(dataclasses.replace(s, ep=ep, tp=tp) if s.stacked else s for s in unit)
+        tuple(
+            dataclasses.replace(s, divided=apart, beside=together) if s.stacked else s for s in unit
+        )
         for unit in units
     )
 
 
 @cache
-def _units_of_part(blueprint: Blueprint, first: bool, last: bool, tp: int) -> Units:
+def _units_of_part(blueprint: Blueprint, first: bool, last: bool, together: int) -> Units:
     """Units of the traced blocks, and what is below the first or above the last one."""
     part = blueprint.traced
     if first and last:
@@ -239,11 +242,11 @@ def _units_of_part(blueprint: Blueprint, first: bool, last: bool, tp: int) -> Un
         if not (first or last):
             return ((),)
         part = part.part(range(0 if first else 1, depth if last else 1))
-    if tp > 1:
+    if together > 1:
         from trainer.parallel.tensor import apply_tensor_parallel  # others get by without
         from trainer.plan.ranks import Ranks, imagined_ranks
 
-        ranks: Any = Ranks(tp)
+        ranks: Any = Ranks(together)
         with imagined_ranks(lambda *_: None, None, None):
             apply_tensor_parallel(part, ranks, False)
     return _units(part, repeated_blocks(part), blueprint.optimizer)
@@ -286,6 +289,6 @@ def counted(stages: Sequence[Stage]) -> list[tuple[tuple[Shape, ...], int]]:
 
 def parts_of(unit: Sequence[Shape]) -> list[list[Shape]]:
     """What FSDP gathers and reduces apart: of a block its experts, where ranks have other ones."""
-    experts = [shape for shape in unit if shape.ep > 1]
-    rest = [shape for shape in unit if shape.ep == 1]
+    experts = [shape for shape in unit if shape.divided > 1]
+    rest = [shape for shape in unit if shape.divided == 1]
     return [part for part in (rest, experts) if part]

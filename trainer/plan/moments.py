@@ -129,7 +129,7 @@ class Held:
         self._block = max((self._padded(unit) for unit in blocks), default=0)
         # Experts are reduced before the rest of their block, and gathered while what follows is
         # not.
-        whole = [part for part in self._parts if part[0].ep == 1]
+        whole = [part for part in self._parts if part[0].divided == 1]
         self._buffer = max(map(self._buffer_of, whole), default=0)
         self._flat = max(map(self._flat_of, whole), default=0)
         self._flats = max(map(self._flat_of, self._parts), default=0)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from trainer.parallel.mesh import CONTEXT, EXPERT, TENSOR
 from trainer.parallel.parallelize import DTYPES, check_parallel
 from trainer.parallel.schedules import (
     Arrangement,
@@ -27,6 +28,7 @@ from trainer.plan.trace import USUAL_GPU, Cut, trace
 from trainer.plan.traffic import messages_of, tied_gradients_of, traffic_of
 from trainer.recipe import Recipe, Strategy
 from trainer.recipe.sections import PipelineSchedule
+from trainer.recipe.strategies import tp
 
 HOW = {
     "shapes": (
@@ -145,7 +147,7 @@ def predict(
     memory = _memory(ranks, orders, messages, recipe, layout, device, blueprint)
     on_host = memory.host + (memory.peak if device == "cpu" else 0)
     of_node = _of_node(recipe, blueprint, world_size, local_world_size, on_host, memory.disk)
-    simulation = simulated(pieces, arrangement, recipe, layout, machine) if arrangement else None
+    simulation = simulated(pieces, arrangement, layout, machine) if arrangement else None
     seconds = {}
     if machine:
         times = times_of(pieces, recipe, layout, machine, simulation)
@@ -207,13 +209,14 @@ def _pieces(
 ) -> Pieces:
     """What each stage computes; `traced` gives a trace, told what is not the layout's."""
     strategy = recipe.strategy
-    stages = [stage_of(blueprint, run, strategy.tp, strategy.ep) for run in runs]
+    layers, ring, experts = (layout.groups[name].size for name in (TENSOR, CONTEXT, EXPERT))
+    stages = [stage_of(blueprint, run, layers, experts) for run in runs]
     traces = {
         stage: traced(
             recompute=strategy.activation_checkpointing,
             dtype=DTYPES[recipe.precision.dtype],
             autocast=not layout.by_fsdp,
-            cut=Cut(strategy.tp, strategy.sequence_parallel, strategy.cp, strategy.ep),
+            cut=Cut(layers, tp.stream_parts(strategy) > 1, ring, experts),
             stage=stage,
             in_two=strategy.pp_schedule == "zero_bubble",
             compiled=strategy.compile,
@@ -297,7 +300,8 @@ def _sent(
 ) -> float:
     """Bytes that a rank sends in a step."""
     shared = sum(c.sent for c in traffic_of(stages, recipe, layout).all)
-    messages = messages_of(stages, traces, recipe, layout).sent
-    tied = tied_gradients_of(stages, recipe, layout).sent
-    together = sum(half.tp + half.cp + half.ep for trace in traces for half in trace.sent)
+    messages = messages_of(stages, traces, layout).sent
+    tied = tied_gradients_of(stages, layout).sent
+    halves = (half for trace in traces for half in trace.sent)
+    together = sum(half.layers + half.ring + half.experts for half in halves)
     return shared + layout.passes * together + messages + tied

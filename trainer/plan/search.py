@@ -15,7 +15,7 @@ from trainer.plan.costs import PEAK_SHARE, Machine
 from trainer.plan.prediction import Prediction, predict
 from trainer.plan.trace import Recompute
 from trainer.plan.traffic import Collective
-from trainer.recipe import Recipe, RecipeError, Strategy
+from trainer.recipe import Recipe, RecipeError, Strategy, strategies
 from trainer.recipe.rules import contradictions
 
 ROOM = 0.1
@@ -248,7 +248,8 @@ def _experts_apart(machine: Machine, blueprint: Blueprint) -> int:
 
 def _name(strategy: Strategy) -> str:
     """TP8 PP16x2: eight ranks for each layer, sixteen with two stages each."""
-    parts = [f"{key.upper()}{n}" for key in ("tp", "cp", "ep") if (n := getattr(strategy, key)) > 1]
+    ranks = strategies.sizes(strategy)
+    parts = [f"{key.upper()}{ranks[key]}" for key in ("tp", "cp", "ep") if ranks[key] > 1]
     if strategy.pp > 1:
         of_rank = strategy.pp_stages_per_rank
         parts.append(f"PP{strategy.pp}" + (f"x{of_rank}" if of_rank > 1 else ""))
@@ -263,8 +264,8 @@ def _least_seconds(
     tokens = recipe.batch.global_batch * recipe.data.seq_len
     speed = machine.peak_flops * PEAK_SHARE * machine.world_size
     again = 4 / 3 if strategy.activation_checkpointing == "full" else 1.0  # forward is a third
-    together = strategy.tp * strategy.pp
-    shards = machine.world_size // together
+    cut, stride = strategies.cut_ranks(strategy), strategies.tp.ranks(strategy)
+    shards = machine.world_size // cut
     passes = -(-recipe.batch.global_batch * strategy.cp // shards)
     bubble = bubble_formula(strategy.pp_schedule, strategy.pp, strategy.pp_stages_per_rank, passes)
     computing = again * blueprint.flops_per_token * tokens / speed / (1 - bubble)
@@ -272,14 +273,14 @@ def _least_seconds(
         return computing
     gathers = passes / max(MICRO_BATCHES) * (1 if strategy.sharding == "SHARD_GRAD_OP" else 2)
     if strategy.sharding == "HYBRID_SHARD":
-        shards = machine.gpus_per_node // strategy.tp
+        shards = machine.gpus_per_node // stride
     gathered = sum(
         shape.rows * shape.row * shape.size_as(2) / (strategy.ep if shape.stacked else 1)
         for unit in blueprint.units
         for shape in unit
     )
-    payload = gathers * gathered / together
-    return max(computing, Collective(int(payload), 1, shards, strategy.tp).seconds(machine))
+    payload = gathers * gathered / cut
+    return max(computing, Collective(int(payload), 1, shards, stride).seconds(machine))
 
 
 def _of_layout(
@@ -380,8 +381,8 @@ def _shardings(
         yield "ZeRO-3", dataclasses.replace(three, ep=ep)
     shard_size = recipe.strategy.shard_size
     hybrid = dataclasses.replace(plain, sharding="HYBRID_SHARD", shard_size=shard_size)
-    tp, pp = plain.tp, plain.pp
-    size, ranks = shard_size or machine.gpus_per_node // tp, machine.world_size // (tp * pp)
+    size = shard_size or machine.gpus_per_node // strategies.tp.ranks(plain)
+    ranks = machine.world_size // strategies.cut_ranks(plain)
     has_hybrid = 0 < size < ranks and ranks % size == 0
     if has_hybrid:
         yield "hybrid", hybrid

@@ -33,11 +33,14 @@ Recompute: TypeAlias = Literal["none", "full", "selective"]
 class Cut(NamedTuple):
     """How ranks that compute together divide the work of a micro-batch."""
 
-    tp: int = 1
+    layers: int = 1
+    """Ranks that compute each layer together."""
     sequence: bool = False
-    """As `strategy.sequence_parallel`."""
-    cp: int = 1
-    ep: int = 1
+    """These have a part each of the residual stream."""
+    ring: int = 1
+    """Ranks that have a part each of every sequence."""
+    experts: int = 1
+    """Ranks among which experts are divided."""
 
 
 WHOLE = Cut()
@@ -129,16 +132,16 @@ def _taped(
         from trainer.parallel.tensor import apply_tensor_parallel
         from trainer.plan.ranks import Ranks, imagined_ranks, ring_of
 
-        ring = ring_of(*shape, cut.cp) if cut.cp > 1 else None
+        ring = ring_of(*shape, cut.ring) if cut.ring > 1 else None
         imagined = imagined_ranks(tape.send, ring, gpu and gpu[1])
         if ring:
             call = partial(Context(ring.group), model)
         with imagined_ranks(tape.send, ring, None):
-            together: Any = Ranks(cut.tp)
-            apart: Any = Ranks(cut.ep)
-            if cut.tp > 1:
+            together: Any = Ranks(cut.layers)
+            apart: Any = Ranks(cut.experts)
+            if cut.layers > 1:
                 apply_tensor_parallel(model, together, cut.sequence)
-            if cut.ep > 1:
+            if cut.experts > 1:
                 experts = stacked_modules(model)
                 apply_expert_parallel(model, apart)
     if recompute != "none":

@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterator
 from fractions import Fraction
 
+from trainer.recipe import strategies
 from trainer.recipe.architecture import bundled_families
 from trainer.recipe.factory import PATTERN
 from trainer.recipe.paths import wrong_paths
 from trainer.recipe.sections import ZERO_STAGES, Recipe, Tracking
+from trainer.recipe.strategies.missing import missing_beside
 from trainer.recipe.yaml_tree import RecipeError
 
 
@@ -44,7 +46,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
     yield from _adapter_contradictions(recipe)
     yield from _objective_contradictions(recipe)
-    yield from _tensor_contradictions(recipe)
+    yield from strategies.check(recipe)
     yield from _pipeline_contradictions(recipe)
     yield from _context_contradictions(recipe)
     yield from _expert_contradictions(recipe)
@@ -224,23 +226,6 @@ def _objective_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield key, f"objective.name={name} {problem}"
 
 
-def _tensor_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    strategy, data = recipe.strategy, recipe.data
-    if strategy.tp == 1:
-        if strategy.sequence_parallel:
-            yield "strategy.sequence_parallel", "only with strategy.tp above 1; remove it"
-        return
-    yield from _missing_beside(recipe, "tp")
-    uneven = data.seq_len % (strategy.tp * strategy.cp) and not data.factory
-    if strategy.sequence_parallel and uneven:
-        ranks = f"tp={strategy.tp}" + (f" x cp={strategy.cp}" if strategy.cp > 1 else "")
-        yield (
-            "strategy.sequence_parallel",
-            f"data.seq_len={data.seq_len} is not a multiple of strategy.{ranks}; change "
-            "one of them",
-        )
-
-
 def _pipeline_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     strategy = recipe.strategy
     if strategy.pp == 1:
@@ -248,7 +233,7 @@ def _pipeline_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             if getattr(strategy, key) != default:
                 yield f"strategy.{key}", "only with strategy.pp above 1; remove it"
         return
-    yield from _missing_beside(recipe, "pp")
+    yield from missing_beside(recipe, "pp", "model.kgat", "data.factory", "strategy.sharding")
     if recipe.model.factory:
         yield "model.factory", "such a model cannot be cut into stages; set strategy.pp=1"
     interleaved = strategy.pp_schedule == "interleaved_1f1b"
@@ -278,7 +263,7 @@ def _context_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     cp, data = recipe.strategy.cp, recipe.data
     if cp == 1:
         return
-    yield from _missing_beside(recipe, "cp")
+    yield from missing_beside(recipe, "cp", "model.kgat", "data.factory")
     if recipe.model.factory:
         yield "model.factory", "such a model knows no parts of sequences; set strategy.cp=1"
     if recipe.model.attention != "auto":
@@ -295,7 +280,9 @@ def _expert_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     strategy, data = recipe.strategy, recipe.data
     if strategy.ep == 1:
         return
-    yield from _missing_beside(recipe, "ep")
+    yield from missing_beside(
+        recipe, "ep", *("run.determinism", "model.kgat", "data.factory", "strategy.sharding")
+    )
     if strategy.tp > 1 and data.seq_len % (strategy.tp * strategy.cp) and not data.factory:
         yield (
             "strategy.ep",
@@ -312,25 +299,6 @@ def _expert_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "model.factory", "such a model has no experts that are known; set strategy.ep=1"
 
 
-def _missing_beside(recipe: Recipe, ranks: str) -> Iterator[tuple[str, str]]:
-    """What does not work with `tp`, `pp`, `cp` or `ep` yet."""
-    yet = f"does not work with strategy.{ranks} above 1 yet"
-    # Those of a ring hold parameters like any others, so the optimizer and its like see no change.
-    cut = ranks != "cp"
-    for key, chosen, instead in (
-        ("run.determinism", ranks == "ep" and recipe.exact, "set fast"),
-        ("model.kgat", bool(recipe.model.kgat), f"set strategy.{ranks}=1"),
-        (
-            "data.factory",
-            ranks != "tp" and bool(recipe.data.factory),
-            f"set strategy.{ranks}=1",
-        ),
-        ("strategy.sharding", cut and recipe.sharding == "OPTIMIZER_STATE", "use SHARD_GRAD_OP"),
-    ):
-        if chosen:
-            yield key, f"{yet}; {instead}"
-
-
 def _matmul_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """What does not go with products in 8 bits."""
     if recipe.precision.matmul is None:
@@ -338,7 +306,6 @@ def _matmul_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for key, chosen, problem in (
         ("precision.dtype", recipe.precision.dtype != "bf16", "goes with bf16; set that"),
         ("run.determinism", recipe.exact, "has no exact mode; set fast"),
-        ("strategy.tp", recipe.strategy.tp > 1, "does not work with it yet; set strategy.tp=1"),
         ("model.kgat", bool(recipe.model.kgat), "finds no layers there; remove it"),
     ):
         if chosen:

@@ -28,6 +28,7 @@ from trainer.parallel.kept import rejoin
 from trainer.parallel.mesh import build_mesh, placement
 from trainer.parallel.parallelize import DTYPES, parallelize
 from trainer.recipe import Recipe, RecipeError
+from trainer.recipe.strategies import sizes, tp
 from trainer.run.identity import Agreement
 from trainer.run.metrics import Log, Startup
 from trainer.run.preflight import slow_arithmetic, use_of_blocks
@@ -220,9 +221,8 @@ def describe(run: Run) -> str:
     strategy: str = recipe.sharding if recipe.strategy.name == "fsdp" else "DDP"
     if recipe.strategy.offload != "none":
         strategy += f" with offload to {recipe.strategy.offload},"
-    if recipe.strategy.tp > 1:
-        sequence = " with sequence parallelism" if recipe.strategy.sequence_parallel else ""
-        strategy = f"tp={recipe.strategy.tp}{sequence}, {strategy}"
+    if within := tp.describe(recipe.strategy):
+        strategy = f"{within}, {strategy}"
     if run.model.pipeline:
         strategy = f"{pipeline(recipe, run.plan.passes, run.model.pipeline.costs)}, {strategy}"
     if recipe.strategy.cp > 1:
@@ -244,8 +244,7 @@ def describe(run: Run) -> str:
         length = f"{recipe.run.steps} steps are {epochs:.2f} epochs"
     notes = (*task.notes, *slow_arithmetic(recipe), *without_peak(recipe, world))
     placed = [world.places] if world.places else []
-    sizes = recipe.strategy.tp, recipe.strategy.pp, recipe.strategy.cp, recipe.strategy.ep
-    if max(sizes) > 1 or placed:
+    if max(sizes(recipe.strategy).values()) > 1 or placed:
         placed.insert(0, placement(recipe, world.world_size, world.local_world_size))
     lines = [
         f"{task.name}: {task.sizes}, "

@@ -24,6 +24,7 @@ from trainer.recipe import Recipe, RecipeError, counted
 from trainer.recipe.errors import Refusals
 from trainer.recipe.factory import check_takes
 from trainer.recipe.sections import Optimizer
+from trainer.recipe.strategies import tp
 from trainer.run.provenance import check_resume
 from trainer.run.sinks import wandb_mode
 from trainer.tasks.blocks import name_blocks
@@ -131,8 +132,8 @@ def check_growth(recipe: Recipe, model: nn.Module, worlds: range) -> None:
         RecipeError: the first of them.
     """
     rows = [len(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
-    if all(count % recipe.strategy.tp == 0 for count in rows):
-        return  # then it is even on any number
+    if tp.divides(recipe.strategy, rows):
+        return
     for world_size in worlds:
         try:
             _, shards = mesh_shape(recipe, world_size, worlds.step)
@@ -169,12 +170,12 @@ def _check_world(
     with refusals:
         _check_device(recipe, local_world_size)
     with refusals:
-        _, shards = mesh_shape(recipe, world_size, local_world_size)
+        replicas, shards = mesh_shape(recipe, world_size, local_world_size)
         with refusals:
             _check_batch(recipe, world_size // strategy.together)
         if model:
             check_parallel(recipe, model, shards)
-            _check_room(recipe, model, local_world_size, shards)
+            _check_room(recipe, model, local_world_size, world_size // replicas)
     if not model:
         return
     with refusals:
@@ -373,7 +374,8 @@ def _check_attention(recipe: Recipe, model: nn.Module) -> None:
         raise RecipeError(f"model.attention: {error}") from error
 
 
-def _check_room(recipe: Recipe, model: nn.Module, local_world_size: int, shards: int) -> None:
+def _check_room(recipe: Recipe, model: nn.Module, local_world_size: int, holders: int) -> None:
+    """`holders`: ranks over which a model and its state are spread."""
     if recipe.strategy.offload_directory is None:
         return
     from trainer.optim.groups import moments
@@ -381,8 +383,7 @@ def _check_room(recipe: Recipe, model: nn.Module, local_world_size: int, shards:
 
     directory = Path(recipe.strategy.offload_directory)
     each = 4 * copies(moments(recipe.optimizer) or ())
-    among = shards * recipe.strategy.tp * recipe.strategy.pp
-    nbytes = each * sum(p.numel() for p in model.parameters()) * local_world_size // among
+    nbytes = each * sum(p.numel() for p in model.parameters()) * local_world_size // holders
     status = os.statvfs(_existing(directory))
     free = status.f_bavail * status.f_frsize
     if free < nbytes:

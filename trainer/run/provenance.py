@@ -22,6 +22,7 @@ from elastic.record.history import last_start
 from elastic.world import World
 from trainer.recipe import Recipe, RecipeError, resolved
 from trainer.recipe.load import validate
+from trainer.recipe.strategies import sizes
 from trainer.recipe.yaml_tree import read_tree
 from trainer.run.identity import decides, flat
 from trainer.tasks.task import Task
@@ -67,10 +68,7 @@ def run_state(recipe: Recipe, task: Task, world: World, init_from: str | None) -
             "local_world_size": world.local_world_size,
             "device": world.device.type,
             "sharding": recipe.sharding,
-            "tp": recipe.strategy.tp,
-            "pp": recipe.strategy.pp,
-            "cp": recipe.strategy.cp,
-            "ep": recipe.strategy.ep,
+            **sizes(recipe.strategy),
         },
     }
 

@@ -13,6 +13,7 @@ from trainer.plan import costs
 from trainer.plan.prediction import HOW
 from trainer.plan.search import ROOM, Candidate, Plan
 from trainer.recipe import Strategy
+from trainer.recipe.strategies import sizes
 from trainer.text import table
 
 SOURCES = {
@@ -266,7 +267,7 @@ def _placements(plan: Plan, best: Candidate) -> list[str]:
     for what, candidate in (("of the recipe as it is", plan.own), (f"of {best.label}", best)):
         strategy = candidate.recipe.strategy
         refused = candidate is plan.own and bool(plan.refused or plan.own is best)
-        if not refused and max(strategy.tp, strategy.pp, strategy.cp, strategy.ep) > 1:
+        if not refused and max(sizes(strategy).values()) > 1:
             machine = plan.machine
             where = placement(candidate.recipe, machine.world_size, machine.gpus_per_node)
             lines.append(f"Placement {what}: {where}.")

@@ -1,0 +1,62 @@
+"""`strategy.tp` and `sequence_parallel`: tensor parallelism, applied by trainer/parallel/tensor.py.
+
+The ranks of a group are neighbours in one node. They compute each layer together, and share its
+parameters as the ranks of shards do. With sequence parallelism they also cut the residual stream.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from trainer.recipe.sections import Recipe, Strategy
+from trainer.recipe.strategies.missing import missing_beside
+
+
+def ranks(strategy: Strategy) -> int:
+    """Ranks that compute each layer together."""
+    return strategy.tp
+
+
+def stream_parts(strategy: Strategy) -> int:
+    """Parts into which these ranks cut the residual stream along the sequence."""
+    return strategy.tp if strategy.sequence_parallel else 1
+
+
+def divides(strategy: Strategy, lengths: Iterable[int]) -> bool:
+    """Whether vocabularies of these lengths are even on the ranks, however FSDP then cuts them."""
+    return all(length % strategy.tp == 0 for length in lengths)
+
+
+def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yields (key, what is wrong and what to do)."""
+    strategy, data = recipe.strategy, recipe.data
+    if strategy.tp == 1:
+        if strategy.sequence_parallel:
+            yield "strategy.sequence_parallel", "only with strategy.tp above 1; remove it"
+        return
+    yield from missing_beside(recipe, "tp", "model.kgat", "strategy.sharding")
+    uneven = data.seq_len % (strategy.tp * strategy.cp) and not data.factory
+    if strategy.sequence_parallel and uneven:
+        among = f"tp={strategy.tp}" + (f" x cp={strategy.cp}" if strategy.cp > 1 else "")
+        yield (
+            "strategy.sequence_parallel",
+            f"data.seq_len={data.seq_len} is not a multiple of strategy.{among}; change "
+            "one of them",
+        )
+    if recipe.precision.matmul:
+        yield (
+            "strategy.tp",
+            f"precision.matmul={recipe.precision.matmul} does not work with it yet; set "
+            "strategy.tp=1",
+        )
+
+
+def describe(strategy: Strategy) -> str:
+    """Its words in the first line of a run; "" where it is not used."""
+    if strategy.tp == 1:
+        return ""
+    sequence = " with sequence parallelism" if strategy.sequence_parallel else ""
+    return f"tp={strategy.tp}{sequence}"
+
+
+def bytes_sent(strategy: Strategy, reduced: float) -> float:
+    """Bytes that each rank sends in a ring to all-reduce activations of `reduced` bytes."""
+    return 2 * (1 - 1 / strategy.tp) * reduced
