@@ -28,7 +28,7 @@ from trainer.parallel.offload import OffloadFile, bytes_needed
 from trainer.parallel.passes import Compute, loss_problem, means
 from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.errors import Refusals
-from trainer.recipe.strategies import tp
+from trainer.recipe.strategies import pp, tp
 
 if TYPE_CHECKING:
     from trainer.models.decoder import Decoder
@@ -69,7 +69,7 @@ def check_parallel(recipe: Recipe, model: nn.Module, shards: int) -> None:
                     "strategy.tp: it divides no experts, but strategy.ep does; set that to 2 or "
                     "more, too, or strategy.tp=1"
                 )
-    if strategy.pp > 1:
+    if pp.ranks(strategy) > 1:
         from trainer.parallel.pipeline import runs_of
 
         with refusals:
@@ -317,7 +317,7 @@ def parallelize(
     stages: dict[int, Decoder] = {}
     blocks_of: dict[nn.Module, Sequence[nn.Module]] = {model: blocks}
     costs: list[float] = []
-    if strategy.pp > 1:
+    if pp.ranks(strategy) > 1:
         from trainer.parallel.pipeline import Pipeline, costs_of, stages_of  # others get by without
 
         stages, costs = stages_of(model, mesh, recipe), costs_of(model, recipe)
@@ -464,7 +464,7 @@ def _apply(
     if strategy.activation_checkpointing != "none":
         blocks = apply_activation_checkpointing(
             model, blocks, strategy.activation_checkpointing, how,
-            again=strategy.pp_schedule == "zero_bubble", draws=recipe.draws,
+            again=pp.splits_backward(strategy), draws=recipe.draws,
         )  # fmt: skip
         compiled = compiled if how == "pieces" else blocks
     if strategy.compile:

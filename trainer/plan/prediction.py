@@ -28,7 +28,7 @@ from trainer.plan.trace import USUAL_GPU, Cut, trace
 from trainer.plan.traffic import messages_of, tied_gradients_of, traffic_of
 from trainer.recipe import Recipe, Strategy
 from trainer.recipe.sections import PipelineSchedule
-from trainer.recipe.strategies import tp
+from trainer.recipe.strategies import pp, tp
 
 HOW = {
     "shapes": (
@@ -139,11 +139,9 @@ def predict(
             else world_size == layout.passes == 1
         ),
     )
-    orders, arrangement, messages = _orders(
-        strategy.pp_schedule, strategy.pp, strategy.pp_stages_per_rank, layout.passes
-    )
+    orders, arrangement, messages = _orders(*pp.shape(strategy), layout.passes)
     pieces = _pieces(blueprint, recipe, layout, runs, orders, traced)
-    ranks = [pieces.of_rank(rank) for rank in range(strategy.pp)]
+    ranks = [pieces.of_rank(rank) for rank in range(pp.ranks(strategy))]
     memory = _memory(ranks, orders, messages, recipe, layout, device, blueprint)
     on_host = memory.host + (memory.peak if device == "cpu" else 0)
     of_node = _of_node(recipe, blueprint, world_size, local_world_size, on_host, memory.disk)
@@ -161,9 +159,7 @@ def predict(
         micro_batch=layout.micro_batch,
         communication_bytes=max(_sent(*rank, recipe, layout) for rank in ranks),
         bubble=simulation.bubble if simulation else 0.0,
-        bubble_formula=bubble_formula(
-            strategy.pp_schedule, strategy.pp, strategy.pp_stages_per_rank, layout.passes
-        ),
+        bubble_formula=bubble_formula(*pp.shape(strategy), layout.passes),
         **of_node,
         **seconds,
     )
@@ -180,7 +176,7 @@ def _runs(blueprint: Blueprint, strategy: Strategy, shards: int) -> tuple[range,
     """The blocks of each stage, if the model can be cut so."""
     recipe = dataclasses.replace(blueprint.recipe, strategy=strategy)
     check_parallel(recipe, blueprint.model, shards)
-    if strategy.pp == 1:
+    if pp.ranks(strategy) == 1:
         return (range(blueprint.block_count),)
     from trainer.parallel.pipeline import runs_of  # others get by without
 
@@ -218,7 +214,7 @@ def _pieces(
             autocast=not layout.by_fsdp,
             cut=Cut(layers, tp.stream_parts(strategy) > 1, ring, experts),
             stage=stage,
-            in_two=strategy.pp_schedule == "zero_bubble",
+            in_two=pp.splits_backward(strategy),
             compiled=strategy.compile,
         )
         for stage in dict.fromkeys(stages)

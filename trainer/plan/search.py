@@ -250,9 +250,9 @@ def _name(strategy: Strategy) -> str:
     """TP8 PP16x2: eight ranks for each layer, sixteen with two stages each."""
     ranks = strategies.sizes(strategy)
     parts = [f"{key.upper()}{ranks[key]}" for key in ("tp", "cp", "ep") if ranks[key] > 1]
-    if strategy.pp > 1:
-        of_rank = strategy.pp_stages_per_rank
-        parts.append(f"PP{strategy.pp}" + (f"x{of_rank}" if of_rank > 1 else ""))
+    if ranks["pp"] > 1:
+        *_, of_each = strategies.pp.shape(strategy)
+        parts.append(f"PP{ranks['pp']}" + (f"x{of_each}" if of_each > 1 else ""))
     return " ".join(parts)
 
 
@@ -267,7 +267,7 @@ def _least_seconds(
     cut, stride = strategies.cut_ranks(strategy), strategies.tp.ranks(strategy)
     shards = machine.world_size // cut
     passes = -(-recipe.batch.global_batch * strategy.cp // shards)
-    bubble = bubble_formula(strategy.pp_schedule, strategy.pp, strategy.pp_stages_per_rank, passes)
+    bubble = bubble_formula(*strategies.pp.shape(strategy), passes)
     computing = again * blueprint.flops_per_token * tokens / speed / (1 - bubble)
     if strategy.name == "ddp":
         return computing
@@ -349,9 +349,9 @@ def largest_micro_batch(
         needed = prediction.node_memory if device == "cpu" else prediction.peak
         return needed > (1 - ROOM) * memory
 
-    sizes, pp = _micro_batches(recipe, world_size), recipe.strategy.pp
-    if pp > 1:
-        sizes = [n for n in sizes if n == 1 or sizes[-1] / n >= PASSES_PER_RANK * pp]
+    sizes, ranks = _micro_batches(recipe, world_size), strategies.pp.ranks(recipe.strategy)
+    if ranks > 1:
+        sizes = [n for n in sizes if n == 1 or sizes[-1] / n >= PASSES_PER_RANK * ranks]
     return sizes[max(0, bisect_left(sizes, True, key=too_large) - 1)]
 
 
@@ -435,7 +435,7 @@ def _reductions(
     several = micro_batch * _dp_size(recipe, world_size) < recipe.batch.global_batch
     by_fsdp = strategy.name == "fsdp" and strategy.sharding != "OPTIMIZER_STATE"
     in_float32 = not recipe.exact and recipe.precision.master == "fp32"
-    if several and by_fsdp and in_float32 and strategy.pp_schedule != "zero_bubble":
+    if several and by_fsdp and in_float32 and not strategies.pp.splits_backward(strategy):
         return [strategy, dataclasses.replace(strategy, reduce_every_pass=True)]
     return [strategy]
 

@@ -47,7 +47,6 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield from _adapter_contradictions(recipe)
     yield from _objective_contradictions(recipe)
     yield from strategies.check(recipe)
-    yield from _pipeline_contradictions(recipe)
     yield from _context_contradictions(recipe)
     yield from _expert_contradictions(recipe)
     yield from _matmul_contradictions(recipe)
@@ -219,44 +218,10 @@ def _objective_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         ("data.factory", bool(recipe.data.factory), "needs prepared pairs in data.sources"),
         ("data.pack", recipe.data.pack == "stream", "needs whole pairs; set auto"),
         ("data.document_mask", not recipe.data.document_mask, "needs answers apart; set true"),
-        ("strategy.pp", strategy.pp > 1, "does not work with a pipeline yet; set strategy.pp=1"),
         ("strategy.cp", strategy.cp > 1, "does not cut sequences yet; set strategy.cp=1"),
     ):
         if chosen:
             yield key, f"objective.name={name} {problem}"
-
-
-def _pipeline_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    strategy = recipe.strategy
-    if strategy.pp == 1:
-        for key, default in (("pp_schedule", "1f1b"), ("pp_stages_per_rank", 1)):
-            if getattr(strategy, key) != default:
-                yield f"strategy.{key}", "only with strategy.pp above 1; remove it"
-        return
-    yield from missing_beside(recipe, "pp", "model.kgat", "data.factory", "strategy.sharding")
-    if recipe.model.factory:
-        yield "model.factory", "such a model cannot be cut into stages; set strategy.pp=1"
-    interleaved = strategy.pp_schedule == "interleaved_1f1b"
-    if interleaved != (strategy.pp_stages_per_rank > 1):
-        yield (
-            "strategy.pp_stages_per_rank",
-            "goes with strategy.pp_schedule: interleaved_1f1b; set it to 2 or more with it, and "
-            "to 1 without",
-        )
-    if strategy.pp_schedule == "zero_bubble" and strategy.compile:
-        yield (
-            "strategy.compile",
-            "compiles backward as one, of which zero_bubble puts off a part; set false, or another "
-            "strategy.pp_schedule",
-        )
-    if strategy.pp_schedule == "zero_bubble" and strategy.reduce_every_pass:
-        yield "strategy.reduce_every_pass", "does not work with zero_bubble; set false"
-    if strategy.pp_schedule == "zero_bubble" and recipe.gathers_twice:
-        yield (
-            "strategy.sharding",
-            f"zero_bubble keeps weights gathered until it has their gradients, which "
-            f"{recipe.sharding} does not; use SHARD_GRAD_OP, or another strategy.pp_schedule",
-        )
 
 
 def _context_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -27,8 +27,8 @@ from trainer.optim.schedule import build_schedule
 from trainer.parallel.kept import rejoin
 from trainer.parallel.mesh import build_mesh, placement
 from trainer.parallel.parallelize import DTYPES, parallelize
-from trainer.recipe import Recipe, RecipeError
-from trainer.recipe.strategies import sizes, tp
+from trainer.recipe import Recipe, RecipeError, Strategy
+from trainer.recipe.strategies import pp, sizes, tp
 from trainer.run.identity import Agreement
 from trainer.run.metrics import Log, Startup
 from trainer.run.preflight import slow_arithmetic, use_of_blocks
@@ -224,7 +224,8 @@ def describe(run: Run) -> str:
     if within := tp.describe(recipe.strategy):
         strategy = f"{within}, {strategy}"
     if run.model.pipeline:
-        strategy = f"{pipeline(recipe, run.plan.passes, run.model.pipeline.costs)}, {strategy}"
+        idle = idle_share(recipe.strategy, run.plan.passes, run.model.pipeline.costs)
+        strategy = f"{pp.describe(recipe.strategy, idle)}, {strategy}"
     if recipe.strategy.cp > 1:
         strategy = f"cp={recipe.strategy.cp}, {strategy}"
     if recipe.strategy.ep > 1:
@@ -268,8 +269,8 @@ def describe(run: Run) -> str:
     return "\n".join(lines)
 
 
-def pipeline(recipe: Recipe, passes: int, costs: Sequence[float]) -> str:
-    """What is to be known of the pipeline of a recipe before it runs. `costs`: of its stages."""
+def idle_share(strategy: Strategy, passes: int, costs: Sequence[float]) -> float:
+    """Share of a step for which the ranks of a pipeline wait, whose stages have these costs."""
     from trainer.parallel.schedules import (
         COST,
         arranged,
@@ -277,13 +278,9 @@ def pipeline(recipe: Recipe, passes: int, costs: Sequence[float]) -> str:
         simulate,
     )  # others get by without
 
-    strategy = recipe.strategy
-    name, per_rank = strategy.pp_schedule, strategy.pp_stages_per_rank
-    stages_cost = [{kind: cost * each for kind, cost in COST.items()} for each in costs]
-    orders = schedule(name, strategy.pp, per_rank, passes)
-    bubble = simulate(arranged(orders), stages=stages_cost).bubble
-    stages = f" x {per_rank}" if per_rank > 1 else ""
-    return f"pp={strategy.pp}{stages} {name} (ranks idle for {bubble:.0%} of a step)"
+    stages = [{kind: cost * each for kind, cost in COST.items()} for each in costs]
+    orders = schedule(*pp.shape(strategy), passes)
+    return simulate(arranged(orders), stages=stages).bubble
 
 
 def without_peak(recipe: Recipe, world: World) -> list[str]:

@@ -148,7 +148,7 @@ def _what_it_takes(
         **name,
         "peak": _gb(p.peak),
         "fits": fits,
-        "bubble": f"{p.bubble:.0%}" if candidate.recipe.strategy.pp > 1 else "-",
+        "bubble": f"{p.bubble:.0%}" if p.bubble_formula else "-",
         "s/step": f"{p.seconds_per_step:.3g}",
         "MFU": f"{p.mfu:.0%}",
         "hours": _count(bill["hours"]) if bill else "-",
@@ -275,8 +275,8 @@ def _placements(plan: Plan, best: Candidate) -> list[str]:
 
 
 def _pipeline(candidate: Candidate) -> list[str]:
-    p, strategy = candidate.prediction, candidate.recipe.strategy
-    if strategy.pp == 1:
+    p = candidate.prediction
+    if not p.bubble_formula:  # no pipeline
         return []
     return [
         f"Its ranks wait {p.bubble:.1%} of the time for each other ({p.bubble_formula:.1%} if all "

@@ -8,20 +8,25 @@ mesh, the plan and the modules that apply it ask: see docs/extending.md. Imports
 from collections.abc import Iterator
 
 from trainer.recipe.sections import Recipe, Strategy
-from trainer.recipe.strategies import tp
+from trainer.recipe.strategies import pp, tp
 
 
 def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Pairs of (key, what is wrong and what to do) for strategies that cannot be combined so."""
-    for one in (tp,):
+    for one in (tp, pp):
         yield from one.check(recipe)
 
 
 def sizes(strategy: Strategy) -> dict[str, int]:
     """Ranks that compute together, by key."""
-    return {"tp": tp.ranks(strategy), "pp": strategy.pp, "cp": strategy.cp, "ep": strategy.ep}
+    return {
+        "tp": tp.ranks(strategy),
+        "pp": pp.ranks(strategy),
+        "cp": strategy.cp,
+        "ep": strategy.ep,
+    }
 
 
 def cut_ranks(strategy: Strategy) -> int:
     """Ranks among which a model is cut before FSDP cuts what each of them has."""
-    return tp.ranks(strategy) * strategy.pp
+    return tp.ranks(strategy) * pp.ranks(strategy)
