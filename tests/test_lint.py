@@ -26,7 +26,7 @@ USES = [
     ),
 ]
 
-OF_STRATEGIES = ("tp", "pp")
+OF_STRATEGIES = ("tp", "pp", "cp")
 """Keys of a recipe of which trainer/recipe/strategies knows all; others ask it."""
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from trainer.optim.exact import snap_gradients
 from trainer.parallel.mesh import SHARD
 from trainer.recipe import Recipe
+from trainer.recipe.strategies import cp
 
 
 def apply_fsdp(
@@ -68,7 +69,7 @@ def apply_fsdp(
     if gathers_ahead_on_cpu(recipe, mesh.device_type):
         _gather_ahead([model, *blocks])
     if recipe.exact:
-        terms = recipe.strategy.cp * -(-recipe.batch.global_batch // recipe.micro_batch)
+        terms = cp.ranks(recipe.strategy) * -(-recipe.batch.global_batch // recipe.micro_batch)
         snap_gradients((*blocks, model), terms, is_sharded)
     for module in fsdp_units(model):
         # Neither setting is recursive: each unit would divide by the world size on its own; of one

@@ -28,7 +28,7 @@ from trainer.parallel.offload import OffloadFile, bytes_needed
 from trainer.parallel.passes import Compute, loss_problem, means
 from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.errors import Refusals
-from trainer.recipe.strategies import pp, tp
+from trainer.recipe.strategies import cp, pp, tp
 
 if TYPE_CHECKING:
     from trainer.models.decoder import Decoder
@@ -74,7 +74,7 @@ def check_parallel(recipe: Recipe, model: nn.Module, shards: int) -> None:
 
         with refusals:
             runs_of(model, recipe)
-    if strategy.cp > 1:
+    if cp.ranks(strategy) > 1:
         from trainer.parallel.context import problem_of
 
         with refusals:
@@ -458,7 +458,9 @@ def _apply(
     # compiles all or nothing; so what such a block has is compiled, and what recomputes it is not.
     how: Literal["no", "whole", "pieces"] = "no"
     if strategy.compile:
-        in_pieces = tp.ranks(strategy) > 1 or strategy.cp > 1 or bool(getattr(model, "stacks", ()))
+        in_pieces = (
+            tp.ranks(strategy) > 1 or cp.ranks(strategy) > 1 or bool(getattr(model, "stacks", ()))
+        )
         how = "pieces" if in_pieces else "whole"
     compiled = blocks
     if strategy.activation_checkpointing != "none":

@@ -266,7 +266,7 @@ def _least_seconds(
     again = 4 / 3 if strategy.activation_checkpointing == "full" else 1.0  # forward is a third
     cut, stride = strategies.cut_ranks(strategy), strategies.tp.ranks(strategy)
     shards = machine.world_size // cut
-    passes = -(-recipe.batch.global_batch * strategy.cp // shards)
+    passes = -(-recipe.batch.global_batch * strategies.cp.ranks(strategy) // shards)
     bubble = bubble_formula(*strategies.pp.shape(strategy), passes)
     computing = again * blueprint.flops_per_token * tokens / speed / (1 - bubble)
     if strategy.name == "ddp":

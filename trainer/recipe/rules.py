@@ -47,7 +47,6 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield from _adapter_contradictions(recipe)
     yield from _objective_contradictions(recipe)
     yield from strategies.check(recipe)
-    yield from _context_contradictions(recipe)
     yield from _expert_contradictions(recipe)
     yield from _matmul_contradictions(recipe)
     yield from _tracking_contradictions(recipe.tracking)
@@ -198,7 +197,7 @@ def _adapter_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _objective_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    model, objective, strategy = recipe.model, recipe.objective, recipe.strategy
+    model, objective = recipe.model, recipe.objective
     if not objective.compares:
         for key in ("beta", "gamma", "sft_weight"):
             if getattr(objective, key) is not None:
@@ -218,27 +217,9 @@ def _objective_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         ("data.factory", bool(recipe.data.factory), "needs prepared pairs in data.sources"),
         ("data.pack", recipe.data.pack == "stream", "needs whole pairs; set auto"),
         ("data.document_mask", not recipe.data.document_mask, "needs answers apart; set true"),
-        ("strategy.cp", strategy.cp > 1, "does not cut sequences yet; set strategy.cp=1"),
     ):
         if chosen:
             yield key, f"objective.name={name} {problem}"
-
-
-def _context_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    cp, data = recipe.strategy.cp, recipe.data
-    if cp == 1:
-        return
-    yield from missing_beside(recipe, "cp", "model.kgat", "data.factory")
-    if recipe.model.factory:
-        yield "model.factory", "such a model knows no parts of sequences; set strategy.cp=1"
-    if recipe.model.attention != "auto":
-        yield "model.attention", "strategy.cp has its own, that of a ring; set auto"
-    if data.seq_len < 2 * cp and not data.factory:
-        yield (
-            "strategy.cp",
-            f"a sequence is cut into {2 * cp} chunks, but data.seq_len is {data.seq_len}; change "
-            "one of them",
-        )
 
 
 def _expert_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -277,7 +258,7 @@ def _matmul_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield key, f"precision.matmul={recipe.precision.matmul} {problem}"
     length = recipe.data.seq_len
     if recipe.precision.matmul == "mxfp8" and not recipe.data.factory:
-        multiple = 32 * (2 * recipe.strategy.cp if recipe.strategy.cp > 1 else 1)
+        multiple = 32 * strategies.cp.chunks(recipe.strategy)
         if length % multiple:
             yield (
                 "data.seq_len",

@@ -28,7 +28,7 @@ from trainer.parallel.kept import rejoin
 from trainer.parallel.mesh import build_mesh, placement
 from trainer.parallel.parallelize import DTYPES, parallelize
 from trainer.recipe import Recipe, RecipeError, Strategy
-from trainer.recipe.strategies import pp, sizes, tp
+from trainer.recipe.strategies import cp, pp, sizes, tp
 from trainer.run.identity import Agreement
 from trainer.run.metrics import Log, Startup
 from trainer.run.preflight import slow_arithmetic, use_of_blocks
@@ -205,7 +205,7 @@ def attention_kernel(recipe: Recipe, task: Task, device: torch.device) -> Iterat
             task.model.model.architecture.head_dim,
             documents=recipe.data.document_mask and bool(recipe.data.sources),
             exact=recipe.exact,
-            ring=recipe.strategy.cp > 1,
+            ring=cp.ranks(recipe.strategy) > 1,
             window=bool(task.model.model.windows(recipe.data.seq_len)),
         )
     except ValueError as error:  # which GPU it is was not known before
@@ -226,8 +226,8 @@ def describe(run: Run) -> str:
     if run.model.pipeline:
         idle = idle_share(recipe.strategy, run.plan.passes, run.model.pipeline.costs)
         strategy = f"{pp.describe(recipe.strategy, idle)}, {strategy}"
-    if recipe.strategy.cp > 1:
-        strategy = f"cp={recipe.strategy.cp}, {strategy}"
+    if ring := cp.describe(recipe.strategy):
+        strategy = f"{ring}, {strategy}"
     if recipe.strategy.ep > 1:
         strategy = f"ep={recipe.strategy.ep}, {strategy}"
     formats: str = recipe.precision.dtype

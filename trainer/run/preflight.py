@@ -24,7 +24,7 @@ from trainer.recipe import Recipe, RecipeError, counted
 from trainer.recipe.errors import Refusals
 from trainer.recipe.factory import check_takes
 from trainer.recipe.sections import Optimizer
-from trainer.recipe.strategies import tp
+from trainer.recipe.strategies import cp, tp
 from trainer.run.provenance import check_resume
 from trainer.run.sinks import wandb_mode
 from trainer.tasks.blocks import name_blocks
@@ -356,7 +356,7 @@ def _check_attention(recipe: Recipe, model: nn.Module) -> None:
     from trainer.models.attention import hindrances_of
     from trainer.parallel.parallelize import DTYPES
 
-    ring = recipe.strategy.cp > 1
+    ring = cp.ranks(recipe.strategy) > 1
     if not isinstance(model, Decoder):
         return
     slides = bool(model.model.windows(recipe.data.seq_len))

@@ -8,12 +8,12 @@ mesh, the plan and the modules that apply it ask: see docs/extending.md. Imports
 from collections.abc import Iterator
 
 from trainer.recipe.sections import Recipe, Strategy
-from trainer.recipe.strategies import pp, tp
+from trainer.recipe.strategies import cp, pp, tp
 
 
 def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Pairs of (key, what is wrong and what to do) for strategies that cannot be combined so."""
-    for one in (tp, pp):
+    for one in (tp, pp, cp):
         yield from one.check(recipe)
 
 
@@ -22,7 +22,7 @@ def sizes(strategy: Strategy) -> dict[str, int]:
     return {
         "tp": tp.ranks(strategy),
         "pp": pp.ranks(strategy),
-        "cp": strategy.cp,
+        "cp": cp.ranks(strategy),
         "ep": strategy.ep,
     }
 

@@ -7,6 +7,7 @@ parameters as the ranks of shards do. With sequence parallelism they also cut th
 from collections.abc import Iterable, Iterator
 
 from trainer.recipe.sections import Recipe, Strategy
+from trainer.recipe.strategies import cp
 from trainer.recipe.strategies.missing import missing_beside
 
 
@@ -33,9 +34,10 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield "strategy.sequence_parallel", "only with strategy.tp above 1; remove it"
         return
     yield from missing_beside(recipe, "tp", "model.kgat", "strategy.sharding")
-    uneven = data.seq_len % (strategy.tp * strategy.cp) and not data.factory
+    ring = cp.ranks(strategy)
+    uneven = data.seq_len % (strategy.tp * ring) and not data.factory
     if strategy.sequence_parallel and uneven:
-        among = f"tp={strategy.tp}" + (f" x cp={strategy.cp}" if strategy.cp > 1 else "")
+        among = f"tp={strategy.tp}" + (f" x cp={ring}" if ring > 1 else "")
         yield (
             "strategy.sequence_parallel",
             f"data.seq_len={data.seq_len} is not a multiple of strategy.{among}; change "
