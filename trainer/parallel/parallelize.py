@@ -28,7 +28,7 @@ from trainer.parallel.offload import OffloadFile, bytes_needed
 from trainer.parallel.passes import Compute, loss_problem, means
 from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.errors import Refusals
-from trainer.recipe.strategies import cp, pp, tp
+from trainer.recipe.strategies import cp, ep, pp, tp
 
 if TYPE_CHECKING:
     from trainer.models.decoder import Decoder
@@ -64,7 +64,7 @@ def check_parallel(recipe: Recipe, model: nn.Module, shards: int) -> None:
             kinds = kinds_of(model, together, shards)
             if recipe.optimizer.state_dtype == "int8":
                 _check_blocks(model, kinds, together)
-            if getattr(model, "stacks", ()) and strategy.ep == 1:
+            if getattr(model, "stacks", ()) and ep.ranks(strategy) == 1:
                 raise RecipeError(
                     "strategy.tp: it divides no experts, but strategy.ep does; set that to 2 or "
                     "more, too, or strategy.tp=1"
@@ -80,11 +80,11 @@ def check_parallel(recipe: Recipe, model: nn.Module, shards: int) -> None:
         with refusals:
             if problem := problem_of(model, recipe.data.seq_len):
                 raise RecipeError(f"strategy.cp: {problem}; set strategy.cp=1")
-    if strategy.ep > 1:
+    if ep.ranks(strategy) > 1:
         from trainer.parallel.expert import check_experts
 
         with refusals:
-            check_experts(model, strategy.ep, shards * together)
+            check_experts(model, ep.ranks(strategy), shards * together)
     refusals.tell()
 
 

@@ -28,7 +28,7 @@ from trainer.plan.trace import USUAL_GPU, Cut, trace
 from trainer.plan.traffic import messages_of, tied_gradients_of, traffic_of
 from trainer.recipe import Recipe, Strategy
 from trainer.recipe.sections import PipelineSchedule
-from trainer.recipe.strategies import pp, tp
+from trainer.recipe.strategies import model_parallel, pp, tp
 
 HOW = {
     "shapes": (
@@ -120,7 +120,7 @@ def predict(
         auto: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
         device = auto if recipe.run.device == "auto" else recipe.run.device
     strategy, layout = recipe.strategy, layout_of(recipe, world_size, local_world_size, device)
-    runs = _runs(blueprint, _parallel_part(strategy), layout.shards)
+    runs = _runs(blueprint, model_parallel(strategy), layout.shards)
     if gpu_memory is None:
         here = device == "cuda" and not machine and torch.cuda.is_available()
         usual = torch.cuda.get_device_properties(0).total_memory if here else USUAL_GPU
@@ -163,12 +163,6 @@ def predict(
         **of_node,
         **seconds,
     )
-
-
-def _parallel_part(strategy: Strategy) -> Strategy:
-    """What says how ranks compute together."""
-    keys = "tp", "sequence_parallel", "pp", "pp_schedule", "pp_stages_per_rank", "cp", "ep"
-    return Strategy(**{key: getattr(strategy, key) for key in keys})
 
 
 @cache

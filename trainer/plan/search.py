@@ -274,8 +274,9 @@ def _least_seconds(
     gathers = passes / max(MICRO_BATCHES) * (1 if strategy.sharding == "SHARD_GRAD_OP" else 2)
     if strategy.sharding == "HYBRID_SHARD":
         shards = machine.gpus_per_node // stride
+    apart = strategies.ep.ranks(strategy)
     gathered = sum(
-        shape.rows * shape.row * shape.size_as(2) / (strategy.ep if shape.stacked else 1)
+        shape.rows * shape.row * shape.size_as(2) / (apart if shape.stacked else 1)
         for unit in blueprint.units
         for shape in unit
     )
@@ -401,7 +402,7 @@ def _refused(recipe: Recipe) -> bool:
     """Whether its strategy does not go with the model parallelism or the formats that it has. What
     else a recipe contradicts itself in was told when it was read."""
     strategy = recipe.strategy
-    if strategy.ep > 1:  # it goes with few other keys, too
+    if strategies.ep.ranks(strategy) > 1:  # it goes with few other keys, too
         return any(contradictions(recipe))
     narrow = recipe.precision.master != "fp32" or recipe.optimizer.state_dtype != "fp32"
     return (strategy.together > 1 or narrow) and any(
@@ -411,8 +412,8 @@ def _refused(recipe: Recipe) -> bool:
 
 def _plain(recipe: Recipe) -> Strategy:
     """Nothing but what every candidate has in common."""
-    common = ("tp", "sequence_parallel", "pp", "pp_schedule", "pp_stages_per_rank", "cp", "compile")
-    return Strategy(**{key: getattr(recipe.strategy, key) for key in common})
+    parallel = strategies.model_parallel(recipe.strategy)
+    return dataclasses.replace(parallel, ep=1, compile=recipe.strategy.compile)
 
 
 def _dp_size(recipe: Recipe, world_size: int) -> int:

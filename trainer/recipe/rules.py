@@ -11,7 +11,6 @@ from trainer.recipe.architecture import bundled_families
 from trainer.recipe.factory import PATTERN
 from trainer.recipe.paths import wrong_paths
 from trainer.recipe.sections import ZERO_STAGES, Recipe, Tracking
-from trainer.recipe.strategies.missing import missing_beside
 from trainer.recipe.yaml_tree import RecipeError
 
 
@@ -47,7 +46,6 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield from _adapter_contradictions(recipe)
     yield from _objective_contradictions(recipe)
     yield from strategies.check(recipe)
-    yield from _expert_contradictions(recipe)
     yield from _matmul_contradictions(recipe)
     yield from _tracking_contradictions(recipe.tracking)
     yield from _own_data_contradictions(recipe)
@@ -220,29 +218,6 @@ def _objective_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     ):
         if chosen:
             yield key, f"objective.name={name} {problem}"
-
-
-def _expert_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    strategy, data = recipe.strategy, recipe.data
-    if strategy.ep == 1:
-        return
-    yield from missing_beside(
-        recipe, "ep", *("run.determinism", "model.kgat", "data.factory", "strategy.sharding")
-    )
-    if strategy.tp > 1 and data.seq_len % (strategy.tp * strategy.cp) and not data.factory:
-        yield (
-            "strategy.ep",
-            f"its ranks have parts of the tokens of tp={strategy.tp} x cp={strategy.cp}, which do "
-            f"not divide data.seq_len={data.seq_len}; change one of them",
-        )
-    if strategy.name == "ddp" or recipe.sharding == "NO_SHARD":
-        yield (
-            "strategy.ep",
-            "divides experts among ranks that share parameters, which these do not; use "
-            "strategy.sharding: SHARD_GRAD_OP, FULL_SHARD or HYBRID_SHARD",
-        )
-    if recipe.model.factory:
-        yield "model.factory", "such a model has no experts that are known; set strategy.ep=1"
 
 
 def _matmul_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:

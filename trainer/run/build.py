@@ -27,8 +27,7 @@ from trainer.optim.schedule import build_schedule
 from trainer.parallel.kept import rejoin
 from trainer.parallel.mesh import build_mesh, placement
 from trainer.parallel.parallelize import DTYPES, parallelize
-from trainer.recipe import Recipe, RecipeError, Strategy
-from trainer.recipe.strategies import cp, pp, sizes, tp
+from trainer.recipe import Recipe, RecipeError, Strategy, strategies
 from trainer.run.identity import Agreement
 from trainer.run.metrics import Log, Startup
 from trainer.run.preflight import slow_arithmetic, use_of_blocks
@@ -205,7 +204,7 @@ def attention_kernel(recipe: Recipe, task: Task, device: torch.device) -> Iterat
             task.model.model.architecture.head_dim,
             documents=recipe.data.document_mask and bool(recipe.data.sources),
             exact=recipe.exact,
-            ring=cp.ranks(recipe.strategy) > 1,
+            ring=strategies.cp.ranks(recipe.strategy) > 1,
             window=bool(task.model.model.windows(recipe.data.seq_len)),
         )
     except ValueError as error:  # which GPU it is was not known before
@@ -221,15 +220,10 @@ def describe(run: Run) -> str:
     strategy: str = recipe.sharding if recipe.strategy.name == "fsdp" else "DDP"
     if recipe.strategy.offload != "none":
         strategy += f" with offload to {recipe.strategy.offload},"
-    if within := tp.describe(recipe.strategy):
-        strategy = f"{within}, {strategy}"
+    idle = 0.0
     if run.model.pipeline:
         idle = idle_share(recipe.strategy, run.plan.passes, run.model.pipeline.costs)
-        strategy = f"{pp.describe(recipe.strategy, idle)}, {strategy}"
-    if ring := cp.describe(recipe.strategy):
-        strategy = f"{ring}, {strategy}"
-    if recipe.strategy.ep > 1:
-        strategy = f"ep={recipe.strategy.ep}, {strategy}"
+    strategy = ", ".join([*strategies.describe(recipe.strategy, idle), strategy])
     formats: str = recipe.precision.dtype
     if recipe.precision.matmul:
         formats += f" with products in {recipe.precision.matmul}"
@@ -245,7 +239,7 @@ def describe(run: Run) -> str:
         length = f"{recipe.run.steps} steps are {epochs:.2f} epochs"
     notes = (*task.notes, *slow_arithmetic(recipe), *without_peak(recipe, world))
     placed = [world.places] if world.places else []
-    if max(sizes(recipe.strategy).values()) > 1 or placed:
+    if max(strategies.sizes(recipe.strategy).values()) > 1 or placed:
         placed.insert(0, placement(recipe, world.world_size, world.local_world_size))
     lines = [
         f"{task.name}: {task.sizes}, "
@@ -279,7 +273,7 @@ def idle_share(strategy: Strategy, passes: int, costs: Sequence[float]) -> float
     )  # others get by without
 
     stages = [{kind: cost * each for kind, cost in COST.items()} for each in costs]
-    orders = schedule(*pp.shape(strategy), passes)
+    orders = schedule(*strategies.pp.shape(strategy), passes)
     return simulate(arranged(orders), stages=stages).bubble
 
 

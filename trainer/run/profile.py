@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from elastic.node.files import own_directory
 from trainer.parallel.mesh import mesh_shape
 from trainer.plan.storages import Storages, nbytes, storages
-from trainer.recipe.strategies import tp
+from trainer.recipe.strategies import ep, tp
 from trainer.run.speed import Speed
 from trainer.run.state import Run
 from trainer.run.trace_summary import DIRECTORY, RankProfile, read_trace
@@ -231,7 +231,7 @@ class _Holdings:
             trace.exchanged
             + 2 * (1 - 1 / self._replicas) * gradients
             + tp.bytes_sent(self._strategy, activations)
-            + (1 - 1 / self._strategy.ep) * trace.divided
+            + ep.bytes_sent(self._strategy, trace.divided)
         )
 
 

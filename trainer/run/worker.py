@@ -58,6 +58,7 @@ from trainer.parallel.mesh import build_mesh, forget_meshes, is_sharded_by_fsdp
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.passes import Call, Passed
 from trainer.recipe import Recipe, RecipeError, counted, dump_recipe, load_recipe
+from trainer.recipe.strategies import ep
 from trainer.run.build import build
 from trainer.run.compiled import keep_caches_closed
 from trainer.run.failures import Telling
@@ -226,7 +227,7 @@ def rehearse(arguments: list[str]) -> None:
         built.optimized, recipe.optimizer, exact=recipe.exact, zeros_like=built.zeros_like
     )
     # Experts would get as many rows as a message says that nobody sends.
-    if small and recipe.strategy.ep == 1:
+    if small and ep.ranks(recipe.strategy) == 1:
         batch, size = recipe.batch.global_batch, recipe.micro_batch
         plan = plan_batch(batch, mesh.dp_size, size, fixed=recipe.exact)
         given = requests(plan, mesh.dp_rank, 0)

@@ -8,23 +8,34 @@ mesh, the plan and the modules that apply it ask: see docs/extending.md. Imports
 from collections.abc import Iterator
 
 from trainer.recipe.sections import Recipe, Strategy
-from trainer.recipe.strategies import cp, pp, tp
+from trainer.recipe.strategies import cp, ep, pp, tp
+
+MODEL_PARALLEL = (tp, pp, cp, ep)
+"""Those that have ranks compute together. The first of their KEYS says how many."""
 
 
 def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Pairs of (key, what is wrong and what to do) for strategies that cannot be combined so."""
-    for one in (tp, pp, cp):
+    for one in MODEL_PARALLEL:
         yield from one.check(recipe)
+
+
+def describe(strategy: Strategy, idle: float) -> list[str]:
+    """How ranks compute together, in the words of the first line of a run. `idle`: share of a step
+    for which the ranks of a pipeline wait."""
+    words = ep.describe(strategy), cp.describe(strategy), pp.describe(strategy, idle)
+    return [*filter(None, (*words, tp.describe(strategy)))]
 
 
 def sizes(strategy: Strategy) -> dict[str, int]:
     """Ranks that compute together, by key."""
-    return {
-        "tp": tp.ranks(strategy),
-        "pp": pp.ranks(strategy),
-        "cp": cp.ranks(strategy),
-        "ep": strategy.ep,
-    }
+    return {one.KEYS[0]: one.ranks(strategy) for one in MODEL_PARALLEL}
+
+
+def model_parallel(strategy: Strategy) -> Strategy:
+    """Nothing of a strategy but how ranks compute together."""
+    keys = (key for one in MODEL_PARALLEL for key in one.KEYS)
+    return Strategy(**{key: getattr(strategy, key) for key in keys})
 
 
 def cut_ranks(strategy: Strategy) -> int:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from trainer.recipe.sections import Recipe, Strategy
 from trainer.recipe.strategies.missing import missing_beside
 
+KEYS = ("cp",)
+
 
 def ranks(strategy: Strategy) -> int:
     """Ranks of a ring."""

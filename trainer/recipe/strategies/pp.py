@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from trainer.recipe.sections import PipelineSchedule, Recipe, Strategy
 from trainer.recipe.strategies.missing import missing_beside
 
+KEYS = ("pp", "pp_schedule", "pp_stages_per_rank")
+
 
 def ranks(strategy: Strategy) -> int:
     """Ranks of a pipeline."""

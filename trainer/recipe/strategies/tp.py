@@ -10,6 +10,8 @@ from trainer.recipe.sections import Recipe, Strategy
 from trainer.recipe.strategies import cp
 from trainer.recipe.strategies.missing import missing_beside
 
+KEYS = ("tp", "sequence_parallel")
+
 
 def ranks(strategy: Strategy) -> int:
     """Ranks that compute each layer together."""
