@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from trainer.optim.exact import snap_gradients
 from trainer.parallel.mesh import SHARD
 from trainer.recipe import Recipe
-from trainer.recipe.strategies import cp
+from trainer.recipe.strategies import cp, offload
 
 
 def apply_fsdp(
@@ -42,11 +42,11 @@ def apply_fsdp(
     target tokens. In exact mode they are snapped to a grid and reduced in float64; groups of one
     rank then make this DDP.
     """
-    offload = OffloadPolicy()
-    if recipe.strategy.offload != "none":
+    offloading = OffloadPolicy()
+    if offload.used(recipe.strategy):
         # Pages of a file cannot be pinned: FSDP would copy them to memory that is.
-        pin = mesh.device_type == "cuda" and recipe.strategy.offload == "cpu"
-        offload = CPUOffloadPolicy(pin_memory=pin)
+        pin = mesh.device_type == "cuda" and offload.to_host(recipe.strategy)
+        offloading = CPUOffloadPolicy(pin_memory=pin)
     policy = MixedPrecisionPolicy(
         param_dtype=dtype,
         reduce_dtype=torch.float64 if recipe.exact else torch.float32,
@@ -62,7 +62,7 @@ def apply_fsdp(
             unit,
             mesh=over,
             mp_policy=policy,
-            offload_policy=offload,
+            offload_policy=offloading,
             # What is in no block (embedding, head) is needed as soon as backward begins.
             reshard_after_forward=free and unit is not model,
         )
@@ -110,7 +110,8 @@ def gathers_ahead_on_cpu(recipe: Recipe, device_type: str) -> bool:
     would wait for each: 4 % of the quickstart's steps. With NVMe it is the disk that is asked ahead
     (offload.py), and a model of the user's may call its blocks in an order of its own.
     """
-    return device_type == "cpu" and recipe.strategy.offload != "nvme" and not recipe.model.factory
+    to_disk = offload.to_disk(recipe.strategy)
+    return device_type == "cpu" and not to_disk and not recipe.model.factory
 
 
 def _gather_ahead(units: Sequence[nn.Module]) -> None:

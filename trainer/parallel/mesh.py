@@ -16,6 +16,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from checkpointing.ranks import exchange
 from elastic.world import World
 from trainer.recipe import Recipe, RecipeError
+from trainer.recipe.strategies import offload
 
 REPLICATE, PIPELINE, SHARD, TENSOR = "dp_replicate", "pp", "dp_shard", "tp"
 EXPERT_SHARD, EXPERT = "ep_shard", "ep"
@@ -221,7 +222,7 @@ def is_sharded_by_fsdp(recipe: Recipe, world_size: int) -> bool:
     """
     strategy, alone = recipe.strategy, world_size == recipe.strategy.pp
     rounded = recipe.precision.master != "fp32"
-    if recipe.exact or rounded or strategy.tp > 1 or strategy.offload != "none":
+    if recipe.exact or rounded or strategy.tp > 1 or offload.used(strategy):
         return True
     if strategy.pp > 1 and (not alone or recipe.precision.dtype != "fp32"):
         return True

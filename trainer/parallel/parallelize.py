@@ -28,7 +28,7 @@ from trainer.parallel.offload import OffloadFile, bytes_needed
 from trainer.parallel.passes import Compute, loss_problem, means
 from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.errors import Refusals
-from trainer.recipe.strategies import cp, ep, pp, tp
+from trainer.recipe.strategies import cp, ep, offload, pp, tp
 
 if TYPE_CHECKING:
     from trainer.models.decoder import Decoder
@@ -326,7 +326,7 @@ def parallelize(
     for part, whole in blocks_of.items():
         blocks_of[part] = _apply(part, list(whole), mesh, recipe, dtype)
     file: OffloadFile | None = None
-    if strategy.offload == "nvme" and strategy.offload_directory:
+    if offload.to_disk(strategy) and strategy.offload_directory:
         kept = moments(recipe.optimizer)
         assert kept is not None  # the recipe would have been refused
         nbytes = bytes_needed(model.parameters(), kept)
@@ -337,7 +337,7 @@ def parallelize(
             file.read_ahead(part, units)
     elif fill:
         # Buffers are computed with where the model computes, whatever becomes of parameters.
-        host = torch.device("cpu") if strategy.offload == "cpu" else device
+        host = torch.device("cpu") if offload.to_host(strategy) else device
         model._apply(
             lambda t: torch.empty_like(t, device=host if isinstance(t, nn.Parameter) else device)
         )
@@ -386,8 +386,8 @@ def parallelize(
             for name in replicas.mesh_dim_names or ():
                 broadcast(shared, 0, replicas.get_group(name), device)
 
-    gathers_8_bits = recipe.precision.matmul == "fp8_tensorwise" and strategy.offload == "none"
-    if gathers_8_bits and sharded_by_fsdp:
+    in_8_bits = recipe.precision.matmul == "fp8_tensorwise" and not offload.used(strategy)
+    if in_8_bits and sharded_by_fsdp:
         from trainer.parallel.float8 import gather_in_8_bits  # others get by without
 
         for part in blocks_of:

@@ -455,7 +455,8 @@ def _order(candidate: Candidate) -> tuple[float, int]:
 
 
 def _best_on_gpus(candidates: list[Candidate], machine: Machine) -> Candidate | None:
-    return _best([c for c in candidates if c.recipe.strategy.offload == "none"], machine)
+    on_gpus = [c for c in candidates if not strategies.offload.used(c.recipe.strategy)]
+    return _best(on_gpus, machine)
 
 
 def _best(candidates: list[Candidate], machine: Machine) -> Candidate | None:

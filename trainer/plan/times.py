@@ -34,6 +34,7 @@ from trainer.plan.traffic import (
 )
 from trainer.plan.work import Work
 from trainer.recipe import Recipe
+from trainer.recipe.strategies import offload
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def _times_of_rank(
     def waits(times: int, moved: float, moving: float, computing: float) -> float:
         """What so many halves of passes wait for, each with so much moved by collectives, and so
         much in all."""
-        if recipe.strategy.offload != "none" and layout.shards == 1:
+        if offload.used(recipe.strategy) and layout.shards == 1:
             return times * moving  # FSDP's all-gather is a copy then, before what computes with it
         if not moving:
             return 0.0
@@ -178,7 +179,7 @@ def _offload(
         rounding = max(rounding, ROUNDING_TRAFFIC["bf16"])
     traffic = (UPDATE_TRAFFIC + rounding) * owned + 2 * state
     on_disk = UPDATE_ON_DISK * owned + 2 * state
-    if recipe.strategy.offload == "none":
+    if not offload.used(recipe.strategy):
         return 0.0, traffic / (machine.gpu.bandwidth * BANDWIDTH_SHARE)
     sums = ADDITION_TRAFFIC * (layout.reductions - 1) * owned
     update = (traffic + sums) * machine.gpus_per_node / HOST_BANDWIDTH
@@ -188,7 +189,7 @@ def _offload(
     itemsize = 4 if recipe.precision.master == "fp32" else 2
     moved = gathers * held + itemsize * owned * layout.reductions  # shards, and their gradients
     transfers = moved / machine.gpu.pcie
-    if recipe.strategy.offload == "nvme":  # as if memory kept no page of the files
+    if offload.to_disk(recipe.strategy):  # as if memory kept no page of the files
         from_disk = moved * machine.gpus_per_node / DISK_BANDWIDTH
         transfers = max(transfers / PAGEABLE_SHARE, from_disk)
         update = max(update, on_disk * machine.gpus_per_node / DISK_BANDWIDTH)

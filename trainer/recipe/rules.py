@@ -61,24 +61,11 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
                     f"strategy.{key}",
                     "only with strategy.name: fsdp; set it to null, or set fsdp",
                 )
-        if strategy.offload != "none":
-            yield "strategy.offload", "only with strategy.name: fsdp (DDP keeps all on the GPU)"
     if strategy.zero is not None and strategy.name == "fsdp":
         stage = ZERO_STAGES[strategy.zero]
         yield "strategy.zero", f"{strategy.zero} means {stage}, but sharding is {strategy.sharding}"
     if strategy.shard_size is not None and recipe.sharding != "HYBRID_SHARD":
         yield "strategy.shard_size", f"only with HYBRID_SHARD, but sharding is {recipe.sharding}"
-    if strategy.offload != "none" and recipe.sharding in ("NO_SHARD", "OPTIMIZER_STATE"):
-        yield (
-            "strategy.offload",
-            f"needs sharded parameters, but sharding is {recipe.sharding}; "
-            "use SHARD_GRAD_OP, FULL_SHARD or HYBRID_SHARD",
-        )
-    if (strategy.offload == "nvme") != (strategy.offload_directory is not None):
-        yield (
-            "strategy.offload_directory",
-            "goes with strategy.offload: nvme; set both, or neither (a directory on a local disk)",
-        )
     if recipe.exact:
         if recipe.sharding == "OPTIMIZER_STATE":
             yield (
@@ -283,27 +270,14 @@ def _optimizer_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "only adamw and muon have an exact mode: other updates may round the end of a shard "
             "otherwise; remove it, or set run.determinism=fast",
         )
-    if optimizer.state_dtype != "fp32":
-        if optimizer.factory:
-            yield (
-                "optimizer.state_dtype",
-                "only for optimizer.name: adamw and muon, as the optimizer of a factory stores its "
-                "own state; remove it",
-            )
-        if recipe.strategy.offload == "nvme":
-            yield (
-                "strategy.offload",
-                f"nvme updates float32 state, not optimizer.state_dtype={optimizer.state_dtype}; "
-                "use strategy.offload=cpu, or optimizer.state_dtype=fp32",
-            )
+    if optimizer.state_dtype != "fp32" and optimizer.factory:
+        yield (
+            "optimizer.state_dtype",
+            "only for optimizer.name: adamw and muon, as the optimizer of a factory stores its "
+            "own state; remove it",
+        )
     if recipe.precision.master == "bf16_stochastic":
         yield from _master_contradictions(recipe)
-    if recipe.strategy.offload == "nvme" and (optimizer.factory or optimizer.name == "muon"):
-        yield (
-            "strategy.offload",
-            "nvme cuts weights at pages, so it needs an update that takes each element by itself: "
-            "use optimizer.name=adamw, or strategy.offload=cpu",
-        )
     if schedule.factory_options and not schedule.factory:
         yield "schedule.factory_options", "only means something together with schedule.factory"
     shape = {"name": "cosine", "warmup_steps": 0, "decay_steps": 0, "min_lr_ratio": 0.1}
@@ -330,7 +304,6 @@ def _master_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             recipe.strategy.reduce_every_pass,
             "adds up gradients of passes in the format of the weights; set false",
         ),
-        ("strategy.offload", recipe.strategy.offload == "nvme", "nvme has float32; use cpu"),
         ("model.kgat", bool(recipe.model.kgat), "computes with float32 weights; remove it"),
     ):
         if chosen:

@@ -218,8 +218,7 @@ def describe(run: Run) -> str:
     and what it cost of the steps that were reached before."""
     recipe, task, world, start = run.recipe, run.task, run.world, run.start
     strategy: str = recipe.sharding if recipe.strategy.name == "fsdp" else "DDP"
-    if recipe.strategy.offload != "none":
-        strategy += f" with offload to {recipe.strategy.offload},"
+    strategy += strategies.offload.describe(recipe.strategy)
     idle = 0.0
     if run.model.pipeline:
         idle = idle_share(recipe.strategy, run.plan.passes, run.model.pipeline.costs)

@@ -58,7 +58,7 @@ from trainer.parallel.mesh import build_mesh, forget_meshes, is_sharded_by_fsdp
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.passes import Call, Passed
 from trainer.recipe import Recipe, RecipeError, counted, dump_recipe, load_recipe
-from trainer.recipe.strategies import ep
+from trainer.recipe.strategies import ep, offload
 from trainer.run.build import build
 from trainer.run.compiled import keep_caches_closed
 from trainer.run.failures import Telling
@@ -179,7 +179,7 @@ def attempt(
     identity = with_data(identity, task.stream.fingerprint)
     agreement = check_agreement(recipe, identity, world.device)
     startup.mark("rendezvous")
-    if world.device.type == "cpu" and recipe.strategy.offload == "none":
+    if world.device.type == "cpu" and not offload.used(recipe.strategy):
         keep_freed_memory()
     last, kept.run = kept.run, None  # if it fails until there is another, nothing is whole
     with ExitStack() as stack:
@@ -267,7 +267,7 @@ def why_anew(last: Run, recipe: Recipe) -> str:
     own = [key for key in recipe.own_code if key != "schedule.factory"]
     if own or recipe.model.kgat:
         return f"{[*own, 'model.kgat'][0]} may keep more than its tensors"
-    if strategy.offload != "none":
+    if offload.used(strategy):
         return f"strategy.offload is {strategy.offload}"
     return "" if CAN_RESET else f"torch {torch.__version__} cannot drop a step that failed"
 
