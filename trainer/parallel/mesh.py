@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from checkpointing.ranks import exchange
 from elastic.world import World
 from trainer.recipe import Recipe, RecipeError
-from trainer.recipe.strategies import offload
+from trainer.recipe.strategies import offload, sharding
 
 REPLICATE, PIPELINE, SHARD, TENSOR = "dp_replicate", "pp", "dp_shard", "tp"
 EXPERT_SHARD, EXPERT = "ep_shard", "ep"
@@ -112,7 +112,7 @@ def replica_ranks(recipe: Recipe) -> int:
     """Ranks of which a world must have a multiple: those of a whole replica of the model, as far as
     the recipe alone says how it is spread."""
     strategy = recipe.strategy
-    shards = (recipe.sharding == "HYBRID_SHARD" and strategy.shard_size) or 1
+    shards = sharding.fixed_group(recipe)
     return strategy.pp * math.lcm(strategy.tp * math.lcm(strategy.cp, shards), strategy.ep)
 
 
@@ -147,13 +147,7 @@ def mesh_shape(recipe: Recipe, world_size: int, local_world_size: int) -> tuple[
             "multiple of that, or set another strategy.pp"
         )
     world_size, local_world_size = world_size // (tp * pp), local_world_size // tp
-    shards = {
-        "NO_SHARD": 1,
-        "OPTIMIZER_STATE": 1,
-        "SHARD_GRAD_OP": world_size,
-        "FULL_SHARD": world_size,
-        "HYBRID_SHARD": recipe.strategy.shard_size or min(local_world_size, world_size),
-    }[recipe.sharding]
+    shards = sharding.group(recipe, world_size, local_world_size)
     if world_size % shards:
         groups = f"{world_size} groups of tp={tp} ranks" if tp > 1 else f"{world_size} ranks"
         groups += f" of a stage of pp={pp}" if pp > 1 else ""
@@ -226,8 +220,7 @@ def is_sharded_by_fsdp(recipe: Recipe, world_size: int) -> bool:
         return True
     if strategy.pp > 1 and (not alone or recipe.precision.dtype != "fp32"):
         return True
-    by_fsdp = strategy.name == "fsdp" and recipe.sharding != "OPTIMIZER_STATE"
-    return by_fsdp and not alone
+    return sharding.by_fsdp(recipe) and not alone
 
 
 def build_mesh(recipe: Recipe, world: World) -> Mesh:

@@ -28,7 +28,7 @@ from trainer.parallel.offload import OffloadFile, bytes_needed
 from trainer.parallel.passes import Compute, loss_problem, means
 from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.errors import Refusals
-from trainer.recipe.strategies import cp, ep, offload, pp, tp
+from trainer.recipe.strategies import cp, ep, offload, pp, sharding, tp
 
 if TYPE_CHECKING:
     from trainer.models.decoder import Decoder
@@ -310,7 +310,7 @@ def parallelize(
     if recipe.exact:
         use_exact_kernels(device)
     by_rows = recipe.optimizer.state_dtype != "fp32"
-    if sharded_by_fsdp or recipe.sharding == "OPTIMIZER_STATE" or by_rows:
+    if sharded_by_fsdp or sharding.zero1(recipe) or by_rows:
         for parameter in model.parameters():  # parts are rows, one after the other in memory
             parameter.data = parameter.data.contiguous()
     keep_weights(model, recipe)
@@ -355,7 +355,7 @@ def parallelize(
         if mesh.data_mesh.size() > 1:
             # Weights of the bundled models are loaded or drawn yet.
             module = apply_ddp(model, mesh.data_mesh, sync=fill is None)
-        if recipe.sharding == "OPTIMIZER_STATE":
+        if sharding.zero1(recipe):
             trained = {name: p for name, p in parameters.items() if p.requires_grad}
             view = ShardedView(trained, mesh.data_mesh)
             optimized = {**parameters, **view.parameters}

@@ -271,9 +271,9 @@ def _least_seconds(
     computing = again * blueprint.flops_per_token * tokens / speed / (1 - bubble)
     if strategy.name == "ddp":
         return computing
-    gathers = passes / max(MICRO_BATCHES) * (1 if strategy.sharding == "SHARD_GRAD_OP" else 2)
-    if strategy.sharding == "HYBRID_SHARD":
-        shards = machine.gpus_per_node // stride
+    changed = dataclasses.replace(recipe, strategy=strategy)
+    gathers = passes / max(MICRO_BATCHES) * (2 if changed.gathers_twice else 1)
+    shards = strategies.sharding.group(changed, shards, machine.gpus_per_node // stride)
     apart = strategies.ep.ranks(strategy)
     gathered = sum(
         shape.rows * shape.row * shape.size_as(2) / (apart if shape.stacked else 1)
@@ -434,7 +434,7 @@ def _reductions(
 ) -> list[Strategy]:
     """Gradients may be reduced after every pass, if there are several."""
     several = micro_batch * _dp_size(recipe, world_size) < recipe.batch.global_batch
-    by_fsdp = strategy.name == "fsdp" and strategy.sharding != "OPTIMIZER_STATE"
+    by_fsdp = strategies.sharding.by_fsdp(dataclasses.replace(recipe, strategy=strategy))
     in_float32 = not recipe.exact and recipe.precision.master == "fp32"
     if several and by_fsdp and in_float32 and not strategies.pp.splits_backward(strategy):
         return [strategy, dataclasses.replace(strategy, reduce_every_pass=True)]

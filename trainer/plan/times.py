@@ -34,7 +34,7 @@ from trainer.plan.traffic import (
 )
 from trainer.plan.work import Work
 from trainer.recipe import Recipe
-from trainer.recipe.strategies import offload
+from trainer.recipe.strategies import offload, sharding
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _offload(
     stages: Sequence[Stage], recipe: Recipe, layout: Layout, machine: Machine
 ) -> tuple[float, float]:
     """Seconds of transfers between host and device in a step, and of the update."""
-    cut = layout.replicas if recipe.sharding == "OPTIMIZER_STATE" else layout.shards
+    cut = layout.replicas if sharding.zero1(recipe) else layout.shards
     owned, units = elements(stages, cut), counted(stages)
     state = sum(count * sum(shape.moment_bytes(cut) for shape in unit) for unit, count in units)
     rounding = ROUNDING_TRAFFIC[recipe.optimizer.state_dtype]

@@ -16,6 +16,7 @@ from trainer.plan.costs import NETWORK_SHARE, PLATEAU, Machine
 from trainer.plan.layout import Layout
 from trainer.plan.tape import Trace
 from trainer.recipe import Recipe
+from trainer.recipe.strategies import sharding
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def traffic_of(stages: Sequence[Stage], recipe: Recipe, layout: Layout) -> Traff
         payload = 4 * elements(stages, 1)
         calls = -(-payload // BUCKET_BYTES)
         updated: tuple[Collective, ...] = ()
-        if recipe.sharding == "OPTIMIZER_STATE":  # gathers the updated parameters once more
+        if sharding.zero1(recipe):  # gathers the updated parameters once more
             updated = (Collective(payload, 1, *replicas, calls),)
         return Traffic((), (), (Collective(payload, 2, *replicas, calls),), updated)
     compute, reduced = DTYPES[recipe.precision.dtype].itemsize, 8 if recipe.exact else 4

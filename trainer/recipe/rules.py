@@ -10,7 +10,7 @@ from trainer.recipe import strategies
 from trainer.recipe.architecture import bundled_families
 from trainer.recipe.factory import PATTERN
 from trainer.recipe.paths import wrong_paths
-from trainer.recipe.sections import ZERO_STAGES, Recipe, Tracking
+from trainer.recipe.sections import Recipe, Tracking
 from trainer.recipe.yaml_tree import RecipeError
 
 
@@ -54,25 +54,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "model.attention", "only for model.architecture and model.init_from; remove it"
     if model.factory_options and not model.factory:
         yield "model.factory_options", "only means something together with model.factory"
-    if strategy.name == "ddp":
-        for key in ("sharding", "zero", "shard_size"):
-            if getattr(strategy, key) is not None:
-                yield (
-                    f"strategy.{key}",
-                    "only with strategy.name: fsdp; set it to null, or set fsdp",
-                )
-    if strategy.zero is not None and strategy.name == "fsdp":
-        stage = ZERO_STAGES[strategy.zero]
-        yield "strategy.zero", f"{strategy.zero} means {stage}, but sharding is {strategy.sharding}"
-    if strategy.shard_size is not None and recipe.sharding != "HYBRID_SHARD":
-        yield "strategy.shard_size", f"only with HYBRID_SHARD, but sharding is {recipe.sharding}"
     if recipe.exact:
-        if recipe.sharding == "OPTIMIZER_STATE":
-            yield (
-                "strategy.sharding",
-                "OPTIMIZER_STATE (ZeRO-1) has no exact mode; use SHARD_GRAD_OP, which shards the "
-                "optimizer state too, or set run.determinism=fast",
-            )
         if strategy.reduce_every_pass:
             yield (
                 "strategy.reduce_every_pass",
@@ -293,11 +275,6 @@ def _master_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             bool(recipe.optimizer.factory),
             "would lose small changes of them, as it does not round stochastically; use "
             "optimizer.name=adamw or muon",
-        ),
-        (
-            "strategy.sharding",
-            recipe.sharding == "OPTIMIZER_STATE",
-            "OPTIMIZER_STATE (ZeRO-1) would add up gradients in bf16; use SHARD_GRAD_OP",
         ),
         (
             "strategy.reduce_every_pass",

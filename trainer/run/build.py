@@ -217,12 +217,9 @@ def describe(run: Run) -> str:
     """What is about to run, with the arithmetic of the batch; after a failure also whose it was,
     and what it cost of the steps that were reached before."""
     recipe, task, world, start = run.recipe, run.task, run.world, run.start
-    strategy: str = recipe.sharding if recipe.strategy.name == "fsdp" else "DDP"
-    strategy += strategies.offload.describe(recipe.strategy)
     idle = 0.0
     if run.model.pipeline:
         idle = idle_share(recipe.strategy, run.plan.passes, run.model.pipeline.costs)
-    strategy = ", ".join([*strategies.describe(recipe.strategy, idle), strategy])
     formats: str = recipe.precision.dtype
     if recipe.precision.matmul:
         formats += f" with products in {recipe.precision.matmul}"
@@ -242,7 +239,7 @@ def describe(run: Run) -> str:
         placed.insert(0, placement(recipe, world.world_size, world.local_world_size))
     lines = [
         f"{task.name}: {task.sizes}, "
-        f"{formats}, {strategy} over {world.world_size} rank(s) on "
+        f"{formats}, {strategies.describe(recipe, idle)} over {world.world_size} rank(s) on "
         f"{world.device.type}",
         f"{run.plan} {stream.describe(run.plan.global_batch)}",
         f"data: {stream.sequences:,} sequences per epoch; {length}",

@@ -20,9 +20,8 @@ from checkpointing.format.untrusted import printable
 from elastic.node.files import own_directory, read_text, write_whole
 from elastic.record.history import last_start
 from elastic.world import World
-from trainer.recipe import Recipe, RecipeError, resolved
+from trainer.recipe import Recipe, RecipeError, resolved, strategies
 from trainer.recipe.load import validate
-from trainer.recipe.strategies import sizes
 from trainer.recipe.yaml_tree import read_tree
 from trainer.run.identity import decides, flat
 from trainer.tasks.task import Task
@@ -67,8 +66,8 @@ def run_state(recipe: Recipe, task: Task, world: World, init_from: str | None) -
             "world_size": world.world_size,
             "local_world_size": world.local_world_size,
             "device": world.device.type,
-            "sharding": recipe.sharding,
-            **sizes(recipe.strategy),
+            "sharding": strategies.sharding.name(recipe),
+            **strategies.sizes(recipe.strategy),
         },
     }
 

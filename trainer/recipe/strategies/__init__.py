@@ -8,7 +8,7 @@ mesh, the plan and the modules that apply it ask: see docs/extending.md. Imports
 from collections.abc import Iterator
 
 from trainer.recipe.sections import Recipe, Strategy
-from trainer.recipe.strategies import cp, ep, offload, pp, tp
+from trainer.recipe.strategies import cp, ep, offload, pp, sharding, tp
 
 MODEL_PARALLEL = (tp, pp, cp, ep)
 """Those that have ranks compute together. The first of their KEYS says how many."""
@@ -16,15 +16,17 @@ MODEL_PARALLEL = (tp, pp, cp, ep)
 
 def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Pairs of (key, what is wrong and what to do) for strategies that cannot be combined so."""
-    for one in (*MODEL_PARALLEL, offload):
+    for one in (*MODEL_PARALLEL, sharding, offload):
         yield from one.check(recipe)
 
 
-def describe(strategy: Strategy, idle: float) -> list[str]:
-    """How ranks compute together, in the words of the first line of a run. `idle`: share of a step
-    for which the ranks of a pipeline wait."""
-    words = ep.describe(strategy), cp.describe(strategy), pp.describe(strategy, idle)
-    return [*filter(None, (*words, tp.describe(strategy)))]
+def describe(recipe: Recipe, idle: float) -> str:
+    """How a model is spread over ranks, in the words of the first line of a run. `idle`: share of a
+    step for which the ranks of a pipeline wait."""
+    strategy = recipe.strategy
+    together = ep.describe(strategy), cp.describe(strategy), pp.describe(strategy, idle)
+    held = sharding.describe(recipe) + offload.describe(strategy)
+    return ", ".join(filter(None, (*together, tp.describe(strategy), held)))
 
 
 def sizes(strategy: Strategy) -> dict[str, int]:

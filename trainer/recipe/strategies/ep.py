@@ -6,7 +6,7 @@ Of the ranks that share parameters so many neighbours divide the experts of each
 from collections.abc import Iterator
 
 from trainer.recipe.sections import Recipe, Strategy
-from trainer.recipe.strategies import cp, tp
+from trainer.recipe.strategies import cp, sharding, tp
 from trainer.recipe.strategies.missing import missing_beside
 
 KEYS = ("ep",)
@@ -31,7 +31,7 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
             f"its ranks have parts of the tokens of tp={together} x cp={ring}, which do not divide "
             f"data.seq_len={data.seq_len}; change one of them",
         )
-    if strategy.name == "ddp" or recipe.sharding == "NO_SHARD":
+    if sharding.name(recipe) == "NO_SHARD":
         yield (
             "strategy.ep",
             "divides experts among ranks that share parameters, which these do not; use "

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from trainer.recipe.sections import Recipe
+from trainer.recipe.strategies import sharding
 
 
 def missing_beside(recipe: Recipe, ranks: str, *keys: str) -> Iterator[tuple[str, str]]:
@@ -15,7 +16,7 @@ def missing_beside(recipe: Recipe, ranks: str, *keys: str) -> Iterator[tuple[str
         "run.determinism": (recipe.exact, "set fast"),
         "model.kgat": (bool(recipe.model.kgat), f"set strategy.{ranks}=1"),
         "data.factory": (bool(recipe.data.factory), f"set strategy.{ranks}=1"),
-        "strategy.sharding": (recipe.sharding == "OPTIMIZER_STATE", "use SHARD_GRAD_OP"),
+        "strategy.sharding": (sharding.zero1(recipe), "use SHARD_GRAD_OP"),
     }
     for key in keys:
         used, instead = chosen[key]

@@ -5,6 +5,7 @@ a local disk; applied by trainer/parallel/fsdp.py and offload.py.
 from collections.abc import Iterator
 
 from trainer.recipe.sections import Recipe, Strategy
+from trainer.recipe.strategies import sharding
 
 
 def used(strategy: Strategy) -> bool:
@@ -27,10 +28,10 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
     strategy, optimizer = recipe.strategy, recipe.optimizer
     if used(strategy) and strategy.name == "ddp":
         yield "strategy.offload", "only with strategy.name: fsdp (DDP keeps all on the GPU)"
-    if used(strategy) and recipe.sharding in ("NO_SHARD", "OPTIMIZER_STATE"):
+    if used(strategy) and not sharding.shards_parameters(recipe):
         yield (
             "strategy.offload",
-            f"needs sharded parameters, but sharding is {recipe.sharding}; "
+            f"needs sharded parameters, but sharding is {sharding.name(recipe)}; "
             "use SHARD_GRAD_OP, FULL_SHARD or HYBRID_SHARD",
         )
     if to_disk(strategy) != (strategy.offload_directory is not None):

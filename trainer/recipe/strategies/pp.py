@@ -7,6 +7,7 @@ The blocks of a model are cut into stages, which a micro-batch goes through one 
 from collections.abc import Iterator
 
 from trainer.recipe.sections import PipelineSchedule, Recipe, Strategy
+from trainer.recipe.strategies import sharding
 from trainer.recipe.strategies.missing import missing_beside
 
 KEYS = ("pp", "pp_schedule", "pp_stages_per_rank")
@@ -70,7 +71,7 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield (
             "strategy.sharding",
             f"zero_bubble keeps weights gathered until it has their gradients, which "
-            f"{recipe.sharding} does not; use SHARD_GRAD_OP, or another strategy.pp_schedule",
+            f"{sharding.name(recipe)} does not; use SHARD_GRAD_OP, or another strategy.pp_schedule",
         )
 
 
