@@ -26,7 +26,7 @@ USES = [
     ),
 ]
 
-OF_STRATEGIES = ("tp", "pp", "cp", "ep", "offload", "sharding")
+OF_STRATEGIES = ("tp", "pp", "cp", "ep", "offload", "sharding", "exact")
 """Keys of a recipe of which trainer/recipe/strategies knows all; others ask it."""
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from trainer.optim.exact import snap_gradients
 from trainer.parallel.mesh import SHARD
 from trainer.recipe import Recipe
-from trainer.recipe.strategies import cp, offload
+from trainer.recipe.strategies import exact, offload
 
 
 def apply_fsdp(
@@ -49,7 +49,7 @@ def apply_fsdp(
         offloading = CPUOffloadPolicy(pin_memory=pin)
     policy = MixedPrecisionPolicy(
         param_dtype=dtype,
-        reduce_dtype=torch.float64 if recipe.exact else torch.float32,
+        reduce_dtype=torch.float64 if exact.used(recipe) else torch.float32,
         # Blocks pass on activations that are in `dtype` already; what they get in float32 beside
         # them (rotary tables) is meant to stay so.
         cast_forward_inputs=False,
@@ -68,9 +68,8 @@ def apply_fsdp(
         )
     if gathers_ahead_on_cpu(recipe, mesh.device_type):
         _gather_ahead([model, *blocks])
-    if recipe.exact:
-        terms = cp.ranks(recipe.strategy) * -(-recipe.batch.global_batch // recipe.micro_batch)
-        snap_gradients((*blocks, model), terms, is_sharded)
+    if exact.used(recipe):
+        snap_gradients((*blocks, model), exact.addends(recipe), is_sharded)
     for module in fsdp_units(model):
         # Neither setting is recursive: each unit would divide by the world size on its own; of one
         # rank it does not, but by a factor it would, of 1 too, with a copy of all gradients.

@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from checkpointing.ranks import exchange
 from elastic.world import World
 from trainer.recipe import Recipe, RecipeError
-from trainer.recipe.strategies import offload, sharding
+from trainer.recipe.strategies import exact, offload, sharding
 
 REPLICATE, PIPELINE, SHARD, TENSOR = "dp_replicate", "pp", "dp_shard", "tp"
 EXPERT_SHARD, EXPERT = "ep_shard", "ep"
@@ -216,7 +216,7 @@ def is_sharded_by_fsdp(recipe: Recipe, world_size: int) -> bool:
     """
     strategy, alone = recipe.strategy, world_size == recipe.strategy.pp
     rounded = recipe.precision.master != "fp32"
-    if recipe.exact or rounded or strategy.tp > 1 or offload.used(strategy):
+    if exact.used(recipe) or rounded or strategy.tp > 1 or offload.used(strategy):
         return True
     if strategy.pp > 1 and (not alone or recipe.precision.dtype != "fp32"):
         return True

@@ -28,7 +28,7 @@ from trainer.parallel.offload import OffloadFile, bytes_needed
 from trainer.parallel.passes import Compute, loss_problem, means
 from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.errors import Refusals
-from trainer.recipe.strategies import cp, ep, offload, pp, sharding, tp
+from trainer.recipe.strategies import cp, ep, exact, offload, pp, sharding, tp
 
 if TYPE_CHECKING:
     from trainer.models.decoder import Decoder
@@ -307,7 +307,7 @@ def parallelize(
     strategy, dtype = recipe.strategy, DTYPES[recipe.precision.dtype]
     sharded_by_fsdp = SHARD in (mesh.device_mesh.mesh_dim_names or ())
     stacks = getattr(model, "stacks", ())
-    if recipe.exact:
+    if exact.used(recipe):
         use_exact_kernels(device)
     by_rows = recipe.optimizer.state_dtype != "fp32"
     if sharded_by_fsdp or sharding.zero1(recipe) or by_rows:

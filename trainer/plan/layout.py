@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from elastic.group.batch_plan import plan_batch
 from trainer.parallel.fsdp import gathers_ahead_on_cpu
 from trainer.parallel.mesh import REPLICATE, SHARD, Group, groups_of, is_sharded_by_fsdp
-from trainer.recipe import Recipe, RecipeError
+from trainer.recipe import Recipe
+from trainer.recipe.strategies.exact import batch_plan
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,9 @@ def layout_of(
     Raises:
         RecipeError: it cannot.
     """
-    strategy, batch = recipe.strategy, recipe.batch
+    strategy = recipe.strategy
     groups = groups_of(recipe, world_size, local_world_size)
-    shares = world_size // strategy.together
-    try:
-        plan = plan_batch(batch.global_batch, shares, recipe.micro_batch, fixed=recipe.exact)
-    except ValueError as error:
-        raise RecipeError(f"batch.global_batch: {error}") from error
+    plan = batch_plan(recipe, world_size // strategy.together)
     return Layout(
         groups=groups,
         by_fsdp=is_sharded_by_fsdp(recipe, world_size),

@@ -370,7 +370,7 @@ def _shardings(
 ) -> Iterator[tuple[str, Strategy]]:
     plain = _plain(recipe)
     yield "DDP", dataclasses.replace(plain, name="ddp")
-    if not recipe.exact:
+    if not strategies.exact.used(recipe):
         yield "ZeRO-1", dataclasses.replace(plain, sharding="OPTIMIZER_STATE")
     two = dataclasses.replace(plain, sharding="SHARD_GRAD_OP")
     three = dataclasses.replace(plain, sharding="FULL_SHARD")
@@ -424,7 +424,7 @@ def _dp_size(recipe: Recipe, world_size: int) -> int:
 def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
     """Powers of two, and all that a rank has to do."""
     per_rank = max(1, -(-recipe.batch.global_batch // _dp_size(recipe, world_size)))
-    if recipe.exact:  # what counts as a micro-batch is part of such a run
+    if strategies.exact.used(recipe):  # what counts as a micro-batch is part of such a run
         return [recipe.micro_batch]
     return sorted({per_rank, *(1 << n for n in range(per_rank.bit_length()))})
 
@@ -435,7 +435,7 @@ def _reductions(
     """Gradients may be reduced after every pass, if there are several."""
     several = micro_batch * _dp_size(recipe, world_size) < recipe.batch.global_batch
     by_fsdp = strategies.sharding.by_fsdp(dataclasses.replace(recipe, strategy=strategy))
-    in_float32 = not recipe.exact and recipe.precision.master == "fp32"
+    in_float32 = not strategies.exact.used(recipe) and recipe.precision.master == "fp32"
     if several and by_fsdp and in_float32 and not strategies.pp.splits_backward(strategy):
         return [strategy, dataclasses.replace(strategy, reduce_every_pass=True)]
     return [strategy]

@@ -16,7 +16,7 @@ from trainer.plan.costs import NETWORK_SHARE, PLATEAU, Machine
 from trainer.plan.layout import Layout
 from trainer.plan.tape import Trace
 from trainer.recipe import Recipe
-from trainer.recipe.strategies import sharding
+from trainer.recipe.strategies import exact, sharding
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def traffic_of(stages: Sequence[Stage], recipe: Recipe, layout: Layout) -> Traff
         if sharding.zero1(recipe):  # gathers the updated parameters once more
             updated = (Collective(payload, 1, *replicas, calls),)
         return Traffic((), (), (Collective(payload, 2, *replicas, calls),), updated)
-    compute, reduced = DTYPES[recipe.precision.dtype].itemsize, 8 if recipe.exact else 4
+    compute, reduced = DTYPES[recipe.precision.dtype].itemsize, exact.reduced_bytes(recipe)
     # What stays gathered for the backward pass does for the next pass, too. What is in no block
     # stays so anyhow.
     kept = passes if strategy.reduce_every_pass else 1

@@ -16,7 +16,7 @@ from trainer.recipe.yaml_tree import RecipeError
 
 def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Pairs of (key, what is wrong and what to do) for settings that cannot work together."""
-    run, model, strategy, schedule = recipe.run, recipe.model, recipe.strategy, recipe.schedule
+    run, model, schedule = recipe.run, recipe.model, recipe.schedule
     yield from wrong_paths(recipe)
     if recipe.data.seq_len < 1:
         yield "data.seq_len", f"must be at least 1, but it is {recipe.data.seq_len}"
@@ -54,25 +54,6 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "model.attention", "only for model.architecture and model.init_from; remove it"
     if model.factory_options and not model.factory:
         yield "model.factory_options", "only means something together with model.factory"
-    if recipe.exact:
-        if strategy.reduce_every_pass:
-            yield (
-                "strategy.reduce_every_pass",
-                "adds up gradients in float32, in an order that depends on the world size; remove "
-                "it, or set run.determinism=fast",
-            )
-        if recipe.batch.micro_batch == "auto":
-            yield (
-                "batch.micro_batch",
-                "an exact run's results and most ranks (global_batch / micro_batch) follow from "
-                "it; name a number instead of auto, or set run.determinism=fast",
-            )
-        if recipe.precision.dtype == "fp16":
-            yield (
-                "precision.dtype",
-                "fp16 has no exact mode (its range cannot hold the common grid of gradients); use "
-                "bf16 or fp32, or set run.determinism=fast",
-            )
     if recipe.elastic.snapshot_every and not recipe.checkpoint.slots:
         yield "elastic.snapshot_every", "copies to slots: it needs checkpoint.slots: 1 or 2"
     lengths = [key for key in ("steps", "epochs") if getattr(run, key)]
@@ -195,7 +176,6 @@ def _matmul_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         return
     for key, chosen, problem in (
         ("precision.dtype", recipe.precision.dtype != "bf16", "goes with bf16; set that"),
-        ("run.determinism", recipe.exact, "has no exact mode; set fast"),
         ("model.kgat", bool(recipe.model.kgat), "finds no layers there; remove it"),
     ):
         if chosen:
@@ -246,12 +226,6 @@ def _optimizer_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "optimizer.muon", f"only with optimizer.name: muon, but that is {optimizer.name}"
     if optimizer.factory and optimizer.name != "adamw":
         yield "optimizer.name", "excludes optimizer.factory; give one of the two"
-    if optimizer.factory and recipe.exact:
-        yield (
-            "optimizer.factory",
-            "only adamw and muon have an exact mode: other updates may round the end of a shard "
-            "otherwise; remove it, or set run.determinism=fast",
-        )
     if optimizer.state_dtype != "fp32" and optimizer.factory:
         yield (
             "optimizer.state_dtype",

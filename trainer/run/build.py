@@ -16,7 +16,6 @@ import torch.distributed as dist
 from checkpointing import Spare, TensorCheckpointer
 from checkpointing.format.tensors import tensors_not_finite
 from elastic import Pulse, StartLine, World, describe_failure
-from elastic.group.batch_plan import plan_batch
 from elastic.node.recall import Recall
 from elastic.process import usable_cores
 from elastic.world import limit_waits
@@ -62,9 +61,9 @@ def build(
         last: the run that this process was in before, of which model and optimizer are kept; see
             trainer/parallel/kept.py.
     """
-    batch, group = recipe.batch, dist.group.WORLD
+    exact, group = strategies.exact.used(recipe), dist.group.WORLD
     mesh = build_mesh(recipe, world)
-    plan = plan_batch(batch.global_batch, mesh.dp_size, recipe.micro_batch, fixed=recipe.exact)
+    plan = strategies.exact.batch_plan(recipe, mesh.dp_size)
     with (
         TensorCheckpointer(
             recipe.checkpoint_directory,
@@ -91,7 +90,7 @@ def build(
                 cores=max(1, usable_cores() // world.local_world_size),
             )  # fmt: skip
             optimizer = build_optimizer(
-                model.optimized, optimizer_options(recipe, task), exact=recipe.exact,
+                model.optimized, optimizer_options(recipe, task), exact=exact,
                 compiles=recipe.strategy.compile, zeros_like=model.zeros_like,
             )  # fmt: skip
         limit_waits(recipe.elastic.timeout_seconds)
@@ -203,7 +202,7 @@ def attention_kernel(recipe: Recipe, task: Task, device: torch.device) -> Iterat
             DTYPES[recipe.precision.dtype],
             task.model.model.architecture.head_dim,
             documents=recipe.data.document_mask and bool(recipe.data.sources),
-            exact=recipe.exact,
+            exact=strategies.exact.used(recipe),
             ring=strategies.cp.ranks(recipe.strategy) > 1,
             window=bool(task.model.model.windows(recipe.data.seq_len)),
         )

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from checkpointing import newest_checkpoint, read_state
 from checkpointing.storage.place import location
 from elastic import usable_cores
-from elastic.group.batch_plan import plan_batch
 from elastic.group.health import check_folders
 from elastic.world import drop_world
 from trainer.parallel.fsdp import without_ties
@@ -24,7 +23,7 @@ from trainer.recipe import Recipe, RecipeError, counted
 from trainer.recipe.errors import Refusals
 from trainer.recipe.factory import check_takes
 from trainer.recipe.sections import Optimizer
-from trainer.recipe.strategies import cp, tp
+from trainer.recipe.strategies import cp, exact, tp
 from trainer.run.provenance import check_resume
 from trainer.run.sinks import wandb_mode
 from trainer.tasks.blocks import name_blocks
@@ -172,7 +171,7 @@ def _check_world(
     with refusals:
         replicas, shards = mesh_shape(recipe, world_size, local_world_size)
         with refusals:
-            _check_batch(recipe, world_size // strategy.together)
+            exact.batch_plan(recipe, world_size // strategy.together)
         if model:
             check_parallel(recipe, model, shards)
             _check_room(recipe, model, local_world_size, world_size // replicas)
@@ -212,13 +211,6 @@ def _check_places(refusals: Refusals, recipe: Recipe, task: Task | None, rank: i
     with refusals:
         if tracking.prometheus and rank == 0:
             _check_prometheus(Path(tracking.prometheus))
-
-
-def _check_batch(recipe: Recipe, shares: int) -> None:
-    try:
-        plan_batch(recipe.batch.global_batch, shares, recipe.micro_batch, fixed=recipe.exact)
-    except ValueError as error:
-        raise RecipeError(f"batch.global_batch: {error}") from error
 
 
 def _check_pass(recipe: Recipe, task: Task, world_size: int) -> None:

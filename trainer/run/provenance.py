@@ -286,7 +286,7 @@ def describe_changes(changed: Mapping[str, Sequence[Any]], recipe: Recipe) -> st
     line = f"changed since the run last trained: {', '.join(parts)}"
     if changed.keys() & {"run.steps", "run.epochs"} and recipe.schedule.name != "constant":
         line += "; the schedule has the new length"
-    if recipe.exact and changed.keys() & {"code", "torch", "cpu", "gpu"}:
+    if strategies.exact.used(recipe) and changed.keys() & {"code", "torch", "cpu", "gpu"}:
         line += "; an exact run repeats its bits only on one kind of machine and code"
     return line
 

@@ -8,7 +8,7 @@ mesh, the plan and the modules that apply it ask: see docs/extending.md. Imports
 from collections.abc import Iterator
 
 from trainer.recipe.sections import Recipe, Strategy
-from trainer.recipe.strategies import cp, ep, offload, pp, sharding, tp
+from trainer.recipe.strategies import cp, ep, exact, offload, pp, sharding, tp
 
 MODEL_PARALLEL = (tp, pp, cp, ep)
 """Those that have ranks compute together. The first of their KEYS says how many."""
@@ -16,7 +16,7 @@ MODEL_PARALLEL = (tp, pp, cp, ep)
 
 def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Pairs of (key, what is wrong and what to do) for strategies that cannot be combined so."""
-    for one in (*MODEL_PARALLEL, sharding, offload):
+    for one in (*MODEL_PARALLEL, sharding, offload, exact):
         yield from one.check(recipe)
 
 

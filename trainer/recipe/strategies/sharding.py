@@ -67,12 +67,6 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "strategy.zero", f"{strategy.zero} means {stage}, but sharding is {strategy.sharding}"
     if strategy.shard_size is not None and recipe.sharding != "HYBRID_SHARD":
         yield "strategy.shard_size", f"only with HYBRID_SHARD, but sharding is {recipe.sharding}"
-    if zero1(recipe) and recipe.exact:
-        yield (
-            "strategy.sharding",
-            "OPTIMIZER_STATE (ZeRO-1) has no exact mode; use SHARD_GRAD_OP, which shards the "
-            "optimizer state too, or set run.determinism=fast",
-        )
     if zero1(recipe) and recipe.precision.master == "bf16_stochastic":
         yield (
             "strategy.sharding",
