@@ -66,6 +66,10 @@ class Mesh:
         """
         return 2 * self.place or 1 - self.together * (self.together - 1)
 
+    def dimension(self, name: str) -> DeviceMesh:
+        """The 1-D mesh of one of its dimensions, or of those of experts."""
+        return self.experts[name] if self.experts and name == EXPERT else self.device_mesh[name]
+
     @property
     def data_mesh(self) -> DeviceMesh:
         """The dimensions over which the batch is shared."""

@@ -26,7 +26,7 @@ from trainer.parallel.fsdp import apply_fsdp, prepare_backward
 from trainer.parallel.mesh import EXPERT, SHARD, TENSOR, Mesh
 from trainer.parallel.offload import OffloadFile, bytes_needed
 from trainer.parallel.passes import Compute, loss_problem, means
-from trainer.recipe import Recipe, RecipeError
+from trainer.recipe import Recipe, RecipeError, Strategy
 from trainer.recipe.errors import Refusals
 from trainer.recipe.strategies import cp, ep, exact, offload, pp, sharding, tp
 
@@ -428,6 +428,31 @@ def keep_weights(model: nn.Module, recipe: Recipe) -> None:
                 parameter.data = parameter.data.bfloat16()
 
 
+def cut_layers(
+    model: nn.Module, strategy: Strategy, ranks_of: Callable[[str], Any]
+) -> list[nn.Module]:
+    """Have the layers of a model compute together with those of other ranks, in place.
+
+    Args:
+        model: may be on the meta device.
+        strategy: tensor and expert parallelism count.
+        ranks_of: called with the name of a dimension, gives its 1-D mesh.
+
+    Returns the experts that ranks divide. They are units of FSDP by themselves.
+    """
+    experts: list[nn.Module] = []
+    if tp.ranks(strategy) > 1:  # imported only where the recipe uses it
+        from trainer.parallel.tensor import apply_tensor_parallel
+
+        apply_tensor_parallel(model, ranks_of(TENSOR), tp.stream_parts(strategy) > 1)
+    if ep.ranks(strategy) > 1:
+        from trainer.parallel.expert import apply_expert_parallel, stacked_modules
+
+        experts = stacked_modules(model)
+        apply_expert_parallel(model, ranks_of(EXPERT))
+    return experts
+
+
 def _apply(
     model: nn.Module, blocks: list[nn.Module], mesh: Mesh, recipe: Recipe, dtype: torch.dtype
 ) -> list[nn.Module]:
@@ -443,17 +468,7 @@ def _apply(
         from trainer.parallel.float8 import apply_float8  # others get by without
 
         apply_float8(blocks, recipe.precision.matmul)
-    if tp.ranks(strategy) > 1:
-        from trainer.parallel.tensor import apply_tensor_parallel  # others get by without
-
-        cuts_stream = tp.stream_parts(strategy) > 1
-        apply_tensor_parallel(model, mesh.device_mesh[TENSOR], cuts_stream)
-    experts: list[nn.Module] = []
-    if mesh.experts:
-        from trainer.parallel.expert import apply_expert_parallel, stacked_modules
-
-        experts = stacked_modules(model)
-        apply_expert_parallel(model, mesh.experts[EXPERT])
+    experts = cut_layers(model, strategy, mesh.dimension)
     # Messages and experts stay outside of what is compiled. Of a block that is recomputed torch
     # compiles all or nothing; so what such a block has is compiled, and what recomputes it is not.
     how: Literal["no", "whole", "pieces"] = "no"

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -15,10 +15,11 @@ from trainer.models.adapter import LoraLinear, add_adapters
 from trainer.models.nf4 import weights_in
 from trainer.optim.optimizer import StateTensor, state_of
 from trainer.parallel.expert import stacked_modules
-from trainer.parallel.parallelize import keep_weights
-from trainer.recipe import Recipe
+from trainer.parallel.parallelize import cut_layers, keep_weights
+from trainer.recipe import Recipe, Strategy
 from trainer.recipe.factory import refusing
 from trainer.recipe.sections import Adapter, Optimizer
+from trainer.recipe.strategies import ep, only, sizes, tp
 from trainer.tasks.blocks import repeated_blocks
 from trainer.tasks.task import bare_model, documents_for
 
@@ -192,30 +193,30 @@ class Stage:
     """The embedding, if another stage has it, too."""
 
 
-def stage_of(blueprint: Blueprint, blocks: range, together: int, apart: int = 1) -> Stage:
-    """The stage with some of the blocks, on one of the ranks that compute each layer `together`,
-    with experts of one of those that have them `apart`.
+def stage_of(blueprint: Blueprint, blocks: range, cut: Strategy) -> Stage:
+    """The stage with some of the blocks, on one of the ranks that compute it together.
 
     Raises:
         RecipeError: the model cannot be cut so.
     """
     first, last = blocks.start == 0, blocks.stop == blueprint.block_count
-    return _stage_of(blueprint, first, last, len(blocks), together, apart)
+    return _stage_of(blueprint, first, last, len(blocks), only(cut, tp), ep.ranks(cut))
 
 
 @cache
 def _stage_of(
-    blueprint: Blueprint, first: bool, last: bool, blocks: int, together: int, apart: int
+    blueprint: Blueprint, first: bool, last: bool, blocks: int, cut: Strategy, apart: int
 ) -> Stage:
+    together = tp.ranks(cut)
     if first and last and together == 1:
         return Stage(True, True, blocks, _divided(blueprint.units, apart, together))
-    whole = _divided(_units_of_part(blueprint, True, True, together), apart, together)
+    whole = _divided(_units_of_part(blueprint, True, True, cut), apart, together)
     if not isinstance(blueprint.traced, Decoder):
         return Stage(first, last, blocks, whole)
-    rest = _units_of_part(blueprint, first, last, together)[0]
+    rest = _units_of_part(blueprint, first, last, cut)[0]
     tied: tuple[Shape, ...] = ()
     if first != last and blueprint.traced.model.architecture.tie_word_embeddings:
-        tied = _units_of_part(blueprint, True, False, together)[0]
+        tied = _units_of_part(blueprint, True, False, cut)[0]
     return Stage(first, last, blocks, (rest, *[whole[1]] * blocks), tied)
 
 
@@ -232,7 +233,7 @@ def _divided(units: Units, apart: int, together: int) -> Units:
 
 
 @cache
-def _units_of_part(blueprint: Blueprint, first: bool, last: bool, together: int) -> Units:
+def _units_of_part(blueprint: Blueprint, first: bool, last: bool, cut: Strategy) -> Units:
     """Units of the traced blocks, and what is below the first or above the last one."""
     part = blueprint.traced
     if first and last:
@@ -242,13 +243,11 @@ def _units_of_part(blueprint: Blueprint, first: bool, last: bool, together: int)
         if not (first or last):
             return ((),)
         part = part.part(range(0 if first else 1, depth if last else 1))
-    if together > 1:
-        from trainer.parallel.tensor import apply_tensor_parallel  # others get by without
-        from trainer.plan.ranks import Ranks, imagined_ranks
+    if tp.ranks(cut) > 1:
+        from trainer.plan.ranks import Ranks, imagined_ranks  # imports every strategy
 
-        ranks: Any = Ranks(together)
         with imagined_ranks(lambda *_: None, None, None):
-            apply_tensor_parallel(part, ranks, False)
+            cut_layers(part, cut, lambda name: Ranks(sizes(cut)[name]))
     return _units(part, repeated_blocks(part), blueprint.optimizer)
 
 

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 
-from trainer.parallel.mesh import CONTEXT, EXPERT, TENSOR
 from trainer.parallel.parallelize import DTYPES, check_parallel
 from trainer.parallel.schedules import (
     Arrangement,
@@ -24,11 +23,11 @@ from trainer.plan.memory import Memory, memory_of, messages_beside
 from trainer.plan.moments import adds_gradients
 from trainer.plan.tape import Trace
 from trainer.plan.times import Pieces, Times, simulated, times_of
-from trainer.plan.trace import USUAL_GPU, Cut, trace
+from trainer.plan.trace import USUAL_GPU, trace
 from trainer.plan.traffic import messages_of, tied_gradients_of, traffic_of
 from trainer.recipe import Recipe, Strategy
 from trainer.recipe.sections import PipelineSchedule
-from trainer.recipe.strategies import model_parallel, pp, tp
+from trainer.recipe.strategies import MODEL_PARALLEL, cp, ep, only, pp, tp
 
 HOW = {
     "shapes": (
@@ -120,7 +119,7 @@ def predict(
         auto: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
         device = auto if recipe.run.device == "auto" else recipe.run.device
     strategy, layout = recipe.strategy, layout_of(recipe, world_size, local_world_size, device)
-    runs = _runs(blueprint, model_parallel(strategy), layout.shards)
+    runs = _runs(blueprint, only(strategy, *MODEL_PARALLEL), layout.shards)
     if gpu_memory is None:
         here = device == "cuda" and not machine and torch.cuda.is_available()
         usual = torch.cuda.get_device_properties(0).total_memory if here else USUAL_GPU
@@ -199,14 +198,14 @@ def _pieces(
 ) -> Pieces:
     """What each stage computes; `traced` gives a trace, told what is not the layout's."""
     strategy = recipe.strategy
-    layers, ring, experts = (layout.groups[name].size for name in (TENSOR, CONTEXT, EXPERT))
-    stages = [stage_of(blueprint, run, layers, experts) for run in runs]
+    cut = only(strategy, tp, cp, ep)
+    stages = [stage_of(blueprint, run, cut) for run in runs]
     traces = {
         stage: traced(
             recompute=strategy.activation_checkpointing,
             dtype=DTYPES[recipe.precision.dtype],
             autocast=not layout.by_fsdp,
-            cut=Cut(layers, tp.stream_parts(strategy) > 1, ring, experts),
+            cut=cut,
             stage=stage,
             in_two=pp.splits_backward(strategy),
             compiled=strategy.compile,

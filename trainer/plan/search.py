@@ -412,8 +412,8 @@ def _refused(recipe: Recipe) -> bool:
 
 def _plain(recipe: Recipe) -> Strategy:
     """Nothing but what every candidate has in common."""
-    parallel = strategies.model_parallel(recipe.strategy)
-    return dataclasses.replace(parallel, ep=1, compile=recipe.strategy.compile)
+    parallel = strategies.only(recipe.strategy, strategies.tp, strategies.pp, strategies.cp)
+    return dataclasses.replace(parallel, compile=recipe.strategy.compile)
 
 
 def _dp_size(recipe: Recipe, world_size: int) -> int:

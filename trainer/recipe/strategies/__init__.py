@@ -6,6 +6,7 @@ mesh, the plan and the modules that apply it ask: see docs/extending.md. Imports
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 from trainer.recipe.sections import Recipe, Strategy
 from trainer.recipe.strategies import cp, ep, exact, offload, pp, sharding, tp
@@ -34,9 +35,9 @@ def sizes(strategy: Strategy) -> dict[str, int]:
     return {one.KEYS[0]: one.ranks(strategy) for one in MODEL_PARALLEL}
 
 
-def model_parallel(strategy: Strategy) -> Strategy:
-    """Nothing of a strategy but how ranks compute together."""
-    keys = (key for one in MODEL_PARALLEL for key in one.KEYS)
+def only(strategy: Strategy, *modules: Any) -> Strategy:
+    """Nothing of a strategy but the keys of some of `MODEL_PARALLEL`."""
+    keys = (key for one in modules for key in one.KEYS)
     return Strategy(**{key: getattr(strategy, key) for key in keys})
 
 
