@@ -27,7 +27,7 @@ from trainer.plan.trace import USUAL_GPU, trace
 from trainer.plan.traffic import messages_of, tied_gradients_of, traffic_of
 from trainer.recipe import Recipe, Strategy
 from trainer.recipe.sections import PipelineSchedule
-from trainer.recipe.strategies import MODEL_PARALLEL, cp, ep, only, pp, tp
+from trainer.recipe.strategies import MODEL_PARALLEL, WITHIN_PASS, only, pp
 
 HOW = {
     "shapes": (
@@ -198,7 +198,7 @@ def _pieces(
 ) -> Pieces:
     """What each stage computes; `traced` gives a trace, told what is not the layout's."""
     strategy = recipe.strategy
-    cut = only(strategy, tp, cp, ep)
+    cut = only(strategy, *WITHIN_PASS)
     stages = [stage_of(blueprint, run, cut) for run in runs]
     traces = {
         stage: traced(

@@ -249,7 +249,7 @@ def _experts_apart(machine: Machine, blueprint: Blueprint) -> int:
 def _name(strategy: Strategy) -> str:
     """TP8 PP16x2: eight ranks for each layer, sixteen with two stages each."""
     ranks = strategies.sizes(strategy)
-    parts = [f"{key.upper()}{ranks[key]}" for key in ("tp", "cp", "ep") if ranks[key] > 1]
+    parts = [f"{key.upper()}{n}" for key, n in ranks.items() if n > 1 and key != "pp"]
     if ranks["pp"] > 1:
         *_, of_each = strategies.pp.shape(strategy)
         parts.append(f"PP{ranks['pp']}" + (f"x{of_each}" if of_each > 1 else ""))

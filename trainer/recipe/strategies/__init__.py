@@ -1,8 +1,9 @@
-"""What is to be known of each strategy of a recipe: a module each, with the name of its key.
+"""What is to be known of each strategy of a recipe: a module each, named after its key.
 
-A module alone reads its key; all others ask it. `check` says what the strategy cannot be combined
-with, and why. `describe` says its words at the start of a run. The other functions answer what the
-mesh, the plan and the modules that apply it ask: see docs/extending.md. Imports no torch.
+The mesh reads keys that say how many ranks there are. Everything else asks these modules. `check`
+yields what a strategy cannot be combined with: (key, what is wrong and what to do). `describe`
+gives its words in the first line of a run, or "" where it is not used. The other functions answer
+what the mesh, the plan and `trainer.parallel`, which applies it, ask. Imports no torch.
 """
 
 from collections.abc import Iterator
@@ -13,17 +14,17 @@ from trainer.recipe.strategies import cp, ep, exact, offload, pp, sharding, tp
 
 MODEL_PARALLEL = (tp, pp, cp, ep)
 """Those that have ranks compute together. The first of their KEYS says how many."""
+WITHIN_PASS = (tp, cp, ep)
+"""Those that change what a rank computes and sends in a pass."""
 
 
 def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Pairs of (key, what is wrong and what to do) for strategies that cannot be combined so."""
     for one in (*MODEL_PARALLEL, sharding, offload, exact):
         yield from one.check(recipe)
 
 
 def describe(recipe: Recipe, idle: float) -> str:
-    """How a model is spread over ranks, in the words of the first line of a run. `idle`: share of a
-    step for which the ranks of a pipeline wait."""
+    """Describe all. `idle`: share of a step for which the ranks of a pipeline wait."""
     strategy = recipe.strategy
     together = ep.describe(strategy), cp.describe(strategy), pp.describe(strategy, idle)
     held = sharding.describe(recipe) + offload.describe(strategy)

@@ -22,7 +22,6 @@ def chunks(strategy: Strategy) -> int:
 
 
 def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yields (key, what is wrong and what to do)."""
     strategy, length = recipe.strategy, recipe.data.seq_len
     if strategy.cp == 1:
         return
@@ -45,5 +44,4 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def describe(strategy: Strategy) -> str:
-    """Its words in the first line of a run; "" where it is not used."""
     return f"cp={strategy.cp}" if strategy.cp > 1 else ""

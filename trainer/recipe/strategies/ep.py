@@ -18,7 +18,6 @@ def ranks(strategy: Strategy) -> int:
 
 
 def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yields (key, what is wrong and what to do)."""
     strategy, data = recipe.strategy, recipe.data
     if strategy.ep == 1:
         return
@@ -42,7 +41,6 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def describe(strategy: Strategy) -> str:
-    """Its words in the first line of a run; "" where it is not used."""
     return f"ep={strategy.ep}" if strategy.ep > 1 else ""
 
 

@@ -24,8 +24,8 @@ def batch_plan(recipe: Recipe, shares: int) -> BatchPlan:
     Raises:
         RecipeError: the global batch cannot be shared so.
     """
+    limit = recipe.micro_batch
     try:
-        limit = recipe.micro_batch
         return plan_batch(recipe.batch.global_batch, shares, limit, fixed=recipe.exact)
     except ValueError as error:
         raise RecipeError(f"batch.global_batch: {error}") from error
@@ -37,17 +37,16 @@ def most_shares(recipe: Recipe) -> int:
 
 
 def addends(recipe: Recipe) -> int:
-    """Gradients that are summed in a step: of each part of each micro-batch."""
+    """Terms of the sum that is a gradient: one for each part of each micro-batch."""
     return cp.ranks(recipe.strategy) * -(-recipe.batch.global_batch // recipe.micro_batch)
 
 
 def reduced_bytes(recipe: Recipe) -> int:
-    """Bytes of a number of a gradient that is reduced: of float64, in which such sums are exact."""
+    """Bytes of an element in which gradients are reduced: float64 holds exact sums."""
     return 8 if recipe.exact else 4
 
 
 def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yields (key, what is wrong and what to do)."""
     if not recipe.exact:
         return
     if sharding.zero1(recipe):

@@ -24,7 +24,6 @@ def to_disk(strategy: Strategy) -> bool:
 
 
 def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yields (key, what is wrong and what to do)."""
     strategy, optimizer = recipe.strategy, recipe.optimizer
     if used(strategy) and strategy.name == "ddp":
         yield "strategy.offload", "only with strategy.name: fsdp (DDP keeps all on the GPU)"
@@ -62,6 +61,4 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def describe(strategy: Strategy) -> str:
-    """Its words in the first line of a run, behind those of what is sharded; "" where it is not
-    used."""
     return f" with offload to {strategy.offload}," if used(strategy) else ""

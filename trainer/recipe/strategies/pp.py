@@ -34,7 +34,6 @@ def splits_backward(strategy: Strategy) -> bool:
 
 
 def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yields (key, what is wrong and what to do)."""
     strategy = recipe.strategy
     if strategy.pp == 1:
         for key, default in (("pp_schedule", "1f1b"), ("pp_stages_per_rank", 1)):
@@ -76,8 +75,6 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def describe(strategy: Strategy, idle: float) -> str:
-    """Its words in the first line of a run; "" where it is not used. `idle`: share of a step for
-    which its ranks wait."""
     name, size, of_each = shape(strategy)
     if size == 1:
         return ""

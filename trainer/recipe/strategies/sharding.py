@@ -14,7 +14,7 @@ def name(recipe: Recipe) -> Sharding:
 
 
 def zero1(recipe: Recipe) -> bool:
-    """Whether only the optimizer state is cut, beside DDP, and FSDP holds nothing."""
+    """Whether DDP holds the parameters, and ranks share the optimizer state alone."""
     return recipe.sharding == "OPTIMIZER_STATE"
 
 
@@ -24,17 +24,17 @@ def shards_parameters(recipe: Recipe) -> bool:
 
 
 def by_fsdp(recipe: Recipe) -> bool:
-    """Whether FSDP is asked for, if in groups of one rank."""
+    """Whether the recipe asks for FSDP, also where its groups have one rank."""
     return recipe.strategy.name == "fsdp" and not zero1(recipe)
 
 
 def fixed_group(recipe: Recipe) -> int:
-    """Ranks of a shard group, as far as the recipe alone says it; else 1."""
+    """Ranks of a shard group, or 1 where the recipe alone does not say it."""
     return (recipe.sharding == "HYBRID_SHARD" and recipe.strategy.shard_size) or 1
 
 
 def group(recipe: Recipe, sharing: int, in_node: int) -> int:
-    """Ranks of a shard group, of `sharing` ranks that could be one, and `in_node` of a node."""
+    """Ranks of a shard group. `sharing`: ranks that share the data; `in_node`: those of a node."""
     if not shards_parameters(recipe):
         return 1
     if recipe.sharding == "HYBRID_SHARD":
@@ -43,7 +43,7 @@ def group(recipe: Recipe, sharing: int, in_node: int) -> int:
 
 
 def resolved(strategy: Strategy) -> Strategy:
-    """With `sharding` for `zero`, unless the two contradict each other."""
+    """Replace `zero` by the `sharding` that it means, unless the two contradict each other."""
     if strategy.zero is None or strategy.name == "ddp":
         return strategy
     meant = ZERO_STAGES[strategy.zero]
@@ -53,7 +53,6 @@ def resolved(strategy: Strategy) -> Strategy:
 
 
 def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yields (key, what is wrong and what to do)."""
     strategy = recipe.strategy
     if strategy.name == "ddp":
         for key in ("sharding", "zero", "shard_size"):
@@ -76,5 +75,4 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def describe(recipe: Recipe) -> str:
-    """Its words in the first line of a run."""
     return recipe.sharding if recipe.strategy.name == "fsdp" else "DDP"

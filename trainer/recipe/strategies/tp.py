@@ -29,7 +29,6 @@ def divides(strategy: Strategy, lengths: Iterable[int]) -> bool:
 
 
 def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yields (key, what is wrong and what to do)."""
     strategy, data = recipe.strategy, recipe.data
     if strategy.tp == 1:
         if strategy.sequence_parallel:
@@ -54,7 +53,6 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def describe(strategy: Strategy) -> str:
-    """Its words in the first line of a run; "" where it is not used."""
     if strategy.tp == 1:
         return ""
     sequence = " with sequence parallelism" if strategy.sequence_parallel else ""
