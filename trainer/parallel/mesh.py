@@ -233,39 +233,36 @@ def build_mesh(recipe: Recipe, world: World) -> Mesh:
     Each rank has a share of the batch, which those of a pipeline, of a tensor-parallel group, or of
     a ring have in common. Called on all ranks.
     """
-    replicas, shards = mesh_shape(recipe, world.world_size, world.local_world_size)
-    tp, pp, together = recipe.strategy.tp, recipe.strategy.pp, recipe.strategy.together
-    sizes = {REPLICATE: replicas, PIPELINE: pp, SHARD: shards, TENSOR: tp}
-    for name in (PIPELINE, TENSOR):
-        if sizes[name] == 1:
-            del sizes[name]
-    if not is_sharded_by_fsdp(recipe, world.world_size):
-        del sizes[SHARD]
-    elif replicas == 1:
-        # FSDP would all-reduce each gradient with nobody, and keep it until backward ends.
-        del sizes[REPLICATE]
-    device = world.device.type
-    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    groups = groups_of(recipe, world.world_size, world.local_world_size)
+    sizes = {name: group.size for name, group in groups.items()}
+    places = {name: world.rank // stride % size for name, (size, stride) in groups.items()}
+    tp, pp, cp, ep = sizes[TENSOR], sizes[PIPELINE], sizes[CONTEXT], sizes[EXPERT]
+    by_fsdp = is_sharded_by_fsdp(recipe, world.world_size)
+
+    def over(*names: str, always: str) -> DeviceMesh:
+        """A mesh with the dimensions of several ranks, and one that it has in any case. Over one
+        replica FSDP would all-reduce each gradient with nobody, and keep it until backward ends."""
+        used = tuple(name for name in names if sizes[name] > 1 or name == always)
+        shape = tuple(sizes[name] for name in used)
+        return init_device_mesh(world.device.type, shape, mesh_dim_names=used)
+
+    held = (SHARD,) if by_fsdp else ()
+    mesh = over(REPLICATE, PIPELINE, *held, TENSOR, always=SHARD if by_fsdp else REPLICATE)
     group = dist.group.WORLD
     assert group  # init_device_mesh has made one where there was none
-    rest, among = divmod(world.rank, tp)
-    rest, shard = divmod(rest, shards)
-    replica, stage = divmod(rest, pp)
-    cp = recipe.strategy.cp
+    part = places[CONTEXT]
     ring: Any = None  # not None or a group: new_group gives ranks outside of it a number
-    share, part = divmod(replica * shards + shard, cp)
     if cp > 1:
         first = world.rank - part * tp
         ranks = [*range(first, first + tp * cp, tp)]
         ring = dist.new_group(ranks, use_local_synchronization=True)
-    place = ((pp - 1 - stage) * cp + part) * tp + among
-    ep, experts = recipe.strategy.ep, None
+    experts = None
     if ep > 1:
-        sizes = {REPLICATE: replicas, PIPELINE: pp, EXPERT_SHARD: shards * tp // ep, EXPERT: ep}
-        for name in (REPLICATE, PIPELINE):
-            if sizes[name] == 1:
-                del sizes[name]
-        experts = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        sizes[EXPERT_SHARD] = sizes[SHARD] * tp // ep
+        experts = over(REPLICATE, PIPELINE, EXPERT_SHARD, EXPERT, always=EXPERT_SHARD)
+    share = (places[REPLICATE] * sizes[SHARD] + places[SHARD]) // cp
+    place = ((pp - 1 - places[PIPELINE]) * cp + part) * tp + places[TENSOR]
+    together = recipe.strategy.together
     return Mesh(
         mesh, share, world.world_size // together, group, world.world_size // pp, place, together,
         experts, ring,

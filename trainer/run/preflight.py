@@ -131,8 +131,8 @@ def check_growth(recipe: Recipe, model: nn.Module, worlds: range) -> None:
         RecipeError: the first of them.
     """
     rows = [len(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
-    if tp.divides(recipe.strategy, rows):
-        return
+    if all(count % tp.ranks(recipe.strategy) == 0 for count in rows):
+        return  # then it is even on any number
     for world_size in worlds:
         try:
             _, shards = mesh_shape(recipe, world_size, worlds.step)

@@ -1,7 +1,4 @@
-"""`strategy.cp`: context parallelism, applied by trainer/parallel/context.py.
-
-The ranks of a ring have a part each of every sequence. They hold parameters like any others.
-"""
+"""`strategy.cp`: context parallelism, applied by trainer/parallel/context.py."""
 
 from collections.abc import Iterator
 
@@ -12,7 +9,7 @@ KEYS = ("cp",)
 
 
 def ranks(strategy: Strategy) -> int:
-    """Ranks of a ring."""
+    """Ranks of a ring, which have a part each of every sequence."""
     return strategy.cp
 
 

@@ -1,7 +1,4 @@
-"""`strategy.ep`: expert parallelism, applied by trainer/parallel/expert.py.
-
-Of the ranks that share parameters so many neighbours divide the experts of each layer.
-"""
+"""`strategy.ep`: expert parallelism, applied by trainer/parallel/expert.py."""
 
 from collections.abc import Iterator
 

@@ -1,8 +1,4 @@
-"""`strategy.pp`, `pp_schedule` and `pp_stages_per_rank`: pipeline parallelism, applied by
-trainer/parallel/pipeline.py.
-
-The blocks of a model are cut into stages, which a micro-batch goes through one after the other.
-"""
+"""`strategy.pp` and `pp_*`: pipeline parallelism, applied by trainer/parallel/pipeline.py."""
 
 from collections.abc import Iterator
 
@@ -14,7 +10,7 @@ KEYS = ("pp", "pp_schedule", "pp_stages_per_rank")
 
 
 def ranks(strategy: Strategy) -> int:
-    """Ranks of a pipeline."""
+    """Ranks of a pipeline, which have some stages of a model each."""
     return strategy.pp
 
 

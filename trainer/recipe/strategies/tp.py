@@ -1,10 +1,6 @@
-"""`strategy.tp` and `sequence_parallel`: tensor parallelism, applied by trainer/parallel/tensor.py.
+"""`strategy.tp`, `sequence_parallel`: tensor parallelism, applied by trainer/parallel/tensor.py."""
 
-The ranks of a group are neighbours in one node. They compute each layer together, and share its
-parameters as the ranks of shards do. With sequence parallelism they also cut the residual stream.
-"""
-
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from trainer.recipe.sections import Recipe, Strategy
 from trainer.recipe.strategies import cp
@@ -21,11 +17,6 @@ def ranks(strategy: Strategy) -> int:
 def stream_parts(strategy: Strategy) -> int:
     """Parts into which these ranks cut the residual stream along the sequence."""
     return strategy.tp if strategy.sequence_parallel else 1
-
-
-def divides(strategy: Strategy, lengths: Iterable[int]) -> bool:
-    """Whether vocabularies of these lengths are even on the ranks, however FSDP then cuts them."""
-    return all(length % strategy.tp == 0 for length in lengths)
 
 
 def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
