@@ -473,10 +473,8 @@ def _apply(
     # compiles all or nothing; so what such a block has is compiled, and what recomputes it is not.
     how: Literal["no", "whole", "pieces"] = "no"
     if strategy.compile:
-        in_pieces = (
-            tp.ranks(strategy) > 1 or cp.ranks(strategy) > 1 or bool(getattr(model, "stacks", ()))
-        )
-        how = "pieces" if in_pieces else "whole"
+        talk = max(tp.ranks(strategy), cp.ranks(strategy)) > 1
+        how = "pieces" if talk or getattr(model, "stacks", ()) else "whole"
     compiled = blocks
     if strategy.activation_checkpointing != "none":
         blocks = apply_activation_checkpointing(
