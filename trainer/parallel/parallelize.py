@@ -474,7 +474,7 @@ def _apply(
     how: Literal["no", "whole", "pieces"] = "no"
     if strategy.compile:
         talk = max(tp.ranks(strategy), cp.ranks(strategy)) > 1
-        how = "pieces" if talk or getattr(model, "stacks", ()) else "whole"
+        how = "pieces" if talk or bool(getattr(model, "stacks", ())) else "whole"
     compiled = blocks
     if strategy.activation_checkpointing != "none":
         blocks = apply_activation_checkpointing(
