@@ -1,5 +1,6 @@
 """Lint rules: nothing lets another process or file run code, and no two classes share a name."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -24,6 +25,9 @@ USES = [
         )
     ),
 ]
+
+OF_STRATEGIES = ("tp", "pp", "cp", "ep", "offload", "sharding", "exact")
+"""Keys of a recipe of which trainer/recipe/strategies knows all; others ask it."""
 
 
 @pytest.mark.parametrize("package", ["trainer", "elastic", "checkpointing", "lab"])
@@ -62,3 +66,15 @@ def test_no_two_public_classes_share_a_name():
             if not module.startswith("checkpointing.adapters."):  # named as what they extend
                 homes.setdefault(name, []).append(module)
     assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
+def test_a_key_of_a_strategy_is_read_in_three_files_at_most():
+    readers = {key: set() for key in OF_STRATEGIES}
+    for path in (ROOT / "trainer").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Attribute(value=ast.Name(id="strategies")):
+                    pass  # the module, which is asked
+                case ast.Attribute(attr=key) if key in readers:
+                    readers[key].add(str(path.relative_to(ROOT)))
+    assert not {key: sorted(files) for key, files in readers.items() if len(files) > 3}

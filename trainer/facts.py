@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from elastic.group.batch_plan import most_ranks
 from trainer.parallel.mesh import least_nodes, mesh_shape, replica_ranks
 from trainer.recipe import load_recipe
 from trainer.recipe.errors import known_errors, lines
+from trainer.recipe.strategies.exact import most_shares
 from trainer.run.preflight import folders_of
 from trainer.run.worker import prepare
 
@@ -24,11 +24,9 @@ def facts(arguments: tuple[str, ...], ranks: int) -> dict[str, Any]:
         mesh_shape(recipe, least_nodes(recipe, 1, ranks) * ranks, ranks)
     except known_errors() as error:
         return {"error": "; ".join(lines(error))}
-    batch = recipe.batch
-    shares = most_ranks(batch.global_batch, recipe.micro_batch, fixed=recipe.exact)
     return {
         "identity": identity,
-        "most_ranks": shares * recipe.strategy.together,
+        "most_ranks": most_shares(recipe) * recipe.strategy.together,
         "unit": replica_ranks(recipe),
         "directory": str(Path(recipe.run.dir).absolute()),
         "save_seconds": recipe.checkpoint.deadline,

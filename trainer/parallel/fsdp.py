@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from trainer.optim.exact import snap_gradients
 from trainer.parallel.mesh import SHARD
 from trainer.recipe import Recipe
+from trainer.recipe.strategies import exact, offload
 
 
 def apply_fsdp(
@@ -41,14 +42,14 @@ def apply_fsdp(
     target tokens. In exact mode they are snapped to a grid and reduced in float64; groups of one
     rank then make this DDP.
     """
-    offload = OffloadPolicy()
-    if recipe.strategy.offload != "none":
+    offloading = OffloadPolicy()
+    if offload.used(recipe.strategy):
         # Pages of a file cannot be pinned: FSDP would copy them to memory that is.
-        pin = mesh.device_type == "cuda" and recipe.strategy.offload == "cpu"
-        offload = CPUOffloadPolicy(pin_memory=pin)
+        pin = mesh.device_type == "cuda" and offload.to_host(recipe.strategy)
+        offloading = CPUOffloadPolicy(pin_memory=pin)
     policy = MixedPrecisionPolicy(
         param_dtype=dtype,
-        reduce_dtype=torch.float64 if recipe.exact else torch.float32,
+        reduce_dtype=torch.float64 if exact.used(recipe) else torch.float32,
         # Blocks pass on activations that are in `dtype` already; what they get in float32 beside
         # them (rotary tables) is meant to stay so.
         cast_forward_inputs=False,
@@ -61,15 +62,14 @@ def apply_fsdp(
             unit,
             mesh=over,
             mp_policy=policy,
-            offload_policy=offload,
+            offload_policy=offloading,
             # What is in no block (embedding, head) is needed as soon as backward begins.
             reshard_after_forward=free and unit is not model,
         )
     if gathers_ahead_on_cpu(recipe, mesh.device_type):
         _gather_ahead([model, *blocks])
-    if recipe.exact:
-        terms = recipe.strategy.cp * -(-recipe.batch.global_batch // recipe.micro_batch)
-        snap_gradients((*blocks, model), terms, is_sharded)
+    if exact.used(recipe):
+        snap_gradients((*blocks, model), exact.addends(recipe), is_sharded)
     for module in fsdp_units(model):
         # Neither setting is recursive: each unit would divide by the world size on its own; of one
         # rank it does not, but by a factor it would, of 1 too, with a copy of all gradients.
@@ -109,7 +109,8 @@ def gathers_ahead_on_cpu(recipe: Recipe, device_type: str) -> bool:
     would wait for each: 4 % of the quickstart's steps. With NVMe it is the disk that is asked ahead
     (offload.py), and a model of the user's may call its blocks in an order of its own.
     """
-    return device_type == "cpu" and recipe.strategy.offload != "nvme" and not recipe.model.factory
+    to_disk = offload.to_disk(recipe.strategy)
+    return device_type == "cpu" and not to_disk and not recipe.model.factory
 
 
 def _gather_ahead(units: Sequence[nn.Module]) -> None:

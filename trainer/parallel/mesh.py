@@ -7,7 +7,7 @@ that wakes a hundred times a second.
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -16,6 +16,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from checkpointing.ranks import exchange
 from elastic.world import World
 from trainer.recipe import Recipe, RecipeError
+from trainer.recipe.strategies import exact, offload, sharding
 
 REPLICATE, PIPELINE, SHARD, TENSOR = "dp_replicate", "pp", "dp_shard", "tp"
 EXPERT_SHARD, EXPERT = "ep_shard", "ep"
@@ -23,6 +24,8 @@ EXPERT_SHARD, EXPERT = "ep_shard", "ep"
 of a stage, and over the ranks that compute each layer together, which are neighbours. For experts
 SHARD and TENSOR are two others: over ranks that have the same ones, and over neighbours that have
 all of them."""
+CONTEXT = "cp"
+"""The ranks of a ring. They are no dimension of a mesh, as they hold parameters like any others."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,10 @@ class Mesh:
         if some of these ranks took other samples, or exchanged theirs with those of another share.
         """
         return 2 * self.place or 1 - self.together * (self.together - 1)
+
+    def dimension(self, name: str) -> DeviceMesh:
+        """The 1-D mesh of one of its dimensions, or of those of experts."""
+        return self.experts[name] if self.experts and name == EXPERT else self.device_mesh[name]
 
     @property
     def data_mesh(self) -> DeviceMesh:
@@ -109,7 +116,7 @@ def replica_ranks(recipe: Recipe) -> int:
     """Ranks of which a world must have a multiple: those of a whole replica of the model, as far as
     the recipe alone says how it is spread."""
     strategy = recipe.strategy
-    shards = (recipe.sharding == "HYBRID_SHARD" and strategy.shard_size) or 1
+    shards = sharding.fixed_group(recipe)
     return strategy.pp * math.lcm(strategy.tp * math.lcm(strategy.cp, shards), strategy.ep)
 
 
@@ -144,13 +151,7 @@ def mesh_shape(recipe: Recipe, world_size: int, local_world_size: int) -> tuple[
             "multiple of that, or set another strategy.pp"
         )
     world_size, local_world_size = world_size // (tp * pp), local_world_size // tp
-    shards = {
-        "NO_SHARD": 1,
-        "OPTIMIZER_STATE": 1,
-        "SHARD_GRAD_OP": world_size,
-        "FULL_SHARD": world_size,
-        "HYBRID_SHARD": recipe.strategy.shard_size or min(local_world_size, world_size),
-    }[recipe.sharding]
+    shards = sharding.group(recipe, world_size, local_world_size)
     if world_size % shards:
         groups = f"{world_size} groups of tp={tp} ranks" if tp > 1 else f"{world_size} ranks"
         groups += f" of a stage of pp={pp}" if pp > 1 else ""
@@ -171,22 +172,39 @@ def mesh_shape(recipe: Recipe, world_size: int, local_world_size: int) -> tuple[
     return world_size // shards, shards
 
 
-def placement(recipe: Recipe, world_size: int, local_world_size: int) -> str:
-    """Which groups of ranks that compute together lie inside a node, and which go across."""
+class Group(NamedTuple):
+    """The ranks of a group, which are as far from each other as in any other of its dimension."""
+
+    size: int
+    stride: int
+    """Distance between neighbours, in ranks."""
+
+
+def groups_of(recipe: Recipe, world_size: int, local_world_size: int) -> dict[str, Group]:
+    """The groups that each rank is in, by dimension, the nearest neighbours first.
+
+    Raises:
+        RecipeError: as `mesh_shape`.
+    """
     replicas, shards = mesh_shape(recipe, world_size, local_world_size)
     tp, pp, cp = recipe.strategy.tp, recipe.strategy.pp, recipe.strategy.cp
+    return {
+        TENSOR: Group(tp, 1),
+        CONTEXT: Group(cp, tp),
+        EXPERT: Group(recipe.strategy.ep, 1),
+        SHARD: Group(shards, tp),
+        PIPELINE: Group(pp, tp * shards),
+        REPLICATE: Group(replicas, tp * shards * pp),
+    }
+
+
+def placement(recipe: Recipe, world_size: int, local_world_size: int) -> str:
+    """Which groups of ranks that compute together lie inside a node, and which go across."""
     inside: list[str] = []
     across: list[str] = []
-    for name, size, neighbours in (
-        (TENSOR, tp, tp),
-        ("cp", cp, tp * cp),
-        ("ep", recipe.strategy.ep, recipe.strategy.ep),
-        (SHARD, shards, tp * shards),
-        (PIPELINE, pp, tp * shards * pp),
-        (REPLICATE, replicas, world_size),
-    ):
+    for name, (size, stride) in groups_of(recipe, world_size, local_world_size).items():
         if size > 1:
-            where = across if local_world_size % neighbours else inside
+            where = across if local_world_size % (size * stride) else inside
             where.append(f"{name}={size}")
     places = [f"{', '.join(inside)} inside a node"] if inside else []
     if across:
@@ -202,12 +220,11 @@ def is_sharded_by_fsdp(recipe: Recipe, world_size: int) -> bool:
     """
     strategy, alone = recipe.strategy, world_size == recipe.strategy.pp
     rounded = recipe.precision.master != "fp32"
-    if recipe.exact or rounded or strategy.tp > 1 or strategy.offload != "none":
+    if exact.used(recipe) or rounded or strategy.tp > 1 or offload.used(strategy):
         return True
     if strategy.pp > 1 and (not alone or recipe.precision.dtype != "fp32"):
         return True
-    by_fsdp = strategy.name == "fsdp" and recipe.sharding != "OPTIMIZER_STATE"
-    return by_fsdp and not alone
+    return sharding.by_fsdp(recipe) and not alone
 
 
 def build_mesh(recipe: Recipe, world: World) -> Mesh:
@@ -216,39 +233,36 @@ def build_mesh(recipe: Recipe, world: World) -> Mesh:
     Each rank has a share of the batch, which those of a pipeline, of a tensor-parallel group, or of
     a ring have in common. Called on all ranks.
     """
-    replicas, shards = mesh_shape(recipe, world.world_size, world.local_world_size)
-    tp, pp, together = recipe.strategy.tp, recipe.strategy.pp, recipe.strategy.together
-    sizes = {REPLICATE: replicas, PIPELINE: pp, SHARD: shards, TENSOR: tp}
-    for name in (PIPELINE, TENSOR):
-        if sizes[name] == 1:
-            del sizes[name]
-    if not is_sharded_by_fsdp(recipe, world.world_size):
-        del sizes[SHARD]
-    elif replicas == 1:
-        # FSDP would all-reduce each gradient with nobody, and keep it until backward ends.
-        del sizes[REPLICATE]
-    device = world.device.type
-    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    groups = groups_of(recipe, world.world_size, world.local_world_size)
+    sizes = {name: group.size for name, group in groups.items()}
+    places = {name: world.rank // stride % size for name, (size, stride) in groups.items()}
+    tp, pp, cp, ep = sizes[TENSOR], sizes[PIPELINE], sizes[CONTEXT], sizes[EXPERT]
+    by_fsdp = is_sharded_by_fsdp(recipe, world.world_size)
+
+    def over(*names: str, always: str) -> DeviceMesh:
+        """A mesh with the dimensions of several ranks, and one that it has in any case. Over one
+        replica FSDP would all-reduce each gradient with nobody, and keep it until backward ends."""
+        used = tuple(name for name in names if sizes[name] > 1 or name == always)
+        shape = tuple(sizes[name] for name in used)
+        return init_device_mesh(world.device.type, shape, mesh_dim_names=used)
+
+    held = (SHARD,) if by_fsdp else ()
+    mesh = over(REPLICATE, PIPELINE, *held, TENSOR, always=SHARD if by_fsdp else REPLICATE)
     group = dist.group.WORLD
     assert group  # init_device_mesh has made one where there was none
-    rest, among = divmod(world.rank, tp)
-    rest, shard = divmod(rest, shards)
-    replica, stage = divmod(rest, pp)
-    cp = recipe.strategy.cp
+    part = places[CONTEXT]
     ring: Any = None  # not None or a group: new_group gives ranks outside of it a number
-    share, part = divmod(replica * shards + shard, cp)
     if cp > 1:
         first = world.rank - part * tp
         ranks = [*range(first, first + tp * cp, tp)]
         ring = dist.new_group(ranks, use_local_synchronization=True)
-    place = ((pp - 1 - stage) * cp + part) * tp + among
-    ep, experts = recipe.strategy.ep, None
+    experts = None
     if ep > 1:
-        sizes = {REPLICATE: replicas, PIPELINE: pp, EXPERT_SHARD: shards * tp // ep, EXPERT: ep}
-        for name in (REPLICATE, PIPELINE):
-            if sizes[name] == 1:
-                del sizes[name]
-        experts = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        sizes[EXPERT_SHARD] = sizes[SHARD] * tp // ep
+        experts = over(REPLICATE, PIPELINE, EXPERT_SHARD, EXPERT, always=EXPERT_SHARD)
+    share = (places[REPLICATE] * sizes[SHARD] + places[SHARD]) // cp
+    place = ((pp - 1 - places[PIPELINE]) * cp + part) * tp + places[TENSOR]
+    together = recipe.strategy.together
     return Mesh(
         mesh, share, world.world_size // together, group, world.world_size // pp, place, together,
         experts, ring,

@@ -27,8 +27,9 @@ from trainer.parallel.fsdp import apply_fsdp, prepare_backward
 from trainer.parallel.mesh import EXPERT, SHARD, TENSOR, Mesh
 from trainer.parallel.offload import OffloadFile, bytes_needed
 from trainer.parallel.passes import Compute, loss_problem, means
-from trainer.recipe import Recipe, RecipeError
+from trainer.recipe import Recipe, RecipeError, Strategy
 from trainer.recipe.errors import Refusals
+from trainer.recipe.strategies import cp, ep, exact, offload, pp, sharding, tp
 
 if TYPE_CHECKING:
     from trainer.models.decoder import Decoder
@@ -56,34 +57,35 @@ def check_parallel(recipe: Recipe, model: nn.Module, shards: int) -> None:
         RecipeError: a line for each key that does not work.
     """
     strategy, refusals = recipe.strategy, Refusals()  # others get by without these modules
-    if strategy.tp > 1:
+    together = tp.ranks(strategy)
+    if together > 1:
         from trainer.parallel.tensor import kinds_of
 
         with refusals:
-            kinds = kinds_of(model, strategy.tp, shards)
+            kinds = kinds_of(model, together, shards)
             if recipe.optimizer.state_dtype == "int8":
-                _check_blocks(model, kinds, strategy.tp)
-            if getattr(model, "stacks", ()) and strategy.ep == 1:
+                _check_blocks(model, kinds, together)
+            if getattr(model, "stacks", ()) and ep.ranks(strategy) == 1:
                 raise RecipeError(
                     "strategy.tp: it divides no experts, but strategy.ep does; set that to 2 or "
                     "more, too, or strategy.tp=1"
                 )
-    if strategy.pp > 1:
+    if pp.ranks(strategy) > 1:
         from trainer.parallel.pipeline import runs_of
 
         with refusals:
             runs_of(model, recipe)
-    if strategy.cp > 1:
+    if cp.ranks(strategy) > 1:
         from trainer.parallel.context import problem_of
 
         with refusals:
             if problem := problem_of(model, recipe.data.seq_len):
                 raise RecipeError(f"strategy.cp: {problem}; set strategy.cp=1")
-    if strategy.ep > 1:
+    if ep.ranks(strategy) > 1:
         from trainer.parallel.expert import check_experts
 
         with refusals:
-            check_experts(model, strategy.ep, shards * strategy.tp)
+            check_experts(model, ep.ranks(strategy), shards * together)
     refusals.tell()
 
 
@@ -320,17 +322,17 @@ def parallelize(
     sharded_by_fsdp = SHARD in (mesh.device_mesh.mesh_dim_names or ())
     stacks = getattr(model, "stacks", ())
     draws = recipe.draws or getattr(model, "draws", False)
-    if recipe.exact:
+    if exact.used(recipe):
         use_exact_kernels(device)
     by_rows = recipe.optimizer.state_dtype != "fp32"
-    if sharded_by_fsdp or recipe.sharding == "OPTIMIZER_STATE" or by_rows:
+    if sharded_by_fsdp or sharding.zero1(recipe) or by_rows:
         for parameter in model.parameters():  # parts are rows, one after the other in memory
             parameter.data = parameter.data.contiguous()
     keep_weights(model, recipe)
     stages: dict[int, Decoder] = {}
     blocks_of: dict[nn.Module, Sequence[nn.Module]] = {model: blocks}
     costs: list[float] = []
-    if strategy.pp > 1:
+    if pp.ranks(strategy) > 1:
         from trainer.parallel.pipeline import Pipeline, costs_of, stages_of  # others get by without
 
         stages, costs = stages_of(model, mesh, recipe), costs_of(model, recipe)
@@ -340,7 +342,7 @@ def parallelize(
         blocks_of[part] = _apply(part, list(whole), mesh, recipe, dtype)
     file: OffloadFile | None = None
     ties = ties_of(model)
-    if strategy.offload == "nvme" and strategy.offload_directory:
+    if offload.to_disk(strategy) and strategy.offload_directory:
         kept = moments(recipe.optimizer)
         assert kept is not None  # the recipe would have been refused
         nbytes = bytes_needed(model.parameters(), kept)
@@ -352,7 +354,7 @@ def parallelize(
     elif fill:
         # Buffers are computed with where the model computes, whatever becomes of parameters; those
         # that have values keep them.
-        host = torch.device("cpu") if strategy.offload == "cpu" else device
+        host = torch.device("cpu") if offload.to_host(strategy) else device
 
         def materialise(tensor: torch.Tensor) -> torch.Tensor:
             where = host if isinstance(tensor, nn.Parameter) else device
@@ -374,7 +376,7 @@ def parallelize(
         if mesh.data_mesh.size() > 1:
             # Weights of the bundled models are loaded or drawn yet.
             module = apply_ddp(model, mesh.data_mesh, sync=fill is None)
-        if recipe.sharding == "OPTIMIZER_STATE":
+        if sharding.zero1(recipe):
             trained = {name: p for name, p in parameters.items() if p.requires_grad}
             view = ShardedView(trained, mesh.data_mesh)
             optimized = {**parameters, **view.parameters}
@@ -405,8 +407,8 @@ def parallelize(
             for name in replicas.mesh_dim_names or ():
                 broadcast(shared, 0, replicas.get_group(name), device)
 
-    gathers_8_bits = recipe.precision.matmul == "fp8_tensorwise" and strategy.offload == "none"
-    if gathers_8_bits and sharded_by_fsdp:
+    in_8_bits = recipe.precision.matmul == "fp8_tensorwise" and not offload.used(strategy)
+    if in_8_bits and sharded_by_fsdp:
         from trainer.parallel.float8 import gather_in_8_bits  # others get by without
 
         for part in blocks_of:
@@ -423,7 +425,7 @@ def parallelize(
     )  # fmt: skip
 
 
-def _check_blocks(model: nn.Module, kinds: Mapping[str, str], tp: int) -> None:
+def _check_blocks(model: nn.Module, kinds: Mapping[str, str], ranks: int) -> None:
     """Refuse rows that tensor parallelism would cut within blocks of 8-bit state.
 
     Raises:
@@ -431,11 +433,11 @@ def _check_blocks(model: nn.Module, kinds: Mapping[str, str], tp: int) -> None:
     """
     for name, kind in kinds.items():
         columns = getattr(model.get_submodule(name), "in_features", 0)
-        if kind == "row" and columns % BLOCK == 0 and columns // tp % BLOCK:
+        if kind == "row" and columns % BLOCK == 0 and columns // ranks % BLOCK:
             raise RecipeError(
-                f"optimizer.state_dtype: int8 has blocks of {BLOCK} elements, but tp={tp} cuts the "
-                f"{columns} columns of {name} into parts of {columns // tp}; use bf16, or another "
-                "strategy.tp"
+                f"optimizer.state_dtype: int8 has blocks of {BLOCK} elements, but tp={ranks} cuts "
+                f"the {columns} columns of {name} into parts of {columns // ranks}; use bf16, or "
+                "another strategy.tp"
             )
 
 
@@ -445,6 +447,31 @@ def keep_weights(model: nn.Module, recipe: Recipe) -> None:
         for parameter in model.parameters():
             if parameter.dtype == torch.float32:
                 parameter.data = parameter.data.bfloat16()
+
+
+def cut_layers(
+    model: nn.Module, strategy: Strategy, ranks_of: Callable[[str], Any]
+) -> list[nn.Module]:
+    """Have the layers of a model compute together with those of other ranks, in place.
+
+    Args:
+        model: may be on the meta device.
+        strategy: tensor and expert parallelism count.
+        ranks_of: called with the name of a dimension, gives its 1-D mesh.
+
+    Returns the experts that ranks divide. They are units of FSDP by themselves.
+    """
+    experts: list[nn.Module] = []
+    if tp.ranks(strategy) > 1:  # imported only where the recipe uses it
+        from trainer.parallel.tensor import apply_tensor_parallel
+
+        apply_tensor_parallel(model, ranks_of(TENSOR), tp.stream_parts(strategy) > 1)
+    if ep.ranks(strategy) > 1:
+        from trainer.parallel.expert import apply_expert_parallel, stacked_modules
+
+        experts = stacked_modules(model)
+        apply_expert_parallel(model, ranks_of(EXPERT))
+    return experts
 
 
 def _apply(
@@ -462,27 +489,18 @@ def _apply(
         from trainer.parallel.float8 import apply_float8  # others get by without
 
         apply_float8(blocks, recipe.precision.matmul)
-    if strategy.tp > 1:
-        from trainer.parallel.tensor import apply_tensor_parallel  # others get by without
-
-        apply_tensor_parallel(model, mesh.device_mesh[TENSOR], strategy.sequence_parallel)
-    experts: list[nn.Module] = []
-    if mesh.experts:
-        from trainer.parallel.expert import apply_expert_parallel, stacked_modules
-
-        experts = stacked_modules(model)
-        apply_expert_parallel(model, mesh.experts[EXPERT])
+    experts = cut_layers(model, strategy, mesh.dimension)
     # Messages and experts stay outside of what is compiled. Of a block that is recomputed torch
     # compiles all or nothing; so what such a block has is compiled, and what recomputes it is not.
     how: Literal["no", "whole", "pieces"] = "no"
     if strategy.compile:
-        in_pieces = strategy.tp > 1 or strategy.cp > 1 or bool(getattr(model, "stacks", ()))
-        how = "pieces" if in_pieces else "whole"
+        talk = max(tp.ranks(strategy), cp.ranks(strategy)) > 1
+        how = "pieces" if talk or bool(getattr(model, "stacks", ())) else "whole"
     compiled = blocks
     if strategy.activation_checkpointing != "none":
         blocks = apply_activation_checkpointing(
             model, blocks, strategy.activation_checkpointing, how,
-            again=strategy.pp_schedule == "zero_bubble",
+            again=pp.splits_backward(strategy),
             draws=recipe.draws or getattr(model, "draws", False),
         )  # fmt: skip
         compiled = compiled if how == "pieces" else blocks

@@ -32,6 +32,7 @@ from trainer.parallel.mesh import PIPELINE, Mesh
 from trainer.parallel.passes import Compute, Passed, means
 from trainer.parallel.schedules import Action, Order, cut, incoming, schedule
 from trainer.recipe import Recipe, RecipeError
+from trainer.recipe.strategies import pp, tp
 
 if TYPE_CHECKING:
     from trainer.parallel.context import Context
@@ -47,12 +48,11 @@ def runs_of(model: nn.Module, recipe: Recipe) -> list[range]:
     Raises:
         RecipeError: the model cannot be cut into the stages of the recipe.
     """
-    strategy = recipe.strategy
     if not isinstance(model, Decoder) or (model.family.beside_loss and not model.family.statistics):
         name = model.family.model_type if isinstance(model, Decoder) else type(model).__name__
         raise RecipeError(f"strategy.pp: {name} cannot be cut into stages; set strategy.pp=1")
     costs = model.block_costs(recipe.data.seq_len)
-    stages = strategy.pp * strategy.pp_stages_per_rank
+    stages = pp.stages(recipe.strategy)
     if stages > len(costs):
         raise RecipeError(
             f"strategy.pp: {len(costs)} blocks cannot be cut into {stages} stages; lower "
@@ -65,7 +65,7 @@ def stages_of(model: nn.Module, mesh: Mesh, recipe: Recipe) -> dict[int, Decoder
     """This rank's stages by number, in order. Works on the meta device."""
     rank, runs = mesh.device_mesh[PIPELINE].get_local_rank(), runs_of(model, recipe)
     assert isinstance(model, Decoder)  # or it would have been refused
-    return {s: model.part(runs[s]) for s in range(rank, len(runs), recipe.strategy.pp)}
+    return {s: model.part(runs[s]) for s in range(rank, len(runs), pp.ranks(recipe.strategy))}
 
 
 def costs_of(model: nn.Module, recipe: Recipe) -> list[float]:
@@ -115,7 +115,7 @@ class Pipeline:
 
     def join(self, mesh: Mesh) -> None:
         """Send and receive by the groups of `mesh` from now on."""
-        self._links = _Links(mesh, self._recipe.strategy.pp_stages_per_rank > 1)
+        self._links = _Links(mesh, len(self._stages) > 1)
 
     @property
     def counted_elsewhere(self) -> Tensor | None:
@@ -147,9 +147,7 @@ class Pipeline:
             train: whether there is a backward.
         """
         strategy, rank = self._recipe.strategy, self._links.rank
-        orders = schedule(
-            strategy.pp_schedule, strategy.pp, strategy.pp_stages_per_rank, len(inputs)
-        )
+        orders = schedule(*pp.shape(strategy), len(inputs))
         if not train:
             orders = [[action for action in order if action.kind == "F"] for order in orders]
         shapes = [batch["input_ids"].shape for batch in inputs]
@@ -157,7 +155,7 @@ class Pipeline:
         messages = _Messages(
             self._links, orders, lambda action: self._room(action, *shapes[action.micro_batch])
         )
-        top = strategy.pp * strategy.pp_stages_per_rank - 1
+        top = pp.stages(strategy) - 1
         kept: dict[tuple[int, int], tuple[Message, Message]] = {}
         weights: dict[tuple[int, int], Callable[[], None]] = {}
         left = dict.fromkeys(self._stages, len(inputs))
@@ -202,10 +200,9 @@ class Pipeline:
     def _room(self, action: Action, rows: int, length: int) -> Message:
         """Where the message that an action needs is to come: between its stage and the one before
         forward, the one after backward."""
-        strategy, device = self._recipe.strategy, self._links.device
+        device = self._links.device
         tokens = self._context.tokens(length) if self._context else length
-        among = strategy.tp if strategy.sequence_parallel else 1
-        shape = rows, tokens // among, self._width
+        shape = rows, tokens // tp.stream_parts(self._recipe.strategy), self._width
         hidden = torch.empty(shape, dtype=self._dtype, device=device)
         if not (self._family.beside_loss and self._family.statistics):
             return (hidden,)

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -15,10 +15,11 @@ from trainer.models.adapter import LoraLinear, add_adapters
 from trainer.models.nf4 import weights_in
 from trainer.optim.optimizer import StateTensor, state_of
 from trainer.parallel.expert import stacked_modules
-from trainer.parallel.parallelize import keep_weights
-from trainer.recipe import Recipe
+from trainer.parallel.parallelize import cut_layers, keep_weights
+from trainer.recipe import Recipe, Strategy
 from trainer.recipe.factory import refusing
 from trainer.recipe.sections import Adapter, Optimizer
+from trainer.recipe.strategies import ep, only, sizes, tp
 from trainer.tasks.blocks import repeated_blocks
 from trainer.tasks.task import bare_model
 from trainer.tasks.text_model import documents_for
@@ -41,9 +42,9 @@ class Shape:
     """What the optimizer keeps for it."""
     stacked: bool = False
     """Whether its rows are experts."""
-    ep: int = 1
+    divided: int = 1
     """Ranks that have other rows of it each, before any sharding."""
-    tp: int = 1
+    beside: int = 1
     """With that, ranks that compute each layer together, and share it as those of shards do."""
     trained: bool = True
     """Whether it has a gradient; else it is frozen."""
@@ -55,15 +56,15 @@ class Shape:
     @property
     def whole(self) -> int:
         """Elements, once they are gathered."""
-        return -(-self.rows // self.ep) * self.row
+        return -(-self.rows // self.divided) * self.row
 
     def over(self, ranks: int) -> int:
         """Ranks over which FSDP cuts it, where it cuts others over `ranks`."""
-        return max(1, ranks * self.tp // self.ep)
+        return max(1, ranks * self.beside // self.divided)
 
     def sharded(self, ranks: int) -> int:
         """Elements of the first rank's slice, which no other's exceeds."""
-        return -(-self.rows // (self.ep * self.over(ranks))) * self.row
+        return -(-self.rows // (self.divided * self.over(ranks))) * self.row
 
     def gathered(self, ranks: int) -> int:
         """Elements of all slices that a rank gathers."""
@@ -193,44 +194,47 @@ class Stage:
     """The embedding, if another stage has it, too."""
 
 
-def stage_of(blueprint: Blueprint, blocks: range, tp: int, ep: int = 1) -> Stage:
-    """The stage with some of the blocks, on one of `tp` ranks, with experts of one of `ep`.
+def stage_of(blueprint: Blueprint, blocks: range, cut: Strategy) -> Stage:
+    """The stage with some of the blocks, on one of the ranks that compute it together.
 
     Raises:
         RecipeError: the model cannot be cut so.
     """
     first, last = blocks.start == 0, blocks.stop == blueprint.block_count
-    return _stage_of(blueprint, first, last, len(blocks), tp, ep)
+    return _stage_of(blueprint, first, last, len(blocks), only(cut, tp), ep.ranks(cut))
 
 
 @cache
 def _stage_of(
-    blueprint: Blueprint, first: bool, last: bool, blocks: int, tp: int, ep: int
+    blueprint: Blueprint, first: bool, last: bool, blocks: int, cut: Strategy, apart: int
 ) -> Stage:
-    if first and last and tp == 1:
-        return Stage(True, True, blocks, _divided(blueprint.units, ep, tp))
-    whole = _divided(_units_of_part(blueprint, True, True, tp), ep, tp)
+    together = tp.ranks(cut)
+    if first and last and together == 1:
+        return Stage(True, True, blocks, _divided(blueprint.units, apart, together))
+    whole = _divided(_units_of_part(blueprint, True, True, cut), apart, together)
     if not isinstance(blueprint.traced, Decoder):
         return Stage(first, last, blocks, whole)
-    rest = _units_of_part(blueprint, first, last, tp)[0]
+    rest = _units_of_part(blueprint, first, last, cut)[0]
     tied: tuple[Shape, ...] = ()
     if first != last and blueprint.traced.model.architecture.tie_word_embeddings:
-        tied = _units_of_part(blueprint, True, False, tp)[0]
+        tied = _units_of_part(blueprint, True, False, cut)[0]
     return Stage(first, last, blocks, (rest, *[whole[1]] * blocks), tied)
 
 
-def _divided(units: Units, ep: int, tp: int) -> Units:
-    """With experts on some ranks each, if `ep` is more than one."""
-    if ep == 1:
+def _divided(units: Units, apart: int, together: int) -> Units:
+    """With experts on some ranks each, if `apart` is more than one."""
+    if apart == 1:
         return units
     return tuple(
-        tuple(dataclasses.replace(s, ep=ep, tp=tp) if s.stacked else s for s in unit)
+        tuple(
+            dataclasses.replace(s, divided=apart, beside=together) if s.stacked else s for s in unit
+        )
         for unit in units
     )
 
 
 @cache
-def _units_of_part(blueprint: Blueprint, first: bool, last: bool, tp: int) -> Units:
+def _units_of_part(blueprint: Blueprint, first: bool, last: bool, cut: Strategy) -> Units:
     """Units of the traced blocks, and what is below the first or above the last one."""
     part = blueprint.traced
     if first and last:
@@ -240,13 +244,11 @@ def _units_of_part(blueprint: Blueprint, first: bool, last: bool, tp: int) -> Un
         if not (first or last):
             return ((),)
         part = part.part(range(0 if first else 1, depth if last else 1))
-    if tp > 1:
-        from trainer.parallel.tensor import apply_tensor_parallel  # others get by without
-        from trainer.plan.ranks import Ranks, imagined_ranks
+    if tp.ranks(cut) > 1:
+        from trainer.plan.ranks import Ranks, imagined_ranks  # imports every strategy
 
-        ranks: Any = Ranks(tp)
         with imagined_ranks(lambda *_: None, None, None):
-            apply_tensor_parallel(part, ranks, False)
+            cut_layers(part, cut, lambda name: Ranks(sizes(cut)[name]))
     return _units(part, repeated_blocks(part), blueprint.optimizer)
 
 
@@ -287,6 +289,6 @@ def counted(stages: Sequence[Stage]) -> list[tuple[tuple[Shape, ...], int]]:
 
 def parts_of(unit: Sequence[Shape]) -> list[list[Shape]]:
     """What FSDP gathers and reduces apart: of a block its experts, where ranks have other ones."""
-    experts = [shape for shape in unit if shape.ep > 1]
-    rest = [shape for shape in unit if shape.ep == 1]
+    experts = [shape for shape in unit if shape.divided > 1]
+    rest = [shape for shape in unit if shape.divided == 1]
     return [part for part in (rest, experts) if part]

@@ -1,22 +1,21 @@
 """How a recipe lies over ranks."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from elastic.group.batch_plan import plan_batch
 from trainer.parallel.fsdp import gathers_ahead_on_cpu
-from trainer.parallel.mesh import is_sharded_by_fsdp, mesh_shape
-from trainer.recipe import Recipe, RecipeError
+from trainer.parallel.mesh import REPLICATE, SHARD, Group, groups_of, is_sharded_by_fsdp
+from trainer.recipe import Recipe
+from trainer.recipe.strategies.exact import batch_plan
 
 
 @dataclass(frozen=True)
 class Layout:
     """How a recipe lies over ranks."""
 
-    replicas: int
-    """Groups of ranks that hold the same."""
-    shards: int
-    """Ranks of such a group."""
+    groups: Mapping[str, Group]
+    """As `groups_of` the mesh."""
     by_fsdp: bool
     """Whether FSDP holds the parameters, or else DDP, perhaps with ZeRO-1."""
     gathers_ahead: bool
@@ -28,6 +27,16 @@ class Layout:
     micro_batch: int
     """Sequences of the largest pass."""
 
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same."""
+        return self.groups[REPLICATE].size
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which FSDP cuts what each of them would hold."""
+        return self.groups[SHARD].size
+
 
 def layout_of(
     recipe: Recipe, world_size: int, local_world_size: int, device: Literal["cpu", "cuda"]
@@ -37,16 +46,11 @@ def layout_of(
     Raises:
         RecipeError: it cannot.
     """
-    strategy, batch = recipe.strategy, recipe.batch
-    replicas, shards = mesh_shape(recipe, world_size, local_world_size)
-    shares = world_size // strategy.together
-    try:
-        plan = plan_batch(batch.global_batch, shares, recipe.micro_batch, fixed=recipe.exact)
-    except ValueError as error:
-        raise RecipeError(f"batch.global_batch: {error}") from error
+    strategy = recipe.strategy
+    groups = groups_of(recipe, world_size, local_world_size)
+    plan = batch_plan(recipe, world_size // strategy.together)
     return Layout(
-        replicas=replicas,
-        shards=shards,
+        groups=groups,
         by_fsdp=is_sharded_by_fsdp(recipe, world_size),
         gathers_ahead=gathers_ahead_on_cpu(recipe, device),
         passes=plan.passes,

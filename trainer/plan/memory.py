@@ -13,6 +13,7 @@ from trainer.plan.layout import Layout
 from trainer.plan.moments import Held, Moment, Pass, Unsharded, ddp_moments, gather_bytes
 from trainer.plan.tape import Trace
 from trainer.recipe import Recipe
+from trainer.recipe.strategies import offload, sharding
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ def memory_of(
         sum(count * bytes_of(of(unit), layout.shards) for unit, count in units)
         for of in (list, trained_of)
     )
-    to_disk = recipe.strategy.offload == "nvme"
-    to_host = recipe.strategy.offload == "cpu" and device != "cpu"
+    to_disk = offload.to_disk(recipe.strategy)
+    to_host = offload.to_host(recipe.strategy) and device != "cpu"
     offloaded = to_disk or to_host
     state = _state_bytes(units, layout.shards)
     rounding = 0
@@ -108,7 +109,7 @@ def memory_of(
     else:
         parameters, gradients = whole, whole_trained
         gathered = 0
-        if recipe.sharding == "OPTIMIZER_STATE":
+        if sharding.zero1(recipe):
             state = _state_bytes(units, layout.replicas)
             gathered = gather_bytes(trained_of(shapes), layout.replicas)
         moments = ddp_moments(stages[0], layout, traces[0], max(gathered, rounding))

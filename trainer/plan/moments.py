@@ -62,6 +62,7 @@ from trainer.plan.blueprint import (
 from trainer.plan.layout import Layout
 from trainer.plan.tape import Trace
 from trainer.recipe import Recipe
+from trainer.recipe.strategies import exact
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,8 @@ class Resting(NamedTuple):
 
 def adds_gradients(recipe: Recipe, layout: Layout) -> bool:
     """Whether FSDP adds each gradient to that of passes before, once it is there: in fp32."""
-    same = DTYPES[recipe.precision.dtype].itemsize == _reduced_size(recipe)
+    same = DTYPES[recipe.precision.dtype].itemsize == exact.reduced_bytes(recipe)
     return same and layout.passes > 1 and not recipe.strategy.reduce_every_pass
-
-
-def _reduced_size(recipe: Recipe) -> int:
-    return 8 if recipe.exact else 4
 
 
 class Held:
@@ -118,10 +115,10 @@ class Held:
         self.trace = trace
         self._stage, self._layout, self._units = stage, layout, stage.units
         self._compute = DTYPES[recipe.precision.dtype].itemsize
-        self._reduced = _reduced_size(recipe)
+        self._reduced = exact.reduced_bytes(recipe)
         self._every_pass = recipe.strategy.reduce_every_pass
         self._free = recipe.gathers_twice
-        in_float32 = recipe.precision.master == "fp32" and not recipe.exact
+        in_float32 = recipe.precision.master == "fp32" and not exact.used(recipe)
         self._in_place = in_float32 and not offloaded
         """What is all-reduced is the gradient itself."""
         blocks = dict.fromkeys(stage.units[1:])  # most are alike
@@ -129,7 +126,7 @@ class Held:
         self._block = max((self._padded(unit) for unit in blocks), default=0)
         # Experts are reduced before the rest of their block, and gathered while what follows is
         # not.
-        whole = [part for part in self._parts if part[0].ep == 1]
+        whole = [part for part in self._parts if part[0].divided == 1]
         self._buffer = max(map(self._buffer_of, whole), default=0)
         self._flat = max(map(self._flat_of, whole), default=0)
         self._flats = max(map(self._flat_of, self._parts), default=0)

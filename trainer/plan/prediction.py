@@ -23,10 +23,11 @@ from trainer.plan.memory import Memory, memory_of, messages_beside
 from trainer.plan.moments import adds_gradients
 from trainer.plan.tape import Trace
 from trainer.plan.times import Pieces, Times, simulated, times_of
-from trainer.plan.trace import USUAL_GPU, Cut, trace
+from trainer.plan.trace import USUAL_GPU, trace
 from trainer.plan.traffic import messages_of, tied_gradients_of, traffic_of
 from trainer.recipe import Recipe, Strategy
 from trainer.recipe.sections import PipelineSchedule
+from trainer.recipe.strategies import MODEL_PARALLEL, WITHIN_PASS, only, pp
 
 HOW = {
     "shapes": (
@@ -118,7 +119,7 @@ def predict(
         auto: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
         device = auto if recipe.run.device == "auto" else recipe.run.device
     strategy, layout = recipe.strategy, layout_of(recipe, world_size, local_world_size, device)
-    runs = _runs(blueprint, _parallel_part(strategy), layout.shards)
+    runs = _runs(blueprint, only(strategy, *MODEL_PARALLEL), layout.shards)
     if gpu_memory is None:
         here = device == "cuda" and not machine and torch.cuda.is_available()
         usual = torch.cuda.get_device_properties(0).total_memory if here else USUAL_GPU
@@ -137,15 +138,13 @@ def predict(
             else world_size == layout.passes == 1
         ),
     )
-    orders, arrangement, messages = _orders(
-        strategy.pp_schedule, strategy.pp, strategy.pp_stages_per_rank, layout.passes
-    )
+    orders, arrangement, messages = _orders(*pp.shape(strategy), layout.passes)
     pieces = _pieces(blueprint, recipe, layout, runs, orders, traced)
-    ranks = [pieces.of_rank(rank) for rank in range(strategy.pp)]
+    ranks = [pieces.of_rank(rank) for rank in range(pp.ranks(strategy))]
     memory = _memory(ranks, orders, messages, recipe, layout, device, blueprint)
     on_host = memory.host + (memory.peak if device == "cpu" else 0)
     of_node = _of_node(recipe, blueprint, world_size, local_world_size, on_host, memory.disk)
-    simulation = simulated(pieces, arrangement, recipe, layout, machine) if arrangement else None
+    simulation = simulated(pieces, arrangement, layout, machine) if arrangement else None
     seconds = {}
     if machine:
         times = times_of(pieces, recipe, layout, machine, simulation)
@@ -159,18 +158,10 @@ def predict(
         micro_batch=layout.micro_batch,
         communication_bytes=max(_sent(*rank, recipe, layout) for rank in ranks),
         bubble=simulation.bubble if simulation else 0.0,
-        bubble_formula=bubble_formula(
-            strategy.pp_schedule, strategy.pp, strategy.pp_stages_per_rank, layout.passes
-        ),
+        bubble_formula=bubble_formula(*pp.shape(strategy), layout.passes),
         **of_node,
         **seconds,
     )
-
-
-def _parallel_part(strategy: Strategy) -> Strategy:
-    """What says how ranks compute together."""
-    keys = "tp", "sequence_parallel", "pp", "pp_schedule", "pp_stages_per_rank", "cp", "ep"
-    return Strategy(**{key: getattr(strategy, key) for key in keys})
 
 
 @cache
@@ -178,7 +169,7 @@ def _runs(blueprint: Blueprint, strategy: Strategy, shards: int) -> tuple[range,
     """The blocks of each stage, if the model can be cut so."""
     recipe = dataclasses.replace(blueprint.recipe, strategy=strategy)
     check_parallel(recipe, blueprint.model, shards)
-    if strategy.pp == 1:
+    if pp.ranks(strategy) == 1:
         return (range(blueprint.block_count),)
     from trainer.parallel.pipeline import runs_of  # others get by without
 
@@ -207,15 +198,16 @@ def _pieces(
 ) -> Pieces:
     """What each stage computes; `traced` gives a trace, told what is not the layout's."""
     strategy = recipe.strategy
-    stages = [stage_of(blueprint, run, strategy.tp, strategy.ep) for run in runs]
+    cut = only(strategy, *WITHIN_PASS)
+    stages = [stage_of(blueprint, run, cut) for run in runs]
     traces = {
         stage: traced(
             recompute=strategy.activation_checkpointing,
             dtype=DTYPES[recipe.precision.dtype],
             autocast=not layout.by_fsdp,
-            cut=Cut(strategy.tp, strategy.sequence_parallel, strategy.cp, strategy.ep),
+            cut=cut,
             stage=stage,
-            in_two=strategy.pp_schedule == "zero_bubble",
+            in_two=pp.splits_backward(strategy),
             compiled=strategy.compile,
         )
         for stage in dict.fromkeys(stages)
@@ -297,7 +289,8 @@ def _sent(
 ) -> float:
     """Bytes that a rank sends in a step."""
     shared = sum(c.sent for c in traffic_of(stages, recipe, layout).all)
-    messages = messages_of(stages, traces, recipe, layout).sent
-    tied = tied_gradients_of(stages, recipe, layout).sent
-    together = sum(half.tp + half.cp + half.ep for trace in traces for half in trace.sent)
+    messages = messages_of(stages, traces, layout).sent
+    tied = tied_gradients_of(stages, layout).sent
+    halves = (half for trace in traces for half in trace.sent)
+    together = sum(half.layers + half.ring + half.experts for half in halves)
     return shared + layout.passes * together + messages + tied

@@ -18,8 +18,8 @@ from trainer.parallel import context, expert, tensor
 from trainer.plan.kernels import loss_of_gpu
 
 Note = Callable[..., None]
-"""Called with whom a rank sends to ("tp", "cp" or "ep"), how many bytes, and in how many rounds of
-a ring, if not in one."""
+"""Called with whom a rank sends to (see `Sent`), how many bytes, and in how many rounds of a ring,
+if not in one."""
 
 
 class Ranks:
@@ -71,13 +71,13 @@ def imagined_ranks(
         return whole.chunk(mesh.count, cut.dim)[0].clone() if isinstance(cut, Shard) else whole
 
     def gather(parts: Tensor, mine: Tensor, group: Ranks) -> None:
-        note("tp", parts.nbytes - mine.nbytes)
+        note("layers", parts.nbytes - mine.nbytes)
 
     def reduce_scatter(mine: Tensor, parts: Tensor, group: Ranks) -> None:
-        note("tp", parts.nbytes - mine.nbytes)
+        note("layers", parts.nbytes - mine.nbytes)
 
     def pass_on(x: Tensor, tokens: int, tag: int) -> Callable[[], Tensor]:
-        note("cp", x.nbytes)
+        note("ring", x.nbytes)
         coming = x.new_empty((2, tokens, *x.shape[2:]))
         return lambda: (x, coming)[1]  # x is read from until then
 
@@ -86,7 +86,7 @@ def imagined_ranks(
         return share, share
 
     def to_experts(x: Tensor, _sent: Any, received: list[int], group: Ranks) -> Tensor:
-        note("ep", x.nbytes * (group.count - 1) / group.count)
+        note("experts", x.nbytes * (group.count - 1) / group.count)
         return x.new_empty((sum(received), *x.shape[1:]))
 
     divided = patch.multiple(
@@ -123,7 +123,7 @@ def _silent(note: Note) -> SimpleNamespace:
 
     def all_reduce(x: Tensor, _op: Any = None, group: Ranks | None = None) -> None:
         if group:
-            note("tp", 2 * x.nbytes * (group.count - 1) / group.count, 2)
+            note("layers", 2 * x.nbytes * (group.count - 1) / group.count, 2)
 
     return SimpleNamespace(
         ReduceOp=dist.ReduceOp,

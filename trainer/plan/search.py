@@ -15,7 +15,7 @@ from trainer.plan.costs import PEAK_SHARE, Machine
 from trainer.plan.prediction import Prediction, predict
 from trainer.plan.trace import Recompute
 from trainer.plan.traffic import Collective
-from trainer.recipe import Recipe, RecipeError, Strategy
+from trainer.recipe import Recipe, RecipeError, Strategy, strategies
 from trainer.recipe.rules import contradictions
 
 ROOM = 0.1
@@ -248,10 +248,11 @@ def _experts_apart(machine: Machine, blueprint: Blueprint) -> int:
 
 def _name(strategy: Strategy) -> str:
     """TP8 PP16x2: eight ranks for each layer, sixteen with two stages each."""
-    parts = [f"{key.upper()}{n}" for key in ("tp", "cp", "ep") if (n := getattr(strategy, key)) > 1]
-    if strategy.pp > 1:
-        of_rank = strategy.pp_stages_per_rank
-        parts.append(f"PP{strategy.pp}" + (f"x{of_rank}" if of_rank > 1 else ""))
+    ranks = strategies.sizes(strategy)
+    parts = [f"{key.upper()}{n}" for key, n in ranks.items() if n > 1 and key != "pp"]
+    if ranks["pp"] > 1:
+        *_, of_each = strategies.pp.shape(strategy)
+        parts.append(f"PP{ranks['pp']}" + (f"x{of_each}" if of_each > 1 else ""))
     return " ".join(parts)
 
 
@@ -263,23 +264,24 @@ def _least_seconds(
     tokens = recipe.batch.global_batch * recipe.data.seq_len
     speed = machine.peak_flops * PEAK_SHARE * machine.world_size
     again = 4 / 3 if strategy.activation_checkpointing == "full" else 1.0  # forward is a third
-    together = strategy.tp * strategy.pp
-    shards = machine.world_size // together
-    passes = -(-recipe.batch.global_batch * strategy.cp // shards)
-    bubble = bubble_formula(strategy.pp_schedule, strategy.pp, strategy.pp_stages_per_rank, passes)
+    cut, stride = strategies.cut_ranks(strategy), strategies.tp.ranks(strategy)
+    shards = machine.world_size // cut
+    passes = -(-recipe.batch.global_batch * strategies.cp.ranks(strategy) // shards)
+    bubble = bubble_formula(*strategies.pp.shape(strategy), passes)
     computing = again * blueprint.flops_per_token * tokens / speed / (1 - bubble)
     if strategy.name == "ddp":
         return computing
-    gathers = passes / max(MICRO_BATCHES) * (1 if strategy.sharding == "SHARD_GRAD_OP" else 2)
-    if strategy.sharding == "HYBRID_SHARD":
-        shards = machine.gpus_per_node // strategy.tp
+    changed = dataclasses.replace(recipe, strategy=strategy)
+    gathers = passes / max(MICRO_BATCHES) * (2 if changed.gathers_twice else 1)
+    shards = strategies.sharding.group(changed, shards, machine.gpus_per_node // stride)
+    apart = strategies.ep.ranks(strategy)
     gathered = sum(
-        shape.rows * shape.row * shape.size_as(2) / (strategy.ep if shape.stacked else 1)
+        shape.rows * shape.row * shape.size_as(2) / (apart if shape.stacked else 1)
         for unit in blueprint.units
         for shape in unit
     )
-    payload = gathers * gathered / together
-    return max(computing, Collective(int(payload), 1, shards, strategy.tp).seconds(machine))
+    payload = gathers * gathered / cut
+    return max(computing, Collective(int(payload), 1, shards, stride).seconds(machine))
 
 
 def _of_layout(
@@ -348,9 +350,9 @@ def largest_micro_batch(
         needed = prediction.node_memory if device == "cpu" else prediction.peak
         return needed > (1 - ROOM) * memory
 
-    sizes, pp = _micro_batches(recipe, world_size), recipe.strategy.pp
-    if pp > 1:
-        sizes = [n for n in sizes if n == 1 or sizes[-1] / n >= PASSES_PER_RANK * pp]
+    sizes, ranks = _micro_batches(recipe, world_size), strategies.pp.ranks(recipe.strategy)
+    if ranks > 1:
+        sizes = [n for n in sizes if n == 1 or sizes[-1] / n >= PASSES_PER_RANK * ranks]
     return sizes[max(0, bisect_left(sizes, True, key=too_large) - 1)]
 
 
@@ -368,7 +370,7 @@ def _shardings(
 ) -> Iterator[tuple[str, Strategy]]:
     plain = _plain(recipe)
     yield "DDP", dataclasses.replace(plain, name="ddp")
-    if not recipe.exact:
+    if not strategies.exact.used(recipe):
         yield "ZeRO-1", dataclasses.replace(plain, sharding="OPTIMIZER_STATE")
     two = dataclasses.replace(plain, sharding="SHARD_GRAD_OP")
     three = dataclasses.replace(plain, sharding="FULL_SHARD")
@@ -380,8 +382,8 @@ def _shardings(
         yield "ZeRO-3", dataclasses.replace(three, ep=ep)
     shard_size = recipe.strategy.shard_size
     hybrid = dataclasses.replace(plain, sharding="HYBRID_SHARD", shard_size=shard_size)
-    tp, pp = plain.tp, plain.pp
-    size, ranks = shard_size or machine.gpus_per_node // tp, machine.world_size // (tp * pp)
+    size = shard_size or machine.gpus_per_node // strategies.tp.ranks(plain)
+    ranks = machine.world_size // strategies.cut_ranks(plain)
     has_hybrid = 0 < size < ranks and ranks % size == 0
     if has_hybrid:
         yield "hybrid", hybrid
@@ -400,7 +402,7 @@ def _refused(recipe: Recipe) -> bool:
     """Whether its strategy does not go with the model parallelism or the formats that it has. What
     else a recipe contradicts itself in was told when it was read."""
     strategy = recipe.strategy
-    if strategy.ep > 1:  # it goes with few other keys, too
+    if strategies.ep.ranks(strategy) > 1:  # it goes with few other keys, too
         return any(contradictions(recipe))
     narrow = recipe.precision.master != "fp32" or recipe.optimizer.state_dtype != "fp32"
     return (strategy.together > 1 or narrow) and any(
@@ -410,8 +412,8 @@ def _refused(recipe: Recipe) -> bool:
 
 def _plain(recipe: Recipe) -> Strategy:
     """Nothing but what every candidate has in common."""
-    common = ("tp", "sequence_parallel", "pp", "pp_schedule", "pp_stages_per_rank", "cp", "compile")
-    return Strategy(**{key: getattr(recipe.strategy, key) for key in common})
+    parallel = strategies.only(recipe.strategy, strategies.tp, strategies.pp, strategies.cp)
+    return dataclasses.replace(parallel, compile=recipe.strategy.compile)
 
 
 def _dp_size(recipe: Recipe, world_size: int) -> int:
@@ -422,7 +424,7 @@ def _dp_size(recipe: Recipe, world_size: int) -> int:
 def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
     """Powers of two, and all that a rank has to do."""
     per_rank = max(1, -(-recipe.batch.global_batch // _dp_size(recipe, world_size)))
-    if recipe.exact:  # what counts as a micro-batch is part of such a run
+    if strategies.exact.used(recipe):  # what counts as a micro-batch is part of such a run
         return [recipe.micro_batch]
     return sorted({per_rank, *(1 << n for n in range(per_rank.bit_length()))})
 
@@ -432,9 +434,9 @@ def _reductions(
 ) -> list[Strategy]:
     """Gradients may be reduced after every pass, if there are several."""
     several = micro_batch * _dp_size(recipe, world_size) < recipe.batch.global_batch
-    by_fsdp = strategy.name == "fsdp" and strategy.sharding != "OPTIMIZER_STATE"
-    in_float32 = not recipe.exact and recipe.precision.master == "fp32"
-    if several and by_fsdp and in_float32 and strategy.pp_schedule != "zero_bubble":
+    by_fsdp = strategies.sharding.by_fsdp(dataclasses.replace(recipe, strategy=strategy))
+    in_float32 = not strategies.exact.used(recipe) and recipe.precision.master == "fp32"
+    if several and by_fsdp and in_float32 and not strategies.pp.splits_backward(strategy):
         return [strategy, dataclasses.replace(strategy, reduce_every_pass=True)]
     return [strategy]
 
@@ -453,7 +455,8 @@ def _order(candidate: Candidate) -> tuple[float, int]:
 
 
 def _best_on_gpus(candidates: list[Candidate], machine: Machine) -> Candidate | None:
-    return _best([c for c in candidates if c.recipe.strategy.offload == "none"], machine)
+    on_gpus = [c for c in candidates if not strategies.offload.used(c.recipe.strategy)]
+    return _best(on_gpus, machine)
 
 
 def _best(candidates: list[Candidate], machine: Machine) -> Candidate | None:

@@ -16,17 +16,19 @@ from trainer.plan.work import Fused, Kernel, Work, is_kernel, kernel_of
 
 
 class Sent(NamedTuple):
-    """Bytes that a rank sends in rings, or of rows to the ranks of their experts (ep), in how many
-    calls, and what hides them."""
+    """Bytes that a rank sends while it computes, in how many calls, and what hides them."""
 
-    tp: float = 0.0
-    cp: float = 0.0
-    ep: float = 0.0
-    tp_calls: float = 0.0
-    cp_calls: float = 0.0
-    ep_calls: float = 0.0
+    layers: float = 0.0
+    """To the ranks that compute each layer together, in collectives."""
+    ring: float = 0.0
+    """To the next rank of a ring."""
+    experts: float = 0.0
+    """To the ranks of the experts that its rows go to."""
+    layers_calls: float = 0.0
+    ring_calls: float = 0.0
+    experts_calls: float = 0.0
     attention: float = 0.0
-    """Operations of attention, beside which those of cp travel."""
+    """Operations of attention, beside which messages of a ring travel."""
 
 
 @dataclass(frozen=True)

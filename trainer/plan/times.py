@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from trainer.parallel.mesh import EXPERT, PIPELINE, TENSOR
 from trainer.parallel.schedules import Arrangement, Kind, Order, Simulation, simulate
 from trainer.plan.blueprint import Stage, bytes_of, counted
 from trainer.plan.costs import (
@@ -33,6 +34,7 @@ from trainer.plan.traffic import (
 )
 from trainer.plan.work import Work
 from trainer.recipe import Recipe
+from trainer.recipe.strategies import offload, sharding
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def times_of(
         return each[0]
     slowest = max(each, key=lambda times: times.step)
     within = layout.passes * max(
-        sum(sum(_together_seconds(trace, recipe, machine)) for trace in pieces.of_rank(rank)[1])
+        sum(sum(_together_seconds(trace, layout, machine)) for trace in pieces.of_rank(rank)[1])
         for rank in ranks
     )
     busy = slowest.compute + within
@@ -129,7 +131,7 @@ def _times_of_rank(
     def waits(times: int, moved: float, moving: float, computing: float) -> float:
         """What so many halves of passes wait for, each with so much moved by collectives, and so
         much in all."""
-        if recipe.strategy.offload != "none" and layout.shards == 1:
+        if offload.used(recipe.strategy) and layout.shards == 1:
             return times * moving  # FSDP's all-gather is a copy then, before what computes with it
         if not moving:
             return 0.0
@@ -143,12 +145,13 @@ def _times_of_rank(
     exposed += waits(layout.passes - layout.reductions, second, second + up, backward)
     moved = second + third
     exposed += waits(layout.reductions, moved, moved + up + share, backward)
-    messages = messages_of(stages, traces, recipe, layout)
-    tied = tied_gradients_of(stages, recipe, layout)
+    messages = messages_of(stages, traces, layout)
+    tied = tied_gradients_of(stages, layout)
     crossing = sum(c.seconds(machine) for c in (*traffic.all, messages, tied) if c.crosses(machine))
+    apart = layout.groups[EXPERT].size
     for half in (half for trace in traces for half in trace.sent):
-        crossing += layout.passes * exchange_seconds(half.ep, recipe.strategy.ep, machine)[1]
-    together = layout.passes * sum(sum(_together_seconds(t, recipe, machine)) for t in traces)
+        crossing += layout.passes * exchange_seconds(half.experts, apart, machine)[1]
+    together = layout.passes * sum(sum(_together_seconds(t, layout, machine)) for t in traces)
     after = tied.seconds(machine)  # after the last backward pass, before the norm
     shared = gathered + again + reduced + late
     return Times(
@@ -156,7 +159,7 @@ def _times_of_rank(
         update=update,
         transfers=transfers,
         communication=shared
-        + layout.passes * sum(sum(_sent_seconds(t, recipe, machine)) for t in traces)
+        + layout.passes * sum(sum(_sent_seconds(t, layout, machine)) for t in traces)
         + messages.seconds(machine)
         + after,
         network=crossing,
@@ -168,7 +171,7 @@ def _offload(
     stages: Sequence[Stage], recipe: Recipe, layout: Layout, machine: Machine
 ) -> tuple[float, float]:
     """Seconds of transfers between host and device in a step, and of the update."""
-    cut = layout.replicas if recipe.sharding == "OPTIMIZER_STATE" else layout.shards
+    cut = layout.replicas if sharding.zero1(recipe) else layout.shards
     owned, units = elements(stages, cut), counted(stages)
     state = sum(count * sum(shape.moment_bytes(cut) for shape in unit) for unit, count in units)
     rounding = ROUNDING_TRAFFIC[recipe.optimizer.state_dtype]
@@ -176,7 +179,7 @@ def _offload(
         rounding = max(rounding, ROUNDING_TRAFFIC["bf16"])
     traffic = (UPDATE_TRAFFIC + rounding) * owned + 2 * state
     on_disk = UPDATE_ON_DISK * owned + 2 * state
-    if recipe.strategy.offload == "none":
+    if not offload.used(recipe.strategy):
         return 0.0, traffic / (machine.gpu.bandwidth * BANDWIDTH_SHARE)
     sums = ADDITION_TRAFFIC * (layout.reductions - 1) * owned
     update = (traffic + sums) * machine.gpus_per_node / HOST_BANDWIDTH
@@ -186,7 +189,7 @@ def _offload(
     itemsize = 4 if recipe.precision.master == "fp32" else 2
     moved = gathers * held + itemsize * owned * layout.reductions  # shards, and their gradients
     transfers = moved / machine.gpu.pcie
-    if recipe.strategy.offload == "nvme":  # as if memory kept no page of the files
+    if offload.to_disk(recipe.strategy):  # as if memory kept no page of the files
         from_disk = moved * machine.gpus_per_node / DISK_BANDWIDTH
         transfers = max(transfers / PAGEABLE_SHARE, from_disk)
         update = max(update, on_disk * machine.gpus_per_node / DISK_BANDWIDTH)
@@ -207,34 +210,37 @@ def exchange_seconds(nbytes: float, ranks: int, machine: Machine) -> tuple[float
     return (nbytes - across) / _link(machine), across / network
 
 
-def _together_seconds(trace: Trace, recipe: Recipe, machine: Machine) -> tuple[float, float]:
+def _together_seconds(trace: Trace, layout: Layout, machine: Machine) -> tuple[float, float]:
     """What tensor, context and expert parallelism wait for in a pass: forward, backward."""
     attending = (
         half.attention / (machine.peak_flops * machine.gpu.attention) for half in trace.sent
     )
     forward, backward = (
-        tp + ep + max(0.0, cp - hidden)
-        for (tp, cp, ep), hidden in zip(_sent(trace, recipe, machine), attending, strict=True)
+        layers + experts + max(0.0, ring - hidden)
+        for (layers, ring, experts), hidden in zip(
+            _sent(trace, layout, machine), attending, strict=True
+        )
     )
     return forward, backward
 
 
-def _sent_seconds(trace: Trace, recipe: Recipe, machine: Machine) -> tuple[float, float]:
+def _sent_seconds(trace: Trace, layout: Layout, machine: Machine) -> tuple[float, float]:
     """Seconds of what forward and backward passes send, where nothing overlaps."""
-    forward, backward = map(sum, _sent(trace, recipe, machine))
+    forward, backward = map(sum, _sent(trace, layout, machine))
     return forward, backward
 
 
-def _sent(trace: Trace, recipe: Recipe, machine: Machine) -> list[tuple[float, float, float]]:
+def _sent(trace: Trace, layout: Layout, machine: Machine) -> list[tuple[float, float, float]]:
     """Seconds that tensor, context and expert parallelism send, in each half of a pass. Each call
     of the first is a ring of all its ranks; messages of the others go one step."""
-    tp, ep = recipe.strategy.tp, recipe.strategy.ep
-    step = machine.call + (machine.hop if ep <= machine.gpus_per_node else machine.hop_between)
+    hops, apart = layout.groups[TENSOR].size - 1, layout.groups[EXPERT].size
+    step = machine.call + (machine.hop if apart <= machine.gpus_per_node else machine.hop_between)
+    link = _link(machine)
     return [
         (
-            half.tp_calls * (machine.call + (tp - 1) * machine.hop) + half.tp / _link(machine),
-            half.cp_calls * (machine.call + machine.hop) + half.cp / _link(machine),
-            half.ep_calls * step + max(exchange_seconds(half.ep, ep, machine)),
+            half.layers_calls * (machine.call + hops * machine.hop) + half.layers / link,
+            half.ring_calls * (machine.call + machine.hop) + half.ring / link,
+            half.experts_calls * step + max(exchange_seconds(half.experts, apart, machine)),
         )
         for half in trace.sent
     ]
@@ -243,7 +249,6 @@ def _sent(trace: Trace, recipe: Recipe, machine: Machine) -> list[tuple[float, f
 def simulated(
     pieces: Pieces,
     arrangement: Arrangement,
-    recipe: Recipe,
     layout: Layout,
     machine: Machine | None,
 ) -> Simulation:
@@ -256,7 +261,7 @@ def simulated(
         works = trace.forward, trace.backward, trace.weights
         if machine:
             forward, backward, weights = (work_seconds(w, machine) for w in works)
-            waits = _together_seconds(trace, recipe, machine)
+            waits = _together_seconds(trace, layout, machine)
         else:
             forward, backward, weights = (sum(w.operations for w in work) for work in works)
             waits = 0.0, 0.0
@@ -268,8 +273,8 @@ def simulated(
         }
     message = 0.0
     if machine:
-        apart = recipe.strategy.tp * layout.shards
-        message = Collective(pieces.traces[0].hidden, 2, 2, apart).seconds(machine)
+        stride = layout.groups[PIPELINE].stride
+        message = Collective(pieces.traces[0].hidden, 2, 2, stride).seconds(machine)
     stages = [costs[id(trace)] for trace in pieces.traces]
     return simulate(arrangement, stages=stages, message=message)
 

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -18,10 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trainer.data.documents import room_for_documents
 from trainer.models.decoder import Decoder
 from trainer.parallel.activations import apply_activation_checkpointing
+from trainer.parallel.parallelize import cut_layers
 from trainer.plan.blueprint import Blueprint, Stage
 from trainer.plan.kernels import cuda_kernels
 from trainer.plan.tape import Tape, Trace
-from trainer.recipe import RecipeError
+from trainer.recipe import RecipeError, Strategy, strategies
 from trainer.tasks.blocks import repeated_blocks
 
 USUAL_GPU = 80e9
@@ -30,17 +31,8 @@ USUAL_GPU = 80e9
 Recompute: TypeAlias = Literal["none", "full", "selective"]
 
 
-class Cut(NamedTuple):
-    """How ranks that compute together divide the work of a micro-batch."""
-
-    tp: int = 1
-    sequence: bool = False
-    """As `strategy.sequence_parallel`."""
-    cp: int = 1
-    ep: int = 1
-
-
-WHOLE = Cut()
+WHOLE = Strategy()
+"""Each rank computes whole micro-batches by itself."""
 
 
 @cache
@@ -54,7 +46,7 @@ def trace(
     flash: bool = True,
     gpu_memory: float = USUAL_GPU,
     keep_gradients: bool | None = None,
-    cut: Cut = WHOLE,
+    cut: Strategy = WHOLE,
     stage: Stage | None = None,
     in_two: bool = False,
     compiled: bool = False,
@@ -74,7 +66,7 @@ def trace(
         keep_gradients: those of a unit stay until all of them are there, as with FSDP, or where
             they have no other place (unless said: without autocast); else they go into buckets, or
             are added to those of passes before.
-        cut: with which other ranks.
+        cut: with which other ranks, and nothing else of the strategy.
         stage: which blocks; all of them unless said.
         in_two: the gradients of weights are put off, but where nobody waits for those of the input.
         compiled: blocks are, for their work; their activations are those of eager kernels.
@@ -104,7 +96,7 @@ def _taped(
     autocast: bool,
     gpu: tuple[bool, float] | None,
     keep: bool,
-    cut: Cut,
+    cut: Strategy,
     in_two: bool,
     untied: bool,
     compiled: bool,
@@ -125,22 +117,15 @@ def _taped(
     imagined: Any = nullcontext()
     if cut != WHOLE:
         from trainer.parallel.context import Context  # others get by without
-        from trainer.parallel.expert import apply_expert_parallel, stacked_modules
-        from trainer.parallel.tensor import apply_tensor_parallel
         from trainer.plan.ranks import Ranks, imagined_ranks, ring_of
 
-        ring = ring_of(*shape, cut.cp) if cut.cp > 1 else None
+        around = strategies.cp.ranks(cut)
+        ring = ring_of(*shape, around) if around > 1 else None
         imagined = imagined_ranks(tape.send, ring, gpu and gpu[1])
         if ring:
             call = partial(Context(ring.group), model)
         with imagined_ranks(tape.send, ring, None):
-            together: Any = Ranks(cut.tp)
-            apart: Any = Ranks(cut.ep)
-            if cut.tp > 1:
-                apply_tensor_parallel(model, together, cut.sequence)
-            if cut.ep > 1:
-                experts = stacked_modules(model)
-                apply_expert_parallel(model, apart)
+            experts = cut_layers(model, cut, lambda name: Ranks(strategies.sizes(cut)[name]))
     if recompute != "none":
         blocks = apply_activation_checkpointing(model, blocks, recompute)
     if not autocast:

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainer.parallel.ddp import BUCKET_BYTES
+from trainer.parallel.mesh import PIPELINE, REPLICATE, SHARD
 from trainer.parallel.parallelize import DTYPES
 from trainer.plan.blueprint import Stage, counted, gathered_bytes, trained_of
 from trainer.plan.costs import NETWORK_SHARE, PLATEAU, Machine
 from trainer.plan.layout import Layout
 from trainer.plan.tape import Trace
 from trainer.recipe import Recipe
+from trainer.recipe.strategies import exact, sharding
 
 
 @dataclass(frozen=True)
@@ -90,31 +92,30 @@ def traffic_of(stages: Sequence[Stage], recipe: Recipe, layout: Layout) -> Traff
     """What the ranks of a stage, or of the stages of a rank, communicate in a step, to share the
     data; a few bytes that carry loss and norm are left out. Each unit is a call, or each bucket."""
     strategy, shards, passes = recipe.strategy, layout.shards, layout.passes
-    units = counted(stages)
-    apart = strategy.tp * strategy.pp * shards
+    units, replicas = counted(stages), layout.groups[REPLICATE]
     if not layout.by_fsdp:
         payload = 4 * elements(stages, 1)
         calls = -(-payload // BUCKET_BYTES)
         updated: tuple[Collective, ...] = ()
-        if recipe.sharding == "OPTIMIZER_STATE":  # gathers the updated parameters once more
-            updated = (Collective(payload, 1, layout.replicas, apart, calls),)
-        return Traffic((), (), (Collective(payload, 2, layout.replicas, apart, calls),), updated)
-    compute, reduced = DTYPES[recipe.precision.dtype].itemsize, 8 if recipe.exact else 4
+        if sharding.zero1(recipe):  # gathers the updated parameters once more
+            updated = (Collective(payload, 1, *replicas, calls),)
+        return Traffic((), (), (Collective(payload, 2, *replicas, calls),), updated)
+    compute, reduced = DTYPES[recipe.precision.dtype].itemsize, exact.reduced_bytes(recipe)
     # What stays gathered for the backward pass does for the next pass, too. What is in no block
     # stays so anyhow.
     kept = passes if strategy.reduce_every_pass else 1
     often = gathering_passes(recipe, layout)
     roots = [shape for stage in stages for shape in stage.units[0]]
     forward, backward, reductions = [], [], []
-    for ep in sorted({shape.ep for unit, _ in units for shape in unit}):
+    for ways in sorted({shape.divided for unit, _ in units for shape in unit}):
         # Experts that are divided lie over fewer ranks.
-        parts = [([s for s in unit if s.ep == ep], count) for unit, count in units]
+        parts = [([s for s in unit if s.divided == ways], count) for unit, count in units]
         ranks = next(shape.over(shards) for part, _ in parts for shape in part)
         calls = sum(count for part, count in parts if part)
         whole = sum(count * gathered_bytes(part, shards, compute) for part, count in parts)
-        root = gathered_bytes([shape for shape in roots if shape.ep == ep], shards, compute)
+        root = gathered_bytes([shape for shape in roots if shape.divided == ways], shards, compute)
         trained = sum(c * sum(s.gathered(shards) for s in trained_of(part)) for part, c in parts)
-        stride = ep if ep > 1 else strategy.tp
+        stride = ways if ways > 1 else layout.groups[SHARD].stride
         first, again = often * whole, 0
         if recipe.gathers_twice:
             again = passes * (whole - root)
@@ -124,7 +125,7 @@ def traffic_of(stages: Sequence[Stage], recipe: Recipe, layout: Layout) -> Traff
         payload = layout.reductions * reduced * trained
         calls *= layout.reductions
         reductions.append(Collective(payload, 1, ranks, stride, calls))
-        reductions.append(Collective(payload // ranks, 2, layout.replicas, apart, calls))
+        reductions.append(Collective(payload // ranks, 2, *replicas, calls))
     return Traffic(tuple(forward), tuple(backward), tuple(reductions))
 
 
@@ -134,22 +135,20 @@ def gathering_passes(recipe: Recipe, layout: Layout) -> int:
     return layout.passes if every else 1
 
 
-def messages_of(
-    stages: Sequence[Stage], traces: Sequence[Trace], recipe: Recipe, layout: Layout
-) -> Collective:
+def messages_of(stages: Sequence[Stage], traces: Sequence[Trace], layout: Layout) -> Collective:
     """What a rank of a pipeline sends to others of it in a step: hidden states, their gradients."""
     sides = sum((not stage.first) + (not stage.last) for stage in stages)
-    apart, calls = recipe.strategy.tp * layout.shards, layout.passes * sides
-    return Collective(calls * traces[0].hidden, 2, 2, apart, calls)
+    calls = layout.passes * sides
+    return Collective(calls * traces[0].hidden, 2, 2, layout.groups[PIPELINE].stride, calls)
 
 
-def tied_gradients_of(stages: Sequence[Stage], recipe: Recipe, layout: Layout) -> Collective:
+def tied_gradients_of(stages: Sequence[Stage], layout: Layout) -> Collective:
     """What the first and the last stage of a pipeline send each other in a step: their gradients of
     a tied embedding, each its shard."""
     shapes = [shape for stage in stages for shape in trained_of(stage.tied)]
-    apart = recipe.strategy.tp * layout.shards * max(1, recipe.strategy.pp - 1)
+    ranks, stride = layout.groups[PIPELINE]
     payload = sum(shape.sharded(layout.shards) * shape.itemsize for shape in shapes)
-    return Collective(payload, 2, 2, apart)
+    return Collective(payload, 2, 2, stride * max(1, ranks - 1))
 
 
 def elements(stages: Sequence[Stage], ranks: int) -> int:

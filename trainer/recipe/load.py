@@ -17,7 +17,8 @@ import yaml
 
 from trainer.recipe.checking import adapter, checked
 from trainer.recipe.rules import contradictions
-from trainer.recipe.sections import ZERO_STAGES, Recipe
+from trainer.recipe.sections import Recipe
+from trainer.recipe.strategies import sharding
 from trainer.recipe.yaml_tree import (
     Origins,
     Problem,
@@ -104,18 +105,11 @@ def recipe_schema() -> dict[str, Any]:
 
 
 def _resolve_synonyms(recipe: Recipe) -> Recipe:
-    """`strategy.zero` → `strategy.sharding`, unless the two contradict each other; a sample of a
+    """`strategy.zero` → `strategy.sharding`, see `sharding.resolved`; a sample of a
     graph, or of the user's own data, counts as one token."""
     if (recipe.data.graph or recipe.data.factory) and not recipe.data.seq_len:
         recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, seq_len=1))
-    strategy = recipe.strategy
-    if strategy.zero is None or strategy.name == "ddp":
-        return recipe
-    sharding = ZERO_STAGES[strategy.zero]
-    if strategy.sharding not in (None, sharding):
-        return recipe
-    strategy = dataclasses.replace(strategy, sharding=sharding, zero=None)
-    return dataclasses.replace(recipe, strategy=strategy)
+    return dataclasses.replace(recipe, strategy=sharding.resolved(recipe.strategy))
 
 
 def _place_slots(recipe: Recipe) -> Recipe:

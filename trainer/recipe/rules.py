@@ -6,17 +6,18 @@ import math
 from collections.abc import Iterator
 from fractions import Fraction
 
+from trainer.recipe import strategies
 from trainer.recipe.architecture import bundled_families
 from trainer.recipe.conditions import parse_condition
 from trainer.recipe.factory import PATTERN
 from trainer.recipe.paths import wrong_paths
-from trainer.recipe.sections import ZERO_STAGES, Recipe, Tracking
+from trainer.recipe.sections import Recipe, Tracking
 from trainer.recipe.yaml_tree import RecipeError
 
 
 def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Pairs of (key, what is wrong and what to do) for settings that cannot work together."""
-    run, model, strategy, schedule = recipe.run, recipe.model, recipe.strategy, recipe.schedule
+    run, model, schedule = recipe.run, recipe.model, recipe.schedule
     yield from wrong_paths(recipe)
     if recipe.data.seq_len < 1:
         yield "data.seq_len", f"must be at least 1, but it is {recipe.data.seq_len}"
@@ -45,10 +46,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
     yield from _adapter_contradictions(recipe)
     yield from _objective_contradictions(recipe)
-    yield from _tensor_contradictions(recipe)
-    yield from _pipeline_contradictions(recipe)
-    yield from _context_contradictions(recipe)
-    yield from _expert_contradictions(recipe)
+    yield from strategies.check(recipe)
     yield from _matmul_contradictions(recipe)
     yield from _tracking_contradictions(recipe.tracking)
     yield from _own_data_contradictions(recipe)
@@ -59,56 +57,6 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "model.attention", "only for model.architecture and model.init_from; remove it"
     if model.factory_options and not model.factory:
         yield "model.factory_options", "only means something together with model.factory"
-    if strategy.name == "ddp":
-        for key in ("sharding", "zero", "shard_size"):
-            if getattr(strategy, key) is not None:
-                yield (
-                    f"strategy.{key}",
-                    "only with strategy.name: fsdp; set it to null, or set fsdp",
-                )
-        if strategy.offload != "none":
-            yield "strategy.offload", "only with strategy.name: fsdp (DDP keeps all on the GPU)"
-    if strategy.zero is not None and strategy.name == "fsdp":
-        stage = ZERO_STAGES[strategy.zero]
-        yield "strategy.zero", f"{strategy.zero} means {stage}, but sharding is {strategy.sharding}"
-    if strategy.shard_size is not None and recipe.sharding != "HYBRID_SHARD":
-        yield "strategy.shard_size", f"only with HYBRID_SHARD, but sharding is {recipe.sharding}"
-    if strategy.offload != "none" and recipe.sharding in ("NO_SHARD", "OPTIMIZER_STATE"):
-        yield (
-            "strategy.offload",
-            f"needs sharded parameters, but sharding is {recipe.sharding}; "
-            "use SHARD_GRAD_OP, FULL_SHARD or HYBRID_SHARD",
-        )
-    if (strategy.offload == "nvme") != (strategy.offload_directory is not None):
-        yield (
-            "strategy.offload_directory",
-            "goes with strategy.offload: nvme; set both, or neither (a directory on a local disk)",
-        )
-    if recipe.exact:
-        if recipe.sharding == "OPTIMIZER_STATE":
-            yield (
-                "strategy.sharding",
-                "OPTIMIZER_STATE (ZeRO-1) has no exact mode; use SHARD_GRAD_OP, which shards the "
-                "optimizer state too, or set run.determinism=fast",
-            )
-        if strategy.reduce_every_pass:
-            yield (
-                "strategy.reduce_every_pass",
-                "adds up gradients in float32, in an order that depends on the world size; remove "
-                "it, or set run.determinism=fast",
-            )
-        if recipe.batch.micro_batch == "auto":
-            yield (
-                "batch.micro_batch",
-                "an exact run's results and most ranks (global_batch / micro_batch) follow from "
-                "it; name a number instead of auto, or set run.determinism=fast",
-            )
-        if recipe.precision.dtype == "fp16":
-            yield (
-                "precision.dtype",
-                "fp16 has no exact mode (its range cannot hold the common grid of gradients); use "
-                "bf16 or fp32, or set run.determinism=fast",
-            )
     if recipe.elastic.snapshot_every and not recipe.checkpoint.slots:
         yield "elastic.snapshot_every", "copies to slots: it needs checkpoint.slots: 1 or 2"
     lengths = [key for key in ("steps", "epochs") if getattr(run, key)]
@@ -208,7 +156,7 @@ def _adapter_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _objective_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    model, objective, strategy = recipe.model, recipe.objective, recipe.strategy
+    model, objective = recipe.model, recipe.objective
     if not objective.compares:
         for key in ("beta", "gamma", "sft_weight"):
             if getattr(objective, key) is not None:
@@ -228,118 +176,9 @@ def _objective_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         ("data.factory", bool(recipe.data.factory), "needs prepared pairs in data.sources"),
         ("data.pack", recipe.data.pack == "stream", "needs whole pairs; set auto"),
         ("data.document_mask", not recipe.data.document_mask, "needs answers apart; set true"),
-        ("strategy.pp", strategy.pp > 1, "does not work with a pipeline yet; set strategy.pp=1"),
-        ("strategy.cp", strategy.cp > 1, "does not cut sequences yet; set strategy.cp=1"),
     ):
         if chosen:
             yield key, f"objective.name={name} {problem}"
-
-
-def _tensor_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    strategy, data = recipe.strategy, recipe.data
-    if strategy.tp == 1:
-        if strategy.sequence_parallel:
-            yield "strategy.sequence_parallel", "only with strategy.tp above 1; remove it"
-        return
-    yield from _missing_beside(recipe, "tp")
-    uneven = data.seq_len % (strategy.tp * strategy.cp) and not data.factory
-    if strategy.sequence_parallel and uneven:
-        ranks = f"tp={strategy.tp}" + (f" x cp={strategy.cp}" if strategy.cp > 1 else "")
-        yield (
-            "strategy.sequence_parallel",
-            f"data.seq_len={data.seq_len} is not a multiple of strategy.{ranks}; change "
-            "one of them",
-        )
-
-
-def _pipeline_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    strategy = recipe.strategy
-    if strategy.pp == 1:
-        for key, default in (("pp_schedule", "1f1b"), ("pp_stages_per_rank", 1)):
-            if getattr(strategy, key) != default:
-                yield f"strategy.{key}", "only with strategy.pp above 1; remove it"
-        return
-    yield from _missing_beside(recipe, "pp")
-    if recipe.model.factory:
-        yield "model.factory", "such a model cannot be cut into stages; set strategy.pp=1"
-    interleaved = strategy.pp_schedule == "interleaved_1f1b"
-    if interleaved != (strategy.pp_stages_per_rank > 1):
-        yield (
-            "strategy.pp_stages_per_rank",
-            "goes with strategy.pp_schedule: interleaved_1f1b; set it to 2 or more with it, and "
-            "to 1 without",
-        )
-    if strategy.pp_schedule == "zero_bubble" and strategy.compile:
-        yield (
-            "strategy.compile",
-            "compiles backward as one, of which zero_bubble puts off a part; set false, or another "
-            "strategy.pp_schedule",
-        )
-    if strategy.pp_schedule == "zero_bubble" and strategy.reduce_every_pass:
-        yield "strategy.reduce_every_pass", "does not work with zero_bubble; set false"
-    if strategy.pp_schedule == "zero_bubble" and recipe.gathers_twice:
-        yield (
-            "strategy.sharding",
-            f"zero_bubble keeps weights gathered until it has their gradients, which "
-            f"{recipe.sharding} does not; use SHARD_GRAD_OP, or another strategy.pp_schedule",
-        )
-
-
-def _context_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    cp, data = recipe.strategy.cp, recipe.data
-    if cp == 1:
-        return
-    yield from _missing_beside(recipe, "cp")
-    if recipe.model.factory:
-        yield "model.factory", "such a model knows no parts of sequences; set strategy.cp=1"
-    if recipe.model.attention != "auto":
-        yield "model.attention", "strategy.cp has its own, that of a ring; set auto"
-    if data.seq_len < 2 * cp and not data.factory:
-        yield (
-            "strategy.cp",
-            f"a sequence is cut into {2 * cp} chunks, but data.seq_len is {data.seq_len}; change "
-            "one of them",
-        )
-
-
-def _expert_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    strategy, data = recipe.strategy, recipe.data
-    if strategy.ep == 1:
-        return
-    yield from _missing_beside(recipe, "ep")
-    if strategy.tp > 1 and data.seq_len % (strategy.tp * strategy.cp) and not data.factory:
-        yield (
-            "strategy.ep",
-            f"its ranks have parts of the tokens of tp={strategy.tp} x cp={strategy.cp}, which do "
-            f"not divide data.seq_len={data.seq_len}; change one of them",
-        )
-    if strategy.name == "ddp" or recipe.sharding == "NO_SHARD":
-        yield (
-            "strategy.ep",
-            "divides experts among ranks that share parameters, which these do not; use "
-            "strategy.sharding: SHARD_GRAD_OP, FULL_SHARD or HYBRID_SHARD",
-        )
-    if recipe.model.factory:
-        yield "model.factory", "such a model has no experts that are known; set strategy.ep=1"
-
-
-def _missing_beside(recipe: Recipe, ranks: str) -> Iterator[tuple[str, str]]:
-    """What does not work with `tp`, `pp`, `cp` or `ep` yet."""
-    yet = f"does not work with strategy.{ranks} above 1 yet"
-    # Those of a ring hold parameters like any others, so the optimizer and its like see no change.
-    cut = ranks != "cp"
-    for key, chosen, instead in (
-        ("run.determinism", ranks == "ep" and recipe.exact, "set fast"),
-        ("model.kgat", bool(recipe.model.kgat), f"set strategy.{ranks}=1"),
-        (
-            "data.factory",
-            ranks != "tp" and bool(recipe.data.factory),
-            f"set strategy.{ranks}=1",
-        ),
-        ("strategy.sharding", cut and recipe.sharding == "OPTIMIZER_STATE", "use SHARD_GRAD_OP"),
-    ):
-        if chosen:
-            yield key, f"{yet}; {instead}"
 
 
 def _matmul_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -348,15 +187,13 @@ def _matmul_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         return
     for key, chosen, problem in (
         ("precision.dtype", recipe.precision.dtype != "bf16", "goes with bf16; set that"),
-        ("run.determinism", recipe.exact, "has no exact mode; set fast"),
-        ("strategy.tp", recipe.strategy.tp > 1, "does not work with it yet; set strategy.tp=1"),
         ("model.kgat", bool(recipe.model.kgat), "finds no layers there; remove it"),
     ):
         if chosen:
             yield key, f"precision.matmul={recipe.precision.matmul} {problem}"
     length = recipe.data.seq_len
     if recipe.precision.matmul == "mxfp8" and not recipe.data.factory:
-        multiple = 32 * (2 * recipe.strategy.cp if recipe.strategy.cp > 1 else 1)
+        multiple = 32 * strategies.cp.chunks(recipe.strategy)
         if length % multiple:
             yield (
                 "data.seq_len",
@@ -411,33 +248,14 @@ def _optimizer_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "optimizer.muon", f"only with optimizer.name: muon, but that is {optimizer.name}"
     if optimizer.factory and optimizer.name != "adamw":
         yield "optimizer.name", "excludes optimizer.factory; give one of the two"
-    if optimizer.factory and recipe.exact:
+    if optimizer.state_dtype != "fp32" and optimizer.factory:
         yield (
-            "optimizer.factory",
-            "only adamw and muon have an exact mode: other updates may round the end of a shard "
-            "otherwise; remove it, or set run.determinism=fast",
+            "optimizer.state_dtype",
+            "only for optimizer.name: adamw and muon, as the optimizer of a factory stores its "
+            "own state; remove it",
         )
-    if optimizer.state_dtype != "fp32":
-        if optimizer.factory:
-            yield (
-                "optimizer.state_dtype",
-                "only for optimizer.name: adamw and muon, as the optimizer of a factory stores its "
-                "own state; remove it",
-            )
-        if recipe.strategy.offload == "nvme":
-            yield (
-                "strategy.offload",
-                f"nvme updates float32 state, not optimizer.state_dtype={optimizer.state_dtype}; "
-                "use strategy.offload=cpu, or optimizer.state_dtype=fp32",
-            )
     if recipe.precision.master == "bf16_stochastic":
         yield from _master_contradictions(recipe)
-    if recipe.strategy.offload == "nvme" and (optimizer.factory or optimizer.name == "muon"):
-        yield (
-            "strategy.offload",
-            "nvme cuts weights at pages, so it needs an update that takes each element by itself: "
-            "use optimizer.name=adamw, or strategy.offload=cpu",
-        )
     if schedule.factory_options and not schedule.factory:
         yield "schedule.factory_options", "only means something together with schedule.factory"
     shape = {"name": "cosine", "warmup_steps": 0, "decay_steps": 0, "min_lr_ratio": 0.1}
@@ -455,16 +273,10 @@ def _master_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "optimizer.name=adamw or muon",
         ),
         (
-            "strategy.sharding",
-            recipe.sharding == "OPTIMIZER_STATE",
-            "OPTIMIZER_STATE (ZeRO-1) would add up gradients in bf16; use SHARD_GRAD_OP",
-        ),
-        (
             "strategy.reduce_every_pass",
             recipe.strategy.reduce_every_pass,
             "adds up gradients of passes in the format of the weights; set false",
         ),
-        ("strategy.offload", recipe.strategy.offload == "nvme", "nvme has float32; use cpu"),
         ("model.kgat", bool(recipe.model.kgat), "computes with float32 weights; remove it"),
     ):
         if chosen:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from checkpointing import Spare, TensorCheckpointer
 from checkpointing.format.tensors import tensors_not_finite
 from elastic import Pulse, StartLine, World, describe_failure
-from elastic.group.batch_plan import plan_batch
 from elastic.node.recall import Recall
 from elastic.process import usable_cores
 from elastic.world import limit_waits
@@ -29,7 +28,7 @@ from trainer.optim.schedule import build_schedule
 from trainer.parallel.kept import rejoin
 from trainer.parallel.mesh import Mesh, build_mesh, placement
 from trainer.parallel.parallelize import DTYPES, ParallelModel, parallelize
-from trainer.recipe import Recipe, RecipeError
+from trainer.recipe import Recipe, RecipeError, Strategy, strategies
 from trainer.run.identity import Agreement
 from trainer.run.metrics import Log, Startup
 from trainer.run.preflight import slow_arithmetic, use_of_blocks
@@ -68,9 +67,9 @@ def build(
         last: the run that this process was in before, of which model and optimizer are kept; see
             trainer/parallel/kept.py.
     """
-    batch, group = recipe.batch, dist.group.WORLD
+    exact, group = strategies.exact.used(recipe), dist.group.WORLD
     mesh = build_mesh(recipe, world)
-    plan = plan_batch(batch.global_batch, mesh.dp_size, recipe.micro_batch, fixed=recipe.exact)
+    plan = strategies.exact.batch_plan(recipe, mesh.dp_size)
     with (
         TensorCheckpointer(
             recipe.checkpoint_directory,
@@ -184,7 +183,7 @@ def model_and_optimizer(
         cores=max(1, usable_cores() // world.local_world_size),
     )  # fmt: skip
     optimizer = build_optimizer(
-        model.optimized, optimizer_options(recipe, task), exact=recipe.exact,
+        model.optimized, optimizer_options(recipe, task), exact=strategies.exact.used(recipe),
         compiles=recipe.strategy.compile, zeros_like=model.zeros_like,
     )  # fmt: skip
     return model, optimizer
@@ -250,8 +249,8 @@ def attention_kernel(recipe: Recipe, task: Task, device: torch.device) -> Iterat
             DTYPES[recipe.precision.dtype],
             task.model.model.architecture.head_dim,
             documents=recipe.data.document_mask and bool(recipe.data.sources),
-            exact=recipe.exact,
-            ring=recipe.strategy.cp > 1,
+            exact=strategies.exact.used(recipe),
+            ring=strategies.cp.ranks(recipe.strategy) > 1,
             window=bool(task.model.model.windows(recipe.data.seq_len)),
         )
     except ValueError as error:  # which GPU it is was not known before
@@ -264,18 +263,9 @@ def describe(run: Run) -> str:
     """What is about to run, with the arithmetic of the batch; after a failure also whose it was,
     and what it cost of the steps that were reached before."""
     recipe, task, world, start = run.recipe, run.task, run.world, run.start
-    strategy: str = recipe.sharding if recipe.strategy.name == "fsdp" else "DDP"
-    if recipe.strategy.offload != "none":
-        strategy += f" with offload to {recipe.strategy.offload},"
-    if recipe.strategy.tp > 1:
-        sequence = " with sequence parallelism" if recipe.strategy.sequence_parallel else ""
-        strategy = f"tp={recipe.strategy.tp}{sequence}, {strategy}"
+    idle = 0.0
     if run.model.pipeline:
-        strategy = f"{pipeline(recipe, run.plan.passes, run.model.pipeline.costs)}, {strategy}"
-    if recipe.strategy.cp > 1:
-        strategy = f"cp={recipe.strategy.cp}, {strategy}"
-    if recipe.strategy.ep > 1:
-        strategy = f"ep={recipe.strategy.ep}, {strategy}"
+        idle = idle_share(recipe.strategy, run.plan.passes, run.model.pipeline.costs)
     formats: str = recipe.precision.dtype
     if recipe.precision.matmul:
         formats += f" with products in {recipe.precision.matmul}"
@@ -291,12 +281,11 @@ def describe(run: Run) -> str:
         length = f"{recipe.run.steps} steps are {epochs:.2f} epochs"
     notes = (*task.notes, *slow_arithmetic(recipe), *without_peak(recipe, world))
     placed = [world.places] if world.places else []
-    sizes = recipe.strategy.tp, recipe.strategy.pp, recipe.strategy.cp, recipe.strategy.ep
-    if max(sizes) > 1 or placed:
+    if max(strategies.sizes(recipe.strategy).values()) > 1 or placed:
         placed.insert(0, placement(recipe, world.world_size, world.local_world_size))
     lines = [
         f"{task.name}: {task.sizes}, "
-        f"{formats}, {strategy} over {world.world_size} rank(s) on "
+        f"{formats}, {strategies.describe(recipe, idle)} over {world.world_size} rank(s) on "
         f"{world.device.type}",
         f"{run.plan} {stream.describe(run.plan.global_batch)}",
         f"data: {stream.sequences:,} sequences per epoch; {length}",
@@ -316,8 +305,8 @@ def describe(run: Run) -> str:
     return "\n".join(lines)
 
 
-def pipeline(recipe: Recipe, passes: int, costs: Sequence[float]) -> str:
-    """What is to be known of the pipeline of a recipe before it runs. `costs`: of its stages."""
+def idle_share(strategy: Strategy, passes: int, costs: Sequence[float]) -> float:
+    """Share of a step for which the ranks of a pipeline wait, whose stages have these costs."""
     from trainer.parallel.schedules import (
         COST,
         arranged,
@@ -325,13 +314,9 @@ def pipeline(recipe: Recipe, passes: int, costs: Sequence[float]) -> str:
         simulate,
     )  # others get by without
 
-    strategy = recipe.strategy
-    name, per_rank = strategy.pp_schedule, strategy.pp_stages_per_rank
-    stages_cost = [{kind: cost * each for kind, cost in COST.items()} for each in costs]
-    orders = schedule(name, strategy.pp, per_rank, passes)
-    bubble = simulate(arranged(orders), stages=stages_cost).bubble
-    stages = f" x {per_rank}" if per_rank > 1 else ""
-    return f"pp={strategy.pp}{stages} {name} (ranks idle for {bubble:.0%} of a step)"
+    stages = [{kind: cost * each for kind, cost in COST.items()} for each in costs]
+    orders = schedule(*strategies.pp.shape(strategy), passes)
+    return simulate(arranged(orders), stages=stages).bubble
 
 
 def without_peak(recipe: Recipe, world: World) -> list[str]:

@@ -12,6 +12,7 @@ from elastic.node.exchange import Sum, received
 from trainer.data.loader import load
 from trainer.data.stream import COUNTED
 from trainer.parallel.passes import COUNT, Call, Passed
+from trainer.recipe.strategies import pp
 from trainer.run.speed import Speed
 from trainer.run.state import Run
 from trainer.tasks.task import Evaluation
@@ -101,8 +102,8 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
     total: torch.Tensor | None = None
     batches = load(stream, requests, workers=0, pin_memory=device.type == "cuda")
     pairs = zip(cuts, batches, strict=True)
-    pp = run.recipe.strategy.pp
-    together = 4 * pp if pp > 1 else 1  # or a pipeline would run dry after each
+    stages = pp.ranks(run.recipe.strategy)
+    together = 4 * stages if stages > 1 else 1  # or a pipeline would run dry after each
     some: list[tuple[range, dict[str, torch.Tensor]]] = []
 
     def forward(number: int, batch: Mapping[str, torch.Tensor], call: Call) -> Passed:

@@ -24,6 +24,7 @@ from elastic.node.program import differences, digest
 from trainer.models.transformers_model import check_installed
 from trainer.recipe import Recipe, RecipeError, resolved
 from trainer.recipe.factory import look_here_too
+from trainer.recipe.strategies import exact
 from trainer.tasks.text_model import reason_for_theirs
 
 MACHINE_BOUND = (
@@ -59,7 +60,7 @@ def identify(recipe: Recipe, data: str | None) -> dict[str, str]:
         "run.device": _device(recipe.run.device),
         **{key: _short(value) for key, value in flat(resolved(recipe)) if decides(key)},
     }
-    if recipe.exact:  # other kernels round otherwise
+    if exact.used(recipe):  # other kernels round otherwise
         found |= machine(found["run.device"])
     if recipe.model.init_from:
         given = Path(recipe.model.init_from)
@@ -119,7 +120,7 @@ def check_agreement(recipe: Recipe, identity: Mapping[str, str], device: torch.d
             mode also those whose machine rounds otherwise.
     """
     kind = computed_by(identity, device)
-    ours = {**identity, **machine(device)} if recipe.exact else dict(identity)
+    ours = {**identity, **machine(device)} if exact.used(recipe) else dict(identity)
     numbers = [int(digest(one)[:15], 16) for one in (ours, kind)]
     # The largest draw of all ranks names the attempt.
     word = torch.tensor([*numbers, *(-number for number in numbers), secrets.randbits(62)])

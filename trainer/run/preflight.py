@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from checkpointing import newest_checkpoint, read_state
 from checkpointing.storage.place import location
 from elastic import usable_cores
-from elastic.group.batch_plan import plan_batch
 from elastic.group.health import check_folders
 from elastic.world import drop_world
 from trainer.parallel.fsdp import without_ties
@@ -24,6 +23,7 @@ from trainer.recipe import Recipe, RecipeError, counted
 from trainer.recipe.errors import Refusals
 from trainer.recipe.factory import check_takes
 from trainer.recipe.sections import Optimizer
+from trainer.recipe.strategies import cp, exact, tp
 from trainer.run.provenance import check_resume
 from trainer.run.sinks import wandb_mode
 from trainer.tasks.blocks import name_blocks
@@ -131,7 +131,7 @@ def check_growth(recipe: Recipe, model: nn.Module, worlds: range) -> None:
         RecipeError: the first of them.
     """
     rows = [len(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
-    if all(count % recipe.strategy.tp == 0 for count in rows):
+    if all(count % tp.ranks(recipe.strategy) == 0 for count in rows):
         return  # then it is even on any number
     for world_size in worlds:
         try:
@@ -169,12 +169,12 @@ def _check_world(
     with refusals:
         _check_device(recipe, local_world_size)
     with refusals:
-        _, shards = mesh_shape(recipe, world_size, local_world_size)
+        replicas, shards = mesh_shape(recipe, world_size, local_world_size)
         with refusals:
-            check_batch(recipe, world_size // strategy.together)
+            exact.batch_plan(recipe, world_size // strategy.together)
         if model:
             check_parallel(recipe, model, shards)
-            _check_room(recipe, model, local_world_size, shards)
+            _check_room(recipe, model, local_world_size, world_size // replicas)
     if not model:
         return
     with refusals:
@@ -211,18 +211,6 @@ def _check_places(refusals: Refusals, recipe: Recipe, task: Task | None, rank: i
     with refusals:
         if tracking.prometheus and rank == 0:
             _check_prometheus(Path(tracking.prometheus))
-
-
-def check_batch(recipe: Recipe, shares: int) -> None:
-    """Refuse a global batch that does not give each of so many shares of the data a sequence.
-
-    Raises:
-        RecipeError: it has too few, or does not divide where it must.
-    """
-    try:
-        plan_batch(recipe.batch.global_batch, shares, recipe.micro_batch, fixed=recipe.exact)
-    except ValueError as error:
-        raise RecipeError(f"batch.global_batch: {error}") from error
 
 
 def _check_pass(recipe: Recipe, task: Task, world_size: int) -> None:
@@ -360,7 +348,7 @@ def _check_attention(recipe: Recipe, model: nn.Module) -> None:
     from trainer.models.attention import hindrances_of
     from trainer.parallel.parallelize import DTYPES
 
-    ring = recipe.strategy.cp > 1
+    ring = cp.ranks(recipe.strategy) > 1
     if not isinstance(model, Decoder):
         return
     slides = bool(model.model.windows(recipe.data.seq_len))
@@ -378,7 +366,8 @@ def _check_attention(recipe: Recipe, model: nn.Module) -> None:
         raise RecipeError(f"model.attention: {error}") from error
 
 
-def _check_room(recipe: Recipe, model: nn.Module, local_world_size: int, shards: int) -> None:
+def _check_room(recipe: Recipe, model: nn.Module, local_world_size: int, holders: int) -> None:
+    """`holders`: ranks over which a model and its state are spread."""
     if recipe.strategy.offload_directory is None:
         return
     from trainer.optim.groups import moments
@@ -386,8 +375,7 @@ def _check_room(recipe: Recipe, model: nn.Module, local_world_size: int, shards:
 
     directory = Path(recipe.strategy.offload_directory)
     each = 4 * copies(moments(recipe.optimizer) or ())
-    among = shards * recipe.strategy.tp * recipe.strategy.pp
-    nbytes = each * sum(p.numel() for p in model.parameters()) * local_world_size // among
+    nbytes = each * sum(p.numel() for p in model.parameters()) * local_world_size // holders
     status = os.statvfs(_existing(directory))
     free = status.f_bavail * status.f_frsize
     if free < nbytes:

@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from elastic.node.files import own_directory
 from trainer.parallel.mesh import mesh_shape
 from trainer.plan.storages import Storages, nbytes, storages
+from trainer.recipe.strategies import ep, tp
 from trainer.run.speed import Speed
 from trainer.run.state import Run
 from trainer.run.trace_summary import DIRECTORY, RankProfile, read_trace
@@ -223,14 +224,14 @@ class _Holdings:
         """Bytes of all steps. A trace does not say who took part: gradients are all-reduced as
         vectors, and activations not, unless nobody has the same weights; experts get as many rows
         from each rank."""
-        among, gradients, activations = self._strategy.tp, trace.reduced_vectors, trace.reduced
+        gradients, activations = trace.reduced_vectors, trace.reduced
         if self._replicas == 1:
             gradients, activations = 0, gradients + activations
         return (
             trace.exchanged
             + 2 * (1 - 1 / self._replicas) * gradients
-            + 2 * (1 - 1 / among) * activations
-            + (1 - 1 / self._strategy.ep) * trace.divided
+            + tp.bytes_sent(self._strategy, activations)
+            + ep.bytes_sent(self._strategy, trace.divided)
         )
 
 

@@ -20,7 +20,7 @@ from checkpointing.format.untrusted import printable
 from elastic.node.files import own_directory, read_text, write_whole
 from elastic.record.history import last_start
 from elastic.world import World
-from trainer.recipe import Recipe, RecipeError, resolved
+from trainer.recipe import Recipe, RecipeError, resolved, strategies
 from trainer.recipe.load import validate
 from trainer.recipe.yaml_tree import read_tree
 from trainer.run.identity import decides, flat
@@ -66,11 +66,8 @@ def run_state(recipe: Recipe, task: Task, world: World, init_from: str | None) -
             "world_size": world.world_size,
             "local_world_size": world.local_world_size,
             "device": world.device.type,
-            "sharding": recipe.sharding,
-            "tp": recipe.strategy.tp,
-            "pp": recipe.strategy.pp,
-            "cp": recipe.strategy.cp,
-            "ep": recipe.strategy.ep,
+            "sharding": strategies.sharding.name(recipe),
+            **strategies.sizes(recipe.strategy),
         },
     }
 
@@ -289,7 +286,7 @@ def describe_changes(changed: Mapping[str, Sequence[Any]], recipe: Recipe) -> st
     line = f"changed since the run last trained: {', '.join(parts)}"
     if changed.keys() & {"run.steps", "run.epochs"} and recipe.schedule.name != "constant":
         line += "; the schedule has the new length"
-    if recipe.exact and changed.keys() & {"code", "torch", "cpu", "gpu"}:
+    if strategies.exact.used(recipe) and changed.keys() & {"code", "torch", "cpu", "gpu"}:
         line += "; an exact run repeats its bits only on one kind of machine and code"
     return line
 

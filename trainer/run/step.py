@@ -23,6 +23,7 @@ from trainer.optim.optimizer import set_rate, square_sum
 from trainer.parallel.clock import mark, reached, seconds_between
 from trainer.parallel.passes import COUNT, Call, Passed
 from trainer.recipe.seeds import stable_seed
+from trainer.recipe.strategies import exact
 from trainer.run.guard import Verdict, judge_step, judge_weights
 from trainer.run.state import Run
 
@@ -278,7 +279,7 @@ def gradients(
     pulse.report(step, "reduce")
     names = run.trained.agree(model.beside_loss, mesh.group)
     recorded = recorded or [torch.zeros_like(loss_sum)] * len(names)
-    if recipe.exact:
+    if exact.used(recipe):
         squares = square_sums(model.counted, device)
     else:
         squares = square_sum(model.counted, mesh.holders).to(device)

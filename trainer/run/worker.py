@@ -35,7 +35,6 @@ from elastic import (
     die_with_parent,
     watch_signals,
 )
-from elastic.group.batch_plan import plan_batch
 from elastic.node.occupancy import Occupancy, OccupiedError
 from elastic.node.progress import pause_code
 from elastic.node.recall import Recall, Recalled
@@ -58,6 +57,7 @@ from trainer.parallel.mesh import build_mesh, forget_meshes, is_sharded_by_fsdp
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.passes import Call, Passed
 from trainer.recipe import Recipe, RecipeError, counted, dump_recipe, load_recipe
+from trainer.recipe.strategies import ep, exact, offload
 from trainer.run.build import build
 from trainer.run.compiled import keep_caches_closed
 from trainer.run.failures import Telling
@@ -178,7 +178,7 @@ def attempt(
     identity = with_data(identity, task.stream.fingerprint)
     agreement = check_agreement(recipe, identity, world.device)
     startup.mark("rendezvous")
-    if world.device.type == "cpu" and recipe.strategy.offload == "none":
+    if world.device.type == "cpu" and not offload.used(recipe.strategy):
         keep_freed_memory()
     last, kept.run = kept.run, None  # if it fails until there is another, nothing is whole
     with ExitStack() as stack:
@@ -223,13 +223,11 @@ def rehearse(arguments: list[str]) -> None:
     small, mesh = task.parameter_count <= REHEARSED_PARAMETERS, build_mesh(recipe, world)
     built = parallelize(model, blocks, mesh, in_memory, cpu if small else meta, task.fill)
     build_optimizer(
-        built.optimized, recipe.optimizer, exact=recipe.exact, zeros_like=built.zeros_like
+        built.optimized, recipe.optimizer, exact=exact.used(recipe), zeros_like=built.zeros_like
     )
     # Experts would get as many rows as a message says that nobody sends.
-    if small and recipe.strategy.ep == 1:
-        batch, size = recipe.batch.global_batch, recipe.micro_batch
-        plan = plan_batch(batch, mesh.dp_size, size, fixed=recipe.exact)
-        given = requests(plan, mesh.dp_rank, 0)
+    if small and ep.ranks(recipe.strategy) == 1:
+        given = requests(exact.batch_plan(recipe, mesh.dp_size), mesh.dp_rank, 0)
         batches = load(task.stream, given, workers=0, pin_memory=False)
         built.run([next(batches)], _loss, train=True)
 
@@ -266,7 +264,7 @@ def why_anew(last: Run, recipe: Recipe) -> str:
     own = [key for key in recipe.own_code if key != "schedule.factory"]
     if own or recipe.model.kgat:
         return f"{[*own, 'model.kgat'][0]} may keep more than its tensors"
-    if strategy.offload != "none":
+    if offload.used(strategy):
         return f"strategy.offload is {strategy.offload}"
     return "" if CAN_RESET else f"torch {torch.__version__} cannot drop a step that failed"
 

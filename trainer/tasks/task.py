@@ -29,6 +29,7 @@ from trainer.recipe import Optimizer, ParameterGroup, Recipe, RecipeError
 from trainer.recipe.architecture import Architecture
 from trainer.recipe.factory import call_factory
 from trainer.recipe.kgat_options import GraphData, Kgat
+from trainer.recipe.strategies import tp
 from trainer.tasks.blocks import repeated_blocks
 from trainer.tasks.own_data import check_decoder_inputs, first_batch, inputs_of, open_samples
 from trainer.tasks.own_model import (
@@ -261,8 +262,7 @@ def _build_on_samples(recipe: Recipe) -> Task:
     inputs = tried[0]
     rows = max(1, len(next(iter(inputs.values()), ())))
     if isinstance(model, Decoder | TransformersModel) and not recipe.model.factory:
-        strategy = recipe.strategy
-        multiple = strategy.tp if strategy.sequence_parallel else 1
+        multiple = tp.stream_parts(recipe.strategy)
         for batch in tried:
             check_decoder_inputs(batch, model.vocab_size, multiple)
         blocks, values = list(model.blocks), _loss_values

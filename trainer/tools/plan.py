@@ -13,6 +13,7 @@ from trainer.plan import costs
 from trainer.plan.prediction import HOW
 from trainer.plan.search import ROOM, Candidate, Plan
 from trainer.recipe import Strategy
+from trainer.recipe.strategies import sizes
 from trainer.text import table
 
 SOURCES = {
@@ -147,7 +148,7 @@ def _what_it_takes(
         **name,
         "peak": _gb(p.peak),
         "fits": fits,
-        "bubble": f"{p.bubble:.0%}" if candidate.recipe.strategy.pp > 1 else "-",
+        "bubble": f"{p.bubble:.0%}" if p.bubble_formula else "-",
         "s/step": f"{p.seconds_per_step:.3g}",
         "MFU": f"{p.mfu:.0%}",
         "hours": _count(bill["hours"]) if bill else "-",
@@ -266,7 +267,7 @@ def _placements(plan: Plan, best: Candidate) -> list[str]:
     for what, candidate in (("of the recipe as it is", plan.own), (f"of {best.label}", best)):
         strategy = candidate.recipe.strategy
         refused = candidate is plan.own and bool(plan.refused or plan.own is best)
-        if not refused and max(strategy.tp, strategy.pp, strategy.cp, strategy.ep) > 1:
+        if not refused and max(sizes(strategy).values()) > 1:
             machine = plan.machine
             where = placement(candidate.recipe, machine.world_size, machine.gpus_per_node)
             lines.append(f"Placement {what}: {where}.")
@@ -274,8 +275,8 @@ def _placements(plan: Plan, best: Candidate) -> list[str]:
 
 
 def _pipeline(candidate: Candidate) -> list[str]:
-    p, strategy = candidate.prediction, candidate.recipe.strategy
-    if strategy.pp == 1:
+    p = candidate.prediction
+    if not p.bubble_formula:  # no pipeline
         return []
     return [
         f"Its ranks wait {p.bubble:.1%} of the time for each other ({p.bubble_formula:.1%} if all "

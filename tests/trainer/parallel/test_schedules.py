@@ -2,7 +2,6 @@
 
 from collections import Counter
 from itertools import chain, combinations, pairwise
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +17,8 @@ from trainer.parallel.schedules import (
     simulate,
 )
 from trainer.recipe import Strategy
-from trainer.run.build import pipeline as line_of
+from trainer.recipe.strategies import pp
+from trainer.run.build import idle_share
 from trainer.run.speed import bubble
 
 
@@ -106,7 +106,8 @@ def test_stages_are_cut_by_cost(costs, data):
 
 def test_what_a_run_says_first_goes_by_the_cost_of_its_stages():
     """The head of a small model is much of it: the other ranks wait for the last one."""
-    recipe = SimpleNamespace(strategy=Strategy(pp=2))
-    assert "pp=2 1f1b (ranks idle for 11% of a step)" in line_of(recipe, 8, [1.0, 1.0])
+    strategy = Strategy(pp=2)
+    said = [pp.describe(strategy, idle_share(strategy, 8, [1.0, last])) for last in (1.0, 3.0)]
+    assert said[0] == "pp=2 1f1b (ranks idle for 11% of a step)"
     # The last takes 3 x 3 for each of 8, and waits for the first forward; the first works for 24.
-    assert f"ranks idle for {1 - 96 / (2 * 75):.0%}" in line_of(recipe, 8, [1.0, 3.0])
+    assert f"ranks idle for {1 - 96 / (2 * 75):.0%}" in said[1]

@@ -143,7 +143,7 @@ def test_a_gpu_of_24_gb_takes_qlora(tmp_path):
     # Gathering sends the bytes, not numbers in bf16: in four passes, forward and backward.
     recipe = dataclasses.replace(recipe, strategy=Strategy(sharding="FULL_SHARD"))
     layout = layout_of(recipe, 8, 8, "cuda")
-    traffic = traffic_of([stage_of(blueprint, range(36), 1)], recipe, layout)
+    traffic = traffic_of([stage_of(blueprint, range(36), recipe.strategy)], recipe, layout)
     gathered = sum(collective.payload for collective in (*traffic.forward, *traffic.backward))
     in_blocks = 0.5625 * in_nf4 + 2 * (trained + 36 * (2 * 4096 + 2 * 128))
     assert gathered == 4 * 2 * in_blocks + 2 * (2 * 151936 + 1) * 4096

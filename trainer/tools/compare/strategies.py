@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.recipe import Recipe, RecipeError, load_recipe
+from trainer.recipe import Recipe, RecipeError, Strategy, load_recipe
+from trainer.recipe.strategies import sizes
 
 WARM_UP, AFTER_SAVE, MEASURED = 5, 4, 3
 """Steps; see [Note: steps of a comparison]."""
@@ -37,7 +38,8 @@ MODIFIERS: dict[str, tuple[str, ...]] = {
     "interleaved": ("strategy.pp_schedule=interleaved_1f1b", "strategy.pp_stages_per_rank=2"),
     "zero_bubble": ("strategy.pp_schedule=zero_bubble",),
 }
-LAYOUT = re.compile(r"(tp|pp|cp|ep)([1-9]\d*)")
+SIZES = tuple(sizes(Strategy()))
+LAYOUT = re.compile(rf"({'|'.join(SIZES)})([1-9]\d*)")
 """A modifier that says how many ranks compute together: tp2, pp4."""
 LAYOUT_BASE = "zero2"
 """Base of a name that begins with a layout: it gathers weights once a step, whatever the passes."""
@@ -50,7 +52,7 @@ _PLAIN = (
     "strategy.sequence_parallel=false",
     "strategy.pp_schedule=1f1b",
     "strategy.pp_stages_per_rank=1",
-    *(f"strategy.{key}=1" for key in ("tp", "pp", "cp", "ep")),
+    *(f"strategy.{key}=1" for key in SIZES),
 )
 DEFAULT = (
     *("ddp", "zero1", "zero2", "zero3", "hybrid", "zero2+offload", "zero3+offload"),
@@ -84,9 +86,9 @@ def candidate(
     known = all(word in MODIFIERS or LAYOUT.fullmatch(word) for word in modifiers)
     if not known or (words[0] != base and not LAYOUT.fullmatch(words[0])):
         raise RecipeError(
-            f"--strategies: there is no {name!r}; it is one of {', '.join(BASES)}, or tp2, pp2, "
-            f"cp2, ep2 (any number), and any of +tp2, +pp2, +cp2, +ep2, +{', +'.join(MODIFIERS)} "
-            "after it"
+            f"--strategies: there is no {name!r}; it is one of {', '.join(BASES)}, or "
+            f"{', '.join(f'{key}2' for key in SIZES)} (any number), and any of "
+            f"{', '.join(f'+{key}2' for key in SIZES)}, +{', +'.join(MODIFIERS)} after it"
         )
     plain = load_recipe(recipe_path, overrides)
     strategy = [*BASES[base], *_PLAIN, *(f"strategy.{key}={size}" for key, size in layout.items())]

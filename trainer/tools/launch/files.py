@@ -126,11 +126,11 @@ def check_world(recipe: Recipe, least: int, most: int, ranks: int) -> None:
         RecipeError: they do not divide as the strategy needs, or there are too few sequences.
     """
     from trainer.parallel.mesh import least_nodes, mesh_shape
-    from trainer.run.preflight import check_batch
+    from trainer.recipe.strategies import exact
 
     nodes = min(least_nodes(recipe, least, ranks), most)
     mesh_shape(recipe, nodes * ranks, ranks)
-    check_batch(recipe, nodes * ranks // recipe.strategy.together)
+    exact.batch_plan(recipe, nodes * ranks // recipe.strategy.together)
 
 
 def check_inside(recipe: Recipe) -> None:

@@ -29,6 +29,7 @@ from elastic.world import drop_world, join_world, leave_world, read_environment
 from trainer.data.loader import load, requests
 from trainer.data.shards import DataError
 from trainer.recipe.errors import known_errors, lines
+from trainer.recipe.strategies import exact
 from trainer.run.state import Run
 from trainer.run.step import Gradients, Inputs, consumed, gradients, not_finite_anywhere, train_step
 from trainer.tools.compare.compare import TOLERANCE
@@ -215,7 +216,7 @@ def _provable(walk: Walk, run: Run, attempt: Attempt, kind: Mapping[str, str]) -
             f"{', '.join(unlike)}"
         )
         return "none"
-    if run.recipe.exact:
+    if exact.used(run.recipe):
         return "bits"
     same = (start.world_size, start.nodes) == (world.world_size, world.nodes)
     on_cpu = world.device.type == "cpu" and start.threads == torch.get_num_threads()

@@ -13,7 +13,6 @@ from checkpointing import TensorCheckpointer
 from checkpointing.format.tensors import tensors_not_finite
 from checkpointing.storage.place import Place, location
 from elastic import Pulse, World
-from elastic.group.batch_plan import plan_batch
 from elastic.node.files import read_text
 from elastic.node.recall import Recall
 from elastic.record.history import Attempt
@@ -21,6 +20,7 @@ from elastic.world import limit_waits
 from trainer.optim.schedule import build_schedule
 from trainer.parallel.mesh import build_mesh
 from trainer.recipe import Recipe, RecipeError, counted, load_recipe
+from trainer.recipe.strategies import exact
 from trainer.run.build import attention_kernel, model_and_optimizer
 from trainer.run.compiled import keep_caches_closed
 from trainer.run.identity import computed_by, identify
@@ -150,10 +150,10 @@ def rebuilt(
     identity = identify(recipe, task.stream.fingerprint)
     init_from = identity["model.init_from"] if recipe.model.init_from else ""
     recipe = counted(recipe, task.stream.sequences)
-    mesh, batch = build_mesh(recipe, world), recipe.batch
+    mesh = build_mesh(recipe, world)
     try:
-        plan = plan_batch(batch.global_batch, mesh.dp_size, recipe.micro_batch, fixed=recipe.exact)
-    except ValueError as error:
+        plan = exact.batch_plan(recipe, mesh.dp_size)
+    except RecipeError as error:
         raise RecipeError(f"--nproc: {error}") from error
     with (
         _reader(recipe, states) as checkpointer,

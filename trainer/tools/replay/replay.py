@@ -17,6 +17,7 @@ from elastic.process import usable_cores
 from elastic.record.history import LedgerError, read_history
 from elastic.record.ledger import StartLine
 from trainer.recipe import Recipe
+from trainer.recipe.strategies import exact
 from trainer.tools.replay.line import Line, Span, beginning, draw, drawn, line_of, stored_states
 from trainer.tools.replay.request import OUTCOME, REQUEST, Outcome, Request
 from trainer.tools.report.report import clock
@@ -208,7 +209,7 @@ def _ranks(recipe: Recipe, start: StartLine, audit: bool) -> int:
 
     least = replica_ranks(recipe)
     room = torch.cuda.device_count() if recipe.run.device == "cuda" else max(2, usable_cores())
-    if not recipe.exact:
+    if not exact.used(recipe):
         return start.world_size if start.world_size <= room else least
     shares = most_ranks(recipe.batch.global_batch, recipe.micro_batch, fixed=True)
     other = 2 * least if start.world_size == least else least

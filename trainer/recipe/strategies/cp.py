@@ -1,0 +1,44 @@
+"""`strategy.cp`: context parallelism, applied by trainer/parallel/context.py."""
+
+from collections.abc import Iterator
+
+from trainer.recipe.sections import Recipe, Strategy
+from trainer.recipe.strategies.missing import missing_beside
+
+KEYS = ("cp",)
+
+
+def ranks(strategy: Strategy) -> int:
+    """Ranks of a ring, which have a part each of every sequence."""
+    return strategy.cp
+
+
+def chunks(strategy: Strategy) -> int:
+    """Chunks into which a sequence is cut: two for each rank of a ring."""
+    return 2 * strategy.cp if strategy.cp > 1 else 1
+
+
+def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    strategy, length = recipe.strategy, recipe.data.seq_len
+    if strategy.cp == 1:
+        return
+    yield from missing_beside(recipe, "cp", "model.kgat", "data.factory")
+    if recipe.objective.compares:
+        yield (
+            "strategy.cp",
+            f"objective.name={recipe.objective.name} does not cut sequences yet; set strategy.cp=1",
+        )
+    if recipe.model.factory:
+        yield "model.factory", "such a model knows no parts of sequences; set strategy.cp=1"
+    if recipe.model.attention != "auto":
+        yield "model.attention", "strategy.cp has its own, that of a ring; set auto"
+    if length < chunks(strategy) and not recipe.data.factory:
+        yield (
+            "strategy.cp",
+            f"a sequence is cut into {chunks(strategy)} chunks, but data.seq_len is {length}; "
+            "change one of them",
+        )
+
+
+def describe(strategy: Strategy) -> str:
+    return f"cp={strategy.cp}" if strategy.cp > 1 else ""

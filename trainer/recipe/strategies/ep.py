@@ -1,0 +1,46 @@
+"""`strategy.ep`: expert parallelism, applied by trainer/parallel/expert.py."""
+
+from collections.abc import Iterator
+
+from trainer.recipe.sections import Recipe, Strategy
+from trainer.recipe.strategies import cp, sharding, tp
+from trainer.recipe.strategies.missing import missing_beside
+
+KEYS = ("ep",)
+
+
+def ranks(strategy: Strategy) -> int:
+    """Ranks that divide the experts of each layer."""
+    return strategy.ep
+
+
+def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    strategy, data = recipe.strategy, recipe.data
+    if strategy.ep == 1:
+        return
+    beside = "run.determinism", "model.kgat", "data.factory", "strategy.sharding"
+    yield from missing_beside(recipe, "ep", *beside)
+    together, ring = tp.ranks(strategy), cp.ranks(strategy)
+    if together > 1 and data.seq_len % (together * ring) and not data.factory:
+        yield (
+            "strategy.ep",
+            f"its ranks have parts of the tokens of tp={together} x cp={ring}, which do not divide "
+            f"data.seq_len={data.seq_len}; change one of them",
+        )
+    if sharding.name(recipe) == "NO_SHARD":
+        yield (
+            "strategy.ep",
+            "divides experts among ranks that share parameters, which these do not; use "
+            "strategy.sharding: SHARD_GRAD_OP, FULL_SHARD or HYBRID_SHARD",
+        )
+    if recipe.model.factory:
+        yield "model.factory", "such a model has no experts that are known; set strategy.ep=1"
+
+
+def describe(strategy: Strategy) -> str:
+    return f"ep={strategy.ep}" if strategy.ep > 1 else ""
+
+
+def bytes_sent(strategy: Strategy, divided: float) -> float:
+    """Bytes that each rank sends to others of `divided` bytes of rows, as many to each expert."""
+    return (1 - 1 / strategy.ep) * divided

@@ -1,0 +1,86 @@
+"""`run.determinism: exact`: results of which no bit depends on the world size; applied by
+trainer/optim/exact.py.
+
+What a micro-batch is, is part of such a run: they are cut alike at every world size, and gradients
+are sums of theirs that do not round.
+"""
+
+from collections.abc import Iterator
+
+from elastic.group.batch_plan import BatchPlan, most_ranks, plan_batch
+from trainer.recipe.sections import Recipe
+from trainer.recipe.strategies import cp, sharding
+from trainer.recipe.yaml_tree import RecipeError
+
+
+def used(recipe: Recipe) -> bool:
+    """Whether results must not depend on the world size in any bit."""
+    return recipe.exact
+
+
+def batch_plan(recipe: Recipe, shares: int) -> BatchPlan:
+    """Who computes which sequences of a step, where `shares` ranks share the data.
+
+    Raises:
+        RecipeError: the global batch cannot be shared so.
+    """
+    limit = recipe.micro_batch
+    try:
+        return plan_batch(recipe.batch.global_batch, shares, limit, fixed=recipe.exact)
+    except ValueError as error:
+        raise RecipeError(f"batch.global_batch: {error}") from error
+
+
+def most_shares(recipe: Recipe) -> int:
+    """Most ranks that can share the data."""
+    return most_ranks(recipe.batch.global_batch, recipe.micro_batch, fixed=recipe.exact)
+
+
+def addends(recipe: Recipe) -> int:
+    """Terms of the sum that is a gradient: one for each part of each micro-batch."""
+    return cp.ranks(recipe.strategy) * -(-recipe.batch.global_batch // recipe.micro_batch)
+
+
+def reduced_bytes(recipe: Recipe) -> int:
+    """Bytes of an element in which gradients are reduced: float64 holds exact sums."""
+    return 8 if recipe.exact else 4
+
+
+def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if not recipe.exact:
+        return
+    if sharding.zero1(recipe):
+        yield (
+            "strategy.sharding",
+            "OPTIMIZER_STATE (ZeRO-1) has no exact mode; use SHARD_GRAD_OP, which shards the "
+            "optimizer state too, or set run.determinism=fast",
+        )
+    if recipe.strategy.reduce_every_pass:
+        yield (
+            "strategy.reduce_every_pass",
+            "adds up gradients in float32, in an order that depends on the world size; remove "
+            "it, or set run.determinism=fast",
+        )
+    if recipe.batch.micro_batch == "auto":
+        yield (
+            "batch.micro_batch",
+            "an exact run's results and most ranks (global_batch / micro_batch) follow from "
+            "it; name a number instead of auto, or set run.determinism=fast",
+        )
+    if recipe.precision.dtype == "fp16":
+        yield (
+            "precision.dtype",
+            "fp16 has no exact mode (its range cannot hold the common grid of gradients); use "
+            "bf16 or fp32, or set run.determinism=fast",
+        )
+    if recipe.precision.matmul:
+        yield (
+            "run.determinism",
+            f"precision.matmul={recipe.precision.matmul} has no exact mode; set fast",
+        )
+    if recipe.optimizer.factory:
+        yield (
+            "optimizer.factory",
+            "only adamw and muon have an exact mode: other updates may round the end of a shard "
+            "otherwise; remove it, or set run.determinism=fast",
+        )

@@ -1,0 +1,78 @@
+"""`strategy.pp` and `pp_*`: pipeline parallelism, applied by trainer/parallel/pipeline.py."""
+
+from collections.abc import Iterator
+
+from trainer.recipe.sections import PipelineSchedule, Recipe, Strategy
+from trainer.recipe.strategies import sharding
+from trainer.recipe.strategies.missing import missing_beside
+
+KEYS = ("pp", "pp_schedule", "pp_stages_per_rank")
+
+
+def ranks(strategy: Strategy) -> int:
+    """Ranks of a pipeline, which have some stages of a model each."""
+    return strategy.pp
+
+
+def shape(strategy: Strategy) -> tuple[PipelineSchedule, int, int]:
+    """(schedule, ranks, stages of each): what functions of trainer/parallel/schedules.py take."""
+    return strategy.pp_schedule, strategy.pp, strategy.pp_stages_per_rank
+
+
+def stages(strategy: Strategy) -> int:
+    """Stages of all ranks."""
+    return strategy.pp * strategy.pp_stages_per_rank
+
+
+def splits_backward(strategy: Strategy) -> bool:
+    """Whether the gradients of weights are computed apart from those of activations, and later."""
+    return strategy.pp_schedule == "zero_bubble"
+
+
+def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    strategy = recipe.strategy
+    if strategy.pp == 1:
+        for key, default in (("pp_schedule", "1f1b"), ("pp_stages_per_rank", 1)):
+            if getattr(strategy, key) != default:
+                yield f"strategy.{key}", "only with strategy.pp above 1; remove it"
+        return
+    yield from missing_beside(recipe, "pp", "model.kgat", "data.factory", "strategy.sharding")
+    if recipe.objective.compares:
+        yield (
+            "strategy.pp",
+            f"objective.name={recipe.objective.name} does not work with a pipeline yet; set "
+            "strategy.pp=1",
+        )
+    if recipe.model.factory:
+        yield "model.factory", "such a model cannot be cut into stages; set strategy.pp=1"
+    interleaved = strategy.pp_schedule == "interleaved_1f1b"
+    if interleaved != (strategy.pp_stages_per_rank > 1):
+        yield (
+            "strategy.pp_stages_per_rank",
+            "goes with strategy.pp_schedule: interleaved_1f1b; set it to 2 or more with it, and "
+            "to 1 without",
+        )
+    if not splits_backward(strategy):
+        return
+    if strategy.compile:
+        yield (
+            "strategy.compile",
+            "compiles backward as one, of which zero_bubble puts off a part; set false, or another "
+            "strategy.pp_schedule",
+        )
+    if strategy.reduce_every_pass:
+        yield "strategy.reduce_every_pass", "does not work with zero_bubble; set false"
+    if recipe.gathers_twice:
+        yield (
+            "strategy.sharding",
+            f"zero_bubble keeps weights gathered until it has their gradients, which "
+            f"{sharding.name(recipe)} does not; use SHARD_GRAD_OP, or another strategy.pp_schedule",
+        )
+
+
+def describe(strategy: Strategy, idle: float) -> str:
+    name, size, of_each = shape(strategy)
+    if size == 1:
+        return ""
+    several = f" x {of_each}" if of_each > 1 else ""
+    return f"pp={size}{several} {name} (ranks idle for {idle:.0%} of a step)"

@@ -1,0 +1,55 @@
+"""`strategy.tp`, `sequence_parallel`: tensor parallelism, applied by trainer/parallel/tensor.py."""
+
+from collections.abc import Iterator
+
+from trainer.recipe.sections import Recipe, Strategy
+from trainer.recipe.strategies import cp
+from trainer.recipe.strategies.missing import missing_beside
+
+KEYS = ("tp", "sequence_parallel")
+
+
+def ranks(strategy: Strategy) -> int:
+    """Ranks that compute each layer together."""
+    return strategy.tp
+
+
+def stream_parts(strategy: Strategy) -> int:
+    """Parts into which these ranks cut the residual stream along the sequence."""
+    return strategy.tp if strategy.sequence_parallel else 1
+
+
+def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    strategy, data = recipe.strategy, recipe.data
+    if strategy.tp == 1:
+        if strategy.sequence_parallel:
+            yield "strategy.sequence_parallel", "only with strategy.tp above 1; remove it"
+        return
+    yield from missing_beside(recipe, "tp", "model.kgat", "strategy.sharding")
+    ring = cp.ranks(strategy)
+    uneven = data.seq_len % (strategy.tp * ring) and not data.factory
+    if strategy.sequence_parallel and uneven:
+        among = f"tp={strategy.tp}" + (f" x cp={ring}" if ring > 1 else "")
+        yield (
+            "strategy.sequence_parallel",
+            f"data.seq_len={data.seq_len} is not a multiple of strategy.{among}; change "
+            "one of them",
+        )
+    if recipe.precision.matmul:
+        yield (
+            "strategy.tp",
+            f"precision.matmul={recipe.precision.matmul} does not work with it yet; set "
+            "strategy.tp=1",
+        )
+
+
+def describe(strategy: Strategy) -> str:
+    if strategy.tp == 1:
+        return ""
+    sequence = " with sequence parallelism" if strategy.sequence_parallel else ""
+    return f"tp={strategy.tp}{sequence}"
+
+
+def bytes_sent(strategy: Strategy, reduced: float) -> float:
+    """Bytes that each rank sends in a ring to all-reduce activations of `reduced` bytes."""
+    return 2 * (1 - 1 / strategy.tp) * reduced
