@@ -67,7 +67,7 @@ def build(
         last: the run that this process was in before, of which model and optimizer are kept; see
             trainer/parallel/kept.py.
     """
-    exact, group = strategies.exact.used(recipe), dist.group.WORLD
+    group = dist.group.WORLD
     mesh = build_mesh(recipe, world)
     plan = strategies.exact.batch_plan(recipe, mesh.dp_size)
     with (
