@@ -13,7 +13,7 @@ from trainer.run.trackers import Tail
 from trainer.tools.report.report import check, report
 from trainer.tools.seeing.page import embedded
 from trainer.tools.seeing.terminal import parts
-from trainer.tools.seeing.view import Run
+from trainer.tools.seeing.view import RunView
 
 WRONG = ["x", None, [], {}, [[[[]]]], True, -1, 1.5, 10**18, 10**300, float("nan"), float("inf")]
 RAW = [
@@ -51,7 +51,7 @@ def run(tmp_path):
 def read_all(run):
     """All that reads these files."""
     report(run)
-    looked = Run(run)
+    looked = RunView(run)
     looked.look()
     embedded(looked.all())
     parts(looked, 80)

@@ -25,7 +25,7 @@ from trainer.tools.seeing.page import ASSETS, report_html
 from trainer.tools.seeing.records import Records, thinned
 from trainer.tools.seeing.server import Server
 from trainer.tools.seeing.terminal import find_runs, sparks
-from trainer.tools.seeing.view import Run
+from trainer.tools.seeing.view import RunView
 
 PERDURE = Path(sys.executable).parent / "perdure"
 VENDORED = {
@@ -47,7 +47,7 @@ def run(tmp_path):
 
 
 def looked_at(folder):
-    run = Run(folder)
+    run = RunView(folder)
     run.look()
     return run
 

@@ -7,7 +7,7 @@ from elastic.record.history import History, LedgerReader
 from trainer.tools.seeing import cache
 
 
-class Ledger:
+class LedgerView:
     """The ledger of a run, followed.
 
     Args:

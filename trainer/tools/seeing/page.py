@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from trainer.tools.seeing.view import POINTS, Run, differing_keys, look_at
+from trainer.tools.seeing.view import POINTS, RunView, differing_keys, look_at
 
 ASSETS = Path(__file__).with_name("assets")
 EVERY_SECONDS = 2.0
@@ -28,13 +28,13 @@ def report_html(paths: Sequence[Path]) -> str:
     return page(title(runs), {"live": False, **first_data(runs)})
 
 
-def first_data(runs: Sequence[Run]) -> dict[str, Any]:
+def first_data(runs: Sequence[RunView]) -> dict[str, Any]:
     """What the page begins with: all of each run, and the keys in which their recipes differ."""
     told = [run.all(max(500, POINTS // len(runs))) for run in runs]
     return {"runs": told, "differing": differing_keys([one.pop("keys") for one in told])}
 
 
-def title(runs: Sequence[Run]) -> str:
+def title(runs: Sequence[RunView]) -> str:
     """What the page is called."""
     return ", ".join(run.name for run in runs)
 

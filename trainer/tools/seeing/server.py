@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from elastic.record.history import LedgerError
 from trainer.tools.seeing.page import EVERY_SECONDS, first_data, page, policy, title
-from trainer.tools.seeing.view import Run, look_at
+from trainer.tools.seeing.view import RunView, look_at
 
 LOOK_SECONDS = 1.0
 """Between two looks at the files of a run, however many pages ask."""
@@ -96,7 +96,7 @@ class Server(ThreadingHTTPServer):
         return "application/json", json.dumps(told, allow_nan=False, separators=(",", ":"))
 
 
-def _look(run: Run) -> None:
+def _look(run: RunView) -> None:
     if time.time() - run.now >= LOOK_SECONDS:
         run.look()
 

@@ -15,7 +15,7 @@ from elastic.record.history import LedgerError
 from elastic.record.ledger import LEDGER
 from trainer.text import beneath, visible
 from trainer.tools.report.report import date
-from trainer.tools.seeing.view import Run, look_at
+from trainer.tools.seeing.view import RunView, look_at
 
 EVERY_SECONDS = 2.0
 SHOWN_EVENTS = 5
@@ -107,7 +107,7 @@ def _may_hold_runs(name: str) -> bool:
 
 def _row(path: Path, folder: Path) -> list[Text]:
     shown = path.relative_to(folder) if path != folder else path
-    run = Run(path)
+    run = RunView(path)
     run.look()
     state, values = run.state(), {what: value for what, value, _ in run.card()}
     start = run.history.attempts[-1].start
@@ -131,11 +131,11 @@ def _age(seconds: float) -> str:
 # --- the screen --------------------------------------------------------------------------------
 
 
-def _screen(runs: Iterable[Run], width: int) -> RenderableType:
+def _screen(runs: Iterable[RunView], width: int) -> RenderableType:
     return Group(*(part for run in runs for part in parts(run, width)))
 
 
-def parts(run: Run, width: int) -> list[RenderableType]:
+def parts(run: RunView, width: int) -> list[RenderableType]:
     """What is shown of a run, on so many columns."""
     state = run.state()
     head = _text(run.name, "bold")
@@ -154,7 +154,7 @@ def parts(run: Run, width: int) -> list[RenderableType]:
     ]
 
 
-def _card(run: Run, width: int) -> Text:
+def _card(run: RunView, width: int) -> Text:
     line, used = Text(), 0
     for what, value, remark in run.card():
         extra = f" {remark}" if what in ("step",) and remark else ""
@@ -169,7 +169,7 @@ def _card(run: Run, width: int) -> Text:
     return line
 
 
-def _ribbon(run: Run, width: int) -> Text:
+def _ribbon(run: RunView, width: int) -> Text:
     """One bar of wall time; what is down takes a column, however long it was."""
     parts = [part for one in run.ribbon() for part in one["parts"] if part[2] > part[1]]
     up = sum(end - begin for kind, begin, end in parts if kind != "down")
@@ -189,7 +189,7 @@ def _ribbon(run: Run, width: int) -> Text:
     return Text("\n").join([bar, key])
 
 
-def _events(run: Run) -> list[Text]:
+def _events(run: RunView) -> list[Text]:
     lines = []
     for event in run.events()[-SHOWN_EVENTS:]:
         line = _text(f"{date(event['time'])}  step {event['step']:,}  ", "bright_black")
@@ -200,7 +200,7 @@ def _events(run: Run) -> list[Text]:
     return lines
 
 
-def _curves(run: Run, width: int) -> list[Text]:
+def _curves(run: RunView, width: int) -> list[Text]:
     room, lines = max(10, min(60, width - 44)), []
     found = run.curves(most=100_000)
     for name, shown in CURVES.items():

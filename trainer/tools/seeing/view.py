@@ -28,7 +28,7 @@ from elastic.record.reliability import (
 from trainer.recipe.yaml_tree import RecipeError, read_tree
 from trainer.tools.report.report import clock, unit_of
 from trainer.tools.seeing.events import count_of, events_of, steps_lost
-from trainer.tools.seeing.ledger import Ledger
+from trainer.tools.seeing.ledger import LedgerView
 from trainer.tools.seeing.records import Records, read_samples, thinned
 
 POINTS = 4000
@@ -53,7 +53,7 @@ class State:
     text: str
 
 
-class Run:
+class RunView:
     """A run that is looked at, again and again.
 
     Args:
@@ -62,7 +62,7 @@ class Run:
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, path.resolve().name
-        self.ledger, self.records = Ledger(path), Records(path)
+        self.ledger, self.records = LedgerView(path), Records(path)
         self.history: History
         self.now = 0.0
 
@@ -362,13 +362,13 @@ class Run:
         return told
 
 
-def look_at(paths: Sequence[Path]) -> list[Run]:
+def look_at(paths: Sequence[Path]) -> list[RunView]:
     """Runs, looked at, each with a name of its own as far as two folders tell.
 
     Raises:
         LedgerError: one has not begun, or is no run.
     """
-    runs = [Run(path) for path in paths]
+    runs = [RunView(path) for path in paths]
     for run in runs:
         run.look()
     if len({run.name for run in runs}) < len(runs):
