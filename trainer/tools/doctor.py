@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from checkpointing.save.room import available_bytes
-from checkpointing.storage.filesystems import filesystem, is_shared
+from checkpointing.save.slots import available_bytes
+from checkpointing.storage.posix import filesystem, is_shared
 from elastic.group.health import check_node
 from elastic.process import usable_cores
 from trainer.recipe import Recipe
