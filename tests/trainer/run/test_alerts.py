@@ -6,7 +6,7 @@ import time
 import pytest
 import yaml
 
-from elastic import Ledger, Start
+from elastic import Ledger, StartLine
 from trainer.recipe.conditions import Beyond, Failed, Silent, parse_condition
 from trainer.run.alerts import Alerts
 from trainer.run.standing import Standing
@@ -20,7 +20,7 @@ def test_the_standing_of_a_run(tmp_path):
     """Steps 1 to 3 of a second each; a failure takes one back, a roll-back another."""
     path, now = tmp_path / "ledger.jsonl", time.time()
     assert Standing(tmp_path).at(now) == {}
-    with Ledger(path, Start(step=0, sequences=0, at=now - 10, **SIZE)) as ledger:
+    with Ledger(path, StartLine(step=0, sequences=0, at=now - 10, **SIZE)) as ledger:
         for step in (1, 2, 3):
             ledger.step(step, 8 * (step - 1), 8 * step, 1.0, loss=2.5, skipped="")
     standing = Standing(tmp_path)
@@ -29,7 +29,7 @@ def test_the_standing_of_a_run(tmp_path):
     assert first == {"attempt": 1, "world_size": 2, "failures": 0, "steps_lost": 0}
     with path.open("a") as file:
         file.write('{"kind": "step", "st')  # a process was killed
-    with Ledger(path, Start(step=2, sequences=16, at=now + 10, cause=CAUSE, **SIZE)) as ledger:
+    with Ledger(path, StartLine(step=2, sequences=16, at=now + 10, cause=CAUSE, **SIZE)) as ledger:
         ledger.step(3, 16, 24, 1.0, loss=2.5, skipped="loss")
         ledger.rollback(3, 1, "memory")
     assert standing.at(now + 9)["failures"] == 0
@@ -72,9 +72,11 @@ def test_alerts_come_once_until_it_is_over(tmp_path, capsys):
     high = [f"{name}, step 1: loss 9 (loss > 8)", f"{name}, step 1: loss nan (loss > 8)"]
     assert turn(9.0, 9.5) == high[:1]
     assert turn(2.0, None) == high
-    with Ledger(tmp_path / "ledger.jsonl", Start(step=0, sequences=0, at=1.0, **SIZE)):
+    with Ledger(tmp_path / "ledger.jsonl", StartLine(step=0, sequences=0, at=1.0, **SIZE)):
         pass
-    with Ledger(tmp_path / "ledger.jsonl", Start(step=0, sequences=0, at=2.0, cause=CAUSE, **SIZE)):
+    with Ledger(
+        tmp_path / "ledger.jsonl", StartLine(step=0, sequences=0, at=2.0, cause=CAUSE, **SIZE)
+    ):
         pass
     high.append(f"{name}, step 1: 1 failure(s) by now (failure)")
     assert turn(2.0, 2.0) == high
