@@ -75,8 +75,8 @@ them."""
 
 _OVER_NF4 = (
     "note: it was trained over a model in nf4, and is off over any other: load that in 4 bits, too "
-    '(transformers\' BitsAndBytesConfig, load_in_4bit=True, bnb_4bit_quant_type="nf4"), or merge it '
-    "(--merge)"
+    '(transformers\' BitsAndBytesConfig, load_in_4bit=True, bnb_4bit_quant_type="nf4"), or merge '
+    "it (--merge)"
 )
 _MERGED = {
     False: "note: merged into the weights that it was trained over, which nf4 has rounded; "
