@@ -22,8 +22,8 @@ examples:
 
 Prompts are one a line, in a .jsonl file as {"prompt": "…"}. Tasks are those of
 lm-evaluation-harness (pip install 'perdure[eval]'); --include-path adds your own, in its YAML. Each
-checkpoint is looked at once: what stands in the output already is left out. --follow takes the CPU,
-one thread of it at low priority, unless --device says otherwise.
+checkpoint is looked at once: what stands in the output already is left out. --follow takes one
+thread of the CPU, and only time that nobody else wants, unless --device says otherwise.
 """
 
 SAMPLING = {
@@ -110,6 +110,8 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
+    if arguments.follow:  # it takes the time that training leaves
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     import torch
 
     from checkpointing.storage.place import local
@@ -118,7 +120,6 @@ def _eval(arguments: argparse.Namespace) -> int:
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.follow:
-        os.nice(19)  # training comes first
         torch.set_num_threads(1)
         device = arguments.device or "cpu"
     run = arguments.run_directory
