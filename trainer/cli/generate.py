@@ -159,15 +159,15 @@ def _of_tasks(arguments: argparse.Namespace, device: str) -> tuple[str, list[Any
     if given := [name for name in SAMPLING if name in arguments]:
         flag = "--" + given[0].replace("_", "-")
         raise GenerateError(f"{flag}: a task says how it is sampled; remove it")
+    names = list(dict.fromkeys(filter(None, arguments.tasks.split(","))))
+    if not names:
+        raise GenerateError("--tasks: names none; give some, such as --tasks arc_easy,hellaswag")
     try:
         from trainer.tools.tasks import find_tasks, results
     except ImportError as error:
         raise GenerateError(
             f"--tasks: lm-eval cannot be used ({error}); pip install 'perdure[eval]'"
         ) from error
-    names = list(dict.fromkeys(filter(None, arguments.tasks.split(","))))
-    if not names:
-        raise GenerateError("--tasks: names none; give some, such as --tasks arc_easy,hellaswag")
     manager = find_tasks(names, arguments.include_path)
     wanted = [{"task": name, "limit": arguments.limit} for name in names]
     return "task", wanted, results(manager, device, arguments.family)
