@@ -161,7 +161,7 @@ def test_what_a_recipe_cannot_mean_is_refused(tmp_path: Any, override: str, mess
 def test_an_adapter_of_another_kind_is_refused() -> None:
     config = {"r": 4, "lora_alpha": 8}
     for change in ({"use_dora": True}, {"rank_pattern": {"q_proj": 8}}, {"peft_type": "IA3"}):
-        with pytest.raises(StorageError, match=f"{[*change][0]}=.* is not supported, only"):
+        with pytest.raises(StorageError, match=f"{next(iter(change))}=.* is not supported, only"):
             read_config(json.dumps({**config, **change}).encode(), "adapter_config.json")
     plain = {**config, "use_dora": False, "rank_pattern": {}, "peft_type": "LORA"}
     assert read_config(json.dumps(plain).encode(), "adapter_config.json").scale == 2
