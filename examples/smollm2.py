@@ -45,6 +45,7 @@ def put_model(directory: Path) -> None:
         place, name = str(Path(file).parent), Path(file).name
         given = AutoModelForCausalLM.from_pretrained(place, gguf_file=name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name)
+    del given.config.quantization_config  # what is written is plain bf16
     with torch.device("meta"):
         model = type(given)(given.config)
     model.load_state_dict(given.state_dict(), assign=True)

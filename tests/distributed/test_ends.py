@@ -68,19 +68,20 @@ def test_a_run_ends_at_the_same_step_whatever_happens_to_it(workspace, start, tr
     assert "changed since the run last trained: run.epochs 0.02 → 0.03" in output
     assert why in output
 
-    for run, passes in ("ended", 2), ("cut", 1):  # its last step was saved before it was validated
+    # The last step of the second was saved before it was validated.
+    for run, passes, most in ("ended", 2, longer), ("cut", 1, steps):
         folder, history = workspace / run, read_history(workspace / run)
-        assert starts(workspace, run)[-1]["steps"] == steps
+        assert starts(workspace, run)[-1]["steps"] == most
         assert [history.attempts[-1].end[key] for key in ("code", "reason")] == [0, why]
         assert check(history)[0], check(history)[1]
         page = report(folder)
-        assert f"{folder}: 8 of {steps} steps" in page
+        assert f"{folder}: 8 of {most} steps" in page
         assert "validation: 4 passes, the lowest loss" in page
         assert why in page
         state = read_state(find_checkpoint(folder))
         assert [state[key] for key in ("step", "best_step", "passes_since_best")] == [8, 4, passes]
         assert state["recipe"]["run"]["steps"] == 0
-        assert state["schedule"]["steps"] == (longer if run == "ended" else steps)
+        assert state["schedule"]["steps"] == most
         assert find_checkpoint(folder, "best").name == "step-00000004"
         assert re.search(r"^step-00000004 .* best$", str(ls(folder)), flags=re.M)
     assert told(workspace, "ended") == told(workspace, "cut")
