@@ -1,5 +1,6 @@
 """What one start of training processes wrote to the ledger."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 

@@ -26,7 +26,8 @@ RECIPE = "smollm2_sft.yaml"
 CHATS, STEPS = 50, 12
 EXACT = (
     "run.determinism=exact", "run.epochs=0", "run.log_every=1", "run.evaluate_every=0",
-    "data.seq_len=128", "batch.micro_batch=1", "checkpoint.keep_best=0", "schedule.name=constant",
+    "data.seq_len=96", "batch.global_batch=3", "batch.micro_batch=1", "checkpoint.keep_best=0",
+    "schedule.name=constant",
 )  # fmt: skip
 SHORT = (*EXACT, f"run.steps={STEPS}", "checkpoint.every=4")
 QUESTIONS = ("What is a computer?", "Hello", "What is the capital of France?")
@@ -184,7 +185,7 @@ def test_others_open_it_merge_it_and_train_on(home, undisturbed, tmp_path):
 
 def test_killed_every_20_seconds_for_ten_minutes_it_ends_with_the_same_weights(home):
     """By turns a rank is killed, and all of the job, which starts again on other ranks."""
-    given = (*EXACT, f"run.steps={LONG_STEPS}", "checkpoint.every=20", "batch.global_batch=2")
+    given = (*EXACT, f"run.steps={LONG_STEPS}", "checkpoint.every=20")
     train(home, 1, "run.dir=quiet", *given)
     began, kills, worlds = time.monotonic(), 0, (2, 1, 3)
     job = start(home, worlds[0], "run.dir=hunted", *given)

@@ -87,7 +87,7 @@ def restore(
     if state["recipe"]["precision"]["dtype"] != recipe.precision.dtype:  # then it means nothing
         progress.loss_scale = scale
     if progress.lacks_pass(recipe.run):
-        for loss in Ranks(dist.group.WORLD).on_main(lambda: _made_up(recipe, progress)):
+        for loss in RankGroup(dist.group.WORLD).on_main(lambda: _made_up(recipe, progress)):
             progress.judge(loss)
     return progress, state
 
