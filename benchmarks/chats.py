@@ -24,9 +24,9 @@ from typing import Any
 from benchmarks.support import ROOT, arguments, environment, report
 
 BATCH = 128
-"""Chats that the tokenizer alone is given together."""
+"""Chats in one call of the tokenizer alone."""
 SHOWN_BYTES = 8 << 20
-"""Of the file, for the tokenizer alone."""
+"""Bytes of the file that the tokenizer alone encodes."""
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.support import json_lines
 from lab.local_nodes import LocalNode
-from trainer.recipe import load_recipe
+from trainer import load_recipe
 
 
 def main() -> int:

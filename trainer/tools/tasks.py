@@ -25,7 +25,7 @@ ROWS = 8
 RESAMPLED = 1000
 """Draws by which the error of a value is estimated, where no formula gives it."""
 USUAL_NEW_TOKENS = 256
-"""Of a continuation, where the task says nothing."""
+"""Tokens of a continuation at most, where the task says nothing."""
 
 
 def find_tasks(names: Sequence[str], include_path: Path | None) -> TaskManager:
@@ -98,8 +98,8 @@ class _Asked(LM):
         self._prefix = known[0]
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        """Of each (context, continuation) the log-probability of the continuation, and whether its
-        tokens are the likeliest."""
+        """The log-probability of each continuation after its context, and whether its tokens are
+        the likeliest."""
         return self._log_probs([self._pair(*request.args) for request in requests])
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
@@ -130,8 +130,8 @@ class _Asked(LM):
 
     @torch.inference_mode()
     def _log_probs(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """Of each (tokens before, tokens) the log-probability of the tokens, and whether they are
-        the likeliest. What is longer than the model takes loses its begin."""
+        """The log-probability of tokens after others, for each pair of (tokens before, tokens), and
+        whether they are the likeliest. What is longer than the model takes loses its begin."""
         model, limit = self._opened.model, self._opened.limit
         device = next(model.parameters()).device
         rows = [(before + after)[-limit - 1 :] for before, after in pairs]
