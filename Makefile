@@ -7,11 +7,12 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 RUNTIME := .venv/.runtime-installed
 DEV := .venv/.dev-installed
+FINETUNE := .venv/.finetune-installed
 FAKE_TORCH ?= 2.14.1
 FAKE := .venv/fake-cuda-$(FAKE_TORCH)
 FAKE_TABLE := benchmarks/results/fake-cuda-$(FAKE_TORCH).md
 
-.PHONY: help train test pytest setup lint bench gpu gpu-wheelhouse soak fakecuda layouts gluster transformers4 slurm manifests attack seeing image docs clean
+.PHONY: help train finetune test pytest setup lint bench gpu gpu-wheelhouse soak fakecuda layouts gluster transformers4 slurm manifests attack seeing image docs clean
 
 help:            ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -30,6 +31,18 @@ train: $(RUNTIME)  ## train a small language model on Wikipedia text, about 2 mi
 	@echo "  $(BIN)/perdure ckpt show runs/quickstart                          what the checkpoint holds"
 	@echo "  $(BIN)/perdure train recipes/quickstart.yaml run.steps=600        train on from it"
 	@echo "  $(BIN)/perdure train recipes/quickstart.yaml run.dir=runs/ddp strategy.name=ddp"
+
+finetune: $(FINETUNE)  ## a chat model of 135 M learns from real chats, with a rank killed on the way, on 2 cores
+	$(BIN)/python examples/smollm2.py
+	$(BIN)/perdure data prepare data/smalltalk.jsonl --chat --tokenizer models/smollm2 --validation-fraction 0.1 --out data/smalltalk
+	$(BIN)/perdure data inspect data/smalltalk --sample 1
+	$(BIN)/python -m examples.killed_rank 20 recipes/smollm2_sft.yaml
+	$(BIN)/perdure report runs/smollm2_sft --check
+	rm -rf out/smollm2_sft
+	$(BIN)/perdure ckpt export runs/smollm2_sft out/smollm2_sft --merge --step best
+	@echo
+	@$(BIN)/python examples/smollm2.py models/smollm2 "What is a computer?"
+	@$(BIN)/python examples/smollm2.py out/smollm2_sft "What is a computer?"
 
 test: $(DEV)     ## lint, types and import contracts, beside the tests
 	$(MAKE) --no-print-directory --jobs=2 lint pytest
@@ -105,6 +118,10 @@ $(RUNTIME): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --editable '.[all]'
+	@touch $@
+
+$(FINETUNE): $(RUNTIME)
+	$(BIN)/python -m pip install --quiet 'transformers>=5,<6' 'gguf>=0.17'
 	@touch $@
 
 $(FAKE)/.installed: pyproject.toml

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from torch import Tensor, nn
 
 from elastic import usable_cores
 from trainer.data.documents import cu_seqlens_of
-from trainer.models import Decoder, init_parameter
+from trainer.models import Decoder, init_parameter, read_config
 from trainer.recipe import Recipe, load_recipe
 from trainer.recipe.architecture import Architecture
 from trainer.run.speed import peak_memory
+from trainer.tasks.task import build_task
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,12 @@ class Job:
     @property
     def architecture(self) -> Architecture:
         """The model's architecture."""
-        if self.recipe.model.architecture is None:
+        model = self.recipe.model
+        if model.architecture is None and model.init_from:
+            return read_config(Path(model.init_from))
+        if model.architecture is None:
             raise ValueError("the recipe has no model.architecture")
-        return self.recipe.model.architecture
+        return model.architecture
 
     @property
     def sharded(self) -> bool:
@@ -101,6 +106,14 @@ class Job:
             weight_decay=options.weight_decay,
             fused=True,
         )
+
+    def chats(self) -> Iterator[dict[str, Tensor]]:
+        """Micro-batches of chats as this trainer packs them, without end: `input_ids` and `labels`,
+        each (micro_batch, seq_len) int64, the token after each input or -100. Of one rank."""
+        stream = build_task(self.recipe).stream
+        for first in count(0, self.recipe.micro_batch):
+            batch = stream.fetch(range(first, first + self.recipe.micro_batch))
+            yield {name: batch[name] for name in ("input_ids", "labels")}
 
     def micro_batches(self) -> Iterator[dict[str, Tensor]]:
         """This rank's micro-batches on its device, without end: `input_ids` and `labels`, each

@@ -10,6 +10,9 @@ from checkpointing.errors import DamagedCheckpoint, StorageError
 from checkpointing.format.untrusted import a_text, count, number, printable, read_object
 
 CONFIG = "adapter_config.json"
+BASE = "adapter_base.json"
+"""File of ours beside an exported adapter: path, fingerprint and format of the model under it, as
+the trainer state of a checkpoint has them. PEFT passes it over."""
 PARTS = "lora_A", "lora_B"
 """Last parts of the FQNs of a layer's two matrices."""
 _PREFIX = "base_model.model."

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from checkpointing.format.layout import (
     lay_out,
     parse_step,
 )
+from checkpointing.format.peft import BASE as ADAPTER_BASE
 from checkpointing.format.peft import CONFIG as ADAPTER_CONFIG
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes
 from checkpointing.format.untrusted import read_object
@@ -75,7 +76,7 @@ them."""
 _OVER_NF4 = (
     "note: it was trained over a model in nf4, and is off over any other: load that in 4 bits, too "
     '(transformers\' BitsAndBytesConfig, load_in_4bit=True, bnb_4bit_quant_type="nf4"), or merge '
-    "from the checkpoint (--merge)"
+    "it (--merge)"
 )
 _MERGED = {
     False: "note: merged into the weights that it was trained over, which nf4 has rounded; "
@@ -144,6 +145,7 @@ def export(
         given = source = stack.enter_context(open_source(find_source(path)))
         merged = None
         notes: list[str] = []
+        under: dict[str, Any] = {}
         if merge_into is not None:
             if not given.is_adapter:
                 raise CheckpointError(f"{given.path}: is no adapter; export it without --merge")
@@ -154,6 +156,7 @@ def export(
         elif given.is_adapter:
             with open_adapter(given) as adapter:
                 notes = [_OVER_NF4] if adapter.over_nf4 else []
+                under = adapter.base
         tmp = stack.enter_context(_new_directory(out))
         target = DTYPES[dtype] if dtype else None
         metas = {
@@ -168,7 +171,10 @@ def export(
         small, left = _small_files(source)
         if merged:  # the adapter may have a tokenizer of its own
             beside, _ = _small_files(given)
-            small |= {name: data for name, data in beside.items() if name != ADAPTER_CONFIG}
+            of_adapter = ADAPTER_CONFIG, ADAPTER_BASE
+            small |= {name: data for name, data in beside.items() if name not in of_adapter}
+        if under:
+            small[ADAPTER_BASE] = json_bytes(under)
         if target and CONFIG in small:
             small[CONFIG] = _with_dtype(small[CONFIG], target, source.path / CONFIG)
         with TensorReader(source.path, source.records) as reader:

@@ -1,7 +1,8 @@
 """Merges a LoRA adapter into its base model, a piece of a tensor at a time, in float32."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,10 +10,11 @@ from torch import Tensor
 from checkpointing.errors import DamagedCheckpoint, WrongModel, reading
 from checkpointing.format.layout import StoredTensor
 from checkpointing.format.nf4 import BLOCK, NF4, rounded
-from checkpointing.format.peft import CONFIG, adapter_tensors, read_config
+from checkpointing.format.peft import BASE, CONFIG, adapter_tensors, read_config
 from checkpointing.format.tensors import TORCH_DTYPES, as_bytes
-from checkpointing.format.untrusted import printable
+from checkpointing.format.untrusted import printable, read_object
 from checkpointing.load.published import by_model_names
+from checkpointing.storage.place import Place
 from checkpointing.storage.source import CheckpointSource, TensorReader
 from checkpointing.storage.steps import storage_of
 
@@ -34,14 +36,14 @@ class StoredAdapter:
         self.config = read_config(data, str(where))
         self.tensors = adapter_tensors(source.model, str(source.path))
         self.stored, self.reader = source.model, reader
-        base = (source.state or {}).get("base")
-        self.over_nf4 = isinstance(base, dict) and base.get("format") == NF4
-        """Whether its base weights were in nf4, by its trainer state."""
+        self.base = trained_over(source.path, source.state)
+        self.over_nf4 = self.base.get("format") == NF4
+        """Whether the weights under it were kept in nf4."""
         for name in self.tensors.pairs if self.over_nf4 else ():
             if any(columns % BLOCK for columns in self.shape_of(name)[1:]):
                 raise DamagedCheckpoint(
-                    f"{source.path}: its trainer state says that it was trained over nf4, but the "
-                    f"columns of {printable(name)} are no multiple of {BLOCK}"
+                    f"{source.path}: says that it was trained over nf4, but the columns of "
+                    f"{printable(name)} are no multiple of {BLOCK}"
                 )
 
     def read(self, name: str) -> Tensor:
@@ -66,6 +68,30 @@ class StoredAdapter:
             return self.stored[self.tensors.whole[weight]].meta.shape
         a, b = (self.stored[name].meta.shape for name in self.tensors.pairs[weight])
         return (b[0], a[1]) if len(a) == len(b) == 2 and a[0] == b[1] else ()
+
+
+def trained_over(path: Place, state: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`path`, `fingerprint` and `format` of the model under an adapter, as far as it says them: in
+    its trainer state, or in the file that exporting it has left; {} if it says nothing.
+
+    Args:
+        path: directory of the adapter.
+        state: its trainer state; None: a plain directory.
+
+    Raises:
+        DamagedCheckpoint: the file is no JSON object.
+    """
+    if state is not None:
+        base = state.get("base")
+        return base if isinstance(base, dict) else {}
+    file = path / BASE
+    if not storage_of(file).exists(file):
+        return {}
+    try:
+        with reading(file):
+            return read_object(storage_of(file).read(file))
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{file}: is not a JSON object: {error}; mend the file") from error
 
 
 @contextmanager

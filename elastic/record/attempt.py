@@ -1,5 +1,6 @@
 """What one start of training processes wrote to the ledger."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,6 +32,8 @@ class Attempt:
     steps: Steps = field(default_factory=Steps)
     saves: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
+    validations: dict[int, Mapping[str, float | None]] = field(default_factory=dict)
+    """Step → means over the validation set after it, None where they were not finite."""
     rollbacks: list[RollbackLine] = field(default_factory=list)
     end: dict[str, Any] | None = None
     phases: dict[str, float] = field(default_factory=dict)

@@ -239,6 +239,8 @@ def _take(line: bytes, number: int, attempts: list[Attempt], problems: list[str]
         elif kind == "save":
             numbers = {"step": int(values["step"]), "seconds": float(values["seconds"])}
             attempt.saves.append({**values, **numbers, "line": number})
+        elif kind == "validation":
+            attempt.validations[int(values["step"])] = values["values"]
         elif kind in ("notice", "event"):
             attempt.events.append(values)
         elif kind == "phases":

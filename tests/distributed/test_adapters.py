@@ -3,6 +3,7 @@ survive what other runs do."""
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -240,6 +241,7 @@ def test_peft_opens_it_and_it_can_be_merged(workspace, undisturbed, base, monkey
         assert {path.name for path in (workspace / "exported").iterdir()} == {
             "adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "LICENSE",
             "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
+            "adapter_base.json",
         }  # fmt: skip
         assert plain(workspace / "exported")(ids).logits.equal(expected)
         perdure("ckpt", "export", "exported", "merged", "--merge")
@@ -391,7 +393,15 @@ def test_over_nf4_worlds_agree_and_what_is_merged_is_what_was_trained(
         assert (published - off).abs().max() <= 1e-5 < 1e-2 < (published - trained).abs().max()
         perdure("ckpt", "export", "nf4-1", "nf4-adapter")
         assert "it was trained over a model in nf4" in capsys.readouterr().out
+        perdure("ckpt", "export", "nf4-adapter", "nf4-twice")
+        assert "it was trained over a model in nf4" in capsys.readouterr().out
+        perdure("ckpt", "export", "nf4-twice", "nf4-late", "--merge")
+        assert plain("nf4-late")(ids).logits.equal(merged)
+        assert not Path("nf4-late/adapter_base.json").exists()
+        with pytest.raises(CheckpointError, match="was trained over other weights than those in"):
+            perdure("ckpt", "export", "nf4-twice", "none", "--merge", "--base", str(wide[1]))
     with pytest.raises(CheckpointError, match="--into-published: only together with --merge"):
         perdure("ckpt", "export", "nf4-1", "none", "--into-published")
-    texts = {"".join(generate(where, "the ", temperature=0)) for where in (steps[0], "nf4-merged")}
+    places = steps[0], "nf4-merged", "nf4-adapter"
+    texts = {"".join(generate(where, "the ", temperature=0)) for where in places}
     assert len(texts) == 1

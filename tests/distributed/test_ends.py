@@ -8,7 +8,7 @@ from benchmarks.support import json_lines
 from checkpointing import read_state
 from checkpointing.tools.inspect import find_checkpoint, ls
 from elastic.record.history import read_history
-from tests.distributed.jobs import starts, told
+from tests.distributed.jobs import records, starts, told
 from trainer.tools.report.report import check, report
 
 ENDS = (
@@ -56,27 +56,32 @@ def test_a_run_ends_at_the_same_step_whatever_happens_to_it(workspace, start, tr
     output = train(2, *cut)
     assert f"resuming after step 8 of {steps}" in output
     assert why in output
+    # The pass that was made up is not in the checkpoint, but in the ledger.
+    output = train(1, *cut)
+    assert f"nothing to train: the run has {why}" in output
+    passes = [one["step"] for one in records(workspace, "cut") if "validation_loss" in one]
+    assert passes.count(8) == 1
 
     # As if all had been killed after that pass, before the last step was saved.
     shutil.rmtree(workspace / "ended/checkpoints/step-00000008")
     output = train(2, "run.dir=ended", *ENDS, "run.epochs=0.03")
     assert "changed since the run last trained: run.epochs 0.02 → 0.03" in output
     assert why in output
-    assert f"nothing to train: the run has {why}" in train(1, "run.dir=ended", *ENDS)
 
-    for run, passes in ("ended", 2), ("cut", 1):  # its last step was saved before it was validated
+    # The last step of the second was saved before it was validated.
+    for run, passes, most in ("ended", 2, longer), ("cut", 1, steps):
         folder, history = workspace / run, read_history(workspace / run)
-        assert starts(workspace, run)[-1]["steps"] == steps
+        assert starts(workspace, run)[-1]["steps"] == most
         assert [history.attempts[-1].end[key] for key in ("code", "reason")] == [0, why]
         assert check(history)[0], check(history)[1]
         page = report(folder)
-        assert f"{folder}: 8 of {steps} steps" in page
+        assert f"{folder}: 8 of {most} steps" in page
         assert "validation: 4 passes, the lowest loss" in page
         assert why in page
         state = read_state(find_checkpoint(folder))
         assert [state[key] for key in ("step", "best_step", "passes_since_best")] == [8, 4, passes]
         assert state["recipe"]["run"]["steps"] == 0
-        assert state["schedule"]["steps"] == (longer if run == "ended" else steps)
+        assert state["schedule"]["steps"] == most
         assert find_checkpoint(folder, "best").name == "step-00000004"
         assert re.search(r"^step-00000004 .* best$", str(ls(folder)), flags=re.M)
     assert told(workspace, "ended") == told(workspace, "cut")

@@ -2,8 +2,9 @@
 
 import argparse
 import os
+from typing import Any
 
-from trainer.cli.parser import Commands, add_command, add_step, local_path
+from trainer.cli.parser import Commands, add_command, add_step, at_least, local_path
 
 GENERATE_EXAMPLES = """\
 examples:
@@ -16,10 +17,13 @@ examples:
   perdure eval runs/sft --prompts prompts.txt
   perdure eval runs/sft --prompts prompts.jsonl --step best --temperature 0
   perdure eval runs/sft --prompts prompts.txt --follow      # beside training, until that ends
+  perdure eval runs/sft --tasks hellaswag,arc_easy --limit 200
+  perdure eval runs/sft --tasks capitals --include-path examples/tasks --follow
 
-Prompts are one a line, in a .jsonl file as {"prompt": "…"}. Each checkpoint is sampled once: what
-stands in the output already is left out. --follow takes the CPU, one thread of it at low priority,
-unless --device says otherwise.
+Prompts are one a line, in a .jsonl file as {"prompt": "…"}. Tasks are those of
+lm-evaluation-harness (pip install 'perdure[eval]'); --include-path adds your own, in its YAML. Each
+checkpoint is looked at once: what stands in the output already is left out. --follow takes one
+thread of the CPU, and only time that nobody else wants, unless --device says otherwise.
 """
 
 SAMPLING = {
@@ -45,12 +49,23 @@ def add_generate_command(commands: Commands) -> None:
 
 def add_eval_command(commands: Commands) -> None:
     """Add the command to a parser."""
-    what = "write what checkpoints of a run make of prompts, as lines of JSON"
+    what = "write what checkpoints of a run make of prompts or tasks, as lines of JSON"
     command = add_command(commands, "eval", what, EVAL_EXAMPLES)
     command.add_argument("run_directory", type=local_path, metavar="RUN", help="run directory")
-    command.add_argument("--prompts", type=local_path, required=True, metavar="FILE")
+    of_what = command.add_mutually_exclusive_group(required=True)
+    of_what.add_argument("--prompts", type=local_path, metavar="FILE", help="texts to continue")
+    of_what.add_argument("--tasks", metavar="NAME,…", help="tasks of lm-evaluation-harness")
     command.add_argument(
-        "--out", type=local_path, metavar="FILE", help="is added to (default: RUN/samples.jsonl)"
+        "--include-path", type=local_path, metavar="DIR", help="with tasks of your own"
+    )
+    command.add_argument(
+        "--limit", type=at_least(1), metavar="N", help="take N documents of each task"
+    )
+    command.add_argument(
+        "--out",
+        type=local_path,
+        metavar="FILE",
+        help="is added to (default: RUN/samples.jsonl, of tasks RUN/tasks.jsonl)",
     )
     which = command.add_mutually_exclusive_group()
     add_step(which.add_argument)
@@ -95,29 +110,64 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
+    if arguments.follow:  # it takes the time that training leaves
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     import torch
 
     from checkpointing.storage.place import local
     from checkpointing.tools.inspect import find_checkpoint
-    from trainer.tools.generate import Sampling
-    from trainer.tools.samples import follow, read_prompts, sample_steps
+    from trainer.tools.samples import add_lines, follow
 
-    run, prompts = arguments.run_directory, read_prompts(arguments.prompts)
-    out = arguments.out or run / "samples.jsonl"
-    given = {name: value for name, value in vars(arguments).items() if name in SAMPLING}
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.follow:
-        os.nice(19)  # training comes first
         torch.set_num_threads(1)
         device = arguments.device or "cpu"
+    run = arguments.run_directory
+    name, wanted, make = (_of_tasks if arguments.tasks else _of_prompts)(arguments, device)
+    out = arguments.out or run / f"{name}s.jsonl"
+    if arguments.follow:
         steps = follow(run)
     else:
         steps = iter([[local(find_checkpoint(run, arguments.step))]])
     count = 0
     for some in steps:
-        found = sample_steps(some, prompts, out, Sampling(**given), device, arguments.family)
-        for step, count in found:
-            print(f"step {step}: {count} sample(s), in {out}", flush=True)
+        for step, count in add_lines(some, wanted, out, make):
+            print(f"step {step}: {count} {name}(s), in {out}", flush=True)
     if not count:
         print(f"nothing new: {out} is as it was")
     return 0
+
+
+def _of_prompts(arguments: argparse.Namespace, device: str) -> tuple[str, list[Any], Any]:
+    """(name of a line, what is wanted, what makes it), as `add_lines` takes them."""
+    from trainer.tools.generate import GenerateError, Sampling
+    from trainer.tools.samples import read_prompts, samples
+
+    for option in ("include_path", "limit"):
+        if getattr(arguments, option) is not None:
+            flag = "--" + option.replace("_", "-")
+            raise GenerateError(f"{flag}: only with --tasks; remove it")
+    given = {name: value for name, value in vars(arguments).items() if name in SAMPLING}
+    wanted = [{"prompt": prompt} for prompt in read_prompts(arguments.prompts)]
+    return "sample", wanted, samples(Sampling(**given), device, arguments.family)
+
+
+def _of_tasks(arguments: argparse.Namespace, device: str) -> tuple[str, list[Any], Any]:
+    """The same values for tasks of lm-evaluation-harness."""
+    from trainer.tools.generate import GenerateError
+
+    if given := [name for name in SAMPLING if name in arguments]:
+        flag = "--" + given[0].replace("_", "-")
+        raise GenerateError(f"{flag}: a task says how it is sampled; remove it")
+    names = list(dict.fromkeys(filter(None, arguments.tasks.split(","))))
+    if not names:
+        raise GenerateError("--tasks: names none; give some, such as --tasks arc_easy,hellaswag")
+    try:
+        from trainer.tools.tasks import find_tasks, results
+    except ImportError as error:
+        raise GenerateError(
+            f"--tasks: lm-eval cannot be used ({error}); pip install 'perdure[eval]'"
+        ) from error
+    manager = find_tasks(names, arguments.include_path)
+    wanted = [{"task": name, "limit": arguments.limit} for name in names]
+    return "task", wanted, results(manager, device, arguments.family)

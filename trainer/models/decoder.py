@@ -412,10 +412,10 @@ class Decoder(nn.Module):
             loss = loss + sum(value * weight for value, weight in beside.values() if weight)
         return {"loss": loss, **scalars, **{name: value for name, (value, _) in beside.items()}}
 
-    def last_logits(self, input_ids: Tensor) -> Tensor:
-        """Logits (V,) of what follows the first sequence of (B, T)."""
-        hidden, _ = self.model(input_ids)
-        return self.head(hidden[0, -1])
+    def hidden(self, input_ids: Tensor) -> Tensor:
+        """What the head is multiplied with, (B, T, D), for token ids (B, T)."""
+        states: Tensor = self.model(input_ids)[0]
+        return states
 
     def flops_per_token(self, seq_len: int) -> float:
         """See `Family.flops_per_token`."""

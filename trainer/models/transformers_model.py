@@ -206,10 +206,6 @@ class TransformersModel(nn.Module):
         """What `hidden` gives, (…, D) → logits (…, V)."""
         return capped(F.linear(hidden, self._head[0].weight, self._head[0].bias), self.cap)
 
-    def last_logits(self, input_ids: Tensor) -> Tensor:
-        """Logits (V,) of what follows the first sequence of (B, T)."""
-        return self.head(self.hidden(input_ids)[0, -1])
-
     def _product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states and weight of the head, with the bias as a column: one product gives
         both."""

@@ -141,6 +141,7 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
         with torch.device("meta"):
             shallow = dataclasses.replace(model.model.architecture, num_hidden_layers=DEPTH)
             traced = Decoder(shallow, recipe.model.attention, model.family)
+        traced.preference = model.preference
         if recipe.model.adapter:
             adapter = _alike(model, recipe.model.adapter)
             add_adapters(traced, adapter, recipe.precision.dtype)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Placement, Shard
 
+from trainer.models import loss
 from trainer.parallel import context, expert, tensor
 from trainer.plan.kernels import loss_of_gpu
 
@@ -107,6 +108,7 @@ def imagined_ranks(
     turned = patch.multiple(context, dist=_silent(lambda *_: None), Ring=lambda *_: ring)
     with ExitStack() as stack:
         stack.enter_context(cut)
+        stack.enter_context(patch.object(loss, "dist", _silent(note)))
         stack.enter_context(divided)
         stack.enter_context(turned)
         if gpu_memory is not None:

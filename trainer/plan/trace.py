@@ -144,6 +144,11 @@ def _taped(
             elif blueprint.documents == "cu_seqlens":
                 ends = room_for_documents(*shape) + 1
                 inputs["cu_seqlens"] = torch.zeros(ends, dtype=torch.int32)
+            if isinstance(model, Decoder) and model.preference:  # a pair a sequence
+                answers = 2 * micro_batch
+                inputs["segments"] = torch.zeros(shape, dtype=torch.int64)
+                inputs["answer_labels"] = torch.ones(answers, dtype=torch.int64)
+                inputs["reference"] = torch.zeros(answers)
             below = model.model.embed_tokens if isinstance(model, Decoder) else None
             tape.follow(
                 model, blocks, keep_gradients=keep, in_two=in_two, experts=experts,

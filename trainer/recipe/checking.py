@@ -73,6 +73,10 @@ def _mend(kind: type, tree: dict[str, Any], path: Key, missing: bool) -> None:
 
 _MISSING = ("missing", "missing_argument", "missing_keyword_only_argument")
 _UNKNOWN = "unexpected_keyword_argument"
+_LEFT_OUT = dict.fromkeys(
+    ("dora", "use_dora"), "DoRA is not supported; remove it, or take LoRA with rslora: true"
+)
+"""Keys that somebody may look for, and that no similar key replaces → what to do."""
 _BOUNDS = {
     "greater_than_equal": ("at least", "ge"),
     "greater_than": ("above", "gt"),
@@ -89,6 +93,8 @@ def _meant(kind: type, path: Key) -> str | None:
 def _explain(kind: type, problem: ErrorDetails, path: Key) -> str:
     """What is wrong with a key, and what to do."""
     if problem["type"] == _UNKNOWN:
+        if left_out := _LEFT_OUT.get(str(path[-1])):
+            return left_out
         if meant := _meant(kind, path):
             return f"unknown key; did you mean '{meant}'?"
         return f"unknown key; known keys: {', '.join(_keys_at(kind, path[:-1]))}"

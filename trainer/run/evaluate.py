@@ -1,6 +1,5 @@
 """A fixed validation pass: the same sequences in the same micro-batches at any world size."""
 
-import math
 from collections.abc import Mapping
 from itertools import islice
 
@@ -26,13 +25,10 @@ class Validator:
         self._owed = False
 
     def make_up(self) -> float:
-        """Validate the step that was loaded, if `run.stop_after` counts that and a leaving node has
-        kept it from being done: which step is the last must not depend on who left. Returns what
-        was asked meanwhile, as `after_step`."""
+        """Validate the step that was loaded, if its state lacks a pass: which step is the last must
+        not depend on who left. Returns what was asked meanwhile, as `after_step`."""
         run, evaluation = self._run, self._run.task.validation
-        options, progress = run.recipe.run, run.progress
-        due = progress.step and options.stop_after and progress.step % options.evaluate_every == 0
-        if not evaluation or not due or run.done or progress.validated == progress.step:
+        if not evaluation or run.done or not run.progress.lacks_pass(run.recipe.run):
             return 0.0
         found = evaluate(run, evaluation)
         if found is None:
@@ -63,16 +59,9 @@ class Validator:
         return PAUSE_TO_LEAVE
 
     def _judge(self, found: Mapping[str, float]) -> None:
-        """Note what a pass over the validation set found, and whether it is the best so far."""
-        run, progress = self._run, self._run.progress
-        loss = found.get("validation_loss")
-        progress.validation_loss, progress.validated = loss, progress.step
-        progress.passes_since_best += 1
-        best = math.inf if progress.best_loss is None else progress.best_loss
-        if loss is not None and -math.inf < loss < best:
-            progress.best_loss, progress.best_step = loss, progress.step
-            progress.passes_since_best = 0
-        run.log.validation(progress.step, found)
+        """Note what a pass over the validation set found, and tell of it."""
+        self._run.progress.judge(found.get("validation_loss"))
+        self._run.log.validation(self._run.progress.step, found)
 
     def finish(self) -> None:
         """Validate the last step if that is owed: its state is safe, and there may be time left."""

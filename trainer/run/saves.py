@@ -90,7 +90,27 @@ def restore(
     progress = _progress(state)
     if state["recipe"]["precision"]["dtype"] != recipe.precision.dtype:  # then it means nothing
         progress.loss_scale = scale
+    if progress.lacks_pass(recipe.run):
+        for loss in RankGroup(dist.group.WORLD).on_main(lambda: _made_up(recipe, progress)):
+            progress.judge(loss)
     return progress, state
+
+
+def _made_up(recipe: Recipe, progress: Progress) -> list[float | None]:
+    """The loss that an earlier start has found for the state loaded, in a list; [] if none has, or
+    the ledger does not tell. The step itself was saved before, and is not saved again."""
+    try:
+        attempts = read_history(Path(recipe.run.dir)).attempts
+    except LedgerError:
+        return []
+    step, by = progress.step, progress.attempt
+    losses = []
+    for attempt in attempts:
+        start = attempt.start
+        same_state = by == start.attempt or (by, step) == (start.parent, start.step)
+        if by and same_state and step in attempt.validations:
+            losses.append(attempt.validations[step].get("validation_loss"))
+    return losses[-1:]
 
 
 def load_beginning(

@@ -1,5 +1,6 @@
 """What the loop passes to all that it calls: a `Run`, and in it the `Progress` that steps move."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +14,7 @@ from trainer.optim.schedule import Rate
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.parallelize import ParallelModel
 from trainer.recipe import Recipe
+from trainer.recipe.sections import RunSection
 from trainer.run.means import Names
 from trainer.run.metrics import Log
 from trainer.tasks.task import Task
@@ -50,6 +52,21 @@ class Progress:
     init_from: str | None = ""
     """Digest of the weights that the run began with, see identity.py; "" if they were drawn, None
     in checkpoints older than this field."""
+
+    def lacks_pass(self, options: RunSection) -> bool:
+        """Whether `run.stop_after` counts a validation pass of the step just done that is not part
+        of this state: a leaving node has kept it from being done before the state was saved."""
+        due = self.step and options.stop_after and self.step % options.evaluate_every == 0
+        return bool(due) and self.step < options.steps and self.validated != self.step
+
+    def judge(self, loss: float | None) -> None:
+        """Note the loss that a validation pass has found of the step just done, None or NaN if it
+        was not finite, and whether it is the lowest so far."""
+        self.validation_loss, self.validated = loss, self.step
+        self.passes_since_best += 1
+        best = math.inf if self.best_loss is None else self.best_loss
+        if loss is not None and -math.inf < loss < best:
+            self.best_loss, self.best_step, self.passes_since_best = loss, self.step, 0
 
 
 @dataclass

@@ -7,6 +7,7 @@ from checkpointing.format.layout import TRAINER_STATE
 from checkpointing.format.peft import CONFIG, read_config
 from checkpointing.format.untrusted import printable
 from checkpointing.storage.steps import read_state
+from checkpointing.tools.merge import trained_over
 from elastic.node.files import read_bytes
 from trainer.run.identity import weights_digest
 
@@ -15,12 +16,13 @@ def base_of(directory: Path, given: Path | None = None) -> Path:
     """The directory of the model under an adapter.
 
     Args:
-        directory: of the adapter: a checkpoint of ours, or what PEFT wrote.
+        directory: of the adapter: a checkpoint of ours, what was exported of one, or what PEFT
+            wrote.
         given: take this one, instead of that which adapter_config.json names.
 
     Raises:
         StorageError: there is none.
-        WrongModel: a checkpoint of ours knows its fingerprint, and it is another model.
+        WrongModel: the adapter names its fingerprint, and it is another model.
         DamagedCheckpoint: the adapter's files are damaged.
     """
     file = directory / CONFIG
@@ -31,9 +33,8 @@ def base_of(directory: Path, given: Path | None = None) -> Path:
             f"{directory}: was trained over {printable(str(base)) or 'a model it does not name'}, "
             "where no model lies; bring it there, or name its directory (ckpt export --base)"
         )
-    state = read_state(directory) if (directory / TRAINER_STATE).is_file() else {}
-    under = state.get("base")
-    wanted = under.get("fingerprint") if isinstance(under, dict) else None
+    state = read_state(directory) if (directory / TRAINER_STATE).is_file() else None
+    wanted = trained_over(directory, state).get("fingerprint")
     try:
         found = weights_digest(base)
     except CheckpointError as error:

@@ -108,6 +108,43 @@ def continuations(
     family: str | None = None,
 ) -> list[Iterator[str]]:
     """The pieces of the continuation of each prompt, all by one model; see `generate`."""
+    opened = open_model(checkpoint_dir, device=device, family=family)
+    encoded = [_encode(prompt, opened) for prompt in prompts]
+    return [_decode_pieces(opened.tokenizer, ids, opened.new_ids(ids, sampling)) for ids in encoded]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model in memory, with what turns texts into its tokens and back."""
+
+    directory: Path
+    model: TextModel
+    tokenizer: Tokenizer
+    eos_ids: list[int]
+    """Tokens that end a text."""
+    limit: int
+    """Most tokens that it takes."""
+
+    def new_ids(self, prompt_ids: list[int], sampling: Sampling) -> Iterator[int]:
+        """Tokens that follow those of a prompt, up to one that ends the text."""
+        device = next(self.model.parameters()).device
+        generator = torch.Generator().manual_seed(sampling.seed)
+        ids = torch.tensor([prompt_ids], device=device)
+        for _ in range(min(sampling.max_new_tokens, self.limit - len(prompt_ids))):
+            with torch.inference_mode():
+                logits = self.model.head(self.model.hidden(ids)[0, -1]).float().cpu()
+            logits = logits[: self.tokenizer.get_vocab_size()]  # the rest is padding
+            token = draw(logits, sampling.temperature, sampling.top_k, generator)
+            if token in self.eos_ids:
+                return
+            yield token
+            ids = torch.cat([ids, ids.new_tensor([[token]])], dim=1)
+
+
+def open_model(
+    checkpoint_dir: str | Path, *, device: str | torch.device = "cpu", family: str | None = None
+) -> Opened:
+    """Load the model of a directory, with its adapter added; arguments and errors as `generate`."""
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise GenerateError(f"device={device}: torch finds no GPU here; use device=cpu")
@@ -121,44 +158,27 @@ def continuations(
     eos_ids = stop_ids(
         {file.name: read_bytes(file, follow=True) for file in beside if file.is_file()}, directory
     )
-    limit = model.most_positions or sys.maxsize
-    encoded = [_encode(prompt, tokenizer, eos_ids, limit, directory) for prompt in prompts]
     load_weights(model, base, device)
     if base is not directory:
         with open_source(directory) as source, open_adapter(source) as adapter:
             add_to(model, adapter)
-
-    def new_ids(prompt_ids: list[int]) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(sampling.seed)
-        ids = torch.tensor([prompt_ids], device=device)
-        for _ in range(min(sampling.max_new_tokens, limit - len(prompt_ids))):
-            with torch.inference_mode():
-                logits = model.last_logits(ids).float().cpu()
-            logits = logits[: tokenizer.get_vocab_size()]  # the rest of the embedding is padding
-            token = draw(logits, sampling.temperature, sampling.top_k, generator)
-            if token in eos_ids:
-                return
-            yield token
-            ids = torch.cat([ids, ids.new_tensor([[token]])], dim=1)
-
-    return [_decode_pieces(tokenizer, ids, new_ids(ids)) for ids in encoded]
+    return Opened(directory, model, tokenizer, eos_ids, model.most_positions or sys.maxsize)
 
 
-def _encode(
-    prompt: str, tokenizer: Tokenizer, eos_ids: list[int], limit: int, directory: Path
-) -> list[int]:
+def _encode(prompt: str, opened: Opened) -> list[int]:
     """The tokens of a prompt, as `perdure data prepare` begins a document.
 
     Raises:
         GenerateError: there are none, or as many as the model takes.
     """
+    tokenizer, where, limit = opened.tokenizer, opened.directory, opened.limit
     prompt_ids = [*start_ids(tokenizer), *tokenizer.encode(prompt, add_special_tokens=False).ids]
-    prompt_ids = prompt_ids or eos_ids[:1]
+    prompt_ids = prompt_ids or opened.eos_ids[:1]
     if not prompt_ids:
-        raise GenerateError(f"{directory}: names no eos_token_id to start from; give a prompt")
+        raise GenerateError(f"{where}: names no eos_token_id to start from; give a prompt")
     if len(prompt_ids) >= limit:
         raise GenerateError(
-            f"the prompt has {len(prompt_ids)} tokens, but {directory} takes {limit} "
+            f"the prompt has {len(prompt_ids)} tokens, but {where} takes {limit} "
             "(max_position_embeddings) with what follows; shorten it"
         )
     return prompt_ids

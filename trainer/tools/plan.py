@@ -244,9 +244,13 @@ def _whole_run(plan: Plan, best: Candidate, price: float | None) -> str:
     if not bill:
         return _fill(f"{plan.recipe.run.length}: the hours follow from data that are not here.")
     cost = f", which cost {_count(bill['cost'])} at {price:g} each" if "cost" in bill else ""
+    once = ""
+    if plan.recipe.objective.referenced:
+        once = " the reference (forward once over all pairs, at the first start),"
     return _fill(
         f"run.steps={plan.recipe.run.steps} then takes {_count(bill['hours'])} hours: "
-        f"{_count(bill['gpu_hours'])} GPU hours{cost}. Starts, validation and failures come on top."
+        f"{_count(bill['gpu_hours'])} GPU hours{cost}. Starts,{once} validation and failures come "
+        "on top."
     )
 
 

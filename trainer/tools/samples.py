@@ -1,12 +1,13 @@
-"""What the committed steps of a run write after given prompts, as lines of JSON. It runs in a
+"""What the committed steps of a run make of prompts or tasks, as lines of JSON. It runs in a
 process of its own, and training knows nothing of it."""
 
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from checkpointing.errors import DamagedCheckpoint
 from checkpointing.format.layout import parse_step
@@ -17,6 +18,9 @@ from elastic.exits import EXIT_DONE
 from elastic.node.files import open_to_read
 from elastic.record.lines import Lines, read_line
 from trainer.tools.generate import GenerateError, Sampling, continuations
+
+Wanted: TypeAlias = Mapping[str, Any]
+"""What a line is about, such as a prompt: part of the line, by which it is known again."""
 
 LOOK_SECONDS = 1.0
 TAIL_BYTES = 1 << 16
@@ -44,42 +48,61 @@ def read_prompts(file: Path) -> list[str]:
     return list(dict.fromkeys(prompts))
 
 
-def sample_steps(
+def add_lines(
     steps: Sequence[Path],
-    prompts: Sequence[str],
+    wanted: Sequence[Wanted],
     out: Path,
-    sampling: Sampling,
-    device: str,
-    family: str | None = None,
+    make: Callable[[Path, Sequence[Wanted]], Iterable[Mapping[str, Any]]],
 ) -> Iterator[tuple[int, int]]:
-    """Append to `out` what each of these checkpoints writes after each prompt: `step`, `prompt`,
-    `text`. What stands there already is not written again.
+    """Append to `out` a line for each checkpoint and each thing that is wanted of it: `step`, what
+    is wanted, and what is made of it. Lines that are there already are not made again.
+
+    Args:
+        steps: checkpoints.
+        wanted: JSON objects, all with the same keys.
+        out: file of JSON lines.
+        make: (a checkpoint, some of `wanted`) → what is added to each, in order.
 
     Yields:
         (step, lines written) of each checkpoint that had something to write. One that is deleted
         or found damaged meanwhile is passed over, with 0 lines.
+
+    Raises:
+        GenerateError: a line cannot be written.
     """
-    known = _written(out)
+    known = _written(out, list(wanted[0]))
     for path in steps:
         step = parse_step(path.name) or 0
-        missing = [prompt for prompt in prompts if (step, prompt) not in known]
+        missing = [one for one in wanted if (step, *one.values()) not in known]
         if not missing:
             continue
         try:
             with reading_lock(location(path)):
                 open_step(location(path))
-                found = continuations(path, missing, sampling, device=device, family=family)
+                found = list(make(path, missing))
         except DamagedCheckpoint:
             yield step, 0
             continue
         lines = Lines(out)
-        for prompt, pieces in zip(missing, found, strict=True):
-            record = {"step": step, "prompt": prompt, "text": "".join(pieces)}
-            lines.add(json.dumps(record, ensure_ascii=False))
+        for one, more in zip(missing, found, strict=True):
+            lines.add(json.dumps({"step": step, **one, **more}, ensure_ascii=False))
         lines.close()
         if lines.waiting:
             raise GenerateError(f"--out: {out} could not be written; see the warning above")
         yield step, len(missing)
+
+
+def samples(
+    sampling: Sampling, device: str, family: str | None = None
+) -> Callable[[Path, Sequence[Wanted]], Iterator[dict[str, str]]]:
+    """What `add_lines` makes of prompts: the `text` that a checkpoint writes after each."""
+
+    def make(path: Path, wanted: Sequence[Wanted]) -> Iterator[dict[str, str]]:
+        prompts = [one["prompt"] for one in wanted]
+        for pieces in continuations(path, prompts, sampling, device=device, family=family):
+            yield {"text": "".join(pieces)}
+
+    return make
 
 
 def follow(run: Path) -> Iterator[list[Path]]:
@@ -119,12 +142,13 @@ def has_ended(run: Path) -> bool:
     return last.get("kind") == "end" and last.get("code") == EXIT_DONE
 
 
-def _written(out: Path) -> set[tuple[int, str]]:
-    """(step, prompt) of the lines of a file. One that a killed process left unfinished is none."""
-    found: set[tuple[int, str]] = set()
+def _written(out: Path, keys: Sequence[str]) -> set[tuple[Any, ...]]:
+    """(step, values of `keys`) of the lines of a file. One that a killed process left unfinished is
+    none."""
+    found: set[tuple[Any, ...]] = set()
     with suppress(FileNotFoundError), out.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             with suppress(ValueError, TypeError, KeyError, RecursionError):
                 record = json.loads(line)
-                found.add((record["step"], record["prompt"]))
+                found.add((record["step"], *(record[key] for key in keys)))
     return found

@@ -1,5 +1,6 @@
 """What of a model gets an adapter, and what is refused."""
 
+import json
 import re
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from checkpointing.errors import StorageError
 from checkpointing.format.nf4 import dequantise, quantise
+from checkpointing.format.peft import read_config
 from trainer.models import Decoder
 from trainer.models.adapter import LoraLinear, add_adapters, draw
 from trainer.models.families.qwen3_moe import FAMILY as MOE
@@ -135,6 +138,7 @@ def test_names_of_nothing_ties_and_experts_are_refused(
             "precision.matmul: has no products for layers",
         ),
         ("model.adapter.ranks=4", "did you mean 'rank'"),
+        ("model.adapter.dora=true", "model.adapter.dora: DoRA is not supported"),
         ("model.adapter.rank=0", "model.adapter.rank: must be at least 1"),
         ("model.adapter={dropout: 0.1}", ""),
     ],
@@ -152,6 +156,15 @@ def test_what_a_recipe_cannot_mean_is_refused(tmp_path: Any, override: str, mess
         return
     with pytest.raises(RecipeError, match=message):
         load_recipe(path, re.split(r" (?=\w+\.)", override))
+
+
+def test_an_adapter_of_another_kind_is_refused() -> None:
+    config = {"r": 4, "lora_alpha": 8}
+    for change in ({"use_dora": True}, {"rank_pattern": {"q_proj": 8}}, {"peft_type": "IA3"}):
+        with pytest.raises(StorageError, match=f"{next(iter(change))}=.* is not supported, only"):
+            read_config(json.dumps({**config, **change}).encode(), "adapter_config.json")
+    plain = {**config, "use_dora": False, "rank_pattern": {}, "peft_type": "LORA"}
+    assert read_config(json.dumps(plain).encode(), "adapter_config.json").scale == 2
 
 
 def test_in_nf4_a_weight_is_bytes_and_its_product_that_of_the_weight_that_they_are() -> None:

@@ -56,6 +56,12 @@ def measure(recipe, world):
     batch = {name: torch.randint(words, shape, generator=draw) for name in ("input_ids", "labels")}
     if recipe.data.document_mask:
         batch["cu_seqlens"] = cu_seqlens_of(torch.zeros(shape, dtype=torch.int32))
+    if decoder.preference:
+        rows, length = shape
+        halves = torch.arange(2).repeat_interleave(length // 2)  # a pair a sequence
+        batch["segments"] = halves + 2 * torch.arange(rows)[:, None]
+        batch["answer_labels"] = torch.full((2 * rows,), length // 2)
+        batch["reference"] = torch.zeros(2 * rows)
     weights = [*model.parameters.values(), *model.optimized.values()]
     activations, received = 0, []
 

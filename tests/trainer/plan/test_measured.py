@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[3]
 FULL = f"{BLOCKS} strategy.activation_checkpointing=full"
 FEW_TOKENS = f"{FULL} data.seq_len=8"
 HYBRID = "strategy.sharding=HYBRID_SHARD strategy.shard_size=2"
+PAIRS = "objective.name=simpo"
 MUON_OFFLOAD = "optimizer.name=muon strategy.offload=cpu"
 ROWS = "model.architecture.hidden_size=128 optimizer.state_dtype=int8"
 ROUNDED = f"{FULL} {ROWS} precision.master=bf16_stochastic"
@@ -43,6 +44,7 @@ CASES = {
     2: [
         "strategy.name=ddp",
         "strategy.zero=1 strategy.activation_checkpointing=selective",
+        PAIRS,
         "strategy.zero=3 strategy.reduce_every_pass=true batch.micro_batch=1",
         f"{FULL} strategy.zero=3 optimizer.name=muon",
         f"{FULL} strategy.zero=3 {MUON_OFFLOAD}",
@@ -127,7 +129,7 @@ PARALLEL = [
             f"{PP} {FP32} {ZERO_BUBBLE} {ONE_BLOCK}",
         ],
     ),
-    (2, [f"{TP} strategy.sequence_parallel=true", TP]),
+    (2, [f"{TP} strategy.sequence_parallel=true", TP, f"{TP} {EVEN} {PAIRS}"]),
     (2, [f"{TP} strategy.name=ddp strategy.activation_checkpointing=full"]),
     (4, [f"{PP} {MUON_OFFLOAD}", f"{TP} {EVEN} {MUON_OFFLOAD}"]),
     (4, [f"{PP} {INTERLEAVED} {FEW} strategy.zero=3 strategy.offload=cpu"]),
@@ -202,7 +204,7 @@ def world_of(ranks, rank):
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        (2, CASES[2][1:2]),
+        (2, CASES[2][1:3]),
         *(pytest.param(ranks, cases, marks=soak) for ranks, cases in CASES.items()),
         *(
             pytest.param(ranks, cases, marks=soak)

@@ -1,0 +1,171 @@
+"""What tasks of lm-evaluation-harness find of a checkpoint. It needs the package lm-eval, an extra.
+
+[Note: harness] A task asks for log-probabilities of texts after others, or for continuations. The
+model is that of `perdure generate`, so adapters are added as they were trained, over nf4 too, and
+every family of Perdure can be asked. Texts become tokens as the harness does it for models of
+transformers, so that values can be compared.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from trainer.data.prepare.template import special_variables
+from trainer.tools.generate import GenerateError, Opened, Sampling, open_model
+from trainer.tools.samples import Wanted
+
+ROWS = 8
+"""Texts that are computed together."""
+RESAMPLED = 1000
+"""Draws by which the error of a value is estimated, where no formula gives it."""
+USUAL_NEW_TOKENS = 256
+"""Tokens of a continuation at most, where the task says nothing."""
+
+
+def find_tasks(names: Sequence[str], include_path: Path | None) -> TaskManager:
+    """What knows the tasks of these names.
+
+    Args:
+        names: of tasks, or of groups of tasks.
+        include_path: directory with tasks of your own; where it has all of them, others are not
+            looked for.
+
+    Raises:
+        GenerateError: nobody knows one of them.
+    """
+    given = {"include_path": str(include_path)} if include_path else {}
+    manager = TaskManager(**given, include_defaults=False) if include_path else TaskManager()
+    if include_path and set(names) - set(manager.all_tasks):
+        manager = TaskManager(**given)
+    if unknown := sorted(set(names) - set(manager.all_tasks)):
+        raise GenerateError(
+            f"--tasks: lm-eval knows no {', '.join(unknown)}; `lm-eval ls tasks` lists those that "
+            "it has, --include-path DIR adds tasks of your own"
+        )
+    return manager
+
+
+def results(
+    manager: TaskManager, device: str, family: str | None = None
+) -> Callable[[Path, Sequence[Wanted]], Iterator[dict[str, Any]]]:
+    """What `add_lines` makes of tasks: `results`, by the name of each task the numbers that the
+    harness gives, by its names of them."""
+
+    def make(path: Path, wanted: Sequence[Wanted]) -> Iterator[dict[str, Any]]:
+        model = _Asked(open_model(path, device=device, family=family))
+        for one in wanted:
+            try:
+                found = simple_evaluate(
+                    model=model,
+                    tasks=[one["task"]],
+                    task_manager=manager,
+                    limit=one["limit"],
+                    log_samples=False,
+                    bootstrap_iters=RESAMPLED,
+                )["results"]
+            except (OSError, ValueError, ConnectionError) as error:
+                raise GenerateError(f"--tasks {one['task']}: {error}") from error
+            yield {"results": {name: _numbers(values) for name, values in found.items()}}
+
+    return make
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+class _Asked(LM):
+    """A model as the harness asks it."""
+
+    def __init__(self, opened: Opened) -> None:
+        super().__init__()
+        self._opened = opened
+        begin = special_variables(opened.directory).get("bos_token")
+        begin_id = opened.tokenizer.token_to_id(begin) if begin else None
+        known = [*([begin_id] if begin_id is not None else []), *opened.eos_ids]
+        if not known:
+            raise GenerateError(f"{opened.directory}: names no token to begin a text with")
+        self._prefix = known[0]
+
+    def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        """The log-probability of each continuation after its context, and whether its tokens are
+        the likeliest."""
+        return self._log_probs([self._pair(*request.args) for request in requests])
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
+        """The log-probability of each whole text, with as much context as the model takes."""
+        found = []
+        for (text,) in (request.args for request in requests):
+            windows = get_rolling_token_windows(
+                self._encode(text), self._prefix, self._opened.limit, context_len=1
+            )
+            pairs = [make_disjoint_window(window) for window in windows]
+            found.append(sum(value for value, _ in self._log_probs(pairs)))
+        return found
+
+    def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
+        """A continuation of each context, up to the first of the texts that are to stop it."""
+        return [self._continued(*request.args) for request in requests]
+
+    def _encode(self, text: str) -> list[int]:
+        return self._opened.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Tokens of both. Spaces between belong to the continuation, as tokens begin with them."""
+        if not context:
+            return [self._prefix], self._encode(continuation)
+        bare = context.rstrip()
+        before = self._encode(bare)
+        return before, self._encode(context + continuation)[len(before) :]
+
+    @torch.inference_mode()
+    def _log_probs(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        """The log-probability of tokens after others, for each pair of (tokens before, tokens), and
+        whether they are the likeliest. What is longer than the model takes loses its begin."""
+        model, limit = self._opened.model, self._opened.limit
+        device = next(model.parameters()).device
+        rows = [(before + after)[-limit - 1 :] for before, after in pairs]
+        found = [(0.0, True)] * len(rows)
+        order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
+        for first in range(0, len(order), ROWS):
+            some = order[first : first + ROWS]
+            # Padding at the end is seen by nobody.
+            ids = torch.zeros(len(some), max(len(rows[n]) for n in some) - 1, dtype=torch.int64)
+            for row, number in zip(ids, some, strict=True):
+                row[: len(rows[number]) - 1] = torch.tensor(rows[number][:-1])
+            hidden = model.hidden(ids.to(device))
+            for states, number in zip(hidden, some, strict=True):
+                row = rows[number]
+                count = min(len(pairs[number][1]), len(row) - 1)
+                target = torch.tensor(row[-count:], device=device)
+                logits = model.head(states[len(row) - 1 - count : len(row) - 1]).float()
+                likely = logits.log_softmax(1)
+                value = likely.gather(1, target[:, None]).sum().item()
+                found[number] = value, bool((likely.argmax(1) == target).all())
+        return found
+
+    def _continued(self, context: str, options: Mapping[str, Any]) -> str:
+        stops = options.get("until") or []
+        stops = [stops] if isinstance(stops, str) else [stop for stop in stops if stop]
+        temperature = float(options.get("temperature", 0)) if options.get("do_sample") else 0.0
+        sampling = Sampling(int(options.get("max_gen_toks", USUAL_NEW_TOKENS)), temperature)
+        room = max(1, self._opened.limit - sampling.max_new_tokens)
+        ids = self._encode(context)[-room:] or [self._prefix]
+        new: list[int] = []
+        text = ""
+        for token in self._opened.new_ids(ids, sampling):
+            new.append(token)
+            text = self._opened.tokenizer.decode(new)
+            if any(stop in text for stop in stops):
+                break
+        return text[: min((text.find(stop) for stop in stops if stop in text), default=None)]
