@@ -14,7 +14,7 @@ from trainer.optim.schedule import Rate
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.parallelize import ParallelModel
 from trainer.recipe import Recipe
-from trainer.recipe.sections import Run as RunOptions
+from trainer.recipe.sections import RunSection
 from trainer.run.means import Names
 from trainer.run.metrics import Log
 from trainer.tasks.task import Task
@@ -53,7 +53,7 @@ class Progress:
     """Digest of the weights that the run began with, see identity.py; "" if they were drawn, None
     in checkpoints older than this field."""
 
-    def lacks_pass(self, options: RunOptions) -> bool:
+    def lacks_pass(self, options: RunSection) -> bool:
         """Whether `run.stop_after` counts a validation pass of the step just done that is not part
         of this state: a leaving node has kept it from being done before the state was saved."""
         due = self.step and options.stop_after and self.step % options.evaluate_every == 0
