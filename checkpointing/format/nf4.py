@@ -9,7 +9,6 @@ quantisation).
 """
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -109,9 +108,15 @@ def _pairs(device: torch.device) -> Tensor:
 
 def _table(make: Callable[[torch.device], Tensor], device: torch.device) -> Tensor:
     # Not at import: a process that will be forked must not have started torch's threads.
-    return make(device) if torch.compiler.is_compiling() else _made(make, device)
+    if torch.compiler.is_compiling():
+        return make(device)
+    table = _TABLES.get((make, device))
+    if table is None:
+        table = make(device)
+        if type(table) is Tensor:  # a fake one, of a plan, has no numbers
+            _TABLES[make, device] = table
+    return table
 
 
-@cache
-def _made(make: Callable[[torch.device], Tensor], device: torch.device) -> Tensor:
-    return make(device)
+_TABLES: dict[tuple[Callable[[torch.device], Tensor], torch.device], Tensor] = {}
+"""Tables that are computed already."""

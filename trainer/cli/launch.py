@@ -155,7 +155,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     files.check_world(recipe, least, most, arguments.nproc_per_node or gpus or 2)
     name = files.run_name(recipe)
     out = arguments.out or (Path(name + ENDINGS[kind]) if arguments.submit else None)
-    job = files.Job(
+    job = files.LaunchedRun(
         name=name,
         path=arguments.recipe,
         text=Path(arguments.recipe).read_text(encoding="utf-8"),

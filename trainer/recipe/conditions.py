@@ -24,18 +24,18 @@ class Silent:
 
 
 @dataclass(frozen=True)
-class Failed:
+class AfterFailure:
     """The ranks were started again after a failure."""
 
 
-Condition = Beyond | Silent | Failed
+Condition = Beyond | Silent | AfterFailure
 
 
 def parse_condition(text: str) -> Condition | None:
     """The condition that a text says; None if it says none."""
     text = text.strip()
     if text == "failure":
-        return Failed()
+        return AfterFailure()
     if found := re.fullmatch(r"no step for (\d+(?:\.\d+)?) ?(s|min|h)", text):
         return Silent(float(found[1]) * _SECONDS[found[2]])
     if found := re.fullmatch(rf"([\w@]+) *([<>]) *({_NUMBER})", text, re.ASCII):

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from elastic.node.files import read_text
-from trainer.recipe.conditions import Beyond, Condition, Failed, Silent, parse_condition
+from trainer.recipe.conditions import AfterFailure, Beyond, Condition, Silent, parse_condition
 from trainer.run.standing import Standing
 
 COMMAND_SECONDS, POST_SECONDS = 30.0, 10.0
@@ -62,7 +62,7 @@ class Alerts:
 
     def _now(self, condition: Condition | None, values: Mapping[str, float]) -> str | None:
         """What holds by these values, in words; empty: it does not hold; None: they do not tell."""
-        if isinstance(condition, Failed) and "failures" in values:
+        if isinstance(condition, AfterFailure) and "failures" in values:
             more = values["failures"] - self._failures
             return f"{values['failures']:.0f} failure(s) by now" if more > 0 else ""
         if isinstance(condition, Beyond) and condition.key in values:

@@ -114,7 +114,7 @@ def continuations(
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedModel:
     """A model in memory, with what turns texts into its tokens and back."""
 
     directory: Path
@@ -143,7 +143,7 @@ class Opened:
 
 def open_model(
     checkpoint_dir: str | Path, *, device: str | torch.device = "cpu", family: str | None = None
-) -> Opened:
+) -> OpenedModel:
     """Load the model of a directory, with its adapter added; arguments and errors as `generate`."""
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -162,10 +162,10 @@ def open_model(
     if base is not directory:
         with open_source(directory) as source, open_adapter(source) as adapter:
             add_to(model, adapter)
-    return Opened(directory, model, tokenizer, eos_ids, model.most_positions or sys.maxsize)
+    return OpenedModel(directory, model, tokenizer, eos_ids, model.most_positions or sys.maxsize)
 
 
-def _encode(prompt: str, opened: Opened) -> list[int]:
+def _encode(prompt: str, opened: OpenedModel) -> list[int]:
     """The tokens of a prompt, as `perdure data prepare` begins a document.
 
     Raises:

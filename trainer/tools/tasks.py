@@ -17,7 +17,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from trainer.data.prepare.template import special_variables
-from trainer.tools.generate import GenerateError, Opened, Sampling, open_model
+from trainer.tools.generate import GenerateError, OpenedModel, Sampling, open_model
 from trainer.tools.samples import Wanted
 
 ROWS = 8
@@ -87,7 +87,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 class _Asked(LM):
     """A model as the harness asks it."""
 
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, opened: OpenedModel) -> None:
         super().__init__()
         self._opened = opened
         begin = special_variables(opened.directory).get("bos_token")

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from elastic import Ledger, StartLine
-from trainer.recipe.conditions import Beyond, Failed, Silent, parse_condition
+from trainer.recipe.conditions import AfterFailure, Beyond, Silent, parse_condition
 from trainer.run.alerts import Alerts
 from trainer.run.standing import Standing
 from trainer.run.trackers import to_sink
@@ -42,7 +42,7 @@ def test_conditions_say_what_they_mean():
     assert parse_condition("loss > 8") == Beyond("loss", True, 8.0)
     assert parse_condition("goodput<9e-1") == Beyond("goodput", False, 0.9)
     assert parse_condition("no step for 10 min") == Silent(600.0)
-    assert parse_condition(" failure ") == Failed()
+    assert parse_condition(" failure ") == AfterFailure()
     for wrong in ("loss", "loss > high", "loss >= 8", "no step for 10 days", "failures"):
         assert parse_condition(wrong) is None
 

@@ -9,7 +9,7 @@ from elastic.record.history import LedgerError
 from elastic.record.ledger import StartLine
 from elastic.record.steps import StepLine, Steps
 from trainer.tools.replay.compared import Numbers, differences
-from trainer.tools.replay.line import Line, Span, beginning, draw, drawn
+from trainer.tools.replay.line import Lineage, StepSpan, beginning, draw, drawn
 
 
 def attempt(number, begin, end, recipe="a", saves=(), rollbacks=()):
@@ -24,7 +24,7 @@ def attempt(number, begin, end, recipe="a", saves=(), rollbacks=()):
     return Attempt(number, start, 1, steps=steps, saves=told, rollbacks=backs)
 
 
-LINE = Line(
+LINE = Lineage(
     [
         # Steps 11 to 14 of the first were done in vain.
         (attempt(1, 0, 14, saves=(5, 10, 12), rollbacks=((7, 5), (14, 12))), 10),
@@ -67,9 +67,13 @@ def test_a_step_is_computed_from_the_nearest_state(stored, step, begin):
 
 
 def test_an_audit_ends_in_a_save_and_computes_nothing_twice():
-    assert drawn(LINE, (5, 10, 15, 20), [3, 8, 9, 16]) == [Span(0, 5), Span(5, 10), Span(15, 20)]
-    assert drawn(LINE, (), [3, 16, 22]) == [Span(0, 23)]
-    assert drawn(LINE, (20,), [22]) == [Span(20, 23)]
+    assert drawn(LINE, (5, 10, 15, 20), [3, 8, 9, 16]) == [
+        StepSpan(0, 5),
+        StepSpan(5, 10),
+        StepSpan(15, 20),
+    ]
+    assert drawn(LINE, (), [3, 16, 22]) == [StepSpan(0, 23)]
+    assert drawn(LINE, (20,), [22]) == [StepSpan(20, 23)]
     assert draw(LINE, 5, 7) == draw(LINE, 5, 7) != draw(LINE, 5, 8)
     assert draw(LINE, 99, 1) == [*range(1, 24)]
 

@@ -31,7 +31,7 @@ LONGEST_NAME = 40
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchedRun:
     """A run to be launched."""
 
     name: str
@@ -67,7 +67,7 @@ class Job:
         return [self.path, *self.overrides]
 
 
-def render(kind: str, job: Job, **options: Any) -> str:
+def render(kind: str, job: LaunchedRun, **options: Any) -> str:
     """The file that launches a job.
 
     Args:

@@ -13,7 +13,7 @@ from checkpointing.storage.steps import list_steps, read_state
 from elastic.record.history import Attempt, History, LedgerError, StepLine
 
 
-class Span(NamedTuple):
+class StepSpan(NamedTuple):
     """Steps that are computed one after the other."""
 
     begin: int
@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Line:
+class Lineage:
     """The steps that made the newest weights of a run."""
 
     attempts: Sequence[tuple[Attempt, int]]
@@ -94,7 +94,7 @@ class Line:
         }
 
 
-def line_of(history: History) -> Line:
+def line_of(history: History) -> Lineage:
     """The line of the newest attempt of a run.
 
     Raises:
@@ -107,7 +107,7 @@ def line_of(history: History) -> Line:
     ]
     if not found[-1][1]:
         raise LedgerError("no step of the run is done yet")
-    return Line(found)
+    return Lineage(found)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class States:
     """Why others are none, a line each."""
 
 
-def stored_states(directory: Place, line: Line) -> States:
+def stored_states(directory: Place, line: Lineage) -> States:
     """Look at the checkpoints of a run, without their tensors. One that another attempt than those
     on the line has computed is left out: its rounding may be another."""
     steps, damaged = [], []
@@ -137,7 +137,7 @@ def stored_states(directory: Place, line: Line) -> States:
     return States(steps, damaged)
 
 
-def beginning(line: Line, stored: Collection[int], step: int) -> int:
+def beginning(line: Lineage, stored: Collection[int], step: int) -> int:
     """The newest state before a step from which it can be computed; 0: that of the beginning.
 
     A roll-back on the way loads a state that must be stored, or be passed on the way itself.
@@ -149,22 +149,22 @@ def beginning(line: Line, stored: Collection[int], step: int) -> int:
     return 0
 
 
-def span_into(line: Line, stored: Collection[int], step: int) -> Span:
+def span_into(line: Lineage, stored: Collection[int], step: int) -> StepSpan:
     """The steps to compute so that the weights after a step are compared with a save, too: what is
     wrong with moments shows in no step that is computed from them at once."""
     end = min((saved for saved in line.digests if saved >= step), default=line.last)
-    return Span(beginning(line, stored, step), end)
+    return StepSpan(beginning(line, stored, step), end)
 
 
-def drawn(line: Line, stored: Collection[int], steps: Collection[int]) -> list[Span]:
+def drawn(line: Lineage, stored: Collection[int], steps: Collection[int]) -> list[StepSpan]:
     """The spans of some steps, none of them twice."""
     ends: dict[int, int] = {}
     for begin, end in (span_into(line, stored, step) for step in steps):
         ends[begin] = max(end, ends.get(begin, 0))
-    return [Span(*one) for one in sorted(ends.items())]
+    return [StepSpan(*one) for one in sorted(ends.items())]
 
 
-def draw(line: Line, count: int, seed: int) -> list[int]:
+def draw(line: Lineage, count: int, seed: int) -> list[int]:
     """So many steps of a run, all of them if it has fewer, in order."""
     steps = range(1, line.last + 1)
     return sorted(random.Random(seed).sample(steps, min(count, len(steps))))

@@ -34,9 +34,9 @@ from trainer.run.state import Run
 from trainer.run.step import Gradients, Inputs, consumed, gradients, not_finite_anywhere, train_step
 from trainer.tools.compare.compare import TOLERANCE
 from trainer.tools.replay.compared import Numbers, Proof, differences, relative
-from trainer.tools.replay.line import Line, Span, line_of
+from trainer.tools.replay.line import Lineage, StepSpan, line_of
 from trainer.tools.replay.rebuild import AwayError, Sources, go_back, keep_state, rebuilt
-from trainer.tools.replay.request import OUTCOME, REQUEST, Outcome, Request
+from trainer.tools.replay.request import OUTCOME, REQUEST, ReplayOutcome, Request
 from trainer.tools.replay.why import why
 
 SHOWN = 5
@@ -49,10 +49,10 @@ class Walk:
 
     request: Request
     sources: Sources
-    line: Line
+    line: Lineage
     world: World
-    outcome: Outcome
-    span: Span
+    outcome: ReplayOutcome
+    span: StepSpan
     proof: Proof = "bits"
     """How far the state of now must agree with the run's."""
     kept: set[int] = field(default_factory=set)
@@ -88,7 +88,7 @@ class Walk:
             print(text, flush=True)
 
 
-def recompute(request: Request, outcome: Outcome) -> None:
+def recompute(request: Request, outcome: ReplayOutcome) -> None:
     """Compute the spans of a request, and note in `outcome` what is found. On all ranks, which have
     not joined each other yet.
 
@@ -298,7 +298,7 @@ def _check_stored(walk: Walk, storage: Place) -> None:
         walk.problems(RankGroup(dist.group.WORLD).on_main(look))
 
 
-def _named(span: Span) -> str:
+def _named(span: StepSpan) -> str:
     origin = f"the checkpoint of step {span.begin}" if span.begin else "the beginning"
     return f"steps {span.begin + 1} to {span.end} from {origin}"
 
@@ -377,9 +377,9 @@ def _sentence(walk: Walk, recorded: bool, told: Sequence[str]) -> str:
 # --- a rank ----------------------------------------------------------------------------------
 
 
-def replay_alone(request: Request) -> Outcome:
+def replay_alone(request: Request) -> ReplayOutcome:
     """A replay whose only rank is this process; raises as `recompute`."""
-    outcome = Outcome()
+    outcome = ReplayOutcome()
     try:
         recompute(request, outcome)
     finally:
@@ -390,7 +390,7 @@ def replay_alone(request: Request) -> Outcome:
 def main() -> NoReturn:
     """Run one rank; never returns."""
     die_with_parent()
-    request, outcome, code = Request.from_json(os.environ[REQUEST]), Outcome(), EXIT_DONE
+    request, outcome, code = Request.from_json(os.environ[REQUEST]), ReplayOutcome(), EXIT_DONE
     try:
         recompute(request, outcome)
     except known_errors() as error:

@@ -18,8 +18,16 @@ from elastic.record.history import LedgerError, read_history
 from elastic.record.ledger import StartLine
 from trainer.recipe import Recipe
 from trainer.recipe.strategies import exact
-from trainer.tools.replay.line import Line, Span, beginning, draw, drawn, line_of, stored_states
-from trainer.tools.replay.request import OUTCOME, REQUEST, Outcome, Request
+from trainer.tools.replay.line import (
+    Lineage,
+    StepSpan,
+    beginning,
+    draw,
+    drawn,
+    line_of,
+    stored_states,
+)
+from trainer.tools.replay.request import OUTCOME, REQUEST, ReplayOutcome, Request
 from trainer.tools.report.report import clock
 from trainer.tools.torchrun import run_ranks, stop_on_sigterm
 
@@ -48,7 +56,7 @@ def replay(run: Path, step: int, options: Options, *, why: bool) -> int:
     states = stored_states(plan.storage, line)
     for damage in states.damaged:
         print(f"note: {damage}")
-    span = Span(beginning(line, states.steps, step), step)
+    span = StepSpan(beginning(line, states.steps, step), step)
     return _told(plan.compute([span], states.steps, look_at=step, why=why))
 
 
@@ -67,14 +75,14 @@ def audit(run: Path, count: int, seed: int | None, options: Options) -> int:
     """
     history = read_history(run)
     if history.problems:  # so that it is not known what to compute
-        return _told(Outcome(history.problems))
+        return _told(ReplayOutcome(history.problems))
     line = line_of(history)
     seed = secrets.randbits(32) if seed is None else seed
     steps = draw(line, count, seed)
     print(f"audit of {run}: steps {', '.join(map(str, steps))} of {line.last}, by --seed {seed}")
     _take_threads(line.attempt_of(steps[-1]).start)
     if contradictions := _other_recipes(run, line):
-        return _told(Outcome(contradictions))
+        return _told(ReplayOutcome(contradictions))
     plan = _planned(run, line, steps[-1], options, audit=True)
     states = stored_states(plan.storage, line)
     outcome = plan.compute(drawn(line, states.steps, steps), states.steps)
@@ -88,7 +96,7 @@ def _take_threads(start: StartLine) -> None:
         os.environ["OMP_NUM_THREADS"] = str(start.threads)
 
 
-def _other_recipes(run: Path, line: Line) -> list[str]:
+def _other_recipes(run: Path, line: Lineage) -> list[str]:
     """Recipes in the directory of a run that are not those that it trained with."""
     from trainer.run.provenance import digest_of, recipe_file
 
@@ -104,7 +112,9 @@ def _other_recipes(run: Path, line: Line) -> list[str]:
     return found
 
 
-def _planned(run: Path, line: Line, step: int, options: Options, *, audit: bool = False) -> "_Plan":
+def _planned(
+    run: Path, line: Lineage, step: int, options: Options, *, audit: bool = False
+) -> "_Plan":
     """What is known before ranks are started. `step`: the one whose recipe decides how many there
     are, and of which device.
 
@@ -128,7 +138,7 @@ def _planned(run: Path, line: Line, step: int, options: Options, *, audit: bool 
 class _Plan:
     """Everything that ranks are started for, and with."""
 
-    line: Line
+    line: Lineage
     start: StartLine
     """StartLine line of the attempt that had the recipe."""
     recipe: Recipe
@@ -143,8 +153,13 @@ class _Plan:
         return location(self.states)
 
     def compute(
-        self, spans: Sequence[Span], stored: Sequence[int], *, look_at: int = 0, why: bool = False
-    ) -> Outcome:
+        self,
+        spans: Sequence[StepSpan],
+        stored: Sequence[int],
+        *,
+        look_at: int = 0,
+        why: bool = False,
+    ) -> ReplayOutcome:
         """Say what it will cost, and have it computed.
 
         Raises:
@@ -169,7 +184,7 @@ class _Plan:
                 return replay_alone(request)
             return self._by_ranks(replace(request, secret=secrets.token_hex(32)))
 
-    def _by_ranks(self, request: Request) -> Outcome:
+    def _by_ranks(self, request: Request) -> ReplayOutcome:
         """StartLine ranks of this machine, and read what they leave."""
         stop_on_sigterm()
         scratch, threads = Path(request.scratch), self.start.threads
@@ -182,11 +197,11 @@ class _Plan:
                 worker, self.ranks, output=None, errors=errors, environment=environment
             )
         if answer.is_file():
-            return Outcome(**json.loads(answer.read_text()))
+            return ReplayOutcome(**json.loads(answer.read_text()))
         print(log.read_text(errors="replace"), file=sys.stderr)
-        return Outcome(errors=[f"the ranks ended with code {code}, see above"])
+        return ReplayOutcome(errors=[f"the ranks ended with code {code}, see above"])
 
-    def _cost(self, spans: Sequence[Span]) -> str:
+    def _cost(self, spans: Sequence[StepSpan]) -> str:
         """What is computed, from where, and how long the run took for that."""
         steps = sum(end - begin for begin, end in spans)
         lines = [self.line.recorded(n) for one in spans for n in range(one.begin + 1, one.end + 1)]
@@ -217,7 +232,7 @@ def _ranks(recipe: Recipe, start: StartLine, audit: bool) -> int:
     return other if audit and fits else least
 
 
-def _told(outcome: Outcome, holds: str = "") -> int:
+def _told(outcome: ReplayOutcome, holds: str = "") -> int:
     """Print what came out; returns the exit code."""
     for problem in outcome.problems:
         print(f"problem: {problem}")

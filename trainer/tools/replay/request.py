@@ -4,12 +4,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from trainer.tools.replay.line import Span
+from trainer.tools.replay.line import StepSpan
 
 REQUEST = "PERDURE_REPLAY"
 """Environment variable of a rank: its `Request`."""
 OUTCOME = "outcome.json"
-"""What the ranks leave in the scratch folder: an `Outcome`."""
+"""What the ranks leave in the scratch folder: an `ReplayOutcome`."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Request:
     """cpu or cuda."""
     timeout: float
     """Seconds that a rank waits for another."""
-    spans: Sequence[Span]
+    spans: Sequence[StepSpan]
     """To be computed, in order."""
     stored: Sequence[int] = ()
     """Steps of the run's line of which there are checkpoints."""
@@ -42,7 +42,7 @@ class Request:
     def from_json(cls, text: str) -> "Request":
         """From what `to_json` gave."""
         values = json.loads(text)
-        return cls(**{**values, "spans": [Span(*one) for one in values["spans"]]})
+        return cls(**{**values, "spans": [StepSpan(*one) for one in values["spans"]]})
 
     def to_json(self) -> str:
         """As text."""
@@ -50,7 +50,7 @@ class Request:
 
 
 @dataclass
-class Outcome:
+class ReplayOutcome:
     """How it went."""
 
     problems: list[str] = field(default_factory=list)

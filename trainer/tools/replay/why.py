@@ -39,7 +39,7 @@ from trainer.recipe.seeds import stable_seed
 from trainer.run.state import Run
 from trainer.run.step import Gradients, seed_generators
 from trainer.text import table
-from trainer.tools.replay.line import Line
+from trainer.tools.replay.line import Lineage
 from trainer.tools.replay.rebuild import Sources
 
 LISTED = 5
@@ -51,7 +51,7 @@ SHOWN_TOKENS, SHOWN_LETTERS = 60, 70
 
 
 @dataclass(frozen=True)
-class Part:
+class DocumentShare:
     """What a step took of a document: the inputs of one sequence that are of it. Or a sample of the
     user's own data."""
 
@@ -72,7 +72,7 @@ class Part:
 class Weighed:
     """What a part gave."""
 
-    part: Part
+    part: DocumentShare
     loss: float
     """Mean over its labels."""
     norm: float
@@ -81,7 +81,7 @@ class Weighed:
     """See [Note: share]."""
 
 
-def why(run: Run, found: Gradients, line: Line, sources: Sources) -> Iterator[str]:
+def why(run: Run, found: Gradients, line: Lineage, sources: Sources) -> Iterator[str]:
     """What explains a step, in lines. On all ranks, with its gradients in the model, which are gone
     afterwards.
 
@@ -135,7 +135,7 @@ def _last_if_nan(value: float) -> float:
 # --- documents -------------------------------------------------------------------------------
 
 
-def _parts(run: Run) -> Iterator[Part]:
+def _parts(run: Run) -> Iterator[DocumentShare]:
     """What the step to come takes of documents, or samples."""
     stream, begin = run.task.stream, run.progress.sequences
     if getattr(stream, "paired", False) or not isinstance(stream, TokenStream | SampleStream):
@@ -147,7 +147,7 @@ def _parts(run: Run) -> Iterator[Part]:
         batch = stream.fetch([position])
         if isinstance(stream, SampleStream):
             (source,), (sample,) = stream.locate(np.array([position]))
-            yield Part(position, int(source), int(sample), batch, batch[COUNTED])
+            yield DocumentShare(position, int(source), int(sample), batch, batch[COUNTED])
             continue
         source, documents = stream.documents_of(position)
         numbers = torch.from_numpy(documents)
@@ -157,12 +157,14 @@ def _parts(run: Run) -> Iterator[Part]:
             count = int((labels != IGNORED_LABEL).sum())
             if number >= 0 and count:
                 ids = batch["input_ids"][0][inside][:SHOWN_TOKENS].tolist()
-                yield Part(position, source, number, {**batch, "labels": labels}, count, ids)
+                yield DocumentShare(
+                    position, source, number, {**batch, "labels": labels}, count, ids
+                )
 
 
 def _weigh(
     run: Run,
-    part: Part,
+    part: DocumentShare,
     whole: Mapping[str, torch.Tensor],
     scale: float,
     norm: float,
@@ -261,7 +263,7 @@ class _Names:
         ]
         return table([head, *rows], right={0, 1, 2, 3}, indent="  ")
 
-    def _named(self, part: Part) -> tuple[str, str, str]:
+    def _named(self, part: DocumentShare) -> tuple[str, str, str]:
         """Document, record, and the beginning of the text."""
         if not self._paths:
             return f"sample {part.number}", str(self._run.recipe.data.factory), ""
@@ -281,7 +283,7 @@ class _Names:
 # --- the steps around ------------------------------------------------------------------------
 
 
-def _around(run: Run, step: int, line: Line, sources: Sources) -> list[str]:
+def _around(run: Run, step: int, line: Lineage, sources: Sources) -> list[str]:
     """What the ledger and the recipes say of the steps around one, in a table."""
     steps = [one for one in range(step - AROUND, step + AROUND + 1) if 1 <= one <= line.last]
     rows = []
@@ -303,7 +305,7 @@ def _around(run: Run, step: int, line: Line, sources: Sources) -> list[str]:
     return table([head, *rows], right={1, 2, 3, 4, 5}, indent="  ")
 
 
-def _mixture(run: Run, line: Line, step: int) -> str:
+def _mixture(run: Run, line: Lineage, step: int) -> str:
     """How many sequences a step took of each source, where there are several."""
     record, stream = line.recorded(step), run.task.stream
     if record is None or not isinstance(stream, TokenStream) or len(run.recipe.data.sources) < 2:
@@ -314,7 +316,7 @@ def _mixture(run: Run, line: Line, step: int) -> str:
     )
 
 
-def _remarks(line: Line, step: int) -> str:
+def _remarks(line: Lineage, step: int) -> str:
     """What is special about a step."""
     attempt, record = line.attempt_of(step), line.recorded(step)
     found = []
