@@ -43,7 +43,7 @@ from benchmarks.support import arguments, heading, print_table, write_json
 from benchmarks.support.processes import cpu_seconds
 from elastic.group.job_secret import Secret
 from elastic.group.member import Member
-from elastic.group.membership import Limits, Membership, NodeRequest, admissible
+from elastic.group.membership import Ask, Limits, Membership, room
 from elastic.group.store import STORE_ERRORS, StoreClient, StoreLostError
 from lab.local_nodes import free_port
 
@@ -130,7 +130,7 @@ class Node:
 
     def _come(self, after: int) -> None:
         self._after = after
-        self.member.request(NodeRequest(after=after))
+        self.member.request(Ask(after=after))
 
     def _changed(self) -> None:
         state, name = self.member.state, self.member.name
@@ -208,7 +208,7 @@ def events(state: Membership, limits: Limits) -> list[str]:
     found = [f"round {state.round}"]
     if len(state.members) < state.size:
         found.append(f"lost in {state.round}")
-    elif len(state.arrived) == 1 and admissible(state, limits):
+    elif len(state.arrived) == 1 and room(state, limits):
         found.append(f"room in {state.round}")
     return found
 

@@ -55,13 +55,13 @@ from elastic.group.job_claim import NO_MARK, claim
 from elastic.group.job_secret import SECRET_FILE, Secret, SecretError, find_secret
 from elastic.group.member import Member, node_name
 from elastic.group.membership import (
+    Ask,
     JobEnd,
     Limits,
     Membership,
-    NodeRequest,
-    admissible,
     close,
     ranks_of,
+    room,
     round_over,
     set_address,
 )
@@ -362,7 +362,7 @@ class PerdureRendezvous(RendezvousHandler):
 
         present, ended, spare = bool(before), None, False
         ranks = self._node.program.ranks
-        member.request(NodeRequest(False, before, self._paused, ranks, self._identity, self._place))
+        member.request(Ask(False, before, self._paused, ranks, self._identity, self._place))
         while True:
             if member.wait_for(in_next, 0.5):
                 member.request(None)
@@ -382,12 +382,12 @@ class PerdureRendezvous(RendezvousHandler):
             if self._node.leaving:
                 raise self._left()
             limits, waits = member.limits, name in state.arrived and name not in state.members
-            if waits and state.members and not admissible(state, limits):
+            if waits and state.members and not room(state, limits):
                 deadline = time.monotonic() + timeout  # a spare waits as long as the job runs
                 if not spare:
                     spare = True
                     why = "there is no room or no work for more"
-                    if admissible(state, replace(limits, unit=1)):
+                    if room(state, replace(limits, unit=1)):
                         why = f"a replica of the model takes {limits.unit} ranks"
                     logger.warning(
                         "%d node(s) train, and %s: this node waits as a spare",
@@ -491,7 +491,7 @@ class PerdureRendezvous(RendezvousHandler):
             self._paused = -1 if paused is None else paused
             self._node.expect_stop()  # the SIGTERM that follows is torchrun's, and no notice
             return 1
-        if admissible(state, self._member.limits):
+        if room(state, self._member.limits):
             self._node.pause()  # once all have paused, the next call returns 1
         return 0
 

@@ -30,21 +30,21 @@ from elastic.group.job_claim import NO_MARK, Claim, claim_key
 from elastic.group.job_secret import Secret
 from elastic.group.membership import (
     OBSERVERS,
+    Ask,
     BeatPace,
     Change,
-    FailureReport,
+    Failure,
     JobEnd,
     Leases,
     Limits,
     Membership,
-    NodeRequest,
-    admissible,
     all_nodes,
-    apply_requests,
     beat_seconds,
     close,
     complete,
     differ_only_in_arrivals,
+    fail,
+    heed_all,
     is_foreign,
     lease_seconds,
     lose,
@@ -52,7 +52,7 @@ from elastic.group.membership import (
     observers,
     poll_seconds,
     read_fields,
-    record_failure,
+    room,
     round_over,
     spared_nodes,
     watched_nodes,
@@ -81,7 +81,7 @@ class Heartbeat:
     count: int = 0
     due: float = 0.0
     """Time of the next beat."""
-    sent: NodeRequest | None = None
+    sent: Ask | None = None
     """Request in the last beat."""
     pace: BeatPace = field(default_factory=BeatPace)
     knocks_since: float = 0.0
@@ -97,7 +97,7 @@ class Watch:
     leases: Leases = field(default_factory=Leases)
     living: frozenset[str] = frozenset()
     """Watched nodes whose counter has risen."""
-    requests: dict[str, NodeRequest] = field(default_factory=dict)
+    requests: dict[str, Ask] = field(default_factory=dict)
     """Requests of other nodes, where this node observes."""
     knocking: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Node at the door → (first counter that was read; 0: none yet, time until it is known)."""
@@ -124,7 +124,7 @@ class Watch:
         elif node in self.knocking and counter <= first:
             pass  # perhaps an old beat of a node that is gone
         elif request and counter >= self.leases.seen.get(node, (0, 0.0))[0]:
-            self.requests[node] = read_fields(NodeRequest, request)
+            self.requests[node] = read_fields(Ask, request)
 
 
 @dataclass
@@ -142,7 +142,7 @@ class Announcement:
 def revise(
     document: Membership,
     changes: Sequence[Change],
-    requests: Mapping[str, NodeRequest],
+    requests: Mapping[str, Ask],
     lapsed: Sequence[str],
     now: float,
 ) -> tuple[Membership, list[str]]:
@@ -154,7 +154,7 @@ def revise(
     """
     for change in changes:
         document = change(document)
-    document = apply_requests(document, requests, now)
+    document = heed_all(document, requests, now)
     lost = [node for node in lapsed if node in document.members or node in document.arrived]
     for node in lost:
         document = lose(document, node, now)
@@ -193,7 +193,7 @@ class Member:
         """Changes that are not in the document yet."""
         self._lock = threading.Lock()
         self._news = threading.Condition()
-        self._request: NodeRequest | None = None
+        self._request: Ask | None = None
         self._identity = ""
         self._heartbeat, self._watch = Heartbeat(), Watch()
         self._announced = Announcement()
@@ -224,8 +224,8 @@ class Member:
             self._changes.append(change)
         self.wake.set()
 
-    def report(self, round: int, generation: int, failure: FailureReport) -> None:
-        report = partial(record_failure, round=round, generation=generation, failure=failure)
+    def report(self, round: int, generation: int, failure: Failure) -> None:
+        report = partial(fail, round=round, generation=generation, failure=failure)
         self.change(partial(report, limits=self.limits))
 
     def expect_loss(self, seconds: float) -> None:
@@ -233,7 +233,7 @@ class Member:
         self._loss_expected_until = time.monotonic() + seconds
         self.wake.set()
 
-    def request(self, request: NodeRequest | None) -> None:
+    def request(self, request: Ask | None) -> None:
         """Request to arrive or to leave; None withdraws the request."""
         if request and not request.leaves:
             self._identity = request.identity
@@ -267,7 +267,7 @@ class Member:
         """Leave, if the store answers within `timeout` seconds, and end the thread."""
         client = self.keys.client
         client.patience = min(client.patience, timeout)
-        departure = NodeRequest(leaves=True)
+        departure = Ask(leaves=True)
         self.request(departure)
         deadline = time.monotonic() + timeout
         while self._thread.is_alive() and time.monotonic() < deadline:
@@ -354,7 +354,7 @@ class Member:
                 self._adopt(best)  # and change nothing in what others train
                 return
         observes = self._observes(best)
-        requests: dict[str, NodeRequest] = {}
+        requests: dict[str, Ask] = {}
         if observes:
             # A node that was lost since its beat was read must knock to get in again.
             known = {*all_nodes(best), *self._watch.knocking}
@@ -413,7 +413,7 @@ class Member:
         self._announced.state = state
         self._announced.due = now + poll_seconds(spared_nodes(state), observes=False)
 
-    def _beat(self, request: NodeRequest | None) -> None:
+    def _beat(self, request: Ask | None) -> None:
         """Raise this node's counter, and send its request with it."""
         heart, seconds = self._heartbeat, beat_seconds(spared_nodes(self.state))
         now = time.monotonic()
@@ -451,7 +451,7 @@ class Member:
         if time.monotonic() < self._loss_expected_until:
             return True
         ends = round_over(state) or bool(set(state.members) & set(state.arrived))
-        begins = not state.members or admissible(state, self.limits) > 0
+        begins = not state.members or room(state, self.limits) > 0
         return ends or begins or bool(state.closed or self._watch.knocking)
 
     def _read_beats(self, now: float) -> list[str]:

@@ -13,7 +13,7 @@ that arrives without having paused has dropped its ranks. It leaves the round as
 the others would wait for these ranks.
 
 Thousands of nodes cannot all swap one document, nor all read it at every look. The first nodes in
-order are its *observers*. The others write their requests (`NodeRequest`) and the status of their
+order are its *observers*. The others write their requests (`Ask`) and the status of their
 ranks to keys of their own. The observers read these keys, and change the document once for all
 requests. A node that is not in the document yet appends its name to the *door*, a key of the store,
 and is let in when an observer has seen its counter rise. All others only compare the version. Up to
@@ -74,7 +74,7 @@ def read_fields(kind: type[T], body: Mapping[str, Any]) -> T:
 
 
 @dataclass(frozen=True)
-class FailureReport:
+class Failure:
     """A training process that failed, or a node that was lost."""
 
     node: str
@@ -138,12 +138,12 @@ class Membership:
     """Generation of training processes in this round, counted from 0."""
     arrived: tuple[str, ...] = ()
     """Nodes that wait for the next round."""
-    lost: FailureReport | None = None
+    lost: Failure | None = None
     """The last node that this round lost."""
-    cause: FailureReport | None = None
+    cause: Failure | None = None
     """The node whose loss ended the round before."""
-    failures: tuple[FailureReport, ...] = ()
-    struck: tuple[FailureReport, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    struck: tuple[Failure, ...] = ()
     """The last failure of each node that was sent away for its failures; back once it is
     healthy."""
     alarm: int = 0
@@ -175,8 +175,8 @@ class Membership:
         stated = {node: places[index] for node, index in pairs if index in known}
         body["places"] = _sorted(stated)
         for key in ("failures", "struck"):
-            body[key] = tuple(read_fields(FailureReport, failure) for failure in body.get(key, ()))
-        for key, kind in (("lost", FailureReport), ("cause", FailureReport), ("closed", JobEnd)):
+            body[key] = tuple(read_fields(Failure, failure) for failure in body.get(key, ()))
+        for key, kind in (("lost", Failure), ("cause", Failure), ("closed", JobEnd)):
             body[key] = read_fields(kind, body[key]) if body.get(key) else None
         return read_fields(Membership, body)
 
@@ -259,7 +259,7 @@ def enter(
 
 
 @dataclass(frozen=True)
-class NodeRequest:
+class Ask:
     """What a node requests of the observers."""
 
     leaves: bool = False
@@ -273,7 +273,7 @@ class NodeRequest:
     """Place of the node; see topology.py."""
 
 
-def apply_request(state: Membership, node: str, request: NodeRequest, now: float) -> Membership:
+def heed(state: Membership, node: str, request: Ask, now: float) -> Membership:
     """Apply the request of one node; a repetition changes nothing. `now` is Unix time."""
     if request.leaves:
         return leave(state, node)
@@ -290,31 +290,29 @@ def round_over(state: Membership) -> bool:
     return len(state.members) < state.size
 
 
-def _ends_round(state: Membership, node: str, request: NodeRequest) -> bool:
+def _ends_round(state: Membership, node: str, request: Ask) -> bool:
     """Whether the arrival of `node` ends this round. Later arrivals keep their position."""
     if round_over(state) or node not in state.members or node in state.arrived:
         return False
     return 0 < request.after >= state.round and request.paused != state.generation
 
 
-def apply_requests(
-    state: Membership, requests: Mapping[str, NodeRequest], now: float
-) -> Membership:
-    """Apply the requests of many nodes like `apply_request` for one after another, departures
+def heed_all(state: Membership, requests: Mapping[str, Ask], now: float) -> Membership:
+    """Apply the requests of many nodes like `heed` for one after another, departures
     first, in time linear in their number."""
     state = leave(state, *(node for node, request in requests.items() if request.leaves))
     arriving = {node: request for node, request in requests.items() if not request.leaves}
     while arriving and len(all_nodes(state)) < 2:  # the first node may begin another job
         node = next(iter(arriving))
-        state = apply_request(state, node, arriving.pop(node), now)
+        state = heed(state, node, arriving.pop(node), now)
     if not arriving:
         return state
     pending = list(arriving.items())
     for place, (node, request) in enumerate(pending):
         if _ends_round(state, node, request):
-            state = apply_requests(state, dict(pending[:place]), now)
-            state = apply_request(state, node, request, now)
-            return apply_requests(state, dict(pending[place + 1 :]), now)
+            state = heed_all(state, dict(pending[:place]), now)
+            state = heed(state, node, request, now)
+            return heed_all(state, dict(pending[place + 1 :]), now)
     members, arrived = set(state.members), set(state.arrived)
     arrivals = {
         node: request
@@ -367,7 +365,7 @@ def lose(state: Membership, node: str, now: float, why: str = "node lost") -> Me
     """Remove `node`, which gave no sign of life, or none of its ranks; `now` is Unix time."""
     if node not in state.members:
         return leave(state, node)
-    return replace(leave(state, node), lost=FailureReport(node, None, 0, why, now))
+    return replace(leave(state, node), lost=Failure(node, None, 0, why, now))
 
 
 def lose_unstarted(state: Membership, alarm: int, node: str, now: float, why: str) -> Membership:
@@ -386,7 +384,7 @@ def set_address(state: Membership, round: int, address: str) -> Membership:
     return replace(state, address=address) if state.round == round else state
 
 
-def accuse(state: Membership, round: int, failure: FailureReport) -> Membership:
+def accuse(state: Membership, round: int, failure: Failure) -> Membership:
     """Record why a round ends that has lost no node; the first report counts."""
     if state.closed or state.round != round or state.lost:
         return state
@@ -436,7 +434,7 @@ def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
     )
 
 
-def admissible(state: Membership, limits: Limits) -> int:
+def room(state: Membership, limits: Limits) -> int:
     """Number of waiting nodes that the next round could take beyond the members of this one."""
     chosen = _nodes(_fitting(state, _candidates(state, limits.unit), limits))
     return len(set(chosen) - set(state.members))
@@ -525,8 +523,8 @@ def _side_by_side(state: Membership, replicas: Sequence[Replica]) -> list[Replic
     )
 
 
-def record_failure(
-    state: Membership, round: int, generation: int, failure: FailureReport, limits: Limits
+def fail(
+    state: Membership, round: int, generation: int, failure: Failure, limits: Limits
 ) -> Membership:
     """Record a failed training process: begin the next generation, send its node away, or end the
     job with a reason.
@@ -578,7 +576,7 @@ def record_failure(
     return _continue(state, failure)
 
 
-def _continue(state: Membership, failure: FailureReport) -> Membership:
+def _continue(state: Membership, failure: Failure) -> Membership:
     """Begin the next generation; end the round instead if nodes are gone or have paused."""
     if round_over(state):
         return replace(state, lost=state.lost or failure)
@@ -587,12 +585,12 @@ def _continue(state: Membership, failure: FailureReport) -> Membership:
     return replace(state, generation=state.generation + 1)
 
 
-def _normalised_error(failure: FailureReport) -> str:
+def _normalised_error(failure: Failure) -> str:
     """The error without numbers, which differ between ranks and runs."""
     return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", failure.error)
 
 
-def strikes(state: Membership, failure: FailureReport) -> int:
+def strikes(state: Membership, failure: Failure) -> int:
     """Failures of a node in the hour before `failure` and since it was last sent away."""
     since = [entry.at for entry in state.struck if entry.node == failure.node]
     after = max([failure.at - 3600, *since])

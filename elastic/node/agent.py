@@ -39,10 +39,10 @@ from elastic.exits import (
 )
 from elastic.group.member import Member
 from elastic.group.membership import (
-    FailureReport,
+    Ask,
+    Failure,
     JobEnd,
     Membership,
-    NodeRequest,
     accuse,
     close,
     round_over,
@@ -266,7 +266,7 @@ class Node:
                     rank.code = EXIT_PAUSED
         if self._ranks and all(rank.code is not None for rank in self._ranks.values()):
             # before the stand-ins end, and torchrun with them
-            self.group.request(NodeRequest(leaves=True))
+            self.group.request(Ask(leaves=True))
             for rank in list(self._ranks.values()):
                 code = self.leaving if rank.code == EXIT_PAUSED else rank.code
                 self._dismiss(rank, code or 0)
@@ -653,8 +653,8 @@ class Node:
                 logger.warning("rank %d: %s in step %d", rank.rank, verdict.why, progress.step)
             self.group.report(*self._round.key, verdict)
 
-    def _report_of(self, rank: int | None, step: int, why: str = "") -> FailureReport:
-        return FailureReport(self.group.name, rank, step, why, time.time())
+    def _report_of(self, rank: int | None, step: int, why: str = "") -> Failure:
+        return Failure(self.group.name, rank, step, why, time.time())
 
     # --- zygote ------------------------------------------------------------------------------
 

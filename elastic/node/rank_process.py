@@ -13,7 +13,7 @@ from elastic.exits import (
     EXIT_PEER_GONE,
     EXIT_WRONG_INPUT,
 )
-from elastic.group.membership import FailureReport, JobEnd
+from elastic.group.membership import Failure, JobEnd
 from elastic.node.progress import RankProgress
 from elastic.node.zygote import MAX_MESSAGE
 
@@ -87,13 +87,13 @@ def judge_exit(
     rank: int,
     code: int,
     progress: RankProgress,
-    blank: FailureReport,
+    blank: Failure,
     *,
     job_done: bool,
     first_start: bool,
     out_of_memory: bool,
     how: str = "",
-) -> JobEnd | FailureReport | None:
+) -> JobEnd | Failure | None:
     """Judge the exit of a training process.
 
     Args:

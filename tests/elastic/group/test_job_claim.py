@@ -11,7 +11,7 @@ from elastic.group import job_claim as claims
 from elastic.group.job_claim import Claim, claim, claim_key
 from elastic.group.job_secret import Secret, SecretError
 from elastic.group.member import Member
-from elastic.group.membership import Limits, NodeRequest
+from elastic.group.membership import Ask, Limits
 from elastic.group.store import StoreClient, host_store
 
 SECRETS = [Secret(b"of the one" * 4), Secret(b"of another" * 4)]
@@ -38,7 +38,7 @@ def start(client, tmp_path):
         member = Member(client(), "run", f"node {len(members)}", limits, lambda: None, None)
         members.append(member)
         member.start(secret, begun.mark)
-        member.request(NodeRequest())
+        member.request(Ask())
         return member
 
     yield start

@@ -12,13 +12,13 @@ from elastic.group.job_secret import Secret
 from elastic.group.member import Member
 from elastic.group.membership import (
     OBSERVERS,
-    FailureReport,
+    Ask,
+    Failure,
     Limits,
-    NodeRequest,
-    admissible,
     is_foreign,
     lose,
     raise_alarm,
+    room,
 )
 from elastic.group.store import StoreClient, host_store
 from tests.distributed.jobs import soak
@@ -26,7 +26,7 @@ from tests.distributed.jobs import soak
 SECRET = Secret(b"of the job" * 4)
 LIMITS = Limits(2, 9, first_call=1.5, settle=0.0)
 NAMES = "abcdefgh"
-LOST = FailureReport("b", None, 0, "node lost", 7.0)
+LOST = Failure("b", None, 0, "node lost", 7.0)
 
 swaps: Counter[str] = Counter()
 
@@ -52,7 +52,7 @@ def job():
             client.name = name
             self[name] = Member(client, "run", name, LIMITS, lambda: None, lease=4.0)
             self[name].start(SECRET)
-            self[name].request(NodeRequest())
+            self[name].request(Ask())
 
         def lose(self, name):
             member = self.pop(name)
@@ -66,7 +66,7 @@ def job():
         def come_again(self):
             before = next(iter(self.values())).state.round
             for member in self.values():
-                member.request(NodeRequest(after=before))
+                member.request(Ask(after=before))
             self.until(lambda state: state.round > before and state.size == len(self))
             for member in self.values():
                 member.request(None)
@@ -97,9 +97,7 @@ def test_rounds_of_many_nodes_are_changes_by_few(job):
     before = next(iter(job.values())).state.round
     job.add("new")
     job.until(
-        lambda state: (
-            state.round > before or admissible(state, LIMITS) == 1 or "new" in state.arrived
-        )
+        lambda state: state.round > before or room(state, LIMITS) == 1 or "new" in state.arrived
     )
     job.come_again()
     assert "new" in job["new"].state.members
@@ -163,7 +161,7 @@ def nodes(clock):
         member = Member(clients[-1], "run", name, limits, lambda: None, None)
         member.client, member.clock = clients[-1], clock
         member.use_secret(SECRET)
-        member.request(NodeRequest(identity=identity))
+        member.request(Ask(identity=identity))
         return member
 
     yield make
@@ -273,7 +271,7 @@ def test_three_of_four_nodes_are_a_replica_of_two_and_a_spare(nodes):
         """To the next round, which so many are to train in; returns its nodes and its spares."""
         before = members[names[0]].state.round
         for name in names:
-            members[name].request(NodeRequest(after=before, paused=0))
+            members[name].request(Ask(after=before, paused=0))
         here = [members[name] for name in names]
         size = len(names) // 2 * 2
 
@@ -292,9 +290,9 @@ def test_three_of_four_nodes_are_a_replica_of_two_and_a_spare(nodes):
         member.limits = replace(member.limits, minimum=1)
     members["b"].change(lambda state: lose(state, "a", 0.0))
     assert come(*"bcd") == (tuple("cd"), ("b",))
-    assert admissible(members["b"].state, members["b"].limits) == 0, "training goes on"
+    assert room(members["b"].state, members["b"].limits) == 0, "training goes on"
     members["a"] = nodes("e", 1, unit=2)
-    look([*members.values()], lambda: admissible(members["c"].state, members["c"].limits) == 2)
+    look([*members.values()], lambda: room(members["c"].state, members["c"].limits) == 2)
     assert come(*"bcda") == (tuple("cdbe"), ())
 
 
@@ -315,12 +313,12 @@ def test_a_node_of_another_version_reads_what_it_can_and_changes_nothing(nodes, 
         assert is_foreign(stranger.state, "z", "theirs")
         assert stranger.state.members == ("a", "b")
         stranger.change(lambda state: replace(state, members=()))
-        stranger.request(NodeRequest(leaves=True))
+        stranger.request(Ask(leaves=True))
         stranger.look()
         assert client.get(key) == document
 
     client.append(f"{first.keys.prefix}/door", b"c\n")
-    beat, ask = f"{first.keys.prefix}/beat/c", {**asdict(NodeRequest(identity="ours")), "later": 1}
+    beat, ask = f"{first.keys.prefix}/beat/c", {**asdict(Ask(identity="ours")), "later": 1}
 
     counters = count(1)
 

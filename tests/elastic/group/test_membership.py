@@ -9,24 +9,24 @@ from hypothesis import strategies as st
 
 from elastic.group.membership import (
     OBSERVERS,
-    FailureReport,
+    Ask,
+    Failure,
     JobEnd,
     Leases,
     Limits,
     Membership,
-    NodeRequest,
-    admissible,
     all_nodes,
-    apply_request,
-    apply_requests,
     arrive,
     complete,
+    fail,
+    heed,
+    heed_all,
     is_foreign,
     leave,
     lose,
     newer,
     observers,
-    record_failure,
+    room,
     round_over,
     watched_nodes,
 )
@@ -46,7 +46,7 @@ def begin(*nodes, limits=LIMITS, state=None, ranks=1):
 
 
 def failure(rank=0, step=5, at=0.0):
-    return FailureReport("a", rank, step, "SIGKILL", at)
+    return Failure("a", rank, step, "SIGKILL", at)
 
 
 def test_a_full_round_begins_at_once_and_a_small_one_after_the_call():
@@ -59,7 +59,7 @@ def test_a_full_round_begins_at_once_and_a_small_one_after_the_call():
 
 def test_a_newcomer_waits_until_everybody_has_come_again():
     state = arrive(begin("b", "c"), "a")
-    assert admissible(state, LIMITS) == 1
+    assert room(state, LIMITS) == 1
     assert complete(state, LIMITS, quiet=99) == state
     state = arrive(state, "b")
     assert complete(state, LIMITS, quiet=99) == state
@@ -71,12 +71,12 @@ def test_who_is_too_many_waits_as_a_spare_and_takes_the_place_of_a_lost_node():
     state = begin("a", "b", "c", "d")
     assert state.members == ("a", "b", "c")
     assert state.arrived == ("d",)
-    assert admissible(state, LIMITS) == 0
+    assert room(state, LIMITS) == 0
     state = lose(state, "b", now=7.0)
     assert len(state.members) < state.size
     after = begin("a", "c", state=state)
     assert after.members == ("a", "c", "d")
-    assert after.cause == FailureReport("b", None, 0, "node lost", 7.0)
+    assert after.cause == Failure("b", None, 0, "node lost", 7.0)
 
 
 def test_nodes_without_work_are_spares_from_the_first_moment():
@@ -86,11 +86,11 @@ def test_nodes_without_work_are_spares_from_the_first_moment():
         state = arrive(state, node, ranks)
     state = complete(state, limits, quiet=0)
     assert (state.members, state.arrived) == (("a", "b", "d"), ("c",))
-    assert admissible(state, limits) == 0
+    assert room(state, limits) == 0
     state = leave(state, "d")
-    assert admissible(state, limits) == 0, "one rank has work, but not two"
+    assert room(state, limits) == 0, "one rank has work, but not two"
     state = lose(state, "b", now=0.0)
-    assert admissible(state, limits) == 1
+    assert room(state, limits) == 1
     after = complete(arrive(state, "a", 2), limits, quiet=0.3)
     assert (after.members, after.uneven) == (("a", "c"), ())
     # Too few sequences for the nodes that are needed: the ranks say so.
@@ -104,7 +104,7 @@ def test_who_would_train_something_else_does_not_get_in():
     assert newcomer(state, "b", 1.0, identity="y") == state
     state = complete(state, Limits(1, 3), quiet=99)
     assert arrive(state, "b", identity="y") == state
-    assert admissible(arrive(state, "b", identity="x"), Limits(1, 3)) == 1
+    assert room(arrive(state, "b", identity="x"), Limits(1, 3)) == 1
     # The nodes of the job are gone: it is begun anew.
     anew = newcomer(lose(state, "a", now=0.0), "b", 1.0, identity="y")
     assert (anew.identity, anew.arrived) == ("y", ("b",))
@@ -121,20 +121,20 @@ def test_nodes_come_and_go_in_whole_replicas():
     assert Membership.decode(state.encode()) == state
     after = begin("b", "c", "d", limits=limits, state=state)
     assert (after.members, after.arrived, after.broken) == (("c", "d"), ("b",), ())
-    assert admissible(after, limits) == 0
+    assert room(after, limits) == 0
     back = arrive(after, "a")
-    assert admissible(back, limits) == 2
+    assert room(back, limits) == 2
     whole = begin("c", "d", limits=limits, state=back)
     assert whole.members == ("c", "d", "a", "b")
     assert leave(whole, "a", "d").broken == ("c", "b")
     assert begin("b", "c", limits=limits, state=leave(whole, "a", "d")).members == ("c", "b")
     # A replica that cannot do without a node keeps it, but for others that would take its place.
     often = replace(limits, strikes=1)
-    assert record_failure(begin("a", "b", limits=often), 1, 0, failure(), often).members == (
+    assert fail(begin("a", "b", limits=often), 1, 0, failure(), often).members == (
         "a",
         "b",
     )
-    assert record_failure(whole, whole.round, 0, failure(), often).members == ("c", "d", "b")
+    assert fail(whole, whole.round, 0, failure(), often).members == ("c", "d", "b")
 
 
 def test_nodes_of_many_ranks_make_replicas_by_themselves_and_others_together():
@@ -204,9 +204,9 @@ def test_below_the_minimum_nothing_begins_until_a_node_comes():
 
 def test_one_failure_is_one_generation_however_many_ranks_report_it():
     state = begin("a", "b")
-    after = record_failure(state, 1, 0, failure(), LIMITS)
+    after = fail(state, 1, 0, failure(), LIMITS)
     assert after.generation == 1
-    assert record_failure(after, 1, 0, failure(rank=1), LIMITS) == after
+    assert fail(after, 1, 0, failure(rank=1), LIMITS) == after
     assert begin("a", "b", state=after).generation == 0
 
 
@@ -214,7 +214,7 @@ def test_a_rank_that_always_dies_in_the_same_step_ends_the_job():
     state = begin("a", "b")
     for generation in range(3):
         assert state.closed is None
-        state = record_failure(state, 1, generation, failure(rank=1, step=7), LIMITS)
+        state = fail(state, 1, generation, failure(rank=1, step=7), LIMITS)
     assert state.closed
     assert state.closed.code == 93
     assert "rank 1 failed 3 times in a row in step 7" in state.closed.reason
@@ -224,14 +224,14 @@ def test_an_error_that_is_the_same_in_the_same_step_ends_the_job_whichever_rank_
     def run(*failures):
         state = begin("a", "b", "c")
         for generation, one in enumerate(failures):
-            state = record_failure(state, 1, generation, one, LIMITS)
+            state = fail(state, 1, generation, one, LIMITS)
         return state
 
     def raised(rank, error, step=7):
-        return FailureReport("abc"[rank], rank, step, "exit code 1", 0.0, error)
+        return Failure("abc"[rank], rank, step, "exit code 1", 0.0, error)
 
     what = "RuntimeError: shapes (4x{} and 9x9) cannot be multiplied, tensor at 0x7f{}"
-    unknown = FailureReport("c", None, 7, "rank 2 lost its connection to another", 0.0)
+    unknown = Failure("c", None, 7, "rank 2 lost its connection to another", 0.0)
     same = [raised(rank, what.format(rank, rank)) for rank in (0, 2, 1)]
     closed = run(same[0], unknown, *same[1:]).closed
     assert closed.code == 93
@@ -247,9 +247,9 @@ def test_a_rank_whose_peer_is_gone_has_not_failed():
     lost_connection = replace(failure(rank=1, step=7), rank=None)
     for generation, found in enumerate([failure(rank=1, step=7), lost_connection] * 2):
         assert state.members == ("a", "b")
-        state = record_failure(state, 1, generation, found, limits)
+        state = fail(state, 1, generation, found, limits)
     for generation in range(4, 8):
-        state = record_failure(state, 1, generation, lost_connection, limits)
+        state = fail(state, 1, generation, lost_connection, limits)
     assert (state.closed, state.generation) == (None, 8)
 
 
@@ -258,35 +258,30 @@ def test_what_a_process_has_mended_itself_counts_for_nothing():
     state = begin("a", "b", limits=limits)
     mended = replace(failure(rank=1, step=1), error="MemoryError: 8", mended=True)
     for generation, found in enumerate([failure(step=1), mended, mended, mended, mended]):
-        state = Membership.decode(record_failure(state, 1, generation, found, limits).encode())
+        state = Membership.decode(fail(state, 1, generation, found, limits).encode())
         assert (state.closed, state.members, state.generation) == (None, ("a", "b"), generation + 1)
         assert state.failures[-1] == found, "the cause of what follows"
     others = replace(limits, strikes=9)
-    state = record_failure(state, 1, 5, failure(rank=1, step=2), others)
+    state = fail(state, 1, 5, failure(rank=1, step=2), others)
     assert state.closed is None
-    assert (
-        "3 failures within an hour"
-        in record_failure(state, 1, 6, failure(step=3), others).closed.reason
-    )
+    assert "3 failures within an hour" in fail(state, 1, 6, failure(step=3), others).closed.reason
 
 
 def test_a_kill_from_outside_is_no_failing_step_and_no_strike():
     limits = Limits(minimum=1, maximum=3, strikes=3, restarts=9)
     state = begin("a", "b", "c", limits=limits)
-    killed = [FailureReport("ab"[n % 2], n % 2, 7, "SIGKILL", 0.0, outside=True) for n in range(9)]
+    killed = [Failure("ab"[n % 2], n % 2, 7, "SIGKILL", 0.0, outside=True) for n in range(9)]
     for generation, found in enumerate(killed):
-        state = Membership.decode(record_failure(state, 1, generation, found, limits).encode())
+        state = Membership.decode(fail(state, 1, generation, found, limits).encode())
         assert (state.closed, state.generation) == (None, generation + 1)
         assert state.members == ("a", "b", "c")
-    assert (
-        "10 failures within an hour" in record_failure(state, 1, 9, killed[0], limits).closed.reason
-    )
+    assert "10 failures within an hour" in fail(state, 1, 9, killed[0], limits).closed.reason
     # Between two kills a step still fails.
     state = begin("a", "b", limits=LIMITS)
     found = [failure(rank=1, step=7), killed[0], failure(rank=1, step=7), killed[1], killed[1]]
     for generation, one in enumerate([*found, failure(rank=1, step=7)]):
         assert state.closed is None
-        state = record_failure(state, 1, generation, one, LIMITS)
+        state = fail(state, 1, generation, one, LIMITS)
     assert "rank 1 failed 3 times in a row in step 7" in state.closed.reason
     # A kill in a later step shows that a restart did help.
     state = begin("a", "b", limits=LIMITS)
@@ -294,7 +289,7 @@ def test_a_kill_from_outside_is_no_failing_step_and_no_strike():
     found.insert(1, replace(killed[0], step=9))
     for generation, one in enumerate(found):
         assert state.closed is None
-        state = record_failure(state, 1, generation, one, LIMITS)
+        state = fail(state, 1, generation, one, LIMITS)
     assert "rank 1 failed 3 times in a row in step 7" in state.closed.reason
 
 
@@ -305,8 +300,8 @@ def test_a_newcomer_that_cannot_start_is_sent_away_and_costs_the_others_no_resta
         state = begin(*state.members, "c", limits=limits, state=state)
         for generation in range(3):
             assert "c" in state.members
-            broken = FailureReport("c", 2, 0, "exit code 2", at=10.0 * visit + generation)
-            state = record_failure(state, state.round, generation, broken, limits)
+            broken = Failure("c", 2, 0, "exit code 2", at=10.0 * visit + generation)
+            state = fail(state, state.round, generation, broken, limits)
         assert (state.members, state.closed) == (("a", "b"), None)
         assert "it failed 3 times in a row in step 0" in state.lost.why
 
@@ -316,12 +311,12 @@ def test_a_step_that_fails_on_one_node_after_the_other_ends_the_job():
     state = begin("a", "b", "c", limits=limits)
     for generation, node in enumerate("abb"):
         found = replace(failure(rank=1, step=7), node=node)
-        state = record_failure(state, 1, generation, found, limits)
+        state = fail(state, 1, generation, found, limits)
     assert "rank 1 failed 3 times in a row in step 7" in state.closed.reason
 
 
 def test_a_failure_while_others_have_ended_their_round_ends_it_for_this_node_too():
-    state = record_failure(arrive(begin("a", "b"), "b"), 1, 0, failure(), LIMITS)
+    state = fail(arrive(begin("a", "b"), "b"), 1, 0, failure(), LIMITS)
     assert (state.members, state.generation, state.struck) == (("b",), 0, ())
     assert begin("a", "b", state=state).round == 2
 
@@ -343,8 +338,8 @@ def test_failures_are_counted_over_an_hour():
     limits = replace(LIMITS, restarts=3)
     often, seldom = begin("a", "b"), begin("a", "b")
     for number in range(4):
-        often = record_failure(often, 1, number, failure(step=number, at=number * 60.0), limits)
-        seldom = record_failure(seldom, 1, number, failure(step=number, at=number * 2000.0), limits)
+        often = fail(often, 1, number, failure(step=number, at=number * 60.0), limits)
+        seldom = fail(seldom, 1, number, failure(step=number, at=number * 2000.0), limits)
     assert often.closed
     assert "4 failures within an hour" in often.closed.reason
     assert seldom.closed is None
@@ -356,41 +351,39 @@ def test_a_node_that_fails_often_is_sent_away_and_may_come_back():
     state = begin("a", "b", "c", limits=limits)
     for number in range(1, 4):
         assert state.members == ("a", "b", "c")
-        state = record_failure(
-            state, 1, state.generation, failure(step=number, at=number * 60.0), limits
-        )
+        state = fail(state, 1, state.generation, failure(step=number, at=number * 60.0), limits)
     assert state.members == ("b", "c")
     assert state.generation == 2
     assert state.lost.why == "sent away: 3 failures within an hour"
     state = Membership.decode(state.encode())
     state = begin("a", "b", "c", limits=limits, state=state)
     assert (state.round, state.members) == (2, ("b", "c", "a"))
-    state = record_failure(state, 2, 0, failure(step=4, at=240.0), limits)
+    state = fail(state, 2, 0, failure(step=4, at=240.0), limits)
     assert state.members == ("b", "c", "a"), "counted anew"
 
 
 def test_nobody_is_sent_away_who_is_needed():
     limits = Limits(minimum=2, maximum=3, strikes=1)
-    state = record_failure(begin("a", "b"), 1, 0, failure(), limits)
+    state = fail(begin("a", "b"), 1, 0, failure(), limits)
     assert (state.members, state.generation) == (("a", "b"), 1)
 
 
 def test_who_comes_back_without_its_ranks_ends_the_round_and_who_has_paused_does_not():
     state = begin("a", "b", "c")
-    lost = record_failure(state, 1, 0, failure(), LIMITS)
+    lost = fail(state, 1, 0, failure(), LIMITS)
     for before, generation in (state, 0), (lost, 1):
-        back = apply_request(before, "b", NodeRequest(after=1), 0.0)
+        back = heed(before, "b", Ask(after=1), 0.0)
         assert (back.members, back.arrived, round_over(back)) == (("a", "c"), ("b",), True)
-        assert record_failure(back, 1, generation, failure(), LIMITS).generation == generation
-        paused = apply_request(before, "b", NodeRequest(after=1, paused=generation), 0.0)
+        assert fail(back, 1, generation, failure(), LIMITS).generation == generation
+        paused = heed(before, "b", Ask(after=1, paused=generation), 0.0)
         assert (paused.members, paused.arrived, round_over(paused)) == (
             before.members,
             ("b",),
             False,
         )
-        asks = {name: NodeRequest(after=1, paused=generation) for name in "cab"}
-        assert complete(apply_requests(before, asks, 0.0), LIMITS, 99).members == ("a", "b", "c")
-    assert round_over(apply_request(lost, "b", NodeRequest(after=1, paused=0), 0.0)), (
+        asks = {name: Ask(after=1, paused=generation) for name in "cab"}
+        assert complete(heed_all(before, asks, 0.0), LIMITS, 99).members == ("a", "b", "c")
+    assert round_over(heed(lost, "b", Ask(after=1, paused=0), 0.0)), (
         "it has paused before the failure"
     )
 
@@ -408,7 +401,7 @@ def test_leases_lapse_when_a_counter_does_not_rise_and_not_when_we_were_away():
 
 NODE_NAMES = st.lists(st.sampled_from("abcdef"), unique=True, max_size=6).map(tuple)
 ASKS = st.builds(
-    NodeRequest,
+    Ask,
     leaves=st.booleans(),
     after=st.integers(0, 3),
     ranks=st.integers(1, 2),
@@ -434,8 +427,8 @@ ASKS = st.builds(
 def test_what_many_ask_for_is_what_each_asks_for(state, asks):
     one_by_one = state
     for node, ask in sorted(asks.items(), key=lambda item: not item[1].leaves):
-        one_by_one = apply_request(one_by_one, node, ask, 1.0)
-    at_once = apply_requests(state, asks, 1.0)
+        one_by_one = heed(one_by_one, node, ask, 1.0)
+    at_once = heed_all(state, asks, 1.0)
     by_name, at_once_by_name = (
         replace(one, uneven=tuple(sorted(one.uneven))) for one in (one_by_one, at_once)
     )
@@ -472,7 +465,7 @@ def test_a_job_gives_way_to_one_that_has_had_more_rounds():
 
 
 def test_the_document_survives_encoding():
-    state = record_failure(begin("a", "b"), 1, 0, failure(), LIMITS)
+    state = fail(begin("a", "b"), 1, 0, failure(), LIMITS)
     state = replace(state, closed=JobEnd(93, "because"), address="h:1", arrived=("z",))
     assert Membership.decode(state.encode()) == state
 
@@ -499,7 +492,7 @@ def test_whatever_happens_the_living_end_up_in_one_round(events, unit, places):
         for node in sorted(alive):
             mine = rounds.get(node)
             broken = mine != state.round or node not in state.members
-            if broken or len(state.members) < state.size or admissible(state, limits):
+            if broken or len(state.members) < state.size or room(state, limits):
                 state = arrive(state, node, place=places.get(node, ""))
         return state
 
@@ -531,7 +524,7 @@ def test_whatever_happens_the_living_end_up_in_one_round(events, unit, places):
             rounds.pop(node, None)
             state = leave(state, node)
         elif event == "fail":
-            state = record_failure(state, state.round, state.generation, failure(), limits)
+            state = fail(state, state.round, state.generation, failure(), limits)
         state = turn(state, 0.1)
     for _ in range(3):
         state = turn(state, 99)

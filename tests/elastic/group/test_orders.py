@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from elastic.group.membership import (
-    FailureReport,
+    Ask,
+    Failure,
     Limits,
     Membership,
-    NodeRequest,
-    admissible,
     all_nodes,
-    apply_requests,
     complete,
+    fail,
+    heed_all,
     lose,
     observers,
-    record_failure,
+    room,
     round_over,
 )
 from tests.distributed.jobs import soak
@@ -45,7 +45,7 @@ class Agent:
     """A rank of it has, and is not started again yet."""
     report: tuple[int, int] | None = None
     """(round, generation) of a failure that the document does not have yet."""
-    said: NodeRequest | None = None
+    said: Ask | None = None
     """What it has asked for in its key, for the observers."""
 
 
@@ -78,9 +78,7 @@ class Explorer:
         self._worlds: dict[tuple[int, ...], World] = {}
         self._looks: dict[Any, tuple[Agent, Membership]] = {}
         self._settled: dict[World, World] = {}
-        state = complete(
-            apply_requests(Membership(), {name: NodeRequest() for name in nodes}, 0.0), limits, 99.0
-        )
+        state = complete(heed_all(Membership(), {name: Ask() for name in nodes}, 0.0), limits, 99.0)
         first = Agent(runs=True, round=state.round)
         agents = {name: first if name in state.members else Agent() for name in nodes}
         self.start = self._world(state, {**agents, NEWCOMER: Agent(wants=False)}, (0, 0), 0)
@@ -162,25 +160,25 @@ class Explorer:
         return self._with(world, name, *self._looks[key])
 
     def look(
-        self, state: Membership, name: str, agent: Agent, said: dict[str, NodeRequest | None]
+        self, state: Membership, name: str, agent: Agent, said: dict[str, Ask | None]
     ) -> tuple[Agent, Membership]:
         """A node looks at the document, changes it, and does what it says; see `Member._follow`,
         `PerdureRendezvous.num_nodes_waiting` and `Node._look`."""
         before, ask = state, None
         if not agent.wants:
-            ask = NodeRequest(leaves=True)
+            ask = Ask(leaves=True)
         elif not agent.runs:
-            ask = NodeRequest(after=agent.round, paused=agent.paused)
+            ask = Ask(after=agent.round, paused=agent.paused)
         if agent.report:
-            one = FailureReport(name, 0, 5, "SIGKILL", 0.0)
-            state = record_failure(state, *agent.report, one, self.limits)
+            one = Failure(name, 0, 5, "SIGKILL", 0.0)
+            state = fail(state, *agent.report, one, self.limits)
         first = observers(state)
         observes = name in first or len(first) < 3
         if observes:
             asks = {one: other for one, other in said.items() if other and one != name}
             if ask:
                 asks[name] = ask
-            state = apply_requests(state, asks, 0.0)
+            state = heed_all(state, asks, 0.0)
             if name in state.arrived:
                 state = complete(state, self.limits, 99.0)
         agent = replace(agent, said=ask, report=None)
@@ -195,7 +193,7 @@ class Explorer:
             agent = Agent(runs=True, round=state.round, generation=state.generation)
         elif agent.paused >= 0:
             agent = replace(agent, runs=False, asked=False)
-        elif admissible(state, self.limits):
+        elif room(state, self.limits):
             agent = replace(agent, asked=True)
         return agent, before if state == before else state
 

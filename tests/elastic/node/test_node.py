@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 import elastic.world
 from benchmarks.support import python_path
-from elastic.group.membership import FailureReport, Membership
+from elastic.group.membership import Failure, Membership
 from elastic.node.agent import Node
 from elastic.node.program import Program
 from elastic.node.recall import Recall
@@ -41,7 +41,7 @@ class Group:
     """A membership of one node, each failure of which begins a generation."""
 
     name: str = "here"
-    failures: list[FailureReport] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
     state: Membership = field(
         default_factory=lambda: Membership(version=1, round=1, members=("here",), size=1)
     )
@@ -120,7 +120,7 @@ def test_a_rank_is_forked_only_when_the_one_before_is_gone(node, start_rank, tmp
             return all(s.exists() and len(s.read_text().split()) == number for s in starts)
 
         assert until(all_started, 60)
-        node.group.report(1, number - 1, FailureReport("here", 0, 0, "the test", 0.0))
+        node.group.report(1, number - 1, Failure("here", 0, 0, "the test", 0.0))
         node.wake()
     assert all("taken" not in start.read_text() for start in starts)
 

@@ -13,11 +13,11 @@ from elastic.exits import (
     EXIT_PEER_GONE,
     EXIT_WRONG_INPUT,
 )
-from elastic.group.membership import FailureReport, JobEnd
+from elastic.group.membership import Failure, JobEnd
 from elastic.node.progress import RankProgress
 from elastic.node.rank_process import judge_exit
 
-BLANK = FailureReport("here", None, 7, "", 9.0)
+BLANK = Failure("here", None, 7, "", 9.0)
 KILLED = -signal.SIGKILL
 
 
@@ -66,5 +66,5 @@ def test_an_exit_ends_the_job_or_pauses(code, given, end):
     ],
 )
 def test_a_failure_counts_against_whose_it_is(code, given, rank, why, error, mended, outside):
-    expected = FailureReport("here", rank, 7, why, 9.0, error, mended, outside)
+    expected = Failure("here", rank, 7, why, 9.0, error, mended, outside)
     assert judge(code, **given) == expected

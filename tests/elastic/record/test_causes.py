@@ -5,12 +5,12 @@ import json
 import pytest
 
 from elastic.group.membership import (
-    FailureReport,
+    Failure,
     Limits,
     Membership,
     accuse,
     complete,
-    record_failure,
+    fail,
 )
 from elastic.node.vitals import main_stack
 from elastic.record.causes import ending
@@ -137,18 +137,16 @@ def test_the_document_keeps_the_evidence_of_the_newest_failure():
     state = Membership(round=1, members=("a", "b"), size=2)
     limits = Limits(minimum=1, maximum=2)
     for step in (3, 9):
-        one = FailureReport(
-            "a", 0, step, "hang: …", 1000.0 * step, evidence=f"stack of step {step}"
-        )
-        state = record_failure(state, 1, state.generation, one, limits)
+        one = Failure("a", 0, step, "hang: …", 1000.0 * step, evidence=f"stack of step {step}")
+        state = fail(state, 1, state.generation, one, limits)
     assert [one.evidence for one in state.failures] == ["", "stack of step 9"]
     assert Membership.decode(state.encode()).failures == state.failures
 
 
 def test_a_round_that_ends_by_no_lost_node_has_a_cause():
     state = Membership(round=1, members=("a",), size=1, arrived=("a",))
-    why = FailureReport("a", None, 3, "a stand-in was killed", 10.0)
-    accused = accuse(accuse(state, 1, why), 1, FailureReport("a", None, 3, "a later one", 11.0))
+    why = Failure("a", None, 3, "a stand-in was killed", 10.0)
+    accused = accuse(accuse(state, 1, why), 1, Failure("a", None, 3, "a later one", 11.0))
     began = complete(accused, Limits(minimum=1, maximum=1), 10.0)
     assert (began.round, began.cause, began.lost) == (2, why, None)
     assert accuse(state, 2, why) == state
