@@ -106,7 +106,8 @@ def oracle(base):
     ("ranks", "layouts"),
     [
         pytest.param(1, ["", "run.determinism=exact"], marks=soak),
-        (2, ["", f"{TP} {SP} {ALSO}", CP, "run.determinism=exact"]),
+        (2, ["", f"{TP} {SP} {ALSO}"]),
+        pytest.param(2, [CP, "run.determinism=exact"], marks=soak),
         pytest.param(2, [
             "strategy.name=ddp", f"{PP} strategy.name=ddp", ALSO, "strategy.zero=1", TP,
             f"{FULL} strategy.zero=2",
