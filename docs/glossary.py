@@ -25,7 +25,8 @@ def classes(package: str) -> Iterator[tuple[str, str, str]]:
 
 def sentence(docstring: str) -> str:
     """The first sentence of a docstring, in one line."""
-    return SENTENCE.match(" ".join(docstring.split()))[0]  # type: ignore[index]  # it always matches
+    found = SENTENCE.match(" ".join(docstring.split()))
+    return found[0] if found else ""
 
 
 def page() -> str:

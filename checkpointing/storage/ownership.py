@@ -1,4 +1,4 @@
-"""Whose a file is: the process that wrote it, if it still lives, and the user, if trusted.
+"""Owners of a file: the process that wrote it, if it still lives, and the user, if trusted.
 
 [Note: owner] An owner is a process, as <host>-<machine>-<pid>-<start>. `start` is its start time;
 `machine` identifies this boot of this machine and its process namespace. On that machine they tell

@@ -264,7 +264,7 @@ class Ask:
 
     leaves: bool = False
     after: int = 0
-    """It joins the first round after this one; 0: it was in no round of the job yet."""
+    """Last round that the node was in; it joins the first one later. 0: it was in none yet."""
     paused: int = -1
     """Generation of that round in which all its ranks have paused; -1: it has dropped its ranks."""
     ranks: int = 1

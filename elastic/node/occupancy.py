@@ -40,7 +40,7 @@ class Holder:
     """The launch that trains in a directory, as its record says."""
 
     job: str
-    """The same in all processes of a launch, and different in others."""
+    """Identity of a launch: equal in all its processes, different in every other launch."""
     pid: int
     host: str
     boot: str

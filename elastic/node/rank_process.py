@@ -35,7 +35,7 @@ class RankProcess:
     pid: int = 0
     """Process id; 0 until the zygote reports it."""
     able: float | None = None
-    """Since when it can be recalled."""
+    """Time from which the process can be recalled."""
     recalled: float | None = None
     """When it was recalled, until it is ready for its generation."""
     stuck: bool = False

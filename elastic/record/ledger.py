@@ -98,7 +98,7 @@ class StartLine:
     at: float = field(default_factory=time.time)
     """Unix time."""
     monotonic: float = field(default_factory=clock)
-    """The same moment by `clock`, in seconds."""
+    """Time of the line by `clock`, in seconds."""
     boot: str = field(default_factory=boot_id)
     """Boot of the machine: starts with the same value share `clock`."""
     pid: int = field(default_factory=os.getpid)

@@ -96,7 +96,7 @@ class Steps(Sequence[StepLine]):
         return np.array(self._columns[name])
 
     def skipped(self) -> list[StepLine]:
-        """Those that left the weights alone."""
+        """Steps whose update was skipped, so that the weights stayed as they were."""
         return [self[index] for index in self._skipped]
 
     def lack(self, name: str) -> bool:

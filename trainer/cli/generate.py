@@ -153,7 +153,7 @@ def _of_prompts(arguments: argparse.Namespace, device: str) -> tuple[str, list[A
 
 
 def _of_tasks(arguments: argparse.Namespace, device: str) -> tuple[str, list[Any], Any]:
-    """The same values for tasks of lm-evaluation-harness."""
+    """Kind of result, tasks and their evaluator, for tasks of lm-evaluation-harness."""
     from trainer.tools.generate import GenerateError
 
     if given := [name for name in SAMPLING if name in arguments]:

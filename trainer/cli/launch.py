@@ -33,7 +33,7 @@ OPTIONS = (
     *("time", "container", "allocations", "image", "form", "volume", "bucket", "package"),
     *("grace", "queue", "interface"),
 )
-"""Those that go into the file as they are."""
+"""Options that go into the written file as they are."""
 
 
 def add_launch_command(commands: Commands) -> None:

@@ -13,9 +13,9 @@ from trainer.recipe.sections import Recipe, Strategy
 from trainer.recipe.strategies import cp, ep, exact, offload, pp, sharding, tp
 
 MODEL_PARALLEL = (tp, pp, cp, ep)
-"""Those that have ranks compute together. The first of their KEYS says how many."""
+"""Strategies that have ranks compute together; the first of their KEYS says how many."""
 WITHIN_PASS = (tp, cp, ep)
-"""Those that change what a rank computes and sends in a pass."""
+"""Strategies that change what a rank computes and sends in a pass."""
 
 
 def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
