@@ -51,6 +51,7 @@ def show(folder: Path, spans: Sequence[Span]) -> None:
         for path in folder.iterdir()
         for at, name, wall, cpu in map(str.split, path.read_text().splitlines())
     ]
+    cores = len(os.sched_getaffinity(0))
     rows = []
     for what in dict.fromkeys(span.what for span in spans):
         some = [span for span in spans if span.what == what]
@@ -71,12 +72,12 @@ def show(folder: Path, spans: Sequence[Span]) -> None:
                     "calls": round(len(calls) / count, 1),
                     "ms": f"{1e3 * wall / count:.3f}",
                     "ms of a core": f"{1e3 * cpu / count:.3f}",
-                    "share, %": f"{100 * cpu / seconds:.3f}",
+                    "share, %": f"{100 * cpu / seconds / cores:.3f}",
                 }
             )
     print(
         "\nMACs and checks, summed over all processes, for one recovery and for one step; the share"
-        "\nis of the time that it took. A call that waits for other ranks takes longer than its "
-        "core."
+        f"\nis of what the {cores} core(s) of this machine can do in that time. A call that waits "
+        "for\nother ranks takes longer than its core."
     )
     print_table(rows)

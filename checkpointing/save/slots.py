@@ -101,12 +101,15 @@ class SlotFiles:
     def checksums(self, ranges: Ranges, threads: int) -> dict[str, list[int]]:
         """Returns the CRC-32 of each of the `portions` of each file, computed by `threads`
         threads."""
+        pieces = {
+            name: [memoryview(self.maps[name])[slice(*one)] for one in portions(spans)]
+            for name, spans in ranges.items()
+        }
+        threads = min(threads, sum(map(len, pieces.values())))
+        if threads <= 1:  # a thread starts more slowly than a small file is read
+            return {name: list(map(crc32, of_file)) for name, of_file in pieces.items()}
         with ThreadPoolExecutor(threads) as pool:
-            images = {name: memoryview(self.maps[name]) for name in ranges}
-            coming = {
-                name: pool.map(crc32, [images[name][slice(*one)] for one in portions(spans)])
-                for name, spans in ranges.items()
-            }
+            coming = {name: pool.map(crc32, of_file) for name, of_file in pieces.items()}
             return {name: list(sums) for name, sums in coming.items()}
 
     def touch(self, ranges: Ranges, *, rest: float = 0.0) -> None:

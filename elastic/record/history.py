@@ -227,6 +227,11 @@ def _take(line: bytes, number: int, attempts: list[Attempt], problems: list[str]
                 loss = math.nan if values["loss"] is None else float(values["loss"])
             norm = float.fromhex(values["norm"]) if "norm" in values else None
             why = str(values.get("why") or "no reason") if values.get("skipped") else ""
+            if "why" in values and not why:  # a number may be finite: nothing else may tell
+                problems.append(
+                    f"line {number}: step {values['step']} has a reason for being skipped "
+                    f"({values['why']}), but is not marked as skipped"
+                )
             attempt.steps.append(
                 StepLine(
                     int(values["step"]), first, after_last, float(values["seconds"]), after,

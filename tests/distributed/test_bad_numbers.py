@@ -146,6 +146,7 @@ def test_too_many_bad_steps_roll_back_and_then_stop_the_run(workspace, start, fa
         if gone == 6:
             line = next(line for line in lines if line["kind"] == "step" and line["step"] == 6)
             line |= {"skipped": False, "loss": 2.0, "norm": "0x1.0p+0"}
+            del line["why"]
         else:
             lines = [line for line in lines if line["kind"] != gone]
         (workspace / "forged.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))

@@ -72,7 +72,7 @@ def test_an_own_model_trains(workspace):
     done = subprocess.run(
         [perdure, "train", "recipe.yaml", "--nproc-per-node", "2", *MODEL, *run],
         cwd=workspace,
-        env={**os.environ, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "2"},
+        env={**os.environ, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -60,7 +60,7 @@ def single(workspace):
         pytest.param("no-shard-2", 2, ["strategy.sharding=NO_SHARD"], marks=soak),
         pytest.param("full-shard-1", 1, [], marks=soak),
         pytest.param("full-shard-2", 2, [], marks=soak),
-        ("full-shard-3", 3, []),
+        pytest.param("full-shard-3", 3, [], marks=soak),
         pytest.param("full-shard-4", 4, ["strategy.reduce_every_pass=true"], marks=soak),
         ("zero2-recomputing-2", 2, ["strategy.zero=2", "strategy.activation_checkpointing=full"]),
         pytest.param("optimizer-state-3", 3, ["strategy.zero=1"], marks=soak),

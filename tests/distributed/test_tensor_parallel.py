@@ -33,7 +33,6 @@ HSDP = ("strategy.sharding=HYBRID_SHARD", "strategy.shard_size=2")
 @pytest.mark.parametrize(
     ("name", "ranks", "strategy", "model"),
     [
-        ("tp2-sp-short", 2, [*SP, *TEN], ()),
         ("cp2-short", 2, [*CP, *TEN], ()),
         *(
             pytest.param(*case, marks=soak)

@@ -28,6 +28,7 @@ from checkpointing.storage.posix_storage import NewPosixStep, PosixWriter
 from tests.checkpointing.faults import FOLDER
 from tests.checkpointing.stored import digests
 from tests.checkpointing.worlds import run_ranks, save_now, whole_state
+from tests.distributed.jobs import soak
 
 RANKS, PER_NODE, WRITERS = 8, 2, 2
 OPTIONS = CheckpointOptions(
@@ -98,7 +99,9 @@ def by_one_rank(tmp_path_factory):
     return saved
 
 
-@pytest.mark.parametrize("strategy", MESHES)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(one, marks=[soak] * (one != "FULL_SHARD")) for one in MESHES]
+)
 def test_two_writers_at_a_time_one_for_each_file_and_no_collective(
     strategy, by_one_rank, tmp_path, monkeypatch
 ):

@@ -346,14 +346,6 @@ def test_any_single_corruption_is_named(folder, run, data):
     middle = [n for n in steps if n + 1 in steps]
     kinds = ["drop", "duplicate", "shift", "cursor"]
     how = data.draw(st.sampled_from([*kinds, *(run.counted * ["mark", "unmark", "counter"])]))
-    survivors = {
-        (attempt.start.attempt, step.step)
-        for history in [run.history(folder)]
-        for attempt in history.attempts
-        for step in attempt.steps
-        if history.survives(attempt, step)
-    }
-    alive = [n for n in steps if (lines[n]["attempt"], lines[n]["step"]) in survivors]
     if how == "drop":
         del lines[data.draw(st.sampled_from(middle))]
     elif how == "duplicate":
@@ -368,9 +360,8 @@ def test_any_single_corruption_is_named(folder, run, data):
         assume(fine)
         reason = data.draw(st.sampled_from([{}, {"why": "loss"}, {"why": "norm"}]))
         lines[data.draw(st.sampled_from(fine))].update({"skipped": True, **reason})
-    elif how == "unmark":  # "weights" leaves no number: only what counts it can tell
-        skipped = [n for n in alive if "skipped" in lines[n]]
-        skipped += [n for n in steps if lines[n].get("why") in ("loss", "norm")]
+    elif how == "unmark":
+        skipped = [n for n in steps if "skipped" in lines[n]]
         assume(skipped)
         del lines[data.draw(st.sampled_from(skipped))]["skipped"]
     elif how == "counter":
