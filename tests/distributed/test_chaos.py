@@ -71,7 +71,7 @@ def steps_for(plan, for_a_join):
 @pytest.mark.timeout(900)
 def test_a_few_faults(chaos, workspace, tmp_path):
     plan = Plan(nodes=2, faults=FAULTS)
-    steps = plan.last_step + 20
+    steps = plan.last_step + 8
     verdict = chaos(plan, "few", steps)
     assert not verdict.problems, verdict
     assert [outcome.fault for outcome in verdict.outcomes] == list(plan.faults)

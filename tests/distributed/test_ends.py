@@ -13,7 +13,8 @@ from trainer.tools.report.report import check, report
 
 ENDS = (
     *("run.steps=0", "run.epochs=0.02", "run.evaluate_every=2", "run.stop_after=2"),
-    *("checkpoint.every=2", "checkpoint.keep=1", "checkpoint.keep_best=1"),
+    *("checkpoint.every=2", "checkpoint.when_busy=wait", "checkpoint.keep=1"),
+    "checkpoint.keep_best=1",
     *("schedule={factory: 'tests.distributed.ending:fading'}", "run.determinism=exact"),
 )
 
@@ -41,7 +42,7 @@ def test_a_run_ends_at_the_same_step_whatever_happens_to_it(workspace, start, tr
     assert (code, "step 8: 2 sample(s), in ended/samples.jsonl" in printed) == (0, True), printed
     samples = json_lines(workspace / "ended/samples.jsonl")
     prompts = [(line["step"], line["prompt"]) for line in samples if line["step"] in (4, 8)]
-    assert prompts == [(4, "a"), (4, "the b"), (8, "a"), (8, "the b")]
+    assert prompts == [(4, "a"), (4, "the b"), (8, "a"), (8, "the b")], printed
     assert {line["text"] for line in samples if line["step"] == 8} == {
         line["text"] for line in samples if line["step"] == 4
     }  # the weights of both are the same

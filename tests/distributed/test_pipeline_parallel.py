@@ -21,7 +21,6 @@ LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_emb
 @pytest.mark.parametrize(
     ("name", "ranks", "strategy", "model"),
     [
-        ("pp2-short", 2, [*PP, *TEN], ()),
         ("pp2-nvme-short", 2, [*PP, *NVME, *TEN], ()),
         ("pp2-tp2-sp-short", 4, [*PP, *SP, *TEN, "batch.micro_batch=4"], ()),
         *(

@@ -254,7 +254,7 @@ def test_a_run_holds_what_was_predicted(recipe_file, ranks, cases, monkeypatch):
 @pytest.mark.parametrize(
     ("ranks", "case"),
     [
-        (1, f"{BLOCKS} strategy.zero=3"),
+        pytest.param(1, f"{BLOCKS} strategy.zero=3", marks=soak),
         *(
             pytest.param(*case, marks=soak)
             for case in (
