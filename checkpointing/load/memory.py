@@ -166,9 +166,10 @@ def check(part: LeftoverSlot, run: str) -> None:
         DamagedCheckpoint: a checksum is wrong.
     """
     threads = min(MOST_CHECKS, len(os.sched_getaffinity(0)))
-    for file, spans in part.manifest.ranges.items():
-        files = open_leftover(part.slot, file, run)
-        if files.checksums({file: spans}, threads)[file] != part.manifest.checksums[file]:
+    ranges = part.manifest.ranges
+    found = open_leftover(part.slot, [*ranges], run).checksums(ranges, threads)
+    for file, sums in found.items():
+        if sums != part.manifest.checksums[file]:
             raise DamagedCheckpoint(f"{part.slot}/{file}: its checksum is wrong")
 
 
@@ -199,7 +200,7 @@ class _Parts:
         )
         self._parts = parts
         self._maps = {
-            number: memoryview(open_leftover(part.slot, file, run).maps[file])
+            number: memoryview(open_leftover(part.slot, [file], run).maps[file])
             for number, part in enumerate(parts)
             if part.home == home and file in part.manifest.ranges
         }

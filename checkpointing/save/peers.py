@@ -112,14 +112,14 @@ def copy_slot(
     write_manifest(folder, name, manifest, token)
 
 
-def open_leftover(slot: str, file: str, token: str) -> SlotFiles:
-    """Open one file of a slot that an earlier process of this run left.
+def open_leftover(slot: str, files: Sequence[str], token: str) -> SlotFiles:
+    """Open files of a slot that an earlier process of this run left.
 
     Args:
         slot: folder of the slot; may be claimed by another node, so it is checked.
 
     Raises:
-        StorageError: that is no slot of this run, or it has no such file.
+        StorageError: that is no slot of this run, or it lacks one of the files.
     """
     path = Path(slot)
     manifest = None
@@ -129,9 +129,10 @@ def open_leftover(slot: str, file: str, token: str) -> SlotFiles:
         if held:
             manifest = read_manifest(path.with_suffix(".manifest"), token)
             held.close()
-    if manifest is None or file not in manifest.ranges:
-        raise StorageError(f"{slot} holds no {file} of this run")
-    return SlotFiles({file: str(path / file)}, writable=False)
+    for file in files:
+        if manifest is None or file not in manifest.ranges:
+            raise StorageError(f"{slot} holds no {file} of this run")
+    return SlotFiles({file: str(path / file) for file in files}, writable=False)
 
 
 # --- bytes between nodes --------------------------------------------------------------------------
@@ -224,7 +225,7 @@ def serve_pulls(
                 path = f"{folder}/{file}"
                 if path not in left:
                     try:
-                        left[path] = open_leftover(folder, file, run)
+                        left[path] = open_leftover(folder, [file], run)
                     except StorageError as error:
                         logger.warning("refused to another node: %s", error)
                         raise EOFError from error

@@ -99,14 +99,15 @@ class SlotFiles:
                 os.close(descriptor)
 
     def checksums(self, ranges: Ranges, threads: int) -> dict[str, list[int]]:
-        """Returns the CRC-32 of each of the `portions` of each file, computed by `threads`
+        """Returns the CRC-32 of each of the `portions` of each file, computed by at most `threads`
         threads."""
         pieces = {
             name: [memoryview(self.maps[name])[slice(*one)] for one in portions(spans)]
             for name, spans in ranges.items()
         }
-        threads = min(threads, sum(map(len, pieces.values())))
-        if threads <= 1:  # a thread starts more slowly than a small file is read
+        nbytes = sum(len(piece) for of_file in pieces.values() for piece in of_file)
+        threads = min(threads, nbytes // _PORTION)
+        if threads <= 1:  # handing a small piece to a thread takes longer than its checksum
             return {name: list(map(crc32, of_file)) for name, of_file in pieces.items()}
         with ThreadPoolExecutor(threads) as pool:
             coming = {name: pool.map(crc32, of_file) for name, of_file in pieces.items()}

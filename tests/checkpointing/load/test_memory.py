@@ -354,7 +354,7 @@ def test_nodes_are_given_only_slots_of_the_run(tmp_path):
     (folder,) = left_behind(run, 1)
     (slot,) = (str(path.with_suffix("")) for path in folder.glob("*.manifest"))
     (file, *_) = read_manifest(Path(f"{slot}.manifest"), token(run)).ranges
-    assert open_leftover(slot, file, token(run)).maps[file]
+    assert open_leftover(slot, [file], token(run)).maps[file]
     elsewhere = tmp_path / "perdure-planted"
     shutil.copytree(folder, elsewhere)
     for place, name, key in (
@@ -364,7 +364,7 @@ def test_nodes_are_given_only_slots_of_the_run(tmp_path):
         (f"{folder}/../../{elsewhere}/{Path(slot).name}", file, token(run)),
     ):
         with pytest.raises(StorageError, match="of this run"):
-            open_leftover(place, name, key)
+            open_leftover(place, [name], key)
 
 
 def become_another_host() -> bool:
