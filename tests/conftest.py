@@ -1,5 +1,6 @@
 """For all tests: one thread per process, as ranks have; no shared memory is left behind."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -30,6 +31,12 @@ def pytest_sessionstart() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that may take longer than the others come first: nobody waits for them in the end."""
     items.sort(key=lambda item: not item.get_closest_marker("timeout"))
+
+
+def pytest_collection_finish() -> None:
+    # A collection that looked at all that was imported would take a second, again and again.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

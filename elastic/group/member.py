@@ -417,6 +417,8 @@ class Member:
         """Raise this node's counter, and send its request with it."""
         heart, seconds = self._heartbeat, beat_seconds(spared_nodes(self.state))
         now = time.monotonic()
+        if self.keys.client.connections != self._watch.connections:
+            heart.pace.skip()  # since the last beat the store was away
         heart.due = now + seconds
         heart.pace.beat(now)
         seconds = heart.pace.seconds(seconds, now)

@@ -236,6 +236,22 @@ def test_a_node_is_lost_by_the_time_that_it_gave_itself(nodes, monkeypatch):
     assert slow.name in first.state.members
 
 
+def test_time_that_a_store_was_away_extends_no_lease(nodes, clock):
+    """Nodes were reading the document, between two beats, when it went."""
+    members = [nodes(name, 3) for name in NAMES[:3]]
+    trained_by(members)
+    look(members, lambda end=clock.now + 3.0: clock.now >= end)
+    for member in members:
+        member._heartbeat.due = clock.now + 0.005
+        member.look()
+        member.client.close()  # the next call connects again
+    members[0].client.get("anything")
+    members[1].client.get("anything")
+    clock.now += 3.0
+    first, second, silent = members
+    look([first, second], lambda: silent.name not in first.state.members, seconds=3.0)
+
+
 def test_a_silent_node_is_lost_sooner_where_a_rank_has_lost_a_peer(nodes, monkeypatch):
     monkeypatch.setattr("elastic.group.membership.LEASE_SECONDS", 60.0)
     members = [nodes(name, 3) for name in NAMES[:3]]
