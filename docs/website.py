@@ -31,7 +31,7 @@ def targets(path: str, text: str) -> Iterator[str]:
             yield posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
 
 
-def on_site(path: str) -> str:
+def site_path(path: str) -> str:
     """Where a file of this repository is on the site, as mkdocs counts: before it makes HTML."""
     if path == "README.md":
         return "index.md"
@@ -40,7 +40,7 @@ def on_site(path: str) -> str:
 
 def linked_as_on_site(path: str, text: str) -> str:
     """The text of a page, with links that lead from its place on the site."""
-    folder = posixpath.dirname(on_site(path))
+    folder = posixpath.dirname(site_path(path))
 
     def changed(found: re.Match[str]) -> str:
         link = found[1]
@@ -48,7 +48,7 @@ def linked_as_on_site(path: str, text: str) -> str:
             return found[0]
         _, hash_sign, anchor = link.partition("#")
         (target,) = targets(path, found[0])
-        return f"]({posixpath.relpath(on_site(target), folder or '.')}{hash_sign}{anchor})"
+        return f"]({posixpath.relpath(site_path(target), folder or '.')}{hash_sign}{anchor})"
 
     return _LINK.sub(changed, text)
 
@@ -90,7 +90,7 @@ def on_files(files: Any, config: Any) -> None:
             source: dict[str, Any] = {"abs_src_path": str(ROOT / path)}
             if Path(path).suffix in CODE:
                 source = {"content": page_of(path)}
-            files.append(File.generated(config, on_site(path), **source))
+            files.append(File.generated(config, site_path(path), **source))
         known.add(path)
         if path.endswith(".md"):
             text = (ROOT / path).read_text(encoding="utf-8")
