@@ -26,7 +26,7 @@ exit codes: 0 all that can run did, with equal losses; 1 not so; 2 wrong recipe 
 
 
 def add_compare_command(commands: Commands) -> None:
-    """Add the command to a parser."""
+    """Add `perdure compare`."""
     what = "train a recipe for a few steps under every strategy, and show what each costs"
     compare = add_command(commands, "compare", what, COMPARE_EXAMPLES)
     add_recipe(compare)
@@ -54,8 +54,8 @@ def _compare(arguments: argparse.Namespace) -> int:
         problems,
         run_comparison,
     )
-    from trainer.tools.compare.report import conditions, parts_table, table, write_report
-    from trainer.tools.compare.strategies import DEFAULT
+    from trainer.tools.compare.compared_strategies import DEFAULT
+    from trainer.tools.compare.comparison_report import conditions, parts_table, table, write_report
     from trainer.tools.torchrun import stop_on_sigterm
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
@@ -80,9 +80,9 @@ def _compare(arguments: argparse.Namespace) -> int:
     print("\n" + "\n\n".join(tables) + "\n")
     paths = write_report(outcomes, where, out)
     print(f"written: {', '.join(os.path.relpath(path) for path in paths)}")
-    found = problems(outcomes, TOLERANCE[recipe.precision.dtype])
-    for problem in found:
+    shown_problems = problems(outcomes, TOLERANCE[recipe.precision.dtype])
+    for problem in shown_problems:
         print(f"problem: {problem}")
     if any(one.problem == INTERRUPTED for one in outcomes):
         return EXIT_INTERRUPTED
-    return EXIT_FAILED if found else EXIT_DONE
+    return EXIT_FAILED if shown_problems else EXIT_DONE

@@ -32,11 +32,11 @@ SAMPLING = {
     "top_k": (int, "sample among the k likeliest"),
     "seed": (int, "of the draws"),
 }
-"""Argument of `generate`, which has its default → its type and meaning."""
+"""Argument of `generate` with a default → its type and meaning."""
 
 
 def add_generate_command(commands: Commands) -> None:
-    """Add the command to a parser."""
+    """Add `perdure generate`."""
     generate = add_command(commands, "generate", "continue a text", GENERATE_EXAMPLES)
     generate.add_argument(
         "checkpoint", type=local_path, help="run, checkpoint or Hugging Face directory"
@@ -48,7 +48,7 @@ def add_generate_command(commands: Commands) -> None:
 
 
 def add_eval_command(commands: Commands) -> None:
-    """Add the command to a parser."""
+    """Add `perdure eval`."""
     what = "write what checkpoints of a run make of prompts or tasks, as lines of JSON"
     command = add_command(commands, "eval", what, EVAL_EXAMPLES)
     command.add_argument("run_directory", type=local_path, metavar="RUN", help="run directory")
@@ -80,6 +80,7 @@ def add_eval_command(commands: Commands) -> None:
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     for name, (kind, what) in SAMPLING.items():
         option = "--" + name.replace("_", "-")
+        # Left out unless given, so that the defaults of `generate` hold.
         parser.add_argument(option, type=kind, default=argparse.SUPPRESS, help=what)
     parser.add_argument("--family", metavar="MODULE:NAME", help="model.family, of your own")
 
@@ -116,7 +117,7 @@ def _eval(arguments: argparse.Namespace) -> int:
 
     from checkpointing.storage.place import local
     from checkpointing.tools.inspect import find_checkpoint
-    from trainer.tools.samples import add_lines, follow
+    from trainer.tools.eval_lines import add_lines, follow
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.follow:
@@ -139,9 +140,9 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 
 def _of_prompts(arguments: argparse.Namespace, device: str) -> tuple[str, list[Any], Any]:
-    """(name of a line, what is wanted, what makes it), as `add_lines` takes them."""
+    """Return (noun for a line, wanted objects, maker) for `add_lines`, to sample from prompts."""
+    from trainer.tools.eval_lines import read_prompts, samples
     from trainer.tools.generate import GenerateError, Sampling
-    from trainer.tools.samples import read_prompts, samples
 
     for option in ("include_path", "limit"):
         if getattr(arguments, option) is not None:
@@ -153,7 +154,8 @@ def _of_prompts(arguments: argparse.Namespace, device: str) -> tuple[str, list[A
 
 
 def _of_tasks(arguments: argparse.Namespace, device: str) -> tuple[str, list[Any], Any]:
-    """Kind of result, tasks and their evaluator, for tasks of lm-evaluation-harness."""
+    """Return (noun for a line, wanted objects, maker) for `add_lines`, to evaluate tasks of
+    lm-evaluation-harness."""
     from trainer.tools.generate import GenerateError
 
     if given := [name for name in SAMPLING if name in arguments]:
@@ -163,7 +165,7 @@ def _of_tasks(arguments: argparse.Namespace, device: str) -> tuple[str, list[Any
     if not names:
         raise GenerateError("--tasks: names none; give some, such as --tasks arc_easy,hellaswag")
     try:
-        from trainer.tools.tasks import find_tasks, results
+        from trainer.tools.harness import find_tasks, results
     except ImportError as error:
         raise GenerateError(
             f"--tasks: lm-eval cannot be used ({error}); pip install 'perdure[eval]'"

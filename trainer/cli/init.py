@@ -21,7 +21,7 @@ with a comment at each key, to be changed by hand.
 
 
 def add_init_command(commands: Commands) -> None:
-    """Add the command to a parser."""
+    """Add `perdure init`."""
     init = add_command(commands, "init", "write a recipe for a model, data and a machine", EXAMPLES)
     init.add_argument("--model", help="directory of Hugging Face's, or a name of recipe ls")
     init.add_argument("--data", help="directory written by perdure data prepare")
@@ -43,10 +43,10 @@ def _init(arguments: argparse.Namespace) -> int:
     data = prepared_here()
     names = ", ".join(with_architecture())
     wishes = Wishes(
-        model=_said(arguments.model, "--model", f"Model, a directory or one of {names}"),
-        data=_said(arguments.data, "--data", "Prepared data", data[0] if len(data) == 1 else ""),
-        gpus=arguments.gpus or _said(None, "--gpus", "GPUs of a node, or cpu", this_machine()),
-        nodes=_number(_said(arguments.nodes, "--nodes", "Nodes", "1")),
+        model=_answer(arguments.model, "--model", f"Model, a directory or one of {names}"),
+        data=_answer(arguments.data, "--data", "Prepared data", data[0] if len(data) == 1 else ""),
+        gpus=arguments.gpus or _answer(None, "--gpus", "GPUs of a node, or cpu", this_machine()),
+        nodes=_number(_answer(arguments.nodes, "--nodes", "Nodes", "1")),
     )
     name = re.sub(r"[^\w.-]", "-", Path(wishes.model).name)
     out = arguments.out or Path(f"{name}.yaml")
@@ -55,11 +55,11 @@ def _init(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _said(given: str | None, option: str, question: str, default: str = "") -> str:
-    """What was given, or is answered on a terminal.
+def _answer(given: str | None, option: str, question: str, default: str = "") -> str:
+    """Return the value of an option, or ask for it on a terminal.
 
     Raises:
-        RecipeError: neither, and there is no default.
+        RecipeError: there is neither value, terminal nor default.
     """
     answer = given
     if answer is None and sys.stdin.isatty():

@@ -33,11 +33,11 @@ OPTIONS = (
     *("time", "container", "allocations", "image", "form", "volume", "bucket", "package"),
     *("grace", "queue", "interface"),
 )
-"""Options that go into the written file as they are."""
+"""Options that are copied into the written file."""
 
 
 def add_launch_command(commands: Commands) -> None:
-    """Add the command to a parser."""
+    """Add `perdure launch`."""
     launch = add_command(
         commands, "launch", "write what starts a run on a cluster, and submit it", EXAMPLES
     )
@@ -103,7 +103,7 @@ def _add_kind(kinds: Commands, name: str, what: str) -> argparse.ArgumentParser:
 
 
 def word(text: str) -> str:
-    """The type of an option that stands unquoted in scripts: an image, a queue, an interface."""
+    """An argparse type: a value that may stand unquoted in scripts, such as an image or a queue."""
     if not re.fullmatch(r"[\w./:@#,+][\w./:@#,+-]*", text, re.ASCII):
         raise argparse.ArgumentTypeError(f"{text!r} has characters that no such name has")
     return text
@@ -122,40 +122,40 @@ def _bucket(text: str) -> str:
 
 
 def _nodes(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text, re.ASCII)
-    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    matched = re.fullmatch(r"(\d+)(?::(\d+))?", text, re.ASCII)
+    least, most = (int(matched[1]), int(matched[2] or matched[1])) if matched else (0, 0)
     if not 1 <= least <= most:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of nodes; write 4, or 1:8")
     return least, most
 
 
 def _gpus(text: str) -> tuple[int, str]:
-    found = re.fullmatch(r"(\d+)(?:x([\w -]+))?", text, re.ASCII)
-    if not found:
+    matched = re.fullmatch(r"(\d+)(?:x([\w -]+))?", text, re.ASCII)
+    if not matched:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of GPUs; write 8, 8xH100, or 0")
-    return int(found[1]), (found[2] or "").strip()
+    return int(matched[1]), (matched[2] or "").strip()
 
 
 def _launch(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    from trainer.tools.launch import files
+    from trainer.tools.launch import launch_files
 
     kind, (least, most), own = arguments.kind, arguments.nodes, list(arguments.overrides)
     gpus, gpu_name = arguments.gpus or (0 if recipe.run.device == "cpu" else DEFAULT_GPUS, "")
     if kind in ("k8s", "skypilot"):
-        files.check_inside(recipe)
+        launch_files.check_inside(recipe)
         for key, name in recipe.own_code.items():
             print(f"note: {key}: {name} has to be importable there", file=sys.stderr)
     if kind == "skypilot" and gpus and not gpu_name:
         raise RecipeError(f"--gpus: SkyPilot rents GPUs by name; write {gpus}xH100")
     if kind == "skypilot" and arguments.bucket:
-        own += files.in_bucket(recipe, arguments.bucket, most)
+        own += launch_files.in_bucket(recipe, arguments.bucket, most)
     if kind == "local" and most > 1 and arguments.submit:
         raise RecipeError("--submit: several nodes are started by hand, on each of them")
-    files.check_world(recipe, least, most, arguments.nproc_per_node or gpus or 2)
-    name = files.run_name(recipe)
+    launch_files.check_world(recipe, least, most, arguments.nproc_per_node or gpus or 2)
+    name = launch_files.run_name(recipe)
     out = arguments.out or (Path(name + ENDINGS[kind]) if arguments.submit else None)
-    job = files.LaunchedRun(
+    job = launch_files.LaunchedRun(
         name=name,
         path=arguments.recipe,
         text=Path(arguments.recipe).read_text(encoding="utf-8"),
@@ -169,11 +169,11 @@ def _launch(arguments: argparse.Namespace) -> int:
         file=shlex.quote(str(out or f"FILE{ENDINGS[kind]}")),
     )
     options = {key: value for key, value in vars(arguments).items() if key in OPTIONS}
-    text = files.render(kind, job, programs=str(Path(sys.executable).parent), **options)
+    text = launch_files.render(kind, job, programs=str(Path(sys.executable).parent), **options)
     if out is None:
         print(text, end="")
         return EXIT_DONE
-    command = files.submission(kind, out)
+    command = launch_files.submission(kind, out)
     if arguments.submit and not shutil.which(command[0]):
         raise RecipeError(
             f"--submit: there is no {command[0]} here; use --out, and submit it there"
@@ -189,25 +189,27 @@ def _launch(arguments: argparse.Namespace) -> int:
 
 
 def _submit(kind: str, command: list[str], name: str) -> NoReturn:
-    """Become the command that takes the file over, so that its exit code and signals are its
-    own."""
+    """Replace this process by the command that submits the file, so that exit code and signals are
+    that command's."""
     if kind == "k8s":
         _make_secret(name)
+    # exec would discard Python's buffers.
     sys.stdout.flush()
     os.execvp(command[0], command)
 
 
 def _make_secret(name: str) -> None:
-    """Have Kubernetes keep a secret of the job's nodes, unless it has one of this name.
+    """Create a Kubernetes secret for the job's nodes, unless one of this name exists.
 
     Raises:
-        RecipeError: kubectl says why not.
+        RecipeError: kubectl failed, with its message.
     """
     kubectl = partial(subprocess.run, capture_output=True, text=True, check=False)
     if kubectl(["kubectl", "get", "secret", name]).returncode == 0:
         return
     made = kubectl(
         ["kubectl", "create", "secret", "generic", name, "--from-file=secret=/dev/stdin"],
+        # Through stdin: other users of this machine can read arguments.
         input=secrets.token_hex(32),
     )
     if made.returncode:

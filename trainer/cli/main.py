@@ -23,35 +23,39 @@ from trainer.cli.recipe import add_recipe_command
 from trainer.cli.replay import add_replay_command
 from trainer.cli.report import add_report_command, add_runs_command, add_watch_command
 from trainer.cli.train import add_store_command, add_train_command
-from trainer.recipe.errors import known_errors, told
+from trainer.recipe.errors import error_text, known_errors
 from trainer.text import show_only_visible
 
 
 def main() -> None:
-    """Entry point of the console command."""
+    """Run the console command `perdure`."""
     # What this starts does not look for modules in the working directory first.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
-    if sys.argv[1:2] in (["train"], ["store"]):  # of others, output is all there is
+    if sys.argv[1:2] in (
+        ["train"],
+        ["store"],
+    ):  # training outlives its terminal; the output of other commands is all they do
         tolerate_lost_output()
     show_only_visible()
     arguments = parse(sys.argv[1:])
     try:
         code = arguments.run(arguments)
     except known_errors() as error:
-        print(told(error), file=sys.stderr)
+        print(error_text(error), file=sys.stderr)
         code = EXIT_WRONG_INPUT
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
+        # The reader is gone; Python's flush at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     sys.exit(code)
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The arguments of a command, with `run`, which runs it. Exits with code 2 where they are
-    wrong."""
+    """Parse a command line to arguments, with the command's function as `run`. Exits with code 2 on
+    errors."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(words)
     # argparse takes positional arguments in one go; overrides may also stand after options.

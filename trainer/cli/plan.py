@@ -25,7 +25,7 @@ exit codes: 0 something fits; 1 nothing does; 2 wrong recipe or machine
 
 
 def add_plan_command(commands: Commands) -> None:
-    """Add the command to a parser."""
+    """Add `perdure plan`."""
     what = "which strategy fits which GPUs, and what it costs, before renting them"
     plan = add_command(commands, "plan", what, PLAN_EXAMPLES)
     add_recipe(plan)
@@ -45,7 +45,7 @@ def add_plan_command(commands: Commands) -> None:
 
 
 def _in_steps(recipe: Recipe) -> Recipe:
-    """The recipe with steps instead of epochs, where its data are here."""
+    """Convert the recipe's epochs to steps, if its data is present."""
     from trainer.data.shards import DataError
     from trainer.tasks.task import open_streams
 
@@ -64,9 +64,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     from trainer.plan.costs import describe_machine
     from trainer.plan.search import make_plan
     from trainer.tasks.task import check_plannable
-    from trainer.tools.plan import plan_json, plan_text
+    from trainer.tools.plan_text import plan_json, plan_text
 
-    check_plannable(recipe)  # before what is asked of the machine
+    check_plannable(recipe)  # before the options of the machine are parsed
     recipe = _in_steps(recipe)
     machine = describe_machine(
         arguments.gpus,

@@ -1,4 +1,5 @@
-"""An optimizer of the user's, or of torch.optim: checked when it is made, not at its first step."""
+"""A user's optimizer, or one of torch.optim, checked when it is built rather than at its first
+step."""
 
 import inspect
 import json
@@ -25,36 +26,35 @@ from checkpointing.format.optimizers import (
 )
 from checkpointing.format.tensors import local_tensor
 from trainer.optim.groups import named_groups
-from trainer.optim.kept import own_state, own_targets, settings
 from trainer.optim.method import trial_parameters
 from trainer.optim.optimizer import set_rate
+from trainer.optim.saved_state import own_state, own_targets, settings
 from trainer.optim.slices import Build, SliceOptimizer, is_elementwise, like_sharded
 from trainer.recipe import Optimizer, RecipeError
 from trainer.recipe.factory import call_factory, failure, import_factory, refusing
 
 _OF_SHARDS = re.compile(r"DTensor|DeviceMesh|sharding|placement")
-"""What DTensor's errors speak of: operations that it does not know."""
+"""Words of DTensor's errors for unsupported operations."""
 _UNEVEN = re.compile(r"unevenly sharded|redistribute the tensor")
-"""What they say of operations that it knows of evenly cut or whole tensors alone."""
+"""Words of its errors for operations that it supports only on even shards or whole tensors."""
 
 
 def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
-    """What `optimizer.factory` returns. On all ranks.
+    """The optimizer of `optimizer.factory`. On all ranks.
 
-    It is tried on small stand-ins first, which change nothing of the run. If parameters are
-    sharded, it gets this rank's slices, where an element's update depends on no other; else
-    DTensors, whose operations are those of whole tensors.
+    It is first tried on small stand-ins, without effect on the run. With sharded parameters it gets
+    this rank's slices if its update is elementwise; else DTensors, whose operations are those of
+    whole tensors.
 
     Args:
         parameters: by FQN.
-        options: of the recipe.
 
     Raises:
-        RecipeError: it is no optimizer that a run can save and resume; says why.
+        RecipeError: the optimizer cannot be saved and resumed; says why.
     """
 
     def build(given: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        return _called(given, options)
+        return _build(given, options)
 
     sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
     by_slices = False
@@ -75,7 +75,8 @@ def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> tor
 
 @contextmanager
 def _leaving_no_trace() -> Iterator[None]:
-    """What is tried inside draws no random number of the run, and compiles nothing."""
+    """Keep trials from advancing the run's random generators, and from compiling."""
+    # fork_rng covers torch's generators only.
     kept = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(), set_stance("force_eager"):
@@ -86,7 +87,7 @@ def _leaving_no_trace() -> Iterator[None]:
 
 
 def tried(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
-    """The optimizer of small stand-ins after a step that makes its state."""
+    """The optimizer of small stand-ins after one step, which creates its state."""
     with _leaving_no_trace():
         optimizer = build_own(parameters, options)
         with _stepping(options):
@@ -100,8 +101,8 @@ def _step(
     number: int,
     lr: float,
 ) -> None:
-    """A step by gradients that its number decides; what it draws likewise. Its rate is set before,
-    as that of each step of a run is."""
+    """Step with gradients and random numbers that are functions of `number`. The rate is set
+    before, as in a run."""
     draw = torch.Generator().manual_seed(number)
     for one in parameters.values():
         gradient = torch.randn(one.shape, generator=draw).to(one.dtype)
@@ -112,21 +113,19 @@ def _step(
 
 
 STEPS = 6
-"""Steps of a trial, before and after it is saved and loaded."""
+"""Steps of a trial, before and again after it is saved and loaded."""
 SHARDED_STEPS = 3
-"""Steps of a trial with shards: each operation may be a collective."""
+"""Steps of a trial with shards, where each operation may be a collective."""
 ALL = 24
-"""Up to so many parameters all get gradients in a trial with shards; of more, those that differ in
+"""Most parameters that all get gradients in a trial with shards; of more, only those that differ in
 shape or placement."""
 
 
 def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer, build: Build) -> None:
-    """Let the optimizer make a few steps with small stand-ins of its parameters, save its state,
-    and have another go on from that.
+    """Step the optimizer on small stand-ins, save its state, and continue from it in a second one.
 
     Raises:
-        RecipeError: as `build_own`; a step fails for what is wrong, with the user's line; or it
-            keeps something that no checkpoint holds.
+        RecipeError: as `build_own`; a step fails; or state cannot be saved.
     """
     name = options.factory
     stand_ins = trial_parameters(parameters, torch.Generator().manual_seed(0))
@@ -135,7 +134,8 @@ def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer, build
     with _stepping(options):
         for number in range(STEPS):
             _step(optimizer, stand_ins, number, options.lr)
-            beside = beside or _kept_beside(optimizer)  # with what the first step makes once
+            # after the first step, which creates attributes once
+            beside = beside or _kept_beside(optimizer)
     try:
         kept = own_state(optimizer, stand_ins)
     except ValueError as error:
@@ -146,6 +146,7 @@ def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer, build
     }
     other = build(copies)
     with _stepping(options):
+        # Through JSON, as in a checkpoint: tuples and integer keys do not survive it.
         targets = own_targets(other, copies, json.loads(json.dumps(kept.trees)), {})
         for key, tensor in targets.tensors.items():
             tensor.copy_(kept.tensors[key])
@@ -171,12 +172,10 @@ def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer, build
 def _try_sharded(
     parameters: Mapping[str, nn.Parameter], options: Optimizer, build: Build, place: Build
 ) -> None:
-    """Let the optimizer make steps with stand-ins that are sharded as its parameters are, and with
-    whole ones. On all ranks.
+    """Step the optimizer on stand-ins sharded like the parameters, and on whole ones. On all ranks.
 
     Raises:
-        RecipeError: it cannot, keeps what cannot be saved, or does other things than with whole
-            parameters.
+        RecipeError: it fails, keeps what cannot be saved, or updates shards differently.
     """
     name = options.factory
     hint = "; the parameters are sharded: strategy.name=ddp shards none"
@@ -189,7 +188,8 @@ def _try_sharded(
     reference, chosen = build(whole), _chosen(whole, parameters)
     with _stepping(options):
         for number in range(SHARDED_STEPS):
-            _step(reference, _those(whole, chosen), number, options.lr)
+            _step(reference, _select(whole, chosen), number, options.lr)
+        # A step that draws random numbers draws others per shard, so results are not comparable.
         seeded = torch.get_rng_state()
         torch.manual_seed(SHARDED_STEPS - 1)
         draws = not torch.equal(seeded, torch.get_rng_state())
@@ -202,7 +202,7 @@ def _try_sharded(
     try:
         optimizer = place(cut)
         for number in range(SHARDED_STEPS):
-            _step(optimizer, _those(cut, chosen), number, options.lr)
+            _step(optimizer, _select(cut, chosen), number, options.lr)
     except Exception as error:
         if not _OF_SHARDS.search(str(error)):
             with _stepping(options):
@@ -221,15 +221,15 @@ def _try_sharded(
                 f"({tensor.placements}), which no checkpoint holds; use strategy.name=ddp, or have "
                 "it redistributed"
             )
-    if draws or dist.get_backend() == "fake":  # no numbers to compare
+    if draws or dist.get_backend() == "fake":  # there are no numbers to compare
         return
     for fqn, one in whole.items():
-        found = cut[fqn].detach()
-        found = found.full_tensor() if isinstance(found, DTensor) else found
-        wanted = one.detach().to(found.device)
-        moved = (wanted - before[fqn].to(found.device)).abs().max().item() if one.numel() else 0.0
+        updated = cut[fqn].detach()
+        updated = updated.full_tensor() if isinstance(updated, DTensor) else updated
+        wanted = one.detach().to(updated.device)
+        moved = (wanted - before[fqn].to(updated.device)).abs().max().item() if one.numel() else 0.0
         least = ROUNDING * moved + 1e-6 * wanted.abs().max().item()
-        if not torch.allclose(found.float(), wanted.float(), rtol=0, atol=least, equal_nan=True):
+        if not torch.allclose(updated.float(), wanted.float(), rtol=0, atol=least, equal_nan=True):
             raise RecipeError(
                 f"optimizer.factory: {name} updates sharded parameters otherwise than whole ones "
                 f"(seen at a stand-in of {fqn}); use strategy.name=ddp, which shards none"
@@ -237,7 +237,7 @@ def _try_sharded(
 
 
 def _chosen(whole: Parameters, parameters: Parameters) -> set[str]:
-    """Names of parameters that get gradients in a trial with shards."""
+    """Names of the parameters that get gradients in a trial with shards."""
     if len(parameters) <= ALL:
         return {*parameters}
     first = {
@@ -247,30 +247,31 @@ def _chosen(whole: Parameters, parameters: Parameters) -> set[str]:
     return {*first.values()}
 
 
-def _those(parameters: Parameters, names: set[str]) -> dict[str, nn.Parameter]:
+def _select(parameters: Parameters, names: set[str]) -> dict[str, nn.Parameter]:
     return {fqn: one for fqn, one in parameters.items() if fqn in names}
 
 
 ROUNDING = 0.02
-"""Share of its largest update by which rounding in bfloat16 may move a parameter."""
+"""Largest effect of bfloat16 rounding on a parameter, as a share of its largest update."""
 
 
 def _stepping(options: Optimizer) -> AbstractContextManager[None]:
     return refusing("optimizer.factory", f"the step of {options.factory}")
 
 
-def _called(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
+def _build(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
     name, key = options.factory or "", "optimizer.factory"
     factory = import_factory(key, name)
-    if isinstance(factory, type):  # LBFGS would complain of other things first
+    if isinstance(factory, type):  # LBFGS, for example, would fail with a less clear error
         _check_kind(name, factory)
     given = named_groups(parameters, options)
+    # Rules of the recipe outweigh options of the factory.
     stated = any(rule.weight_decay is not None for rule in options.groups)
     for group in given:
         lr = options.factory_options.get("lr", options.lr)
         group["lr"] = lr * group["lr_scale"] if isinstance(lr, (int, float)) else lr
         if "weight_decay" in options.factory_options and not stated:
-            del group["weight_decay"]  # the option counts
+            del group["weight_decay"]  # the factory's option overrides the recipe
     optimizer = call_factory(key, name, options.factory_options, given)
     if isinstance(optimizer, type):
         raise RecipeError(
@@ -288,7 +289,8 @@ def _called(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch
             f"optimizer.factory: {name} {what}; give it all parameters of the groups, as they are"
         )
     with refusing(key, f"train() of {name}"):
-        if callable(train := getattr(optimizer, "train", None)):  # of schedule-free ones
+        # schedule-free optimizers have a train mode
+        if callable(train := getattr(optimizer, "train", None)):
             train()
     for group in optimizer.param_groups:
         _take_rate(group, options)
@@ -297,7 +299,7 @@ def _called(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch
 
 
 def _take_rate(group: dict[str, Any], options: Optimizer) -> None:
-    """Have the schedule multiply the rate that the factory has given a group."""
+    """Make the schedule scale the rate that the factory set for a group."""
     lr = group.get("lr")
     if isinstance(lr, torch.Tensor):
         lr = lr.item()
@@ -308,7 +310,7 @@ def _take_rate(group: dict[str, Any], options: Optimizer) -> None:
 
 
 def describe_own(optimizer: torch.optim.Optimizer, options: Optimizer) -> str:
-    """What counts for its groups, of what the recipe and the factory say: a line for the run."""
+    """A log line with the rates and weight decays that apply to the groups, and their origin."""
     recipes = {0.0, options.weight_decay, *(rule.weight_decay for rule in options.groups)}
     parts = []
     for group in optimizer.param_groups:
@@ -340,8 +342,8 @@ def _check_kind(name: str, kind: type) -> None:
 
 
 def _kept_beside(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
-    """Numbers that it holds beside its parameters, its state and its groups, by attribute; flags of
-    torch aside."""
+    """Numbers in attributes of an optimizer, outside its parameters, state and groups, without
+    torch's flags."""
     known = {id(one) for one in tree_leaves([*optimizer.state.values()])}
     known |= {id(one) for group in optimizer.param_groups for one in group["params"]}
     return {
@@ -358,7 +360,7 @@ def _kept_beside(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
 
 
 def _complete(optimizer: torch.optim.Optimizer) -> None:
-    """Have each step of an optimizer of DTensors run under `_Completed`."""
+    """Run each step of an optimizer of DTensors under `_Completed`."""
     step = optimizer.step
 
     def completed(*given: Any) -> None:
@@ -379,20 +381,20 @@ class _Completed(TorchFunctionMode):
     ) -> Any:
         first, given, name = args[0] if args else None, kwargs or {}, getattr(func, "__name__", "")
         if isinstance(first, DTensor) and _in_place(name) and has_empty_shards(first):
-            found = getattr(torch.Tensor, name[:-1])(*args, **given)
-            local_tensor(first).copy_(local_tensor(_placed(found, first.placements)))
+            result = getattr(torch.Tensor, name[:-1])(*args, **given)
+            local_tensor(first).copy_(local_tensor(_placed(result, first.placements)))
             return first
         try:
-            found = func(*args, **given)
+            result = func(*args, **given)
         except RuntimeError as error:  # alike on all ranks: shapes and placements tell
             if _in_place(name) or not _UNEVEN.search(str(error)):
                 raise
-            found = func(*tree_map_only(DTensor, _whole, args), **given)
-        if not isinstance(found, DTensor):
-            return found
+            result = func(*tree_map_only(DTensor, _whole, args), **given)
+        if not isinstance(result, DTensor):
+            return result
         if isinstance(first, DTensor) and name.startswith("new_"):
-            return _placed(found, placements_of(found.shape, first))
-        return _placed(found, [Replicate() if p.is_partial() else p for p in found.placements])
+            return _placed(result, placements_of(result.shape, first))
+        return _placed(result, [Replicate() if p.is_partial() else p for p in result.placements])
 
 
 def _in_place(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: nothing to save or restore."""
+"""The learning rate as a pure function of the step, with no state to save."""
 
 import math
 from collections.abc import Callable
@@ -15,13 +15,11 @@ def build_schedule(recipe: Recipe, tried: int = 3) -> Rate:
     """The recipe's schedule.
 
     Args:
-        recipe: of the run.
-        tried: about so many steps, the first and the last among them, are asked for their rate at
-            once.
+        tried: number of steps, including the first and the last, whose rate is checked at once.
 
     Raises:
-        RecipeError: `schedule.factory` returned something else, or a rate that is none; here, or
-            when that step comes.
+        RecipeError: `schedule.factory` returned no function, or an invalid rate; now, or at that
+            step.
     """
     steps, lr, options = recipe.run.steps, recipe.optimizer.lr, recipe.schedule
     if not options.factory:
@@ -37,12 +35,13 @@ def build_schedule(recipe: Recipe, tried: int = 3) -> Rate:
 
     def checked(step: int) -> float:
         with refusing("schedule.factory", f"the rate of step {step} by {name}"):
-            found = rate(step)
-        value = float(found) if isinstance(found, Real) else math.nan
+            raw = rate(step)
+        # Tensors are no Real: reading one could wait for a GPU.
+        value = float(raw) if isinstance(raw, Real) else math.nan
         if math.isfinite(value) and value >= 0:
             return value
         raise RecipeError(
-            f"schedule.factory: {name} gives {found!r} as the learning rate of step {step}; it "
+            f"schedule.factory: {name} gives {raw!r} as the learning rate of step {step}; it "
             "must be a finite number, no tensor, and at least 0"
         )
 

@@ -1,4 +1,4 @@
-"""Every strategy on one machine: predictions, and which one to take."""
+"""Predicts every strategy on one machine, and recommends one."""
 
 import dataclasses
 import math
@@ -19,24 +19,23 @@ from trainer.recipe import Recipe, RecipeError, Strategy, strategies
 from trainer.recipe.rules import contradictions
 
 ROOM = 0.1
-"""Share of a GPU's memory that a recommended strategy leaves free: for what torch, CUDA and NCCL
-need for themselves, and for fragmentation. Of a host's memory and disk as well: for processes and
-data."""
+"""Share of memory that a recommended strategy leaves free: on a GPU for torch, CUDA, NCCL and
+fragmentation; in host memory and on disk for processes and data."""
 OFFLOAD_GAIN = 0.05
-"""Share of the time that offload must save to be recommended where something else fits: a roofline
-does not tell less, and a slower host than is assumed would turn it round."""
+"""Share of the time that offload must save to be recommended if something else fits: a roofline is
+no more accurate, and a slower host would reverse the order."""
 NVME_DIRECTORY = "/local/nvme"
-"""In recommended lines, unless the recipe names its own."""
+"""Directory in recommended command lines, unless the recipe names one."""
 MANY = 64
-"""GPUs from which on model parallelism is looked at even where data alone can be shared."""
+"""GPUs from which on model parallelism is tried even if data parallelism fits."""
 LONG = 16_384
-"""Tokens of a sequence from which on it may be cut."""
+"""Tokens from which on sequences may be cut."""
 STAGES_PER_RANK = (2, 4)
 MICRO_BATCHES = (1, 2, 4)
-"""Those that are tried with model parallelism: a pipeline needs many passes."""
+"""Micro-batches tried with model parallelism: a pipeline needs many passes."""
 PASSES_PER_RANK = 4
-"""Passes for each rank of a pipeline that `batch.micro_batch: auto` leaves where there are so many:
-its bubble is then below a fifth."""
+"""Passes per pipeline rank that `batch.micro_batch: auto` keeps if possible: the bubble is then
+below a fifth."""
 SHOWN = 5
 """Layouts of model parallelism in the table: the fastest that fit."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -44,23 +43,23 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a recipe."""
+    """One way to run a recipe, with its prediction."""
 
     label: str
     recipe: Recipe
     prediction: Prediction
 
     def free(self, machine: Machine) -> float:
-        """Bytes of a GPU's memory that are left at the peak; negative when it does not fit."""
+        """Bytes of GPU memory left at the peak; negative if it does not fit."""
         return machine.gpu.memory - self.prediction.peak
 
     def fits(self, machine: Machine) -> bool:
-        """With ROOM: on the GPU, in host memory, on the disk."""
+        """Whether it fits on the GPU, in host memory and on the disk, each with ROOM left."""
         return not self.lacking(machine)
 
     def lacking(self, machine: Machine) -> str:
-        """What there is too little of: "over" or "tight" on the GPU, "host over", "disk tight" and
-        so on; empty if it fits with ROOM. What is not known of a machine is never short."""
+        """What is short: "over" or "tight" on the GPU, "host over", "disk tight" and so on; "" if
+        it fits with ROOM. Unknown sizes are never short."""
         for where, needed, given in (
             ("", self.prediction.peak, machine.gpu.memory),
             ("host ", self.prediction.node_memory, machine.node_memory),
@@ -73,32 +72,32 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `perdure plan` tells."""
+    """Result of `perdure plan`."""
 
     recipe: Recipe
     machine: Machine
     blueprint: Blueprint
     own: Candidate
-    """The recipe as it is; the first of `candidates`, if it cannot run there."""
+    """The recipe as it is; the first of `candidates` if it cannot run there."""
     refused: str
-    """Why it cannot; empty if it can."""
+    """Why it cannot run there; "" if it can."""
     candidates: tuple[Candidate, ...]
     """One per strategy and kind of recomputation, each with its best micro-batch and way to
     reduce."""
     tried: tuple[Candidate, ...]
-    """All of them, with every micro-batch up to the first that does not fit, and with a single
+    """All candidates, with every micro-batch up to the first that does not fit, and with a single
     pass."""
     best: Candidate | None
-    """The fastest that fits, with offload only if that saves OFFLOAD_GAIN; None when none does."""
+    """The fastest that fits, with offload only if that saves OFFLOAD_GAIN; None if none fits."""
     enough_nodes: int | None
-    """If none does, or only with offload: nodes of this kind on which ZeRO-3 with full
-    recomputation would without, with some micro-batch, if any number does."""
+    """Fewest nodes on which ZeRO-3 with full recomputation fits without offload; searched if none
+    fits, or only with offload. None if no number does."""
 
 
 def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) -> Plan:
-    """Predict every strategy of `recipe` on `machine`, and model parallelism where there is a point
-    in it: where the recipe has some, where nothing else fits without offload, and from MANY GPUs
-    on. What cannot be faster than what fits already is left out.
+    """Predict every strategy of `recipe` on `machine`. Model parallelism is included if the recipe
+    has some, if nothing else fits without offload, and from MANY GPUs on. Candidates that cannot be
+    faster than a fitting one are skipped.
 
     Raises:
         RecipeError: the recipe cannot run on so many ranks, or its model cannot be traced.
@@ -108,20 +107,20 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
     refusals: list[RecipeError] = []
 
     def candidates(label: str, *recipes: Recipe) -> list[Candidate]:
-        found = []
+        predicted = []
         for changed in recipes:
             try:
                 prediction = predict(
                     changed, world_size, local, machine=machine, device=device, blueprint=blueprint
                 )
-                found.append(Candidate(label, changed, prediction))
-            except RecipeError as error:  # with other ranks for the data it may do
+                predicted.append(Candidate(label, changed, prediction))
+            except RecipeError as error:  # another division of ranks may work
                 refusals.append(error)
-        return found
+        return predicted
 
     own = candidates("as it is", *_as_it_is(recipe, machine, device, blueprint, refusals))
     refused = "" if own else str(refusals[0])
-    found, everything = [], []
+    chosen, everything = [], []
     for label, strategy in _strategies(recipe, machine, blueprint):
         for recompute in RECOMPUTES:
             changed = dataclasses.replace(strategy, activation_checkpointing=recompute)
@@ -136,18 +135,19 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
                 ways = candidates(label, *recipes)
                 tried += ways
                 if not any(way.fits(machine) for way in ways):
-                    # Larger ones need more, but for the last one: a single pass leaves no gradients
-                    # to the next.
+                    # Larger ones need more memory, except the last: a single pass has no earlier
+                    # gradients.
                     del micro_batches[:-1]
             if tried:
-                found.append(_best(tried, machine) or min(tried, key=lambda c: c.prediction.peak))
+                chosen.append(_best(tried, machine) or min(tried, key=lambda c: c.prediction.peak))
                 everything += tried
     together = recipe.strategy.together > 1 or machine.world_size >= MANY
-    if together or not _best_on_gpus(found, machine):
-        best, cut = _best_on_gpus([*own, *found], machine), []
+    if together or not _best_on_gpus(chosen, machine):
+        best, cut = _best_on_gpus([*own, *chosen], machine), []
         least = partial(_least_seconds, recipe, machine, blueprint)
-        known = {one.label for one in found}
+        known = {one.label for one in chosen}
         layouts = [one for one in _layouts(recipe, machine, blueprint) if one[0] not in known]
+        # The most promising first, so that their times rule out later ones untraced.
         for label, strategy in sorted(layouts, key=lambda layout: least(layout[1])):
             limit = best.prediction.seconds_per_step if best else None
             recomputes = [
@@ -162,16 +162,16 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
             if fastest := _best(tried, machine):
                 cut.append(fastest)
                 best = _best([*filter(None, [best]), fastest], machine)
-        found += sorted(cut, key=_order)[:SHOWN]
-    if not found:
+        chosen += sorted(cut, key=_order)[:SHOWN]
+    if not chosen:
         raise refusals[0]
-    own = own or found[:1]
-    best, simple = _best([*own, *found], machine), _best_on_gpus([*own, *found], machine)
+    own = own or chosen[:1]
+    best, simple = _best([*own, *chosen], machine), _best_on_gpus([*own, *chosen], machine)
     if best and simple and (1 - OFFLOAD_GAIN) * _order(simple)[0] <= _order(best)[0]:
         best = simple
     nodes = None if simple else _enough_nodes(recipe, machine, device, blueprint)
     return Plan(
-        recipe, machine, blueprint, own[0], refused, tuple(found), tuple(everything), best, nodes
+        recipe, machine, blueprint, own[0], refused, tuple(chosen), tuple(everything), best, nodes
     )
 
 
@@ -198,9 +198,9 @@ def _as_it_is(
 def _layouts(
     recipe: Recipe, machine: Machine, blueprint: Blueprint
 ) -> Iterator[tuple[str, Strategy]]:
-    """Model parallelism that the recipe can have there, and whose state may fit. Ranks that compute
-    a layer together stay in a node, stages are apart; a step computes whole sequences until they
-    are LONG. Experts are divided among the ranks of a node, or without tp whole."""
+    """Yield layouts of model parallelism that the recipe allows, and whose state may fit. Ranks
+    that compute a layer together stay in a node. Sequences are cut only from LONG on. Experts are
+    divided among the ranks of a node, or also kept whole without tp."""
     apart = _experts_apart(machine, blueprint)
     powers = [1 << n for n in range(machine.world_size.bit_length())]
     state = sum(
@@ -209,12 +209,14 @@ def _layouts(
         for shape in unit
     )
     rings = powers if recipe.data.seq_len >= LONG else [1]
-    least = 2 if recipe.strategy.together == 1 else 1  # without any, they are tried already
+    # without model parallelism, they are tried already
+    least = 2 if recipe.strategy.together == 1 else 1
     for tp, cp, pp in product(powers, rings, powers):
         replica = tp * cp * pp
         if replica < least or machine.world_size % replica or machine.gpus_per_node % (tp * cp):
             continue
-        if recipe.batch.global_batch * tp * cp < machine.world_size:  # fewer passes than stages
+        # would leave fewer passes than stages
+        if recipe.batch.global_batch * tp * cp < machine.world_size:
             continue
         in_node, ranks = machine.gpus_per_node // tp, machine.world_size // (tp * pp)
         ways = [
@@ -234,6 +236,7 @@ def _layouts(
                     pp_schedule="interleaved_1f1b" if stages > 1 else "1f1b", ep=ep,
                     compile=recipe.strategy.compile,
                 )  # fmt: skip
+                # State alone: a lower bound that needs no trace.
                 too_large = state / sharded > (1 - ROOM) * machine.gpu.memory
                 changed = _changed(recipe, strategy, 1)
                 if not (too_large or _refused(changed)):
@@ -241,13 +244,13 @@ def _layouts(
 
 
 def _experts_apart(machine: Machine, blueprint: Blueprint) -> int:
-    """Ranks of a node that can divide the experts of a model; 1 if it has none."""
+    """Ranks of a node that can divide a model's experts; 1 without experts."""
     stacks = [shape.rows for unit in blueprint.units for shape in unit if shape.stacked]
     return math.gcd(machine.gpus_per_node, *stacks) if stacks else 1
 
 
 def _name(strategy: Strategy) -> str:
-    """TP8 PP16x2: eight ranks for each layer, sixteen with two stages each."""
+    """Label of a layout: TP8 PP16x2 is eight ranks per layer, sixteen with two stages each."""
     ranks = strategies.sizes(strategy)
     parts = [f"{key.upper()}{n}" for key, n in ranks.items() if n > 1 and key != "pp"]
     if ranks["pp"] > 1:
@@ -259,8 +262,8 @@ def _name(strategy: Strategy) -> str:
 def _least_seconds(
     recipe: Recipe, machine: Machine, blueprint: Blueprint, strategy: Strategy
 ) -> float:
-    """Seconds of a step, with the smallest passes: arithmetic and the bubble of a pipeline, or what
-    FSDP gathers in that time."""
+    """Lower bound of a step's seconds with the smallest passes: arithmetic and pipeline bubble, or
+    the gathers of FSDP if they take longer."""
     tokens = recipe.batch.global_batch * recipe.data.seq_len
     speed = machine.peak_flops * PEAK_SHARE * machine.world_size
     again = 4 / 3 if strategy.activation_checkpointing == "full" else 1.0  # forward is a third
@@ -272,6 +275,7 @@ def _least_seconds(
     if strategy.name == "ddp":
         return computing
     changed = dataclasses.replace(recipe, strategy=strategy)
+    # The largest micro-batch, as this is a lower bound.
     gathers = passes / max(MICRO_BATCHES) * (2 if changed.gathers_twice else 1)
     shards = strategies.sharding.group(changed, shards, machine.gpus_per_node // stride)
     apart = strategies.ep.ranks(strategy)
@@ -291,8 +295,8 @@ def _of_layout(
     machine: Machine,
     candidates: Callable[..., list[Candidate]],
 ) -> list[Candidate]:
-    """With the least recomputation that fits, and twice the micro-batch as long as that is
-    faster."""
+    """Candidates of a layout with the least recomputation that fits, doubling the micro-batch while
+    that is faster."""
     tried: list[Candidate] = []
     alone = _micro_batches(_changed(recipe, strategy, 1), machine.world_size)
     micro_batches = MICRO_BATCHES if strategy.together > 1 else alone
@@ -306,7 +310,7 @@ def _of_layout(
             ):
                 ways += candidates(_changed(recipe, way, micro_batch))
                 if _best(ways, machine):
-                    break  # to reduce after every pass saves memory, and nothing else
+                    break  # reducing after every pass only saves memory
             tried += ways
             better = _best(ways, machine)
             if not better or (fastest and _order(better) > _order(fastest)):
@@ -326,16 +330,14 @@ def largest_micro_batch(
     *,
     blueprint: Blueprint | None = None,
 ) -> int:
-    """Sequences of the largest pass that leaves ROOM, and a pipeline enough passes to fill it; 1 if
-    none does.
+    """Largest micro-batch that leaves ROOM, and leaves a pipeline enough passes; 1 if none does.
 
     Args:
-        recipe: whose `batch.micro_batch` does not count.
+        recipe: its `batch.micro_batch` is ignored.
         world_size: ranks.
         local_world_size: ranks on each node.
         memory: bytes of a GPU, or on CPUs of a node.
-        device: what the ranks run on.
-        blueprint: of the recipe's model, if it is there.
+        blueprint: of the recipe's model, if built already.
 
     Raises:
         RecipeError: its model cannot be traced.
@@ -353,14 +355,15 @@ def largest_micro_batch(
     sizes, ranks = _micro_batches(recipe, world_size), strategies.pp.ranks(recipe.strategy)
     if ranks > 1:
         sizes = [n for n in sizes if n == 1 or sizes[-1] / n >= PASSES_PER_RANK * ranks]
+    # Memory grows with the micro-batch, so bisection finds the last that fits.
     return sizes[max(0, bisect_left(sizes, True, key=too_large) - 1)]
 
 
 def _strategies(
     recipe: Recipe, machine: Machine, blueprint: Blueprint
 ) -> Iterator[tuple[str, Strategy]]:
-    """What `trainer.parallel` offers, and DeepSpeed's name for it; with the recipe's model
-    parallelism. Experts whole, and divided among the ranks of a node."""
+    """Yield the shardings with their DeepSpeed names and the recipe's model parallelism; experts
+    whole, and divided among the ranks of a node."""
     for name, strategy in _shardings(recipe, machine, blueprint):
         yield " ".join(filter(None, (_name(strategy), name))), strategy
 
@@ -368,7 +371,7 @@ def _strategies(
 def _shardings(
     recipe: Recipe, machine: Machine, blueprint: Blueprint
 ) -> Iterator[tuple[str, Strategy]]:
-    plain = _plain(recipe)
+    plain = _shared_part(recipe)
     yield "DDP", dataclasses.replace(plain, name="ddp")
     if not strategies.exact.used(recipe):
         yield "ZeRO-1", dataclasses.replace(plain, sharding="OPTIMIZER_STATE")
@@ -399,10 +402,10 @@ def _shardings(
 
 
 def _refused(recipe: Recipe) -> bool:
-    """Whether its strategy does not go with the model parallelism or the formats that it has. What
-    else a recipe contradicts itself in was told when it was read."""
+    """Whether the strategy contradicts its model parallelism or formats. Other contradictions were
+    reported when the recipe was read."""
     strategy = recipe.strategy
-    if strategies.ep.ranks(strategy) > 1:  # it goes with few other keys, too
+    if strategies.ep.ranks(strategy) > 1:  # it also excludes many other keys
         return any(contradictions(recipe))
     narrow = recipe.precision.master != "fp32" or recipe.optimizer.state_dtype != "fp32"
     return (strategy.together > 1 or narrow) and any(
@@ -410,21 +413,21 @@ def _refused(recipe: Recipe) -> bool:
     )
 
 
-def _plain(recipe: Recipe) -> Strategy:
-    """Nothing but what every candidate has in common."""
+def _shared_part(recipe: Recipe) -> Strategy:
+    """The part of the strategy that all candidates share."""
     parallel = strategies.only(recipe.strategy, strategies.tp, strategies.pp, strategies.cp)
     return dataclasses.replace(parallel, compile=recipe.strategy.compile)
 
 
 def _dp_size(recipe: Recipe, world_size: int) -> int:
-    """Parts into which a world shares the data."""
+    """Number of shares of the data."""
     return max(1, world_size // recipe.strategy.together)
 
 
 def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
-    """Powers of two, and all that a rank has to do."""
+    """The micro-batches to try: powers of two, and all sequences of a rank at once."""
     per_rank = max(1, -(-recipe.batch.global_batch // _dp_size(recipe, world_size)))
-    if strategies.exact.used(recipe):  # what counts as a micro-batch is part of such a run
+    if strategies.exact.used(recipe):  # an exact run's result depends on its micro-batch
         return [recipe.micro_batch]
     return sorted({per_rank, *(1 << n for n in range(per_rank.bit_length()))})
 
@@ -432,7 +435,7 @@ def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
 def _reductions(
     recipe: Recipe, strategy: Strategy, micro_batch: int, world_size: int
 ) -> list[Strategy]:
-    """Gradients may be reduced after every pass, if there are several."""
+    """The strategy, and with several passes its variant that reduces after every pass."""
     several = micro_batch * _dp_size(recipe, world_size) < recipe.batch.global_batch
     by_fsdp = strategies.sharding.by_fsdp(dataclasses.replace(recipe, strategy=strategy))
     in_float32 = not strategies.exact.used(recipe) and recipe.precision.master == "fp32"
@@ -444,13 +447,14 @@ def _reductions(
 def _changed(recipe: Recipe, strategy: Strategy, micro_batch: int) -> Recipe:
     batch = dataclasses.replace(recipe.batch, micro_batch=micro_batch)
     checkpoint = recipe.checkpoint
-    if checkpoint.slot_directory == recipe.strategy.offload_directory:  # which it follows
+    # it followed the offload directory
+    if checkpoint.slot_directory == recipe.strategy.offload_directory:
         checkpoint = dataclasses.replace(checkpoint, slot_directory=strategy.offload_directory)
     return dataclasses.replace(recipe, strategy=strategy, batch=batch, checkpoint=checkpoint)
 
 
 def _order(candidate: Candidate) -> tuple[float, int]:
-    """Fast before slow; of equally fast ones, small before large."""
+    """Sort key: fast before slow, then small before large."""
     return candidate.prediction.seconds_per_step or 0.0, candidate.prediction.peak
 
 
@@ -466,10 +470,10 @@ def _best(candidates: list[Candidate], machine: Machine) -> Candidate | None:
 def _enough_nodes(
     recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"], blueprint: Blueprint
 ) -> int | None:
-    """The smallest doubling of the nodes on which the thriftiest strategy without offload fits:
-    with the smallest micro-batch, or with a single pass, which keeps no gradients for another."""
+    """Smallest doubling of the nodes on which ZeRO-3 with full recomputation fits without offload:
+    with the smallest micro-batch, or with a single pass, which has no earlier gradients."""
     strategy = dataclasses.replace(
-        _plain(recipe), sharding="FULL_SHARD", activation_checkpointing="full", compile=False
+        _shared_part(recipe), sharding="FULL_SHARD", activation_checkpointing="full", compile=False
     )
     nodes = 2 * machine.nodes
     while nodes <= 1 << 16:

@@ -9,7 +9,7 @@ _NUMBER = r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"
 
 @dataclass(frozen=True)
 class Beyond:
-    """A value is above or below a number."""
+    """Holds while a value is above, or below, a number."""
 
     key: str
     above: bool
@@ -18,26 +18,26 @@ class Beyond:
 
 @dataclass(frozen=True)
 class Silent:
-    """No record has come for so many seconds."""
+    """Holds when there was no record for so many seconds."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class AfterFailure:
-    """The ranks were started again after a failure."""
+    """Holds after the ranks were restarted because of a failure."""
 
 
 Condition = Beyond | Silent | AfterFailure
 
 
 def parse_condition(text: str) -> Condition | None:
-    """The condition that a text says; None if it says none."""
+    """Parse the `when` of an alert; None if it is no condition."""
     text = text.strip()
     if text == "failure":
         return AfterFailure()
-    if found := re.fullmatch(r"no step for (\d+(?:\.\d+)?) ?(s|min|h)", text):
-        return Silent(float(found[1]) * _SECONDS[found[2]])
-    if found := re.fullmatch(rf"([\w@]+) *([<>]) *({_NUMBER})", text, re.ASCII):
-        return Beyond(found[1], found[2] == ">", float(found[3]))
+    if matched := re.fullmatch(r"no step for (\d+(?:\.\d+)?) ?(s|min|h)", text):
+        return Silent(float(matched[1]) * _SECONDS[matched[2]])
+    if matched := re.fullmatch(rf"([\w@]+) *([<>]) *({_NUMBER})", text, re.ASCII):
+        return Beyond(matched[1], matched[2] == ">", float(matched[3]))
     return None

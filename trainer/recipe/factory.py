@@ -1,5 +1,5 @@
-"""A function of the user's own, which a recipe names as `package.module:function`. Imports no
-torch."""
+"""Imports and calls functions of a user's own, which a recipe names as `package.module:function`.
+Imports no torch."""
 
 import difflib
 import importlib
@@ -23,34 +23,34 @@ _OURS = tuple(f"{_HOME / name}{os.sep}" for name in ("trainer", "elastic", "chec
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _STDLIB = f"{sysconfig.get_path('stdlib')}{os.sep}"
 _TORCH = f"-packages{os.sep}torch{os.sep}"
+# Only these are certain: any other error may come from a busy machine or a lost peer.
 _WRONG = (
     *(TypeError, ValueError, LookupError, NameError, AttributeError, ImportError, AssertionError),
     *(FileNotFoundError, NotADirectoryError, PermissionError, NotImplementedError, SyntaxError),
 )
-"""Errors of code or input that is wrong, whatever they say."""
+"""Types of errors that always mean wrong code or input."""
 CIRCUMSTANCES = re.compile(
     r"cuda|gpu|device|triton|nccl|gloo|process group|dist|peer|connect|memory|timed? ?out",
     re.IGNORECASE,
 )
-"""Words of errors that another place or moment may not have."""
+"""Words of errors that another machine or moment may not have."""
 
 
 class OwnCodeError(RecipeError):
-    """The user's code failed in a run that had begun, and will do so at every start."""
+    """A user's code failed in a run that had begun, and will fail at every start."""
 
 
 def call_factory(key: str, name: str, options: Mapping[str, Any], *given: Any) -> Any:
-    """What the function returns.
+    """Call a user's function, and return its result.
 
     Args:
-        key: of the recipe, such as `model.factory`; that of the options ends in `_options`.
+        key: of the recipe, such as `model.factory`; the key of its options ends in `_options`.
         name: module:function.
         options: keyword arguments.
-        given: what it gets besides.
+        given: positional arguments.
 
     Raises:
-        RecipeError: it is not there, does not take these options, fails for what is wrong, or
-            returns nothing.
+        RecipeError: the function is missing, does not take these arguments, fails, or returns None.
     """
     factory = import_factory(key, name)
     if not callable(factory):
@@ -71,7 +71,7 @@ def call_factory(key: str, name: str, options: Mapping[str, Any], *given: Any) -
 
 
 def returned_none(name: str, factory: Any) -> str:
-    """What to say of a function that returned None."""
+    """The message for a function that returned None."""
     code = getattr(factory, "__code__", None)
     place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
     return f"{name}{place} returned None (is its `return` missing?)"
@@ -79,12 +79,12 @@ def returned_none(name: str, factory: Any) -> str:
 
 @contextmanager
 def refusing(key: str, what: str) -> Generator[None, None, None]:
-    """Code of the user's that fails for what is wrong, and not for want of something that may be
-    there at the next start, is wrong input.
+    """Report a failure of a user's code as wrong input, unless its cause may be gone at the next
+    start.
 
     Args:
         key: of the recipe, which names the code.
-        what: fails; the message goes on after it.
+        what: fails; the message continues after it.
 
     Raises:
         RecipeError: with the place in the user's code.
@@ -93,6 +93,7 @@ def refusing(key: str, what: str) -> Generator[None, None, None]:
         yield
     except RecipeError:
         raise
+    # A user's code may call sys.exit.
     except (Exception, SystemExit) as error:
         if not is_wrong(error):
             raise
@@ -100,22 +101,23 @@ def refusing(key: str, what: str) -> Generator[None, None, None]:
 
 
 def import_factory(key: str, name: str) -> Any:
-    """The function, or class, itself.
+    """Import the function or class that a key names.
 
     Raises:
-        RecipeError: it is not there, or its module fails for what is wrong.
+        RecipeError: it is missing, or its module fails.
     """
     module, _, function = name.partition(":")
     look_here_too()
     try:
         with refusing(key, f"importing {name}"):
-            found = importlib.import_module(module)
+            imported = importlib.import_module(module)
     except RecipeError as error:
         missing = error.__cause__
+        # Whether the named module itself, or a package above it, is missing.
         inside = isinstance(missing, ModuleNotFoundError) and f"{module}.".startswith(
             f"{missing.name}."
         )
-        if not inside or place_in(missing):  # what the file itself imports is not there
+        if not inside or place_in(missing):  # a module that the user's file imports is missing
             raise
         near = _nearest(module, [path.stem for path in Path.cwd().glob("*.py")])
         raise RecipeError(
@@ -123,16 +125,18 @@ def import_factory(key: str, name: str) -> Any:
             "folder on PYTHONPATH?"
         ) from missing
     try:
-        return getattr(found, function)
+        return getattr(imported, function)
     except AttributeError:
-        names = [one for one in vars(found) if not one.startswith("_") and _is_own(found, one)]
+        names = [
+            one for one in vars(imported) if not one.startswith("_") and _is_own(imported, one)
+        ]
         near, known = _nearest(function, names), ", ".join(names[:8]) or "no names"
-        file = getattr(found, "__file__", None) or module
+        file = getattr(imported, "__file__", None) or module
         raise RecipeError(f"{key}: {file} has no {function}; {near}it has {known}") from None
 
 
 def _is_own(module: Any, name: str) -> bool:
-    """Whether a name of a module is no import."""
+    """Whether a module defines a name, rather than imports it."""
     value = getattr(module, name)
     imported = inspect.isclass(value) or inspect.isroutine(value)
     return not inspect.ismodule(value) and not (
@@ -147,7 +151,7 @@ def _nearest(name: str, known: list[str]) -> str:
 
 
 def is_wrong(error: BaseException) -> bool:
-    """Whether the code or its input is wrong, and not the place or the moment."""
+    """Whether an error is in the code or its input, rather than in the machine or the moment."""
     if isinstance(error, _WRONG):
         return True
     passing = isinstance(error, (OSError, MemoryError))
@@ -155,29 +159,29 @@ def is_wrong(error: BaseException) -> bool:
 
 
 def check_takes(key: str, name: str, given: str) -> None:
-    """That the function is there, and can be called with one argument, such as "an event".
+    """Check that a function exists, and accepts one argument, such as "an event".
 
     Raises:
-        RecipeError: it is not, or cannot.
+        RecipeError: it does not.
     """
     function = import_factory(key, name)
     try:
         inspect.signature(function).bind(given)
-    except ValueError:  # a builtin does not say what it takes
+    except ValueError:  # builtins have no signature
         return
     except TypeError as error:
         raise RecipeError(f"{key}: {name} is called with {given} alone: {error}") from error
 
 
 def look_here_too() -> None:
-    """Have modules of the user's be found in the working directory. Last: nothing in it is to be
-    taken for a library."""
+    """Let modules be imported from the working directory."""
     if os.getcwd() not in sys.path:
+        # Last, so that no file there hides a library.
         sys.path.append(os.getcwd())
 
 
 def failure(error: BaseException) -> str:
-    """`fails at FILE:LINE: Kind: first line of what it says`, the place if it is in the user's
+    """`fails at FILE:LINE: Kind: first line of the message`, with the place if it is in the user's
     code."""
     place = place_in(error)
     said = error.msg if isinstance(error, SyntaxError) else error
@@ -186,8 +190,8 @@ def failure(error: BaseException) -> str:
 
 
 def place_in(error: BaseException | None) -> str:
-    """File and line of the innermost frame of the user's code, which ours has called; empty if
-    there is none."""
+    """File and line of the innermost frame of the user's code that ours has called; "" without
+    one."""
     if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__ if error else None)
@@ -195,5 +199,6 @@ def place_in(error: BaseException | None) -> str:
     others = [frame for frame in called if not frame.filename.startswith((*_OURS, "<"))]
     installed = [frame for frame in others if _INSTALLED.search(frame.filename)]
     own = [frame for frame in others if frame not in installed and _STDLIB not in frame.filename]
+    # A user's own file is the most helpful place; an installed package comes next.
     users = own or [frame for frame in installed if _TORCH not in frame.filename]
     return f"{users[-1].filename}:{users[-1].lineno}" if users else ""

@@ -1,4 +1,4 @@
-"""Combinations that cannot work, and what to change."""
+"""Combinations of recipe settings that cannot work, and what to change."""
 
 import dataclasses
 import difflib
@@ -16,7 +16,7 @@ from trainer.recipe.yaml_tree import RecipeError
 
 
 def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Pairs of (key, what is wrong and what to do) for settings that cannot work together."""
+    """Yield (key, problem and remedy) for settings that cannot work together."""
     run, model, schedule = recipe.run, recipe.model, recipe.schedule
     yield from wrong_paths(recipe)
     if recipe.data.seq_len < 1:
@@ -25,9 +25,10 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "data.sources", "the list is empty; name at least one prepared data set"
     kinds = ("architecture", "init_from", "factory", "kgat")
     given = [key for key in kinds if getattr(model, key)]
+    # KGAT may start from a checkpoint of BPR-MF, which has the same embeddings.
     if len(given) != 1 and given != ["init_from", "kgat"]:
-        found = " and ".join(given) or "none of them"
-        yield "model", f"give exactly one of {', '.join(kinds)}; found {found}"
+        shown = " and ".join(given) or "none of them"
+        yield "model", f"give exactly one of {', '.join(kinds)}; found {shown}"
     yield from _graph_contradictions(recipe)
     for key, name in recipe.own_code.items():
         if not PATTERN.fullmatch(name):
@@ -37,12 +38,12 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "model.family", "only for model.architecture and model.init_from; remove it"
     known = bundled_families()
     if model.architecture and not model.family and model.architecture.model_type not in known:
-        found, close = model.architecture.model_type, f"{', '.join(known)} come with Perdure"
-        for meant in difflib.get_close_matches(found, known, n=1, cutoff=0.5):
+        shown, close = model.architecture.model_type, f"{', '.join(known)} come with Perdure"
+        for meant in difflib.get_close_matches(shown, known, n=1, cutoff=0.5):
             close = f"did you mean {meant!r}?"
         yield (
             "model.architecture.model_type",
-            f"no family {found!r} ({close}); a family of your own is named in model.family",
+            f"no family {shown!r} ({close}); a family of your own is named in model.family",
         )
     yield from _adapter_contradictions(recipe)
     yield from _objective_contradictions(recipe)
@@ -61,8 +62,9 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "elastic.snapshot_every", "copies to slots: it needs checkpoint.slots: 1 or 2"
     lengths = [key for key in ("steps", "epochs") if getattr(run, key)]
     if len(lengths) != 1:
-        found = "both; set one to 0" if lengths else "neither"
-        yield "run.steps", f"give exactly one of run.steps and run.epochs; found {found}"
+        shown = "both; set one to 0" if lengths else "neither"
+        yield "run.steps", f"give exactly one of run.steps and run.epochs; found {shown}"
+    # A length in epochs becomes steps only once the data is open; `counted` checks it then.
     elif run.steps:
         yield from length_contradictions(recipe, f"run.steps={run.steps}")
     if schedule.name != "wsd" and schedule.decay_steps:
@@ -74,7 +76,8 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def length_contradictions(recipe: Recipe, length: str) -> Iterator[tuple[str, str]]:
-    """What does not go with `run.steps`, which `length` names. Pairs as `contradictions`."""
+    """Yield (key, problem and remedy) for settings that need another `run.steps`; messages call it
+    `length`."""
     steps, schedule, after = recipe.run.steps, recipe.schedule, recipe.tracking.profile_after
     if recipe.tracking.profile_steps and after >= steps:
         yield "tracking.profile_after", f"{after} leaves none of {length} to profile; lower it"
@@ -90,11 +93,10 @@ def length_contradictions(recipe: Recipe, length: str) -> Iterator[tuple[str, st
 
 
 def counted(recipe: Recipe, sequences: int) -> Recipe:
-    """The recipe with `run.steps` as `run.epochs` says it, where that does.
+    """The recipe with `run.steps` computed from `run.epochs`, if that is set.
 
     Args:
-        recipe: of a run.
-        sequences: of one epoch.
+        sequences: in one epoch.
 
     Raises:
         RecipeError: the run is too short for another key.
@@ -102,7 +104,7 @@ def counted(recipe: Recipe, sequences: int) -> Recipe:
     run = recipe.run
     if not run.epochs:
         return recipe
-    samples = Fraction(repr(run.epochs)) * sequences  # as it is written, not as it is rounded
+    samples = Fraction(repr(run.epochs)) * sequences  # the decimal fraction as written
     steps = math.ceil(samples / recipe.batch.global_batch)
     recipe = dataclasses.replace(recipe, run=dataclasses.replace(run, steps=steps))
     length = f"the {steps} step(s) of run.epochs={run.epochs:g}"
@@ -182,7 +184,6 @@ def _objective_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _matmul_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """What does not go with products in 8 bits."""
     if recipe.precision.matmul is None:
         return
     for key, chosen, problem in (
@@ -192,6 +193,7 @@ def _matmul_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         if chosen:
             yield key, f"precision.matmul={recipe.precision.matmul} {problem}"
     length = recipe.data.seq_len
+    # The lengths of a user's samples are unknown here.
     if recipe.precision.matmul == "mxfp8" and not recipe.data.factory:
         multiple = 32 * strategies.cp.chunks(recipe.strategy)
         if length % multiple:
@@ -216,7 +218,7 @@ def _tracking_contradictions(tracking: Tracking) -> Iterator[tuple[str, str]]:
                 f"{alert.when!r} is no condition; write loss > 8, failure, or no step for 10 min",
             )
         if not (alert.run or alert.post):
-            yield key, "tells nobody; give run: COMMAND, or post: URL"
+            yield key, "has no action; give run: COMMAND, or post: URL"
         if alert.post and not alert.post.startswith(("http://", "https://", "env:")):
             yield f"{key}.post", f"{alert.post!r} is no webhook; write https://…, or env:NAME"
     if tracking.prometheus and not tracking.prometheus.endswith(".prom"):
@@ -258,13 +260,13 @@ def _optimizer_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from _master_contradictions(recipe)
     if schedule.factory_options and not schedule.factory:
         yield "schedule.factory_options", "only means something together with schedule.factory"
+    # The defaults: another value was written by the user.
     shape = {"name": "cosine", "warmup_steps": 0, "decay_steps": 0, "min_lr_ratio": 0.1}
     if schedule.factory and any(getattr(schedule, key) != value for key, value in shape.items()):
         yield "schedule.factory", f"excludes {', '.join(shape)}; remove these, or the factory"
 
 
 def _master_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """What does not go with weights in bf16."""
     for key, chosen, problem in (
         (
             "optimizer.factory",

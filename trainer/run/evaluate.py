@@ -1,4 +1,4 @@
-"""A fixed validation pass: the same sequences in the same micro-batches at any world size."""
+"""The validation pass: the same sequences in the same micro-batches at any world size."""
 
 from collections.abc import Mapping
 from itertools import islice
@@ -18,70 +18,63 @@ from trainer.tasks.task import Evaluation
 
 
 class Validator:
-    """When a run is validated, and what is told of it. On all ranks."""
+    """Decides when a run is validated, and logs the results. On all ranks."""
 
     def __init__(self, run: Run, speed: Speed) -> None:
         self._run, self._speed = run, speed
-        self._owed = False
+        self._pending = False
 
     def make_up(self) -> float:
-        """Validate the step that was loaded, if its state lacks a pass: which step is the last must
-        not depend on who left. Returns what was asked meanwhile, as `after_step`."""
+        """Validate the step that was loaded, if its state lacks a pass, because `run.stop_after`
+        must not depend on which node left. Returns the pause request of the ranks."""
         run, evaluation = self._run, self._run.task.validation
         if not evaluation or run.done or not run.progress.lacks_pass(run.recipe.run):
             return 0.0
-        found = evaluate(run, evaluation)
-        if found is None:
+        values = evaluate(run, evaluation)
+        if values is None:
             return PAUSE_TO_LEAVE
-        self._judge(found)
+        self._judge(values)
         return 0.0
 
-    def after_step(self, asked: float) -> float:
-        """Validate the step just done if that is due; a pass that a leaving node has cut short is
-        made up for by `finish`.
+    def after_step(self, requested: float) -> float:
+        """Validate the step just done if that is due. `finish` makes up for a pass that a leaving
+        node interrupted.
 
-        Args:
-            asked: the sum of `pause_request` so far.
 
-        Returns it, with what was asked meanwhile.
+            request: the sum of `pause_request` so far.
+
+        Returns the sum including requests during the pass.
         """
         run, evaluation = self._run, self._run.task.validation
         if not evaluation or not run.due(run.recipe.run.evaluate_every):
-            return asked
+            return requested
         with self._speed.aside():
-            found = evaluate(run, evaluation) if asked < PAUSE_TO_LEAVE else None
-        self._owed = found is None
-        if found is not None:
-            self._judge(found)
-            return asked
+            values = evaluate(run, evaluation) if requested < PAUSE_TO_LEAVE else None
+        self._pending = values is None
+        if values is not None:
+            self._judge(values)
+            return requested
         when = "yet" if run.done or run.recipe.run.stop_after else "at all"
         run.log.say(f"step {run.progress.step} is not validated {when}: a node leaves")
         return PAUSE_TO_LEAVE
 
-    def _judge(self, found: Mapping[str, float]) -> None:
-        """Note what a pass over the validation set found, and tell of it."""
-        self._run.progress.judge(found.get("validation_loss"))
-        self._run.log.validation(self._run.progress.step, found)
+    def _judge(self, values: Mapping[str, float]) -> None:
+        """Record and log the results of a validation pass."""
+        self._run.progress.judge(values.get("validation_loss"))
+        self._run.log.validation(self._run.progress.step, values)
 
     def finish(self) -> None:
-        """Validate the last step if that is owed: its state is safe, and there may be time left."""
+        """Validate the last step if its pass was interrupted: its state is saved by now."""
         run, evaluation = self._run, self._run.task.validation
-        found = evaluate(run, evaluation, heed=False) if self._owed and evaluation else None
-        if found:
-            run.log.validation(run.progress.step, found)
+        values = evaluate(run, evaluation, heed=False) if self._pending and evaluation else None
+        if values:
+            run.log.validation(run.progress.step, values)
 
 
 @torch.no_grad()
 def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str, float] | None:
-    """Means over the validation set of what the model returns of it; None if a node was told to go
-    meanwhile (`heed`), on which the ranks agree before each micro-batch. Called on all ranks.
-
-    The validation set is cut into numbered micro-batches of one fixed shape, and the number of
-    data-parallel ranks only decides which computes which. A rank that has none left repeats the
-    first one with weight 0, so that every rank enters the same collectives. Sums are float64, in
-    which the few float32 addends are exact: the same weights give the same value at every size.
-    Means are taken over samples, or what was counted of them.
-    """
+    """Return the means of the model's scalars over the validation set; None if, with `heed`, a node
+    was told to leave meanwhile, on which the ranks agree before each micro-batch. On all ranks."""
     stream, count = evaluation.stream, evaluation.count
     model, pulse, step, device = run.model, run.pulse, run.progress.step, run.world.device
     size, rank, ranks = run.recipe.micro_batch, run.mesh.dp_rank, run.mesh.dp_size
@@ -98,10 +91,10 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
     def forward(number: int, batch: Mapping[str, torch.Tensor], call: Call) -> Passed:
         nonlocal total
         pulse.report(step, "evaluate")
-        found = call({key: tensor.to(device) for key, tensor in batch.items() if key != COUNTED})
-        if not isinstance(found, dict):
-            return found
-        means, cut = dict(found), some[number][0]
+        result = call({key: tensor.to(device) for key, tensor in batch.items() if key != COUNTED})
+        if not isinstance(result, dict):
+            return result
+        means, cut = dict(result), some[number][0]
         usual = batch.get(COUNTED, len(cut))
         weight = means.pop(COUNT, usual) * (bool(cut) and run.mesh.counts)
         sums = torch.stack([mean.double() for mean in run.validated.in_order(means)])
@@ -125,9 +118,9 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
         if total is None:
             total = torch.zeros(len(names) + 1, dtype=torch.float64, device=device)
         dist.all_reduce(total, group=run.mesh.group)
-        *found, counted = received(total)
+        *totals, counted = received(total)
     return evaluation.values(
-        {name: value / counted for name, value in zip(names, found, strict=True)}
+        {name: value / counted for name, value in zip(names, totals, strict=True)}
     )
 
 

@@ -1,5 +1,5 @@
 """Sinks for trackers that Perdure does not install: `tracking.sinks: ["trainer.run.guests:mlflow"]`
-or `:trackio`. Both continue one run over all restarts."""
+or `:trackio`. Both continue one tracker run over all restarts."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,8 +10,8 @@ from trainer.run.sinks import recipe_of
 
 
 class Mlflow:
-    """A run of MLflow, where MLFLOW_TRACKING_URI says. Its id is kept in the run directory. A step
-    that is done again has both values there, in the order of time."""
+    """A run on the MLflow server at MLFLOW_TRACKING_URI. Its id is kept in the run directory. A
+    step that is computed again has both values there, in the order of time."""
 
     def __init__(self, run_dir: Path) -> None:
         from mlflow import MlflowClient
@@ -24,11 +24,13 @@ class Mlflow:
         self._run = read_text(file).strip()
 
     def _begin(self, recipe: Mapping[str, Any], name: str) -> str:
-        """Make the run; returns its id."""
+        """Create the run; returns its id."""
         tracking = recipe["tracking"]
-        found = self._client.get_experiment_by_name(tracking["project"])
+        existing = self._client.get_experiment_by_name(tracking["project"])
         experiment = (
-            found.experiment_id if found else self._client.create_experiment(tracking["project"])
+            existing.experiment_id
+            if existing
+            else self._client.create_experiment(tracking["project"])
         )
         run = self._client.create_run(experiment, run_name=tracking["name"] or name).info.run_id
         for section, keys in recipe.items():
@@ -38,7 +40,6 @@ class Mlflow:
         return str(run)
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        """See Sink."""
         at = int(values["time"] * 1000)
         metrics = [
             self._metric(key.replace("@", "_at_"), value, at, step)
@@ -48,12 +49,11 @@ class Mlflow:
         self._client.log_batch(self._run, metrics=metrics)
 
     def close(self) -> None:
-        """See Sink."""
         self._client.set_terminated(self._run)
 
 
 class Trackio:
-    """A run of trackio, in its local database, or in the Space that TRACKIO_SPACE_ID names."""
+    """A trackio run, in its local database or in the Space named by TRACKIO_SPACE_ID."""
 
     def __init__(self, run_dir: Path) -> None:
         import trackio
@@ -64,19 +64,17 @@ class Trackio:
         self._run = trackio.init(tracking["project"], name=name, config=recipe, resume="allow")
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        """See Sink."""
         self._run.log({key: value for key, value in values.items() if key != "time"}, step=step)
 
     def close(self) -> None:
-        """See Sink."""
         self._run.finish()
 
 
 def mlflow(run_dir: Path) -> Mlflow:
-    """For `tracking.sinks`."""
+    """Create the sink for `tracking.sinks` that logs to MLflow."""
     return Mlflow(run_dir)
 
 
 def trackio(run_dir: Path) -> Trackio:
-    """For `tracking.sinks`."""
+    """Create the sink for `tracking.sinks` that logs to trackio."""
     return Trackio(run_dir)

@@ -1,4 +1,4 @@
-"""The language model of a recipe: a decoder of Perdure, or the module that transformers has."""
+"""The language model of a recipe: one of Perdure's decoders, or a module of transformers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,19 +25,19 @@ from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.architecture import Architecture
 from trainer.recipe.errors import Refusals
 from trainer.recipe.factory import refusing
-from trainer.tasks.blocks import repeated_blocks
+from trainer.tasks.model_blocks import repeated_blocks
 from trainer.tasks.own_model import keep_in_float32
 
 if TYPE_CHECKING:
     from trainer.parallel.parallelize import Fill, ParallelModel
 
 AfterStep = Callable[["ParallelModel", int], None]
-"""Called with the model that is trained, and the samples consumed so far."""
+"""Called with the trained model, and the samples consumed so far."""
 
 
 def build_text_model(recipe: Recipe) -> "tuple[TextModel, Fill, list[str]]":
-    """The language model of a recipe on the meta device, its initial weights, and what a user
-    should know of it.
+    """The language model of a recipe on the meta device, its initial weights, and notes for the
+    user.
 
     Raises:
         RecipeError, ConfigError: it cannot be built.
@@ -50,7 +50,7 @@ def reason_for_theirs(recipe: Recipe) -> str | None:
     """Why transformers computes the model of a recipe; None if it does not.
 
     Raises:
-        RecipeError, ConfigError: there is no good config.json in `model.init_from`.
+        RecipeError, ConfigError: `model.init_from` has no valid config.json.
     """
     model = recipe.model
     if not model.init_from or model.kgat or model.family or model.implementation == "perdure":
@@ -65,8 +65,9 @@ def reason_for_theirs(recipe: Recipe) -> str | None:
 
 
 def _of_transformers(recipe: Recipe, reason: str) -> "tuple[TransformersModel, Fill, list[str]]":
-    """As `_decoder`, of the module that transformers has for `model.init_from`."""
+    """`_decoder` for a module of transformers."""
     built = build_theirs(Path(recipe.model.init_from or ""), reason)
+    # All problems are collected, so that one attempt shows them all.
     model, refusals = TransformersModel(built, repeated_blocks(built.module)), Refusals()
     for key in ("tp", "pp", "cp", "ep"):
         with refusals:
@@ -93,7 +94,7 @@ def _of_transformers(recipe: Recipe, reason: str) -> "tuple[TransformersModel, F
                 f"data.document_mask: {model.name} of transformers {problem}, so documents would "
                 "see each other; set data.document_mask=false to train it so"
             )
-    refusals.tell()
+    refusals.raise_all()
     notes = [f"{model.name} of transformers {check_installed(reason)} computes it: {reason}"]
     if model.experts:
         notes.append(
@@ -107,14 +108,14 @@ def _of_transformers(recipe: Recipe, reason: str) -> "tuple[TransformersModel, F
         add_adapters(model, recipe.model.adapter, recipe.precision.dtype)
 
     def fill(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return draw_part(name, shape, seed)  # all else is loaded
+        return draw_part(name, shape, seed)  # all other weights are loaded
 
     return model, fill, notes
 
 
 def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill, list[str]]":
-    """A model of `model.architecture` or `model.init_from`, on the meta device, its initial
-    weights, and what a user should know of its number formats."""
+    """A decoder of `model.architecture` or `model.init_from` on the meta device, its initial
+    weights, and notes about its number formats."""
     family = find_family(recipe.model.family) if recipe.model.family else None
     if given := recipe.model.architecture:
         family = family or family_of(given.model_type)
@@ -128,6 +129,7 @@ def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill, list[str]]":
         architecture = _read_init_config(recipe, family)
         family = family or family_of(architecture.model_type)
     named = recipe.model.family or architecture.model_type
+    # On meta, so that no rank ever holds the whole model.
     with torch.device("meta"), refusing("model.family", named):
         decoder = Decoder(architecture, recipe.model.attention, family)
     if any(not isinstance(block, nn.Module) for block in decoder.blocks):
@@ -144,9 +146,9 @@ def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill, list[str]]":
         with refusing("model.family", f"draw of {named}"):
             drawn = draw(name, shape, architecture, seed)
         if getattr(drawn, "shape", None) != shape:
-            found = getattr(drawn, "shape", type(drawn).__name__)
+            actual = getattr(drawn, "shape", type(drawn).__name__)
             raise RecipeError(
-                f"model.family: draw of {named} gives {found} for {name}, not {shape}"
+                f"model.family: draw of {named} gives {actual} for {name}, not {shape}"
             )
         return drawn
 
@@ -164,8 +166,8 @@ def _read_init_config(recipe: Recipe, family: Family | None) -> Architecture:
 
 
 def after_step_of(recipe: Recipe, family: Family) -> AfterStep | None:
-    """What a family does after a step, to what is trained: the model of a task may be copied. What
-    is under an adapter stays as it is."""
+    """The family's change of the model after a step; None under an adapter, whose base is
+    frozen."""
     change = family.after_step
     if change is None or recipe.model.adapter:
         return None
@@ -178,8 +180,9 @@ def after_step_of(recipe: Recipe, family: Family) -> AfterStep | None:
 
 
 def documents_for(recipe: Recipe) -> Documents | None:
-    """What the model of a recipe is given to tell documents apart."""
+    """The form in which the model of a recipe gets document boundaries."""
     if not recipe.data.document_mask:
         return None
     theirs = recipe.model.factory or reason_for_theirs(recipe)
+    # cu_seqlens spare a synchronisation with the GPU, but only decoders of Perdure take them.
     return "document_ids" if theirs else "cu_seqlens"

@@ -1,4 +1,4 @@
-"""What this machine has for training, and what is missing for what."""
+"""Reports what this machine offers for training, and what is missing for which feature."""
 
 import ctypes
 import fcntl
@@ -30,9 +30,9 @@ from trainer.text import table
 
 STORE_PORT = 29400
 ENOUGH_FILES = 4096
-"""Open files of a process that a store of some hundred nodes, and a loader of many shards, need."""
+"""Open files per process that a store of some hundred nodes, and a loader of many shards, need."""
 LITTLE_SHARED_MEMORY = 1 << 30
-"""Bytes of /dev/shm below which it is a container's default, and no one's choice."""
+"""Bytes of /dev/shm below which the size is a container's default rather than a choice."""
 DRIVER_SECONDS = 30.0
 PURPOSES = {
     "parquet": "data in parquet and arrow",
@@ -42,29 +42,29 @@ PURPOSES = {
     "fp8": "precision.matmul",
     "flash": "FlashAttention-4, on Hopper and Blackwell",
 }
-"""What extras of the package are for."""
+"""Extra of the package → the feature that needs it."""
 
 State = Literal["ok", "note", "WRONG"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check of the machine."""
 
     name: str
     state: State
-    """note: training can start, but something goes without it. WRONG: training cannot start."""
+    """note: training can start, but a feature is missing. WRONG: training cannot start."""
     what: str
     cure: str = ""
-    """What to do; empty if nothing is to be done."""
+    """The remedy; empty where none is needed."""
 
 
 def examine(recipe: Recipe | None = None) -> Iterator[Finding]:
-    """Look at this machine, for a recipe or for any.
+    """Check this machine, in general or for one recipe.
 
     Args:
-        recipe: whose run directory is tried, and whose extras are needed; None: the working
-            directory is tried, and no extra is needed.
+        recipe: its run directory and the extras it needs are checked; None: the working directory
+            is checked, and no extra is required.
     """
     yield _ok("python", f"{platform.python_version()}, {sys.executable}")
     yield from _torch(recipe)
@@ -84,7 +84,8 @@ def examine(recipe: Recipe | None = None) -> Iterator[Finding]:
 
 
 def report(findings: list[Finding]) -> str:
-    """Findings as a table, with what to do under each, and whether training can start."""
+    """Format findings as a table, each with its remedy, and a last line that says whether training
+    can start."""
     lines = table([[one.state, one.name, one.what] for one in findings])
     indent = " " * (len("WRONG") + 2)
     shown = [
@@ -99,7 +100,7 @@ def report(findings: list[Finding]) -> str:
 
 
 def can_start(findings: list[Finding]) -> bool:
-    """Whether nothing is wrong that keeps training from starting."""
+    """Whether no finding prevents training from starting."""
     return all(one.state != "WRONG" for one in findings)
 
 
@@ -108,10 +109,12 @@ def _ok(name: str, what: str) -> Finding:
 
 
 def _torch(recipe: Recipe | None) -> Iterator[Finding]:
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # which makes no context
+    # NVML counts GPUs without a CUDA context, which would take memory on each
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     try:
         import torch
         import torch.distributed as dist
+    # OSError: a shared library is missing or damaged.
     except (ImportError, OSError) as error:
         yield Finding("torch", "WRONG", f"cannot be imported: {error}", "pip install torch")
         return
@@ -126,7 +129,7 @@ def _torch(recipe: Recipe | None) -> Iterator[Finding]:
 
 
 def _gpus(recipe: Recipe | None, built: str | None, count: int) -> Finding:
-    """GPUs, between the driver of the machine and the build of torch."""
+    """Compare the GPUs that the driver reports with those that this build of torch can use."""
     driver, wanted = _driver(), "cpu" if recipe is None else recipe.run.device
     if count and wanted != "cpu":
         return _ok("GPUs", f"{count}: {driver or 'nvidia-smi does not answer'}")
@@ -143,7 +146,7 @@ def _gpus(recipe: Recipe | None, built: str | None, count: int) -> Finding:
 
 
 def _driver() -> str:
-    """What nvidia-smi lists; empty without a driver."""
+    """Return the GPUs that nvidia-smi lists; empty without a driver."""
     if not Path("/dev/nvidiactl").exists() or not (tool := shutil.which("nvidia-smi")):
         return ""
     command = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
@@ -178,13 +181,15 @@ def _room() -> Iterator[Finding]:
 
 
 def _folder(directory: Path) -> Iterator[Finding]:
-    """What a run directory has to be able to do, tried in it or its nearest parent."""
+    """Check the file operations that a run directory needs, in it or its nearest existing
+    parent."""
     place = directory.absolute()
     while not os.path.lexists(place):
         place = place.parent
     kind = filesystem(place)
     shared = "nodes can share it" if is_shared(kind) else "of this machine alone"
     try:
+        # Tried: mount options do not tell what a filesystem supports.
         with tempfile.TemporaryDirectory(prefix=".perdure-doctor-", dir=place) as scratch:
             lacking = list(_lacking(Path(scratch)))
         free = shutil.disk_usage(place).free / 1e9
@@ -199,7 +204,7 @@ def _folder(directory: Path) -> Iterator[Finding]:
 
 
 def _lacking(scratch: Path) -> Iterator[tuple[str, str]]:
-    """(what a filesystem does not do, what to do)."""
+    """Yield pairs: an operation that the filesystem does not support, and the remedy."""
     file, other = scratch / "a", scratch / "b"
     with file.open("wb") as opened:
         opened.write(b"x")
@@ -218,6 +223,7 @@ def _lacking(scratch: Path) -> Iterator[tuple[str, str]]:
             f"no hard links ({error.strerror}): no secret can be made in it",
             "name a file of yours: perdure train --secret FILE",
         )
+    # Checkpoints and records are committed by renames.
     os.replace(file, scratch / "c")
 
 
@@ -233,6 +239,7 @@ def _limits() -> Iterator[Finding]:
         return
     names = ", ".join(sorted(path.name for path in adapters.iterdir()))
     try:
+        # NCCL loads it in the same way.
         ctypes.CDLL("libibverbs.so.1")
     except OSError:
         cure = "apt-get install libibverbs1 ibverbs-providers"
@@ -254,6 +261,7 @@ def _network() -> Iterator[Finding]:
     host = socket.gethostname()
     try:
         addresses = {found[4][0] for found in socket.getaddrinfo(host, None)}
+        # Other nodes cannot reach a name that resolves to loopback.
         loopback = all(str(one).startswith("127.") or one == "::1" for one in addresses)
         what = f"{host} is {', '.join(sorted(map(str, addresses)))}"
     except OSError as error:
@@ -296,7 +304,7 @@ def _compiler(recipe: Recipe | None) -> Iterator[Finding]:
 
 
 def _needed_extras(recipe: Recipe) -> set[str]:
-    """Extras without which this recipe cannot train."""
+    """Return the extras without which this recipe cannot train."""
     scheme = urlsplit(recipe.checkpoint.directory or "").scheme
     used = {
         "tensorboard": recipe.tracking.tensorboard,
@@ -307,15 +315,15 @@ def _needed_extras(recipe: Recipe) -> set[str]:
 
 
 def _requirements() -> dict[str, str]:
-    """extra → what pip installs for it, of those in PURPOSES; none where Perdure is run from a
-    checkout without being installed."""
+    """Map each extra in PURPOSES to its pip requirements; empty where Perdure runs from a checkout
+    without being installed."""
     try:
         lines = requires("perdure") or ()
     except PackageNotFoundError:
         return {}
     stated = [re.split(r" *; *extra == ", line) for line in lines]
-    found = {rest[0].strip("'\""): requirement for requirement, *rest in stated if rest}
-    return {extra: found[extra] for extra in PURPOSES if extra in found}
+    by_extra = {rest[0].strip("'\""): requirement for requirement, *rest in stated if rest}
+    return {extra: by_extra[extra] for extra in PURPOSES if extra in by_extra}
 
 
 def _extra(extra: str, requirement: str, *, needed: bool) -> Finding:

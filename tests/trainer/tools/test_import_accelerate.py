@@ -16,8 +16,8 @@ from trainer.recipe import RecipeError, load_recipe
 from trainer.recipe.load import resolved
 from trainer.tools.importing.accelerate import import_accelerate
 from trainer.tools.importing.deepspeed import import_deepspeed
+from trainer.tools.importing.foreign_config import flat
 from trainer.tools.importing.imported import ABSENT, NEEDED, inline
-from trainer.tools.importing.source import flat
 from trainer.tools.importing.training_arguments import import_training_arguments
 
 START = {
@@ -420,7 +420,7 @@ def test_every_name_of_theirs_is_known(written, tmp_path):
             {"distributed_type": "FSDP", "fsdp_config": ["FULL_SHARD"]},
             r"fsdp_config: should be a section with keys, such as .*, but it is \[",
         ),
-        ("distributed_type: NO\ndistributed_type: NO\n", "stands twice"),
+        ("distributed_type: NO\ndistributed_type: NO\n", "occurs twice"),
         ("- a list", "a configuration of accelerate is a mapping"),
     ],
 )  # fmt: skip

@@ -15,7 +15,7 @@ def ranks(strategy: Strategy) -> int:
 
 
 def stream_parts(strategy: Strategy) -> int:
-    """Parts into which these ranks cut the residual stream along the sequence."""
+    """Parts into which tp ranks cut the residual stream along the sequence."""
     return strategy.tp if strategy.sequence_parallel else 1
 
 
@@ -52,4 +52,5 @@ def describe(strategy: Strategy) -> str:
 
 def bytes_sent(strategy: Strategy, reduced: float) -> float:
     """Bytes that each rank sends in a ring to all-reduce activations of `reduced` bytes."""
+    # A reduce-scatter and an all-gather.
     return 2 * (1 - 1 / strategy.tp) * reduced

@@ -1,5 +1,5 @@
-"""`perdure compare`: a recipe trained for a few steps under each strategy, for real, one after
-another on this machine, and what each of them cost."""
+"""`perdure compare`: trains a recipe for a few steps under each strategy, one after another on this
+machine, and measures what each costs."""
 
 import math
 import re
@@ -20,12 +20,12 @@ from trainer.recipe import RecipeError
 from trainer.run.preflight import check_inputs, check_optimizer
 from trainer.run.profile import RankRecord, read_records
 from trainer.tasks.task import Task, build_task
-from trainer.tools.compare.strategies import AFTER_SAVE, WARM_UP, StrategyRecipe, candidate
+from trainer.tools.compare.compared_strategies import AFTER_SAVE, WARM_UP, StrategyRecipe, candidate
 from trainer.tools.report.report import read_metrics
 from trainer.tools.torchrun import run_ranks
 
 INTERRUPTED = "not measured: interrupted"
-"""Problem of the strategies that were still to come."""
+"""`Outcome.problem` of the strategies that Ctrl-C left unrun."""
 
 # Largest relative difference of a loss. fp32: sums in another order; 6e-7 was seen over 50 steps.
 # bf16 and fp16: FSDP casts all parameters, autocast under DDP and ZeRO-1 leaves norms in float32;
@@ -35,23 +35,24 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}
 
 @dataclass
 class Outcome:
-    """What one strategy came to. Bytes and seconds; those of memory are of the rank with most."""
+    """The measurements of one strategy, in bytes and seconds; memory is that of the rank with
+    most."""
 
     name: str
     problem: str = ""
-    """Why there are no figures."""
+    """The reason why there are no figures."""
     failed: bool = False
-    """It could have run, and did not."""
+    """The strategy was runnable, and its run failed."""
     step_seconds: list[float] = field(default_factory=list)
-    """One for each timed step."""
+    """Duration of each timed step."""
     rate: float | None = None
-    """What is consumed per second over all ranks, by the median step."""
+    """Units consumed per second over all ranks, at the median step."""
     unit: str = "tokens"
-    """What the rate counts."""
+    """The unit of the rate, such as tokens."""
     losses: dict[int, float] = field(default_factory=dict)
-    """By step, as far as logged."""
+    """Step → loss, of the logged steps."""
     difference: float | None = None
-    """Largest relative difference of a loss to the first strategy's."""
+    """Largest relative difference of a loss from the first strategy's."""
     ranks: list[RankRecord] = field(default_factory=list)
     peak: int | None = None
     parameters: int | None = None
@@ -60,22 +61,23 @@ class Outcome:
     optimizer_state: int | None = None
     host: int | None = None
     communication: float | None = None
-    """Share of the time, mean of the ranks."""
+    """Share of the time spent in communication, mean of the ranks."""
     bubble: float | None = None
-    """Share of idle time of a pipeline, in the timed steps, as metrics.jsonl has it."""
+    """Share of the timed steps for which a pipeline idled, from metrics.jsonl."""
     communication_bytes: float | None = None
-    """Sent per step by a rank, as `RankRecord.sent`."""
+    """Bytes that a rank sends per step, as `RankRecord.sent`."""
     checkpoint_stall: float | None = None
-    """What one checkpoint cost the trainer: time between steps, and slower steps after it."""
+    """Seconds that one checkpoint cost training: the time between steps, and slower steps after
+    it."""
     checkpoint_seconds: float | None = None
     checkpoint_bytes: int | None = None
     predicted: dict[str, Any] = field(default_factory=dict)
     """Fields of the plan's `Prediction`."""
     unplanned: str = ""
-    """Why there are none."""
+    """The reason why `predicted` is empty."""
 
     def quantile(self, share: float) -> float | None:
-        """The nearest of the step seconds to a quantile."""
+        """Return the step duration nearest to a quantile."""
         if not self.step_seconds:
             return None
         ordered = sorted(self.step_seconds)
@@ -83,7 +85,7 @@ class Outcome:
 
     @property
     def final_loss(self) -> float | None:
-        """Loss of the last step that was logged."""
+        """Loss of the last logged step."""
         return self.losses[max(self.losses)] if self.losses else None
 
 
@@ -96,51 +98,51 @@ def run_comparison(
     steps: int,
     out: Path,
 ) -> list[Outcome]:
-    """Run every strategy, and print a line for each; what cannot run says why. After Ctrl-C the
-    rest is INTERRUPTED.
+    """Run every strategy, and print a line for each; a strategy that cannot run is reported with
+    the reason. After Ctrl-C the remaining ones are INTERRUPTED.
 
     Args:
         recipe_path: YAML file.
-        overrides: of the recipe.
-        names: a key of `BASES`, and keys of `MODIFIERS` after a `+`.
-        ranks: to start on this machine.
-        steps: timed ones.
-        out: folder that is made: `runs` and `logs`.
+        overrides: changes to the recipe.
+        names: strategies: a key of `BASES`, followed by keys of `MODIFIERS`, each after a `+`.
+        ranks: ranks to start on this machine.
+        steps: timed steps.
+        out: folder to create, with `runs` and `logs`.
 
     Raises:
         RecipeError: wrong recipe, an unknown name, or `out` is there.
     """
     if out.exists():
         raise RecipeError(f"{out}: is there already; delete it, or give another --out")
-    found = [
+    strategies = [
         candidate(name, recipe_path, overrides, ranks, steps, out / "runs" / name) for name in names
     ]
-    recipe = next((one.recipe for one in found if one.recipe), None)
+    recipe = next((one.recipe for one in strategies if one.recipe), None)
     if recipe:
         task = build_task(recipe)
         unit = task.unit
         print(f"{task.name}: {task.sizes}", flush=True)
-        found = [_checked(one, task, ranks) for one in found]
+        strategies = [_checked(one, task, ranks) for one in strategies]
         del task  # a user's own model takes memory
-    if not any(one.recipe for one in found):
+    if not any(one.recipe for one in strategies):
         whose: dict[str, list[str]] = {}
-        for one in found:
+        for one in strategies:
             whose.setdefault(one.problem, []).append(one.name)
         raise RecipeError("; ".join(f"{', '.join(of)}: {why}" for why, of in whose.items()))
     (out / "logs").mkdir(parents=True)
     outcomes: list[Outcome] = []
-    for number, one in enumerate(found, 1):
+    for number, one in enumerate(strategies, 1):
         began = time.monotonic()
         try:
             outcome = _run(one, ranks, steps, out)
         except KeyboardInterrupt:
-            outcomes += [Outcome(left.name, INTERRUPTED) for left in found[number - 1 :]]
+            outcomes += [Outcome(left.name, INTERRUPTED) for left in strategies[number - 1 :]]
             break
         outcome.unit = unit
         outcomes.append(outcome)
         seconds = time.monotonic() - began
         text = outcome.problem or f"{outcome.rate:,.0f} {unit}/s"
-        print(f"[{number}/{len(found)}] {one.name}: {text} ({seconds:.0f} s)", flush=True)
+        print(f"[{number}/{len(strategies)}] {one.name}: {text} ({seconds:.0f} s)", flush=True)
     compare_losses(outcomes)
     return outcomes
 
@@ -149,7 +151,8 @@ def run_comparison(
 
 
 def _checked(one: StrategyRecipe, task: Task, ranks: int) -> StrategyRecipe:
-    """With what hinders it on so many ranks, if anything does."""
+    """Return a strategy, with the problem that prevents it from running on so many ranks, if
+    any."""
     try:
         if one.recipe:
             check_inputs(one.recipe, task, 0, ranks, ranks)
@@ -165,7 +168,7 @@ def _run(one: StrategyRecipe, ranks: int, steps: int, out: Path) -> Outcome:
     run, log = out / "runs" / one.name, out / "logs" / f"{one.name}.log"
     code = launch(["-m", "trainer", *one.arguments], ranks, log, run)
     if code:
-        return Outcome(one.name, f"failed: {_why(log, code)}; see {log}", failed=True)
+        return Outcome(one.name, f"failed: {_last_error(log, code)}; see {log}", failed=True)
     try:
         outcome = read_run(one.name, run, steps)
     except (LedgerError, OSError, KeyError) as error:
@@ -177,8 +180,8 @@ def _run(one: StrategyRecipe, ranks: int, steps: int, out: Path) -> Outcome:
     return outcome
 
 
-def _why(log: Path, code: int) -> str:
-    """The last error that a rank told of; the launcher's own says nothing."""
+def _last_error(log: Path, code: int) -> str:
+    """Return the last error that a rank printed; the launcher's own message names no cause."""
     lines = log.read_text(errors="replace").splitlines()
     errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?(error|[\w.]*Error): ", line)]
     errors = [line for line in errors if "ChildFailedError" not in line]
@@ -186,7 +189,7 @@ def _why(log: Path, code: int) -> str:
 
 
 def launch(worker: Sequence[str], ranks: int, log: Path, run: Path) -> int:
-    """Run a worker under torchrun to the end, and delete the checkpoints of its run.
+    """Run a worker under torchrun to its end, and delete the checkpoints of its run.
 
     Returns:
         The exit code of torchrun.
@@ -195,6 +198,7 @@ def launch(worker: Sequence[str], ranks: int, log: Path, run: Path) -> int:
         with log.open("wb") as output:
             return run_ranks(worker, ranks, output=output)
     finally:
+        # The strategies still to come need the disk, and the memory of slots.
         checkpoints = run / "checkpoints"
         collect_memory(str(location(str(checkpoints)).absolute()))
         shutil.rmtree(checkpoints, ignore_errors=True)
@@ -204,25 +208,26 @@ def launch(worker: Sequence[str], ranks: int, log: Path, run: Path) -> int:
 
 
 def read_run(name: str, run: Path, steps: int) -> Outcome:
-    """The figures of a run that ended well.
+    """Read the figures of a run that ended with code 0.
 
     Args:
-        name: of the strategy.
-        run: its directory.
-        steps: timed ones.
+        run: run directory.
+        steps: timed steps.
 
     Raises:
-        LedgerError, KeyError: the run left less than a whole one leaves.
+        LedgerError, KeyError: the run's records are incomplete.
     """
     by_number = {step.step: step for step in read_history(run).attempts[-1].steps}
     save_at = WARM_UP + steps
     timed = [by_number[number].seconds for number in range(WARM_UP + 1, save_at + 1)]
     records = read_metrics(run)
     logged = [record for record in records if "loss" in record]
+    # metrics.jsonl has null for a loss that is not finite.
     losses = {r["step"]: math.inf if r["loss"] is None else r["loss"] for r in logged}
     tokens_per_step = logged[-1]["tokens"] / logged[-1]["step"]
     saves = [record for record in records if record.get("checkpoint_step") == save_at]
     ranks = read_records(run)
+    # Without the first record, whose interval includes warm-up.
     bubbles = [record["bubble"] for record in logged if "bubble" in record][1:]
 
     def most(kind: str) -> Any:
@@ -250,13 +255,15 @@ def read_run(name: str, run: Path, steps: int) -> Outcome:
 
 
 def stall(steps: Mapping[int, StepLine], save_at: int, usual: float) -> float:
-    """Seconds that a checkpoint after step `save_at` cost: what passed until the next step began
-    beyond what usually does, and by how much the steps that followed were slower than usual."""
+    """Return the seconds that a checkpoint after step `save_at` cost: the longer pause before the
+    next step, and the slowdown of the steps that follow."""
 
     def pause_after(number: int) -> float:
         return steps[number + 1].after - steps[number + 1].seconds - steps[number].after
 
+    # Data and logging take time between steps without any save.
     usual_pause = median(pause_after(number) for number in range(WARM_UP + 1, save_at))
+    # The save runs beside these steps and slows them down.
     following = range(save_at + 1, save_at + AFTER_SAVE + 1)
     slower = sum(steps[number].seconds - usual for number in following)
     return max(0.0, pause_after(save_at) - usual_pause) + max(0.0, slower)
@@ -266,7 +273,7 @@ def stall(steps: Mapping[int, StepLine], save_at: int, usual: float) -> float:
 
 
 def compare_losses(outcomes: Sequence[Outcome]) -> None:
-    """Fill in `difference`: to the first outcome that has losses."""
+    """Fill in `Outcome.difference`, relative to the first outcome with losses."""
     reference = next((one.losses for one in outcomes if one.losses), {})
     for one in outcomes:
         common = one.losses.keys() & reference.keys()
@@ -277,13 +284,14 @@ def compare_losses(outcomes: Sequence[Outcome]) -> None:
 
 
 def problems(outcomes: Sequence[Outcome], tolerance: float) -> list[str]:
-    """What is not as it should be, in a sentence each."""
-    found = [f"{one.name}: {one.problem}" for one in outcomes if one.failed]
+    """Describe failed strategies, and losses that differ by more than `tolerance`, in a sentence
+    each."""
+    sentences = [f"{one.name}: {one.problem}" for one in outcomes if one.failed]
     first = next((one.name for one in outcomes if one.losses), "")
-    found += [
+    sentences += [
         f"{one.name}: a loss differs from that of {first} by {one.difference:.1e}, "
         f"more than {tolerance:.0e}"
         for one in outcomes
         if one.difference is not None and not one.difference <= tolerance  # NaN too
     ]
-    return found
+    return sentences

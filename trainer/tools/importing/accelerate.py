@@ -1,7 +1,7 @@
-"""An accelerate configuration (the YAML of `accelerate launch`) → a recipe, each key accounted for.
+"""Translates an accelerate configuration (the YAML of `accelerate launch`) to a recipe.
 
-It says how a run is started and spread, and nothing about the optimizer: TrainingArguments do, from
-a file of theirs or by their defaults. Its DeepSpeed part is translated as a ds_config.
+The configuration describes launch and distribution; optimizer values come from TrainingArguments, a
+file or their defaults. Its DeepSpeed part is translated as a ds_config.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,8 +12,7 @@ from trainer.tools.importing import deepspeed
 from trainer.tools.importing.accelerate_keys import TABLE
 from trainer.tools.importing.deepspeed_keys import INLINE
 from trainer.tools.importing.deepspeed_keys import TABLE as DEEPSPEED
-from trainer.tools.importing.imported import Imported
-from trainer.tools.importing.source import (
+from trainer.tools.importing.foreign_config import (
     ForeignConfig,
     a_boolean_or_word,
     a_positive_number,
@@ -25,6 +24,7 @@ from trainer.tools.importing.source import (
     read_yaml,
     words,
 )
+from trainer.tools.importing.imported import Imported
 from trainer.tools.importing.training_arguments import (
     fill,
     mixed_precision,
@@ -49,7 +49,7 @@ REFUSED = {
         TRAINED_ON,
     ),
 }  # fmt: skip
-"""`distributed_type` → why it cannot be imported."""
+"""`distributed_type` → the reason why it cannot be imported."""
 
 SECTIONS = {
     "FSDP": "fsdp_config",
@@ -57,7 +57,7 @@ SECTIONS = {
     "MEGATRON_LM": "megatron_lm_config",
     "fp8": "fp8_config",
 }
-"""`distributed_type` or `mixed_precision` → the section that is read with it alone."""
+"""`distributed_type` or `mixed_precision` → the section that only applies with it."""
 
 FP8 = {
     "AO": "",
@@ -65,7 +65,7 @@ FP8 = {
     "MSAMP": "MS-AMP also keeps optimizer state and gradients in 8 bits; here they are float32",
     None: "there whichever backend is installed, here torchao's scaling by tensor",
 }
-"""`fp8_backend` → how precision.matmul differs."""
+"""`fp8_backend` → how precision.matmul differs from it."""
 
 
 def import_accelerate(
@@ -76,31 +76,31 @@ def import_accelerate(
     training_arguments: str | Path | None = None,
     allow_unknown: bool = False,
 ) -> Imported:
-    """Translate an accelerate configuration.
+    """Translate an accelerate configuration to a recipe.
 
     Args:
         path: YAML file, or JSON by its name.
-        overrides: `key.sub=value` of the recipe, over what the configuration says.
-        ranks: that it is run on, where it does not say.
-        training_arguments: JSON file of Hugging Face's TrainingArguments that it is used with.
-        allow_unknown: list unknown keys as unknown, instead of an error.
+        overrides: `key.sub=value` of the recipe, applied over the configuration.
+        ranks: number of ranks, where the configuration names none.
+        training_arguments: JSON file of the Hugging Face TrainingArguments used with it.
+        allow_unknown: report unknown keys instead of raising an error.
 
     Raises:
         RecipeError: no YAML, an unknown key, a value of the wrong type, keys that contradict each
             other, a device that Perdure does not train on; one line that names file and key.
     """
-    made = Imported(str(path))
-    made.override(overrides)
+    imported = Imported(str(path))
+    imported.override(overrides)
     tree = (read_json if Path(path).suffix == ".json" else read_yaml)(path, WHAT)
-    source = ForeignConfig(str(path), flat(tree), TABLE, made)
-    arguments = read_arguments(training_arguments, made)
+    source = ForeignConfig(str(path), flat(tree), TABLE, imported)
+    arguments = read_arguments(training_arguments, imported)
     ranks = _launch(source, ranks)
     spread, optimizes = _distribute(source), True
     mixed = _mixed_precision(source)
     if spread == "DEEPSPEED":
-        made.replicas = ranks
+        imported.replicas = ranks
         _parallelism(source, ranks, "DEEPSPEED")
-        optimizes = _deepspeed(source, arguments, made.replicas, mixed, allow_unknown)
+        optimizes = _deepspeed(source, arguments, imported.replicas, mixed, allow_unknown)
     else:
         _data_parallel(source, arguments, spread, ranks, mixed)
     _compile(source)
@@ -114,32 +114,32 @@ def import_accelerate(
     source.drop_rest(allow_unknown)
     fill(arguments, optimizes=optimizes)
     arguments.drop_rest(allow_unknown)
-    made.finish()
-    return made
+    imported.finish()
+    return imported
 
 
 def fsdp_of_arguments(arguments: ForeignConfig) -> None:
     """Translate `fsdp` and `fsdp_config` of TrainingArguments: true, or words as in transformers 4,
-    such as "full_shard auto_wrap offload"; without them Trainer uses DDP."""
-    made, held = arguments.made, arguments.left.get("fsdp")
+    such as "full_shard auto_wrap offload"; Trainer uses DDP where both are missing."""
+    imported, held = arguments.imported, arguments.left.get("fsdp")
     legacy = [] if held is True or not held else arguments.take("fsdp", words)
-    _parallelism(arguments, made.replicas, "")
+    _parallelism(arguments, imported.replicas, "")
     if not held:
         arguments.put("fsdp", "strategy.name", "ddp")
         arguments.settle(arguments.below("fsdp_config."), "", "only with fsdp")
         return
-    made.set("strategy.name", "fsdp", f"{arguments.file}: fsdp")
+    imported.set("strategy.name", "fsdp", f"{arguments.file}: fsdp")
     sharding = next((word.upper() for word in legacy if word.upper() in FSDP1), None)
     if sharding:
-        made.set("strategy.sharding", *_sharding_of(sharding)[:1], f"{arguments.file}: fsdp")
+        imported.set("strategy.sharding", *_sharding_of(sharding)[:1], f"{arguments.file}: fsdp")
     if "offload" in legacy:
-        made.set("strategy.offload", "cpu", f"{arguments.file}: fsdp")
+        imported.set("strategy.offload", "cpu", f"{arguments.file}: fsdp")
     arguments.became("fsdp", "strategy.name=fsdp")
     _fsdp(arguments, version=1 if legacy else 2)
 
 
 def _launch(source: ForeignConfig, ranks: int | None) -> int | None:
-    """The command that starts as many ranks; returns how many."""
+    """Record the command that starts as many ranks, and return their number."""
     where = source.take("compute_environment", str, "LOCAL_MACHINE")
     if where != "LOCAL_MACHINE":
         problem = f"{where} is not imported; run the recipe under torchrun on its machines"
@@ -154,7 +154,7 @@ def _launch(source: ForeignConfig, ranks: int | None) -> int | None:
     port = source.take("main_process_port", a_whole_number) or 29400
     chosen = source.take("gpu_ids", str, "all")
     each = str(ranks // nodes) if ranks else "GPUS_PER_NODE"
-    source.made.launch = " ".join(
+    source.imported.launch = " ".join(
         [
             *([f"CUDA_VISIBLE_DEVICES={chosen.replace(' ', '')}"] if chosen != "all" else []),
             f"torchrun --rdzv-backend perdure --rdzv-endpoint {host}:{port}",
@@ -168,7 +168,7 @@ def _launch(source: ForeignConfig, ranks: int | None) -> int | None:
 
 
 def _distribute(source: ForeignConfig) -> str:
-    """`distributed_type`, if it is one that Perdure has."""
+    """Return `distributed_type`, if Perdure has a counterpart."""
     kind = source.take("distributed_type", str)
     if kind is None:
         raise source.error("distributed_type", "is missing; accelerate needs it too")
@@ -182,7 +182,7 @@ def _distribute(source: ForeignConfig) -> str:
 
 
 def _mixed_precision(source: ForeignConfig) -> str:
-    """ "no", "fp16", "bf16" or "fp8"; the last is put."""
+    """Return "no", "fp16", "bf16" or "fp8", and put the recipe key for "fp8"."""
     old = source.take("fp16", a_boolean_or_word, False)
     kinds = one_of("no", "fp16", "bf16", "fp8")
     mixed: str = source.take("mixed_precision", kinds, "fp16" if old else "no")
@@ -202,11 +202,12 @@ def _fp8(source: ForeignConfig) -> None:
 
 
 def _put_precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str) -> None:
-    """Precision outside DeepSpeed: TrainingArguments override accelerate, as Trainer does."""
+    """Put the precision of a run without DeepSpeed: as in Trainer, TrainingArguments override
+    accelerate."""
     said = mixed_precision(arguments)
     dtype = said or {"fp8": "bf16", "no": "fp32"}.get(mixed, mixed)
     if mixed == "fp8":
-        source.made.set("precision.dtype", dtype, f"{source.file}: mixed_precision")
+        source.imported.set("precision.dtype", dtype, f"{source.file}: mixed_precision")
     elif said:
         other = mixed not in (said, "no")
         why = f"{said} of TrainingArguments overrides it" if other else ""
@@ -218,9 +219,9 @@ def _put_precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str) 
 def _data_parallel(
     source: ForeignConfig, arguments: ForeignConfig, spread: str, ranks: int | None, mixed: str
 ) -> None:
-    """DDP, FSDP, Megatron-LM or one process."""
-    made = source.made
-    made.replicas = ranks
+    """Translate DDP, FSDP, Megatron-LM or a single process."""
+    imported = source.imported
+    imported.replicas = ranks
     if spread == "FSDP":
         source.put("distributed_type", "strategy.name", "fsdp")
         version = int(source.take(f"{FSDP}version", a_whole_number, 1))
@@ -230,29 +231,30 @@ def _data_parallel(
         _megatron(source, ranks)
     else:
         source.put("distributed_type", "strategy.name", "ddp", "" if ranks != 1 else "one process")
-    if spread == "MULTI_CPU" and made.get("run.device") is None:
-        made.set("run.device", "cpu", f"{source.file}: distributed_type")
+    if spread == "MULTI_CPU" and imported.get("run.device") is None:
+        imported.set("run.device", "cpu", f"{source.file}: distributed_type")
     _put_precision(source, arguments, mixed)
 
 
 def _sharding_of(name: str) -> tuple[str, str]:
-    """FSDP1's word → `strategy.sharding`, and what differs."""
+    """Map a word of FSDP1 to `strategy.sharding`, and what differs."""
     if name == "HYBRID_SHARD_ZERO2":
         return "HYBRID_SHARD", "parameters are freed after the forward pass here, kept there"
     return name, ""
 
 
 def _fsdp(source: ForeignConfig, version: int) -> None:
-    """`fsdp_config`: what is sharded, offloaded and recomputed."""
-    made = source.made
+    """Translate `fsdp_config`: sharding, offloading and activation checkpointing."""
+    imported = source.imported
     strategy, reshard = f"{FSDP}sharding_strategy", f"{FSDP}reshard_after_forward"
     named = one_of(*FSDP1)
 
     def a_strategy(value: Any) -> str:
         number = str(value)
+        # accelerate writes the strategy by name or by number.
         return FSDP1[int(number) - 1] if number in "12345" else str(named(value))
 
-    if made.get("strategy.sharding"):
+    if imported.get("strategy.sharding"):
         source.settle((strategy, reshard), "", "the sharding is given already")
     elif version == 2:
         freed = source.take(reshard, a_boolean_or_word, True)
@@ -278,8 +280,8 @@ def _is_word(value: Any) -> bool:
 
 
 def _parallelism(source: ForeignConfig, ranks: int | None, spread: str) -> None:
-    """`parallelism_config`: which ranks compute together, and which share parameters."""
-    made = source.made
+    """Translate `parallelism_config`: the sizes of each kind of parallelism."""
+    imported = source.imported
     sizes = {
         name: int(source.take(f"{PARALLEL}{name}_size", a_whole_number, 1) or 1)
         for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
@@ -297,10 +299,10 @@ def _parallelism(source: ForeignConfig, ranks: int | None, spread: str) -> None:
     if ranks and ranks % together:
         problem = f"{ranks} ranks are no multiple of tp x cp x sp = {together}"
         raise source.error("num_processes", problem)
-    made.replicas = ranks // together if ranks else None
-    told = source.has(f"{PARALLEL}dp_replicate_size") and source.has(f"{PARALLEL}dp_shard_size")
+    imported.replicas = ranks // together if ranks else None
+    both_sizes = all(source.has(f"{PARALLEL}{name}_size") for name in ("dp_replicate", "dp_shard"))
     product = together * sizes["dp_replicate"] * sizes["dp_shard"]
-    if told and ranks and product != ranks and spread == "FSDP":
+    if both_sizes and ranks and product != ranks and spread == "FSDP":
         problem = f"{ranks} ranks, but the sizes of parallelism_config make {product}"
         raise source.error("num_processes", problem)
     if sizes["dp_replicate"] > 1:
@@ -315,8 +317,8 @@ def _parallelism(source: ForeignConfig, ranks: int | None, spread: str) -> None:
 
 
 def _megatron(source: ForeignConfig, ranks: int | None) -> None:
-    """`megatron_lm_config`: the sizes of a split model, and what its switches mean."""
-    made, together = source.made, 1
+    """Translate `megatron_lm_config`: the sizes of a split model, and its switches."""
+    imported, together = source.imported, 1
     for name, target in (
         ("tp_degree", "strategy.tp"),
         ("pp_degree", "strategy.pp"),
@@ -329,25 +331,25 @@ def _megatron(source: ForeignConfig, ranks: int | None) -> None:
             together *= size if target != "strategy.ep" else 1
     if ranks and ranks % together:
         raise source.error("num_processes", f"{ranks} ranks are no multiple of {together}")
-    made.replicas = ranks // together if ranks else None
+    imported.replicas = ranks // together if ranks else None
 
     def on(name: str) -> bool:
         return bool(source.take(MEGATRON + name, a_boolean_or_word, False))
 
-    made.set("strategy.name", "fsdp", f"{source.file}: distributed_type")
+    imported.set("strategy.name", "fsdp", f"{source.file}: distributed_type")
     source.became("distributed_type", "strategy.name=fsdp")
     if on("use_custom_fsdp"):
         source.put(MEGATRON + "use_custom_fsdp", "strategy.sharding", "FULL_SHARD")
-    elif on("use_distributed_optimizer") and together == 1 and not made.get("strategy.ep"):
+    elif on("use_distributed_optimizer") and together == 1 and not imported.get("strategy.ep"):
         key = MEGATRON + "use_distributed_optimizer"
         source.put(key, "strategy.sharding", "OPTIMIZER_STATE")
-    elif on("use_distributed_optimizer") or made.get("strategy.ep"):
+    elif on("use_distributed_optimizer") or imported.get("strategy.ep"):
         differs = "its optimizer state is sharded there, here also its gradients"
         key = MEGATRON + "use_distributed_optimizer"
         source.put(key, "strategy.sharding", "SHARD_GRAD_OP", differs=differs)
     else:
-        made.set("strategy.sharding", "NO_SHARD", f"{source.file}: distributed_type")
-    if on("sequence_parallelism") and made.get("strategy.tp"):
+        imported.set("strategy.sharding", "NO_SHARD", f"{source.file}: distributed_type")
+    if on("sequence_parallelism") and imported.get("strategy.tp"):
         source.put(MEGATRON + "sequence_parallelism", "strategy.sequence_parallel", True)
     if on("recompute_activations"):
         full = source.take(MEGATRON + "recompute_granularity", str) == "full"
@@ -356,7 +358,7 @@ def _megatron(source: ForeignConfig, ranks: int | None) -> None:
         source.put(key, "strategy.activation_checkpointing", kind)
     number: Callable[[Any], Any] = a_positive_number
     if passes := source.take(MEGATRON + "num_micro_batches", number):
-        made.accumulation = passes
+        imported.accumulation = passes
         why = "accumulation is what the global batch needs"
         source.became(MEGATRON + "num_micro_batches", "batch.global_batch", why)
     clip = MEGATRON + "gradient_clipping"
@@ -370,25 +372,26 @@ def _deepspeed(
     mixed: str,
     allow_unknown: bool,
 ) -> bool:
-    """`deepspeed_config`, whose keys are a ds_config's by other names, or the ds_config that it
-    names; returns whether TrainingArguments may give the optimizer values."""
-    made = source.made
+    """Translate `deepspeed_config`, whose keys are a ds_config's under other names, or the
+    ds_config that it names; return whether TrainingArguments may supply the optimizer's values."""
+    imported = source.imported
     inline = source.below("deepspeed_config.")
     named = source.left.get("deepspeed_config.deepspeed_config_file")
+    # Accounted for below, by the ds_config or by `rest`.
     values = {key: source.left.pop(key) for key in inline}
     if named and named != "none":
         path = beside(str(named), source.file, "deepspeed_config.deepspeed_config_file")
-        ds = ForeignConfig(str(path), flat(read_json(path, "ds_config")), DEEPSPEED, made)
+        ds = ForeignConfig(str(path), flat(read_json(path, "ds_config")), DEEPSPEED, imported)
         ds.assumed["gradient_accumulation_steps"] = 1
         for key in ("bf16.enabled", "fp16.enabled"):
             if mixed != "no" and key not in ds.left:
                 ds.assumed[key] = key.startswith({"fp8": "bf16"}.get(mixed, mixed))
     else:
         ds = ForeignConfig(
-            made.file,
+            imported.file,
             values,
             INLINE,
-            made,
+            imported,
             assumed={
                 "zero_optimization.stage": 2,
                 "gradient_accumulation_steps": "auto",
@@ -399,19 +402,21 @@ def _deepspeed(
         )
     optimizes = deepspeed.translate(ds, arguments, ranks, mixed=mixed)
     ds.drop_rest(allow_unknown)
-    if ds.file != made.file:  # accelerate reads the file alone, beside a few words about the start
-        rest = ForeignConfig(made.file, values, INLINE, made)
+    if (
+        ds.file != imported.file
+    ):  # accelerate reads the file alone, beside a few words about the start
+        rest = ForeignConfig(imported.file, values, INLINE, imported)
         rest.settle(
             [key for key in rest.left if not key.startswith("deepspeed_config.")],
             "",
             f"{path.name} says it",
         )
         rest.drop_rest(allow_unknown)
-    dtype = made.get("precision.dtype")
+    dtype = imported.get("precision.dtype")
     agreed = {"fp8": "bf16", "no": "fp32"}.get(mixed, mixed) == dtype
     why = "" if agreed else "the ds_config or TrainingArguments say it"
     source.became("mixed_precision", f"precision.dtype={dtype}", why, differs=not agreed)
-    sharding = made.get("strategy.sharding")
+    sharding = imported.get("strategy.sharding")
     source.became(
         "distributed_type", f"strategy.sharding={sharding}" if sharding else "strategy.name=ddp"
     )
@@ -419,7 +424,7 @@ def _deepspeed(
 
 
 def _compile(source: ForeignConfig) -> None:
-    """`dynamo_config`, or `dynamo_backend` as accelerate spelled it first."""
+    """Translate `dynamo_config`, or the older `dynamo_backend`."""
     for key in ("dynamo_backend", "dynamo_config.dynamo_backend"):
         backend = source.take(key, str, "NO")
         if backend.upper() not in ("NO", "EAGER"):

@@ -1,8 +1,8 @@
-"""The keys of an accelerate configuration that no recipe key stands for, and why; some of them only
-where `trainer.tools.importing.accelerate` has no use for their value. Names are those of accelerate
-0.11 to 1.15. A key that ends in a dot stands for all keys below it."""
+"""The keys of an accelerate configuration without a counterpart in recipes, each with the reason;
+for some only where `trainer.tools.importing.accelerate` has no use for their value. Names are those
+of accelerate 0.11 to 1.15. A key that ends in a dot covers all keys below it."""
 
-from trainer.tools.importing.source import Table, reasons
+from trainer.tools.importing.foreign_config import Table, reasons
 
 _SECTIONS = {
     "fsdp.": "fsdp_config.fsdp_",
@@ -11,10 +11,10 @@ _SECTIONS = {
     "fp8.": "fp8_config.fp8_",
     "megatron.": "megatron_lm_config.megatron_lm_",
 }
-"""Short for a section, and for what the names of its keys begin with."""
+"""Abbreviation of a section → the prefix of its keys' names."""
 
 
-def _whole(key: str) -> str:
+def _expand(key: str) -> str:
     for short, long in _SECTIONS.items():
         key = long + key.removeprefix(short) if key.startswith(short) else key
     return key
@@ -112,8 +112,8 @@ torch.compile decides about dynamic shapes
 
 
 def spelled_out(key: str) -> str:
-    """A key of a section as accelerate's launcher completes it: "fsdp_config.version" is the same
-    as "fsdp_config.fsdp_version"."""
+    """Complete the key of a section as accelerate's launcher does: "fsdp_config.version" becomes
+    "fsdp_config.fsdp_version"."""
     for long in _SECTIONS.values():
         section = long[: long.index(".") + 1]
         if key.startswith(section) and not key.startswith(long):
@@ -123,9 +123,9 @@ def spelled_out(key: str) -> str:
 
 TABLE = Table(
     owner="accelerate",
-    no_meaning=reasons(_NO_MEANING, _whole),
-    differs=reasons(_DIFFERS, _whole),
+    no_meaning=reasons(_NO_MEANING, _expand),
+    differs=reasons(_DIFFERS, _expand),
     aliases={},
     complete=spelled_out,
 )
-"""What is known about the keys of an accelerate configuration."""
+"""Rules for the keys of an accelerate configuration."""

@@ -1,8 +1,8 @@
-"""A DeepSpeed configuration (ds_config.json) → a recipe, with every key accounted for.
+"""Translates a DeepSpeed configuration (ds_config.json) to a recipe, with every key accounted for.
 
-What a recipe needs and a ds_config does not say (model, data, length of the run) stays open, as a
-line to fill in. "auto" is what Hugging Face's Trainer puts there: the value of its
-TrainingArguments. They also give the optimizer and the schedule of a ds_config that has none.
+Settings that a ds_config lacks (model, data, length of the run) become lines to fill in. "auto"
+stands for the value of Hugging Face's TrainingArguments, which also supply optimizer and schedule
+where a ds_config has none.
 """
 
 import math
@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 
 from trainer.recipe import ZERO_STAGES
 from trainer.tools.importing.deepspeed_keys import TABLE
-from trainer.tools.importing.imported import ABSENT, Imported, Line
-from trainer.tools.importing.source import (
+from trainer.tools.importing.foreign_config import (
     ForeignConfig,
     a_boolean,
     a_device,
@@ -25,6 +24,7 @@ from trainer.tools.importing.source import (
     flat,
     read_json,
 )
+from trainer.tools.importing.imported import ABSENT, Imported, Line
 from trainer.tools.importing.training_arguments import (
     fill,
     is_file,
@@ -38,7 +38,7 @@ SIZES = (
     ("tensor_parallel.autotp_size", "strategy.tp", ""),
     ("sequence_parallel_size", "strategy.cp", "Ulysses there, a ring here"),
 )
-"""Ranks that share a replica of the model: key, recipe key, note."""
+"""Key of a size of parallelism, its recipe key, a note."""
 
 SWITCHES: tuple[tuple[str, bool, str, Any, str, str], ...] = (
     ("compile.enabled", True, "strategy.compile", True, "", ""),
@@ -46,14 +46,14 @@ SWITCHES: tuple[tuple[str, bool, str, Any, str, str], ...] = (
     ("tensorboard.enabled", True, "tracking.tensorboard", True, "tensorboard.job_name", "name"),
     ("wandb.enabled", True, "tracking.wandb", "online", "wandb.project", "project"),
 )
-"""Key, its value that means on, recipe key and value; a key that then counts, and its place in
+"""Key, the value that means on, recipe key and value; a key that then counts, and its place in
 `tracking`."""
 
 TORCH = {
     "Adadelta": 1.0, "Adafactor": 0.01, "Adagrad": 0.01, "Adamax": 2e-3, "ASGD": 0.01,
     "NAdam": 2e-3, "RAdam": 1e-3, "RMSprop": 0.01, "Rprop": 0.01, "SGD": 1e-3,
 }  # fmt: skip
-"""Optimizers of torch that DeepSpeed takes by their names, and their learning rates."""
+"""torch optimizers that DeepSpeed accepts by name → their default learning rates."""
 
 
 Method: TypeAlias = tuple[str, str, float, list[float] | None, float | None, str]
@@ -69,11 +69,11 @@ OPTIMIZERS: dict[str, Method] = {
         for name, lr in TORCH.items()
     },
 }
-"""Name in DeepSpeed, in small letters → recipe key and its value; DeepSpeed's learning rate, betas
-and eps; a note."""
+"""DeepSpeed's name in lower case → recipe key and its value; DeepSpeed's learning rate, betas and
+eps; a note."""
 
 SHAPES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
-"""Schedulers of DeepSpeed in small letters → `schedule.name`."""
+"""DeepSpeed scheduler in lower case → `schedule.name`."""
 
 
 def import_deepspeed(
@@ -84,49 +84,54 @@ def import_deepspeed(
     training_arguments: str | Path | None = None,
     allow_unknown: bool = False,
 ) -> Imported:
-    """Translate a ds_config.
+    """Translate a ds_config to a recipe.
 
     Args:
         path: JSON file.
-        overrides: `key.sub=value` of the recipe, over what the ds_config says.
-        ranks: that the ds_config is run on; tells the global batch where it names the micro-batch
-            only.
-        training_arguments: JSON file of Hugging Face's TrainingArguments that it is used with.
-        allow_unknown: list unknown keys as unknown, as DeepSpeed itself does with most of them.
+        overrides: `key.sub=value` of the recipe, applied over the ds_config.
+        ranks: number of ranks; determines the global batch where the ds_config only names the
+            micro-batch.
+        training_arguments: JSON file of the Hugging Face TrainingArguments used with it.
+        allow_unknown: report unknown keys instead of raising an error; DeepSpeed itself ignores
+            most of them.
 
     Raises:
         RecipeError: no JSON, an unknown key, a value of the wrong type, keys that contradict each
             other; one line that names file and key.
     """
-    made = Imported(str(path))
-    made.override(overrides)
-    arguments = read_arguments(training_arguments, made)
-    source = ForeignConfig(str(path), flat(read_json(path, "ds_config")), TABLE, made)
+    imported = Imported(str(path))
+    imported.override(overrides)
+    arguments = read_arguments(training_arguments, imported)
+    source = ForeignConfig(str(path), flat(read_json(path, "ds_config")), TABLE, imported)
     by_trainer = source.automatic or is_file(arguments) or not source.has("optimizer.type")
     optimizes = translate(source, arguments, ranks, by_trainer=by_trainer)
     source.drop_rest(allow_unknown)
     if by_trainer:
         fill(arguments, optimizes=optimizes)
         arguments.drop_rest(allow_unknown)
-    made.finish()
-    return made
+    imported.finish()
+    return imported
 
 
 def deepspeed_of_arguments(
     arguments: ForeignConfig, ranks: int | None, allow_unknown: bool
 ) -> bool:
-    """Translate the ds_config that TrainingArguments hold or name; returns whether they still
-    decide the optimizer's values."""
+    """Translate the ds_config that TrainingArguments hold or name; return whether they still supply
+    the optimizer's values."""
     held = arguments.left.get("deepspeed")
     if not held:
         return True
     if isinstance(held, dict):
         arguments.left.pop("deepspeed")
         values = {f"deepspeed.{key}": value for key, value in flat(held).items()}
-        source = ForeignConfig(arguments.file, values, TABLE, arguments.made, prefix="deepspeed.")
+        source = ForeignConfig(
+            arguments.file, values, TABLE, arguments.imported, prefix="deepspeed."
+        )
     else:
         path = beside(str(held), arguments.file, "deepspeed")
-        source = ForeignConfig(str(path), flat(read_json(path, "ds_config")), TABLE, arguments.made)
+        source = ForeignConfig(
+            str(path), flat(read_json(path, "ds_config")), TABLE, arguments.imported
+        )
         arguments.became("deepspeed", "strategy", f"{path.name} says it")
     optimizes = translate(source, arguments, ranks)
     source.drop_rest(allow_unknown)
@@ -141,19 +146,19 @@ def translate(
     by_trainer: bool = True,
     mixed: str | None = None,
 ) -> bool:
-    """Translate the keys of a ds_config that have a counterpart, and leave to TrainingArguments
-    what is "auto" or comes from Trainer.
+    """Translate the keys of a ds_config that have a counterpart; "auto" and Trainer's own keys are
+    left to TrainingArguments.
 
     Args:
-        by_trainer: whether Hugging Face's Trainer is what reads it.
-        mixed: accelerate's `mixed_precision`, which "auto" means then.
+        by_trainer: whether Hugging Face's Trainer reads the file.
+        mixed: accelerate's `mixed_precision`, the meaning of "auto" there.
 
     Returns:
-        Whether TrainingArguments may still give the optimizer values.
+        Whether TrainingArguments may still supply the optimizer's values.
     """
     source.drop_switched_off()
     _strategy(source)
-    source.made.replicas = _parallelism(source, ranks)
+    source.imported.replicas = _parallelism(source, ranks)
     _precision(source, arguments, mixed)
     peak, foreign = _optimizer(source, arguments)
     _schedule(source, arguments, peak, foreign, by_trainer)
@@ -167,7 +172,7 @@ def translate(
 
 
 def _strategy(source: ForeignConfig) -> None:
-    made = source.made
+    imported = source.imported
     key, parts = f"{ZERO}stage", f"{ZERO}mics_shard_size"
     if isinstance(source.left.get(ZERO[:-1]), bool):  # as DeepSpeed spelled it in its first year
         source.left[key] = int(source.left.pop(ZERO[:-1]))
@@ -184,9 +189,9 @@ def _strategy(source: ForeignConfig) -> None:
         differs = ""
         if device and stage == 1:
             sharding, differs = ZERO_STAGES[2], "ZeRO-1 there; offloading needs sharded gradients"
-        elif made.get("strategy.sharding") == "HYBRID_SHARD":  # parallelism_config says so
+        elif imported.get("strategy.sharding") == "HYBRID_SHARD":  # parallelism_config says so
             sharding = "HYBRID_SHARD"
-        made.set("strategy.name", "fsdp", f"{source.file}: {key}")
+        imported.set("strategy.name", "fsdp", f"{source.file}: {key}")
         source.put(key, "strategy.sharding", sharding, f"ZeRO-{stage}", differs)
         if group > 0 and sharding == "HYBRID_SHARD":
             source.put(parts, "strategy.shard_size", group, "ranks per group")
@@ -198,25 +203,28 @@ def _strategy(source: ForeignConfig) -> None:
 
 
 def _offload(source: ForeignConfig, stage: int) -> str:
-    """Where DeepSpeed would put optimizer state or parameters: "", "cpu" or "nvme". The one place
-    that knows how a recipe spells that."""
-    found: dict[str, str] = {}
+    """Return where DeepSpeed would put optimizer state or parameters: "", "cpu" or "nvme". This
+    function alone knows the recipe's spelling."""
+    devices: dict[str, str] = {}
     for what, old, least in (("optimizer", "cpu_offload", 1), ("param", "cpu_offload_param", 3)):
         for key, kind in ((f"{ZERO}offload_{what}.device", a_device), (ZERO + old, a_boolean)):
             device = source.take(key, kind, "none")
             if device not in ("none", "auto", False) and stage >= least:
-                found[key] = "cpu" if device is True else device
-    device = max(found.values(), default="")
+                devices[key] = "cpu" if device is True else device
+    # Both go to one place here; "nvme" sorts after "cpu".
+    device = max(devices.values(), default="")
     if device:
         note = "parameters, gradients and optimizer state"
-        source.made.set("strategy.offload", device, f"{source.file}: {next(iter(found))}", note)
-        source.settle(found, f"strategy.offload={device}", note)
+        source.imported.set(
+            "strategy.offload", device, f"{source.file}: {next(iter(devices))}", note
+        )
+        source.settle(devices, f"strategy.offload={device}", note)
     if device == "nvme":
         paths = [f"{ZERO}offload_{what}.nvme_path" for what in ("optimizer", "param")]
         given = {key: at for key in paths if (at := source.left.get(key)) not in (None, "auto")}
         origin, path = next(iter(given.items()), (paths[0], "/local_nvme"))
         note = "a directory on a local disk"
-        source.made.set("strategy.offload_directory", path, f"{source.file}: {origin}", note)
+        source.imported.set("strategy.offload_directory", path, f"{source.file}: {origin}", note)
         for key in paths:
             other = given.get(key, path) != path
             why = "one directory holds all that is offloaded" if other else ""
@@ -225,7 +233,7 @@ def _offload(source: ForeignConfig, stage: int) -> str:
 
 
 def _parallelism(source: ForeignConfig, ranks: int | None) -> int | None:
-    """Tensor and sequence parallelism; returns how many replicas of the model the ranks make."""
+    """Translate tensor and sequence parallelism, and return the number of model replicas."""
     together = 1
     for key, target, note in SIZES:
         size = source.take(key, a_whole_number, 0)
@@ -238,7 +246,7 @@ def _parallelism(source: ForeignConfig, ranks: int | None) -> int | None:
 
 
 def _precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str | None) -> None:
-    made = source.made
+    imported = source.imported
     dtypes = {"bf16": "bf16", "fp16": "fp16", "amp": "fp16", "torch_autocast": "bf16"}
     cast = str(source.take("torch_autocast.dtype", str, "bfloat16")).removeprefix("torch.")
     if cast in ("float16", "half", "fp16"):
@@ -259,7 +267,7 @@ def _precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str | Non
         note = "auto: --bf16 or --fp16 of your script decides, or fp32 where it gave neither"
         note = note if guess else "auto: your other file says it"
         key = f"{used[0] if used else 'bf16'}.enabled"
-        made.set("precision.dtype", dtype, f"{source.file}: {key}", note, given=False)
+        imported.set("precision.dtype", dtype, f"{source.file}: {key}", note, given=False)
         keys = ("bf16.enabled", "fp16.enabled")
         source.settle(keys, f"precision.dtype={dtype}", note, differs=guess)
     if dtype != "fp16":
@@ -278,12 +286,12 @@ def _precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str | Non
         if "fp16.loss_scale_window" not in source.left:
             why = "after 1000 good steps there, 2000 here, the scale doubles"
             name = f"{source.label}fp16.loss_scale_window"
-            made.lines.append(Line(name, ABSENT, "", why, differs=True))
+            imported.lines.append(Line(name, ABSENT, "", why, differs=True))
 
 
 def _optimizer(source: ForeignConfig, arguments: ForeignConfig) -> tuple[float | None, str]:
-    """Its parameters; returns the learning rate, if there is one, and for an optimizer that is not
-    known here why its learning rates mean nothing."""
+    """Translate the optimizer's parameters; return its learning rate, if set, and for an unknown
+    optimizer the reason why its learning rates do not carry over."""
     clip = source.take("gradient_clipping", a_number)
     legacy = source.take(PARAMS + "max_grad_norm", a_number)
     if None not in (clip, legacy) and clip != legacy:
@@ -321,7 +329,7 @@ def _optimizer(source: ForeignConfig, arguments: ForeignConfig) -> tuple[float |
         muon: dict[str, Any] = {"adjust_lr": "original"}
         if (momentum := source.take(PARAMS + "momentum", a_number)) is not None:
             muon["momentum"] = 0.95 if momentum == "auto" else momentum
-        source.made.set("optimizer.muon", muon, f"{source.file}: optimizer.type")
+        source.imported.set("optimizer.muon", muon, f"{source.file}: optimizer.type")
         source.became(PARAMS + "momentum", "optimizer.muon.momentum")
         if isinstance(adam := source.take(PARAMS + "adam_lr", a_number), float):
             scale = f"{adam / peak:g}" if peak else "of your choice"
@@ -332,14 +340,15 @@ def _optimizer(source: ForeignConfig, arguments: ForeignConfig) -> tuple[float |
         options = {key.removeprefix(PARAMS): source.left[key] for key in given}
         if options:
             origin = f"{source.file}: {given[0]}"
-            source.made.set("optimizer.factory_options", options, origin)
+            source.imported.set("optimizer.factory_options", options, origin)
         source.settle(given, "optimizer.factory_options")
         source.settle(source.below(PARAMS), "", f"the default of {value}")
     return peak, ""
 
 
 def _decay(source: ForeignConfig, arguments: ForeignConfig, value: str) -> None:
-    """Weight decay: the default of DeepSpeed's optimizer `value`, and on what it works."""
+    """Translate weight decay: `value` by default in DeepSpeed's optimizer, and the parameters it
+    affects."""
     key, usual, differs = PARAMS + "weight_decay", 0.0, ""
     decay = source.take(key, a_number)
     if decay == "auto":
@@ -362,8 +371,8 @@ def _schedule(
     foreign: str,
     by_trainer: bool,
 ) -> None:
-    """Its shape, and its peak over that of AdamW; not over that of another optimizer."""
-    made = source.made
+    """Translate the schedule's shape, and its peak where the optimizer is AdamW."""
+    imported = source.imported
     kind = source.take("scheduler.type", str)
     shape = SHAPES.get((kind or "").lower())
     if not shape:
@@ -372,7 +381,7 @@ def _schedule(
             source.settle(source.below("scheduler."), "", why, differs=True)
             note = why if kind else "no scheduler there; if your script makes one, say it here"
             source.put("scheduler.type", "schedule.name", "constant", differs=note)
-            made.given.add("schedule.name")
+            imported.given.add("schedule.name")
         return
     warmup, steps, low, high = (
         f"scheduler.params.{name}"
@@ -411,7 +420,7 @@ def _schedule(
 
 
 def _batch(source: ForeignConfig, arguments: ForeignConfig, by_trainer: bool) -> None:
-    made, replicas = source.made, source.made.replicas
+    imported, replicas = source.imported, source.imported.replicas
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, passes = (source.take(name, a_positive_number) for name in names)
     automatic = by_trainer and (micro == "auto" or (micro is None and not isinstance(whole, int)))
@@ -426,7 +435,7 @@ def _batch(source: ForeignConfig, arguments: ForeignConfig, by_trainer: bool) ->
         wanted = ("" if all_known else "a multiple of ") + " x ".join(map(str, factors))
         raise source.error(names[0], f"{whole} is not {wanted}" + (" replicas" if replicas else ""))
     if source.has(names[2]) or names[2] in source.assumed:
-        made.accumulation = passes
+        imported.accumulation = passes
     accumulated = passes if isinstance(passes, int) else 1
     if isinstance(micro, int) and not automatic:
         source.put(names[1], "batch.micro_batch", micro, "the most one rank holds")
@@ -435,13 +444,13 @@ def _batch(source: ForeignConfig, arguments: ForeignConfig, by_trainer: bool) ->
             f"{whole} / ({accumulated} x {replicas} replicas)",
             whole // (accumulated * replicas),
         )
-        made.set("batch.micro_batch", micro, f"{source.file}: {names[0]}", note)
+        imported.set("batch.micro_batch", micro, f"{source.file}: {names[0]}", note)
     if isinstance(whole, int):
         note = "" if micro or replicas else "--ranks would tell batch.micro_batch, too"
         source.put(names[0], "batch.global_batch", whole, note)
     elif replicas and isinstance(micro, int):
         note = f"{micro} x {accumulated} x {replicas} replicas"
-        made.set(
+        imported.set(
             "batch.global_batch",
             micro * accumulated * replicas,
             f"{source.file}: {names[0]}",
@@ -452,5 +461,5 @@ def _batch(source: ForeignConfig, arguments: ForeignConfig, by_trainer: bool) ->
 
 
 def _number(value: Any) -> float | None:
-    """A number; None for "auto"."""
+    """Convert a value to a number; None for "auto"."""
     return None if value == "auto" else value

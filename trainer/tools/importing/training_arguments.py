@@ -1,7 +1,7 @@
-"""Hugging Face's TrainingArguments → a recipe: from a JSON file, or their defaults alone.
+"""Translates Hugging Face's TrainingArguments, from a JSON file or their defaults, to a recipe.
 
 They fill in what another file of the same run, a ds_config or an accelerate configuration, leaves
-open. Where both say something, they must agree, as Trainer demands too.
+open. Where both set a value, they must agree, as in Trainer.
 """
 
 import json
@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.recipe import RecipeError
-from trainer.tools.importing.imported import Imported, inline
-from trainer.tools.importing.source import (
+from trainer.tools.importing.foreign_config import (
     ForeignConfig,
     Kind,
     a_boolean,
@@ -25,6 +24,7 @@ from trainer.tools.importing.source import (
     read_json,
     words,
 )
+from trainer.tools.importing.imported import Imported, inline
 from trainer.tools.importing.training_arguments_keys import TABLE
 
 WHAT = "TrainingArguments file"
@@ -43,9 +43,9 @@ ADAMW = {
         "its optimizer state is float32 here, and is not paged; strategy.offload moves it",
     ),
 }  # fmt: skip
-"""Names of `optim` that are AdamW → how ours differs."""
+"""Names of `optim` that are AdamW → how Perdure's differs."""
 TORCH = {"sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop"}
-"""Names of `optim` → optimizers of torch that take no betas here."""
+"""Names of `optim` → torch optimizers for which a recipe takes no betas."""
 
 SHAPES = {
     "linear": "linear", "cosine": "cosine", "constant": "constant", "polynomial": "linear",
@@ -62,21 +62,21 @@ OPERATING: tuple[tuple[str, Any, str, Kind, str], ...] = (
     ("dataloader_num_workers", 0, "data.workers", a_whole_number, ""),
     ("ddp_timeout", 1800, "elastic.timeout_seconds", a_number, ""),
 )
-"""How a run is kept going: only from a file, for its default changes nothing that is trained."""
+"""Keys of operation, translated only from a file, as their defaults do not affect training."""
 
 
 def import_training_arguments(
     path: str | Path, overrides: Sequence[str] = (), *, ranks: int | None = None,
     allow_unknown: bool = False,
 ) -> Imported:  # fmt: skip
-    """Translate TrainingArguments, as `TrainingArguments.to_json_string` writes them, and the
+    """Translate TrainingArguments, as `TrainingArguments.to_json_string` writes them, with the
     ds_config or `fsdp_config` in them.
 
     Args:
         path: JSON file.
-        overrides: `key.sub=value` of the recipe, over what the file says.
-        ranks: GPUs that the file was used with; tells the global batch.
-        allow_unknown: list unknown keys as unknown, instead of an error.
+        overrides: `key.sub=value` of the recipe, applied over the file.
+        ranks: number of GPUs that the file was used with; determines the global batch.
+        allow_unknown: report unknown keys instead of raising an error.
 
     Raises:
         RecipeError: no JSON, an unknown key, a value of the wrong type, keys that contradict each
@@ -85,23 +85,23 @@ def import_training_arguments(
     from trainer.tools.importing.accelerate import fsdp_of_arguments
     from trainer.tools.importing.deepspeed import deepspeed_of_arguments
 
-    made = Imported(str(path))
-    made.override(overrides)
-    arguments = read_arguments(path, made)
-    made.replicas = ranks
+    imported = Imported(str(path))
+    imported.override(overrides)
+    arguments = read_arguments(path, imported)
+    imported.replicas = ranks
     optimizes = deepspeed_of_arguments(arguments, ranks, allow_unknown)
-    if made.get("strategy.name") is None:
+    if imported.get("strategy.name") is None:
         fsdp_of_arguments(arguments)
     fill(arguments, optimizes=optimizes)
     arguments.drop_rest(allow_unknown)
-    made.finish()
-    return made
+    imported.finish()
+    return imported
 
 
-def read_arguments(path: str | Path | None, made: Imported) -> ForeignConfig:
-    """TrainingArguments of a JSON file; of none, their defaults."""
+def read_arguments(path: str | Path | None, imported: Imported) -> ForeignConfig:
+    """Read TrainingArguments from a JSON file; without one, return their defaults."""
     if path is None:
-        return ForeignConfig("TrainingArguments", {}, TABLE, made)
+        return ForeignConfig("TrainingArguments", {}, TABLE, imported)
     tree = read_json(path, WHAT)
     values: dict[str, Any] = {}
     for key in ("lr_scheduler_kwargs", "fsdp_config", "deepspeed"):
@@ -110,11 +110,11 @@ def read_arguments(path: str | Path | None, made: Imported) -> ForeignConfig:
     for key, value in tree.items():
         nested = isinstance(value, dict) and key != "deepspeed"
         values |= flat({key: value}) if nested else {key: value}
-    return ForeignConfig(str(path), values, TABLE, made)
+    return ForeignConfig(str(path), values, TABLE, imported)
 
 
 def _nested(value: str, file: str, key: str) -> Any:
-    """An argument that may also be JSON in a string; `fsdp_config` also a path."""
+    """Return an argument that may also be JSON in a string; `fsdp_config` may be a path too."""
     if value.lstrip().startswith("{"):
         try:
             return json.loads(value)
@@ -124,15 +124,15 @@ def _nested(value: str, file: str, key: str) -> Any:
 
 
 def is_file(arguments: ForeignConfig) -> bool:
-    """Whether these are from a file, rather than defaults alone."""
+    """Whether the arguments come from a file, rather than being defaults."""
     return arguments.file != "TrainingArguments"
 
 
 def mixed_precision(arguments: ForeignConfig) -> str | None:
-    """What `bf16` and `fp16` say; None if neither is on.
+    """Return "bf16" or "fp16" as the arguments say; None if neither is on.
 
     Raises:
-        RecipeError: both are.
+        RecipeError: both are on.
     """
     on = [name for name in ("bf16", "fp16") if arguments.take(name, a_boolean, False) is True]
     if len(on) > 1:
@@ -141,16 +141,17 @@ def mixed_precision(arguments: ForeignConfig) -> str | None:
 
 
 def fill(arguments: ForeignConfig, *, optimizes: bool = True) -> None:
-    """Give the recipe what TrainingArguments say and no other file has said; account for each of
-    their keys that has a counterpart.
+    """Set the recipe keys that TrainingArguments determine and no other file has set; record each
+    key with a counterpart.
 
-    `optimizes`: whether the optimizer is one that they can give values.
+    Args:
+        optimizes: whether they may supply the optimizer's values.
     """
-    made = arguments.made
+    imported = arguments.imported
     if arguments.has("max_steps") and (steps := arguments.take("max_steps", a_whole_number)) > 0:
         _agree(arguments, "max_steps", "run.steps", steps)
         arguments.became("num_train_epochs", "", "max_steps says how long the run is")
-    if made.steps:
+    if imported.steps:
         arguments.became("num_train_epochs", "", "run.steps says how long the run is")
     elif arguments.has("num_train_epochs"):
         differs = "each epoch is rounded up to whole steps there, the whole run here"
@@ -172,7 +173,7 @@ def fill(arguments: ForeignConfig, *, optimizes: bool = True) -> None:
     _agree(arguments, "max_grad_norm", "optimizer.clip_norm",
            arguments.take("max_grad_norm", a_number, 1.0))  # fmt: skip
     _schedule(arguments)
-    if made.get("precision.dtype") is None:
+    if imported.get("precision.dtype") is None:
         key = mixed_precision(arguments) or "bf16"
         arguments.put(key, "precision.dtype", mixed_precision(arguments) or "fp32")
     if arguments.take("average_tokens_across_devices", a_boolean, True) is False:
@@ -180,9 +181,9 @@ def fill(arguments: ForeignConfig, *, optimizes: bool = True) -> None:
         arguments.became("average_tokens_across_devices", "", why, differs=True)
     for name in ("bf16", "fp16"):
         on = arguments.take(name, a_boolean, False) is True
-        dtype = made.get("precision.dtype")
+        dtype = imported.get("precision.dtype")
         if on and dtype != name:
-            origin = made.origins["precision", "dtype"]
+            origin = imported.origins["precision", "dtype"]
             problem = f"is true, but {origin} makes precision.dtype={dtype}; keep one"
             raise arguments.error(name, problem)
         arguments.became(name, f"precision.dtype={dtype}" * on, "" if on else "switched off")
@@ -195,34 +196,34 @@ def fill(arguments: ForeignConfig, *, optimizes: bool = True) -> None:
 def _agree(
     arguments: ForeignConfig, key: str, target: str, value: Any, note: str = "", differs: str = ""
 ) -> None:
-    """Put a value, unless another file gave the recipe key: then both must say the same."""
-    made = arguments.made
-    there = made.get(target)
+    """Set a recipe key, or check that another file set it to the same value."""
+    imported = arguments.imported
+    there = imported.get(target)
     if there is None:
         arguments.put(key, target, value, note, differs)
     elif there == value:
         arguments.became(key, f"{target}={inline(value)}")
-    elif target in made.given and arguments.has(key):
+    elif target in imported.given and arguments.has(key):
         section, name = target.split(".")
-        origin = made.origins[section, name]
+        origin = imported.origins[section, name]
         raise arguments.error(
             key, f"is {inline(value)}, but {origin} makes {target}={inline(there)}; keep one"
         )
     else:
-        why = f"not asked: the other file's trainer has {target}={inline(there)} by default"
+        why = f"not used: the other file's trainer has {target}={inline(there)} by default"
         arguments.became(key, "", why, differs=True)
 
 
 def _optimizer(arguments: ForeignConfig) -> None:
-    made = arguments.made
+    imported = arguments.imported
     name = arguments.take("optim", str, "adamw_torch_fused")
-    bundled = made.get("optimizer.name") or (made.get("optimizer.factory") and "factory")
+    bundled = imported.get("optimizer.name") or (imported.get("optimizer.factory") and "factory")
     if bundled:
         arguments.became("optim", "", "the optimizer of the other file counts")
     elif name in ADAMW:
         arguments.put("optim", "optimizer.name", "adamw", differs=ADAMW[name])
         if ADAMW[name].startswith("optimizer.state_dtype"):
-            made.set("optimizer.state_dtype", "int8", f"{arguments.file}: optim", "", True)
+            imported.set("optimizer.state_dtype", "int8", f"{arguments.file}: optim", "", True)
     elif name in TORCH:
         arguments.put("optim", "optimizer.factory", f"torch.optim:{TORCH[name]}")
     else:
@@ -235,7 +236,7 @@ def _optimizer(arguments: ForeignConfig) -> None:
     _agree(arguments, "learning_rate", "optimizer.lr", rate)
     decay = arguments.take("weight_decay", a_number, 0.0)
     _agree(arguments, "weight_decay", "optimizer.weight_decay", decay)
-    if made.get("optimizer.factory"):
+    if imported.get("optimizer.factory"):
         for key in ("adam_beta1", "adam_beta2", "adam_epsilon"):
             arguments.became(key, "", "its optimizer has none")
         if arguments.has("optim_args"):
@@ -245,36 +246,36 @@ def _optimizer(arguments: ForeignConfig) -> None:
     second = arguments.has("adam_beta2") or not arguments.has("adam_beta1")
     _agree(arguments, "adam_beta2" if second else "adam_beta1", "optimizer.betas", betas)
     for key in ("adam_beta1", "adam_beta2"):
-        arguments.became(key, f"optimizer.betas={inline(made.get('optimizer.betas'))}")
+        arguments.became(key, f"optimizer.betas={inline(imported.get('optimizer.betas'))}")
     epsilon = arguments.take("adam_epsilon", a_number, 1e-8)
     _agree(arguments, "adam_epsilon", "optimizer.eps", epsilon)
 
 
 def _schedule(arguments: ForeignConfig) -> None:
-    made = arguments.made
+    imported = arguments.imported
     kind = arguments.take("lr_scheduler_type", str, "linear")
-    told = ("lr_scheduler_type", *arguments.below("lr_scheduler_kwargs"))
-    if made.get("schedule.name") is not None:
-        arguments.settle(told, "", "the scheduler of the other file counts")
+    scheduler_keys = ("lr_scheduler_type", *arguments.below("lr_scheduler_kwargs"))
+    if imported.get("schedule.name") is not None:
+        arguments.settle(scheduler_keys, "", "the scheduler of the other file counts")
     elif kind not in SHAPES:
         why = f"{kind} has no counterpart; schedule.factory names a schedule of your own"
-        made.set("schedule.name", "constant", f"{arguments.file}: lr_scheduler_type", why)
-        arguments.settle(told, "schedule.name=constant", why, differs=True)
+        imported.set("schedule.name", "constant", f"{arguments.file}: lr_scheduler_type", why)
+        arguments.settle(scheduler_keys, "schedule.name=constant", why, differs=True)
     else:
         _shape(arguments, kind)
-    if made.get("schedule.warmup_steps") is not None:
+    if imported.get("schedule.warmup_steps") is not None:
         why = "the scheduler of the other file counts"
         arguments.settle(("warmup_steps", "warmup_ratio"), "", why)
-    elif kind == "constant" and "schedule.name" in made.given:
+    elif kind == "constant" and "schedule.name" in imported.given:
         arguments.settle(("warmup_steps", "warmup_ratio"), "", "constant has no warm-up")
     else:
         _warmup(arguments)
 
 
 def _shape(arguments: ForeignConfig, kind: str) -> None:
-    """The schedule that `lr_scheduler_type` names, with its options."""
-    made, shape, differs = arguments.made, SHAPES[kind], ""
-    peak = made.get("optimizer.lr")
+    """Translate the schedule that `lr_scheduler_type` names, with its options."""
+    imported, shape, differs = arguments.imported, SHAPES[kind], ""
+    peak = imported.get("optimizer.lr")
 
     def option(name: str, default: float | None = None) -> Any:
         return arguments.take(f"lr_scheduler_kwargs.{name}", a_number, default)
@@ -300,7 +301,7 @@ def _shape(arguments: ForeignConfig, kind: str) -> None:
             differs = "decays along a cosine there, along a line here"
         decay = int(option("num_decay_steps", 1))
         origin = f"{arguments.file}: lr_scheduler_kwargs.num_decay_steps"
-        made.set("schedule.decay_steps", decay, origin)
+        imported.set("schedule.decay_steps", decay, origin)
     if shape != "constant":
         later = "each rate comes one step later there"
         differs = f"{differs}; {later}" if differs else later
@@ -312,7 +313,7 @@ def _shape(arguments: ForeignConfig, kind: str) -> None:
 
 
 def _warmup(arguments: ForeignConfig) -> None:
-    """Steps of warm-up: a number of them, or a share of the run below 1 (`warmup_ratio` before
+    """Translate the warm-up, a number of steps or a share of the run below 1 (`warmup_ratio` before
     transformers 5)."""
     steps = arguments.take("warmup_steps", a_number, 0)
     share = arguments.take("warmup_ratio", a_number, 0) if steps < 1 else 0
@@ -324,23 +325,23 @@ def _warmup(arguments: ForeignConfig) -> None:
 
 
 def _batch(arguments: ForeignConfig) -> None:
-    made = arguments.made
+    imported = arguments.imported
     micro = arguments.take("per_device_train_batch_size", a_positive_number, 8)
     differs = "counts examples there, packed sequences of data.seq_len tokens here"
     _agree(arguments, "per_device_train_batch_size", "batch.micro_batch", micro, differs=differs)
     passes = arguments.take("gradient_accumulation_steps", a_positive_number, 1)
     key = "gradient_accumulation_steps"
-    if made.accumulation not in (None, passes) and arguments.has(key):
+    if imported.accumulation not in (None, passes) and arguments.has(key):
         raise arguments.error(
-            key, f"is {passes}, but the other file has {made.accumulation}; keep one"
+            key, f"is {passes}, but the other file has {imported.accumulation}; keep one"
         )
-    passes = made.accumulation or passes
-    held = made.get("batch.micro_batch")
-    if made.get("batch.global_batch") is None and made.replicas and isinstance(held, int):
-        note = f"{held} x {passes} x {made.replicas} replicas"
-        whole = held * passes * made.replicas
-        made.set("batch.global_batch", whole, f"{arguments.file}: {key}", note)
-    if made.get("batch.global_batch") is None:
+    passes = imported.accumulation or passes
+    held = imported.get("batch.micro_batch")
+    if imported.get("batch.global_batch") is None and imported.replicas and isinstance(held, int):
+        note = f"{held} x {passes} x {imported.replicas} replicas"
+        whole = held * passes * imported.replicas
+        imported.set("batch.global_batch", whole, f"{arguments.file}: {key}", note)
+    if imported.get("batch.global_batch") is None:
         why = f"batch.global_batch is {held} x {passes} x replicas: tell --ranks, or fill it in"
         arguments.became(key, "", why)
     else:
@@ -348,8 +349,8 @@ def _batch(arguments: ForeignConfig) -> None:
 
 
 def _operate(arguments: ForeignConfig) -> None:
-    """How the run is saved, logged and watched."""
-    made = arguments.made
+    """Translate saving, logging and tracking."""
+    imported = arguments.imported
     for key, default, target, kind, note in OPERATING:
         arguments.put(key, target, arguments.take(key, kind, default), note)
     for what, target, usual in (
@@ -357,7 +358,7 @@ def _operate(arguments: ForeignConfig) -> None:
         ("save", "checkpoint.every", "steps"),
         ("eval", "run.evaluate_every", "no"),
     ):
-        _every(arguments, what, target, usual)
+        _interval(arguments, what, target, usual)
     for key, target, kind in (
         ("output_dir", "run.dir", str),
         ("run_name", "tracking.name", str),
@@ -381,36 +382,39 @@ def _operate(arguments: ForeignConfig) -> None:
         arguments.became(key, "", "switched off")
     for name in arguments.take("report_to", words, []):
         if name in ("tensorboard", "all"):
-            made.set("tracking.tensorboard", True, f"{arguments.file}: report_to")
+            imported.set("tracking.tensorboard", True, f"{arguments.file}: report_to")
         if name in ("wandb", "all"):
-            made.set("tracking.wandb", "online", f"{arguments.file}: report_to")
-    used = [f"tracking.{key}" for key in ("tensorboard", "wandb") if made.get(f"tracking.{key}")]
+            imported.set("tracking.wandb", "online", f"{arguments.file}: report_to")
+    used = [
+        f"tracking.{key}" for key in ("tensorboard", "wandb") if imported.get(f"tracking.{key}")
+    ]
     arguments.became(
         "report_to", ", ".join(used), "" if used else "metrics.jsonl is always written"
     )
-    if made.get("tracking.wandb") and arguments.has("project"):
+    if imported.get("tracking.wandb") and arguments.has("project"):
         arguments.put("project", "tracking.project", arguments.take("project", str))
 
 
-def _every(arguments: ForeignConfig, what: str, target: str, usual: str) -> None:
-    """`logging_steps` and its like: steps, or a share of the run, if the strategy is steps."""
-    made = arguments.made
+def _interval(arguments: ForeignConfig, what: str, target: str, usual: str) -> None:
+    """Translate `logging_steps` and its like, in steps or as a share of the run, where the strategy
+    is steps."""
+    imported = arguments.imported
     strategy, steps = f"{what}_strategy", f"{what}_steps"
     kind = arguments.take(strategy, one_of("no", "steps", "epoch", "best"), usual)
     every = arguments.take(steps, a_number, 500 if what != "eval" else None)
     if every is None:  # evaluation is as frequent as logging, unless it says otherwise
-        every = made.get("run.log_every") or 500
+        every = imported.get("run.log_every") or 500
     if kind in ("epoch", "best"):
         why = f"Perdure counts steps: set {target}"
         arguments.settle((strategy, steps), "", why, differs=True)
         return
-    if 0 < every < 1 and kind == "steps" and not made.steps:
+    if 0 < every < 1 and kind == "steps" and not imported.steps:
         why = f"a share of the run: {target} counts steps; or say run.steps=N here"
         arguments.settle((strategy, steps), "", why, differs=True)
         return
     if 0 < every < 1:
-        every = math.ceil(every * (made.steps or 0))
-    off = (made.steps or 500) if what == "logging" else 0  # some lines there always are
+        every = math.ceil(every * (imported.steps or 0))
+    off = (imported.steps or 500) if what == "logging" else 0  # some lines there always are
     value = off if kind == "no" else int(every)
     arguments.put(steps, target, value)
     arguments.became(strategy, f"{target}={value}")

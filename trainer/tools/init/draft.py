@@ -13,43 +13,43 @@ from trainer.plan.costs import describe_machine
 from trainer.plan.gpus import listed_name
 from trainer.plan.search import Plan, make_plan
 from trainer.recipe import Recipe, RecipeError, shipped_recipes, validate
-from trainer.recipe.reference import yaml_scalar
-from trainer.tools.plan import recommended
+from trainer.recipe.reference_page import yaml_scalar
+from trainer.tools.plan_text import recommended
 
 LONGEST, SHORTEST = 4096, 128
 """Tokens of a sequence, unless the model or the data ask for less."""
 SEQUENCES = 1024
-"""An epoch has so many before sequences get longer."""
+"""Sequences that an epoch must hold before the sequence length is raised."""
 LARGEST_BATCH, SMALLEST_BATCH = 256, 8
 STEPS = 100
-"""An epoch has so many before batches get larger."""
+"""Steps that an epoch must hold before the batch is enlarged."""
 PADDED = 128
-"""A vocabulary's size is a multiple of this, for tensor cores and for any number of shards."""
+"""The vocabulary size is rounded up to a multiple of this, for tensor cores and for sharding."""
 CPU = "cpu"
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a person says of a run."""
+    """The user's choices for a run."""
 
     model: str
-    """Directory of Hugging Face's, or name of a shipped recipe with an architecture."""
+    """Hugging Face directory, or name of a shipped recipe with an architecture."""
     data: str
     """Directory of prepared data."""
     gpus: str
-    """GPUs of a node as `perdure plan` takes them, or CPU."""
+    """GPUs of a node in the notation of `perdure plan`, or CPU."""
     nodes: int
 
 
 def draft(wishes: Wishes, file: str) -> str:
-    """Returns the text of a recipe.
+    """Return the text of a recipe.
 
     Args:
-        wishes: what it is for.
-        file: that it is to be written to; its run directory is called alike.
+        file: path that it will be written to; the run directory gets the same name.
 
     Raises:
-        RecipeError, DataError, ConfigError: a wish that cannot be fulfilled, and what to do.
+        RecipeError, DataError, ConfigError: a wish cannot be fulfilled; the message names the
+            remedy.
     """
     index, model = _index(wishes.data), _model(wishes.model)
     cpu = wishes.gpus == CPU
@@ -88,15 +88,16 @@ def draft(wishes: Wishes, file: str) -> str:
         "plan": ["On CPU cores, with float32: every CPU has it."],
     }
     if machine:
+        # The draft itself is planned, so that the plan holds for the recipe as written.
         plan = make_plan(_read(_render(values)), machine, "cuda")
-        values |= _planned(plan)
+        values |= _plan_values(plan)
     text = _render(values)
     _read(text)
     return text
 
 
 def this_machine() -> str:
-    """The GPUs of this machine, as `Wishes.gpus` has them."""
+    """Return the GPUs of this machine, in the notation of `Wishes.gpus`."""
     import torch
 
     if not torch.cuda.is_available():
@@ -107,12 +108,13 @@ def this_machine() -> str:
 
 
 def prepared_here() -> list[str]:
-    """Prepared data below the working directory, where the documents have it."""
+    """Return the prepared data below the working directory, at the path that the documentation
+    uses."""
     return sorted(str(path.parent) for path in Path("data").glob("*/index.json"))
 
 
 def with_architecture() -> dict[str, dict[str, Any]]:
-    """Architectures of the shipped recipes, by name."""
+    """Return the architectures of the shipped recipes, by name."""
     trees = {
         name: yaml.safe_load(path.read_text(encoding="utf-8"))["model"]
         for name, path in shipped_recipes().items()
@@ -139,7 +141,7 @@ def _index(data: str) -> dict[str, Any]:
 
 
 def _model(model: str) -> dict[str, Any]:
-    """What the template says of a model: `directory`, or `shipped` and `architecture`."""
+    """Return the template's values for a model: `directory`, or `shipped` and `architecture`."""
     own = {"directory": "", "shipped": "", "architecture": {}}
     if Path(model).is_dir():
         architecture = read_config(model)
@@ -148,6 +150,7 @@ def _model(model: str) -> dict[str, Any]:
             "directory": model,
             "what": what,
             "longest": architecture.max_position_embeddings,
+            # Fine-tuning takes a rate far below that of pre-training.
             "lr": "1.0e-5",
         }
     known = with_architecture()
@@ -166,11 +169,11 @@ def _model(model: str) -> dict[str, Any]:
     }
 
 
-def _planned(plan: Plan) -> dict[str, Any]:
-    """What the template takes of a plan.
+def _plan_values(plan: Plan) -> dict[str, Any]:
+    """Return the template's values for a plan.
 
     Raises:
-        RecipeError: nothing fits.
+        RecipeError: no strategy fits into memory.
     """
     machine, best = plan.machine, plan.best
     where = f"{machine.nodes} node(s) of {machine.gpus_per_node} GPU(s)"
@@ -182,27 +185,27 @@ def _planned(plan: Plan) -> dict[str, Any]:
             f"{machine.gpu.memory / 1e9:.3g} are needed at least{more}; take more or larger GPUs, "
             "or a smaller model"
         )
-    found, settings = best.prediction, recommended(best)
+    prediction, settings = best.prediction, recommended(best)
     return {
         "micro_batch": settings["batch"]["micro_batch"],
         "strategy": settings["strategy"],
         "plan": [
             f"Planned for {where} with {machine.gpu.memory / 1e9:.0f} GB: {best.label}, recompute",
             f"{best.recipe.strategy.activation_checkpointing}. Predicted, not measured: "
-            f"{found.peak / 1e9:.2g} GB a GPU, {found.seconds_per_step:.3g} s a step, "
-            f"{found.mfu:.0%} MFU.",
+            f"{prediction.peak / 1e9:.2g} GB a GPU, {prediction.seconds_per_step:.3g} s a step, "
+            f"{prediction.mfu:.0%} MFU.",
         ],
     }
 
 
 def _power_of_two(wanted: int, least: int, most: int) -> int:
-    """`wanted`, brought between `least` and `most` (which counts more), and rounded down to a power
-    of two."""
+    """Clamp `wanted` to `least` and `most` (the latter wins), and round it down to a power of
+    two."""
     return 1 << (max(min(wanted, most), min(least, most), 1).bit_length() - 1)
 
 
 def _render(values: dict[str, Any]) -> str:
-    """Fill in the template, in which " ## " begins the comment at a key, and align these."""
+    """Fill in the template, and align the comments, which " ## " begins."""
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True,

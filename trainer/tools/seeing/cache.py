@@ -1,9 +1,9 @@
-"""What was read of a large file, kept in columns, so that it is read on from there.
+"""Caches the columns read from a large file, so that reading continues where it stopped.
 
-[Note: cache] It lies with the reader, in `$XDG_CACHE_HOME/perdure`, never with the run: a run may
-be read-only, or writable by others, and nothing here may be proved from what these wrote. A cache
-that is damaged, of another version, of another user or of another file is left alone, and the file
-is read from its beginning. `perdure report --check` uses none.
+[Note: cache] The cache belongs to the reader, in `$XDG_CACHE_HOME/perdure`, not to the run: a run
+may be read-only, or writable by others, whose files must not serve as proof. A cache that is
+damaged, of another version, of another user or of another file is ignored, and the file is read
+from its beginning. `perdure report --check` uses none.
 """
 
 import hashlib
@@ -20,25 +20,26 @@ from elastic.node.files import open_to_read
 
 VERSION = 1
 WORTH_BYTES = 4 << 20
-"""A smaller file is read as fast without."""
+"""Minimum size of a file worth caching."""
 _MOST_BYTES = 4 << 30
 _SAMPLE_BYTES = 1 << 16
 KEPT = 32
-"""Files of the cache; the oldest go first."""
+"""Maximum number of cache files; the oldest are deleted."""
 
 
 def cache_directory() -> Path:
-    """Where the reader keeps it."""
+    """Return the cache directory of this user."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(home) / "perdure" / "seeing"
 
 
 def recall(source: Path) -> tuple[dict[str, Any], list[bytes]] | None:
-    """What was kept of a file: (what `keep` was told, its columns); None if there is nothing, or
-    the file does not begin with what had been read."""
+    """Return the facts and columns last kept for a file; None if there are none, or if the file no
+    longer begins with the bytes that were read."""
     try:
         with os.fdopen(open_to_read(_place(source)), "rb") as file:
             status = os.fstat(file.fileno())
+            # Another user's file could claim anything about the run.
             if status.st_uid != os.geteuid() or status.st_size > _MOST_BYTES:
                 return None
             header = json.loads(file.readline())
@@ -48,21 +49,21 @@ def recall(source: Path) -> tuple[dict[str, Any], list[bytes]] | None:
         if _fingerprint(source, header["offset"]) != header["source"]:
             return None
         size = int.from_bytes(data[:8], "little")
-        told = json.loads(data[8 : 8 + size])
+        facts = json.loads(data[8 : 8 + size])
         columns, at = [], 8 + size
         for length in header["columns"]:
             columns.append(data[at : at + length])
             at += length
-        return (told, columns) if at == len(data) and isinstance(told, dict) else None
+        return (facts, columns) if at == len(data) and isinstance(facts, dict) else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
-def keep(source: Path, offset: int, told: Mapping[str, Any], columns: Sequence[bytes]) -> None:
-    """Keep what was read of the first `offset` bytes of a file. Raises no OSError: a cache is no
-    need."""
+def keep(source: Path, offset: int, facts: Mapping[str, Any], columns: Sequence[bytes]) -> None:
+    """Cache what the first `offset` bytes of a file contain. Raises no OSError, as a cache is
+    optional."""
     with suppress(OSError, ValueError):
-        text = json.dumps(told, separators=(",", ":")).encode()
+        text = json.dumps(facts, separators=(",", ":")).encode()
         data = b"".join([len(text).to_bytes(8, "little"), text, *columns])
         header = {
             "version": VERSION,
@@ -73,6 +74,7 @@ def keep(source: Path, offset: int, told: Mapping[str, Any], columns: Sequence[b
         }
         place = _place(source)
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Renamed when complete, so that no reader sees half of it.
         aside = place.with_name(f".{place.name}.{secrets.token_hex(8)}")
         try:
             with open(aside, "xb", opener=_for_me) as file:
@@ -93,11 +95,11 @@ def _place(source: Path) -> Path:
 
 
 def _fingerprint(source: Path, offset: int) -> str:
-    """Names a file that begins with the bytes that were read: by inode, and what lies at the
-    beginning and before `offset`.
+    """Identify the read part of a file by inode, and by the bytes at its beginning and before
+    `offset`.
 
     Raises:
-        ValueError: it is shorter.
+        ValueError: the file is shorter.
     """
     with os.fdopen(open_to_read(source, follow=True), "rb") as file:
         status = os.fstat(file.fileno())
@@ -107,6 +109,7 @@ def _fingerprint(source: Path, offset: int) -> str:
         file.seek(max(0, offset - _SAMPLE_BYTES))
         last = file.read(min(_SAMPLE_BYTES, offset))
     digest = hashlib.sha256(b"%d %d %d " % (status.st_dev, status.st_ino, offset))
+    # Both ends only: reading everything would cost what the cache saves.
     digest.update(first + last)
     return digest.hexdigest()
 

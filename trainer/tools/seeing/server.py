@@ -1,4 +1,4 @@
-"""The live page: a small HTTP server that only reads. Runs know nothing of it."""
+"""Serves the live page over HTTP, read-only and independent of the runs."""
 
 import hmac
 import json
@@ -19,32 +19,35 @@ from trainer.tools.seeing.page import EVERY_SECONDS, first_data, page, policy, t
 from trainer.tools.seeing.view import RunView, look_at
 
 LOOK_SECONDS = 1.0
-"""Between two looks at the files of a run, however many pages ask."""
+"""Minimum seconds between two reads of a run's files, however many pages query."""
 LOOPBACK = ("127.0.0.1", "localhost")
 IDLE_SECONDS, MOST_CONNECTIONS = 30.0, 32
-"""A connection that says nothing for so long is closed, and no more are served at once: others are
-told so."""
+"""A connection that says nothing for so long is closed, and no more are served at once: others get
+an error."""
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the page of some runs, and what is new in them. `with` it, `serve_forever`.
+    """HTTP server of a page of runs and its updates; use as a context manager, then
+    `serve_forever`.
 
     Args:
         paths: directories of the runs.
-        host: address to listen at.
-        port: 0: any that is free.
+        host: address to listen on.
+        port: 0: any free port.
 
     Raises:
-        LedgerError: one is not the directory of a run that has begun.
-        OSError: the address cannot be had.
+        LedgerError: a path is not the directory of a run that has begun.
+        OSError: the address is unavailable.
     """
 
+    # Ctrl-C must not wait for open pages.
     daemon_threads = True
 
     def __init__(self, paths: Sequence[Path], host: str, port: int) -> None:
         self.host, self.runs = host, look_at(paths)
         self.token = secrets.token_urlsafe(16)
         self.lock = threading.Lock()
+        # Each connection has a thread, and the machine may be training.
         self.slots = threading.BoundedSemaphore(MOST_CONNECTIONS)
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -52,32 +55,33 @@ class Server(ThreadingHTTPServer):
 
     @property
     def link(self) -> str:
-        """What to open in a browser."""
+        """The URL to open in a browser."""
         named = socket.gethostname() if self.host in ("0.0.0.0", "::", "") else self.host
         shown = f"[{named}]" if ":" in named else named
         return f"http://{shown}:{self.server_address[1]}/?token={self.token}"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A browser that has gone is no error."""
+        """Ignore disconnected browsers."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     def answer(self, path: str, query: Mapping[str, list[str]]) -> tuple[str, str]:
-        """(type, text) for a request.
+        """Return (content type, text) for a request.
 
         Raises:
-            LookupError: there is no such page or run.
-            ValueError: a number is none.
-            LedgerError: the ledger is gone.
+            LookupError: the page or run does not exist.
+            ValueError: a parameter is no number.
+            LedgerError: the ledger was deleted.
         """
 
         def number(name: str, otherwise: int) -> int:
             return int(query.get(name, [str(otherwise)])[0])
 
+        # Views change while they are read, and requests come from many threads.
         with self.lock:
             if path == "/":
                 for run in self.runs:
-                    _look(run)
+                    _refresh(run)
                 data = {"live": True, "every": EVERY_SECONDS, **first_data(self.runs)}
                 return "text/html", page(title(self.runs), data)
             if path != "/data":
@@ -86,37 +90,39 @@ class Server(ThreadingHTTPServer):
             if not 0 <= place < len(self.runs):
                 raise LookupError(f"run {place}")
             run = self.runs[place]
-            _look(run)
+            _refresh(run)
             if "from" in query:
                 low, high = float(query["from"][0]), float(query["to"][0])
-                told: object = {"curves": run.stretch(low, high)}
+                reply: object = {"curves": run.stretch(low, high)}
             else:
                 file, seen = (query.get(name, [""])[0] for name in ("file", "seen"))
-                told = run.since(file, number("since", -1), seen)
-        return "application/json", json.dumps(told, allow_nan=False, separators=(",", ":"))
+                reply = run.since(file, number("since", -1), seen)
+        # Strict: browsers reject NaN.
+        return "application/json", json.dumps(reply, allow_nan=False, separators=(",", ":"))
 
 
-def _look(run: RunView) -> None:
+def _refresh(run: RunView) -> None:
     if time.time() - run.now >= LOOK_SECONDS:
         run.look()
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET alone, and only to who has the token."""
+    """Answers GET requests that carry the token."""
 
     server: Server
     timeout = IDLE_SECONDS
     server_version, sys_version = "perdure", ""
 
     def do_GET(self) -> None:
-        """See BaseHTTPRequestHandler."""
+        """Answer a request, or reply with an HTTP error."""
         try:
-            asked = urlsplit(self.path)
-            query = parse_qs(asked.query, max_num_fields=20)
+            url = urlsplit(self.path)
+            query = parse_qs(url.query, max_num_fields=20)
         except ValueError:
             self._send(HTTPStatus.BAD_REQUEST, "text/plain", "this is no address of a page")
             return
         token = query.get("token", [""])[0]
+        # In constant time, which does not reveal how many characters match.
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
             self._send(HTTPStatus.FORBIDDEN, "text/plain", "open the link that the command printed")
             return
@@ -124,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", "too many pages ask at once")
             return
         try:
-            kind, text = self.server.answer(asked.path, query)
+            kind, text = self.server.answer(url.path, query)
             self._send(HTTPStatus.OK, kind, text)
         except (LookupError, ValueError) as error:
             self._send(HTTPStatus.NOT_FOUND, "text/plain", f"there is no such thing: {error}")
@@ -138,6 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(data)))
+        # The address has the token; nothing of it should stay on a disk.
         self.send_header("Cache-Control", "no-store")
         self.send_header("Content-Security-Policy", policy(live=True))
         self.send_header("X-Content-Type-Options", "nosniff")
@@ -147,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the token stands in each request."""
+        """Print nothing, as each request contains the token."""
 
 
 def serve(paths: Sequence[Path], host: str, port: int) -> None:
@@ -156,6 +163,7 @@ def serve(paths: Sequence[Path], host: str, port: int) -> None:
     Raises:
         LedgerError, OSError: see `Server`.
     """
+    # Training on this machine comes first.
     os.nice(10)
     with Server(paths, host, port) as server:
         print(f"open {server.link}")

@@ -1,4 +1,4 @@
-"""A ledger that is followed, and read on from where it was read before, see cache.py."""
+"""Follows a growing ledger, and continues from what cache.py kept of an earlier reading."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -8,7 +8,7 @@ from trainer.tools.seeing import cache
 
 
 class LedgerView:
-    """The ledger of a run, followed.
+    """The ledger of a run that is read again and again.
 
     Args:
         run: directory.
@@ -22,55 +22,58 @@ class LedgerView:
 
     @property
     def path(self) -> Path:
-        """Where the file lies."""
+        """The ledger file."""
         return self._reader.path
 
     @property
     def version(self) -> str:
-        """Another one whenever there is a line that is not a step's."""
+        """A value that changes with every new line other than a step's."""
         return f"{self._reader.inode}-{len(self._reader.others)}"
 
     def read(self) -> History:
-        """See LedgerReader."""
+        """Read new lines, as `LedgerReader.read`."""
         history = self._reader.read()
         if self._reader.offset - self._kept >= cache.WORTH_BYTES:
             self._keep()
         return history
 
     def newest_lines(self, count: int) -> list[str]:
-        """The last lines that are not a step's."""
+        """Return the last `count` lines other than those of steps."""
         newest = self._reader.others[-count:]
         return [line.decode(errors="replace").strip()[:2000] for _, line in newest]
 
     def _keep(self) -> None:
         reader = self._reader
         self._kept = reader.offset
-        told, columns = [], []
+        described, columns = [], []
         for attempt in reader.attempts:
             one, data = attempt.steps.dump()
-            told.append(one)
+            described.append(one)
             columns += data
+        # latin-1 decodes any byte, and back without loss.
         others = [[number, line.decode("latin-1")] for number, line in reader.others]
         begun = {"inode": reader.inode, "offset": reader.offset, "number": reader.number}
-        cache.keep(reader.path, reader.offset, {**begun, "others": others, "steps": told}, columns)
+        cache.keep(
+            reader.path, reader.offset, {**begun, "others": others, "steps": described}, columns
+        )
 
     def _recall(self, size: int) -> None:
-        found = cache.recall(self._reader.path)
-        if not found:
+        cached = cache.recall(self._reader.path)
+        if not cached:
             return
-        told, columns = found
+        facts, columns = cached
         reader = LedgerReader(self._reader.path)
         with suppress(ValueError, KeyError, TypeError, IndexError):  # then all of it is read
-            reader.begin(told["inode"])
-            for number, text in told["others"]:
+            reader.begin(facts["inode"])
+            for number, text in facts["others"]:
                 reader.take(text.encode("latin-1"), number)
             each = len(columns) // max(1, len(reader.attempts))
             for place, (attempt, one) in enumerate(
-                zip(reader.attempts, told["steps"], strict=True)
+                zip(reader.attempts, facts["steps"], strict=True)
             ):
                 attempt.steps.fill(one, columns[place * each : (place + 1) * each])
                 attempt.settle()
-            reader.offset, reader.number = told["offset"], told["number"]
+            reader.offset, reader.number = facts["offset"], facts["number"]
             if 0 < reader.offset <= size:
                 self._reader, self._kept = reader, reader.offset
 

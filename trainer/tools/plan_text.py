@@ -1,4 +1,4 @@
-"""A `Plan` as text and as JSON."""
+"""Formats a `Plan` as text and as JSON."""
 
 import dataclasses
 import json
@@ -23,9 +23,9 @@ SOURCES = {
     "bubble": "simulation",
     **dict.fromkeys(("s/step", "MFU", "hours", "cost", "hidden"), "roofline"),
 }
-"""Where the figures of a column come from, as `prediction.HOW` says."""
+"""Origin of a column's figures, as in `prediction.HOW` → its description."""
 WIDTH = 120
-"""Columns of text, but for commands, which are to be pasted."""
+"""Columns of text; commands are left unwrapped, so that they can be pasted."""
 MOMENTS = {
     "forward": "when the loss is computed",
     "head": "in the backward pass of the output head",
@@ -39,17 +39,17 @@ MOMENTS = {
 def plan_text(
     plan: Plan, command: str, *, everything: bool = False, price: float | None = None
 ) -> str:
-    """The tables, the recommendation, and what it rests on.
+    """Format the tables, the recommendation, and the assumptions behind them.
 
     Args:
-        plan: to print.
         command: `perdure train RECIPE …`, to which overrides are added.
-        everything: a line for each micro-batch and way to reduce, not for the best ones alone.
-        price: of one GPU for an hour, in any currency.
+        everything: print every micro-batch and way to reduce, rather than the best ones only.
+        price: cost of one GPU for an hour, in any currency.
     """
     shown = plan.tried if everything else plan.candidates
     rows = _merged(shown)
     merged = len(rows) < len(shown)
+    # The recipe as it is comes first, unless a candidate equals it.
     if not any(plan.own is candidate for candidate in plan.candidates):
         rows.insert(0, ([plan.own.label], plan.own))
     parts = [
@@ -61,24 +61,26 @@ def plan_text(
         _notes(plan, merged=merged),
     ]
     if plan.refused:
+        # After the tables, before the advice.
         parts.insert(4, _fill(f"As it is the recipe cannot run there: {plan.refused}."))
     return "\n\n".join(parts)
 
 
 def _merged(candidates: Sequence[Candidate]) -> list[tuple[list[str], Candidate]]:
-    """(labels, candidate): those that do and need the same are one, as many are on one GPU."""
-    found: list[tuple[list[str], Candidate]] = []
+    """Group candidates with equal figures, as many coincide on one GPU: pairs of (labels,
+    candidate)."""
+    groups: list[tuple[list[str], Candidate]] = []
     for candidate in candidates:
-        for labels, first in found:
-            if _same(candidate, first):
+        for labels, first in groups:
+            if _equal_figures(candidate, first):
                 labels.append(_short(candidate.label))
                 break
         else:
-            found.append(([_short(candidate.label)], candidate))
-    return found
+            groups.append(([_short(candidate.label)], candidate))
+    return groups
 
 
-def _same(one: Candidate, other: Candidate) -> bool:
+def _equal_figures(one: Candidate, other: Candidate) -> bool:
     ways = [
         (
             candidate.recipe.strategy.activation_checkpointing,
@@ -91,14 +93,15 @@ def _same(one: Candidate, other: Candidate) -> bool:
 
 
 def _short(label: str) -> str:
-    """ "ZeRO-3 +CPU" for ZeRO-3, CPU offload."""
+    """Shorten a label: "ZeRO-3 +CPU" for ZeRO-3, CPU offload."""
     return label.replace(", ", " +").removesuffix(" offload")
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Columns in which no row has a figure are left out."""
+    """Format rows as a table, without the columns in which no row has a figure."""
     columns = [name for name in rows[0] if any(row[name] != "-" for row in rows)]
     cells = [columns, *([row[name] for name in columns] for row in rows)]
+    # The first two columns are words: strategy and recomputation.
     lines = table(cells, right=range(2, len(columns)))
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
@@ -123,7 +126,7 @@ def _machine(plan: Plan) -> str:
 
 
 def _name(labels: Sequence[str], candidate: Candidate) -> dict[str, str]:
-    """What both tables begin with."""
+    """Return the cells that begin a row of both tables."""
     p, strategy = candidate.prediction, candidate.recipe.strategy
     between = " … " if len(labels) > 2 else ", "
     return {
@@ -141,7 +144,7 @@ def _what_it_takes(
     free, fits = candidate.free(plan.machine), candidate.lacking(plan.machine)
     if fits in ("", "over"):
         fits = f"{_gb(abs(free))} {fits or 'free'}"
-    name, bill = _name(labels, candidate), _bill(candidate, plan, price)
+    name, bill = _name(labels, candidate), _run_costs(candidate, plan, price)
     if candidate is plan.best:
         name["strategy"] += " *"
     return {
@@ -173,9 +176,9 @@ def _where_it_goes(labels: Sequence[str], candidate: Candidate, plan: Plan) -> d
     }
 
 
-def _bill(candidate: Candidate, plan: Plan, price: float | None) -> dict[str, float]:
-    """Hours of a whole run without a stop, those of all its GPUs together, and with a price its
-    cost; nothing where only its epochs are known."""
+def _run_costs(candidate: Candidate, plan: Plan, price: float | None) -> dict[str, float]:
+    """Return hours of a whole run without interruptions, its GPU hours, and with a price its cost;
+    empty where only the number of epochs is known."""
     if not plan.recipe.run.steps:
         return {}
     hours = plan.recipe.run.steps * (candidate.prediction.seconds_per_step or 0.0) / 3600
@@ -240,7 +243,7 @@ def _advice(plan: Plan, command: str, price: float | None) -> str:
 
 
 def _whole_run(plan: Plan, best: Candidate, price: float | None) -> str:
-    bill = _bill(best, plan, price)
+    bill = _run_costs(best, plan, price)
     if not bill:
         return _fill(f"{plan.recipe.run.length}: the hours follow from data that are not here.")
     cost = f", which cost {_count(bill['cost'])} at {price:g} each" if "cost" in bill else ""
@@ -266,7 +269,8 @@ def _remarks(plan: Plan) -> list[str]:
 
 
 def _placements(plan: Plan, best: Candidate) -> list[str]:
-    """What lies inside a node and what goes across, of the recipe as it is and of the best way."""
+    """Describe which ranks share a node and what crosses nodes, for the recipe as written and for
+    the best candidate."""
     lines = []
     for what, candidate in (("of the recipe as it is", plan.own), (f"of {best.label}", best)):
         strategy = candidate.recipe.strategy
@@ -299,7 +303,8 @@ def _more_nodes(plan: Plan) -> str:
 
 
 def recommended(candidate: Candidate) -> dict[str, Any]:
-    """Recipe sections: the batch's micro_batch, and the whole strategy without its defaults."""
+    """Return the recipe sections of a candidate: the batch's micro_batch, and the strategy without
+    its defaults."""
     strategy = {
         field.name: value
         for field in dataclasses.fields(Strategy)
@@ -313,6 +318,7 @@ def recommended(candidate: Candidate) -> dict[str, Any]:
 
 
 def _yaml(value: Any) -> str:
+    # JSON is YAML, so it can quote all other values.
     plain = isinstance(value, str) and re.fullmatch(r"[\w./-]+", value)
     return value if plain else json.dumps(value)
 
@@ -347,7 +353,7 @@ def _fill(text: str) -> str:
 
 
 def assumptions(plan: Plan) -> list[str]:
-    """What the figures rest on, one sentence each."""
+    """State the assumptions behind the figures, one sentence each."""
     machine = plan.machine
     columns = {
         source: ", ".join(name for name, one in SOURCES.items() if one == source)
@@ -383,14 +389,15 @@ def assumptions(plan: Plan) -> list[str]:
 
 
 def plan_json(plan: Plan, price: float | None = None) -> dict[str, Any]:
-    """All figures: bytes, seconds, hours; `cost` with a price of one GPU for an hour."""
+    """Return all figures as JSON values in bytes, seconds and hours; `cost` if the price of a GPU
+    hour is known."""
 
     def candidate_json(candidate: Candidate) -> dict[str, Any]:
         return {
             "label": candidate.label,
             **recommended(candidate),
             **dataclasses.asdict(candidate.prediction),
-            **_bill(candidate, plan, price),
+            **_run_costs(candidate, plan, price),
             "free": candidate.free(plan.machine),
             "fits": candidate.fits(plan.machine),
             "lacking": candidate.lacking(plan.machine),

@@ -1,4 +1,4 @@
-"""Bytes on one rank: the sums over a step, and the largest of its moments."""
+"""Memory of one rank: sums over a step, and its largest moment."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from trainer.optim.groups import moments as kept_by
 from trainer.parallel.offload import BUFFERS, PORTION_BYTES, copies
 from trainer.parallel.schedules import Action, Order, incoming
 from trainer.plan.blueprint import Shape, Stage, bytes_of, counted, trained_of
-from trainer.plan.layout import Layout
 from trainer.plan.moments import Held, Moment, Pass, Unsharded, ddp_moments, gather_bytes
+from trainer.plan.rank_layout import Layout
 from trainer.plan.tape import Trace
 from trainer.recipe import Recipe
 from trainer.recipe.strategies import offload, sharding
@@ -18,30 +18,31 @@ from trainer.recipe.strategies import offload, sharding
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank, the first one, which no other's exceed."""
+    """Predicted bytes of the first rank, which needs at least as much as any other."""
 
     parameters: int
-    """Whole or sharded."""
+    """Bytes of the parameters, whole or sharded."""
     gradients: int
-    """When the optimizer runs."""
+    """Bytes at the optimizer's step."""
     optimizer_state: int
     buffers: int
     activations: int
-    """Between forward and backward pass; gathered parameters are not among them."""
+    """Bytes between forward and backward, without gathered parameters."""
     transient: int
-    """At the peak, besides the others: gathered units, buffers of reductions, unreduced gradients
-    of earlier passes, and what operators work with."""
+    """Bytes at the peak besides the others: gathered units, reduction buffers, unreduced gradients
+    of earlier passes, and memory of operators."""
     peak: int
-    """What the device holds at the largest moment of a step, which is less than the sum of the
-    others. What torch, CUDA and NCCL need for themselves, and fragmentation, come on top."""
+    """Bytes on the device at the largest moment of a step, less than the sum of the other fields.
+    The needs of torch, CUDA and NCCL themselves, and fragmentation, are added to it."""
     moment: str
-    """Which one that is: forward, head, blocks, end, reduce or update; see [Note: moments]."""
+    """Name of that moment: forward, head, blocks, end, reduce or update; see [Note: moments]."""
     host: int
-    """In host memory instead of on the device: with `strategy.offload: cpu` parameters, gradients
-    and optimizer state, with what pinned memory loses; with `nvme` what the update works in."""
+    """Bytes in host memory instead of on the device: with `strategy.offload: cpu` parameters,
+    gradients and optimizer state, with the padding of pinned memory; with `nvme` the buffers of the
+    update."""
     disk: int
-    """In files instead: the same with `strategy.offload: nvme`. Pages of them that the kernel keeps
-    in memory are counted nowhere; it gives them up when memory is needed."""
+    """Bytes in files instead, with `strategy.offload: nvme`. Their pages in the kernel's cache are
+    not counted, as the kernel frees them on demand."""
 
 
 def memory_of(
@@ -57,14 +58,14 @@ def memory_of(
     """Add up what a rank holds.
 
     Args:
-        stages: of the rank, in order; one, unless there is a pipeline.
-        traces: of a pass of each.
-        recipe: its strategy and precision count.
-        layout: how they lie over the ranks.
-        device: "cuda", or "cpu", where all is on the host and only files take something from it.
+        stages: of the rank, in order; one without a pipeline.
+        traces: a pass of each stage.
+        recipe: with strategy and precision.
+        layout: of the recipe over the ranks.
+        device: "cuda", or "cpu", where only files reduce host memory.
         buffers: bytes of the model's.
-        order: of a pipeline, of this rank.
-        messages: bytes of those that are there beside each of its actions.
+        order: of this rank in a pipeline.
+        messages: bytes of messages held during each of its actions.
     """
     shapes = [shape for stage in stages for unit in stage.units for shape in unit]
     units = counted(stages)
@@ -85,6 +86,7 @@ def memory_of(
             count * sum(shape.sharded(layout.shards) for shape in trained_of(unit))
             for unit, count in units
         )
+        # Only one portion at a time is in float32.
         rounding = ROUNDING_BYTES * min(PORTION["cpu" if device == "cpu" else "cuda"], owned)
     activations = traces[0].saved
     if layout.by_fsdp or order:
@@ -97,12 +99,12 @@ def memory_of(
         ]
         alone = [Action("F", 0, 0), Action("B", 0, 0)] * layout.passes
         each = recipe.strategy.reduce_every_pass
-        activations, found = _passes(
+        activations, by_stage = _passes(
             order or alone, held, each, messages or [0] * len(order or alone)
         )
         moments = [Moment("update", gradients, 0, 0 if offloaded else rounding)] + [
             replace(moment, pass_=moment.pass_ + beside)
-            for of_stage, passes in zip(held, found, strict=True)
+            for of_stage, passes in zip(held, by_stage, strict=True)
             for which, beside in passes.items()
             for moment in of_stage.moments(which)
         ]
@@ -113,6 +115,7 @@ def memory_of(
             state = _state_bytes(units, layout.replicas)
             gathered = gather_bytes(trained_of(shapes), layout.replicas)
         moments = ddp_moments(stages[0], layout, traces[0], max(gathered, rounding))
+    # Held throughout the step; with offload only the buffers stay on the device.
     standing = buffers + (0 if offloaded else parameters + state)
     pinned = sum(_pinned_bytes(some, layout.shards) for some in (shapes, trained_of(shapes)))
     in_memory = pinned + state if to_host else 0
@@ -139,23 +142,25 @@ def memory_of(
 def _passes(
     order: Order, held: Sequence[Held | Unsharded], every_pass: bool, messages: Sequence[int]
 ) -> tuple[int, list[dict[Pass, int]]]:
-    """(most bytes of activations on a rank, of each of its stages the passes and the most bytes
-    that are there beside one: for other micro-batches, and of other stages). `every_pass`: each
-    backward pass reduces gradients; `messages`: bytes of those beside each action."""
+    """(most bytes of activations on a rank; for each of its stages, pass → most bytes held beside
+    it, for other micro-batches and stages). `every_pass`: whether each backward reduces gradients;
+    `messages`: bytes held during each action."""
     backward = Counter(action.stage for action in order if action.kind in "BW")
     stages = dict(zip(sorted(backward), held, strict=True))
-    found: dict[int, dict[Pass, int]] = {number: {} for number in stages}
+    by_stage: dict[int, dict[Pass, int]] = {number: {} for number in stages}
     rests = {number: stage.resting for number, stage in stages.items()}
-    left, resting = dict(backward), dict.fromkeys(stages, 0)
+    remaining, resting = dict(backward), dict.fromkeys(stages, 0)
     gathered = dict.fromkeys(stages, False)
     fresh = dict.fromkeys(stages, True)
     forward = put_off = most = 0
     for (kind, number, _), message in zip(order, messages, strict=True):
-        trace, before = stages[number].trace, left[number] < backward[number]
-        which = Pass(kind, before, kind in "BW" and left[number] == 1, fresh[number])
+        trace, before = stages[number].trace, remaining[number] < backward[number]
+        which = Pass(kind, before, kind in "BW" and remaining[number] == 1, fresh[number])
+        # What the pass itself holds is part of its trace.
         own = {"F": 0, "W": trace.kept + trace.put_off}.get(kind, trace.saved)
         beside = forward + put_off - own + sum(resting.values()) - resting[number] + message
-        found[number][which] = max(beside, found[number].get(which, 0))
+        by_stage[number][which] = max(beside, by_stage[number].get(which, 0))
+        # F forward; B whole backward; I gradients of inputs, W of weights, where these are split.
         match kind:
             case "F":
                 forward += trace.saved
@@ -168,30 +173,31 @@ def _passes(
                 forward -= trace.kept
                 put_off -= trace.put_off
         fresh[number] = kind != "F"
-        left[number] -= kind in "BW"
-        rest, between = rests[number], left[number] < backward[number]
+        remaining[number] -= kind in "BW"
+        rest, between = rests[number], remaining[number] < backward[number]
+        # Forward leaves units gathered; backward frees them only if it reduces gradients.
         gathered[number] = kind == "F" or (gathered[number] and not every_pass)
         resting[number] = rest.gathered * gathered[number] + rest.between * between
-        if left[number] == 0:
+        if remaining[number] == 0:
             resting[number] = rest.after
         most = max(most, forward)
-    return most, list(found.values())
+    return most, list(by_stage.values())
 
 
 def messages_beside(orders: Sequence[Order]) -> list[list[int]]:
-    """How many messages each rank has while it does each of its actions, besides those that the
-    action needs and those that are activations: as `_Messages` of the pipeline has them.
+    """Number of messages that each rank holds during each action, besides those that the action
+    uses and those that are activations: as `_Messages` of the pipeline does.
 
-    There is room for the next one of each neighbour, some have come before their use, and gradients
-    stay until a message tells that they have arrived.
+    There is a buffer for the next message of each neighbour, some messages arrive before their use,
+    and sent gradients stay until a message shows that they have arrived.
     """
     place = {action: place for order in orders for place, action in enumerate(order)}
-    found: list[list[int]] = []
+    counts: list[list[int]] = []
     for order, senders in zip(orders, incoming(orders) if orders else (), strict=True):
         expected = {peer: deque(actions) for peer, actions in senders.items()}
         sent: dict[int, deque[int]] = {}
         early: set[Action] = set()
-        found.append([])
+        counts.append([])
         for action in order:
             source = action._replace(stage=action.stage + (-1 if action.kind == "F" else 1))
             if action.kind != "W" and source in place:
@@ -202,11 +208,11 @@ def messages_beside(orders: Sequence[Order]) -> list[list[int]]:
                 while sent.get(peer) and sent[peer][0] < place[source]:
                     sent[peer].popleft()
             posted = sum(map(bool, expected.values()))
-            found[-1].append(posted + len(early) + sum(map(len, sent.values())))
+            counts[-1].append(posted + len(early) + sum(map(len, sent.values())))
             if action.kind in "BI" and action.stage:
                 below = action._replace(stage=action.stage - 1)
                 sent.setdefault(below.stage % len(orders), deque()).append(place[below])
-    return found
+    return counts
 
 
 def _state_bytes(units: Sequence[tuple[Sequence[Shape], int]], ranks: int) -> int:
@@ -214,4 +220,5 @@ def _state_bytes(units: Sequence[tuple[Sequence[Shape], int]], ranks: int) -> in
 
 
 def _pinned_bytes(shapes: Sequence[Shape], ranks: int) -> int:
+    # CUDA's allocator of pinned memory rounds up to powers of two.
     return sum(1 << (bytes_of([shape], ranks) - 1).bit_length() for shape in shapes)

@@ -1,5 +1,5 @@
-"""What a checkpoint of the trainer holds of an optimizer: its tensors, and for each parameter the
-JSON of its state and of what steps have changed in its parameter group."""
+"""Optimizer state in checkpoints: tensors, and for each parameter the JSON of its other state and
+of changes that steps made in its parameter group."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,30 +21,30 @@ from trainer.optim.formats import Format
 from trainer.optim.method import MethodOptimizer
 
 RECIPES = "lr", "lr_scale"
-"""Entries of a parameter group that follow from the recipe and the step."""
+"""Entries of a parameter group that recipe and step determine."""
 
 
 def own_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> OptimizerState:
-    """What it keeps, with trees `{"state": …, "group": …}` by FQN; of the bundled optimizers
-    tensors alone.
+    """An optimizer's state, with trees `{"state": …, "group": …}` by FQN; for bundled optimizers
+    only tensors.
 
     Raises:
         ValueError: see `optimizer_state`.
     """
-    found = optimizer_state(optimizer, parameters)
+    saved = optimizer_state(optimizer, parameters)
     if isinstance(optimizer, MethodOptimizer):
-        return OptimizerState(found.tensors, {})
+        return OptimizerState(saved.tensors, {})
     names = {parameter: name for name, parameter in parameters.items()}
-    trees: dict[str, Any] = {name: {"state": tree} for name, tree in found.trees.items()}
+    trees: dict[str, Any] = {name: {"state": tree} for name, tree in saved.trees.items()}
     made = getattr(optimizer, "groups_as_made", [{} for _ in optimizer.param_groups])
     for group, before in zip(optimizer.param_groups, made, strict=True):
         now = settings(group)
         changed = {key: one for key, one in now.items() if before.get(key, object) != one}
         for parameter in group["params"] if changed else ():
             trees.setdefault(names[parameter], {})["group"] = changed
-    return OptimizerState(found.tensors, trees)
+    return OptimizerState(saved.tensors, trees)
 
 
 def own_targets(
@@ -54,15 +54,15 @@ def own_targets(
     metas: Mapping[str, TensorMeta],
     state_dtype: Format = "fp32",
 ) -> OptimizerTargets:
-    """Tensors for what `own_state` has saved; `put` gives the optimizer all of it.
+    """Tensors to load a state of `own_state` into; `put` then gives it to the optimizer.
 
     Args:
-        optimizer: that is to keep it.
+        optimizer: receives the state.
         parameters: by FQN.
-        trees: that were saved; None in older checkpoints.
+        trees: saved ones; None in older checkpoints.
         metas: see `optimizer_targets`.
-        state_dtype: `optimizer.state_dtype` of the recipe that has saved it. Another one here is
-            converted.
+        state_dtype: `optimizer.state_dtype` of the recipe that saved the state; converted if it
+            differs.
     """
     if isinstance(optimizer, MethodOptimizer):
         if state_dtype == optimizer.state_dtype:
@@ -79,6 +79,7 @@ def own_targets(
     names = {parameter: name for name, parameter in parameters.items()}
 
     def put() -> None:
+        # The present recipe determines the scales; `put` restores the saved ones.
         scales = [group.get("lr_scale", 1.0) for group in optimizer.param_groups]
         targets.put()
         for group, scale in zip(optimizer.param_groups, scales, strict=True):
@@ -92,21 +93,22 @@ def own_targets(
 
 
 def put_settings(group: dict[str, Any], changed: Mapping[str, Any]) -> None:
-    """Give a group entries that `settings` made; a tensor stays the same object."""
+    """Set entries of a group from `settings`; a tensor stays the same object."""
     for key, one in changed.items():
         value, held = from_json(one), group.get(key)
         if isinstance(held, torch.Tensor) and held.shape == torch.as_tensor(value).shape:
+            # Compiled code may hold the tensor.
             held.copy_(torch.as_tensor(value))
         else:
             group[key] = value
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON of the entries of a parameter group that can be saved and are not the recipe's. Classes
-    and functions are what the factory made them."""
-    found = {}
+    """JSON of the entries of a parameter group that the recipe does not determine. Classes and
+    functions are left out: the factory sets them."""
+    values = {}
     for key, value in group.items():
         with suppress(ValueError):
             if key not in ("params", "param_names", *RECIPES):
-                found[key] = to_json(value, key)
-    return found
+                values[key] = to_json(value, key)
+    return values
