@@ -1,7 +1,8 @@
 """Training data: prepared tokens (written by prepare, read by shards.py and loader.py), or a user's
-own `Samples` (sample_stream.py); both in the order of order.py."""
+own `Samples` (sample_stream.py); in the order of order.py, or that of a user's `Stream`."""
 
 from trainer.data.order import Order
 from trainer.data.samples import Samples
+from trainer.data.stream import Stream
 
-__all__ = ["Order", "Samples"]
+__all__ = ["Order", "Samples", "Stream"]

@@ -17,7 +17,7 @@ class Samples:
     """
 
     train: Any
-    """Training set. The run determines its order."""
+    """Training set. The run determines its order, unless it is a `Stream`, which has its own."""
 
     collate: Callable[[Sequence[Any]], Mapping[str, Any] | Sequence[Any]] | None = None
     """Items → one batch, one sample per row: tensors by the names of `forward`'s arguments, or a
@@ -25,7 +25,7 @@ class Samples:
     numbers of one shape, and are stacked."""
 
     validation: Any = None
-    """Data set of validation passes, used whole and in its own order."""
+    """Data set, or `Stream`, of validation passes, used whole and in its own order."""
 
     fingerprint: str | None = None
     """Identity of `train`, if the data set has none of its own, as those of Hugging Face have. A

@@ -12,6 +12,7 @@ COUNTED = "perdure.counted"
 """Key of the count that a micro-batch's mean loss is taken over, if not its number of samples."""
 
 
+@runtime_checkable
 class Stream(Protocol):
     """Samples by position. `fetch` must be a pure function of the positions, so that restarts and
     world sizes do not change what a run is trained on."""

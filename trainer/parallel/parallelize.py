@@ -130,7 +130,7 @@ class ParallelModel:
             if self.context:
                 return means(self.context(self.module, inputs))
             result = self.module(**inputs)
-        # In evaluation a model may return other scalars than a loss, such as recall@20 of KGAT.
+        # In evaluation a model may return other scalars than a loss, such as a recall@20.
         if torch.is_grad_enabled() and (problem := loss_problem(result)):
             raise RecipeError(f"model.factory: forward returns {problem}")
         return means(result)

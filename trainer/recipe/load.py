@@ -8,7 +8,7 @@
 import dataclasses
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from trainer.recipe.rules import contradictions
 from trainer.recipe.sections import Recipe
 from trainer.recipe.strategies import sharding
 from trainer.recipe.yaml_tree import (
+    Key,
     Origins,
     Problem,
     RecipeError,
@@ -34,13 +35,14 @@ def shipped_recipes() -> dict[str, Path]:
     return {file.stem: file for file in sorted(files)}
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, kept: bool = False) -> Recipe:
     """Read, override and validate a recipe.
 
     Args:
         path: YAML file.
         overrides: `key.sub=value` strings, applied in order; list items by number
             (`data.sources.0.path=…`). Values are YAML.
+        kept: a run has kept it, so it may have keys of older versions.
 
     Raises:
         RecipeError: a line for each problem, with file, line, key and remedy.
@@ -52,7 +54,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             f"recipe copy {name} {shlex.quote(str(Path(path).with_suffix('.yaml')))}"
         )
     tree, origins, problems = read_tree(path, overrides)
-    return validate(tree, origins, str(path), problems)
+    return validate(renewed(tree)[0] if kept else tree, origins, str(path), problems)
 
 
 def validate(
@@ -70,7 +72,9 @@ def validate(
         RecipeError: a line for each problem, with file, line, key and remedy.
     """
     tree = {section: {} if keys is None else keys for section, keys in tree.items()}
+    tree, former = renewed(tree)
     all_problems = list(problems)
+    all_problems += [Problem(origin_of(key, origins, file), key, what) for key, what in former]
     wrong = {problem.key for problem in all_problems}
     recipe = checked(Recipe, tree, origins, file, all_problems, wrong)
     if recipe:
@@ -85,6 +89,26 @@ def validate(
     if all_problems or not recipe:
         raise RecipeError(listed(all_problems, origins))
     return recipe
+
+
+_FORMER = (("model", "kgat", "trainer.kgat:KGAT"), ("data", "graph", "trainer.kgat:open_graph"))
+"""(section, key of older versions, the factory that has its keys as options now)."""
+
+
+def renewed(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[Key, str]]]:
+    """A tree of plain values with what stands now for keys of older versions, and (key, what to
+    write) for each. Resolved recipes of these versions have all keys, most of them null."""
+    new, former = dict(tree), list[tuple[Key, str]]()
+    for section, key, factory in _FORMER:
+        keys = new.get(section)
+        if not isinstance(keys, Mapping) or key not in keys:
+            continue
+        new[section] = {name: value for name, value in keys.items() if name != key}
+        if (options := keys[key]) is not None:
+            new[section] |= {"factory": factory, "factory_options": options}
+            what = f"write {section}.factory: {factory}, and its keys in {section}.factory_options"
+            former.append(((section, key), what))
+    return new, former
 
 
 def resolved(recipe: Recipe) -> dict[str, Any]:
@@ -105,9 +129,9 @@ def recipe_schema() -> dict[str, Any]:
 
 
 def _resolve_synonyms(recipe: Recipe) -> Recipe:
-    """Replace `strategy.zero` by `strategy.sharding`; set seq_len to 1 for samples of a graph or a
-    user's own data."""
-    if (recipe.data.graph or recipe.data.factory) and not recipe.data.seq_len:
+    """Replace `strategy.zero` by `strategy.sharding`; set seq_len to 1 for samples of a user's own
+    data."""
+    if recipe.data.factory and not recipe.data.seq_len:
         recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, seq_len=1))
     return dataclasses.replace(recipe, strategy=sharding.resolved(recipe.strategy))
 

@@ -14,7 +14,6 @@ from checkpointing.options import CheckpointOptions
 from elastic.options import ElasticOptions
 from trainer.recipe.architecture import Architecture
 from trainer.recipe.bounds import Amount, Count, Positive, Share
-from trainer.recipe.kgat_options import GraphData, Kgat
 from trainer.recipe.objective import Objective
 
 Sharding = Literal["NO_SHARD", "OPTIMIZER_STATE", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"]
@@ -106,8 +105,8 @@ class Adapter:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The model: exactly one of `architecture`, `init_from`, `factory` and `kgat`, which may come
-    with `init_from`."""
+    """The model: exactly one of `architecture`, `init_from` and `factory`, which may come with
+    `init_from`."""
 
     architecture: Architecture | None = None
     """A decoder with fresh weights, described by the keys of a Hugging Face config.json."""
@@ -118,7 +117,7 @@ class Model:
 
     init_from: str | None = None
     """Directory of a Hugging Face checkpoint (config.json and safetensors, sharded or not) whose
-    architecture and weights the run starts from."""
+    architecture and weights the run starts from. With `factory` it gives weights alone."""
 
     implementation: Literal["auto", "perdure", "transformers"] = "auto"
     """What computes the model of `init_from`. perdure: one of Perdure's families. transformers: the
@@ -141,10 +140,6 @@ class Model:
     GPUs only. sdpa: one additive mask. auto: the first of these that works, with FlashAttention-3
     or -4 if it is installed; on CPUs sdpa for bf16 up to 256 tokens."""
 
-    kgat: Kgat | None = None
-    """A recommender, with data.graph. `kgat: {}` is the paper's model. With `init_from` it starts
-    from the embeddings of that checkpoint, such as one of BPR-MF."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -159,7 +154,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The training data and its order: `sources` and `seq_len`, or `factory`, or `graph`."""
+    """The training data and its order: `sources` and `seq_len`, or `factory`."""
 
     sources: tuple[Source, ...] = ()
     """Prepared data sets. The order of samples is a function of seed and position."""
@@ -168,13 +163,11 @@ class Data:
     """Tokens per sequence."""
 
     factory: str | None = None
-    """`package.module:function` that returns any map-style data set; see docs/extending.md."""
+    """`package.module:function` that returns any map-style data set, or a stream with an order of
+    its own; see docs/extending.md."""
 
     factory_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the factory."""
-
-    graph: GraphData | None = None
-    """Interactions and a knowledge graph, for model.kgat."""
 
     pack: Literal["auto", "whole", "stream"] = "auto"
     """How documents become sequences. whole: documents are not cut; a sequence holds as many as
@@ -548,11 +541,11 @@ class Recipe:
 
     @property
     def draws(self) -> bool:
-        """Whether a pass may draw random numbers: a user's model or family, KGAT and an adapter may
+        """Whether a pass may draw random numbers: a user's model or family, and an adapter, may
         have dropout. Bundled decoders have none."""
         model = self.model
         dropout = model.adapter and model.adapter.dropout
-        return bool(model.factory or model.family or model.kgat or dropout)
+        return bool(model.factory or model.family or dropout)
 
     @property
     def gathers_twice(self) -> bool:

@@ -100,7 +100,7 @@ def check_launch(
         model, blocks = task.model, task.blocks
         length = counted(recipe, task.stream.sequences)
     # the model may be right, and only the data wrong
-    if not (task or recipe.data.factory or recipe.model.kgat):
+    if not (task or recipe.data.factory):
         with refusals:
             model, blocks, _ = bare_model(recipe)
     _check_world(refusals, recipe, model, blocks, world_size, local_world_size)

@@ -21,7 +21,8 @@ from elastic.node.files import own_directory, read_text, write_whole
 from elastic.record.history import last_start
 from elastic.world import World
 from trainer.recipe import Recipe, RecipeError, resolved, strategies
-from trainer.recipe.load import validate
+from trainer.recipe.factory import with_defaults
+from trainer.recipe.load import renewed, validate
 from trainer.recipe.yaml_tree import read_tree
 from trainer.run.identity import decides, flat
 from trainer.tasks.task import Task
@@ -97,9 +98,8 @@ def check_resume(
             f"run.dir: {path} was not written by a run of this trainer, so there is nothing to "
             "resume; name it in model.init_from and choose another run.dir"
         )
-    saved = _with_defaults(state["recipe"])["model"]
-    ours = resolved(recipe)["model"]
-    for key in ("architecture", "family", "factory", "factory_options", "kgat", "adapter"):
+    saved, ours = (_complete(one, recipe)["model"] for one in (state["recipe"], resolved(recipe)))
+    for key in ("architecture", "family", "factory", "factory_options", "adapter"):
         there, here = saved.get(key), ours[key]  # a checkpoint may be older than the key
         if there and here and key == "adapter":  # dropout may change between attempts
             there = {**there, "dropout": here["dropout"]}
@@ -249,7 +249,7 @@ def changes_of_start(
 def changes(old: Mapping[str, Any], recipe: Recipe) -> dict[str, tuple[Any, Any]]:
     """Keys that determine steps and differ between a resolved recipe, possibly an older one, and
     `recipe` → (old, new)."""
-    before, now = dict(flat(_with_defaults(old))), dict(flat(resolved(recipe)))
+    before, now = (dict(flat(_complete(one, recipe))) for one in (old, resolved(recipe)))
     changed = {
         key: (before.get(key), now.get(key))
         for key in [*now, *(key for key in before if key not in now)]
@@ -263,11 +263,18 @@ def changes(old: Mapping[str, Any], recipe: Recipe) -> dict[str, tuple[Any, Any]
     return changed
 
 
-def _with_defaults(old: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A resolved recipe with the defaults of keys newer than it. A recipe with removed keys is
-    returned unchanged, so new keys count as changed."""
+def _complete(old: Mapping[str, Any], recipe: Recipe) -> Mapping[str, Any]:
+    """A resolved recipe with the defaults of keys newer than it, and of options of factories that
+    `recipe` names too. A recipe with removed keys is returned unchanged, so new keys count as
+    changed."""
     with suppress(RecipeError):
-        return resolved(validate(copy.deepcopy(dict(old)), {}, "recipe.yaml"))
+        tree = resolved(validate(renewed(copy.deepcopy(dict(old)))[0], {}, "recipe.yaml"))
+        for key, name in recipe.own_code.items():
+            section = tree[key.partition(".")[0]]
+            if "factory_options" in section and section["factory"] == name:
+                options = with_defaults(key, name, section["factory_options"])
+                section["factory_options"] = options
+        return tree
     return old
 
 

@@ -1,4 +1,4 @@
-"""`data.factory`: a user's own data sets as streams."""
+"""`data.factory`: a user's own data as streams."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,26 +6,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.data import Samples
+from trainer.data import Samples, Stream
 from trainer.data.sample_stream import SampleStream, fingerprint
 from trainer.data.shards import DataError
 from trainer.data.stream import COUNTED
 from trainer.recipe import Recipe, RecipeError
-from trainer.recipe.factory import call_factory
+from trainer.recipe.factory import call_factory, refusing
 
 TRIED = 8
 """Samples that are batched at the start: one alone shows no mismatch of shapes."""
 
 
-def open_samples(recipe: Recipe) -> tuple[SampleStream, SampleStream | None]:
-    """Training and validation data of `data.factory`.
+def open_samples(recipe: Recipe) -> tuple[Samples, Stream, Stream | None]:
+    """What `data.factory` returns, and its training and validation data.
 
     Raises:
         RecipeError: the factory is missing, or returns no data to train on.
         DataError: the data is malformed.
     """
     data, name = recipe.data, recipe.data.factory or ""
-    returned = call_factory("data.factory", name, data.factory_options)
+    returned = call_factory("data.factory", name, data.factory_options, recipe=recipe)
     if type(returned) is tuple and all(map(_is_data_set, returned)):
         raise RecipeError(
             f"data.factory: {name} returned {len(returned)} data sets; return trainer.Samples("
@@ -33,27 +33,30 @@ def open_samples(recipe: Recipe) -> tuple[SampleStream, SampleStream | None]:
         )
     samples = returned if isinstance(returned, Samples) else Samples(returned)
 
-    def stream(dataset: Any, part: str, shuffle: bool) -> SampleStream:
+    def stream(dataset: Any, part: str, shuffle: bool) -> Stream:
+        if isinstance(dataset, Stream):
+            return dataset
         named, seed = f"the {part} set of {name}", recipe.run.seed
         return SampleStream(named, dataset, samples.collate, seed=seed, shuffle=shuffle)
 
     train = stream(samples.train, "training", True)
-    # Data sets of Hugging Face carry a `_fingerprint`.
-    said = samples.fingerprint or getattr(samples.train, "_fingerprint", None)
-    train.fingerprint = fingerprint(name, data.factory_options, train.sequences, said)
+    if isinstance(train, SampleStream):
+        # Data sets of Hugging Face carry a `_fingerprint`.
+        said = samples.fingerprint or getattr(samples.train, "_fingerprint", None)
+        train.fingerprint = fingerprint(name, data.factory_options, train.sequences, said)
     if train.sequences < recipe.batch.global_batch:
         raise RecipeError(
             f"data.factory: the training set of {name} holds {train.sequences} sample(s), fewer "
             f"than one global batch of {recipe.batch.global_batch}; lower batch.global_batch"
         )
     if not recipe.run.evaluate_every:
-        return train, None
+        return samples, train, None
     if samples.validation is None:
         raise RecipeError(
             f"run.evaluate_every: {name} gives no validation set; return trainer.Samples("
             "train, validation=…), or set run.evaluate_every=0"
         )
-    return train, stream(samples.validation, "validation", False)
+    return samples, train, stream(samples.validation, "validation", False)
 
 
 def _is_data_set(value: Any) -> bool:
@@ -62,13 +65,15 @@ def _is_data_set(value: Any) -> bool:
     return both and not isinstance(value, Mapping | tuple | str | torch.Tensor | np.ndarray)
 
 
-def first_batch(stream: SampleStream) -> dict[str, Any]:
-    """The first samples of a stream.
+def first_batch(stream: Stream, name: str) -> dict[str, Any]:
+    """The first samples of a stream, of the factory that `name` says.
 
     Raises:
+        RecipeError: a stream of the user's fails.
         DataError: a value cannot be a model's input.
     """
-    return stream.fetch(range(min(stream.sequences, TRIED)))
+    with refusing("data.factory", f"fetch of {name}"):
+        return inputs_of(stream.fetch(range(min(stream.sequences, TRIED))))
 
 
 def check_decoder_inputs(batch: dict[str, Any], vocab_size: int, multiple: int) -> None:

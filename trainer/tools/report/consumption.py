@@ -105,7 +105,7 @@ def _recipe(
         if digest and digest_of(read_text(path)) != digest:
             findings.problems.append(f"{path} is not the recipe that {who} began with")
             return None
-        recipe = load_recipe(path)
+        recipe = load_recipe(path, kept=True)
     except OSError as error:
         findings.miss(f"{path}: {error.strerror}", attempts)
         return None
@@ -118,7 +118,8 @@ def _recipe(
                 f"attempt {attempt.number} (line {attempt.line}) has a global batch of "
                 f"{attempt.start.global_batch}, its recipe of {recipe.batch.global_batch}"
             )
-        if digest and not recipe.data.graph and "consumed" not in attempt.start.records:
+        in_our_order = not recipe.data.factory or size_in(attempt.start.data)
+        if digest and in_our_order and "consumed" not in attempt.start.records:
             findings.problems.append(
                 f"attempt {attempt.number} (line {attempt.line}) does not record what the ranks "
                 "took, which its data makes every run record"
@@ -147,8 +148,9 @@ def _compare(
     counts.steps += len(steps)
     claimed = {attempt.start.data for attempt in attempts}
     if recipe.data.factory:  # its code is not run here, so what its samples hold is not compared
-        order = Order([size_in(*claimed)], [1.0], recipe.run.seed) if len(claimed) == 1 else None
-        if order:  # else `read_history` has found that they differ
+        size = size_in(*claimed) if len(claimed) == 1 else 0
+        if size:  # else `read_history` has found that they differ, or the order is the data's own
+            order = Order([size], [1.0], recipe.run.seed)
             located = _spread(steps, MOST_SAMPLES, 1)
             findings.problems += _other_samples(located, _of_one_source(order))
             counts.located += len(located)
