@@ -8,10 +8,10 @@ it differs from the weights beside it, and the tokenizer, if the data has other 
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from checkpointing.format.untrusted import read_object
+from checkpointing.storage.place import Place
 from checkpointing.storage.source import beside_weights
 from trainer.data.tokenizer import parse_tokenizer, start_ids
 from trainer.models.family import Family
@@ -27,8 +27,8 @@ ABOUT_TOKENS = (
 
 
 def files_beside(
-    init_from: Path | None,
-    data: Path,
+    init_from: Place | None,
+    data: Place,
     index: Mapping[str, Any],
     architecture: Architecture | None = None,
     family: Family | None = None,
@@ -81,7 +81,7 @@ def files_beside(
 
 
 def files_without_tokenizer(
-    init_from: Path | None, architecture: Architecture | None = None, family: Family | None = None
+    init_from: Place | None, architecture: Architecture | None = None, family: Family | None = None
 ) -> tuple[dict[str, bytes], list[str]]:
     """`files_beside` for data without a tokenizer: the one of `init_from` is kept.
 
@@ -95,7 +95,7 @@ def files_without_tokenizer(
     return _carried(init_from, notes), notes
 
 
-def stop_ids(files: Mapping[str, bytes], where: Path) -> list[int]:
+def stop_ids(files: Mapping[str, bytes], where: Place) -> list[int]:
     """Stop tokens of a model, from generation_config.json, else from config.json, as in
     transformers.
 
@@ -116,7 +116,7 @@ def of_bf16(files: dict[str, bytes]) -> dict[str, bytes]:
     return {**files, CONFIG: _json({**config, "dtype": "bfloat16"})}
 
 
-def _carried(directory: Path, notes: list[str]) -> dict[str, bytes]:
+def _carried(directory: Place, notes: list[str]) -> dict[str, bytes]:
     """The files beside the weights of a published checkpoint, with config.json changed to a run's
     dtype."""
     files, left = beside_weights(directory)
@@ -134,8 +134,8 @@ def _carried(directory: Path, notes: list[str]) -> dict[str, bytes]:
 def _with_tokenizer(
     files: dict[str, bytes],
     prepared: Mapping[str, bytes],
-    directory: Path,
-    data: Path,
+    directory: Place,
+    data: Place,
     notes: list[str],
 ) -> dict[str, bytes]:
     """`files` with their own tokenizer; with the prepared one if they have none, or if the data has
@@ -160,7 +160,7 @@ def _tokens(ids: Sequence[int]) -> str:
     return f"token {', '.join(map(str, ids))}" if ids else "no token of its own"
 
 
-def _object(files: Mapping[str, bytes], name: str, where: Path) -> dict[str, Any]:
+def _object(files: Mapping[str, bytes], name: str, where: Place) -> dict[str, Any]:
     try:
         return read_object(files.get(name, b"{}"))
     except ValueError as error:

@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from checkpointing.load.published import by_model_names
+from checkpointing.storage.place import Place
 from checkpointing.storage.steps import hugging_face_tensors
 from trainer.models.decoder import Decoder
 from trainer.models.hf import ConfigError, read_json
@@ -288,7 +288,7 @@ class Built(NamedTuple):
     """Top-level module, such as the head → its name in files, where that differs."""
 
 
-def build_theirs(directory: Path, reason: str) -> Built:
+def build_theirs(directory: Place, reason: str) -> Built:
     """Build the transformers module of a config.json. No code of the checkpoint runs, and nothing
     is downloaded. `reason`: why transformers is needed.
 
@@ -362,7 +362,7 @@ def check_installed(reason: str) -> str:
     return installed
 
 
-def _check_kind(config: Any, name: str, file: Path) -> None:
+def _check_kind(config: Any, name: str, file: Place) -> None:
     """Raise RecipeError or ConfigError if the model is not causal, or requests an unsupported
     feature."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -389,7 +389,7 @@ def _check_kind(config: Any, name: str, file: Path) -> None:
         )
 
 
-def _names_in_files(theirs: Any, directory: Path) -> dict[str, str]:
+def _names_in_files(theirs: Any, directory: Place) -> dict[str, str]:
     """See `Built.names_in_files`.
 
     Raises:

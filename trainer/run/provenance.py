@@ -43,7 +43,8 @@ def run_state(recipe: Recipe, task: Task, world: World, init_from: str | None) -
     adapter, base = recipe.model.adapter, recipe.model.init_from
     # steps were computed from epochs, and a recipe with both would be refused.
     given = replace(recipe, run=replace(recipe.run, steps=0)) if recipe.run.epochs else recipe
-    under = {"path": os.path.abspath(base or ""), "fingerprint": init_from}
+    place = base if base and "://" in base else os.path.abspath(base or "")
+    under = {"path": place, "fingerprint": init_from}
     return {
         **({"base": {**under, "format": adapter.base}} if adapter else {}),
         "parameters": {

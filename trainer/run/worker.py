@@ -49,6 +49,7 @@ from elastic.world import (
     refuse_stale_store,
     supervised,
 )
+from trainer.data.cache import keep_copies
 from trainer.data.loader import load, requests
 from trainer.data.stream import CONSUMED, COUNTED
 from trainer.optim.optimizer import build_optimizer
@@ -155,7 +156,7 @@ def run_attempt(
     `kept` holds the run of the last attempt, and gets the run of this one.
     """
     torch.set_grad_enabled(True)  # the last attempt may have ended inside no_grad
-    rank, _, world_size, local_world_size = read_environment()
+    rank, local_rank, world_size, local_world_size = read_environment()
     recipe, text, prepared_task, identity = prepare(tuple(arguments))
     keep_caches_closed(Path(recipe.run.dir), recipe.strategy.compile)
     if recipe.elastic.recovery != "refork":
@@ -184,6 +185,8 @@ def run_attempt(
         keep_freed_memory()
     last, kept.run = kept.run, None  # until `build` returns no model is whole
     with ExitStack() as stack:
+        if local_rank == 0:
+            stack.callback(keep_copies(recipe.data))
         with refusing_misfits(recipe, pulse, lambda: world.generation == 0):
             written = recipe
             recipe = counted(settled(recipe, world), task.stream.sequences)

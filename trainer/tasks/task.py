@@ -4,17 +4,18 @@ import math
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from checkpointing.format.peft import CONFIG as ADAPTER_CONFIG
+from checkpointing.storage.place import location
+from checkpointing.storage.steps import storage_of
 from trainer.data import Samples
 from trainer.data.loader import TokenStream
 from trainer.data.sample_stream import SampleStream, count_of
-from trainer.data.shards import read_index
+from trainer.data.shards import is_prepared, read_index
 from trainer.data.stream import Stream
 from trainer.models import Decoder, Family
 from trainer.models.adapter import adapter_config
@@ -146,9 +147,10 @@ def build_task(recipe: Recipe) -> Task:
         )
     text_model, fill, of_model = build_text_model(recipe)
     _check_vocabulary(recipe, text_model)
-    source = Path(recipe.data.sources[0].path)
+    source = location(recipe.data.sources[0].path)
     start, ours = recipe.model.init_from, _family_and_sizes(text_model)
-    files, notes = files_beside(Path(start) if start else None, source, read_index(source), *ours)
+    begin = location(start) if start else None
+    files, notes = files_beside(begin, source, read_index(source), *ours)
     if recipe.precision.master == "bf16_stochastic":
         files = of_bf16(files)
     further = {**_of_model(recipe, text_model), **_counting(stream)}
@@ -261,7 +263,7 @@ def _build_on_samples(recipe: Recipe) -> Task:
         for batch in tried:
             check_decoder_inputs(batch, model.vocab_size, multiple)
         blocks, values = list(model.blocks), _loss_values
-        start = Path(recipe.model.init_from) if recipe.model.init_from else None
+        start = location(recipe.model.init_from) if recipe.model.init_from else None
         files, notes = files_without_tokenizer(start, *_family_and_sizes(model))
         if recipe.precision.master == "bf16_stochastic":
             files = of_bf16(files)
@@ -318,10 +320,13 @@ def _loss_values(means: Mapping[str, float]) -> dict[str, float]:
 
 def _how_to_prepare(recipe: Recipe, directory: str) -> str:
     """The command that prepares a data set for a recipe: of a known corpus, if the directory has
-    its name, with the model's tokenizer or a new one of the model's vocabulary size."""
+    its name, with the model's tokenizer or a new one of the model's vocabulary size. For an object
+    store, the command that copies a data set there."""
+    if "://" in directory:
+        return shlex.join(["perdure", "data", "copy", "DIRECTORY", directory])
     from trainer.data.prepare.corpora import CORPORA  # only for this message
 
-    name, architecture = Path(directory).name, recipe.model.architecture
+    name, architecture = location(directory).name, recipe.model.architecture
     words = ["perdure", "data", "prepare", name if name in CORPORA else "INPUT"]
     words += ["--pairs"] if recipe.objective.compares else []
     words += ["--out", directory]
@@ -340,10 +345,11 @@ def open_streams(recipe: Recipe) -> tuple[TokenStream, Evaluation | None]:
     Raises:
         RecipeError: data is missing, or too small.
         DataError: data is damaged.
+        StorageError: a store does not answer, or gives no access.
     """
     data = recipe.data
     for number, source in enumerate(data.sources):
-        if not (Path(source.path) / "index.json").is_file():
+        if not is_prepared(source.path):
             raise RecipeError(
                 f"data.sources.{number}.path: no prepared data set at {source.path} (it has no "
                 f"index.json); make one with `{_how_to_prepare(recipe, source.path)}`"
@@ -367,6 +373,8 @@ def open_streams(recipe: Recipe) -> tuple[TokenStream, Evaluation | None]:
             documents=documents_for(recipe),
             reader=data.reader,
             pack=data.pack,
+            ahead=data.ahead,
+            cache=data.cache,
         )
 
     stream = open_split("train", shuffle=True)
@@ -431,7 +439,7 @@ def _call_factory(
     """The user's module, its blocks, and notes about its number formats. `data` is the result of
     `data.factory`, if there is one."""
     name, start = recipe.model.factory or "", recipe.model.init_from
-    if start and not Path(start).is_dir():
+    if start and not storage_of(location(start)).is_directory(location(start)):
         raise RecipeError(f"model.init_from: no checkpoint at {start}; make one, or set null")
     # The same on all ranks, so that their weights agree.
     torch.manual_seed(recipe.run.seed)
