@@ -23,18 +23,27 @@ Record = Mapping[str, Any]
 INTRODUCTION = """\
 # On a GPU
 
-Made by `python -m benchmarks.gpu --report`; changes by hand are lost.
+Made by `python -m benchmarks.gpu --report`; changes by hand are lost. Set on a GPU:
+
+- `strategy.compile: true`. The first step takes longer, and [a restart finds the
+  result](strategies.md#options).
+- FlashAttention-3 or -4, where [it runs](data.md#attention-inside-documents). A line at the start
+  names the kernel.
+- `batch.micro_batch: auto` takes what the memory holds. `perdure plan` says it before.
+- [Moments and weights in fewer bytes](strategies.md#weights-and-state-in-fewer-bytes) for a larger
+  model, [products in 8 bits](strategies.md#products-in-8-bits) for speed.
+
+## Measure yours
 
 ```sh
 make gpu-wheelhouse          # where there is a registry: packages for a GPU machine without one
 make gpu                     # on the GPU machine: all that fits into 520 seconds; again: the rest
 ```
 
-`make gpu` needs a Python with torch for CUDA and `transformers`, and no network. Other packages
-come from `.gpu/wheels` and go into `.gpu/site`. Nothing else on the machine changes. Take the
-folder `.gpu` along, and bring it back: `.gpu/state.json` holds each result at once. A case that
-fails, dies or hangs leaves the others alone. Slices 0, 1, 3 and 5 run first, in three calls of 520
-seconds. The others take five more.
+`make gpu` needs a Python with torch for CUDA and `transformers`, and no network. All cases take
+about eight calls. Other packages come from `.gpu/wheels`; nothing outside of the folder `.gpu`
+changes. Take it along, and bring it back: `.gpu/state.json` holds each result at once. A case that
+fails, dies or hangs leaves the others alone.
 
 | option of `python -m benchmarks.gpu` | |
 |---|---|
@@ -45,24 +54,15 @@ seconds. The others take five more.
 | `--device cpu --size toy` | the same ways without a GPU, in minutes; its figures mean nothing |
 | `--report` | write results and this page from the state |
 
-| exit code | |
-|---|---|
-| 0 | all that was asked passes |
-| 1 | something falls short |
-| 3 | nothing falls short, but not everything is measured |
+Exit code 0: all that was asked passes; 1: something falls short; 3: something is not measured.
 
-- **Data** are synthetic documents as long as those of C4: median 300 tokens, mean 480, vocabulary
-  151,936.
-- **Models** of 0.6B to 8B have the architectures of Qwen3, `llama_8B` that of Llama 3.1. The number
-  after them is the micro-batch; `causal` is without document masks.
-- **The minimal loop**, [`minimal_loop.py`](../benchmarks/peers/minimal_loop.py), has the same
-  model, kernels and compilation, and nothing else.
-- **FSDP2 on one rank.** The trainer leaves it out, as there is nobody to shard with. Cases that ask
-  for it put it back ([`sharded.py`](../benchmarks/gpu/sharded.py)); `fsdp_units` says that it ran.
-- **MFU** is by the definition of [`family.py`](../trainer/models/family.py), against the dense bf16
-  peak of the data sheet.
-- **Bounds.** Who has published one stands in parentheses. "The last result" is what other code gave
-  before. A case that needs more host memory than there is says so, and is not measured.
+**Method.** Data are synthetic documents as long as those of C4, with a vocabulary of 151,936.
+Models of 0.6B to 8B are Qwen3, `llama_8B` is Llama 3.1. The number after them is the micro-batch,
+and `causal` is without document masks. The peer `minimal` is a
+[loop](../benchmarks/peers/minimal_loop.py) with the same model, kernels and compilation, and
+nothing else. MFU is by [`family.py`](../trainer/models/family.py), against the dense bf16 peak of
+the data sheet. The trainer leaves out FSDP2 on one rank; `fsdp_units` says that a case has put it
+back. "The last result" is that of earlier code. `make gpu` prints the limits of each case.
 """
 
 
@@ -120,17 +120,21 @@ def page(folder: Path = RESULTS) -> str:
     if not measured:
         lines.append("**Nothing below is measured yet: no GPU was at hand.**\n")
     for number, title in SLICES.items():
-        columns = ["case", "what", "accepted when", *gpus]
-        lines += [f"## {number}: {title}", "", row(columns), row(["---"] * len(columns))]
-        for case in CASES:
-            if case.slice == number:
-                bounds = ", ".join(
-                    f"`{bound}`" + (f" ({bound.source})" if bound.source else "")
-                    for bound in case.bounds
-                )
+        cases = [case for case in CASES if case.slice == number]
+        shown = [one for one in cases if any(one.name in result["cases"] for result in measured)]
+        lines += [f"## {number}: {title}", ""]
+        if shown:
+            columns = ["case", "what", *gpus]
+            lines += [row(columns), row(["---"] * len(columns))]
+            for case in shown:
                 cells = [cell(case, result["cases"]) for result in measured]
-                lines.append(row([f"`{case.name}`", summary(case.function), bounds, *cells]))
-        lines.append("")
+                lines.append(row([f"`{case.name}`", summary(case.function), *cells]))
+            lines.append("")
+        if missing := [f"`{case.name}`" for case in cases if case not in shown]:
+            lines += [wrapped(f"Not measured yet: {', '.join(missing)}."), ""]
+        bounds = [bound for case in cases for bound in case.bounds if bound.source]
+        if published := dict.fromkeys(f"- `{bound}`: {bound.source}." for bound in bounds):
+            lines += [*map(wrapped, published), ""]
     for path, result in zip(sorted(folder.glob("gpu-*.json")), measured, strict=True):
         records = result["cases"].values()
         versions = {f"torch {record['torch']}" for record in records}
