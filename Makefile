@@ -8,11 +8,12 @@ BIN := .venv/bin
 RUNTIME := .venv/.runtime-installed
 DEV := .venv/.dev-installed
 FINETUNE := .venv/.finetune-installed
+SITE := .venv/site
 FAKE_TORCH ?= 2.14.1
 FAKE := .venv/fake-cuda-$(FAKE_TORCH)
 FAKE_TABLE := benchmarks/results/fake-cuda-$(FAKE_TORCH).md
 
-.PHONY: help train finetune test pytest setup lint bench gpu gpu-wheelhouse soak fakecuda layouts gluster transformers4 slurm manifests attack seeing image docs clean
+.PHONY: help train finetune test pytest setup lint bench gpu gpu-wheelhouse soak fakecuda layouts gluster transformers4 slurm manifests attack seeing image docs site clean
 
 help:            ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -110,8 +111,12 @@ docs: $(DEV)     ## regenerate what is made from the code
 	$(BIN)/python docs/glossary.py
 	$(BIN)/python docs/versions.py
 
-clean:           ## remove .venv, data/ and runs/
-	rm -rf .venv data runs
+site: $(SITE)/.installed  ## build the docs as a site, in site/; a link or an anchor that is not there is an error
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build
+	@echo "site/index.html"
+
+clean:           ## remove .venv, data/, runs/ and site/
+	rm -rf .venv data runs site
 
 $(RUNTIME): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15) and "Perdure needs Python 3.11 to 3.14; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12 ...")'
@@ -122,6 +127,11 @@ $(RUNTIME): pyproject.toml
 
 $(FINETUNE): $(RUNTIME)
 	$(BIN)/python -m pip install --quiet 'transformers>=5,<6' 'gguf>=0.17'
+	@touch $@
+
+$(SITE)/.installed: Makefile
+	test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet mkdocs-material==9.8.1
 	@touch $@
 
 $(FAKE)/.installed: pyproject.toml

@@ -48,7 +48,7 @@ def page() -> str:
     columns = ["torch", "Python", "contract", "tests", "date", "commit"]
     table = markdown(columns, [cells(line) for line in lines])
     failed = [text for line in lines for text in failures(line)]
-    return "\n".join([title, *table, *failed]) + "\n" + TESTS + FAKE + "\n".join(fakes()) + "\n"
+    return "\n".join([title, *table, "", *failed]) + "\n" + TESTS + FAKE + "\n".join(fakes()) + "\n"
 
 
 def cells(line: dict[str, Any]) -> list[str]:

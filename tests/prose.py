@@ -4,6 +4,8 @@ import itertools
 import re
 from collections.abc import Iterable
 
+from docs.website import slug
+
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 PYTHON = re.compile(r"(?<! -->\n)^```python\n(.*?)^```", re.M | re.S)
 """A block that is not made from a file of examples/."""
@@ -106,6 +108,4 @@ def links(text: str) -> list[str]:
 
 def anchors(text: str) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
-    titles = re.findall(r"^#+ (.*)$", FENCE.sub("", text), flags=re.M)
-    kept = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
-    return {title.replace(" ", "-") for title in kept}
+    return {slug(title) for title in re.findall(r"^#+ (.*)$", FENCE.sub("", text), flags=re.M)}

@@ -24,7 +24,7 @@ import yaml
 from safetensors.torch import save
 
 from benchmarks import published_plans
-from docs import api, glossary, included, rooms, schedules, versions
+from docs import api, glossary, included, rooms, schedules, versions, website
 from tests import prose
 from tests.checkpointing.stored import write_checkpoint
 from tests.distributed.jobs import RECIPE, soak
@@ -68,16 +68,20 @@ def test_sentences_are_short(page):
     assert sum(map(prose.words, found)) / len(found) <= 15
 
 
-@pytest.mark.parametrize("page", sorted({*PAGES} - {"docs/kgat.md"}))
-def test_lines_are_short(page):
-    """At most 100 columns, outside tables and blocks of code."""
-    found = re.sub(r"^ *\|.*", "", prose.FENCE.sub("", PAGES[page]), flags=re.M).splitlines()
-    assert [line for line in found if len(line) > 100] == []
-
-
 @pytest.mark.parametrize("page", PAGES)
+def test_lines_are_short(page):
+    """At most 100 columns, outside tables and blocks of code. On the site a list begins only after
+    an empty line."""
+    found = re.sub(r"^ *\|.*", "|", prose.FENCE.sub("", PAGES[page]), flags=re.M).splitlines()
+    assert [line for line in found if len(line) > 100] == []
+    item = r"[-*] |\d+\. "
+    pairs = [(before, line) for before, line in pairwise(found) if re.match(item, line) and before]
+    assert [line for before, line in pairs if not re.match(rf"{item}|  ", before)] == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_links_lead_somewhere(page):
-    for link in prose.links(PAGES[page]):
+    for link in prose.links((ROOT / page).read_text(encoding="utf-8")):
         if "://" in link:
             continue
         path, _, anchor = link.partition("#")
@@ -85,6 +89,46 @@ def test_links_lead_somewhere(page):
         assert target.exists(), link
         if anchor:
             assert anchor in prose.anchors(target.read_text(encoding="utf-8")), link
+
+
+def test_pages_that_code_names_are_there():
+    """With their anchors: in messages, help and comments."""
+    files = [ROOT / "Makefile", *(ROOT / "recipes").glob("*.yaml")]
+    for folder in (*rooms.PACKAGES, "benchmarks", "examples"):
+        files += (ROOT / folder).rglob("*.py")
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        for page, anchor in re.findall(r"\b(docs/[\w-]+\.md)(?:#([\w-]+))?", text):
+            assert page in PAGES, (path, page)
+            assert not anchor or anchor in prose.anchors(PAGES[page]), (path, page, anchor)
+
+
+def test_the_site_has_every_page():
+    """`make site` itself needs mkdocs."""
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    shown = [page for part in nav[1:] for pages in part.values() for page in pages]
+    own = [Path(page).name for page in PAGES if page != "README.md"]
+    assert nav[0] == {"Perdure": "index.md"}
+    assert sorted(shown) == sorted([*own, "CONTRIBUTING.md", "CHANGELOG.md"])
+
+
+def test_links_of_pages_lead_on_from_their_places_on_the_site():
+    """README.md and docs/ are one folder there, and files of code are pages."""
+    readme = "[a](docs/elastic.md#limits) ![b](docs/images/c.svg) [d](recipes/dpo.yaml)"
+    assert website.linked_as_on_site("README.md", readme) == (
+        "[a](elastic.md#limits) ![b](images/c.svg) [d](recipes/dpo.yaml.md)"
+    )
+    page = (
+        "[a](../README.md#b) [c](../trainer/plan/gpus.py) [d](#e) [f](https://g)\n```\n](../h)\n```"
+    )
+    assert website.linked_as_on_site("docs/plan.md", page) == (
+        "[a](index.md#b) [c](trainer/plan/gpus.py.md) [d](#e) [f](https://g)\n```\n](../h)\n```"
+    )
+    table = "[a](../../docs/plan.md) [b](optimizers.json)"
+    assert website.linked_as_on_site("benchmarks/results/optimizers.md", table) == (
+        "[a](../../plan.md) [b](optimizers.json)"
+    )
+    assert website.with_bars("| `a\\|b` | c \\| d |") == "| `a|b` | c \\| d |"
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -146,7 +146,7 @@ def split_by_name(parts: Sequence[str], strict: bool = False) -> NamedSplit:
     """
     ending = bare_suffix(Path(parts[-1]))
     if ending == ".md":
-        return ""  # docs/testing.md
+        return ""  # guide/testing.md
     for part in reversed(parts):
         words = set(re.findall(r"[^\W\d_]+", part.partition(ending)[0].lower())) - _FILLERS
         for split, names in _WORDS.items():
