@@ -103,13 +103,18 @@ def of_layouts(
     return found
 
 
-if __name__ == "__main__":
+def leave(compute: Callable[[Recipe, World], Mapping[str, Tensor]]) -> None:
+    """Be a rank that leaves what it computes under each layout of its command line."""
     out, path, *layouts = sys.argv[1:]
     world = join_world("cpu", 60)
     left = {
-        f"{number}/{name}": gradient.contiguous()
+        f"{number}/{name}": tensor.contiguous()
         for number, layout in enumerate(layouts)
-        for name, gradient in gradients(load_recipe(path, layout.split()), world).items()
+        for name, tensor in compute(load_recipe(path, layout.split()), world).items()
     }
     save_file(left, f"{out}-{world.rank}.safetensors")
     leave_world(0)
+
+
+if __name__ == "__main__":
+    leave(gradients)
