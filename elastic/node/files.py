@@ -14,8 +14,8 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Container, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Container
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -30,16 +30,10 @@ _NOT_A_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR, errno.EACC
 
 def write_whole(path: Path, text: str) -> None:
     """Replace a file. Every reader sees the old text or the new, whatever dies meanwhile."""
-    with _replacing(path) as aside, aside.open("x", encoding="utf-8") as file:
-        file.write(text)
-
-
-@contextmanager
-def _replacing(path: Path) -> Generator[Path, None, None]:
-    """Gives the name of a file to be created, which then takes the place of `path`."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        yield aside
+        with aside.open("x", encoding="utf-8") as file:
+            file.write(text)
         os.replace(aside, path)
     except BaseException:
         with suppress(OSError):
@@ -138,13 +132,16 @@ def _take_copy(descriptor: int, path: Path) -> None:
     """Replace the name of an open file by a copy of the file. Its other names keep the original.
     The copy has its mode, so that nobody can read more than before."""
     mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     opener = partial(os.open, mode=mode)
-    with (
-        _replacing(path) as aside,
-        os.fdopen(os.dup(descriptor), "rb") as old,
-        open(aside, "xb", opener=opener) as new,
-    ):
-        shutil.copyfileobj(old, new)
+    try:
+        with os.fdopen(os.dup(descriptor), "rb") as old, open(aside, "xb", opener=opener) as new:
+            shutil.copyfileobj(old, new)
+        os.replace(aside, path)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink()
+        raise
 
 
 def own_directory(path: Path, trusted: Container[int] = ()) -> None:

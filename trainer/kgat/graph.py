@@ -65,10 +65,8 @@ def read_interactions(
     directory = Path(path)
     if format == "auto":
         format = "recbole" if any(directory.glob("*.inter")) else "kgat"
-    if format == "recbole":
-        data = _read_recbole(directory, evaluate_on, split_seed)
-    else:
-        data = _read_kgat(directory, evaluate_on)
+    read = _read_recbole if format == "recbole" else _read_kgat
+    data = read(directory, evaluate_on, split_seed)
     if not len(data.train) or not len(data.held_out):
         raise DataError(
             f"{directory}: {len(data.train)} interactions to train on and {len(data.held_out)} to "
@@ -111,7 +109,7 @@ def fingerprint(data: Interactions) -> str:
 # --- the format of the paper's authors ---------------------------------------------------------
 
 
-def _read_kgat(directory: Path, evaluate_on: str) -> Interactions:
+def _read_kgat(directory: Path, evaluate_on: str, _split_seed: int) -> Interactions:
     if evaluate_on != "test":
         raise DataError(
             f"{directory}: train.txt and test.txt have no validation part; set "

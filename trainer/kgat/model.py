@@ -213,12 +213,8 @@ class KGAT(nn.Module):
 
     def after_step(self, samples: int, forward: Callable[[], object]) -> None:
         """Compute the attention anew at the end of each epoch, from the embeddings that its KG
-        phase left (Algorithm of the authors' code); there is nothing to do without such a phase.
-
-        Args:
-            samples: consumed so far.
-            forward: calls this module in its strategy.
-        """
+        phase left (Algorithm of the authors' code); without such a phase there is nothing to do.
+        `samples`: consumed so far; `forward` calls this module in its strategy."""
         if self._epoch and samples % self._epoch == 0:
             forward()
 

@@ -89,11 +89,9 @@ class GraphStream:
 
     def describe(self, global_batch: int) -> str:
         sizes = f"{self.data.users:,} users, {self.data.items:,} items, {len(self._facts):,} edges"
+        kg = f" and {self._kg_steps} KG steps of {global_batch * self.triples_per_sample:,} edges"
         text = f"(one interaction each) of {sizes}; an epoch is {self._cf_steps} CF steps"
-        if self.triples_per_sample:
-            each = global_batch * self.triples_per_sample
-            text += f" and {self._kg_steps} KG steps of {each:,} edges"
-        return text
+        return text + (kg if self._kg_steps else "")
 
     def fetch(self, positions: Sequence[int]) -> Batch:
         """A CF batch of B positions: users, positives, negatives, (B,) int64 (items as entities),

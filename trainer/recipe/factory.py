@@ -86,11 +86,7 @@ def call_factory(
 
 
 def with_defaults(key: str, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a function with the defaults of those that are left out, as JSON values.
-
-    Raises:
-        RecipeError: it cannot be imported.
-    """
+    """The options of a function with the defaults of those that are left out, as JSON values."""
     parameters = _parameters(import_factory(key, name))
     defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
     complete: dict[str, Any] = json.loads(json.dumps({**defaults, **options}, default=str))

@@ -318,9 +318,8 @@ def check_forward(
     def problem_of(result: object) -> str | None:
         # A validation pass may return figures in place of a loss, unless the loss ends the run.
         figures = isinstance(result, dict) and "loss" not in result and means(result)
-        if figures and not model.training and not recipe.run.stop_after:
-            return None
-        return loss_problem(result)
+        needed = model.training or recipe.run.stop_after or not figures
+        return loss_problem(result) if needed else None
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
