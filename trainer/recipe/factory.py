@@ -94,11 +94,12 @@ def with_defaults(key: str, name: str, options: Mapping[str, Any]) -> dict[str, 
 
 
 def _parameters(factory: Any) -> list[inspect.Parameter]:
-    """The parameters of a function or class; none, if Python does not know them."""
+    """The named parameters of a function or class; none, if Python does not know them."""
     try:
-        return list(inspect.signature(factory).parameters.values())
+        every = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):
         return []
+    return [one for one in every if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
 
 
 def _explain(problem: ErrorDetails) -> str:

@@ -8,19 +8,25 @@ import re
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
+from elastic.world import World
 from tests.distributed.jobs import ROOT
 from tests.graphs import write_graph
 from trainer.data.shards import DataError
 from trainer.kgat import open_graph
 from trainer.kgat.model import KGAT, Propagate, ranking_metrics
+from trainer.parallel.mesh import build_mesh
+from trainer.parallel.parallelize import parallelize
 from trainer.recipe import RecipeError, load_recipe, resolved
 from trainer.recipe.factory import with_defaults
 from trainer.run.preflight import check_launch
 from trainer.run.provenance import changes, check_resume
+from trainer.run.saves import load_beginning
 from trainer.tasks.task import bare_model, build_task
 
 RECIPE = """\
@@ -95,6 +101,26 @@ def test_a_start_is_checked_and_checkpoints_have_its_files(recipe_file):
     assert json.loads(task.files["config.json"])["layers"] == [4, 3]
     assert task.pretrained == ("user_embedding.weight", "entity_embedding.weight")
     assert task.validation.values({"recall@20": 0.5}) == {"recall@20": 0.5}
+
+
+def test_it_begins_with_the_embeddings_of_another_run(recipe_file, tmp_path):
+    drawn = {
+        n: t.clone() for n, t in build_task(load_recipe(recipe_file)).model.state_dict().items()
+    }
+    save_file({name: one + 1 for name, one in drawn.items()}, tmp_path / "model.safetensors")
+    recipe = load_recipe(recipe_file, [f"model.init_from={tmp_path}"])
+    task, cpu = build_task(recipe), torch.device("cpu")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = build_mesh(recipe, World(0, 0, 1, 1, 1, 0, 0, None, cpu))
+        model = parallelize(task.model, task.blocks, mesh, recipe, cpu, task.fill)
+        load_beginning(model, recipe, task)
+    finally:
+        dist.destroy_process_group()
+    loaded = {name for name, one in model.tensors.items() if one.equal(drawn[name] + 1)}
+    assert loaded == {"user_embedding.weight", "entity_embedding.weight"}
+    rest = drawn.keys() - loaded
+    assert all(model.tensors[name].equal(drawn[name]) for name in rest)
 
 
 def test_a_checkpoint_of_an_older_version_goes_on(recipe_file):
