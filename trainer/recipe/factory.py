@@ -89,8 +89,7 @@ def with_defaults(key: str, name: str, options: Mapping[str, Any]) -> dict[str, 
 
     parameters = _parameters(import_factory(key, name))
     defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
-    complete: dict[str, Any] = json.loads(json.dumps({**defaults, **options}, default=str))
-    return complete
+    return dict(json.loads(json.dumps({**defaults, **options}, default=str)))
 
 
 def _parameters(factory: Any) -> list[inspect.Parameter]:
