@@ -98,15 +98,22 @@ class CheckpointOptions:
     @property
     def max_shard_bytes(self) -> int:
         """`max_shard_size` in bytes."""
-        return _bytes("max_shard_size", self.max_shard_size)
+        return number_of_bytes("max_shard_size", self.max_shard_size)
 
     @property
     def bytes_per_second(self) -> int | None:
         """`max_bandwidth` in bytes per second; None: no limit."""
-        return None if self.max_bandwidth is None else _bytes("max_bandwidth", self.max_bandwidth)
+        if self.max_bandwidth is None:
+            return None
+        return number_of_bytes("max_bandwidth", self.max_bandwidth)
 
 
-def _bytes(name: str, size: int | str) -> int:
+def number_of_bytes(name: str, size: int | str) -> int:
+    """Returns a size in bytes, which may be written as "4 GB" (10^9) or "4 GiB" (2^30).
+
+    Raises:
+        ValueError: it is no size; names the key, `name`.
+    """
     if isinstance(size, int):
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)

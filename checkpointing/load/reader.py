@@ -1,7 +1,6 @@
 """Loads a model from a checkpoint of any kind into the tensors of any world size and strategy."""
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from checkpointing.load.fill import read_tensors
 from checkpointing.load.published import by_model_names, cure, without_copies
 from checkpointing.load.segments import CheckpointFiles
 from checkpointing.ranks import RankGroup, failing_alike
-from checkpointing.storage.place import Place
+from checkpointing.storage.place import Place, local, location
 from checkpointing.storage.source import TensorReader
 from checkpointing.storage.steps import (
     ADAPTER_CURE,
@@ -38,7 +37,7 @@ _NAMED = 3
 
 
 def load_model(
-    path: str | Path,
+    path: str | Place,
     tensors: Mapping[str, Tensor],
     *,
     verify: bool = True,
@@ -53,8 +52,9 @@ def load_model(
     the like anywhere. Rotary frequencies in older files are ignored.
 
     Args:
-        path: a checkpoint of this package, any Hugging Face directory with safetensors, or a
-            checkpoint of torch.distributed.checkpoint, whose names may have any prefix.
+        path: a checkpoint of this package or any Hugging Face directory with safetensors, also in
+            an object store; or a checkpoint of torch.distributed.checkpoint, whose names may have
+            any prefix.
         tensors: targets by name: plain or DTensor, on any device. Floating point numbers are
             converted where a file has another dtype.
         verify: check the checksums of the blocks that are read, where there are any.
@@ -71,7 +71,7 @@ def load_model(
         DamagedCheckpoint: names the file; also if a tensor of `finite` holds NaN or infinity.
         StorageError: there is no model at `path`, or it cannot be read.
     """
-    path, ranks = Path(path), RankGroup(group)
+    path, ranks = location(path), RankGroup(group)
     copies = _copies(tensors)
     tied = {**copies, **(tied or {})}
     tensors = {name: tensor for name, tensor in tensors.items() if name not in copies}
@@ -103,12 +103,13 @@ Fit = Callable[[Mapping[str, StoredTensor], ReadPieces], dict[str, StoredTensor]
 
 
 def _look(
-    path: Path, fit: Fit, *, verify: bool
+    path: Place, fit: Fit, *, verify: bool
 ) -> tuple[dict[str, StoredTensor], dict[str, FileRecord]] | None:
     """Returns where the tensors lie, and the checksums by file; None for a DCP checkpoint."""
-    if (path / DCP_METADATA).exists():
+    storage = storage_of(path)
+    if storage.exists(path / DCP_METADATA):
         return None
-    if not (path / COMMIT_RECORD).exists():
+    if not storage.exists(path / COMMIT_RECORD):
         return fit(hugging_face_tensors(path), lambda tensor: _pieces(path, tensor, {})), {}
     step = open_step(path)
     if MODEL not in step.sections:
@@ -124,7 +125,7 @@ def _look(
 
 
 def _pieces(
-    path: Path, tensor: StoredTensor, records: Mapping[str, FileRecord]
+    path: Place, tensor: StoredTensor, records: Mapping[str, FileRecord]
 ) -> Iterator[Tensor]:
     with TensorReader(path, records) as reader:
         for start in range(0, tensor.meta.nbytes, BLOCK_BYTES):
@@ -134,7 +135,7 @@ def _pieces(
 
 
 def _load_dcp(
-    path: Path,
+    path: Place,
     specs: Mapping[str, TensorSpec],
     tensors: Mapping[str, Tensor],
     fit: Fit,
@@ -143,7 +144,7 @@ def _load_dcp(
 ) -> None:
     from checkpointing.load.foreign import open_dcp, targets_of  # slow to import, and rarely wanted
 
-    checkpoint = ranks.each(lambda: open_dcp(path))
+    checkpoint = ranks.each(lambda: open_dcp(local(path)))
 
     def read() -> None:
         stored = fit(
@@ -158,7 +159,7 @@ def _load_dcp(
 
 
 def _fit(
-    path: Path,
+    path: Place,
     stored: Mapping[str, StoredTensor],
     specs: Mapping[str, TensorSpec],
     optional: Collection[str],
@@ -175,7 +176,8 @@ def _fit(
     try:
         refuse_differences(path, found, specs)
     except WrongModel as error:
-        if not (path / "config.json").exists():  # no Hugging Face model: no advice applies
+        # Without it, it is no Hugging Face model, and no advice applies.
+        if not storage_of(path).exists(path / "config.json"):
             raise
         advice = cure(found.keys() - specs.keys(), specs.keys() - found.keys())
         raise WrongModel(f"{error}; {advice}") from error

@@ -267,8 +267,8 @@ class S3:
         code, status = _code(error)
         if code == "NoSuchBucket":
             return StorageError(
-                f"{path}: {self._endpoint} has no bucket {path.bucket!r}; create it, or change "
-                "checkpoint.directory"
+                f"{path}: {self._endpoint} has no bucket {path.bucket!r}; create it, or correct "
+                "the URL"
             )
         if code == "NoSuchUpload":
             return UploadGoneError(
@@ -283,7 +283,7 @@ class S3:
             return StorageError(
                 f"{path}: {self._endpoint} gives no access ({code or error}); check "
                 "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the profile or role, and that it "
-                "may list, read, write and delete there"
+                "may list and read there, for checkpoints also write and delete"
             )
         if is_passing(error):
             return StorageError(

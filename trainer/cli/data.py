@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from checkpointing.format.untrusted import printable
+from checkpointing.storage.place import Place
 from elastic.exits import EXIT_INTERRUPTED, EXIT_WRONG_INPUT
 from elastic.process import usable_cores
 from trainer.cli.parser import (
@@ -17,10 +18,12 @@ from trainer.cli.parser import (
     add_command,
     add_fields,
     local_path,
+    place,
     whole_number,
     write_output,
 )
 from trainer.data.prepare.options import PrepareOptions
+from trainer.recipe.paths import like_url
 from trainer.text import terminal_columns
 
 DATA_EXAMPLES = """\
@@ -29,14 +32,15 @@ examples:
   perdure data prepare corpus/*.jsonl.zst --out data/corpus --tokenizer Qwen3-0.6B/tokenizer.json
   perdure data prepare books/ --out data/books --tokenizer bytes --workers 8
   perdure data prepare chats.jsonl --chat --out data/chats --tokenizer Qwen3-0.6B
-  perdure data inspect data/corpus --verify
+  perdure data copy data/corpus s3://bucket/corpus
+  perdure data inspect s3://bucket/corpus --verify
   perdure data inspect data/chats --sample 3
 """
 
 
 def add_data_command(commands: Commands) -> None:
     """Add the commands to a parser."""
-    data = add_command(commands, "data", "prepare and inspect data sets", DATA_EXAMPLES)
+    data = add_command(commands, "data", "prepare, copy and inspect data sets", DATA_EXAMPLES)
     commands = data.add_subparsers(required=True, metavar="COMMAND")
     prepare = add_command(commands, "prepare", "turn text into tokenised shards", DATA_EXAMPLES)
     prepare.add_argument(
@@ -46,14 +50,20 @@ def add_data_command(commands: Commands) -> None:
         help="txt, md, csv, tsv, json, jsonl (each also .gz, .bz2, .xz, .zst), parquet or arrow "
         "files, directories, - for standard input, or wikipedia, stdlib",
     )
-    prepare.add_argument("--out", type=local_path, help="directory of the data set")
+    prepare.add_argument("--out", type=_out, help="directory of the data set")
     add_fields(prepare, PrepareOptions)
     prepare.add_argument(
         "--workers", type=int, default=usable_cores(), help="default: one per core"
     )
     prepare.set_defaults(run=_data_prepare)
+    copy = add_command(
+        commands, "copy", "copy a data set into an object store, or out of one", DATA_EXAMPLES
+    )
+    copy.add_argument("source", type=place, help="directory or URL of a data set")
+    copy.add_argument("target", type=place, help="where it is copied to")
+    copy.set_defaults(run=_data_copy)
     inspect = add_command(commands, "inspect", "show what a data set holds", DATA_EXAMPLES)
-    inspect.add_argument("path", type=local_path, help="directory of the data set")
+    inspect.add_argument("path", type=place, help="directory or URL of the data set")
     inspect.add_argument("--verify", action="store_true", help="check every byte")
     inspect.add_argument(
         "--sample",
@@ -96,6 +106,32 @@ def _data_prepare(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _out(text: str) -> Path:
+    """The type of --out."""
+    if like_url(text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is a URL; prepare into a directory, such as data/mine, and then type: "
+            f"perdure data copy data/mine {text}"
+        )
+    return local_path(text)
+
+
+def _data_copy(arguments: argparse.Namespace) -> int:
+    from trainer.data.copying import copy_data_set
+    from trainer.data.shards import DataError
+
+    def say(line: str) -> None:
+        print(printable(line), file=sys.stderr, flush=True)
+
+    try:
+        index = copy_data_set(arguments.source, arguments.target, say)
+    except OSError as error:
+        raise DataError(f"{error.filename or arguments.target}: {error.strerror}") from error
+    tokens = sum(split["tokens"] for split in index["splits"].values())
+    print(f"{arguments.target}: {tokens:,} tokens, every byte as it was written")
+    return 0
+
+
 def _stop_preparing() -> NoReturn:
     signal.sigwait({signal.SIGINT})
     os.write(sys.stderr.fileno(), b"\nstopped by Ctrl-C; the same command goes on where it was\n")
@@ -120,7 +156,7 @@ def _data_inspect(arguments: argparse.Namespace) -> int:
     return _report_problems(verify(arguments.path), arguments.path) if arguments.verify else 0
 
 
-def _report_problems(problems: Sequence[str], path: Path) -> int:
+def _report_problems(problems: Sequence[str], path: Place) -> int:
     for problem in problems:
         print(f"error: {printable(problem)}", file=sys.stderr)
     if not problems:

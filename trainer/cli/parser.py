@@ -15,9 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, get_args, get_type_hints
 
+from checkpointing.storage.place import Place, location
 from elastic.node.files import write_whole
 from trainer.recipe import RecipeError
-from trainer.recipe.paths import no_url
+from trainer.recipe.paths import no_place, no_url
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 """What `add_subparsers` gives."""
@@ -91,6 +92,13 @@ def local_path(text: str) -> Path:
     if what := no_url(text):
         raise argparse.ArgumentTypeError(what)
     return Path(text)
+
+
+def place(text: str) -> Place:
+    """The type of an argument that is a path of a filesystem or the URL of an object store."""
+    if what := no_place(text):
+        raise argparse.ArgumentTypeError(what)
+    return location(text)
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:

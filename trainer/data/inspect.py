@@ -3,23 +3,27 @@
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from checkpointing.format.untrusted import printable, read_object
+from checkpointing.storage.place import Place, location
+from checkpointing.storage.steps import storage_of
 from trainer.data.shards import SPLITS, DataError, TokenDataset, read_index
 from trainer.data.tokenizer import read_tokenizer
 
+_LOOKED_AT = 1 << 20
+"""Bytes of the list of rejected records."""
 
-def inspect(directory: str | Path, documents: int = 2) -> str:
+
+def inspect(directory: str | Place, documents: int = 2) -> str:
     """Counts, sources, first rejected records, and the beginning of the first documents, decoded;
     as text for a person.
 
     Raises:
         DataError: there is no prepared data set, or a file of it is missing or damaged.
+        StorageError: the store does not answer, or gives no access.
     """
-    directory = Path(directory)
+    directory = location(directory)
     index = read_index(directory)
     kind = index.get("kind", "")
     about = (
@@ -75,14 +79,14 @@ class Sampled:
     """Id and text of each token, and whether it is trained."""
 
 
-def sample(directory: str | Path, count: int) -> list[Sampled]:
+def sample(directory: str | Place, count: int) -> list[Sampled]:
     """Some documents of the training split, evenly spread.
 
     Raises:
         DataError: there is no prepared data set, or a file of it is damaged.
     """
     dataset = TokenDataset(directory, "train")
-    tokenizer = read_tokenizer(Path(directory) / "tokenizer.json")
+    tokenizer = read_tokenizer(location(directory) / "tokenizer.json")
     lengths = dataset.lengths()
     ends = lengths.cumsum()
     count = min(count, len(lengths))
@@ -122,7 +126,7 @@ def as_text(documents: Sequence[Sampled], columns: int | None, *, colour: bool) 
     return "\n".join(lines)
 
 
-def as_page(directory: str | Path, documents: Sequence[Sampled]) -> str:
+def as_page(directory: str | Place, documents: Sequence[Sampled]) -> str:
     """Documents as a page of HTML."""
     title = html.escape(printable(f"{directory}: {len(documents)} documents"))
     parts = [_PAGE.replace("TITLE", title)]
@@ -161,10 +165,12 @@ sub { font-size: 9px; opacity: .6; padding-left: 2px }
 """
 
 
-def _first_rejects(path: Path) -> list[str]:
+def _first_rejects(path: Place) -> list[str]:
+    begin = memoryview(bytearray(_LOOKED_AT))
     try:
-        with path.open("rb") as file:
-            rejects = [read_object(line) for line in islice(file, 3)]
+        with storage_of(path).open(path) as file:
+            content = begin[: file.read_into([begin], 0)]
+        rejects = [read_object(line) for line in bytes(content).splitlines()[:3]]
         lines = [f"  {one['file']}:{one['line']}: {one['problem']}" for one in rejects]
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{path}: damaged: {error}; prepare the data again") from error

@@ -8,11 +8,11 @@ import hashlib
 import json
 import os
 import warnings
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count
-from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from checkpointing.storage.place import Place
 from elastic.group.batch_plan import BatchPlan
 from elastic.process import die_with_parent
 from trainer.data.documents import cu_seqlens_of
@@ -35,6 +36,9 @@ from trainer.data.packing import (
 from trainer.data.samples import IGNORED_LABEL
 from trainer.data.shards import DataError, Reader, TokenDataset
 from trainer.data.stream import CONSUMED, COUNTED, Accounted, Stream
+
+if TYPE_CHECKING:
+    from trainer.recipe.sections import DataCache
 
 MASK = 0xFFFFFFFF
 
@@ -56,6 +60,7 @@ class TokenStream:
         seq_len: int,
         documents: Documents | None,
         fingerprint: str,
+        ahead: int = 0,
     ) -> None:
         """Use `open`. Without an order, position p is sample p of the sources one after another."""
         self._packings, self._order = packings, order
@@ -63,6 +68,8 @@ class TokenStream:
         self.fingerprint = fingerprint
         """What the stream is: data, weights, seq_len and version of the order; not the seed, which
         callers keep beside it to be able to say which of the two changed."""
+        self.ahead = ahead
+        """Micro-batches whose tokens `load` requests before they are needed; 0: all is on disk."""
         self._sizes = [packing.sequences for packing in packings]
         self.sequences = sum(self._sizes)
         """Sequences in one epoch over all sources."""
@@ -79,7 +86,7 @@ class TokenStream:
     @classmethod
     def open(
         cls,
-        sources: Sequence[tuple[str | Path, float]],
+        sources: Sequence[tuple[str | Place, float]],
         *,
         split: str,
         seq_len: int,
@@ -88,6 +95,8 @@ class TokenStream:
         documents: Documents | None = None,
         reader: Reader = "auto",
         pack: Pack = "auto",
+        ahead: int = 8,
+        cache: "DataCache | None" = None,
     ) -> "TokenStream":
         """Open prepared data sets as one stream.
 
@@ -100,12 +109,15 @@ class TokenStream:
             documents: tell documents apart, in this form.
             reader: see `TokenDataset`.
             pack: whole documents, or a stream of them; auto: whole chats, and a stream of others.
+            ahead: see `ahead`, for data sets in an object store.
+            cache: where copies of their shards lie.
 
         Raises:
+            StorageError: a store does not answer, or gives no access.
             DataError: a data set is damaged, was made with another tokenizer than the first, holds
                 pairs where others do not, or (with shuffle) is too small to give a sequence.
         """
-        datasets = [TokenDataset(path, split, reader) for path, _ in sources]
+        datasets = [TokenDataset(path, split, reader, cache) for path, _ in sources]
         for (path, _), dataset in zip(sources, datasets, strict=True):
             if dataset.tokenizer_sha256 != datasets[0].tokenizer_sha256:
                 raise DataError(
@@ -142,7 +154,8 @@ class TokenStream:
             packed = [isinstance(packing, Bins) for packing in packings]
             parts += [PACKING_VERSION, packed]
         digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-        return cls(packings, order, seq_len, documents, f"sha256:{digest}")
+        ahead = ahead if any(dataset.remote for dataset in datasets) else 0
+        return cls(packings, order, seq_len, documents, f"sha256:{digest}", ahead)
 
     @property
     def documents(self) -> int:
@@ -176,6 +189,18 @@ class TokenStream:
         """Documents, or pairs, that no sequence has, as they are longer than one."""
         return sum(one.left_out for one in self._packings if isinstance(one, Bins))
 
+    def begin(self, positions: Sequence[int]) -> list[object]:
+        """Begin to fetch the tokens of a micro-batch from object stores. What is fetched is kept as
+        long as the result is."""
+        if not self.ahead:
+            return []
+        sources, samples = self.locate(np.asarray(positions, dtype=np.int64))
+        return [
+            one
+            for source in np.unique(sources)
+            for one in self._packings[source].begin(samples[sources == source].tolist())
+        ]
+
     def fetch(self, positions: Sequence[int]) -> dict[str, Any]:
         """input_ids and labels, (B, T) int64, and documents where asked for; where it is `counted`,
         also COUNTED; of P pairs `segments` (B, T) int64, the answer that each label belongs to,
@@ -185,11 +210,13 @@ class TokenStream:
     def fetch_with_digest(self, positions: Sequence[int]) -> tuple[dict[str, Any], tuple[int, int]]:
         """See `Accounted`: what `fetch` gives, and a digest, the second of which is of tokens."""
         numbers = np.asarray(positions, dtype=np.int64)
+        begun = self.begin(positions)  # all at once, unless that was done before
         sources, samples = self.locate(numbers)
         rows = [
             self._packings[source].read(int(sample), documents=self._documents is not None)
             for source, sample in zip(sources, samples, strict=True)
         ]
+        del begun
         labels = np.stack([row.labels for row in rows])
         batch: dict[str, Any] = {
             "input_ids": torch.from_numpy(np.stack([row.input_ids for row in rows])),
@@ -252,7 +279,9 @@ class TokenStream:
     @property
     def in_file_order(self) -> "TokenStream":
         """The sequences of the sources one after another, each once."""
-        return TokenStream(self._packings, None, self.seq_len, self._documents, self.fingerprint)
+        return TokenStream(
+            self._packings, None, self.seq_len, self._documents, self.fingerprint, self.ahead
+        )
 
     def describe(self, global_batch: int) -> str:
         """See `Stream`."""
@@ -321,6 +350,8 @@ def load(
         DataError: when it is asked for a batch whose shard is damaged.
         RuntimeError: a worker was killed.
     """
+    if isinstance(stream, TokenStream) and stream.ahead and not workers:
+        requests = _begun(stream, requests)
     with warnings.catch_warnings():
         # torchdata 0.11 calls a function that torch 2.13 deprecates.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
@@ -337,6 +368,21 @@ def load(
             worker_init_fn=partial(_die_with, os.getpid()) if workers else None,
         )
     return _raise_errors(iter(loader))
+
+
+def _begun(
+    stream: TokenStream, requests: Iterable[Sequence[int]]
+) -> Generator[Sequence[int], None, None]:
+    """Yields requests, each once the next `stream.ahead` of them have begun."""
+    begun: deque[tuple[Sequence[int], list[object]]] = deque()
+    for request in requests:
+        begun.append((request, stream.begin(request)))
+        if len(begun) > stream.ahead:
+            yield begun[0][0]
+            begun.popleft()  # it was fetched
+    while begun:
+        yield begun[0][0]
+        begun.popleft()
 
 
 def requests(plan: BatchPlan, dp_rank: int, start: int) -> Iterator[list[int]]:

@@ -2,6 +2,7 @@
 
 import bisect
 import shlex
+from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeAlias
 from zlib import crc32
 
@@ -53,6 +54,11 @@ class Windows:
         if dataset.masked:
             self.labels = min(self.labels, dataset.trained)
 
+    def begin(self, samples: Iterable[int]) -> list[object]:
+        """Begin to fetch sequences that `read` will be asked for; see `TokenDataset.begin`."""
+        size = self._length
+        return [*self._dataset.begin((sample * size, size + 1) for sample in samples)]
+
     def read(self, sample: int, *, documents: bool) -> Sequenced:
         """A sequence by its number; `documents`: its documents are told apart.
 
@@ -64,8 +70,7 @@ class Windows:
         row = _known(dataset, start, length + 1)
         numbers = np.zeros(length, np.int64)
         if documents:
-            numbers = dataset.document_ids(start, length)
-            numbers = numbers - numbers[0]  # numbered within the sequence
+            numbers = dataset.documents_in(start, row[:-1])
         if not dataset.masked:
             return Sequenced(row[:-1], row[1:], numbers, crc32(row.data))
         counts = dataset.read_trained(start + 1, length)
@@ -114,11 +119,21 @@ class Bins:
         number = int(self._order[sample])
         return self._documents[self._starts[number] : self._starts[number + 1]]
 
+    def begin(self, samples: Iterable[int]) -> list[object]:
+        """Begin to fetch sequences that `read` will be asked for; see `TokenDataset.begin`."""
+        inside = [one for sample in samples for one in self.documents_in(sample).tolist()]
+        return [*self._dataset.begin(map(self._window, inside))]
+
+    def _window(self, document: int) -> tuple[int, int]:
+        """(first token, tokens) of a document."""
+        begin = int(self._ends[document - 1]) if document else 0
+        return begin, int(self._ends[document]) - begin
+
     def documents_of(self, sample: int) -> NDArray[np.int64]:
         """(T,), number in the data set of the document of each input; -1 for padding."""
         found, place = np.full(self._length, -1, np.int64), 0
         for document in self.documents_in(sample).tolist():
-            size = int(self._ends[document]) - (int(self._ends[document - 1]) if document else 0)
+            _, size = self._window(document)
             found[place : place + size] = document
             place += size
         return found
@@ -135,8 +150,7 @@ class Bins:
         numbers = np.zeros(length, np.int64)
         place = 0
         for count, document in enumerate(self.documents_in(sample).tolist()):
-            begin = int(self._ends[document - 1]) if document else 0
-            size = int(self._ends[document]) - begin
+            begin, size = self._window(document)
             tokens = ids[place : place + size] = _known(dataset, begin, size)
             counts = dataset.read_trained(begin + 1, size - 1)
             labels[place : place + size - 1][counts] = tokens[1:][counts]

@@ -1,4 +1,6 @@
-"""Prepared data on disk: token shards, document ends, the index.json that names them. numpy only.
+"""Prepared data: token shards, document ends, the index.json that names them. numpy only.
+
+It lies in a directory, or in an object store, of which remote.py reads the shards.
 
 [Note: prepared data set]
 ```
@@ -9,6 +11,8 @@ train-00000.ends       uint64, end of each document in the shard, in tokens
 train-00000.trained    of chats, a bit for each token, from the lowest of a byte on: is it trained
 train-00000.records    uint32, for each document the line (row, value) of its record in its input
                        file, from 1; data sets of older versions have none
+train-00000.crc        uint32, CRC-32 of each 64 KiB of .tokens, by which ranges of them are
+                       checked; data sets of older versions have none
 validation-00000.…     the same for the validation split
 rejects.jsonl          records that were left out: file, line, reason
 ```
@@ -23,16 +27,19 @@ import json
 import mmap
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from tenacity import retry, retry_if_exception, stop_after_attempt, wait_random_exponential
 
+from checkpointing.errors import StorageError
 from checkpointing.format.untrusted import (
+    MAX_JSON_BYTES,
     a_list,
     a_name,
     a_text,
@@ -40,13 +47,21 @@ from checkpointing.format.untrusted import (
     count,
     read_object,
 )
+from checkpointing.storage.place import ObjectPath, Place, local, location
 from checkpointing.storage.posix import filesystem, is_shared
+from checkpointing.storage.steps import storage_of
+
+if TYPE_CHECKING:
+    from trainer.data.remote import RangeRead, RemoteShard
+    from trainer.recipe.sections import DataCache
 
 FORMAT, FORMAT_OF_CHATS = 1, 2
 KINDS = {FORMAT: ("tokens", "ends"), FORMAT_OF_CHATS: ("tokens", "ends", "trained")}
 """Endings of the files of a shard, by format; `RECORDS` besides."""
 RECORDS = "records"
 """Ending of the file that says where documents come from. It is no part of what the data is."""
+CRC, CRC_BLOCK = "crc", 1 << 16
+"""Ending of the file with the checksums of small blocks of tokens, and bytes of such a block."""
 DTYPES = ("uint16", "uint32")
 SPLITS = ("train", "validation")
 CHECKSUM_BLOCK = 16 << 20
@@ -74,31 +89,36 @@ _patient = retry(
 """Decorator: try again, for up to half a minute, after an error that storage may get over."""
 
 
-def read_index(directory: str | Path) -> dict[str, Any]:
+def read_index(directory: str | Place) -> dict[str, Any]:
     """index.json of a prepared data set.
 
     Raises:
         DataError: it is missing, malformed, or of another format.
+        StorageError: the store that holds it does not answer, or gives no access.
     """
-    path = Path(directory) / "index.json"
+    path = location(directory) / "index.json"
     way_out = f"remove {directory} and prepare the data again"
+    if isinstance(path, ObjectPath):
+        way_out = f"copy it again with `perdure data copy DIRECTORY {directory}`"
     try:
-        index = read_object(_patient(path.read_bytes)())
+        index = read_object(read_small(path))
         _check(index, {"format": count})
         if index["format"] in KINDS:
             kinds = _INDEX if index["format"] == FORMAT else _INDEX_OF_CHATS
             _check(index, {key: kind for key, kind in _ABOUT.items() if key in index} | kinds)
             for split in SPLITS:
                 for number, shard in enumerate(index["splits"][split]["shards"]):
-                    if shard.keys() & _RECORDS:
-                        _check(shard, _RECORDS, f"splits.{split}.shards.{number}")
+                    for kinds in (_RECORDS, _CRC):
+                        if shard.keys() & kinds:
+                            _check(shard, kinds, f"splits.{split}.shards.{number}")
     except FileNotFoundError:
+        storage_of(path).children(location(directory))  # raises if there is no such bucket
         raise DataError(
             f"{path}: missing, so this is not a prepared data set; see "
             "`perdure data prepare --help`"
         ) from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise DataError(f"{path}: damaged: {error}; {way_out}") from error
     if index["format"] not in KINDS:
@@ -115,6 +135,26 @@ def read_index(directory: str | Path) -> dict[str, Any]:
                 f"{way_out}"
             )
     return index
+
+
+def is_prepared(directory: str | Place) -> bool:
+    """Whether a prepared data set lies there.
+
+    Raises:
+        StorageError: there is no such bucket, or the store does not answer or gives no access.
+    """
+    path = location(directory) / "index.json"
+    return storage_of(path).exists(path)
+
+
+def read_small(path: Place, most: int = MAX_JSON_BYTES) -> bytes:
+    """All bytes of a small file of a data set.
+
+    Raises:
+        OSError: it cannot be read, or is larger than `most`.
+        StorageError: the store does not answer, or gives no access.
+    """
+    return storage_of(path).read(path, most)
 
 
 def _dtype(value: Any) -> None:
@@ -134,6 +174,9 @@ _SHARD = {
 }
 _RECORDS = {f"{RECORDS}_sha256": a_text, f"{RECORDS}_crc32": [count]}
 """Keys of a shard that knows the records of its documents."""
+_CRC = {f"{CRC}_sha256": a_text, f"{CRC}_crc32": [count], "eos": count}
+"""Keys of a shard of which ranges can be checked: `eos` is how often the token that ends a document
+stands in it."""
 _INDEX = {
     **{"fingerprint": a_text, "dtype": _dtype, "vocab_size": count, "eos_id": count},
     "tokenizer": {"sha256": a_text},
@@ -192,20 +235,28 @@ def fingerprint(index: dict[str, Any]) -> str:
 class TokenDataset:
     """One split of a prepared data set: an array of tokens, and where documents end in it."""
 
-    def __init__(self, directory: str | Path, split: str, reader: Reader = "auto") -> None:
+    def __init__(
+        self,
+        directory: str | Place,
+        split: str,
+        reader: Reader = "auto",
+        cache: "DataCache | None" = None,
+    ) -> None:
         """Open a split; checks that every file has the size that index.json says.
 
         Args:
-            directory: written by `prepare`.
+            directory: written by `prepare`: a path, or the URL of an object store.
             split: "train" or "validation".
             reader: mmap, pread (one read per window), ram (all of it in memory), or auto: pread on
-                network filesystems, else mmap.
+                network filesystems, else mmap. An object store has a way of its own.
+            cache: where whole shards of an object store lie once they are copied.
 
         Raises:
             DataError: names the file that is missing, truncated or too long.
+            StorageError: the store does not answer, or gives no access.
         """
-        self._arguments = (directory, split, reader)
-        directory = Path(directory)
+        self._arguments = (directory, split, reader, cache)
+        self._directory = directory = location(directory)
         index = read_index(directory)
         self.dtype = np.dtype(index["dtype"]).newbyteorder("<")
         self.vocab_size: int = index["vocab_size"]
@@ -216,29 +267,53 @@ class TokenDataset:
         """documents, chats or pairs."""
         self.masked: bool = index["format"] == FORMAT_OF_CHATS
         """Whether some of the tokens are no labels."""
-        self._mode = detect_reader(directory) if reader == "auto" else reader
-        self._shards: list[Callable[[int, int], NDArray]] = []
+        self.remote = isinstance(directory, ObjectPath)
+        """Whether it lies in an object store."""
         self._entries: list[dict[str, Any]] = index["splits"][split]["shards"]
         self._inputs = _inputs_of(index, split)
         self._ends: dict[int, NDArray] = {}
         self._bits: dict[int, NDArray[np.uint8]] = {}
-        self._files: list[Path] = []
+        check_sizes(directory, files_of(index, split))
         starts, documents = [0], [0]
         for shard in self._entries:
-            tokens_file = directory / f"{shard['name']}.tokens"
-            for kind, size in sizes_of(shard, self.dtype.itemsize, index["format"]).items():
-                check_size(tokens_file.with_suffix(f".{kind}"), size)
-            self._files.append(tokens_file)
-            self._shards.append(_open_shard(tokens_file, self.dtype, self._mode))
             starts.append(starts[-1] + shard["tokens"])
             documents.append(documents[-1] + shard["documents"])
         self._starts, self._documents = np.asarray(starts), documents
         self.tokens, self.documents = starts[-1], documents[-1]
         self.trained = index["splits"][split]["trained"] if self.masked else self.tokens
         """Tokens that are labels."""
+        self.by_eos = self.remote and not self.masked and _end_in_eos(self._entries)
+        """Whether the tokens alone say where documents end. Then .ends, of which a large data set
+        has gigabytes, are not fetched."""
+        self._shards: list[Callable[[int, int], NDArray]] = []
+        self._remote: list[RemoteShard] = []
+        if isinstance(directory, ObjectPath):
+            from trainer.data.remote import open_shards  # others need no client
+
+            self._remote = open_shards(directory, index, split, cache)
+            self._shards += self._remote
+            return
+        mode = detect_reader(local(directory)) if reader == "auto" else reader
+        paths = (self._path(number, "tokens") for number in range(len(self._entries)))
+        self._shards += [_open_shard(path, self.dtype, mode) for path in paths]
 
     def __reduce__(self) -> tuple:
         return TokenDataset, self._arguments  # a worker process opens the files for itself
+
+    def _path(self, shard: int, kind: str) -> Any:
+        """A file of a shard, by its ending."""
+        return self._directory / f"{self._entries[shard]['name']}.{kind}"
+
+    def begin(self, windows: Iterable[tuple[int, int]]) -> "list[RangeRead]":
+        """Begin to fetch windows (start, length) of tokens that `read` will be asked for, from an
+        object store. What is fetched is kept as long as the result is."""
+        if not self._remote:
+            return []
+        parts: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for start, length in windows:
+            for shard, offset, size in self._pieces(start, length):
+                parts[shard].append((offset, size))
+        return [one for shard, some in parts.items() for one in self._remote[shard].begin(some)]
 
     def read(self, start: int, length: int) -> NDArray:
         """Tokens [start, start + length), in the dtype on disk; may span shards.
@@ -274,23 +349,39 @@ class TokenDataset:
         """
         parts = [
             np.diff(np.asarray(self._ends_of(shard), np.int64), prepend=0)
-            for shard in range(len(self._files))
+            for shard in range(len(self._entries))
         ]
         return np.concatenate([np.empty(0, np.int64), *parts])
 
     def check_ends(self) -> None:
         """Check the ends of documents, and what is trained of them, of the first shards, up to
         _CHECKED_AT_START documents. Those of the others are checked when they are first used: a
-        billion would take seconds.
+        billion would take seconds. Nor are those checked that the tokens themselves say.
 
         Raises:
             DataError: names the file that is damaged.
         """
+        if self.by_eos:
+            return
         for shard, documents in enumerate(self._documents[1:]):
             if documents <= _CHECKED_AT_START:
                 self._ends_of(shard)
                 if self.masked:
                     self._bits_of(shard)
+
+    def documents_in(self, start: int, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Number of the document that each of `tokens` belongs to, which begin with token `start`,
+        from 0 for the first.
+
+        Raises:
+            DataError: names the .ends file that is damaged.
+        """
+        if not self.by_eos:
+            numbers = self.document_ids(start, len(tokens))
+            return numbers - numbers[0]
+        numbers = np.zeros(len(tokens), np.int64)
+        np.cumsum(tokens[:-1] == self.eos_id, out=numbers[1:])
+        return numbers
 
     def document_ids(self, start: int, length: int) -> NDArray[np.int64]:
         """Number of the document that each token of [start, start + length) belongs to.
@@ -326,30 +417,32 @@ class TokenDataset:
         input_file = next((file for end, file in self._inputs if number < end), None)
         if input_file is None or f"{RECORDS}_sha256" not in self._entries[shard]:
             return None
-        path = self._files[shard].with_suffix(f".{RECORDS}")
+        path, line = self._path(shard, RECORDS), bytearray(4)
+        place = 4 * (number - self._documents[shard])
         try:
-            lines = np.memmap(path, "<u4", "r")
-            return input_file, int(lines[number - self._documents[shard]])
-        except (OSError, ValueError, IndexError) as error:
+            with storage_of(path).open(path) as file:
+                if file.read_into([memoryview(line)], place) < len(line):
+                    raise OSError(f"ends before byte {place + len(line)}")
+        except (OSError, StorageError) as error:
             raise DataError(f"{path}: cannot be read: {error}; copy the file again") from error
+        return input_file, int.from_bytes(line, "little")
 
-    def file_of(self, start: int) -> Path:
+    def file_of(self, start: int) -> Place:
         """The shard that holds token `start`, for messages."""
-        return self._files[next(self._pieces(start, 1))[0]]
+        found: Place = self._path(next(self._pieces(start, 1))[0], "tokens")
+        return found
 
     def _ends_of(self, shard: int) -> NDArray:
         """Ends of the documents of a shard, uint64."""
         if shard not in self._ends:
             # A search in ends that do not rise finds something, and attention is masked by it.
-            path = self._files[shard].with_suffix(".ends")
-            self._ends[shard] = _open_ends(path, self._entries[shard])
+            self._ends[shard] = _open_ends(self._path(shard, "ends"), self._entries[shard])
         return self._ends[shard]
 
     def _bits_of(self, shard: int) -> NDArray[np.uint8]:
         """Which tokens of a shard are trained, a bit each."""
         if shard not in self._bits:
-            path = self._files[shard].with_suffix(".trained")
-            self._bits[shard] = _open_bits(path, self._entries[shard])
+            self._bits[shard] = _open_bits(self._path(shard, "trained"), self._entries[shard])
         return self._bits[shard]
 
     def _pieces(self, start: int, length: int) -> Iterator[tuple[int, int, int]]:
@@ -359,6 +452,11 @@ class TokenDataset:
             size = min(length, int(self._starts[shard + 1]) - start)
             yield shard, start - int(self._starts[shard]), size
             start, length, shard = start + size, length - size, shard + 1
+
+
+def _end_in_eos(shards: Iterable[dict[str, Any]]) -> bool:
+    """Whether the token that ends a document stands nowhere else."""
+    return all(shard.get("eos") == shard["documents"] for shard in shards)
 
 
 def sizes_of(shard: dict[str, Any], width: int, form: int) -> dict[str, int]:
@@ -371,8 +469,19 @@ def sizes_of(shard: dict[str, Any], width: int, form: int) -> dict[str, int]:
     """
     tokens, documents = shard["tokens"], shard["documents"]
     sizes = {"tokens": tokens * width, "ends": documents * 8, "trained": -(-tokens // 8)}
-    of_records = {RECORDS: documents * 4} if f"{RECORDS}_sha256" in shard else {}
-    return {kind: sizes[kind] for kind in KINDS[form]} | of_records
+    sizes |= {RECORDS: documents * 4, CRC: -(-tokens * width // CRC_BLOCK) * 4}
+    known = [kind for kind in (RECORDS, CRC) if f"{kind}_sha256" in shard]
+    return {kind: sizes[kind] for kind in (*KINDS[form], *known)}
+
+
+def files_of(index: dict[str, Any], split: str) -> dict[str, int]:
+    """Bytes of each file of the shards of a split, by name, in the order of the index."""
+    width = np.dtype(index["dtype"]).itemsize
+    return {
+        f"{shard['name']}.{kind}": size
+        for shard in index["splits"][split]["shards"]
+        for kind, size in sizes_of(shard, width, index["format"]).items()
+    }
 
 
 def _inputs_of(index: dict[str, Any], split: str) -> list[tuple[int, str]]:
@@ -388,12 +497,32 @@ def _inputs_of(index: dict[str, Any], split: str) -> list[tuple[int, str]]:
     return found
 
 
-def check_size(path: Path, expected: int) -> None:
+def check_sizes(directory: Place, expected: Mapping[str, int]) -> None:
+    """Raise DataError unless files have the sizes that index.json says, by name. In an object store
+    one request asks for a thousand files."""
+    if not isinstance(directory, ObjectPath):
+        for name, size in expected.items():
+            check_size(directory / name, size)
+        return
+    from checkpointing.storage.object_storage import store_of  # others need no client
+
+    found = store_of(directory).walk(directory) if expected else {}
+    for name, size in expected.items():
+        if name not in found:
+            raise DataError(f"{directory / name}: is missing; copy the data set again")
+        _compare_sizes(directory / name, found[name].st_size, size)
+
+
+def check_size(path: Place, expected: int) -> None:
     """Raise DataError unless the file has the size that index.json says."""
     try:
-        found = path.stat().st_size
+        found = storage_of(path).stat(path).st_size
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; restore it or prepare the data again") from None
+    _compare_sizes(path, found, expected)
+
+
+def _compare_sizes(path: Place, found: int, expected: int) -> None:
     if found != expected:
         what = "truncated" if found < expected else "too long"
         raise DataError(
@@ -425,7 +554,25 @@ def _open_shard(path: Path, dtype: np.dtype, mode: str) -> Callable[[int, int], 
     return lambda start, length: whole[start : start + length]
 
 
-def _open_ends(path: Path, shard: dict[str, Any]) -> NDArray:
+def _numbers(path: Place, dtype: str, count: int, crc32s: list[int]) -> NDArray:
+    """All numbers of a file of a shard: mapped into memory, or fetched from a store.
+
+    Raises:
+        DataError: it cannot be read; in a store, also, that a checksum is wrong.
+    """
+    if not count:
+        return np.empty(0, dtype)
+    if isinstance(path, ObjectPath):
+        from trainer.data.remote import read_whole  # others need no client
+
+        return np.frombuffer(read_whole(path, count * np.dtype(dtype).itemsize, crc32s), dtype)
+    try:
+        return np.memmap(str(path), dtype, "r")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read: {error}; copy the file again") from error
+
+
+def _open_ends(path: Place, shard: dict[str, Any]) -> NDArray:
     """The .ends file of a shard, mapped into memory.
 
     Args:
@@ -435,10 +582,7 @@ def _open_ends(path: Path, shard: dict[str, Any]) -> NDArray:
     Raises:
         DataError: its checksum is wrong, or its numbers do not rise to the end of the shard.
     """
-    try:
-        ends = np.memmap(path, "<u8", "r") if shard["documents"] else np.empty(0, "<u8")
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read: {error}; copy the file again") from error
+    ends = _numbers(path, "<u8", shard["documents"], shard["ends_crc32"])
     # Blocks, not the whole: what a comparison allocates stays small.
     blocks = [ends[start : start + _ENDS] for start in range(0, len(ends), _ENDS)]
     wrong = [zlib.crc32(block.data) for block in blocks] != shard["ends_crc32"]
@@ -454,7 +598,7 @@ def _open_ends(path: Path, shard: dict[str, Any]) -> NDArray:
     return ends
 
 
-def _open_bits(path: Path, shard: dict[str, Any]) -> NDArray[np.uint8]:
+def _open_bits(path: Place, shard: dict[str, Any]) -> NDArray[np.uint8]:
     """The .trained file of a shard, mapped into memory.
 
     Args:
@@ -464,10 +608,7 @@ def _open_bits(path: Path, shard: dict[str, Any]) -> NDArray[np.uint8]:
     Raises:
         DataError: its checksum is wrong.
     """
-    try:
-        bits = np.memmap(path, np.uint8, "r") if shard["tokens"] else np.empty(0, np.uint8)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read: {error}; copy the file again") from error
+    bits = _numbers(path, "u1", -(-shard["tokens"] // 8), shard["trained_crc32"])
     starts = range(0, len(bits), CHECKSUM_BLOCK)
     found = [zlib.crc32(bits[start : start + CHECKSUM_BLOCK].data) for start in starts]
     if found != shard["trained_crc32"]:
@@ -501,22 +642,52 @@ def _preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
     return os.preadv(descriptor, buffers, offset)
 
 
-def checksums(path: Path) -> tuple[str, list[int]]:
+def checksums(path: Place) -> tuple[str, list[int]]:
     """(sha256, CRC-32 of every 16 MiB block) of a file."""
     digest, blocks = hashlib.sha256(), []
-    for block in _blocks(path):
+    for block in blocks_of(path):
         digest.update(block)
         blocks.append(zlib.crc32(block))
     return digest.hexdigest(), blocks
 
 
-def verify(directory: str | Path) -> list[str]:
+def small_checksums(block: memoryview) -> NDArray[np.uint32]:
+    """CRC-32 of every 64 KiB of some bytes, as .crc has them."""
+    starts = range(0, len(block), CRC_BLOCK)
+    return np.array([zlib.crc32(block[start : start + CRC_BLOCK]) for start in starts], "<u4")
+
+
+class SmallChecksums:
+    """What ranges of a shard are checked by, computed block by block from its tokens."""
+
+    def __init__(self, dtype: np.dtype, eos_id: int) -> None:
+        self._dtype, self._eos_id, self._eos = dtype, eos_id, 0
+        self.content = bytearray()
+        """Of the .crc file."""
+
+    def add(self, block: memoryview) -> None:
+        """Take the next 16 MiB of the shard, or its end."""
+        self.content += small_checksums(block).tobytes()
+        self._eos += int((np.frombuffer(block, self._dtype) == self._eos_id).sum())
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """What index.json says of the .crc file, and how often the end of a document stands in the
+        shard."""
+        starts = range(0, len(self.content), CHECKSUM_BLOCK)
+        crc32s = [zlib.crc32(self.content[at : at + CHECKSUM_BLOCK]) for at in starts]
+        digest = hashlib.sha256(self.content).hexdigest()
+        return {f"{CRC}_sha256": digest, f"{CRC}_crc32": crc32s, "eos": self._eos}
+
+
+def verify(directory: str | Place) -> list[str]:
     """Read every byte again; returns what is wrong, one line a problem naming file and block.
 
     Raises:
         DataError: index.json itself is missing or damaged.
+        StorageError: the store does not answer, or gives no access.
     """
-    directory = Path(directory)
+    directory = location(directory)
     index = read_index(directory)
     problems = []
     for split in SPLITS:
@@ -536,14 +707,14 @@ def verify(directory: str | Path) -> list[str]:
                 if digest != shard[f"{kind}_sha256"]:
                     problems += _damaged_blocks(path, blocks, shard[f"{kind}_crc32"])
     tokenizer = directory / "tokenizer.json"
-    if not tokenizer.is_file():
+    if not storage_of(tokenizer).exists(tokenizer):
         problems.append(f"{tokenizer}: missing; restore it or prepare the data again")
     elif checksums(tokenizer)[0] != index["tokenizer"]["sha256"]:
         problems.append(f"{tokenizer}: is not the tokenizer that this data was prepared with")
     return problems
 
 
-def _damaged_blocks(path: Path, found: list[int], expected: list[int]) -> list[str]:
+def _damaged_blocks(path: Place, found: list[int], expected: list[int]) -> list[str]:
     return [
         f"{path}: wrong checksum in the {CHECKSUM_BLOCK >> 20} MiB from byte "
         f"{number * CHECKSUM_BLOCK} on; copy the file again, or prepare the data again"
@@ -552,7 +723,13 @@ def _damaged_blocks(path: Path, found: list[int], expected: list[int]) -> list[s
     ]
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while block := file.read(CHECKSUM_BLOCK):
-            yield block
+def blocks_of(path: Place) -> Iterator[memoryview]:
+    """The bytes of a file, 16 MiB at a time; each block is valid until the next.
+
+    Raises:
+        OSError, StorageError: it cannot be read.
+    """
+    with storage_of(path).open(path) as file:
+        buffer = memoryview(bytearray(min(file.size, CHECKSUM_BLOCK)))
+        for offset in range(0, file.size, CHECKSUM_BLOCK):
+            yield buffer[: file.read_into([buffer], offset)]

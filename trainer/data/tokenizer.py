@@ -6,7 +6,9 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from checkpointing.format.untrusted import read_object
+from checkpointing.storage.place import Place, location
 from checkpointing.storage.source import MOST_BYTES
+from checkpointing.storage.steps import storage_of
 from elastic.node.files import read_bytes
 from trainer.data.shards import DataError
 
@@ -62,20 +64,22 @@ def tokenizer_file(path: str | Path) -> Path:
     return file
 
 
-def read_tokenizer(file: str | Path) -> Tokenizer:
+def read_tokenizer(file: str | Place) -> Tokenizer:
     """A Hugging Face tokenizer.json, without the truncation and padding that many carry, and
     without BPE dropout, which gives a text other tokens each time.
 
     Raises:
         DataError: it cannot be read.
+        StorageError: the store does not answer, or gives no access.
     """
+    place = location(file)
     try:
-        return parse_tokenizer(read_bytes(Path(file), MOST_BYTES, follow=True), file)
+        return parse_tokenizer(storage_of(place).read(place, MOST_BYTES), file)
     except OSError as error:
         raise DataError(f"{file}: not a tokenizer.json: {error.strerror}") from error
 
 
-def parse_tokenizer(content: bytes, file: str | Path) -> Tokenizer:
+def parse_tokenizer(content: bytes, file: str | Place) -> Tokenizer:
     """What `read_tokenizer` gives for the content of a file.
 
     Raises:

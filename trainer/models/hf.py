@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from checkpointing.format.untrusted import read_object
+from checkpointing.storage.place import Place, location
 from checkpointing.storage.source import MOST_BYTES
-from elastic.node.files import read_bytes
+from checkpointing.storage.steps import storage_of
 from trainer.models.family import Family, UnsupportedError, family_of
 from trainer.recipe import RecipeError
 from trainer.recipe.architecture import ROPE_KEYS, Architecture, RopeScaling
@@ -71,9 +71,10 @@ class NotOursError(ConfigError):
 
 
 MOST_LAYERS = 10_000
+_CONFIG_BYTES = 16 << 20
 
 
-def read_config(path: str | Path, family: Family | None = None) -> Architecture:
+def read_config(path: str | Place, family: Family | None = None) -> Architecture:
     """The architecture that a config.json describes.
 
     Takes what transformers 4 and 5 write (`rope_theta` and `rope_scaling`, or `rope_parameters`).
@@ -100,7 +101,7 @@ def read_config(path: str | Path, family: Family | None = None) -> Architecture:
         raise ConfigError(f"{file}: {error}") from error
 
 
-def read_json(path: str | Path) -> dict[str, Any]:
+def read_json(path: str | Place) -> dict[str, Any]:
     """What a config.json holds; `path` as of `read_config`.
 
     Raises:
@@ -108,7 +109,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     """
     file = _file_of(path)
     try:
-        config = read_object(read_bytes(file, follow=True))
+        config = read_object(storage_of(file).read(file, _CONFIG_BYTES))
     except OSError as error:
         raise ConfigError(
             f"{file}: cannot be read ({error.strerror}); give the directory of a Hugging Face "
@@ -126,9 +127,9 @@ def read_json(path: str | Path) -> dict[str, Any]:
     return config
 
 
-def _file_of(path: str | Path) -> Path:
-    path = Path(path)
-    return path / "config.json" if path.is_dir() else path
+def _file_of(path: str | Place) -> Place:
+    path = location(path)
+    return path / "config.json" if storage_of(path).is_directory(path) else path
 
 
 def _architecture(config: dict[str, Any], family: Family | None) -> Architecture:
@@ -305,7 +306,7 @@ def generation_config_json(*, eos_id: int | list[int] | None = None) -> dict[str
     return {} if eos_id is None else {"eos_token_id": eos_id}
 
 
-def tokenizer_files(tokenizer_json: str | Path, eos_id: int) -> dict[str, bytes]:
+def tokenizer_files(tokenizer_json: str | Place, eos_id: int) -> dict[str, bytes]:
     """What `AutoTokenizer.from_pretrained` needs, by file name.
 
     Args:
@@ -317,9 +318,9 @@ def tokenizer_files(tokenizer_json: str | Path, eos_id: int) -> dict[str, bytes]
     """
     from tokenizers import Tokenizer
 
-    path = Path(tokenizer_json)
+    path = location(tokenizer_json)
     try:
-        content = read_bytes(path, MOST_BYTES, follow=True)
+        content = storage_of(path).read(path, MOST_BYTES)
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}); prepare the data again"

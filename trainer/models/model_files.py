@@ -10,10 +10,10 @@ tokenizer, should the data have been prepared with one of other tokens.
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from checkpointing.format.untrusted import read_object
+from checkpointing.storage.place import Place
 from checkpointing.storage.source import beside_weights
 from trainer.data.tokenizer import parse_tokenizer, start_ids
 from trainer.models.family import Family
@@ -29,8 +29,8 @@ ABOUT_TOKENS = (
 
 
 def files_beside(
-    init_from: Path | None,
-    data: Path,
+    init_from: Place | None,
+    data: Place,
     index: Mapping[str, Any],
     architecture: Architecture | None = None,
     family: Family | None = None,
@@ -83,7 +83,7 @@ def files_beside(
 
 
 def files_without_tokenizer(
-    init_from: Path | None, architecture: Architecture | None = None, family: Family | None = None
+    init_from: Place | None, architecture: Architecture | None = None, family: Family | None = None
 ) -> tuple[dict[str, bytes], list[str]]:
     """`files_beside` where the data knows of no tokenizer: that of `init_from` is kept.
 
@@ -97,7 +97,7 @@ def files_without_tokenizer(
     return _carried(init_from, notes), notes
 
 
-def stop_ids(files: Mapping[str, bytes], where: Path) -> list[int]:
+def stop_ids(files: Mapping[str, bytes], where: Place) -> list[int]:
     """Tokens at which a model stops, as transformers looks for them: in generation_config.json,
     else in config.json.
 
@@ -118,7 +118,7 @@ def of_bf16(files: dict[str, bytes]) -> dict[str, bytes]:
     return {**files, CONFIG: _json({**config, "dtype": "bfloat16"})}
 
 
-def _carried(directory: Path, notes: list[str]) -> dict[str, bytes]:
+def _carried(directory: Place, notes: list[str]) -> dict[str, bytes]:
     """What lies beside the weights in a published checkpoint, config.json for a run's own."""
     files, left = beside_weights(directory)
     if left:
@@ -135,8 +135,8 @@ def _carried(directory: Path, notes: list[str]) -> dict[str, bytes]:
 def _with_tokenizer(
     files: dict[str, bytes],
     prepared: Mapping[str, bytes],
-    directory: Path,
-    data: Path,
+    directory: Place,
+    data: Place,
     notes: list[str],
 ) -> dict[str, bytes]:
     """The tokenizer is that of the source, unless it has none or the data has other tokens."""
@@ -159,7 +159,7 @@ def _tokens(ids: Sequence[int]) -> str:
     return f"token {', '.join(map(str, ids))}" if ids else "no token of its own"
 
 
-def _object(files: Mapping[str, bytes], name: str, where: Path) -> dict[str, Any]:
+def _object(files: Mapping[str, bytes], name: str, where: Place) -> dict[str, Any]:
     try:
         return read_object(files.get(name, b"{}"))
     except ValueError as error:

@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from checkpointing.load.published import by_model_names
+from checkpointing.storage.place import Place
 from checkpointing.storage.steps import hugging_face_tensors
 from trainer.models.decoder import Decoder
 from trainer.models.hf import ConfigError, read_json
@@ -290,7 +290,7 @@ class Built(NamedTuple):
     """Name of a part of it, such as its head → the name in files, where that is another."""
 
 
-def build_theirs(directory: Path, reason: str) -> Built:
+def build_theirs(directory: Place, reason: str) -> Built:
     """The module that transformers has for a config.json. No code of the checkpoint is run, and
     nothing is fetched. `reason`: why it is used.
 
@@ -360,7 +360,7 @@ def check_installed(reason: str) -> str:
     return installed
 
 
-def _check_kind(config: Any, name: str, file: Path) -> None:
+def _check_kind(config: Any, name: str, file: Place) -> None:
     """Raises RecipeError or ConfigError: the model is not causal, or asks for what is not done
     here."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -387,7 +387,7 @@ def _check_kind(config: Any, name: str, file: Path) -> None:
         )
 
 
-def _names_in_files(theirs: Any, directory: Path) -> dict[str, str]:
+def _names_in_files(theirs: Any, directory: Place) -> dict[str, str]:
     """See `Built.names_in_files`.
 
     Raises:

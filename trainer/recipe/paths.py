@@ -12,7 +12,7 @@ _LIKE_URL = re.compile(
 )
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]")
 _NO_STORES = ("file", "http", "https", "hf")
-"""Schemes under which no checkpoint can be written."""
+"""Schemes of what is no object store."""
 
 
 def like_url(path: str) -> str:
@@ -32,13 +32,25 @@ def no_url(path: str) -> str | None:
     return f"{path!r} looks like a URL ({scheme}:), and has to be a path of a filesystem; {cure}"
 
 
+def no_place(path: str) -> str | None:
+    """What is wrong with what may be a path or the URL of an object store; None if nothing is."""
+    scheme = like_url(path)
+    if not scheme or (_URL.match(path) and scheme not in _NO_STORES):
+        return None
+    cure = "write it as s3://bucket/folder (s3, gs, abfs, …), or give a path of a filesystem"
+    if scheme.lower() == "file":
+        cure = f"write /{path.partition(':')[2].lstrip('/')}"
+    if scheme.lower() == "hf":
+        cure = "fetch it with `hf download`, and give its path"
+    return f"{path!r} is no URL of an object store; {cure}"
+
+
 def wrong_paths(recipe: "Recipe") -> Iterator[tuple[str, str]]:
     """Pairs of (key, what is wrong and what to do) for all paths of a recipe."""
     data, tracking = recipe.data, recipe.tracking
     paths = {
         "run.dir": recipe.run.dir,
-        "model.init_from": recipe.model.init_from,
-        **{f"data.sources.{place}.path": one.path for place, one in enumerate(data.sources)},
+        "data.cache.directory": data.cache and data.cache.directory,
         "data.graph.path": data.graph and data.graph.path,
         "strategy.offload_directory": recipe.strategy.offload_directory,
         "checkpoint.slot_directory": recipe.checkpoint.slot_directory,
@@ -49,11 +61,11 @@ def wrong_paths(recipe: "Recipe") -> Iterator[tuple[str, str]]:
             if key == "run.dir":
                 what += "; checkpoints alone may lie in an object store (checkpoint.directory)"
             yield key, what
-    directory = recipe.checkpoint.directory
-    scheme = like_url(directory or "")
-    if directory and scheme and (not _URL.match(directory) or scheme in _NO_STORES):
-        yield (
-            "checkpoint.directory",
-            f"{directory!r} is no URL of an object store; write it as s3://bucket/folder (s3, gs, "
-            "abfs, …), or give a path of a filesystem",
-        )
+    places = {
+        "checkpoint.directory": recipe.checkpoint.directory,
+        "model.init_from": recipe.model.init_from,
+        **{f"data.sources.{place}.path": one.path for place, one in enumerate(data.sources)},
+    }
+    for key, path in places.items():
+        if path and (what := no_place(path)):
+            yield key, what

@@ -50,6 +50,8 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield from _matmul_contradictions(recipe)
     yield from _tracking_contradictions(recipe.tracking)
     yield from _own_data_contradictions(recipe)
+    if recipe.data.cache and not any("://" in source.path for source in recipe.data.sources):
+        yield "data.cache", "only for data.sources in an object store; remove it"
     yield from _optimizer_contradictions(recipe)
     if model.implementation != "auto":
         yield from _implementation_contradictions(recipe)

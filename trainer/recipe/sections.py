@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Lt
 from pydantic import BeforeValidator, ConfigDict
 
-from checkpointing.options import CheckpointOptions
+from checkpointing.options import CheckpointOptions, number_of_bytes
 from elastic.options import ElasticOptions
 from trainer.recipe.architecture import Architecture
 from trainer.recipe.bounds import Amount, Count, Positive, Share
@@ -117,7 +117,8 @@ class Model:
 
     init_from: str | None = None
     """Directory of a Hugging Face checkpoint (config.json and safetensors, sharded or not) whose
-    architecture and weights the run starts from."""
+    architecture and weights the run starts from; or its URL in an object store, such as
+    "s3://bucket/folder"."""
 
     implementation: Literal["auto", "perdure", "transformers"] = "auto"
     """What computes the model of `init_from`. perdure: a family of Perdure's own. transformers: the
@@ -150,10 +151,32 @@ class Source:
     """One prepared data set of the mixture."""
 
     path: str
-    """Directory written by `perdure data prepare`."""
+    """Directory written by `perdure data prepare`, or the URL of an object store to which `perdure
+    data copy` has copied it, such as "s3://bucket/folder"."""
 
     weight: Annotated[float, Gt(0)] = 1.0
     """Share of the sequences taken from this source, relative to the other weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataCache:
+    """Copies of the shards of `sources` in an object store, on a local disk of each node. They are
+    made in the background, if all of them fit, and shared by the ranks of the node."""
+
+    directory: str
+    """Directory on a local disk. Copies stay there for the next run."""
+
+    size: int | str
+    """Most bytes that copies may take, as 2000000000000 or "2 TB"."""
+
+    def __post_init__(self) -> None:
+        if self.most_bytes < 1:
+            raise ValueError("size must be at least one byte")
+
+    @property
+    def most_bytes(self) -> int:
+        """`size` in bytes."""
+        return number_of_bytes("size", self.size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +212,13 @@ class Data:
 
     reader: Literal["auto", "mmap", "pread", "ram"] = "auto"
     """How shards are read. auto: pread on network filesystems, mmap elsewhere."""
+
+    ahead: Positive = 8
+    """Micro-batches whose tokens a rank requests before it needs them, for `sources` in an object
+    store. A rank of `workers` requests four for each."""
+
+    cache: DataCache | None = None
+    """Where to keep copies of whole shards, for `sources` in an object store."""
 
     workers: Count = 0
     """Background loader processes per rank. 0 reads in the training process, which is fastest for

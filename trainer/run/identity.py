@@ -6,7 +6,8 @@ import platform
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,8 +19,8 @@ import torch.distributed as dist
 from checkpointing.format.layout import COMMIT_RECORD, DCP_METADATA
 from checkpointing.format.untrusted import MAX_JSON_BYTES
 from checkpointing.ranks import exchange
-from checkpointing.storage.steps import hugging_face_tensors
-from elastic.node.files import read_bytes
+from checkpointing.storage.place import Place, local, location
+from checkpointing.storage.steps import hugging_face_tensors, storage_of
 from elastic.node.program import differences, digest
 from trainer.models.transformers_model import check_installed
 from trainer.recipe import Recipe, RecipeError, resolved
@@ -28,7 +29,8 @@ from trainer.recipe.strategies import exact
 from trainer.tasks.text_model import reason_for_theirs
 
 MACHINE_BOUND = (
-    *("run.dir", "run.device", "data.reader", "data.workers", "data.graph.path"),
+    *("run.dir", "run.device", "data.reader", "data.workers", "data.graph.path", "data.ahead"),
+    *("data.cache", "data.cache.directory", "data.cache.size"),
     *("model.init_from", "strategy.offload_directory", "elastic.timeout_seconds"),
     *("checkpoint.directory", "checkpoint.slot_directory", "checkpoint.max_bandwidth"),
     *("checkpoint.keep", "checkpoint.keep_every", "checkpoint.keep_best", "checkpoint.best_by"),
@@ -44,6 +46,8 @@ LONG = 24
 SAMPLE, MOST_PARTS = 1 << 16, 2048
 """Bytes that are read of a part of a model, from its middle, and of how many parts: some 128 MiB of
 a large model, all of a small one."""
+READERS = 16
+"""Threads that read these parts: an object store takes long for each."""
 
 
 def identify(recipe: Recipe, data: str | None) -> dict[str, str]:
@@ -63,9 +67,10 @@ def identify(recipe: Recipe, data: str | None) -> dict[str, str]:
     if exact.used(recipe):  # other kernels round otherwise
         found |= machine(found["run.device"])
     if recipe.model.init_from:
-        given = Path(recipe.model.init_from)
+        given = location(recipe.model.init_from)
         found["model.init_from"] = weights_digest(given)
-        if (given / "config.json").is_file() and (reason := reason_for_theirs(recipe)):
+        has_config = storage_of(given).exists(given / "config.json")
+        if has_config and (reason := reason_for_theirs(recipe)):
             found["transformers"] = check_installed(reason)
     for key, name in recipe.own_code.items():
         found[f"{key} source"] = _digest(_module_source(name.split(":")[0]))
@@ -263,7 +268,7 @@ def _folders(package: str) -> Sequence[Path]:
     return [Path(folder) for folder in (spec and spec.submodule_search_locations) or []]
 
 
-def weights_digest(directory: Path) -> str:
+def weights_digest(directory: Place) -> str:
     """Digest by which a run knows the weights that it began with, or that are under its adapter.
 
     Raises:
@@ -272,21 +277,23 @@ def weights_digest(directory: Path) -> str:
     return _digest(_weights(directory))
 
 
-def _weights(directory: Path) -> Iterator[bytes]:
+def _weights(directory: Place) -> Iterator[bytes]:
     """What tells checkpoints that a run can begin with apart, without reading all of them.
 
     Raises:
         DamagedCheckpoint, StorageError: there is none that can be read.
     """
+    storage = storage_of(directory)
     config, metadata = directory / "config.json", directory / DCP_METADATA
-    record = metadata if metadata.exists() else directory / COMMIT_RECORD
+    record = metadata if storage.exists(metadata) else directory / COMMIT_RECORD
     for small in (config, record):
-        if small.is_file():
+        if storage.exists(small):
             yield small.name.encode()
-            yield read_bytes(small, MAX_JSON_BYTES, follow=True)
+            yield storage.read(small, MAX_JSON_BYTES)
     parts: list[tuple[str, int, int]] = []
     if record == metadata:
-        sizes = {path.name: path.stat().st_size for path in sorted(directory.glob("*.distcp"))}
+        files = sorted(local(directory).glob("*.distcp"))  # torch reads them, from a filesystem
+        sizes = {path.name: path.stat().st_size for path in files}
         length = max(SAMPLE, -(-sum(sizes.values()) // MOST_PARTS))
         parts = [
             (name, begin, min(length, size - begin))
@@ -294,12 +301,21 @@ def _weights(directory: Path) -> Iterator[bytes]:
             for begin in range(0, size, length)
         ]
         yield json.dumps(sizes).encode()
-    elif not record.exists():  # else it has checksums of all there is
+    elif not storage.exists(record):  # else it has checksums of all there is
         tensors = hugging_face_tensors(directory)
         parts = sorted((one.file, one.begin, one.meta.nbytes) for one in tensors.values())
         parts = parts[:: -(-len(parts) // MOST_PARTS) or 1]
         yield json.dumps([[name, str(tensors[name].meta)] for name in sorted(tensors)]).encode()
-    for name, begin, size in parts:
-        with (directory / name).open("rb") as file:
-            file.seek(begin + max(0, size - SAMPLE) // 2)
-            yield file.read(min(size, SAMPLE))
+    with ExitStack() as stack, ThreadPoolExecutor(READERS) as pool:
+        opened = {
+            name: stack.enter_context(storage.open(directory / name))
+            for name in dict.fromkeys(name for name, *_ in parts)
+        }
+
+        def middle(part: tuple[str, int, int]) -> bytes:
+            name, begin, size = part
+            data = memoryview(bytearray(min(size, SAMPLE)))
+            place = begin + max(0, size - SAMPLE) // 2
+            return bytes(data[: opened[name].read_into([data], place)])
+
+        yield from pool.map(middle, parts)

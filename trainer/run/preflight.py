@@ -16,6 +16,7 @@ from checkpointing.storage.place import location
 from elastic import usable_cores
 from elastic.group.health import check_folders
 from elastic.world import drop_world
+from trainer.data.cache import hindrance
 from trainer.parallel.fsdp import without_ties
 from trainer.parallel.mesh import is_sharded_by_fsdp, mesh_shape
 from trainer.parallel.parallelize import check_parallel
@@ -68,7 +69,8 @@ def folders_of(recipe: Recipe) -> dict[str, str]:
         "checkpoint.directory": recipe.checkpoint_directory,
         "model.init_from": recipe.model.init_from,
         "strategy.offload_directory": recipe.strategy.offload_directory,
-        **{key: str(Path(path) / "index.json") for key, path in data.items()},
+        "data.cache.directory": recipe.data.cache and recipe.data.cache.directory,
+        **{key: f"{path}/index.json" for key, path in data.items()},
     }
     return {key: path for key, path in named.items() if path and "://" not in path}
 
@@ -199,6 +201,9 @@ def _check_places(refusals: Refusals, recipe: Recipe, task: Task | None, rank: i
         newest = newest_checkpoint(location(recipe.checkpoint_directory)) if rank == 0 else None
         if newest and task:
             check_resume(read_state(newest), recipe, task, newest)
+    with refusals:
+        if recipe.data.cache and (why := hindrance(recipe.data.cache.directory)):
+            raise RecipeError(f"data.cache.directory: {why}")
     with refusals:
         if tracking.tensorboard and find_spec("tensorboard") is None:
             raise RecipeError(

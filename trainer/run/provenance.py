@@ -41,7 +41,8 @@ def run_state(recipe: Recipe, task: Task, world: World, init_from: str | None) -
     of the weights that the run began with."""
     adapter, base = recipe.model.adapter, recipe.model.init_from
     given = replace(recipe, run=replace(recipe.run, steps=0)) if recipe.run.epochs else recipe
-    under = {"path": os.path.abspath(base or ""), "fingerprint": init_from}
+    place = base if base and "://" in base else os.path.abspath(base or "")
+    under = {"path": place, "fingerprint": init_from}
     return {
         **({"base": {**under, "format": adapter.base}} if adapter else {}),
         "parameters": {

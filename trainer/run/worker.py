@@ -49,6 +49,7 @@ from elastic.world import (
     refuse_stale_store,
     supervised,
 )
+from trainer.data.cache import keep_copies
 from trainer.data.loader import load, requests
 from trainer.data.stream import CONSUMED, COUNTED
 from trainer.optim.optimizer import build_optimizer
@@ -153,7 +154,7 @@ def attempt(
     `kept` has the run of the attempt before, and gets that of this one.
     """
     torch.set_grad_enabled(True)  # the attempt before may have ended in a backward pass
-    rank, _, world_size, local_world_size = read_environment()
+    rank, local_rank, world_size, local_world_size = read_environment()
     recipe, text, ready, identity = prepare(tuple(arguments))
     keep_caches_closed(Path(recipe.run.dir), recipe.strategy.compile)
     if recipe.elastic.recovery != "refork":
@@ -182,6 +183,8 @@ def attempt(
         keep_freed_memory()
     last, kept.run = kept.run, None  # if it fails until there is another, nothing is whole
     with ExitStack() as stack:
+        if local_rank == 0:
+            stack.callback(keep_copies(recipe.data))
         with refusing_misfits(recipe, pulse, lambda: world.generation == 0):
             given = recipe
             recipe = counted(settled(recipe, world), task.stream.sequences)

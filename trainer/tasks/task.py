@@ -5,7 +5,6 @@ import math
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,9 +12,11 @@ import torch
 from torch import nn
 
 from checkpointing.format.peft import CONFIG as ADAPTER_CONFIG
+from checkpointing.storage.place import location
+from checkpointing.storage.steps import storage_of
 from trainer.data.loader import TokenStream
 from trainer.data.sample_stream import count_of
-from trainer.data.shards import read_index
+from trainer.data.shards import is_prepared, read_index
 from trainer.data.stream import Stream
 from trainer.kgat.graph import build_edges, read_interactions
 from trainer.kgat.model import KGAT, Adjacency, initial_tensor
@@ -151,9 +152,10 @@ def build_task(recipe: Recipe) -> Task:
         )
     text_model, fill, of_model = build_text_model(recipe)
     _check_vocabulary(recipe, text_model)
-    source = Path(recipe.data.sources[0].path)
+    source = location(recipe.data.sources[0].path)
     start, ours = recipe.model.init_from, _family_and_sizes(text_model)
-    files, notes = files_beside(Path(start) if start else None, source, read_index(source), *ours)
+    begin = location(start) if start else None
+    files, notes = files_beside(begin, source, read_index(source), *ours)
     if recipe.precision.master == "bf16_stochastic":
         files = of_bf16(files)
     further = {**_of_model(recipe, text_model), **_counting(stream)}
@@ -267,7 +269,7 @@ def _build_on_samples(recipe: Recipe) -> Task:
             check_decoder_inputs(batch, model.vocab_size, multiple)
         blocks, values = list(model.blocks), _loss_values
         further = _of_model(recipe, model)
-        start = Path(recipe.model.init_from) if recipe.model.init_from else None
+        start = location(recipe.model.init_from) if recipe.model.init_from else None
         files, notes = files_without_tokenizer(start, *_family_and_sizes(model))
         if recipe.precision.master == "bf16_stochastic":
             files = of_bf16(files)
@@ -312,7 +314,7 @@ def bare_model(recipe: Recipe) -> tuple[nn.Module, list[nn.Module], float]:
 
 def _build_kgat(recipe: Recipe, options: Kgat, graph: GraphData) -> Task:
     start = recipe.model.init_from
-    if start and not Path(start).is_dir():
+    if start and not storage_of(location(start)).is_directory(location(start)):
         raise RecipeError(
             f"model.init_from: no checkpoint at {start}; train BPR-MF first (docs/kgat.md), or set "
             "model.init_from=null"
@@ -386,10 +388,13 @@ def _loss_values(means: Mapping[str, float]) -> dict[str, float]:
 
 def _how_to_prepare(recipe: Recipe, directory: str) -> str:
     """The command that makes a data set for a recipe: of a corpus that Perdure knows by name, if
-    the directory is called so, with the model's tokenizer or one of the model's size."""
+    the directory is called so, with the model's tokenizer or one of the model's size. For an object
+    store, the command that copies one there."""
+    if "://" in directory:
+        return shlex.join(["perdure", "data", "copy", "DIRECTORY", directory])
     from trainer.data.prepare.corpora import CORPORA  # no run needs it
 
-    name, architecture = Path(directory).name, recipe.model.architecture
+    name, architecture = location(directory).name, recipe.model.architecture
     words = ["perdure", "data", "prepare", name if name in CORPORA else "INPUT"]
     words += ["--pairs"] if recipe.objective.compares else []
     words += ["--out", directory]
@@ -408,10 +413,11 @@ def open_streams(recipe: Recipe) -> tuple[TokenStream, Evaluation | None]:
     Raises:
         RecipeError: it is missing, or too small.
         DataError: it is damaged.
+        StorageError: a store does not answer, or gives no access.
     """
     data = recipe.data
     for number, source in enumerate(data.sources):
-        if not (Path(source.path) / "index.json").is_file():
+        if not is_prepared(source.path):
             raise RecipeError(
                 f"data.sources.{number}.path: no prepared data set at {source.path} (it has no "
                 f"index.json); make one with `{_how_to_prepare(recipe, source.path)}`"
@@ -435,6 +441,8 @@ def open_streams(recipe: Recipe) -> tuple[TokenStream, Evaluation | None]:
             documents=documents_for(recipe),
             reader=data.reader,
             pack=data.pack,
+            ahead=data.ahead,
+            cache=data.cache,
         )
 
     stream = open_split("train", shuffle=True)

@@ -1,13 +1,14 @@
 """The language model of a recipe: a decoder of Perdure, or the module that transformers has."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from checkpointing.format.peft import is_part
+from checkpointing.storage.place import location
+from checkpointing.storage.steps import storage_of
 from trainer.data.loader import Documents
 from trainer.models import Decoder, Family, read_config
 from trainer.models.adapter import add_adapters
@@ -66,7 +67,7 @@ def reason_for_theirs(recipe: Recipe) -> str | None:
 
 def _of_transformers(recipe: Recipe, reason: str) -> "tuple[TransformersModel, Fill, list[str]]":
     """As `_decoder`, of the module that transformers has for `model.init_from`."""
-    built = build_theirs(Path(recipe.model.init_from or ""), reason)
+    built = build_theirs(location(recipe.model.init_from or ""), reason)
     model, refusals = TransformersModel(built, repeated_blocks(built.module)), Refusals()
     for key in ("tp", "pp", "cp", "ep"):
         with refusals:
@@ -154,8 +155,8 @@ def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill, list[str]]":
 
 
 def _read_init_config(recipe: Recipe, family: Family | None) -> Architecture:
-    directory = Path(recipe.model.init_from or "")
-    if not (directory / "config.json").is_file():
+    directory = location(recipe.model.init_from or "")
+    if not storage_of(directory).exists(directory / "config.json"):
         raise RecipeError(
             f"model.init_from: {directory} has no config.json; give the directory of a Hugging "
             "Face checkpoint"

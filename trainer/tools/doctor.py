@@ -38,7 +38,7 @@ PURPOSES = {
     "parquet": "data in parquet and arrow",
     "zstd": "data in .zst",
     "tensorboard": "tracking.tensorboard",
-    "s3": "checkpoint.directory: s3://…",
+    "s3": "s3://… in checkpoint.directory, data.sources and model.init_from",
     "fp8": "precision.matmul",
     "flash": "FlashAttention-4, on Hopper and Blackwell",
 }
@@ -297,10 +297,11 @@ def _compiler(recipe: Recipe | None) -> Iterator[Finding]:
 
 def _needed_extras(recipe: Recipe) -> set[str]:
     """Extras without which this recipe cannot train."""
-    scheme = urlsplit(recipe.checkpoint.directory or "").scheme
+    places = [recipe.checkpoint.directory, recipe.model.init_from]
+    places += [source.path for source in recipe.data.sources]
     used = {
         "tensorboard": recipe.tracking.tensorboard,
-        "s3": scheme == "s3",
+        "s3": any(urlsplit(place or "").scheme == "s3" for place in places),
         "fp8": recipe.precision.matmul is not None,
     }
     return {extra for extra, is_used in used.items() if is_used}

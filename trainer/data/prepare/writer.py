@@ -14,12 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.shards import (
+    CRC,
     FORMAT,
     FORMAT_OF_CHATS,
     KINDS,
     RECORDS,
     SPLITS,
     DataError,
+    SmallChecksums,
+    blocks_of,
     checksums,
     fingerprint,
 )
@@ -82,7 +85,7 @@ def write_data_set(
     """
     splits = {}
     for split in SPLITS:
-        shards = write_shards(parts[split], out, split, dtype, shard_tokens)
+        shards = write_shards(parts[split], out, split, dtype, eos_id, shard_tokens)
         splits[split] = {
             "tokens": sum(shard["tokens"] for shard in shards),
             "documents": sum(shard["documents"] for shard in shards),
@@ -124,6 +127,7 @@ def write_shards(
     out: Path,
     split: str,
     dtype: str,
+    eos_id: int,
     shard_tokens: int,
 ) -> list[dict[str, Any]]:
     """Join parts into shards that each end with a document.
@@ -134,15 +138,16 @@ def write_shards(
         out: directory; older shards of the split in it are removed.
         split: beginning of the file names.
         dtype: of the tokens.
+        eos_id: what ends a document.
         shard_tokens: a shard is full with the document that brings it to so many tokens.
 
     Returns:
         The shards' entries in index.json.
     """
-    for kind in (*KINDS[FORMAT_OF_CHATS], RECORDS):
+    for kind in (*KINDS[FORMAT_OF_CHATS], RECORDS, CRC):
         for stale in out.glob(f"{split}-[0-9][0-9][0-9][0-9][0-9].{kind}"):
             stale.unlink()
-    width = np.dtype(dtype).itemsize
+    of_tokens = np.dtype(dtype).newbyteorder("<")
     shards: list[dict[str, Any]] = []
     writer: _ShardWriter | None = None
     for part in parts:
@@ -153,7 +158,7 @@ def write_shards(
                 first = 0
                 while first < len(ends):
                     name = f"{split}-{len(shards):05}"
-                    writer = writer or _ShardWriter(out, name, width, list(part))
+                    writer = writer or _ShardWriter(out, name, of_tokens, eos_id, list(part))
                     # Up to and including the document that fills the shard.
                     full = start + shard_tokens - writer.tokens
                     last = int(np.searchsorted(ends, full, side="left"))
@@ -171,16 +176,19 @@ def write_shards(
 class _ShardWriter:
     """One shard while it grows."""
 
-    def __init__(self, out: Path, name: str, width: int, kinds: Sequence[str]) -> None:
+    def __init__(
+        self, out: Path, name: str, dtype: np.dtype, eos_id: int, kinds: Sequence[str]
+    ) -> None:
         """
         Args:
             out: directory.
             name: of the shard.
-            width: bytes of a token.
+            dtype: of its tokens.
+            eos_id: what ends a document.
             kinds: endings of its files.
         """
         self.tokens = self.documents = self._trained = 0
-        self._out, self._name, self._width = out, name, width
+        self._out, self._name, self._dtype, self._eos_id = out, name, dtype, eos_id
         self._files = {kind: (out / f"{name}.{kind}").open("xb") for kind in kinds}
         self._bits = np.empty(0, np.uint8)  # fewer than a byte of them
 
@@ -188,7 +196,7 @@ class _ShardWriter:
         """Append whole documents: what comes next in the files of tokens, of what is trained and of
         records; `ends` count from there."""
         size = int(ends[-1])
-        for block in _blocks_of(files["tokens"], size * self._width):
+        for block in _blocks_of(files["tokens"], size * self._dtype.itemsize):
             self._files["tokens"].write(block)
         if "trained" in files:
             for block in _blocks_of(files["trained"], size):
@@ -223,7 +231,16 @@ class _ShardWriter:
             file.close()
             digest, blocks = checksums(self._out / f"{self._name}.{kind}")
             entry |= {f"{kind}_sha256": digest, f"{kind}_crc32": blocks}
-        return entry
+        return entry | self._write_small_checksums()
+
+    def _write_small_checksums(self) -> dict[str, Any]:
+        """Write the .crc file; returns what index.json says of it."""
+        path, found = self._out / f"{self._name}.{CRC}", SmallChecksums(self._dtype, self._eos_id)
+        for block in blocks_of(path.with_suffix(".tokens")):
+            found.add(block)
+        with synced(path) as file:
+            file.write(found.content)
+        return found.entry
 
 
 def _blocks_of(file: BinaryIO, size: int) -> Iterator[bytes]:

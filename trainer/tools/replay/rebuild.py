@@ -17,6 +17,7 @@ from elastic.node.files import read_text
 from elastic.node.recall import Recall
 from elastic.record.history import Attempt
 from elastic.world import limit_waits
+from trainer.data.shards import is_prepared
 from trainer.optim.schedule import build_schedule
 from trainer.parallel.mesh import build_mesh
 from trainer.recipe import Recipe, RecipeError, counted, load_recipe
@@ -79,6 +80,8 @@ class Sources:
         from here."""
 
         def found(path: str) -> str:
+            if "://" in path:
+                return path
             there = Path(attempt.start.directory) / path
             return str(there if there.exists() else Path(path).absolute())
 
@@ -88,7 +91,7 @@ class Sources:
                 f"{len(recipe.data.sources)} data set(s); give one for each, in their order"
             )
         paths = self.data or [found(source.path) for source in recipe.data.sources]
-        if away := [path for path in paths if not (Path(path) / "index.json").is_file()]:
+        if away := [path for path in paths if not is_prepared(path)]:
             raise AwayError(
                 f"there is no data in {away[0]}, which has no index.json; say where it lies now "
                 "with --data"
@@ -103,7 +106,7 @@ class Sources:
         if model.init_from:
             model = replace(model, init_from=found(model.init_from))
         directory = checkpoint.directory
-        if directory and "://" not in directory:
+        if directory:
             directory = found(directory)
         made_by, device = attempt.start.computed_by, recipe.run.device
         if made_by:

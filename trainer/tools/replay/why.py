@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from checkpointing.format.tensors import local_tensor
 from checkpointing.format.untrusted import printable
 from checkpointing.ranks import exchange
+from checkpointing.storage.place import location
 from elastic.node.exchange import received
 from trainer.data.loader import TokenStream
 from trainer.data.sample_stream import SampleStream
@@ -269,7 +269,7 @@ class _Names:
             return f"sample {part.number}", str(self._run.recipe.data.factory), ""
         path = self._paths[part.source]
         if part.source not in self._opened:
-            tokenizer = read_tokenizer(Path(path) / "tokenizer.json")
+            tokenizer = read_tokenizer(location(path) / "tokenizer.json")
             self._opened[part.source] = TokenDataset(path, "train"), tokenizer
         dataset, tokenizer = self._opened[part.source]
         origin = dataset.origin(part.number)
@@ -277,7 +277,7 @@ class _Names:
         text = printable(tokenizer.decode(list(part.ids), skip_special_tokens=False))
         if len(text) > SHOWN_LETTERS:
             text = f"{text[:SHOWN_LETTERS]}…"
-        return f"{part.number} of {printable(Path(path).name)}", printable(record), text
+        return f"{part.number} of {printable(location(path).name)}", printable(record), text
 
 
 # --- the steps around ------------------------------------------------------------------------

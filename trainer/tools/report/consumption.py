@@ -15,12 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
+from checkpointing.errors import StorageError
 from elastic.node.files import read_text
 from elastic.record.history import Attempt, History
 from elastic.record.steps import StepLine
 from trainer.data.loader import TokenStream
 from trainer.data.order import Order, sample_digest
 from trainer.data.sample_stream import size_in
+from trainer.data.shards import is_prepared
 from trainer.recipe import Recipe, load_recipe
 from trainer.recipe.errors import known_errors
 from trainer.run.provenance import digest_of, recipe_file
@@ -152,11 +154,11 @@ def _compare(
             found.problems += _other_samples(located, _of_one_source(order))
             counts.located += len(located)
         return
-    recipe, away = _where_it_lies(recipe, attempts[0].start.directory)
-    if away:
-        found.miss(f"there is no data in {away}, which has no index.json", attempts)
-        return
     try:
+        recipe, away = _where_it_lies(recipe, attempts[0].start.directory)
+        if away:
+            found.miss(f"there is no data in {away}, which has no index.json", attempts)
+            return
         stream, _ = open_streams(recipe)
         for attempt in attempts:
             if attempt.start.data != stream.fingerprint:
@@ -169,7 +171,7 @@ def _compare(
         read = _spread(steps, MOST_TOKENS, stream.seq_len)
         found.problems += _other_samples(located, stream.locate)
         found.problems += _other_tokens(read, stream)
-    except OSError as error:
+    except (OSError, StorageError) as error:
         found.miss(f"the data cannot be read: {error}", attempts)
         return
     except known_errors() as error:
@@ -184,11 +186,13 @@ def _where_it_lies(recipe: Recipe, directory: str) -> tuple[Recipe, str]:
     paths start from the working directory of the run, or from here."""
     sources = []
     for source in recipe.data.sources:
-        places = [Path(directory) / source.path, Path(source.path)]
-        place = next((one for one in places if (one / "index.json").is_file()), None)
+        places = [source.path]
+        if "://" not in source.path:
+            places.insert(0, str(Path(directory) / source.path))
+        place = next((one for one in places if is_prepared(one)), None)
         if place is None:
-            return recipe, str(places[0])
-        sources.append(replace(source, path=str(place)))
+            return recipe, places[0]
+        sources.append(replace(source, path=place))
     data = replace(recipe.data, sources=type(recipe.data.sources)(sources))
     # No validation data is needed.
     return replace(recipe, data=data, run=replace(recipe.run, evaluate_every=0)), ""

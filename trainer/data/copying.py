@@ -1,0 +1,166 @@
+"""`perdure data copy`: a prepared data set from one place to another, checked on the way.
+
+Every byte is compared with the checksums in index.json. A data set of an older version gets what
+ranges are checked by. index.json comes last, so what is not complete is no data set.
+"""
+
+import hashlib
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from checkpointing.errors import StorageError
+from checkpointing.format.layout import BLOCK_BYTES
+from checkpointing.storage.place import ObjectPath, Place
+from checkpointing.storage.steps import storage_of
+from trainer.data.prepare.writer import atomic, to_json
+from trainer.data.shards import (
+    CHECKSUM_BLOCK,
+    CRC,
+    SPLITS,
+    DataError,
+    SmallChecksums,
+    blocks_of,
+    check_size,
+    read_index,
+    read_small,
+    sizes_of,
+)
+
+INDEX, TOKENIZER, REJECTS = "index.json", "tokenizer.json", "rejects.jsonl"
+
+
+def copy_data_set(
+    source: Place, target: Place, say: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
+    """Copy a prepared data set; returns the index of the copy. After an interruption it goes on
+    with the shard that was being copied.
+
+    Args:
+        source: a directory, or one in an object store.
+        target: where the copy belongs; made if need be.
+        say: tells a person how far it is.
+
+    Raises:
+        DataError: the source is no data set, or damaged; or the target holds another one.
+        StorageError: a store does not answer, or gives no access.
+        OSError: a disk fails.
+    """
+    index = read_index(source)
+    if storage_of(target).exists(target / INDEX):
+        there = read_index(target)
+        if there["fingerprint"] != index["fingerprint"]:
+            raise DataError(
+                f"{target}: holds another data set; name another place, or remove it first"
+            )
+        if all(f"{CRC}_sha256" in shard for shard in _entries(there)):
+            say(f"{target}: is up to date")
+            return there
+    if isinstance(target, Path):
+        target.mkdir(parents=True, exist_ok=True)
+    entries = _entries(index)
+    for number, entry in enumerate(entries):
+        if not _is_there(source, target, entry, index):
+            _copy_shard(source, target, entry, index)
+        say(f"{number + 1} of {len(entries)} shards")
+    tokenizer = read_small(source / TOKENIZER)
+    if hashlib.sha256(tokenizer).hexdigest() != index["tokenizer"]["sha256"]:
+        raise DataError(
+            f"{source / TOKENIZER}: is not the tokenizer that this data was prepared with"
+        )
+    write(target / TOKENIZER, len(tokenizer), iter([memoryview(tokenizer)]))
+    if storage_of(source).exists(source / REJECTS):
+        rejects = source / REJECTS
+        write(target / REJECTS, storage_of(source).stat(rejects).st_size, blocks_of(rejects))
+    content = to_json(index, indent=2)
+    write(target / INDEX, len(content), iter([memoryview(content)]))
+    return index
+
+
+def _entries(index: dict[str, Any]) -> list[dict[str, Any]]:
+    """The shards of all splits."""
+    return [entry for split in SPLITS for entry in index["splits"][split]["shards"]]
+
+
+def _is_there(source: Place, target: Place, entry: dict[str, Any], index: dict[str, Any]) -> bool:
+    """Whether a shard was copied before. Its .crc is written last, and says what it holds."""
+    if f"{CRC}_sha256" not in entry:
+        return False
+    name = f"{entry['name']}.{CRC}"
+    width = np.dtype(index["dtype"]).itemsize
+    try:
+        for kind, size in sizes_of(entry, width, index["format"]).items():
+            check_size(target / f"{entry['name']}.{kind}", size)
+        return read_small(source / name) == read_small(target / name)
+    except (OSError, DataError):
+        return False
+
+
+def _copy_shard(source: Place, target: Place, entry: dict[str, Any], index: dict[str, Any]) -> None:
+    """Copy the files of a shard, and complete its entry with what ranges are checked by."""
+    dtype = np.dtype(index["dtype"]).newbyteorder("<")
+    sizes = sizes_of(entry, dtype.itemsize, index["format"])
+    found = SmallChecksums(dtype, index["eos_id"])
+
+    def looked_at(blocks: Iterator[memoryview]) -> Iterator[memoryview]:
+        for block in blocks:
+            found.add(block)
+            yield block
+
+    for kind in sizes.keys() - {CRC}:
+        place = source / f"{entry['name']}.{kind}"
+        check_size(place, sizes[kind])
+        blocks = _checked(place, entry[f"{kind}_crc32"])
+        blocks = looked_at(blocks) if kind == "tokens" else blocks
+        write(target / f"{entry['name']}.{kind}", sizes[kind], blocks)
+    entry |= found.entry
+    content = memoryview(found.content)
+    write(target / f"{entry['name']}.{CRC}", len(content), iter([content]))
+
+
+def _checked(place: Place, crc32s: list[int]) -> Iterator[memoryview]:
+    """The blocks of a file; raises DataError if a checksum is wrong."""
+    for number, block in enumerate(blocks_of(place)):
+        if crc32s[number : number + 1] != [zlib.crc32(block)]:
+            raise DataError(
+                f"{place}: wrong checksum in the {CHECKSUM_BLOCK >> 20} MiB from byte "
+                f"{number * CHECKSUM_BLOCK} on, so it is not copied; restore the file, or prepare "
+                "the data again"
+            )
+        yield block
+
+
+def write(place: Place, size: int, blocks: Iterator[memoryview]) -> None:
+    """Write a file that appears whole or not at all.
+
+    Args:
+        place: of the file.
+        size: its bytes.
+        blocks: of CHECKSUM_BLOCK bytes each; the last may be shorter.
+    """
+    if not isinstance(place, ObjectPath):
+        assert isinstance(place, Path)
+        with atomic(place) as file:
+            for block in blocks:
+                file.write(block)
+        return
+    from checkpointing.storage.object_storage import store_of  # others need no client
+
+    store = store_of(place)
+    if size <= BLOCK_BYTES:
+        store.write(place, b"".join(blocks))
+        return
+    (token,) = store.begin_uploads([(place, size)])
+    try:
+        with store.open_upload(place, token, size) as upload:
+            for number, block in enumerate(blocks):
+                upload.write(block, number * BLOCK_BYTES)
+            upload.finish()
+    except BaseException:
+        with suppress(StorageError):
+            store.abort_uploads([(place, token)])
+        raise
