@@ -52,8 +52,9 @@ class ShardCopies:
 
     def __init__(self, directory: str, fingerprint: str) -> None:
         self._path = home(directory) / folder_name(fingerprint)
-        self._folder: Folder | None = None
+        self._folders: dict[Path, Folder] = {}
         self._files: dict[str, int] = {}
+        """Open files by name. Like the folder, each is opened by any thread, and kept once."""
 
     def read(self, name: str, size: int, target: memoryview, offset: int) -> bool:
         """Fill `target` with the bytes of a shard from `offset` on; returns False if there is no
@@ -73,25 +74,36 @@ class ShardCopies:
         """Remove a copy that is damaged."""
         self._files.pop(name, None)  # it stays open: another thread may read it
         with suppress(OSError):
-            if self._folder:
-                os.unlink(name, dir_fd=self._folder.lock)
+            for folder in self._folders.values():
+                os.unlink(name, dir_fd=folder.lock)
+
+    def close(self) -> None:
+        """Let go of the folder: it may be removed."""
+        while self._folders:
+            self._folders.popitem()[1].close()
 
     def _open(self, name: str, size: int) -> int | None:
+        """A descriptor of a whole copy; None if there is none."""
         if name in self._files:
             return self._files[name]
-        self._folder = self._folder or hold(self._path, to_read=True)
-        if self._folder is None:
+        folder = self._folders.get(self._path) or hold(self._path, to_read=True)
+        if folder is None:
             return None
+        if (kept := self._folders.setdefault(self._path, folder)) is not folder:
+            folder.close()
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            descriptor = os.open(
-                name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._folder.lock
-            )
+            descriptor = os.open(name, flags, dir_fd=kept.lock)
         except OSError:
             return None
-        if os.fstat(descriptor).st_size != size:
+        if os.fstat(descriptor).st_size == size:
+            found = self._files.setdefault(name, descriptor)
+            if found == descriptor:
+                return found
             os.close(descriptor)
-            return None
-        return self._files.setdefault(name, descriptor)
+            return found
+        os.close(descriptor)
+        return None
 
 
 def home(directory: str | Path) -> Path:

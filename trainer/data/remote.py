@@ -32,10 +32,9 @@ from trainer.recipe.sections import DataCache
 
 logger = logging.getLogger(__name__)
 
-THREADS = 16
-"""Ranges that a process waits for at a time, as many as its client has connections."""
-SECOND_THREADS = 4
-"""Threads for ranges that are requested again: the others may all wait for a store that hangs."""
+THREADS, SECOND_THREADS = 12, 4
+"""Ranges that a process waits for at a time, and those of them that it requests again: the first
+threads may all wait for a store that hangs. Together as many as a client has connections."""
 PATIENCE_SECONDS, DEADLINE_SECONDS, PAUSE_SECONDS = 3.0, 300.0, 1.0
 MOST_BYTES = 8 << 20
 """Bytes of one request."""

@@ -371,8 +371,8 @@ def test_reading_a_recipe_imports_nothing_heavy(recipe_file):
 @pytest.mark.parametrize(
     "key",
     [
-        *("run.dir", "data.sources.0.path", "model.init_from", "strategy.offload_directory"),
-        *("checkpoint.slot_directory", "tracking.prometheus", "data.graph.path"),
+        *("run.dir", "strategy.offload_directory", "checkpoint.slot_directory"),
+        *("tracking.prometheus", "data.graph.path"),
     ],
 )
 def test_a_path_that_looks_like_a_url_is_refused(recipe_file, key, path):
@@ -381,9 +381,30 @@ def test_a_path_that_looks_like_a_url_is_refused(recipe_file, key, path):
     assert ("write /x" in str(refused.value)) == (path == "file:///x")
 
 
-def test_checkpoints_may_lie_in_an_object_store_and_a_folder_may_have_a_strange_name(recipe_file):
+@pytest.mark.parametrize("key", ["checkpoint.directory", "data.sources.0.path", "model.init_from"])
+def test_what_may_lie_in_an_object_store_and_a_folder_may_have_a_strange_name(recipe_file, key):
+    more = ["run.dir=./s3:/x"]
+    if key == "model.init_from":
+        more.append("model.architecture=null")
     for path in ("s3://b/x", "gs://b", "memory://b/c", "/x", "./s3:/x", "a:b"):
-        assert load_recipe(recipe_file, [f"checkpoint.directory={path}", "run.dir=./s3:/x"])
+        assert load_recipe(recipe_file, [f"{key}={path}", *more])
+    cures = {"file:///x": "write /x", "hf://b/c": "fetch it with `hf download`"}
     for path in ("s3:/b", "S3://b", "file:///x", "https://b/c", "hf://b/c", "s3:///", "s3://"):
-        with pytest.raises(RecipeError, match=f"checkpoint.directory: {path!r} is no URL of an"):
-            load_recipe(recipe_file, [f"checkpoint.directory={path}"])
+        cure = cures.get(path, "write it as s3://bucket/folder")
+        with pytest.raises(RecipeError, match=f"{key}: {path!r} is no URL of an .*; {cure}"):
+            load_recipe(recipe_file, [f"{key}={path}", *more])
+
+
+def test_copies_are_of_an_object_store_and_have_a_size(recipe_file):
+    cache, url = "data.cache={directory: /x, size: %s}", "data.sources.0.path=s3://b/x"
+    recipe = load_recipe(recipe_file, [cache % "2 TB", url])
+    assert recipe.data.cache.most_bytes == 2 * 10**12
+    assert recipe.data.ahead == 8
+    for overrides, message in (
+        ([cache % "2 TB"], "data.cache: only for data.sources in an object store; remove it"),
+        ([cache % "much", url], "data.cache: size is 'much'; write bytes, or a number and a unit"),
+        (["data.cache={directory: s3://b/x, size: 1}", url], "data.cache.directory: 's3://b/x' lo"),
+        ([url, "data.ahead=0"], "data.ahead: must be at least 1, but it is 0"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            load_recipe(recipe_file, overrides)
