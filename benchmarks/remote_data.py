@@ -64,10 +64,8 @@ def main() -> None:
                 records, asked[name] = train(folder, case, options.steps)
                 late = [record for record in records if record["step"] > WARM_UP]
                 waits[name].append(mean(record["data_wait"] for record in late))
-                first, last = late[0], late[-1]
-                seconds[name].append(
-                    (last["time"] - first["time"]) / (last["step"] - first["step"])
-                )
+                elapsed = late[-1]["time"] - late[0]["time"]
+                seconds[name].append(elapsed / (len(late) - 1))
                 losses[name] = [record["loss"] for record in records]
                 print(f"{name}: {waits[name][-1]:.2%} of a step waited", flush=True)
     if odd := [name for name in CASES if losses[name] != losses["local disk"]]:

@@ -51,6 +51,8 @@ MOST_PARTS = 10_000
 
 ATTEMPTS = 8
 """Attempts at a request with transient errors."""
+QUIET_ATTEMPTS = 3
+"""From this attempt on, a failed one is a warning."""
 _PASSING = {
     "BadDigest",
     "ConditionalRequestConflict",
@@ -252,8 +254,12 @@ class S3:
             retry=tenacity.retry_if_exception(is_passing),
             wait=tenacity.wait_random_exponential(multiplier=0.2, max=10),
             stop=tenacity.stop_after_attempt(ATTEMPTS),
-            before_sleep=lambda state: logger.warning(
-                "%s: %s; trying again", path, state.outcome and state.outcome.exception()
+            before_sleep=lambda state: logger.log(
+                # Stores refuse some requests all the time.
+                logging.INFO if state.attempt_number < QUIET_ATTEMPTS else logging.WARNING,
+                "%s: %s; trying again",
+                path,
+                state.outcome and state.outcome.exception(),
             ),
             reraise=True,
         )

@@ -96,14 +96,12 @@ class ShardCopies:
             descriptor = os.open(name, flags, dir_fd=kept.lock)
         except OSError:
             return None
-        if os.fstat(descriptor).st_size == size:
-            found = self._files.setdefault(name, descriptor)
-            if found == descriptor:
-                return found
+        if os.fstat(descriptor).st_size != size:
             os.close(descriptor)
-            return found
-        os.close(descriptor)
-        return None
+            return None
+        if (found := self._files.setdefault(name, descriptor)) != descriptor:
+            os.close(descriptor)
+        return found
 
 
 def home(directory: str | Path) -> Path:

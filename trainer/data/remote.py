@@ -124,11 +124,11 @@ class RangeRead:
             DataError: a checksum is wrong twice, or the store has no answer; names object and
                 range.
         """
+        since = time.monotonic()
+        patience = max(0.0, self._began + PATIENCE_SECONDS - since)
         while True:
-            age = time.monotonic() - self._began
-            hurry = len(self._tries) == 1
-            patience = max(0.0, PATIENCE_SECONDS - age) if hurry else PATIENCE_SECONDS
             done, waiting = wait(self._tries, patience, FIRST_COMPLETED)
+            waited, patience = time.monotonic() - since, PATIENCE_SECONDS
             for one in done:
                 error = one.exception()
                 if error is None:
@@ -136,15 +136,15 @@ class RangeRead:
                     return memoryview(one.result())
                 if not isinstance(error, StorageError):
                     raise error
-                if age > DEADLINE_SECONDS:
+                if waited > DEADLINE_SECONDS:
                     raise DataError(f"{self._what}: {error}") from error
-            if age > DEADLINE_SECONDS:
+            if waited > DEADLINE_SECONDS:
                 raise DataError(
-                    f"{self._what}: no answer for {age:.0f} s; check the store and the network"
+                    f"{self._what}: no answer for {waited:.0f} s; check the store and the network"
                 )
-            self._tries = list(waiting)
-            if not waiting:  # the store has refused
+            if done:  # the store has refused
                 time.sleep(PAUSE_SECONDS)
+            self._tries = list(waiting)
             if len(waiting) < 2:
                 self._tries.append(_threads("second", os.getpid()).submit(self._fetch))
 
