@@ -103,7 +103,9 @@ def _read_whole(path: ObjectPath, size: int, crc32s: Sequence[int]) -> memoryvie
 class RangeRead:
     """Bytes of an object that are being fetched."""
 
-    def __init__(self, path: ObjectPath, begin: int, size: int, fetch: Callable[[], bytearray]):
+    def __init__(
+        self, path: ObjectPath, begin: int, size: int, fetch: Callable[[], bytearray]
+    ) -> None:
         """
         Args:
             path: of the object.
