@@ -209,7 +209,7 @@ class RemoteShard:
             DataError: names the object and the bytes that cannot be had.
         """
         tokens = np.empty(length, self._dtype)
-        target, offset = memoryview(tokens.view(np.uint8)), start * self._dtype.itemsize
+        target, offset = tokens.view(np.uint8).data, start * self._dtype.itemsize
         for one in self.begin([(start, length)]):
             data = one.data()
             first = max(offset, one.begin)

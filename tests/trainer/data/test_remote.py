@@ -17,6 +17,7 @@ from checkpointing.errors import StorageError
 from checkpointing.storage.folders import hold
 from checkpointing.storage.object_storage import store_of
 from checkpointing.storage.place import location
+from tests.distributed.jobs import soak
 from tests.s3 import Handler
 from trainer.data import cache, remote
 from trainer.data.copying import copy_data_set, write
@@ -62,10 +63,30 @@ def chats(tmp_path_factory, local) -> Path:
     return folder / "data"
 
 
+@pytest.fixture(scope="session")
+def urls(local, chats, server):
+    """Where `local` and `chats` lie in a bucket."""
+    found = [location(f"s3://bucket/data/{name}") for name in ("local", "chats")]
+    for source, target in zip((local, chats), found, strict=True):
+        copy_data_set(source, target)
+    return found
+
+
 @pytest.fixture
-def bucket(store):
-    """A folder that is not there yet."""
-    return location(f"s3://bucket/data-{next(_names)}")
+def bucket(urls, local, store):
+    """Where `local` lies in a bucket; what a test does to objects there is undone."""
+    yield urls[0]
+    store.fault = lambda method, path: None
+    changed = [path for method, path in store.requests if method in ("PUT", "DELETE")]
+    for file in local.iterdir():
+        if any(path.partition("?")[0].endswith(f"/local/{file.name}") for path in changed):
+            store_of(urls[0]).write(urls[0] / file.name, file.read_bytes())
+
+
+@pytest.fixture
+def new(store):
+    """A folder of a bucket that is not there yet."""
+    return location(f"s3://bucket/new-{next(_names)}")
 
 
 def open_stream(*places, cache=None, split="train"):
@@ -94,24 +115,21 @@ def gets(store, ending):
     return [path for path in asked if path.endswith(ending)]
 
 
-def test_the_same_samples_as_from_a_disk(local, chats, bucket, store):
-    for folder in (local, chats):
-        copy_data_set(folder, bucket / folder.parent.name)
-    urls = [bucket / folder.parent.name for folder in (local, chats)]
+def test_the_same_samples_as_from_a_disk(local, chats, urls, store):
     there, here = open_stream(*urls), open_stream(local, chats)
     assert there.fingerprint == here.fingerprint
-    requests = [[n, n + 1, n + 2, n + 3] for n in range(0, 200, 4)] + [[5, 5], [10**6]]
+    requests = [[n, n + 1, n + 2, n + 3] for n in range(0, 80, 4)] + [[5, 5], [10**6]]
     expected = batches(here, requests)
     seen = count()
 
     def flaky(method, path):
         """Some requests for tokens fail, in turn in another way."""
         number = next(seen) if ".tokens" in path else 1
-        return None if number % 20 else ["503 SlowDown", "reset", "cut"][number // 20 % 3]
+        return None if number % 10 else ["503 SlowDown", "reset", "cut"][number // 10 % 3]
 
     store.fault = flaky
     assert_same(batches(there, requests), expected)
-    assert next(seen) > 40
+    assert next(seen) > 30
     store.fault = lambda method, path: None
     assert_same([there.fetch(requests[0])], [here.fetch(requests[0])])
     there._packings[0]._dataset.by_eos = False  # as if the token that ends documents stood in them
@@ -127,8 +145,7 @@ def test_the_same_samples_as_from_a_disk(local, chats, bucket, store):
     assert verify(urls[0]) == verify(urls[1]) == []
 
 
-def test_what_comes_next_is_under_way_before_it_is_needed(local, bucket, store):
-    copy_data_set(local, bucket)
+def test_what_comes_next_is_under_way_before_it_is_needed(bucket, store):
     stream, other = open_stream(bucket), open_stream(bucket)
     ranges = {one for n in range(stream.ahead + 1) for one in [*other.begin([n])]}
     for one in ranges:
@@ -146,7 +163,6 @@ def test_what_comes_next_is_under_way_before_it_is_needed(local, bucket, store):
 
 
 def test_no_token_is_used_unchecked(local, bucket, store, monkeypatch):
-    copy_data_set(local, bucket)
     path = bucket / "train-00001.tokens"
     content = bytearray((local / path.name).read_bytes())
     first = int(read_index(local)["splits"]["train"]["shards"][0]["tokens"])
@@ -180,8 +196,7 @@ def test_no_token_is_used_unchecked(local, bucket, store, monkeypatch):
         stream._packings[0]._dataset.read(*window)
 
 
-def test_a_range_that_hangs_is_requested_again(local, bucket, store, monkeypatch):
-    copy_data_set(local, bucket)
+def test_a_range_that_hangs_is_requested_again(bucket, store, monkeypatch):
     dataset = open_stream(bucket)._packings[0]._dataset
     expected = dataset.read(0, 100)
     monkeypatch.setattr(remote, "PATIENCE_SECONDS", 0.2)
@@ -190,6 +205,7 @@ def test_a_range_that_hangs_is_requested_again(local, bucket, store, monkeypatch
     began = time.monotonic()
     assert (dataset.read(0, 100) == expected).all()
     assert time.monotonic() - began < 2.5
+    monkeypatch.setattr(remote, "PATIENCE_SECONDS", 30.0)
     monkeypatch.setattr(remote, "DEADLINE_SECONDS", 0.0)
     monkeypatch.setattr("checkpointing.storage.s3.ATTEMPTS", 1)
     store.fault = lambda method, path: "503 SlowDown"
@@ -234,17 +250,16 @@ def of_others(bucket):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_damage_is_found_at_the_start(local, bucket, damage, message):
-    copy_data_set(local, bucket)
+def test_damage_is_found_at_the_start(bucket, damage, message):
     damage(bucket)
     with pytest.raises(DataError, match=message) as refused:
         open_stream(bucket)
     assert "\n" not in str(refused.value)
 
 
-def test_a_store_that_is_not_there_or_gives_no_access(bucket, store):
+def test_a_store_that_is_not_there_or_gives_no_access(bucket, new, store):
     with pytest.raises(DataError, match=r"index.json: missing, so this is not a prepared data set"):
-        open_stream(bucket)
+        open_stream(new)
     with pytest.raises(StorageError, match="has no bucket 'nowhere'; create it, or correct"):
         open_stream("s3://nowhere/data")
     store.fault = lambda method, path: "403 AccessDenied"
@@ -252,7 +267,7 @@ def test_a_store_that_is_not_there_or_gives_no_access(bucket, store):
         open_stream(bucket)
 
 
-def test_a_copy_goes_on_where_it_was_and_comes_back_as_it_was(local, bucket, store, tmp_path):
+def test_a_copy_goes_on_where_it_was_and_comes_back_as_it_was(local, urls, new, store, tmp_path):
     older = shutil.copytree(local, tmp_path / "older")
     index = read_index(older)
     for split in index["splits"].values():
@@ -267,57 +282,50 @@ def test_a_copy_goes_on_where_it_was_and_comes_back_as_it_was(local, bucket, sto
     for source in (older, local):  # of an older version all is sent again
         store.requests.clear()
         with pytest.raises(StorageError, match="gives no access"):
-            copy_data_set(source, bucket)
+            copy_data_set(source, new)
     sent = [path.rpartition("/")[2] for method, path in store.requests if method == "PUT"]
     assert {name.partition(".")[0] for name in sent} == {"train-00002"}
     store.fault = lambda method, path: None
     with pytest.raises(DataError, match="missing, so this is not"):
-        open_stream(bucket)
-    copy_data_set(older, bucket)
-    assert read_index(bucket) == json.loads((local / "index.json").read_text())
+        open_stream(new)
+    copy_data_set(older, new)
+    assert read_index(new) == json.loads((local / "index.json").read_text())
     said = []
-    copy_data_set(local, bucket, said.append)
-    assert said == [f"{bucket}: is up to date"]
-    copy_data_set(bucket, tmp_path / "back")
+    copy_data_set(local, new, said.append)
+    assert said == [f"{new}: is up to date"]
+    copy_data_set(new, tmp_path / "back")
     files = {file.name: file.read_bytes() for file in local.iterdir()}
     assert {file.name: file.read_bytes() for file in (tmp_path / "back").iterdir()} == files
 
     (older / "index.json").write_text(json.dumps(index | {"eos_id": 255}))
     with pytest.raises(DataError, match="was edited"):
-        copy_data_set(older, bucket)
+        copy_data_set(older, new)
     damaged = bytearray(files["train-00001.tokens"])
     damaged[7] ^= 1
     (tmp_path / "back" / "train-00001.tokens").write_bytes(damaged)
     with pytest.raises(DataError, match=r"train-00001.tokens: wrong checksum in the 16 MiB from"):
-        copy_data_set(tmp_path / "back", bucket / "other")
+        copy_data_set(tmp_path / "back", new / "other")
+    with pytest.raises(DataError, match=f"^{urls[1]}: holds another data set; name another place"):
+        copy_data_set(local, urls[1])
 
 
-def test_another_data_set_is_not_written_over(local, chats, bucket):
-    copy_data_set(chats, bucket)
-    with pytest.raises(DataError, match=f"^{bucket}: holds another data set; name another place"):
-        copy_data_set(local, bucket)
-    assert read_index(bucket)["kind"] == "chats"
-
-
-def test_a_large_file_is_sent_in_parts(bucket, store, tmp_path):
+@soak
+def test_a_large_file_is_sent_in_parts(new, store, tmp_path):
     content = np.random.default_rng(0).bytes((16 << 20) + 12345)
     (tmp_path / "large").write_bytes(content)
-    write(bucket / "large", len(content), blocks_of(tmp_path / "large"))
+    write(new / "large", len(content), blocks_of(tmp_path / "large"))
     assert sum("partNumber=" in path for _, path in store.requests) == 2
-    assert store_of(bucket).read(bucket / "large") == content
+    assert store_of(new).read(new / "large") == content
 
 
 # --- copies on a local disk -----------------------------------------------------------------------
 
 
-def copied(folder, size, bucket):
-    return cache.copy_all(Path(folder), size, [str(bucket)], threading.Event())
+def copied(folder, size, url):
+    return cache.copy_all(Path(folder), size, [str(url)], threading.Event())
 
 
-def test_copies_of_shards(local, chats, bucket, store, tmp_path):
-    urls = [bucket / "local", bucket / "chats"]
-    for folder, url in zip((local, chats), urls, strict=True):
-        copy_data_set(folder, url)
+def test_copies_of_shards(local, chats, urls, store, tmp_path):
     needed = sum(file.stat().st_size for file in local.glob("*.tokens"))
     assert "nothing is copied" in copied(tmp_path, needed - 1, urls[0])
     assert list(tmp_path.iterdir()) == []
@@ -351,7 +359,6 @@ def test_copies_of_shards(local, chats, bucket, store, tmp_path):
 
 
 def test_one_process_of_a_node_copies_and_only_in_a_folder_of_its_own(local, bucket, tmp_path):
-    copy_data_set(local, bucket)
     home = cache.home(tmp_path)
     home.mkdir(mode=0o700)
     held = hold(home)
