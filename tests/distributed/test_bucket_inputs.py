@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter
+from itertools import count
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from trainer.recipe import RecipeError, load_recipe
 from trainer.run.identity import identify
 from trainer.run.preflight import check_launch
 from trainer.tasks.task import build_task
+
+_names = count()
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +51,8 @@ def start(workspace):
 @pytest.fixture
 def uploaded(workspace, start, store):
     """URLs of the data and of the weights."""
-    data, weights = location("s3://bucket/data"), location("s3://bucket/start")
+    folder = location(f"s3://bucket/inputs-{next(_names)}")
+    data, weights = folder / "data", folder / "start"
     copy_data_set(workspace / "data", data)
     for file in start.iterdir():
         store_of(weights).write(weights / file.name, file.read_bytes())
