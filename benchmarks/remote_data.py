@@ -8,11 +8,13 @@ model trains on them: losses must be equal, and the share of a step that a rank 
 """
 
 import json
+import multiprocessing
 import shutil
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +24,12 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from benchmarks.support import QUICKSTART, ROOT, arguments, json_lines, report, run, spread
+from benchmarks.support.loader_wait import loader_wait
 from trainer.data.prepare.writer import write_data_set
 from trainer.data.tokenizer import byte_tokenizer
 
 EOS = 256
+FORK = multiprocessing.get_context("fork")
 WARM_UP = 20
 """Steps at the start whose records do not count."""
 
@@ -67,17 +71,17 @@ def main() -> None:
 
 def sleep(folder: Path, steps: int, seconds: float, json_file: Path | None) -> None:
     """The wait of a loop that sleeps for `seconds` a step."""
-    rows, figures, digests = [], {}, {}
+    rows: list[dict[str, str]] = []
+    figures: dict[str, dict[str, float]] = {}
+    digests: dict[str, list[int]] = {}
     for name, case in CASES.items():
         with served(folder, case) as port:
-            place, more = where(folder, case, port)
-            words = [place, str(steps), str(seconds), str(case.ahead if case else 1)]
-            command = [sys.executable, "-m", "benchmarks.support.loader_wait", *words]
-            found = json.loads(run(command, ROOT, more))
+            given = *where(folder, case, port), steps, seconds, case.ahead if case else 1
+            with ProcessPoolExecutor(1, mp_context=FORK) as process:  # with a client of its own
+                share, digests[name] = process.submit(loader_wait, *given).result()
             asked = stats(port)
-        digests[name] = found["digests"]
-        figures[name] = {"data_wait": found["share"], **asked}
-        rows.append({"data": name, "data wait, %": f"{found['share']:.2%}", **columns(asked)})
+        figures[name] = {"data_wait": share, **asked}
+        rows.append({"data": name, "data wait, %": f"{share:.2%}", **columns(asked)})
     if len({tuple(one) for one in digests.values()}) > 1:
         sys.exit(f"other samples than from the local disk: {digests}")
     title = f"Data wait of a loop that sleeps {1e3 * seconds:.0f} ms a step, {steps} steps"
