@@ -23,7 +23,7 @@ from trainer.cli.recipe import add_recipe_command
 from trainer.cli.replay import add_replay_command
 from trainer.cli.report import add_report_command, add_runs_command, add_watch_command
 from trainer.cli.train import add_store_command, add_train_command
-from trainer.recipe.errors import known_errors, told
+from trainer.recipe.errors import error_text, known_errors
 from trainer.text import show_only_visible
 
 
@@ -38,7 +38,7 @@ def main() -> None:
     try:
         code = arguments.run(arguments)
     except known_errors() as error:
-        print(told(error), file=sys.stderr)
+        print(error_text(error), file=sys.stderr)
         code = EXIT_WRONG_INPUT
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)

@@ -196,7 +196,7 @@ class TransformersModel(nn.Module):
         theirs, given, runs = self._theirs[0], {}, None
         theirs.training = self.training
         if document_ids is not None:
-            runs, positions = runs_of(document_ids)
+            runs, positions = document_runs(document_ids)
             given = {"position_ids": positions} if self._takes_positions else {}
         with _apart(runs, self.name):
             found = theirs(input_ids=input_ids, **given).logits
@@ -221,7 +221,7 @@ TextModel: TypeAlias = Decoder | TransformersModel
 """A causal language model: one of Perdure's own, or of transformers."""
 
 
-def runs_of(document_ids: Tensor) -> tuple[Tensor, Tensor]:
+def document_runs(document_ids: Tensor) -> tuple[Tensor, Tensor]:
     """(number of the document within its row, position within its document), each (B, T) int64, of
     each token. A document is a run of equal `document_ids` (B, T)."""
     first = torch.ones_like(document_ids, dtype=torch.bool)
@@ -236,7 +236,7 @@ def _apart(runs: Tensor | None, name: str) -> Iterator[None]:
     """While entered, no mask that transformers makes lets a token see another document.
 
     Args:
-        runs: (B, T), see `runs_of`; None: there is nothing to keep apart.
+        runs: (B, T), see `document_runs`; None: there is nothing to keep apart.
         name: of the model.
 
     Raises:

@@ -37,7 +37,7 @@ def build_optimizer(
         RecipeError: the parameters or the factory do not fit the options.
     """
     if options.factory:
-        from trainer.optim.own import build_own  # others get by without
+        from trainer.optim.own import build_own  # imported only where the recipe uses it
 
         return build_own(parameters, options)
     return MethodOptimizer(
@@ -114,7 +114,7 @@ def state_of(
             else ()
             for name, parameter in parameters.items()
         }
-    from trainer.optim.own import tried  # others get by without
+    from trainer.optim.own import tried  # imported only where the recipe uses it
 
     stand_ins = {name: stand_in(parameter) for name, parameter in parameters.items()}
     kept = own_state(tried(stand_ins, options), stand_ins).tensors

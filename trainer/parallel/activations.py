@@ -1,4 +1,4 @@
-"""Activation checkpointing: trade computation for memory, block by block.
+"""Activation checkpointing: blocks recompute their activations in backward instead of storing them.
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
@@ -36,11 +36,11 @@ _EXPENSIVE = {
     "perdure.varlen_attention.default",
     "flex_attention",
 }
-"""Matrix products and attention, by name: not every version of torch has them all, and some are
-known only once their module is imported."""
+"""Matrix products and attention, by name: not every version of torch has all of them, and some are
+registered only when their module is imported."""
 _OVERWRITTEN = {"aten._scaled_mm.default", "aten._scaled_mm_v2.default"}
-"""What a compiler calls as it is, and may write over: backward does not need the result. It needs
-that of attention, and for other products the compiler makes room itself, past these modes."""
+"""Operators whose kept result a compiler may overwrite, as backward does not need it. It needs
+attention's, and for other products the compiler allocates memory itself, outside these modes."""
 
 
 def apply_activation_checkpointing(
@@ -54,19 +54,19 @@ def apply_activation_checkpointing(
     """Wrap each block in place; returns the wrapped blocks, in order.
 
     Args:
-        model: that has the blocks.
+        model: that contains the blocks.
         blocks: its repeated parts.
         mode: what is recomputed.
-        compiled: blocks are compiled afterwards as a whole; or what is in them, in pieces. Of a
-            piece attention alone is kept.
-        again: a block that is not compiled has several backward passes, and is recomputed in each.
-        draws: a block may draw random numbers, and its repetition is to draw them again.
+        compiled: whether blocks are compiled afterwards: as a whole, or their parts in pieces. Of a
+            piece only attention is kept.
+        again: whether an uncompiled block has several backward passes, and is recomputed in each.
+        draws: whether a block may draw random numbers, which recomputation must repeat.
     """
     replaced: dict[nn.Module, nn.Module] = {}
-    deciding = bool(getattr(model, "stacks", ()))  # where tokens go
+    deciding = bool(getattr(model, "stacks", ()))  # routers must not decide anew
     for block in blocks:
         contexts: dict[str, Any] = {}
-        # A compiler knows what changes buffers, and does it once.
+        # A compiled graph updates buffers once.
         counting = compiled == "no" and bool(_persistent_buffers(block))
         if mode == "selective" or counting or deciding:
             selective = partial(_kept if again else _selective, compiled)
@@ -76,10 +76,10 @@ def apply_activation_checkpointing(
                 block if counting else None,
                 deciding,
             )
-        # To keep and set the state of the generators takes the host longer than some blocks.
+        # Saving and restoring generator states takes the host longer than some blocks.
         replaced[block] = checkpoint_wrapper(block, preserve_rng_state=draws, **contexts)
     for parent in list(model.modules()):
-        for name, child in parent._modules.items():  # one block may have several names
+        for name, child in parent._modules.items():  # a block may have several names
             if child in replaced and parent is not replaced[child]:
                 parent._modules[name] = replaced[child]
     return [replaced[block] for block in blocks]
@@ -90,8 +90,13 @@ def _contexts(
     counting: nn.Module | None,
     deciding: bool,
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of the forward pass and of its repetition. `selective` makes contexts that keep
-    results. `counting`: a block whose passes change buffers. `deciding`: see [Note: decisions]."""
+    """Contexts of the forward pass and of its recomputation.
+
+    Args:
+        selective: creates contexts that keep results of operators.
+        counting: a block whose passes change buffers.
+        deciding: whether to keep decisions, see [Note: decisions].
+    """
     forward: AbstractContextManager[Any] = nullcontext()
     again: AbstractContextManager[Any] = nullcontext()
     if selective:
@@ -111,8 +116,8 @@ def _persistent_buffers(block: nn.Module) -> list[tuple[nn.Module, str, torch.Te
 
 
 class _Uncounted:
-    """Persistent buffers are after a repetition what they were before it: a batch norm counts each
-    batch once."""
+    """Restores persistent buffers after a recomputation, so that a batch norm counts each batch
+    once."""
 
     def __init__(self, block: nn.Module, inner: AbstractContextManager[Any]) -> None:
         self._block, self._inner = block, inner
@@ -125,13 +130,14 @@ class _Uncounted:
         self._inner.__exit__(*error)
         for module, name, buffer, before in self._kept:
             module._buffers[name] = buffer
-            buffer.data.copy_(before)  # past autograd: backward does not need what it holds
+            # past autograd's version counter: backward does not need these values
+            buffer.data.copy_(before)
         del self._kept
 
 
 def _selective(compiled: str) -> tuple[TorchDispatchMode, ...]:
     modes: tuple[TorchDispatchMode, ...] = create_selective_checkpoint_contexts(_policy)
-    if compiled == "whole":  # a compiler knows torch's
+    if compiled == "whole":  # compilers recognise torch's own modes
         return modes
     seen = _EXPENSIVE - _OVERWRITTEN if compiled == "pieces" else _EXPENSIVE
     return tuple(_Only(mode, seen) for mode in modes)
@@ -143,18 +149,18 @@ def _kept(_compiled: str) -> tuple[TorchDispatchMode, ...]:
 
 
 class _Mode(TorchDispatchMode):
-    """A mode for what a block does eagerly."""
+    """Base of modes for what a block runs eagerly."""
 
     supports_higher_order_operators = True  # flex_attention is one
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """As torch's: what a block calls compiled, such as FlexAttention, stays so."""
+        """As in torch's modes: compiled parts of a block, such as FlexAttention, stay compiled."""
         return True
 
 
 class _Keeping(_Mode):
-    """Keeps the results of expensive operators, in their order."""
+    """Stores the results of expensive operators, in order."""
 
     def __init__(self, results: list[Any]) -> None:
         super().__init__()
@@ -168,8 +174,8 @@ class _Keeping(_Mode):
 
 
 class _Repeating(_Mode):
-    """Gives the results that `_Keeping` has kept, in each repetition of a block. torch's own mode
-    gives them in one."""
+    """Returns the results stored by `_Keeping`, in every recomputation of a block. torch's own mode
+    serves only one."""
 
     def __init__(self, results: list[Any]) -> None:
         super().__init__()
@@ -182,22 +188,22 @@ class _Repeating(_Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if str(func) not in _EXPENSIVE:
             return func(*args, **(kwargs or {}))
-        # Autograd writes to the tensor that it gets, so each repetition has one of its own.
+        # Autograd sets metadata on the returned tensor, so each recomputation gets its own.
         return tree_map(lambda x: _detached(x.get_val(False)), next(self._left))
 
 
 def _detached(value: Any) -> Any:
-    """A tensor without its history, whose changes are still counted; other values as they are."""
+    """A tensor without its history that shares its version counter; other values unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
-    # Beneath a mode this key is off, and a view would count changes of its own.
+    # Inside a mode this dispatch key is off, and a view would get a version counter of its own.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return value.detach()
 
 
 class _Only(_Mode):
-    """Shows one of torch's modes what may be kept, and nothing else. It counts operators, and those
-    by which FSDP gathers what lies inside of a block are not as many in recomputation."""
+    """Passes only operators in `seen` to one of torch's modes. That mode matches operators by
+    count, and FSDP's gathers inside a block differ in number between forward and recomputation."""
 
     def __init__(self, mode: Any, seen: Collection[str]) -> None:
         super().__init__()

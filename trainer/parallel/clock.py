@@ -1,4 +1,4 @@
-"""Moments of what a device computes, and the time between them."""
+"""Marks on a device's timeline, and the time between two of them."""
 
 import time
 from typing import Any
@@ -7,7 +7,8 @@ import torch
 
 
 def mark(device: torch.device) -> Any:
-    """This moment of what `device` computes: nothing is waited for."""
+    """Record a mark at the present point of the device's work, without waiting: a CUDA event, or
+    the host's clock."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -16,12 +17,12 @@ def mark(device: torch.device) -> Any:
 
 
 def reached(moment: Any) -> bool:
-    """Whether the device has come to a mark."""
+    """Whether the device has reached a mark."""
     return isinstance(moment, float) or bool(moment.query())
 
 
 def seconds_between(began: Any, ended: Any) -> float:
-    """Seconds between two marks, once the device has been waited for."""
+    """Seconds between two marks; the device must have reached both."""
     if isinstance(began, float):
         return float(ended - began)
     return float(began.elapsed_time(ended)) / 1000

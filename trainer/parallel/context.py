@@ -1,21 +1,21 @@
-"""Context parallelism: the ranks of a group each have a part of every sequence, and attention
-passes keys and values round them.
+"""Context parallelism: each rank of a group holds a part of every sequence, and attention passes
+keys and values around the group.
 
 Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context"; the cut is
 that of Grattafiori et al. 2024, "The Llama 3 Herd of Models".
 
-[Note: ring] A sequence is cut into 2 cp chunks, and rank c has chunks c and 2 cp - 1 - c: one that
-sees little, and one that sees much, so that each rank computes as much as any other. The queries of
-a rank stay. Its keys and values go from rank to rank, as one message that is under way while the
-ones before are computed with, and backward the sums of their gradients follow them home.
+[Note: ring] A sequence is cut into 2 cp chunks, and rank c holds chunks c and 2 cp - 1 - c: an
+early one, which sees few keys, and a late one, which sees many, so all ranks compute equally much.
+The queries of a rank stay. Its keys and values go from rank to rank as one message, which is under
+way while the previous ones are used. In backward the sums of their gradients follow them home.
 
-A chunk's queries look at a chunk's keys in one *block*. If it is the same chunk, each document sees
-itself, causally. If it is an earlier one, at most one document of a row reaches from there to here,
-and its part here sees all of its part there. So no block needs a mask: documents are ranges, those
-that kernels for sequences of many lengths take.
+The queries of one chunk and the keys of one chunk form a *block*. In a block of one chunk each
+document sees itself, causally. If the keys are of an earlier chunk, at most one document of a row
+reaches from there to here, and its queries see all of its keys. So no block needs a mask: documents
+are ranges, as kernels for sequences of variable length take them.
 
 Shapes: B batch, T sequence, t tokens of it that a rank has, N query heads, K key/value heads, H
-head dim. *Packed* is (B x t, heads, H), the rows of one chunk end to end, then those of the other.
+head dim. *Packed* is (B x t, heads, H): the rows of one chunk end to end, then those of the other.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,8 +35,7 @@ from trainer.models.loss import on_gpu
 
 
 def problem_of(model: nn.Module, length: int) -> str | None:
-    """Why the ranks of a ring cannot compute sequences of `length` tokens together; None if they
-    can."""
+    """Why the ranks of a ring cannot compute sequences of `length` tokens; None if they can."""
     if not isinstance(model, Decoder):
         return f"{type(model).__name__} is not one of Perdure's decoders"
     name = model.family.model_type
@@ -56,7 +55,7 @@ def problem_of(model: nn.Module, length: int) -> str | None:
 
 
 def chunks(length: int, cp: int, rank: int) -> tuple[range, range]:
-    """Positions that a rank has of a sequence: two chunks of nearly equal length."""
+    """The positions of a sequence that a rank holds: two chunks of nearly equal length."""
     part, more = divmod(length, 2 * cp)
     ends = list(accumulate([part + (n < more) for n in range(2 * cp)], initial=0))
     first, second = rank, 2 * cp - 1 - rank
@@ -65,23 +64,24 @@ def chunks(length: int, cp: int, rank: int) -> tuple[range, range]:
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """Packed queries, and the packed keys that they look at: those of range n at those of range n,
-    where the ranges are between neighbouring ends."""
+    """Packed queries and the packed keys that they see: queries of range n see keys of range n.
+    Ranges lie between neighbouring ends."""
 
     queries: slice
     keys: slice
     query_ends: Tensor
-    """(ranges + 1,) int32, ascending, counted from the first of `queries`."""
+    """(ranges + 1,) int32, ascending, relative to the first of `queries`."""
     key_ends: Tensor
     causal: bool
-    """Each query sees the keys up to its own. The ranges of queries and keys are the same then."""
+    """Whether each query sees only keys up to its own position; the ranges of queries and keys are
+    then equal."""
     longest: tuple[int, int]
-    """No range has more queries, keys."""
+    """Upper bounds of the queries and of the keys in a range."""
     pairs: Sequence[tuple[slice, slice]]
-    """On the CPU, the ranges that are not empty."""
+    """On the CPU, the non-empty ranges; empty on a GPU."""
 
 
-def blocks_of(
+def attention_blocks(
     cu_seqlens: Tensor | None,
     rows: int,
     own: tuple[range, range],
@@ -89,8 +89,8 @@ def blocks_of(
     length: int,
     device: torch.device,
 ) -> Iterator[PackedBlock]:
-    """What queries of a rank with the chunks `own` see of one with the chunks `others`; blocks of
-    equal chunks come first. Waits for no GPU.
+    """Yield the blocks between the queries of a rank with chunks `own` and the keys of a rank with
+    chunks `others`; blocks of equal chunks come first. Does not synchronise with a GPU.
 
     Args:
         cu_seqlens: of the whole sequences, see `trainer.data.documents`; None without documents.
@@ -116,8 +116,8 @@ def blocks_of(
             query_ends = number * len(query) + (position - query.start).clamp(0, len(query))
             key_ends = query_ends
         else:
-            # Of each row: keys that are not seen, what sees and what is seen, queries that see
-            # nothing.
+            # Three ranges per row: hidden keys, the document's queries and keys, queries that see
+            # none.
             first = row * length + query.start
             document = torch.searchsorted(cu_seqlens, first, right=True)
             begin, end = cu_seqlens[document - 1] - row * length, cu_seqlens[document] - first
@@ -144,13 +144,13 @@ def blocks_of(
 
 
 def _packed(rows: int, two: tuple[range, range], which: int) -> slice:
-    """Where a chunk is among packed tokens."""
+    """The range of a chunk in packed tokens."""
     start = rows * len(two[0]) * which
     return slice(start, start + rows * len(two[which]))
 
 
 class Ring:
-    """Attention of one pass over the sequences of a micro-batch, for all layers."""
+    """Attention of one forward pass over the sequences of a micro-batch, shared by all layers."""
 
     def __init__(
         self,
@@ -160,14 +160,12 @@ class Ring:
         device: Any,
         attend: Callable[..., Tensor] | None = None,
     ) -> None:
-        """
-        Args:
-            group: the ranks that have a part of each sequence.
-            cu_seqlens: of the whole sequences; None without documents.
-            shape: (B, T).
-            device: what computes.
-            attend: (q, k, v, ring) → what a call gives, as it is otherwise computed.
-        """
+        """Args:
+        group: the ranks that hold parts of each sequence.
+        cu_seqlens: of the whole sequences; None without documents.
+        shape: (B, T).
+        device: that computes.
+        attend: (q, k, v, ring) → attention; None: `_RingAttention`."""
         rows, length = shape
         self._attend = attend or _RingAttention.apply
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
@@ -176,12 +174,12 @@ class Ring:
         """Positions of this rank."""
         sources = [(self.rank - turn) % self.size for turn in range(self.size)]
         self.turns = [
-            list(blocks_of(cu_seqlens, rows, self.own, every[source], length, device))
+            list(attention_blocks(cu_seqlens, rows, self.own, every[source], length, device))
             for source in sources
         ]
-        """By turn, what is computed in it."""
+        """Blocks of attention computed in each ring step."""
         self.tokens = [rows * sum(map(len, every[source])) for source in sources]
-        """By turn, how many keys there are."""
+        """Number of keys in each ring step."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (B, t, N, H), k and v (B, t, K, H) → (B, t, N, H)."""
@@ -202,7 +200,7 @@ class Ring:
     def pass_on(self, x: Tensor, tokens: int, tag: int) -> Callable[[], Tensor]:
         """Send (2, n, K, H) to the next rank, and receive (2, tokens, K, H) from the one before.
 
-        Returns what waits for both, and gives what came.
+        Returns a function that waits for both, and returns the received tensor.
         """
         coming = x.new_empty((2, tokens, *x.shape[2:]))
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
@@ -216,7 +214,7 @@ class Ring:
         def wait() -> Tensor:
             for work in works:
                 work.wait()
-            _ = x  # which the message has been read from until now
+            _ = x  # keeps the sent memory alive until here
             return coming
 
         return wait
@@ -227,7 +225,7 @@ _KEYS, _GRADIENTS = 0, 1
 
 
 class _RingAttention(torch.autograd.Function):
-    """See [Note: ring]."""
+    """Attention over a ring, see [Note: ring]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
@@ -241,9 +239,9 @@ class _RingAttention(torch.autograd.Function):
             coming = None if last else ring.pass_on(held, ring.tokens[turn + 1], _KEYS)
             for block in blocks:
                 here, there = block.queries, block.keys
-                part, logs = look(queries[here], held[0, there], held[1, there], block)
-                # What has been seen so far and what is seen now, each by its share of the sum.
-                # Every query has seen itself first, so no sum is empty.
+                part, logs = block_attention(queries[here], held[0, there], held[1, there], block)
+                # Rescale the result so far and add this block's, each weighted by its share of the
+                # softmax sum. The first block holds each query's own key, so no sum is empty.
                 both = torch.logaddexp(sums[:, here], logs)
                 out[here] *= (sums[:, here] - both).exp().T[..., None]
                 out[here] += part * (logs - both).exp().T[..., None]
@@ -266,14 +264,14 @@ class _RingAttention(torch.autograd.Function):
             to_held = torch.zeros_like(held, dtype=sums.dtype)
             for block in blocks:
                 here, there = block.queries, block.keys
-                found = look_back(
+                block_grads = block_gradients(
                     gradient[here], queries[here], held[0, there], held[1, there], out[here],
                     sums[:, here], block,
                 )  # fmt: skip
-                to_queries[here] += found[0]
-                to_held[0, there] += found[1]
-                to_held[1, there] += found[2]
-            if arriving:  # from the ranks that had these keys before
+                to_queries[here] += block_grads[0]
+                to_held[0, there] += block_grads[1]
+                to_held[1, there] += block_grads[2]
+            if arriving:  # gradients from the ranks that held these keys before
                 to_held += arriving()
             arriving = ring.pass_on(to_held, ring.tokens[(turn + 1) % ring.size], _GRADIENTS)
             held = coming() if coming else held
@@ -285,16 +283,16 @@ class _RingAttention(torch.autograd.Function):
         return *whole, None
 
 
-def look(q: Tensor, k: Tensor, v: Tensor, block: PackedBlock) -> tuple[Tensor, Tensor]:
-    """Attention within a block: (out (n, N, H), logarithms of sums (N, n)); 0 and -inf of queries
-    that see nothing. q (n, N, H), k and v (m, K, H)."""
+def block_attention(q: Tensor, k: Tensor, v: Tensor, block: PackedBlock) -> tuple[Tensor, Tensor]:
+    """Attention within a block: (out (n, N, H), logarithms of the softmax sums (N, n)); 0 and -inf
+    for queries that see no key. q (n, N, H), k and v (m, K, H)."""
     if on_gpu(q):
         out, sums, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, block.query_ends, block.key_ends, *block.longest, 0.0, block.causal, False
         )
         return out, sums.masked_fill(
             sums.isposinf(), -torch.inf
-        )  # as the kernel calls an empty sum
+        )  # the kernel returns +inf for an empty sum
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out = torch.zeros_like(q)
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -305,18 +303,19 @@ def look(q: Tensor, k: Tensor, v: Tensor, block: PackedBlock) -> tuple[Tensor, T
     return out, sums
 
 
-def look_back(
+def block_gradients(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, block: PackedBlock
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from one block, of their shapes.
+    """Gradients of q, k and v from one block, in their shapes.
 
     Args:
         gradient: of `out`, (n, N, H).
         q: (n, N, H); k and v: (m, K, H).
-        out: (n, N, H), and `sums` (N, n): those over all blocks.
+        out: (n, N, H), and `sums` (N, n), over all blocks.
     """
     if on_gpu(q):
-        drawn = torch.zeros(2, dtype=torch.uint64, device=q.device)  # for dropout, which is 0
+        # state of the dropout generator, unused
+        drawn = torch.zeros(2, dtype=torch.uint64, device=q.device)
         return torch.ops.aten._flash_attention_backward(
             gradient, q, k, v, out, sums.contiguous(), block.query_ends, block.key_ends,
             *block.longest, 0.0, block.causal, drawn, drawn,
@@ -337,31 +336,31 @@ def _by_head(*tensors: Tensor) -> list[Tensor]:
 
 
 class Context:
-    """A rank's part of the sequences of a micro-batch, and what comes of all parts."""
+    """Computes a model with this rank's part of the sequences of each micro-batch."""
 
     def __init__(self, group: dist.ProcessGroup, compiled: bool = False) -> None:
-        """`compiled`: blocks are. Messages stay outside of that, and a ring of each pass with
-        them."""
+        """`compiled`: whether blocks are compiled. Messages, and the `Ring` of each pass, stay
+        outside the graph."""
         self.group = group
-        """That of now: a rank that outlives others makes its groups anew (kept.py)."""
+        """The present group: a rank that outlives others creates its groups anew (kept.py)."""
         self._attend = torch.compiler.disable(_RingAttention.apply) if compiled else None
 
     def tokens(self, length: int) -> int:
-        """How many tokens of a sequence this rank has."""
+        """Number of tokens of a sequence on this rank."""
         cp, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         return sum(map(len, chunks(length, cp, rank)))
 
     def __call__(
         self, module: Callable[..., Any], inputs: Mapping[str, Tensor], **beside: Tensor
     ) -> Any:
-        """What a model returns of a micro-batch, the same on the ranks of the group, each of which
-        has its part of the gradient; of a stage without a head the hidden states (B, t, D). On all
-        ranks.
+        """Return the model's result for a micro-batch. It is equal on the ranks of the group, each
+        of which has its part of the gradient. From a stage without a head: hidden states (B, t, D).
+        On all ranks.
 
         Args:
-            module: a `Decoder`, or what wraps one.
-            inputs: as of `Decoder.forward`: the whole sequences, and all their labels.
-            beside: given to the module as it is.
+            module: a `Decoder`, or its wrapper.
+            inputs: of `Decoder.forward`: the whole sequences, with all labels.
+            beside: further arguments of the module.
         """
         ids, labels = inputs["input_ids"], inputs["labels"]
         shape = (ids.shape[0], ids.shape[1])
@@ -390,22 +389,23 @@ def _counted(labels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank has of sequences that a group shares: see `trainer.models.decoder.Whole`."""
+    """This rank's share of sequences that a group divides, see `trainer.models.decoder.Whole`."""
 
     group: dist.ProcessGroup
     of_labels: Tensor | float
     of_tokens: float
 
     def over_labels(self, mean: Tensor) -> Tensor:
-        """On all ranks, as the other."""
+        """Mean over the labels of all ranks from this rank's `mean`. On all ranks."""
         return _Sum.apply(mean * self.of_labels, self.group)
 
     def over_tokens(self, mean: Tensor) -> Tensor:
+        """Mean over the tokens of all ranks from this rank's `mean`. On all ranks."""
         return _Sum.apply(mean * self.of_tokens, self.group)
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks, of which each differentiates its own term."""
+    """Sum over the ranks; each rank differentiates only its own term."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

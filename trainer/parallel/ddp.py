@@ -1,7 +1,7 @@
 """Replicated parameters: DDP, and ZeRO-1 on top of it.
 
-Both sum gradients over the ranks instead of averaging them: the loss is already divided by the
-global number of target tokens.
+Gradients are summed over the ranks, not averaged: the loss is already divided by the global number
+of target tokens.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ from checkpointing.format.tensors import local_tensor
 from trainer.models.versions import all_gather_single, ddp_options
 
 BUCKET_BYTES = 25 * 2**20
-"""Most bytes of gradients that are reduced, and of parameters that are gathered, at a time."""
+"""Most bytes of a bucket: of gradients reduced, or parameters gathered, in one collective."""
 
 
 def apply_ddp(model: nn.Module, mesh: DeviceMesh, *, sync: bool = False) -> nn.Module:
-    """Wrap a model that stands on its device so that backward sums gradients over `mesh` (1-D). On
-    all its ranks. With `sync` all begin with the weights of the first."""
+    """Wrap a model on its device in DDP, so that backward sums gradients over `mesh` (1-D). On all
+    its ranks. With `sync` all start from the first rank's weights."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # A single bucket would be reduced when backward is over, with nothing left to hide behind.
+    # A single bucket would be reduced after backward, with nothing left to overlap.
     half = sum(parameter.nbytes for parameter in trained) / 2
-    # A model says of itself that a pass may leave some of its parameters without a gradient.
+    # The model declares that a pass may leave parameters without a gradient.
     some_unused = getattr(model, "some_unused", False)
     wrapped = DistributedDataParallel(
         model,
@@ -45,27 +45,24 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, *, sync: bool = False) -> nn.M
 
 
 def apply_ddp_again(wrapped: DistributedDataParallel, mesh: DeviceMesh) -> nn.Module:
-    """Wrap the model of `wrapped`, whose group is gone, for the group that `mesh` has now. On all
+    """Wrap the model of `wrapped`, whose process group is gone, for the new group of `mesh`. On all
     its ranks."""
-    # Its hooks on the parameters go with the reducer, which both hold.
+    # Frees the reducer, which both hold, and with it its hooks on the parameters.
     del wrapped.reducer, wrapped.logger
     return apply_ddp(wrapped.module, mesh)
 
 
 def _settle_buckets(wrapped: DistributedDataParallel, trained: Sequence[nn.Parameter]) -> None:
-    """Have DDP put the parameters into the buckets that they stay in.
+    """Make DDP assign parameters to their final buckets, by a backward pass over zeros."""
 
-    It does so anew after its first backward pass, in the order in which gradients came. Where a
-    gradient lies in a bucket decides in which order the ranks' parts are summed: on three ranks or
-    more the first step after a restart would be rounded otherwise than in a run that goes on. So
-    the first pass is one over nothing, whose gradients, zeros, come from the last parameter to the
-    first.
-    """
-
-    def nothing(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    # DDP reassigns buckets after the first backward pass, in the order in which gradients came. A
+    # gradient's place in a bucket determines the order in which ranks' parts are summed: on three
+    # or more ranks the first step after a restart would round differently from an uninterrupted
+    # run. In this pass gradients come from the last parameter to the first.
+    def zero_loss(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         return torch.stack([(parameter * 0).sum() for parameter in parameters]).sum()
 
-    wrapped.module.forward = nothing
+    wrapped.module.forward = zero_loss
     wrapped(trained).backward()  # on a GPU, DDP fails without an argument
     del wrapped.module.forward
     for parameter in trained:
@@ -83,15 +80,15 @@ class ShardedView:
     """ZeRO-1 (Rajbhandari et al. 2020): each rank's optimizer owns one slice of every parameter.
 
     [Note: sharded view] The model keeps whole parameters, and DDP reduces whole gradients. The
-    optimizer sees `parameters`: DTensors, sharded on dim 0, whose local part is a view of this
-    rank's slice of each, so that slices take no memory of their own. `scatter_gradients` points
-    their gradients at this rank's slice of the reduced gradient (a view too); after the optimizer
-    step `gather` brings the slices of the other ranks into the whole parameters, many at a time: a
-    collective for each took longer to begin than to do.
+    optimizer sees `parameters`: DTensors sharded on dim 0, whose local part is a view of this
+    rank's slice, so slices take no memory. `scatter_gradients` points their gradients at this
+    rank's slice of the reduced gradient, also a view. After the optimizer step `gather` copies the
+    other ranks' slices into the whole parameters, a bucket per collective: one collective per
+    parameter took longer to start than to run.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
-        """Called on all ranks of `mesh` (1-D), with whole parameters on the device they stay on."""
+        """Args: whole parameters on their final device; `mesh` is 1-D. On all its ranks."""
         self._whole = parameters
         self._mesh = mesh
         self.parameters = {
@@ -115,7 +112,7 @@ class ShardedView:
             shard.grad = None if gradient is None else self._shard(gradient)
 
     def _shard(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a tensor, cut as Shard(0) cuts: a view. A scalar stays whole."""
+        """View of this rank's rows of a tensor as Shard(0) cuts it. A scalar stays whole."""
         if not whole.dim():
             return whole
         per_rank = -(-whole.shape[0] // self._mesh.size())
@@ -131,7 +128,7 @@ class ShardedView:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Bring the updated slices of all ranks into the whole parameters. On all ranks."""
+        """Copy the updated slices of all ranks into the whole parameters. On all ranks."""
         for names in self._buckets:
             whole = [self._whole[name] for name in names]
             mine = [local_tensor(self.parameters[name]) for name in names]
@@ -141,7 +138,8 @@ class ShardedView:
 
 
 def buckets(sizes: Sequence[int]) -> list[list[int]]:
-    """Places of successive `sizes` (bytes) whose sum is at most BUCKET_BYTES; larger ones alone."""
+    """Group successive `sizes` (bytes) by index, up to BUCKET_BYTES a bucket; larger sizes are
+    alone."""
     result: list[list[int]] = []
     room = 0
     for place, size in enumerate(sizes):
@@ -154,13 +152,13 @@ def buckets(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def _gather(whole: list[nn.Parameter], mine: list[torch.Tensor], mesh: DeviceMesh) -> None:
-    """Fill whole tensors, all of one dtype, with the slices of all ranks, in one collective."""
+    """Fill whole tensors of one dtype with the slices of all ranks, in one collective."""
     ranks = mesh.size()
-    # What fewer rows on the last ranks leave over is sent, too, and not read.
+    # Slices of the last ranks may be shorter: their padding is sent, and not read.
     sizes = [-(-len(tensor) // ranks) * tensor[:1].numel() for tensor in whole]
     sent = mine[0].new_empty(sum(sizes))
-    for room, part in zip(sent.split(sizes), mine, strict=True):
-        room[: part.numel()] = part.flatten()
+    for target, part in zip(sent.split(sizes), mine, strict=True):
+        target[: part.numel()] = part.flatten()
     received = sent.new_empty(ranks * len(sent))
     all_gather_single(received, sent, group=mesh.get_group())
     for slices, tensor in zip(received.view(ranks, -1).split(sizes, dim=1), whole, strict=True):

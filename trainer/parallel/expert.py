@@ -1,16 +1,16 @@
-"""Expert parallelism: each rank has some experts of every layer, and tokens go to theirs.
+"""Expert parallelism: each rank holds some experts of every layer, and tokens are sent to them.
 
 Lepikhin et al. 2020, "GShard". [Note: expert parallelism] Ranks that share the data share the
-experts, too: of E experts each of `ep` ranks has E / ep. A layer sends every token to the ranks of
-the experts that its router chose, and what these make of it back: two all-to-alls forward, two
-backward. How many rows go where is known after the router only, so the counts are sent first, and
-the host waits for them, as an all-to-all takes its sizes from the host. That is one wait for each
-layer and forward pass: the router of a layer sees what the layer below made. Recomputation reuses
-the sizes, see [Note: decisions]. No expert has a limit, and no token is dropped.
+experts, too: of E experts each of `ep` ranks holds E / ep. A layer sends every token to the ranks
+of the experts that its router chose, and their outputs back: two all-to-alls in forward, two in
+backward. The number of rows per rank is known only after the router, so the counts are sent first.
+The host waits for them, as an all-to-all takes its sizes from the host: one wait per layer and
+forward pass. Recomputation reuses the sizes, see [Note: decisions]. Experts have no capacity limit,
+and no token is dropped.
 
-The experts of a rank are those of all tokens of its `ep` ranks, so their gradients are sums over
-these already. FSDP cuts them further over the ranks that have the same experts, and sums over
-these alone. Everything else is cut over all ranks, as without experts.
+An expert computes the tokens of all `ep` ranks, so its gradient is already a sum over these. FSDP
+shards it further over the ranks that hold the same experts, and sums over these alone. All other
+parameters are sharded over all ranks, as without experts.
 
 The modules are those of `Family.stacks`. They are called with rows by expert (N, D) and the count
 of each (E).
@@ -30,15 +30,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from trainer.models.decisions import decided
-from trainer.parallel.tensor import told_by_sums, with_local
+from trainer.parallel.tensor import layout_is_exact, with_local
 from trainer.recipe import RecipeError
 
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""(rows (N, D) by expert, how many each expert has (E)) → rows (N, D)."""
+"""(rows (N, D) sorted by expert, rows of each expert (E)) → rows (N, D)."""
 
 
 def stacked_modules(model: nn.Module) -> list[nn.Module]:
-    """The experts of each layer."""
+    """The expert modules of all layers."""
     stacks = getattr(model, "stacks", ())
     return [
         module
@@ -48,7 +48,8 @@ def stacked_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def check_experts(model: nn.Module, ep: int, shards: int) -> None:
-    """Refuse what `ep` ranks cannot divide, and FSDP then cut further: over `shards` ranks in all.
+    """Refuse a number of experts that `ep` ranks cannot divide, and FSDP then shard: over `shards`
+    ranks in all.
 
     Raises:
         RecipeError: there are no experts, or their number does not fit.
@@ -61,7 +62,7 @@ def check_experts(model: nn.Module, ep: int, shards: int) -> None:
             raise RecipeError(
                 f"strategy.ep: {count} experts do not divide among {ep} ranks; set a divisor"
             )
-        if not told_by_sums(count, ep, shards // ep):
+        if not layout_is_exact(count, ep, shards // ep):
             raise RecipeError(
                 f"strategy.ep: {count} experts cannot be cut over {shards} ranks; start another "
                 "number of them, or set strategy.shard_size"
@@ -69,8 +70,8 @@ def check_experts(model: nn.Module, ep: int, shards: int) -> None:
 
 
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Give each rank of `mesh` (1-D) its experts in place, before FSDP. Works on the meta device;
-    else weights are equal on all ranks."""
+    """Replace the expert modules' parameters by this rank's experts, over `mesh` (1-D), before
+    FSDP. Works on the meta device; else weights must be equal on all ranks."""
     for module in stacked_modules(model):
         for key, whole in list(module.named_parameters(recurse=False)):
             spread = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
@@ -80,16 +81,17 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _sent(module: nn.Module, compute: Compute, mesh: DeviceMesh) -> Compute:
-    """`compute` of all experts, where this rank of `mesh` has some."""
+    """Wrap `compute`, which has this rank's experts, so that it computes the tokens of all
+    experts."""
     ranks = mesh.size()
 
     def meet(counts: Tensor, rows: int) -> tuple[list[int], list[int], Tensor, Tensor]:
-        """(rows to each rank, rows from each, their order by expert, rows of each expert)."""
-        group = mesh.get_group()  # of now: see kept.py
+        """(rows to each rank, rows from each, their order by expert, rows of each own expert)."""
+        group = mesh.get_group()  # looked up anew: a kept model changes its groups (kept.py)
         arriving = torch.empty_like(counts)  # (E): from each rank, for each expert of this one
         dist.all_to_all_single(arriving, counts, group=group)
         sent, received = _rows(counts, arriving, ranks, rows)
-        # They come rank by rank, and of each by expert.
+        # Rows arrive by rank, and within a rank by expert: the experts need them by expert.
         mine = torch.arange(len(counts) // ranks, device=counts.device).repeat(ranks)
         order = mine.repeat_interleave(arriving, output_size=sum(received)).argsort(stable=True)
         return sent, received, order, arriving.view(ranks, -1).sum(dim=0)
@@ -99,8 +101,8 @@ def _sent(module: nn.Module, compute: Compute, mesh: DeviceMesh) -> Compute:
         sent, received, order, mine = decided(partial(meet, counts, len(x)))
         rows = _Exchange.apply(x, sent, received, group)
         with with_local(module):
-            found = compute(rows[order], mine)
-        placed = torch.empty_like(found).index_copy(0, order, found)
+            outputs = compute(rows[order], mine)
+        placed = torch.empty_like(outputs).index_copy(0, order, outputs)
         return _Exchange.apply(placed, received, sent, group)
 
     return forward
@@ -109,13 +111,13 @@ def _sent(module: nn.Module, compute: Compute, mesh: DeviceMesh) -> Compute:
 def _rows(
     counts: Tensor, arriving: Tensor, ranks: int, _of_plan: int
 ) -> tuple[list[int], list[int]]:
-    """How many go to each rank, and come from each: the host waits for both."""
+    """Rows to each rank, and rows from each. The host waits for both."""
     sent, received = torch.stack([counts, arriving]).view(2, ranks, -1).sum(dim=-1).tolist()
     return sent, received
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to other ranks, `sent` to each in their order, `received` from each."""
+    """All-to-all of rows: `sent` rows to each rank in order, `received` rows from each."""
 
     @staticmethod
     def forward(
@@ -130,6 +132,6 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    found = x.new_empty((sum(received), *x.shape[1:]))
-    dist.all_to_all_single(found, x.contiguous(), received, sent, group=group)
-    return found
+    output = x.new_empty((sum(received), *x.shape[1:]))
+    dist.all_to_all_single(output, x.contiguous(), received, sent, group=group)
+    return output

@@ -1,12 +1,12 @@
-"""Matrix products in 8 bits: those of torchao in the linear layers of a model's blocks.
+"""Matrix products in 8 bits: torchao's, in the linear layers of a model's blocks.
 
-[Note: scales] A tensor is multiplied by a scale, so that its largest value is the largest of its
-8-bit format, and rounded. What shares one scale is what `precision.matmul` names: the whole tensor
-(e4m3 for activations and weights, e5m2 for gradients), a row or column of it along which a product
-sums (e4m3; scales are powers of two), or 32 neighbours along that (e4m3, scales e8m0; Rouhani et
-al. 2023, "Microscaling Data Formats for Deep Learning"). Each scale is that of the moment, so
-there is no state: checkpoints, optimizer and gradients are those of the same run without. Sums of
-products are float32. Micikevicius et al. 2022, "FP8 Formats for Deep Learning".
+[Note: scales] A tensor is multiplied by a scale, which maps its largest value to the largest of the
+8-bit format, and rounded. `precision.matmul` names what shares a scale: the whole tensor (e4m3 for
+activations and weights, e5m2 for gradients); a row or column along which a product sums (e4m3;
+scales are powers of two); or 32 neighbours along that (e4m3, scales e8m0; Rouhani et al. 2023,
+"Microscaling Data Formats for Deep Learning"). Scales are computed anew for each product, so there
+is no state: checkpoints, optimizer and gradients are those of a run without. Products are summed in
+float32. Micikevicius et al. 2022, "FP8 Formats for Deep Learning".
 """
 
 import shutil
@@ -32,20 +32,20 @@ CAPABILITY: dict[Matmul, tuple[int, int]] = {
     "fp8_tensorwise": (8, 9),
     "mxfp8": (10, 0),
 }
-"""The first compute capability whose tensor cores know the format."""
+"""First compute capability whose tensor cores support the format."""
 
 
 def multiple_of(matmul: Matmul) -> int:
-    """What the sizes of a product must be multiples of: kernels of 16, blocks of 32."""
+    """Divisor of a product's sizes: 16 for the kernels, 32 for MX blocks."""
     return 32 if matmul == "mxfp8" else 16
 
 
 def converted(
     blocks: Iterable[nn.Module], matmul: Matmul
 ) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """The linear layers of `blocks` that are computed in 8 bits, each with the module that it is
-    in and its name there: those whose sizes allow it, but for those that this module names in
-    `precise`, as a router of experts does."""
+    """The linear layers of `blocks` that compute in 8 bits, each with its parent module and its
+    name there: those whose sizes allow it, except layers that the parent lists in `precise`, such
+    as a router."""
     multiple = multiple_of(matmul)
     for block in blocks:
         for parent in block.modules():
@@ -60,15 +60,15 @@ def converted(
 def check_matmul(
     recipe: Recipe, blocks: Sequence[nn.Module], capability: tuple[int, int] | None
 ) -> None:
-    """Refuse what cannot be computed.
+    """Refuse `precision.matmul` where it cannot be computed.
 
     Args:
         recipe: to be checked.
         blocks: of its model.
-        capability: of the GPUs here; None: not known.
+        capability: lowest of the local GPUs; None: unknown.
 
     Raises:
-        RecipeError: the hardware, torchao, or a layer to convert is missing; says what to do.
+        RecipeError: the hardware, torchao, or a suitable layer is missing; says what to do.
     """
     matmul = recipe.precision.matmul
     if matmul is None:
@@ -96,27 +96,27 @@ def check_matmul(
 
 
 def capability_here() -> tuple[int, int] | None:
-    """The least compute capability of this node's GPUs, without claiming one; None: nobody tells.
-
-    Torch only knows it of a GPU that it has claimed, which would keep memory, and what forks.
-    """
+    """Lowest compute capability of this node's GPUs from nvidia-smi, or None."""
+    # torch would create a CUDA context to ask, which takes GPU memory and does not survive a fork.
     tool = shutil.which("nvidia-smi")
     if not tool:
         return None
-    asked = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
-    told = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False).stdout
-    found = [line.strip().partition(".") for line in told.splitlines()]
-    return min(((int(a), int(b)) for a, _, b in found if a.isdigit() and b.isdigit()), default=None)
+    command = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
+    versions = [line.strip().partition(".") for line in output.splitlines()]
+    return min(
+        ((int(a), int(b)) for a, _, b in versions if a.isdigit() and b.isdigit()), default=None
+    )
 
 
 def apply_float8(blocks: Iterable[nn.Module], matmul: Matmul, *, emulate: bool = False) -> None:
-    """Have the linear layers of `blocks` compute in 8 bits, in place. Before anything else is
-    applied; works on the meta device. Parameters stay as they are, and are called the same.
+    """Make the linear layers of `blocks` compute in 8 bits, in place, before any strategy is
+    applied. Works on the meta device. Parameters keep their values and names.
 
     Args:
-        blocks: of a model; what is beside them (embedding, last norm, head) is not changed.
+        blocks: of a model. Its other parts (embedding, last norm, head) are not changed.
         matmul: which scales, see [Note: scales].
-        emulate: round to 8 bits, and multiply what that gives as before: on any device.
+        emulate: round to 8 bits, and multiply in the original format: on any device.
     """
     for parent, name, layer in list(converted(blocks, matmul)):
         setattr(parent, name, _in_8_bits(layer, matmul, emulate))
@@ -130,17 +130,17 @@ def _in_8_bits(layer: nn.Linear, matmul: Matmul, emulate: bool) -> nn.Module:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(matmul.removeprefix("fp8_"))
-    # Only a batch whose tokens are no multiple of 16 is padded.
+    # Pads only a batch whose token count is no multiple of 16.
     config = replace(config, pad_inner_dim=True, emulate=emulate)
-    made: nn.Module = convert_to_float8_training(layer, config=config)
-    return made
+    converted_layer: nn.Module = convert_to_float8_training(layer, config=config)
+    return converted_layer
 
 
 class MXLinear(nn.Linear):
-    """A linear layer whose products are in MX blocks. Its scales are rounded up (RCEIL), so that no
+    """A linear layer whose products are in MX blocks, with scales rounded up (RCEIL) so that no
     value overflows.
 
-    torchao's own has neither autocast nor all of its arithmetic on CPUs.
+    torchao's own layer supports neither autocast nor all of its arithmetic on CPUs.
     """
 
     def __init__(self, layer: nn.Linear, emulate: bool) -> None:
@@ -173,10 +173,10 @@ class MXLinear(nn.Linear):
 
 
 def gather_in_8_bits(model: nn.Module) -> None:
-    """Have FSDP send the weights of layers with one scale per tensor in 8 bits: half of what bf16
-    takes. `model` is sharded, and its parameters are in memory.
+    """Make FSDP gather the weights of layers with one scale per tensor in 8 bits: half the bytes of
+    bf16. `model` is sharded, and its parameters are in memory.
 
-    The scales are those of the whole weights, agreed on in one all-reduce before each forward.
+    Scales are of whole weights, from one all-reduce before each forward.
     """
     layers: list[Any] = [
         layer
@@ -185,10 +185,11 @@ def gather_in_8_bits(model: nn.Module) -> None:
     ]
     if not layers:
         return
-    from torchao.float8.config import e4m3_dtype as e4m3  # AMD has one of its own
+    from torchao.float8.config import e4m3_dtype as e4m3  # AMD's e4m3 differs
     from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
-    weights: list[Any] = [layer.weight for layer in layers]  # in forward they are not the layers'
+    # in forward FSDP replaces the layers' weights
+    weights: list[Any] = [layer.weight for layer in layers]
     mesh = weights[0].device_mesh
     scales: list[Tensor] = []
 
@@ -208,8 +209,8 @@ def gather_in_8_bits(model: nn.Module) -> None:
         scales[:] = amax_to_scale(most, e4m3).unbind()
 
     for number, layer in enumerate(layers):
-        # FSDP looks for these at its first forward, and asks no more than that they are there. A
-        # tensor class of their own, as torchao has it, would be met by optimizers and checkpoints.
+        # FSDP looks up these hooks at its first forward, on any tensor. torchao's tensor class
+        # would also reach optimizers and checkpoints.
         local = weights[number]._local_tensor
         local.fsdp_pre_all_gather = partial(send, number)
         local.fsdp_post_all_gather = partial(_received, layer)
@@ -224,10 +225,10 @@ def _received(
     *,
     out: Any = None,
 ) -> tuple[Tensor, tuple[Tensor]] | None:
-    """The weight that the layer multiplies with, made of what all have sent."""
+    """The weight that the layer multiplies with, from the gathered 8-bit shards."""
     from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
-    if out is not None:  # it has the memory that was received into
+    if out is not None:  # FSDP reuses its memory
         out._scale = scale[0]
         return None
     weight = Float8TrainingTensor(

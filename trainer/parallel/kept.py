@@ -1,10 +1,10 @@
-"""The model of a rank that outlives a failure of others, in the groups of the world that follows.
+"""Keeps the model of a rank over a failure of other ranks, with the process groups of the next
+world.
 
-[Note: kept] Such a rank keeps its model where it is: parameters, what wraps them, and compiled
-code. It makes its process groups anew, in the order in which it made them first, so they get their
-old names. Meshes, and code that was compiled, find groups by name. What holds groups themselves is
-given the new ones here, and what the step that failed has left behind is dropped. A process that is
-new builds the same model beside it (`parallelize`), by the same collectives.
+[Note: kept] Such a rank keeps parameters, wrappers and compiled code. It creates its process groups
+again in their original order, so they get their old names, by which meshes and compiled code find
+them. This module replaces groups that are held directly, and drops what the failed step left
+behind. A new process builds the same model (`parallelize`) by the same collectives.
 """
 
 from collections.abc import Iterator
@@ -23,12 +23,12 @@ from trainer.parallel.mesh import Mesh
 from trainer.parallel.parallelize import ParallelModel
 
 CAN_RESET = hasattr(FSDPModule, "reset_iter_state")
-"""Whether FSDP can drop a step that failed: from torch 2.13 on."""
+"""Whether FSDP can drop a failed step: from torch 2.13 on."""
 
 
 def rejoin(model: ParallelModel, mesh: Mesh, new: Mesh) -> tuple[ParallelModel, Mesh]:
-    """The model and the mesh of a rank that keeps them, with the groups of the mesh that was just
-    built for the same rank of a world of the same size. On all ranks: on others `parallelize`.
+    """Return the kept model and mesh with the groups of `new`, the mesh just built for the same
+    rank of a world of the same size. On all ranks: new processes call `parallelize` meanwhile.
 
     Raises:
         RuntimeError: a group has another name than before.
@@ -41,7 +41,7 @@ def rejoin(model: ParallelModel, mesh: Mesh, new: Mesh) -> tuple[ParallelModel, 
     for group in _fsdp_groups(module):
         _take_groups_of_fsdp(group)
     _drop_step_of_fsdp(module)
-    for part in module.modules():  # such as a router, which counts tokens
+    for part in module.modules():  # such as a router's token counts
         if forget := getattr(part, "forget_step", None):
             forget()
     if model.context and mesh.ring:
@@ -55,7 +55,7 @@ def rejoin(model: ParallelModel, mesh: Mesh, new: Mesh) -> tuple[ParallelModel, 
 
 
 def _take_groups(mesh: DeviceMesh, new: DeviceMesh) -> None:
-    """Have code that is compiled from now on find the groups of `new` in `mesh`."""
+    """Put the groups of `new` into the registry of `mesh`, for code compiled from now on."""
     if mesh._dim_group_names != new._dim_group_names:
         raise RuntimeError(
             f"the groups of a mesh were called {mesh._dim_group_names}, and now "
@@ -66,13 +66,13 @@ def _take_groups(mesh: DeviceMesh, new: DeviceMesh) -> None:
 
 
 def _fsdp_groups(model: nn.Module) -> Iterator[Any]:
-    """FSDP's groups of parameters, each of which is gathered as one."""
+    """FSDP's parameter groups, each gathered as one."""
     for unit in fsdp_units(model):
         yield from unit._get_fsdp_state()._fsdp_param_groups
 
 
 def _take_groups_of_fsdp(group: Any) -> None:
-    """Have FSDP use the groups that its meshes find by name."""
+    """Give FSDP the groups that its meshes now find by name."""
     for info in (group.mesh_info, group.post_forward_mesh_info):
         if info and info.shard_mesh_dim is not None:
             info.shard_process_group = info.mesh.get_group(info.shard_mesh_dim)
@@ -81,18 +81,17 @@ def _take_groups_of_fsdp(group: Any) -> None:
 
 
 def _drop_step_of_fsdp(model: nn.Module) -> None:
-    """Drop what a step has left in FSDP's units that ended anywhere in forward or backward.
-
-    `reset_iter_state` waits for a gather that was under way: one that has failed raises again. And
-    it leaves gradients of whole parameters, which the next backward would add to its own.
-    """
+    """Drop the state that a failed step left in FSDP's units, wherever in forward or backward it
+    ended."""
     for group in _fsdp_groups(model):
+        # `reset_iter_state` would wait for a gather under way, and raise its error again.
         group._all_gather_result = None
         group.comm_ctx.all_gather_state = None
     for unit in fsdp_units(model):
         if unit._get_fsdp_state()._is_root:
             unit.reset_iter_state()
-    for parameter in (one for group in _fsdp_groups(model) for one in group.fsdp_params):
+    for parameter in (p for group in _fsdp_groups(model) for p in group.fsdp_params):
+        # `reset_iter_state` keeps whole gradients, to which the next backward would add.
         parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None

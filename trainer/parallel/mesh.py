@@ -1,8 +1,8 @@
-"""The device mesh: every rank's place, by named dimension.
+"""The device mesh: all ranks along named dimensions.
 
-It has the dimensions that the strategy uses, and no others of one rank each: torch makes a process
-group for every one of those on every rank, one after the other, and with gloo each has a thread
-that wakes a hundred times a second.
+The mesh has only the dimensions that a strategy uses: for each dimension torch creates a process
+group on every rank, one after the other, and with gloo each has a thread that wakes a hundred times
+a second.
 """
 
 import math
@@ -25,61 +25,61 @@ of a stage, and over the ranks that compute each layer together, which are neigh
 SHARD and TENSOR are two others: over ranks that have the same ones, and over neighbours that have
 all of them."""
 CONTEXT = "cp"
-"""The ranks of a ring. They are no dimension of a mesh, as they hold parameters like any others."""
+"""Name of the ranks of a ring. They are no dimension of the mesh, since to FSDP they are
+data-parallel ranks like others."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """All ranks by named dimension, and this one among those that share a global batch."""
+    """All ranks along named dimensions, and this rank's share of the global batch."""
 
     device_mesh: DeviceMesh
     dp_rank: int
-    """Data-parallel rank: which share of the global batch is this rank's."""
+    """Data-parallel rank: index of the share of the global batch that this rank computes."""
     dp_size: int
-    """Into how many shares it is cut."""
+    """Number of shares."""
     group: dist.ProcessGroup
     """All ranks."""
     holders: int
-    """Ranks over which whatever parameters this one has are spread: all those of its stage."""
+    """Number of ranks over which this rank's parameters are spread: all those of its stage."""
     place: int = 0
-    """This rank's number among those that compute its share together; the first is of the last
-    stage."""
+    """Index of this rank among those that compute its share together; 0 is on the last stage."""
     together: int = 1
-    """How many these are."""
+    """Number of ranks that compute a share together: tp x cp x pp."""
     experts: DeviceMesh | None = None
-    """Expert parallelism: all ranks by the dimensions of experts."""
+    """With expert parallelism: all ranks along the dimensions of experts."""
     ring: dist.ProcessGroup | None = None
-    """Context parallelism: the ranks with a part each of the same sequences, in their order."""
+    """With context parallelism: the ranks with parts of the same sequences, in order."""
 
     @property
     def counts(self) -> bool:
-        """Whether sums over all ranks have this rank's share from this rank."""
+        """Whether this rank adds its share's values to sums over all ranks."""
         return self.place == 0
 
     @property
     def witness(self) -> int:
-        """By what this rank multiplies the digest of the samples it took, for a sum over all ranks.
+        """Factor of this rank's digest of consumed samples in a sum over all ranks.
 
-        Over the ranks that compute a share together these sum to 1, so that the digest of a step
-        does not depend on their number. No two are the same, and none is 0: the sum is another one
-        if some of these ranks took other samples, or exchanged theirs with those of another share.
+        Over the ranks that compute a share together the factors sum to 1, so the digest of a step
+        does not depend on their number. All factors differ, and none is 0: the sum changes if some
+        of these ranks consumed other samples, or swapped theirs with ranks of another share.
         """
         return 2 * self.place or 1 - self.together * (self.together - 1)
 
     def dimension(self, name: str) -> DeviceMesh:
-        """The 1-D mesh of one of its dimensions, or of those of experts."""
+        """The 1-D mesh of a dimension, including those of experts."""
         return self.experts[name] if self.experts and name == EXPERT else self.device_mesh[name]
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """The dimensions over which the batch is shared."""
+        """The mesh over the data-parallel dimensions."""
         names = self.device_mesh.mesh_dim_names or ()
         shared = tuple(name for name in names if name not in (PIPELINE, TENSOR))
         return self.device_mesh if shared == names else self.device_mesh[shared]
 
     @property
     def expert_data_mesh(self) -> DeviceMesh | None:
-        """The dimensions over the ranks that have the same experts."""
+        """The mesh over ranks that hold the same experts."""
         if self.experts is None:
             return None
         names = self.experts.mesh_dim_names or ()
@@ -87,7 +87,7 @@ class Mesh:
 
     @property
     def stages(self) -> list[list[int]]:
-        """The ranks of each stage of a pipeline; all ranks, where there is none."""
+        """The ranks of each pipeline stage; without a pipeline one list of all ranks."""
         names = self.device_mesh.mesh_dim_names or ()
         if PIPELINE not in names:
             return [[*range(dist.get_world_size(self.group))]]
@@ -97,7 +97,7 @@ class Mesh:
         return of_stages
 
     def merged(self, by_name: dict[str, Any]) -> dict[str, Any]:
-        """What the stages of a pipeline know, each of its own parameters. On all ranks."""
+        """Union of dictionaries by parameter name over the stages of a pipeline. On all ranks."""
         if PIPELINE not in (self.device_mesh.mesh_dim_names or ()):
             return by_name
         group = self.device_mesh[PIPELINE].get_group()
@@ -106,30 +106,29 @@ class Mesh:
 
 
 def forget_meshes() -> None:
-    """Have DTensor forget the meshes of a world in which this process was another rank: the caches
-    in which it keeps what follows for a tensor would give them back for those of now, which are
-    equal but for the names of groups."""
+    """Clear DTensor's caches of sharding decisions. After a change of rank they would return meshes
+    of the old world, which compare equal and differ in the names of groups."""
     _clear_sharding_prop_cache()
 
 
 def replica_ranks(recipe: Recipe) -> int:
-    """Ranks of which a world must have a multiple: those of a whole replica of the model, as far as
-    the recipe alone says how it is spread."""
+    """Ranks of one whole replica of the model, as far as the recipe determines it; a world has a
+    multiple."""
     strategy = recipe.strategy
     shards = sharding.fixed_group(recipe)
     return strategy.pp * math.lcm(strategy.tp * math.lcm(strategy.cp, shards), strategy.ep)
 
 
 def least_nodes(recipe: Recipe, nodes: int, ranks: int) -> int:
-    """Nodes, of so many ranks each, that hold whole replicas, and are no fewer than `nodes`."""
+    """Fewest nodes, at least `nodes`, whose `ranks` each form whole replicas."""
     replica = replica_ranks(recipe)
     together = replica // math.gcd(replica, ranks)
     return math.ceil(nodes / together) * together
 
 
 def mesh_shape(recipe: Recipe, world_size: int, local_world_size: int) -> tuple[int, int]:
-    """(replicas, shards of each) of what the ranks of `strategy.tp` and `pp` hold together. Those
-    of `strategy.cp` have parts of the same sequences, but hold parameters like any others.
+    """(replicas, shards of each) per group of `strategy.tp` and `pp` ranks. Ranks of `strategy.cp`
+    count as shards or replicas: they hold parameters like data-parallel ranks.
 
     Raises:
         RecipeError: the world does not divide into shard groups or stages, or a node into groups of
@@ -173,7 +172,7 @@ def mesh_shape(recipe: Recipe, world_size: int, local_world_size: int) -> tuple[
 
 
 class Group(NamedTuple):
-    """The ranks of a group, which are as far from each other as in any other of its dimension."""
+    """Size of the groups along a dimension, and the distance of their ranks."""
 
     size: int
     stride: int
@@ -181,7 +180,7 @@ class Group(NamedTuple):
 
 
 def groups_of(recipe: Recipe, world_size: int, local_world_size: int) -> dict[str, Group]:
-    """The groups that each rank is in, by dimension, the nearest neighbours first.
+    """The groups that each rank belongs to, by dimension, nearest neighbours first.
 
     Raises:
         RecipeError: as `mesh_shape`.
@@ -199,7 +198,7 @@ def groups_of(recipe: Recipe, world_size: int, local_world_size: int) -> dict[st
 
 
 def placement(recipe: Recipe, world_size: int, local_world_size: int) -> str:
-    """Which groups of ranks that compute together lie inside a node, and which go across."""
+    """A description of which groups of ranks lie inside a node, and which span nodes."""
     inside: list[str] = []
     across: list[str] = []
     for name, (size, stride) in groups_of(recipe, world_size, local_world_size).items():
@@ -213,26 +212,23 @@ def placement(recipe: Recipe, world_size: int, local_world_size: int) -> str:
 
 
 def is_sharded_by_fsdp(recipe: Recipe, world_size: int) -> bool:
-    """Whether FSDP holds the parameters, or else DDP, perhaps with ZeRO-1. A rank that has nobody
-    to shard with would only have its parameters copied, and hooks in each pass. Exact mode, offload
-    and tensor parallelism rest on FSDP, though: it sums the partial gradients of the latter. In a
-    pipeline it also casts what stages send. Of weights in bf16 it adds up gradients in float32.
-    """
+    """Whether FSDP holds the parameters; else DDP does, with or without ZeRO-1."""
     strategy, alone = recipe.strategy, world_size == recipe.strategy.pp
     rounded = recipe.precision.master != "fp32"
+    # These rest on FSDP: for tp it sums partial gradients, for bf16 weights it adds up in float32.
     if exact.used(recipe) or rounded or strategy.tp > 1 or offload.used(strategy):
         return True
+    # In a pipeline FSDP also casts what stages send.
     if strategy.pp > 1 and (not alone or recipe.precision.dtype != "fp32"):
         return True
+    # Alone, a rank would only have its parameters copied, and hooks in each pass.
     return sharding.by_fsdp(recipe) and not alone
 
 
 def build_mesh(recipe: Recipe, world: World) -> Mesh:
-    """The mesh of all ranks: (REPLICATE,) for DDP, as which a single rank counts; for FSDP
-    (SHARD,), or (REPLICATE, SHARD) if it has replicas, too; PIPELINE before, TENSOR after SHARD.
-    Each rank has a share of the batch, which those of a pipeline, of a tensor-parallel group, or of
-    a ring have in common. Called on all ranks.
-    """
+    """Build the mesh of all ranks: (REPLICATE,) for DDP and for a single rank; (SHARD,) for FSDP,
+    or (REPLICATE, SHARD) with replicas. PIPELINE comes before SHARD, TENSOR after it. Ranks of a
+    pipeline, a tensor-parallel group or a ring have the same share of the batch. On all ranks."""
     groups = groups_of(recipe, world.world_size, world.local_world_size)
     sizes = {name: group.size for name, group in groups.items()}
     places = {name: world.rank // stride % size for name, (size, stride) in groups.items()}
@@ -240,20 +236,23 @@ def build_mesh(recipe: Recipe, world: World) -> Mesh:
     by_fsdp = is_sharded_by_fsdp(recipe, world.world_size)
 
     def over(*names: str, always: str) -> DeviceMesh:
-        """A mesh with the dimensions of several ranks, and one that it has in any case. Over one
-        replica FSDP would all-reduce each gradient with nobody, and keep it until backward ends."""
+        """A mesh of the dimensions with several ranks, and of `always`."""
+        # A dimension of one replica would make FSDP all-reduce each gradient alone, and keep it
+        # until backward ends.
         used = tuple(name for name in names if sizes[name] > 1 or name == always)
         shape = tuple(sizes[name] for name in used)
         return init_device_mesh(world.device.type, shape, mesh_dim_names=used)
 
-    held = (SHARD,) if by_fsdp else ()
-    mesh = over(REPLICATE, PIPELINE, *held, TENSOR, always=SHARD if by_fsdp else REPLICATE)
+    fsdp_dimensions = (SHARD,) if by_fsdp else ()
+    mesh = over(
+        REPLICATE, PIPELINE, *fsdp_dimensions, TENSOR, always=SHARD if by_fsdp else REPLICATE
+    )
     group = dist.group.WORLD
-    assert group  # init_device_mesh has made one where there was none
-    part = places[CONTEXT]
-    ring: Any = None  # not None or a group: new_group gives ranks outside of it a number
+    assert group  # init_device_mesh has created the default group
+    ring_rank = places[CONTEXT]
+    ring: Any = None  # Any: outside of its ranks new_group returns a number in place of a group
     if cp > 1:
-        first = world.rank - part * tp
+        first = world.rank - ring_rank * tp
         ranks = [*range(first, first + tp * cp, tp)]
         ring = dist.new_group(ranks, use_local_synchronization=True)
     experts = None
@@ -261,7 +260,7 @@ def build_mesh(recipe: Recipe, world: World) -> Mesh:
         sizes[EXPERT_SHARD] = sizes[SHARD] * tp // ep
         experts = over(REPLICATE, PIPELINE, EXPERT_SHARD, EXPERT, always=EXPERT_SHARD)
     share = (places[REPLICATE] * sizes[SHARD] + places[SHARD]) // cp
-    place = ((pp - 1 - places[PIPELINE]) * cp + part) * tp + places[TENSOR]
+    place = ((pp - 1 - places[PIPELINE]) * cp + ring_rank) * tp + places[TENSOR]
     together = recipe.strategy.together
     return Mesh(
         mesh, share, world.world_size // together, group, world.world_size // pp, place, together,

@@ -1,18 +1,17 @@
-"""Weights, gradients and optimizer state in a file on a local disk, for models that memory does not
-hold: what ZeRO-Infinity does (Rajbhandari et al. 2021).
+"""Weights, gradients and optimizer state in a file on a local disk, for models that exceed memory,
+as in ZeRO-Infinity (Rajbhandari et al. 2021).
 
-[Note: offload file] Each rank has one file, and its tensors are views of that file, mapped. To FSDP
-and to checkpoints they are CPU tensors like others; memory is only the kernel's cache of them.
+[Note: offload file] Each rank has one file, and its tensors are views of the mapped file. FSDP and
+checkpoints see ordinary CPU tensors; the kernel's page cache holds what fits in memory.
 
-The optimizer goes through the file in portions, in buffers of its own: while one is computed, a
-thread reads the next and another writes the one before. Moments, which nothing else touches in a
-step, go past the cache (O_DIRECT), which took half the time and a fifth of the processor time of
-mapped memory. Weights and gradients stay in the cache as far as memory allows, because forward and
-backward use them; what is written there is sent to the disk at once, so that the kernel finds clean
-pages when it needs memory for others.
+The optimizer processes the file in portions, in buffers of its own: while one is updated, a thread
+reads the next and another writes the previous one. Moments, which only the update uses, bypass the
+cache (O_DIRECT): half the time and a fifth of the processor time of mapped memory. Weights and
+gradients stay in the cache as far as memory allows, because forward and backward use them. They are
+flushed as soon as they are written, so that the kernel finds clean pages when it needs memory.
 
-The file has no name: its space is free again when the process ends, however it does, and nobody can
-mistake it for state. What outlives a process is a checkpoint.
+The file has no name: its space is free again however the process ends, and it cannot be mistaken
+for state. Only checkpoints outlive a process.
 """
 
 import ctypes
@@ -34,28 +33,27 @@ from checkpointing.format.tensors import local_tensor
 from trainer.recipe import RecipeError
 
 PORTION_BYTES = 8 << 20
-"""Bytes of weights that are updated at a time, in whole pages; gradients and moments come on
-top."""
+"""Bytes of weights updated at a time, in whole pages. Gradients and moments are added to them."""
 BUFFERS = 3
-"""One is read into, one computed in, one written from."""
+"""One buffer is read into, one computed in, one written from."""
 WRITES_AHEAD = 4
-"""Gradients that are on their way to the disk before backward waits for the first of them."""
+"""Gradient writes under way before backward waits for the first of them."""
 
 _WRITE_AND_WAIT = 4  # msync
 _MMAP_THRESHOLD = -3  # mallopt
-_libc = ctypes.CDLL(None, use_errno=True)  # calls through it leave the interpreter to others
+_libc = ctypes.CDLL(None, use_errno=True)  # ctypes releases the GIL
 
 
 class OffloadFile:
-    """A file of `nbytes` whose pages tensors are made of, from the first to the last.
+    """A file of `nbytes`, whose pages are given to tensors from the first to the last.
 
     Args:
-        directory: on a local disk; made if it is not there.
-        nbytes: that `zeros_like` gives out at most; see `bytes_needed`.
-        moments: names of what the optimizer keeps for each element of a parameter.
+        directory: on a local disk; created if missing.
+        nbytes: most that all `zeros_like` together take; see `bytes_needed`.
+        moments: names of the optimizer's moments.
 
     Raises:
-        RecipeError: the disk has no room for it, or the directory takes no files.
+        RecipeError: the disk has no room, or the directory takes no files.
     """
 
     def __init__(self, directory: str, nbytes: int, moments: Sequence[str]) -> None:
@@ -70,8 +68,8 @@ class OffloadFile:
                 f"strategy.offload_directory: {directory} cannot take the {nbytes / 1e9:.2f} GB of "
                 f"this rank: {error.strerror}; make room, or name another directory"
             ) from error
-        # From 1 MiB on, what is freed goes back to the kernel: otherwise malloc keeps what FSDP
-        # gathers and reduces, unit by unit, for a next time (a fifth of this process's memory).
+        # malloc returns freed blocks from 1 MiB on to the kernel. By default it would keep what
+        # FSDP gathers and reduces, unit by unit: a fifth of this process's memory.
         _libc.mallopt(_MMAP_THRESHOLD, 1 << 20)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._used = 0
@@ -80,7 +78,7 @@ class OffloadFile:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="offload-writer")
         self._writes: deque[Future[None]] = deque()
         self._buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
-        """Those of an update that are not in use."""
+        """Free buffers of an update."""
 
     def zeros_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of zeros in the file, with shape, dtype and placement of `tensor`, which may be
@@ -89,36 +87,36 @@ class OffloadFile:
         if local.numel():
             start, self._used = self._used, self._used + _pages(local.nbytes)
             region = self._bytes[start : start + local.nbytes]
-            made = region.view(local.dtype).view(local.shape)
+            zeros = region.view(local.dtype).view(local.shape)
         else:
-            made = torch.zeros_like(local, device="cpu")  # a rank without a part of it
+            zeros = torch.zeros_like(local, device="cpu")  # this rank has no part of it
         if not isinstance(tensor, DTensor):
-            return made
-        # Not from_local: that moves it to the mesh's device.
-        return DTensor(made, tensor._spec, requires_grad=False)
+            return zeros
+        # from_local would move it to the mesh's device.
+        return DTensor(zeros, tensor._spec, requires_grad=False)
 
     @torch.no_grad()
     def take_weights(self, model: nn.Module, device: torch.device) -> None:
-        """Move the parameters of a model into the file, with their values unless they are on the
-        meta device; its buffers go to `device`. After it is sharded.
+        """Move the parameters of a sharded model into the file, with their values unless they are
+        on the meta device; move its buffers to `device`.
 
-        FSDP itself makes room for a shard that is shorter than those of other ranks; such a weight
-        stays in memory, its gradient and optimizer state do not.
+        A shard shorter than other ranks' stays in memory, since FSDP pads it in memory of its own;
+        its gradient and optimizer state go to the file.
         """
         waiting = set(model.parameters())
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            # Else a buffer, or a tied weight that was moved before.
+            # Buffers, and tied weights that were moved before.
             if not isinstance(tensor, nn.Parameter) or tensor not in waiting:
                 return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
             waiting.remove(tensor)
-            made = self.zeros_like(tensor)
-            return made if tensor.is_meta else made.copy_(tensor)
+            in_file = self.zeros_like(tensor)
+            return in_file if tensor.is_meta else in_file.copy_(tensor)
 
         model._apply(move)
 
     def take_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """From now on, move the gradient of each parameter into the file when backward has reduced
+        """From now on, move each parameter's gradient into the file when backward has reduced
         it."""
 
         gradients = {p: self.zeros_like(p) for p in parameters if p.requires_grad}
@@ -126,7 +124,8 @@ class OffloadFile:
         @torch.no_grad()
         def move(parameter: nn.Parameter) -> None:
             fresh, kept = parameter.grad, gradients[parameter]
-            if fresh is not None and fresh is not kept:  # else it was added to
+            # a later pass adds to the gradient in the file
+            if fresh is not None and fresh is not kept:
                 local_tensor(kept).copy_(local_tensor(fresh))
                 parameter.grad = kept
             self._later(self._flush, _bytes(kept))
@@ -135,14 +134,14 @@ class OffloadFile:
             parameter.register_post_accumulate_grad_hook(move)
 
     def read_ahead(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        """From now on, while a block computes, bring the weights that are gathered next into
-        memory. `blocks` are FSDP's units in the order of forward; `model` is the unit of the rest.
-        """
+        """From now on, while a block computes, read the weights of the next gather into memory.
+        `blocks` are FSDP's units in the order of forward; `model` is the root unit."""
 
-        @torch.compiler.disable  # as FSDP's own hooks are: compiled blocks would trace it
+        @torch.compiler.disable  # as FSDP's own hooks: compiled blocks would trace it
         def read(number: int) -> None:
             if 0 <= number < len(blocks):
-                for parameter in blocks[number].parameters():  # not in the file while gathered
+                # gathered parameters are not in the file
+                for parameter in blocks[number].parameters():
                     self._reader.submit(self._fetch, _bytes(parameter))
 
         def hook(module: nn.Module, in_forward: int, in_backward: int) -> None:
@@ -153,30 +152,30 @@ class OffloadFile:
             module.register_forward_pre_hook(lambda *_: read(in_forward))
             module.register_forward_hook(after)
 
-        # In backward FSDP gathers the block before the one that computes, so the next is another.
+        # In backward FSDP prefetches one block, so the one before that is read here.
         hook(model, 0, len(blocks) - 2)
         for number, block in enumerate(blocks):
             hook(block, number + 1, number - 2)
 
     def portions(self, optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
-        """The parameter groups of an optimizer in portions, each to be stepped before the next is
-        asked for. After the last one all parameters are updated. An element's update must depend on
-        no other, and state be a number of updates and moments.
+        """Yield the optimizer's parameter groups in portions; each is stepped before the next is
+        requested. After the last, all parameters are updated. The update must be elementwise, and
+        its state a step count and moments.
 
-        A portion has stand-ins for parameters, or for consecutive elements of one, whose weights,
-        gradients and state are in memory; gradients may be changed. A stand-in begins at a multiple
-        of a page, so vector instructions meet the elements of a parameter as they do in the whole.
+        A portion holds stand-ins for parameters, or for consecutive elements of one, with weights,
+        gradients and state in memory; gradients may be changed. A stand-in begins at a multiple of
+        a page, so vector instructions meet its elements as in the whole parameter.
         """
         groups = optimizer.param_groups
         portions = list(_cut(groups))
         steps: dict[nn.Parameter, torch.Tensor] = {}
-        # They are memory only from here to the end: backward has its own use for it.
+        # Allocated only during the update: backward needs the memory.
         for _ in portions[:BUFFERS]:
             self._buffers.put(_new_buffer(copies(self._moments)))
         reads: deque[Future[torch.Tensor]] = deque()
         for number, portion in enumerate(portions):
             for following in portions[number + len(reads) : number + 2]:
-                free = self._buffers.get()  # waits for the write of the portion before the last
+                free = self._buffers.get()  # waits until the portion before the last is written
                 reads.append(self._reader.submit(self._read, following, free, optimizer.state))
             buffer = reads.popleft().result()
             stand_ins = [part.stand_in(buffer, optimizer.state, self._moments) for part in portion]
@@ -187,7 +186,7 @@ class OffloadFile:
             ]
             steps |= {part.parameter: optimizer.state.pop(made)["step"] for part, made in parts}
             self._writes.append(self._writer.submit(self._write, portion, buffer, optimizer.state))
-        # Not before: each part of a parameter counts on from the same step.
+        # Only now: all parts of a parameter count from the same step.
         for parameter, step in steps.items():
             optimizer.state[parameter]["step"].copy_(step)
         while self._writes:
@@ -195,7 +194,7 @@ class OffloadFile:
         while not self._buffers.empty():
             self._buffers.get()
 
-    # --- in threads --------------------------------------------------------------------------
+    # --- called in threads -----------------------------------------------------------------
 
     def _read(
         self, portion: list["_Part"], buffer: torch.Tensor, state: Mapping[Any, Any]
@@ -225,8 +224,8 @@ class OffloadFile:
         self, call: Callable[[int, Sequence[memoryview], int], int], row: torch.Tensor,
         place: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Read or write all of `row`, and the rest of its last page, where `place` is in the
-        file."""
+        """Read or write all of `row`, and the rest of its last page, at the file offset of
+        `place`."""
         length = _pages(len(row))
         data = row.as_strided((length,), (1,)).numpy().data
         offset, done = place.data_ptr() - self._bytes.data_ptr(), 0
@@ -234,18 +233,19 @@ class OffloadFile:
             done += call(self._direct, [data[done:]], offset + done)
 
     def _later(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Have the writer do something, and wait for what it was given long before."""
+        """Submit work to the writer, and wait for work submitted long before."""
         self._writes.append(self._writer.submit(work, *arguments))
         while len(self._writes) > WRITES_AHEAD:
             self._writes.popleft().result()
 
     def _fetch(self, place: torch.Tensor) -> None:
-        """Have the kernel read what of this is not in memory."""
+        """Make the kernel read the pages of `place` that are not in memory."""
         if self._holds(place):
             _libc.madvise(*_extent(place), mmap.MADV_WILLNEED)
 
     def _flush(self, place: torch.Tensor) -> None:
-        """Write what was put into mapped memory to the disk; a later use brings it back."""
+        """Write mapped memory to the disk, and drop it from the cache; a later use reads it
+        again."""
         if not self._holds(place):
             return
         if _libc.msync(*_extent(place), _WRITE_AND_WAIT):
@@ -259,7 +259,7 @@ class OffloadFile:
 
 @dataclass(frozen=True)
 class _Part:
-    """Consecutive bytes of a parameter's tensors, and where they are put in a buffer."""
+    """Consecutive bytes of a parameter's tensors, and their position in a buffer."""
 
     parameter: nn.Parameter
     group: dict[str, Any]
@@ -274,21 +274,21 @@ class _Part:
         return _bytes(tensor)[self.start : self.stop]
 
     def rows(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Their place in a buffer, shape (copies, bytes)."""
+        """Their view in a buffer, shape (copies, bytes)."""
         return buffer[:, self.position : self.position + self.stop - self.start]
 
     def stand_in(self, buffer: torch.Tensor, state: Any, names: Sequence[str]) -> nn.Parameter:
-        """A parameter with gradient and optimizer state that consists of these bytes."""
+        """A parameter over these bytes, with gradient and optimizer state."""
         weight, gradient, *moments = self.rows(buffer).view(self.parameter.dtype)
-        made = nn.Parameter(weight)
-        made.grad = gradient
+        parameter = nn.Parameter(weight)
+        parameter.grad = gradient
         step = state[self.parameter]["step"].clone()
-        state[made] = {"step": step, **dict(zip(names, moments, strict=True))}
-        return made
+        state[parameter] = {"step": step, **dict(zip(names, moments, strict=True))}
+        return parameter
 
 
 def _cut(groups: Iterable[dict[str, Any]]) -> Iterator[list[_Part]]:
-    """The parameters that have gradients, in portions that fill a buffer each."""
+    """Divide parameters with gradients into portions that each fill a buffer."""
     portion: list[_Part] = []
     used = 0
     for group in groups:
@@ -307,20 +307,19 @@ def _cut(groups: Iterable[dict[str, Any]]) -> Iterator[list[_Part]]:
 
 
 def _new_buffer(rows: int) -> torch.Tensor:
-    """uint8 of shape (rows, PORTION_BYTES), each row at the start of a page, as direct I/O wants
-    it."""
+    """uint8 of shape (rows, PORTION_BYTES). Each row starts at a page, as direct I/O requires."""
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, rows * PORTION_BYTES, flags=private)
     return torch.frombuffer(memory, dtype=torch.uint8).view(rows, -1)
 
 
 def copies(moments: Sequence[str]) -> int:
-    """Float32 tensors for each trained parameter: weight, gradient and moments."""
+    """Number of float32 tensors per trained parameter: weight, gradient and moments."""
     return 2 + len(moments)
 
 
 def bytes_needed(parameters: Iterable[nn.Parameter], moments: Sequence[str]) -> int:
-    """Size of an OffloadFile for these parameters (of this rank; on any device), in bytes."""
+    """Bytes of an OffloadFile for these parameters of this rank, on any device."""
     return sum(
         _pages(local_tensor(p).nbytes) * (copies(moments) if p.requires_grad else 1)
         for p in parameters
@@ -328,7 +327,7 @@ def bytes_needed(parameters: Iterable[nn.Parameter], moments: Sequence[str]) -> 
 
 
 def _open_direct(descriptor: int) -> int:
-    """The same file, past the page cache where the filesystem can."""
+    """Open the same file past the page cache, if the filesystem supports it."""
     path = f"/proc/self/fd/{descriptor}"
     try:
         return os.open(path, os.O_RDWR | os.O_DIRECT)
@@ -342,10 +341,10 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _extent(place: torch.Tensor) -> tuple[ctypes.c_void_p, ctypes.c_size_t]:
-    """The pages of bytes in the file, for calls of libc."""
+    """Address and length of a view in whole pages, for libc."""
     return ctypes.c_void_p(place.data_ptr()), ctypes.c_size_t(_pages(len(place)))
 
 
 def _pages(nbytes: int) -> int:
-    """Bytes, up to the end of a page."""
+    """`nbytes` rounded up to whole pages."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,4 +1,4 @@
-"""The order in which strategies are applied, and what the loop needs of the result."""
+"""Applies the strategies of a recipe to a model, in their order; `ParallelModel` is the result."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 DRAWN_BYTES = 4 << 30
-"""Most that whole tensors take which are drawn at once, beyond a single one."""
+"""Most bytes of whole initial tensors that are drawn at once; a larger one is drawn alone."""
 
 Fill = Callable[[str, tuple[int, ...]], torch.Tensor]
-"""(FQN, global shape) → the whole initial tensor on the CPU. May be called in several threads."""
+"""(FQN, global shape) → the whole initial tensor on the CPU. Called from several threads."""
 
 
 def check_parallel(recipe: Recipe, model: nn.Module, shards: int) -> None:
@@ -54,9 +54,9 @@ def check_parallel(recipe: Recipe, model: nn.Module, shards: int) -> None:
         shards: see `mesh_shape`.
 
     Raises:
-        RecipeError: a line for each key that does not work.
+        RecipeError: one line for each key that does not work.
     """
-    strategy, refusals = recipe.strategy, Refusals()  # others get by without these modules
+    strategy, refusals = recipe.strategy, Refusals()  # imported only where the recipe uses them
     together = tp.ranks(strategy)
     if together > 1:
         from trainer.parallel.tensor import kinds_of
@@ -71,10 +71,10 @@ def check_parallel(recipe: Recipe, model: nn.Module, shards: int) -> None:
                     "more, too, or strategy.tp=1"
                 )
     if pp.ranks(strategy) > 1:
-        from trainer.parallel.pipeline import runs_of
+        from trainer.parallel.pipeline import blocks_by_stage
 
         with refusals:
-            runs_of(model, recipe)
+            blocks_by_stage(model, recipe)
     if cp.ranks(strategy) > 1:
         from trainer.parallel.context import problem_of
 
@@ -86,50 +86,52 @@ def check_parallel(recipe: Recipe, model: nn.Module, shards: int) -> None:
 
         with refusals:
             check_experts(model, ep.ranks(strategy), shards * together)
-    refusals.tell()
+    refusals.raise_all()
 
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """A model in its strategy. Parameters are keyed by FQN, the same under every strategy."""
+    """A model with its strategy applied. Parameters are keyed by FQN, equal under all
+    strategies."""
 
     module: nn.Module
-    """What to call: the model itself, or its DDP wrapper. Of a pipeline the stages of this rank,
-    which only `run` can call."""
+    """The model itself, or its DDP wrapper, to be called. In a pipeline this rank's stages, which
+    only `run` can call."""
     parameters: dict[str, nn.Parameter]
-    """What the model computes with: whole tensors, or DTensors. Tied weights appear once."""
+    """The parameters that the model computes with: whole tensors, or DTensors. Tied weights appear
+    once."""
     buffers: Callable[[], dict[str, torch.Tensor]]
-    """Persistent buffers as they are now: a forward pass may put others in their place."""
+    """Returns the persistent buffers; a forward pass may replace them."""
     optimized: dict[str, nn.Parameter]
-    """What the optimizer updates: `parameters`, except under ZeRO-1."""
+    """The parameters that the optimizer updates: `parameters`, except under ZeRO-1."""
     sharded_view: ShardedView | None
     file: OffloadFile | None
-    """Where `parameters` and their gradients live, if not in memory."""
+    """The file that holds `parameters` and their gradients; None: they are in memory."""
     recipe: Recipe
     autocast: Callable[[], Any]
     draw_weights: Callable[[], None]
-    """Gives parameters and buffers their initial values, unless the model came with its own. For
-    whoever has nothing to load: it takes long for large models. Of a model with an adapter A and B
-    alone."""
+    """Draws the initial values of parameters and buffers, unless the model came with its own. Slow
+    for large models, so it is called only if nothing is loaded. Under an adapter it draws only A
+    and B."""
     share_buffers: Callable[[], None]
-    """Gives all replicas the persistent buffers of the first: its forward passes count. On all
-    ranks."""
+    """Copies the persistent buffers of the first replica to all others, so that only its forward
+    passes count. On all ranks."""
     pipeline: "Pipeline | None" = None
-    """Whose stages this rank has, instead of all blocks."""
+    """Computes this rank's stages in place of the whole model."""
     context: "Context | None" = None
-    """What computes with this rank's part of each sequence, instead of all of it."""
+    """Computes this rank's part of each sequence in place of whole sequences."""
     stacks: Sequence[str] = ()
     """Modules whose parameters checkpoints hold row by row, see `Family.stacks`."""
     draws: bool = False
-    """Whether a pass in training may draw random numbers."""
+    """Whether a training pass may draw random numbers."""
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """`means` of one micro-batch. On all ranks."""
+        """Compute the `means` of one micro-batch. On all ranks."""
         with self.autocast():
             if self.context:
                 return means(self.context(self.module, inputs))
             result = self.module(**inputs)
-        # What has no backward may be other than a loss: an evaluation is recall@20 of KGAT, say.
+        # In evaluation a model may return other scalars than a loss, such as recall@20 of KGAT.
         if torch.is_grad_enabled() and (problem := loss_problem(result)):
             raise RecipeError(f"model.factory: forward returns {problem}")
         return means(result)
@@ -137,14 +139,14 @@ class ParallelModel:
     def run(
         self, inputs: Sequence[Mapping[str, torch.Tensor]], compute: Compute, *, train: bool
     ) -> None:
-        """Forward of all micro-batches of a step and, if `train`, backward, in the order of the
-        strategy. On all ranks.
+        """Compute forward of all micro-batches of a step and, if `train`, backward, in the
+        strategy's order. On all ranks.
 
         Args:
             inputs: the micro-batches of this rank.
-            compute: called with the number of one, its inputs, and what to call with them; returns
-                the tensor that backward begins from.
-            train: whether there is a backward.
+            compute: called with the index of a micro-batch, its inputs, and the model to call;
+                returns the tensor that backward begins from.
+            train: whether to run backward.
         """
         if self.pipeline:
             self.pipeline.run(inputs, compute, train)
@@ -160,23 +162,25 @@ class ParallelModel:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """While entered, the modules are in eval mode; the user may keep some so afterwards."""
+        """Put all modules into eval mode; restore the mode of each afterwards, as a user may keep
+        some in eval mode."""
         modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
         try:
             yield
-        finally:  # also where a peer is lost: this rank may keep the model
+        finally:  # also after a lost peer: this rank may keep the model
             for module, training in modes.items():
                 module.training = training
 
     @property
     def beside_loss(self) -> Sequence[str]:
-        """What another stage of a pipeline returns beside the loss, in that order."""
+        """Names that another pipeline stage returns beside the loss, in order."""
         return self.pipeline.beside_loss if self.pipeline else ()
 
     @contextmanager
     def _accumulate(self, last: bool) -> Iterator[None]:
-        """Forward and backward of one pass; gradients are reduced in the last pass of a step."""
+        """Around forward and backward of one pass; gradients are reduced in the last pass of a
+        step."""
         with ExitStack() as stack:
             if isinstance(self.module, DistributedDataParallel):
                 if not last:
@@ -187,14 +191,14 @@ class ParallelModel:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds of the model: parameters and persistent buffers; of a model with
-        an adapter what is trained, by PEFT's names."""
+        """The model's tensors in a checkpoint: parameters and persistent buffers; with an adapter
+        only what is trained, by PEFT's names."""
         return self._in_files(self.buffers())
 
     @property
     def saved(self) -> dict[str, torch.Tensor]:
-        """`tensors`, with copies of the buffers: they may change in the next forward pass, where
-        parameters wait for the copy before the update."""
+        """`tensors`, with copies of the buffers: the next forward pass may change these, while
+        parameters change only after staging."""
         return self._in_files({name: buffer.clone() for name, buffer in self.buffers().items()})
 
     def _in_files(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -203,8 +207,8 @@ class ParallelModel:
         return {name_in_file(name): p for name, p in self.parameters.items() if p.requires_grad}
 
     def under_adapter(self, *, whole: bool) -> dict[str, torch.Tensor]:
-        """What `model.init_from` gives to a model with an adapter: frozen parameters and buffers;
-        with `whole` also the first values of parameters that are trained whole."""
+        """The tensors that a model with an adapter loads from `model.init_from`: frozen parameters
+        and buffers; with `whole` also those that are trained whole."""
         held = {
             name: one
             for name, one in self.parameters.items()
@@ -214,7 +218,7 @@ class ParallelModel:
 
     @property
     def in_nf4(self) -> frozenset[str]:
-        """FQNs of the weights on this rank that are kept in nf4: each has an A beside it."""
+        """FQNs of this rank's weights in nf4, each of which has an A beside it."""
         ends = "lora_A", "weight"
         layers = {name.removesuffix(ends[0]) for name in self.parameters if name.endswith(ends[0])}
         weights = {layer + ends[1] for layer in layers}
@@ -222,7 +226,7 @@ class ParallelModel:
 
     @property
     def trained(self) -> frozenset[str]:
-        """Names in `tensors` of what an optimizer updates. The rest, buffers and frozen parameters,
+        """Names in `tensors` that an optimizer updates. The others, buffers and frozen parameters,
         may hold infinity, as masks do."""
         if self.recipe.model.adapter:
             return frozenset(self.tensors)
@@ -230,43 +234,45 @@ class ParallelModel:
         return frozenset(apart(trained, self.stacks))
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        """Tensors that the optimizer of `optimized` keeps now."""
+        """The optimizer's state tensors by name."""
         return apart(own_state(optimizer, self.optimized).tensors, self.stacks)
 
     def kept_by(
         self, optimizer: torch.optim.Optimizer, merged: Callable[[dict[str, Any]], dict[str, Any]]
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """What a checkpoint holds of it: tensors, and JSON by FQN, which `merged` gathers."""
+        """The optimizer's state in a checkpoint: tensors, and JSON by FQN, gathered by `merged`."""
         kept = own_state(optimizer, self.optimized)
         return apart(kept.tensors, self.stacks), merged(kept.trees)
 
     def targets_of(self, optimizer: torch.optim.Optimizer) -> "Targets":
-        """What a checkpoint of it is loaded into."""
+        """The targets into which the optimizer's state is loaded."""
         return Targets(self, optimizer)
 
     def zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Zeros that live where the parameter does: for optimizer state that is like it."""
+        """Zeros in the storage of the parameter, memory or file, for optimizer state of its
+        shape."""
         return self.file.zeros_like(parameter) if self.file else torch.zeros_like(parameter)
 
     def portions(self, optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
-        """The optimizer's parameter groups in portions that memory holds, one after the other."""
+        """The optimizer's parameter groups, in portions that fit in memory."""
         return self.file.portions(optimizer) if self.file else iter([optimizer.param_groups])
 
     @property
     def counted(self) -> Sequence[nn.Parameter]:
-        """What of `optimized` the norm counts on this rank: a weight of two stages counts once."""
+        """The parameters of `optimized` that this rank adds to the gradient norm: a weight on two
+        pipeline stages counts once."""
         elsewhere = self.pipeline.counted_elsewhere if self.pipeline else None
         return [parameter for parameter in self.optimized.values() if parameter is not elsewhere]
 
     def collect_gradients(self) -> None:
-        """Bring the reduced gradients to `optimized`."""
+        """Give `optimized` the reduced gradients."""
         if self.pipeline:
             self.pipeline.add_tied_gradients()
         if self.sharded_view:
             self.sharded_view.scatter_gradients()
 
     def publish_weights(self) -> None:
-        """Bring updated `optimized` tensors back into the model. On all ranks."""
+        """Copy the updated `optimized` tensors to the whole parameters. On all ranks."""
         if self.sharded_view:
             self.sharded_view.gather()
 
@@ -277,12 +283,12 @@ class ParallelModel:
 
 
 KEPT = "optimizer"
-"""Key of a trainer state: JSON by FQN of what an optimizer keeps, see kept.py."""
+"""Key of a trainer state: FQN → JSON state of an optimizer, see kept.py."""
 
 
 class Targets:
-    """Called with what was saved, gives the tensors to load of an optimizer's state; then `put`
-    gives the optimizer its state."""
+    """Maps a saved optimizer state to the tensors to load. Once they are loaded, `put` gives them
+    to the optimizer."""
 
     def __init__(self, model: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
@@ -307,16 +313,14 @@ def parallelize(
     fill: Fill | None,
     cores: int = 1,
 ) -> ParallelModel:
-    """Apply the recipe's strategy; weights are to be loaded, or drawn. Called on all ranks.
+    """Apply the recipe's strategy. Weights are loaded or drawn later. On all ranks.
 
     Args:
         model: on the meta device when `fill` is given, else on the CPU with equal weights on all
             ranks.
         blocks: its repeated parts; units of sharding, recomputation and compilation.
-        fill: gives initial weights, equal for every world size and strategy.
-        cores: that this rank may draw them with.
-
-    A pipeline cuts the model first, and everything else is applied to each stage.
+        fill: returns initial weights, equal for every world size and strategy.
+        cores: for drawing weights on this rank.
     """
     strategy, dtype = recipe.strategy, DTYPES[recipe.precision.dtype]
     sharded_by_fsdp = SHARD in (mesh.device_mesh.mesh_dim_names or ())
@@ -325,15 +329,21 @@ def parallelize(
     if exact.used(recipe):
         use_exact_kernels(device)
     by_rows = recipe.optimizer.state_dtype != "fp32"
+    # Slices of rows must be contiguous in memory.
     if sharded_by_fsdp or sharding.zero1(recipe) or by_rows:
-        for parameter in model.parameters():  # parts are rows, one after the other in memory
+        for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()
     keep_weights(model, recipe)
     stages: dict[int, Decoder] = {}
+    # A pipeline cuts the model first; everything else is then applied to each stage.
     blocks_of: dict[nn.Module, Sequence[nn.Module]] = {model: blocks}
     costs: list[float] = []
     if pp.ranks(strategy) > 1:
-        from trainer.parallel.pipeline import Pipeline, costs_of, stages_of  # others get by without
+        from trainer.parallel.pipeline import (
+            Pipeline,
+            costs_of,
+            stages_of,
+        )  # imported only where the recipe uses it
 
         stages, costs = stages_of(model, mesh, recipe), costs_of(model, recipe)
         blocks_of = {stage: list(stage.blocks) for stage in stages.values()}
@@ -344,7 +354,7 @@ def parallelize(
     ties = ties_of(model)
     if offload.to_disk(strategy) and strategy.offload_directory:
         kept = moments(recipe.optimizer)
-        assert kept is not None  # the recipe would have been refused
+        assert kept is not None  # the recipe check has refused others
         nbytes = bytes_needed(model.parameters(), kept)
         file = OffloadFile(strategy.offload_directory, nbytes, kept)
         file.take_weights(model, device)
@@ -352,8 +362,8 @@ def parallelize(
         for part, units in blocks_of.items():
             file.read_ahead(part, units)
     elif fill:
-        # Buffers are computed with where the model computes, whatever becomes of parameters; those
-        # that have values keep them.
+        # Buffers stay on the computing device even if parameters are offloaded; those with values
+        # keep them.
         host = torch.device("cpu") if offload.to_host(strategy) else device
 
         def materialise(tensor: torch.Tensor) -> torch.Tensor:
@@ -363,6 +373,7 @@ def parallelize(
         model._apply(materialise)
     elif not sharded_by_fsdp:
         model.to(device)
+    # Moving parameters has replaced tied ones by separate tensors.
     tie_again(model, ties)
     parameters = {_fqn(name): p for part in blocks_of for name, p in part.named_parameters()}
     persistent = {name for part in blocks_of for name in part.state_dict()}
@@ -374,21 +385,22 @@ def parallelize(
     module, optimized, view = model, parameters, None
     if not sharded_by_fsdp:
         if mesh.data_mesh.size() > 1:
-            # Weights of the bundled models are loaded or drawn yet.
+            # `sync` only for a user's model: bundled ones get their weights later.
             module = apply_ddp(model, mesh.data_mesh, sync=fill is None)
         if sharding.zero1(recipe):
             trained = {name: p for name, p in parameters.items() if p.requires_grad}
             view = ShardedView(trained, mesh.data_mesh)
             optimized = {**parameters, **view.parameters}
 
-    # FSDP casts parameters, but not what a model of the user's gets beside them: images are
-    # float32, and so are the targets of a regression, which are to stay so.
+    # FSDP casts parameters; autocast would also cast activations that blocks keep in float32. A
+    # user's model with a user's data still gets autocast: its float32 inputs, such as images or
+    # regression targets, are no hidden states, and FSDP does not cast them.
     by_fsdp = sharded_by_fsdp and not (recipe.data.factory and recipe.model.factory)
 
     def autocast() -> Any:
         if by_fsdp or dtype == torch.float32:
             return nullcontext()
-        # A cache would hold every weight in `dtype` until the loss is there; each is used once.
+        # autocast's cache would hold every weight in `dtype` until backward, for a single use.
         return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
     def draw_weights() -> None:
@@ -399,7 +411,7 @@ def parallelize(
             _fill(drawn, fill, cores)
 
     replicas = mesh.data_mesh
-    # Those of the bundled models change between steps alone, and alike on all ranks.
+    # Buffers of the bundled models change only between steps, and equally on all ranks.
     drifting = (recipe.model.factory or recipe.model.family) and replicas.size() > 1
 
     def share_buffers() -> None:
@@ -409,13 +421,15 @@ def parallelize(
 
     in_8_bits = recipe.precision.matmul == "fp8_tensorwise" and not offload.used(strategy)
     if in_8_bits and sharded_by_fsdp:
-        from trainer.parallel.float8 import gather_in_8_bits  # others get by without
+        from trainer.parallel.float8 import (
+            gather_in_8_bits,
+        )  # imported only where the recipe uses it
 
         for part in blocks_of:
             gather_in_8_bits(part)
     context = None
     if mesh.ring:
-        from trainer.parallel.context import Context  # others get by without
+        from trainer.parallel.context import Context  # imported only where the recipe uses it
 
         context = Context(mesh.ring, strategy.compile)
     pipeline = Pipeline(stages, mesh, recipe, dtype, context, costs) if stages else None
@@ -426,11 +440,7 @@ def parallelize(
 
 
 def _check_blocks(model: nn.Module, kinds: Mapping[str, str], ranks: int) -> None:
-    """Refuse rows that tensor parallelism would cut within blocks of 8-bit state.
-
-    Raises:
-        RecipeError: the first of them.
-    """
+    """Refuse tensor parallelism that would cut rows inside blocks of 8-bit optimizer state."""
     for name, kind in kinds.items():
         columns = getattr(model.get_submodule(name), "in_features", 0)
         if kind == "row" and columns % BLOCK == 0 and columns // ranks % BLOCK:
@@ -442,7 +452,7 @@ def _check_blocks(model: nn.Module, kinds: Mapping[str, str], ranks: int) -> Non
 
 
 def keep_weights(model: nn.Module, recipe: Recipe) -> None:
-    """Have the parameters of a model in the format of `precision.master`, instead of float32."""
+    """Convert a model's float32 parameters to the format of `precision.master`."""
     if recipe.precision.master == "bf16_stochastic":
         for parameter in model.parameters():
             if parameter.dtype == torch.float32:
@@ -452,14 +462,14 @@ def keep_weights(model: nn.Module, recipe: Recipe) -> None:
 def cut_layers(
     model: nn.Module, strategy: Strategy, ranks_of: Callable[[str], Any]
 ) -> list[nn.Module]:
-    """Have the layers of a model compute together with those of other ranks, in place.
+    """Apply tensor and expert parallelism to the layers of a model in place.
 
     Args:
         model: may be on the meta device.
-        strategy: tensor and expert parallelism count.
-        ranks_of: called with the name of a dimension, gives its 1-D mesh.
+        strategy: with `tp` and `ep`.
+        ranks_of: name of a mesh dimension → its 1-D mesh.
 
-    Returns the experts that ranks divide. They are units of FSDP by themselves.
+    Returns the experts that are divided among ranks, which become FSDP units of their own.
     """
     experts: list[nn.Module] = []
     if tp.ranks(strategy) > 1:  # imported only where the recipe uses it
@@ -477,25 +487,24 @@ def cut_layers(
 def _apply(
     model: nn.Module, blocks: list[nn.Module], mesh: Mesh, recipe: Recipe, dtype: torch.dtype
 ) -> list[nn.Module]:
-    """Apply what changes a model in place; returns its blocks as they are then.
-
-    Products in 8 bits come first, as they take the place of layers. Tensor and expert parallelism
-    change what layers compute, and what they hold.
-    Activation checkpointing comes before compilation, so that recomputation is part of the
-    compiled graph if a block has one, and both before FSDP, whose hooks stay outside it.
-    """
+    """Apply what changes a model in place, in the order of dependence; returns its blocks
+    afterwards."""
     strategy = recipe.strategy
+    # 8-bit products first: they replace layers. Then tensor and expert parallelism, which change
+    # what layers compute and hold. Activation checkpointing before compilation, so that
+    # recomputation is part of a block's compiled graph; FSDP last, as its hooks stay outside the
+    # graph.
     if recipe.precision.matmul:
-        from trainer.parallel.float8 import apply_float8  # others get by without
+        from trainer.parallel.float8 import apply_float8  # imported only where the recipe uses it
 
         apply_float8(blocks, recipe.precision.matmul)
     experts = cut_layers(model, strategy, mesh.dimension)
-    # Messages and experts stay outside of what is compiled. Of a block that is recomputed torch
-    # compiles all or nothing; so what such a block has is compiled, and what recomputes it is not.
+    # Collectives and experts stay outside the compiled code. torch compiles a recomputed block
+    # wholly or not at all, so here the parts of a block are compiled, and its recomputation is not.
     how: Literal["no", "whole", "pieces"] = "no"
     if strategy.compile:
-        talk = max(tp.ranks(strategy), cp.ranks(strategy)) > 1
-        how = "pieces" if talk or bool(getattr(model, "stacks", ())) else "whole"
+        most_ranks = max(tp.ranks(strategy), cp.ranks(strategy)) > 1
+        how = "pieces" if most_ranks or bool(getattr(model, "stacks", ())) else "whole"
     compiled = blocks
     if strategy.activation_checkpointing != "none":
         blocks = apply_activation_checkpointing(
@@ -505,10 +514,11 @@ def _apply(
         )  # fmt: skip
         compiled = compiled if how == "pieces" else blocks
     if strategy.compile:
-        # DDP's own would cut each block at its buckets, and fails on models below 2 MiB.
+        # dynamo's DDP optimizer would cut each block at bucket borders, and fails below 2 MiB.
         torch._dynamo.config.optimize_ddp = False
         for module in model.modules():
-            # Of tensor and expert parallelism. Ranks talk in it: a compiler would only cut it.
+            # Replaced by tensor or expert parallelism: its collectives would break the graph
+            # anyway.
             if "forward" in vars(module):
                 module.forward = torch.compiler.disable(module.forward)
         for part in (*(compiled or [model]), *getattr(model, "compiled_beside_blocks", ())):
@@ -521,11 +531,8 @@ def _apply(
 
 @torch.no_grad()
 def _fill(tensors: Mapping[str, torch.Tensor], fill: Fill, cores: int) -> None:
-    """Give parameters and persistent buffers their initial values, by FQN; each rank keeps its part
-    of the whole tensor. Several are drawn at once, as none depends on another.
-
-    torch.nn.init on a sharded CPU parameter would draw the same numbers for every shard.
-    """
+    """Initialise parameters and persistent buffers by FQN; each rank draws whole tensors, several
+    at once, and keeps its shard."""
     drawn: deque[tuple[torch.Tensor, Future[torch.Tensor]]] = deque()
 
     def place() -> None:
@@ -540,6 +547,7 @@ def _fill(tensors: Mapping[str, torch.Tensor], fill: Fill, cores: int) -> None:
             )
         tensor.copy_(whole)
 
+    # torch.nn.init on a sharded CPU parameter would draw the same numbers for every shard.
     with ThreadPoolExecutor(cores, thread_name_prefix="draw") as pool:
         for name, tensor in tensors.items():
             while drawn and sum(t.nbytes for t in (tensor, *(t for t, _ in drawn))) > DRAWN_BYTES:
@@ -550,5 +558,5 @@ def _fill(tensors: Mapping[str, torch.Tensor], fill: Fill, cores: int) -> None:
 
 
 def _fqn(name: str) -> str:
-    """A parameter's name without the parts that activation checkpointing puts in."""
+    """A parameter's FQN without the segments of activation checkpointing."""
     return name.replace("_checkpoint_wrapped_module.", "")

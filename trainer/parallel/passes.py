@@ -1,4 +1,5 @@
-"""What a forward pass is given and returns, whatever strategy it runs in."""
+"""Types of a forward pass that all strategies share: its inputs, its results, and how it is
+called."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,24 +7,24 @@ from typing import Any
 import torch
 
 COUNT = "count"
-"""Name under which a model returns over how much it has taken its means, where these are not over
-samples, or the labels among them: the sum of the weights of a weighted mean."""
+"""Key under which a model returns the count that its means were taken over, such as the sum of the
+weights of a weighted mean. Needed where that is neither the samples nor their labels."""
 
 Passed = torch.Tensor | tuple[torch.Tensor, ...]
-"""What backward begins from: a scalar, or what other ranks go on with: hidden states, and with them
-what their blocks have told, see `Decoder.forward`."""
+"""Tensors that backward starts from: a scalar loss, or the outputs for the next pipeline stage,
+hidden states and the statistics of their blocks, see `Decoder.forward`."""
 
 Call = Callable[[Mapping[str, torch.Tensor]], Passed | dict[str, torch.Tensor]]
-"""Inputs of a micro-batch → its `means`; or what other ranks go on with."""
+"""Inputs of a micro-batch → its `means`, or the outputs for the next pipeline stage."""
 
 Compute = Callable[[int, Mapping[str, torch.Tensor], Call], Passed]
-"""(number of a micro-batch, its inputs, what to call with them) → a scalar, or what the call has
-returned for other ranks."""
+"""(index of a micro-batch, its inputs, the model to call) → a scalar loss, or the outputs of the
+call for the next pipeline stage."""
 
 
 def means(result: Any) -> dict[str, torch.Tensor]:
-    """The scalars that a model returns, by name: `loss`, if it is there, what else it wants to be
-    recorded, and COUNT, if it says so."""
+    """The scalars that a model returns, by name: `loss`, further scalars to record, and COUNT if it
+    is among them."""
     if not isinstance(result, dict):
         return {"loss": getattr(result, "loss", result)}
     loss = result.get("loss")
@@ -36,7 +37,7 @@ def means(result: Any) -> dict[str, torch.Tensor]:
 
 
 def loss_problem(result: Any) -> str | None:
-    """What a model returned instead of a mean loss, and what it should; None if it is one."""
+    """Why the result of a model is no mean loss, with what is expected; None if it is one."""
     count = result.get(COUNT) if isinstance(result, dict) else None
     if isinstance(count, torch.Tensor) and count.dim():
         return f"a {COUNT!r} of shape {tuple(count.shape)}; it should be one number"

@@ -1,13 +1,13 @@
-"""Pipeline schedules: which rank computes what in which order, and what that costs. Pure.
+"""Pipeline schedules: which rank computes what in which order, and at what cost. Pure.
 
-[Note: schedules] A model is cut into stages, and stage s lives on rank s % ranks. A rank does its
-actions one after the other; one begins when what it needs has come. An action is a kind, a stage
-and the number of a micro-batch:
+[Note: schedules] A model is cut into stages, and stage s lives on rank s % ranks. A rank executes
+its actions one after the other; an action begins when the messages that it needs have arrived. An
+action is a kind, a stage and the index of a micro-batch:
 
 - *F*: forward.
 - *B*: backward.
 - *I* and *W*: backward in two parts, the gradient of the stage's input, and those of its weights.
-  Nobody waits for a W, so it fills a gap.
+  No rank waits for a W, so it can fill a gap.
 """
 
 from collections import deque
@@ -21,11 +21,12 @@ from trainer.recipe.sections import PipelineSchedule as Name
 Kind = Literal["F", "B", "I", "W"]
 
 COST: Mapping[Kind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""Each product of forward makes two of backward: for the gradients of its input, and its weight."""
+"""Relative cost of an action. Each product of forward has two in backward: for the gradients of its
+input and of its weight."""
 
 
 class Action(NamedTuple):
-    """What a rank does at a time, see [Note: schedules]."""
+    """One unit of work of a rank, see [Note: schedules]."""
 
     kind: Kind
     stage: int
@@ -36,15 +37,15 @@ Order = list[Action]
 
 
 def schedule(name: Name, ranks: int, per_rank: int, count: int) -> list[Order]:
-    """The order of each rank.
+    """The order of actions of each rank.
 
     Args:
-        name: `gpipe`, all forward before all backward (Huang et al. 2019); `1f1b`, in turn, as soon
-            as can be (PipeDream-flush, Narayanan et al. 2021); `interleaved_1f1b`, with several
-            stages a rank (ibid.); `zero_bubble`, ZB-H1 (Qi et al. 2023).
+        name: `gpipe`, all forwards before all backwards (Huang et al. 2019); `1f1b`, alternating as
+            early as possible (PipeDream-flush, Narayanan et al. 2021); `interleaved_1f1b`, with
+            several stages per rank (ibid.); `zero_bubble`, ZB-H1 (Qi et al. 2023).
         ranks: of the pipeline.
-        per_rank: stages of each.
-        count: micro-batches, any number.
+        per_rank: stages of each rank.
+        count: of micro-batches, any number.
     """
     eager = name == "gpipe"
     orders = [_in_turn(rank, ranks, per_rank, count, eager) for rank in range(ranks)]
@@ -54,11 +55,11 @@ def schedule(name: Name, ranks: int, per_rank: int, count: int) -> list[Order]:
 
 
 def _in_turn(rank: int, ranks: int, per_rank: int, count: int, eager: bool) -> Order:
-    """Some forwards to fill the pipeline (all, if `eager`), then forward and backward in turn.
+    """Some forwards to fill the pipeline (all, if `eager`), then forward and backward alternating.
 
-    A group of micro-batches goes through one stage of a rank after the other. Narayanan et al.
-    want groups of exactly `ranks`; these have at least so many, and the larger ones come first,
-    which never deadlocks. A smaller last group can.
+    A group of micro-batches passes through one stage of a rank after the other. Narayanan et al.
+    need groups of exactly `ranks`. These have at least so many, the larger groups first, which
+    never deadlocks; a smaller last group can.
     """
     rounds = max(1, count // ranks)
     sizes = [count // rounds + (number < count % rounds) for number in range(rounds)]
@@ -76,8 +77,9 @@ def _in_turn(rank: int, ranks: int, per_rank: int, count: int, eager: bool) -> O
 
 
 def _split_backward(order: Order, rank: int) -> Order:
-    """Each B becomes an I, whose W waits for a gap. At most `rank` of them wait, by as many fewer
-    forwards this rank is ahead than the first; so none holds more than the first rank of 1F1B."""
+    """Split each B into an I and a W, which waits for a gap. At most `rank` Ws wait: rank r is r
+    fewer forwards ahead than the first rank, so no rank holds more activations than the first rank
+    of 1F1B."""
     waiting: deque[Action] = deque()
     split: Order = []
     last_forward = max(place for place, action in enumerate(order) if action.kind == "F")
@@ -90,13 +92,13 @@ def _split_backward(order: Order, rank: int) -> Order:
         if place < last_forward:
             while len(waiting) > rank:
                 split.append(waiting.popleft())
-        elif place < len(order) - 1:  # the pipeline runs dry: there is a gap after each
+        elif place < len(order) - 1:  # the pipeline drains: there is a gap after each I
             split.append(waiting.popleft())
     return [*split, *waiting]
 
 
 class Span(NamedTuple):
-    """When an action is done."""
+    """Begin and end of an action in a simulation."""
 
     action: Action
     began: float
@@ -104,29 +106,29 @@ class Span(NamedTuple):
 
 
 class Arrangement(NamedTuple):
-    """What orders come to: all actions, each after what it needs."""
+    """All actions of some orders in a possible sequence: each after those that it needs."""
 
     steps: list[tuple[int, Action, int]]
-    """The rank, the action, and the place of that of another stage whose message it needs, or -1:
-    what it needs of its own stage its rank has done."""
+    """(rank, action, index of the step on another stage whose message it needs or -1). What an
+    action needs from its own stage, its rank has done before."""
     held: list[int]
-    """Most forwards of which a rank holds the activations at once, over all its stages."""
+    """Per rank, most forwards whose activations are held at once, over all its stages."""
 
 
 class Simulation(NamedTuple):
-    """What orders cost, see `simulate`."""
+    """Times of all actions, see `simulate`."""
 
     arrangement: Arrangement
     began: list[float]
-    """When each of its steps begins."""
+    """Begin of each step of the arrangement."""
     ended: list[float]
-    """When it is done."""
+    """End of each step."""
     busy: list[float]
-    """How long each rank has something to do."""
+    """Per rank, time spent in actions."""
 
     @property
     def spans(self) -> list[list[Span]]:
-        """What each rank does, and when."""
+        """Per rank, its actions with their times."""
         spans: list[list[Span]] = [[] for _ in self.busy]
         for (rank, action, _), began, ended in zip(
             self.arrangement.steps, self.began, self.ended, strict=True
@@ -136,22 +138,22 @@ class Simulation(NamedTuple):
 
     @property
     def held(self) -> list[int]:
-        """Most forwards that each rank holds, as the arrangement says."""
+        """See `Arrangement.held`."""
         return self.arrangement.held
 
     @property
     def seconds(self) -> float:
-        """Until the last rank is done."""
+        """Time until the last rank is done."""
         return max(self.ended)
 
     @property
     def bubble(self) -> float:
-        """Share of the ranks' time in which they have nothing to do."""
+        """Share of the ranks' time spent idle."""
         return 1 - sum(self.busy) / (len(self.busy) * self.seconds)
 
 
 def needs(action: Action, stages: int) -> list[Action]:
-    """What is to be done before an action can be, by whichever rank."""
+    """The actions, on any rank, that must be done before `action`."""
     kind, stage, number = action
     if kind == "F":
         return [Action("F", stage - 1, number)] if stage else []
@@ -162,10 +164,10 @@ def needs(action: Action, stages: int) -> list[Action]:
 
 
 def arranged(orders: Sequence[Order]) -> Arrangement:
-    """Let each rank follow its order.
+    """Arrange orders into one sequence.
 
     Raises:
-        ValueError: ranks would wait for each other for ever.
+        ValueError: the orders deadlock.
     """
     count = 1 + max(action.stage for order in orders for action in order)
     place: dict[Action, int] = {}
@@ -180,9 +182,9 @@ def arranged(orders: Sequence[Order]) -> Arrangement:
                 if not all(need in place for need in needed):
                     break
                 action = order.popleft()
-                apart = [place[need] for need in needed if need.stage != action.stage]
+                on_other_stages = [place[need] for need in needed if need.stage != action.stage]
                 place[action] = len(steps)
-                steps.append((rank, action, apart[0] if apart else -1))
+                steps.append((rank, action, on_other_stages[0] if on_other_stages else -1))
                 ahead[rank] += {"F": 1, "I": 0}.get(action.kind, -1)
                 held[rank] = max(held[rank], ahead[rank])
         if len(steps) == before:
@@ -196,13 +198,13 @@ def simulate(
     stages: Sequence[Mapping[Kind, float]] = (),
     message: float = 0.0,
 ) -> Simulation:
-    """What happens when each rank follows its order.
+    """Compute when each action runs if every rank follows its order.
 
     Args:
         arrangement: of all ranks.
-        cost: of an action.
-        stages: by stage, if they do not cost the same.
-        message: from one rank to another; nobody computes less for it.
+        cost: of an action, by kind.
+        stages: costs by stage, where they differ.
+        message: time of a message to another rank; it occupies no rank.
     """
     free, busy = [0.0] * len(arrangement.held), [0.0] * len(arrangement.held)
     starts: list[float] = []
@@ -220,34 +222,36 @@ def simulate(
 
 
 def bubble_formula(name: Name, ranks: int, per_rank: int, count: int) -> float:
-    """The bubble of `COST`; of the last two for as many micro-batches as ranks, or more."""
+    """Closed form of the bubble for `COST`; for the last two schedules only with at least as many
+    micro-batches as ranks."""
     times = {"interleaved_1f1b": per_rank, "zero_bubble": 3}.get(name, 1)
     return (ranks - 1) / (count * times + ranks - 1)
 
 
 def incoming(orders: Sequence[Order]) -> list[dict[int, Order]]:
-    """For each rank and sender, the actions that need a message from there, in the order in which
-    the messages are sent. Who posts receives in this order needs neither tags nor a handshake."""
+    """For each rank, sender → the actions that need a message from it, in the order of sending.
+    Receives posted in this order need neither tags nor a handshake."""
     ranks = len(orders)
     stages = 1 + max(action.stage for order in orders for action in order)
-    found: list[dict[int, Order]] = [{} for _ in orders]
+    by_rank: list[dict[int, Order]] = [{} for _ in orders]
     for sender, order in enumerate(orders):
         for kind, stage, number in order:
             to = stage + {"F": 1, "W": stages}.get(kind, -1)
             if 0 <= to < stages and to % ranks != sender:
-                found[to % ranks].setdefault(sender, []).append(Action(kind, to, number))
-    return found
+                by_rank[to % ranks].setdefault(sender, []).append(Action(kind, to, number))
+    return by_rank
 
 
 @cache
 def cut(costs: tuple[float, ...], stages: int) -> list[range]:
-    """Cut blocks into so many runs, the dearest of which is as cheap as can be.
+    """Cut blocks into `stages` runs so that the highest cost of a run is as low as possible.
 
     Args:
-        costs: of each block, with what lies below the first and above the last.
-        stages: at most as many as there are blocks.
+        costs: of each block, including what lies below the first and above the last.
+        stages: at most the number of blocks.
     """
     upto = list(accumulate(costs, initial=0.0))
+    # Dynamic programming: (stages, blocks) → (highest cost, starts of the runs).
     best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, 0): (0.0, ())}
     for stage in range(1, stages + 1):
         for stop in range(stage, len(costs) + 1):

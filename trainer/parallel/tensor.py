@@ -1,30 +1,30 @@
-"""Tensor and sequence parallelism: some ranks compute each layer of a model together.
+"""Tensor and sequence parallelism: groups of ranks compute each layer of a model together.
 
 Shoeybi et al. 2019, "Megatron-LM"; Korthikanti et al. 2022, "Reducing Activation Recomputation in
 Large Transformer Models".
 
-[Note: tensor parallelism] A model says how its modules are cut by its `tensor_plan`, a kind for
-each module that has parameters:
+[Note: tensor parallelism] A model's `tensor_plan` says how its modules are cut: a kind for each
+module that has parameters:
 
 - *column*: a product whose outputs are cut (query, key and value by heads; the first of an MLP).
-- *row*: a product whose inputs are cut, as columns gave them; its outputs are sums over ranks.
+- *row*: a product whose inputs are cut, as columns left them; its outputs are sums over ranks.
 - *fused*: several columns in one, an `nn.Linear` with the outputs of each in `sections`. A rank
-  computes consecutive outputs of all, and gets those of its heads from the others.
-- *head_norm*: what lies between the two and works on each head by itself.
-- *wide_norm*: an RMSNorm between the two of all heads together; its sums are those of all ranks.
-- *norm*: what works on the residual stream. With sequence parallelism a rank has only its part of
+  computes consecutive outputs of the whole, and gets those of its heads from the others.
+- *head_norm*: a module between a column and a row that treats each head by itself.
+- *wide_norm*: an RMSNorm between these two over all heads together; its sums are over all ranks.
+- *norm*: a module on the residual stream. With sequence parallelism a rank holds only its part of
   the sequence there, else all of it.
-- *tokens*: a module, all of it, that takes each token by itself, as experts do. Each rank has some
-  of the tokens, and all of the weights but those of `Family.stacks`.
-- *vocabulary*: an embedding, or an output head, whose rows are cut. The head is a weight only: the
-  loss is that of a `HeadLoss`, and no rank ever has a whole row of logits.
+- *tokens*: a whole module that treats each token by itself, as experts do. Each rank computes some
+  of the tokens, and holds all weights but those of `Family.stacks`.
+- *vocabulary*: an embedding or output head whose rows are cut. The head is only a weight: the loss
+  is computed by a `HeadLoss`, and no rank holds a whole row of logits.
 
-An adapter of a *column* or *fused* has A whole and B by rows, one of a *row* A by columns and B
-whole.
+An adapter of a *column* or *fused* has A whole and B cut by rows; of a *row*, A is cut by columns
+and B whole.
 
-Parameters become DTensors, which say to FSDP, checkpoints and the gradient norm what lies where.
-The arithmetic is that of the modules, on local tensors, with plain collectives. A gradient to which
-each rank has a part is marked as `Partial`; FSDP, which is always above, sums it.
+Parameters become DTensors, which tell FSDP, checkpoints and the gradient norm their layout. The
+arithmetic is that of the modules, on local tensors, with plain collectives. A gradient of which
+each rank computes a term is marked as `Partial`; FSDP, always applied on top, sums it.
 
 Shapes: B batch, T sequence, D hidden, V vocabulary.
 """
@@ -79,15 +79,15 @@ _CUT_APART: dict[tuple[str, str], Placement] = {
     ("fused", "lora_A"): Replicate(),
     ("row", "lora_B"): Replicate(),
 }
-"""Parameters that are cut otherwise than the weight beside them, by kind and name."""
+"""(kind, parameter) → placement, where it differs from the weight's."""
 
 
 def kinds_of(model: nn.Module, tp: int, shards: int = 1) -> dict[str, str]:
     """The kind of each module that has parameters, by FQN.
 
     Raises:
-        RecipeError: the model has no `tensor_plan`, the plan leaves a module out, or cannot be
-            followed by `tp` ranks, of which FSDP cuts into `shards` what each has.
+        RecipeError: the model has no `tensor_plan`, or its plan leaves out a module, or does not
+            fit `tp` ranks whose parts FSDP cuts into `shards`.
     """
     plan = getattr(model, "tensor_plan", None)
     if not plan:
@@ -124,7 +124,7 @@ def kinds_of(model: nn.Module, tp: int, shards: int = 1) -> dict[str, str]:
 
 
 def _problem(kind: str, module: Any, tp: int, shards: int) -> str | None:
-    """Why a module cannot be of a kind."""
+    """Why a module cannot be of a kind; None if it can."""
     forward = nn.Linear.forward if isinstance(module, LoraLinear) else type(module).forward
     if kind in ("column", "fused", "row") and forward is not nn.Linear.forward:
         return f"that needs an nn.Linear, but it is a {type(module).__name__}"
@@ -154,7 +154,7 @@ def _problem(kind: str, module: Any, tp: int, shards: int) -> str | None:
         length = module.weight.shape[lengths[kind]]
         if kind == "vocabulary" and (tp - 1) * -(-length // tp) >= length:
             return f"its {length} rows leave one of tp={tp} ranks without any"
-        if kind == "vocabulary" and not told_by_sums(length, tp, shards):
+        if kind == "vocabulary" and not layout_is_exact(length, tp, shards):
             return (
                 f"its {length} rows are not even on tp={tp} ranks with {shards} shards each; take "
                 "a vocab_size that both divide, or another strategy.shard_size"
@@ -165,15 +165,15 @@ def _problem(kind: str, module: Any, tp: int, shards: int) -> str | None:
     return None
 
 
-def told_by_sums(length: int, tp: int, shards: int) -> bool:
-    """Whether a DTensor tells right which rows a rank holds. It describes FSDP over tensor
-    parallelism by what the ranks of a shard hold together, cut evenly (`_StridedShard`)."""
+def layout_is_exact(length: int, tp: int, shards: int) -> bool:
+    """Whether a DTensor describes rightly which rows a rank holds. It represents FSDP over tensor
+    parallelism by an even cut over the ranks of a shard (`_StridedShard`)."""
     by_rank = [_chunks(part, shards) for part in _chunks(length, tp)]
     return all(_chunks(sum(rows), tp) == list(rows) for rows in zip(*by_rank, strict=True))
 
 
 def _chunks(length: int, count: int) -> list[int]:
-    """Lengths as of torch.chunk, with those that are empty."""
+    """Lengths of torch.chunk's parts, including empty ones."""
     most = -(-length // count)
     return [max(0, min(most, length - most * place)) for place in range(count)]
 
@@ -182,12 +182,12 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) ->
     """Cut `model` in place over `mesh` (1-D), before FSDP. Works on the meta device.
 
     Args:
-        model: with a `tensor_plan`; else with equal weights on all ranks.
+        model: with a `tensor_plan`; off the meta device weights must be equal on all ranks.
         mesh: the ranks that compute together.
-        sequence: they cut the residual stream along the sequence, too.
+        sequence: whether they also cut the residual stream along the sequence.
     """
     ranks = Together(mesh, sequence)
-    placed: dict[nn.Parameter, Any] = {}  # those of tied weights stay one
+    placed: dict[nn.Parameter, Any] = {}  # tied weights stay tied
     kinds = kinds_of(model, mesh.size())
     modules = dict(model.named_modules())
     for name, kind in kinds.items():
@@ -208,7 +208,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) ->
 
 
 class Together:
-    """The ranks that compute a model together, and how activations come to them and leave them."""
+    """A tensor-parallel group of ranks, and its collectives on activations."""
 
     def __init__(self, mesh: DeviceMesh, sequence: bool) -> None:
         self._mesh, self.rank, self.size = mesh, mesh.get_local_rank(), mesh.size()
@@ -217,25 +217,25 @@ class Together:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """That of now: a rank that outlives others makes its groups anew (kept.py)."""
+        """The present group: a rank that outlives others creates its groups anew (kept.py)."""
         return self._mesh.get_group()
 
     def enter(self, x: Tensor) -> Tensor:
-        """The residual stream (B, T or T / tp, D), or what is made of it, whole on each rank: as
-        input of products that are cut.
+        """Make the residual stream (B, T or T / tp, D) whole on each rank, as input of cut
+        products.
 
-        Those that get the same tensor one after the other, as query, key and value do, share what
-        is sent, and so does its gradient on the way back.
+        Successive products of the same tensor, such as query, key and value, share one gather, and
+        one reduction of its gradient.
         """
         version = 0 if x.is_inference() else x._version
-        asked = (version, torch.is_grad_enabled())
-        if self._entered is None or self._entered[0][0] is not x or self._entered[0][1:] != asked:
-            self._entered = ((x, *asked), _Enter.apply(x, self))
+        key = (version, torch.is_grad_enabled())
+        if self._entered is None or self._entered[0][0] is not x or self._entered[0][1:] != key:
+            self._entered = ((x, *key), _Enter.apply(x, self))
         return self._entered[1]
 
     def leave(self, x: Tensor) -> Tensor:
-        """Sums over the ranks of what each has (B, T, D): the residual stream."""
-        self._entered = None  # so it is freed
+        """Sum the ranks' terms (B, T, D) into the residual stream."""
+        self._entered = None  # frees the gathered tensor
         if self.sequence and x.shape[1] % self.size:
             raise ValueError(
                 f"a sequence of {x.shape[1]} tokens does not divide among tp={self.size} ranks; "
@@ -260,14 +260,14 @@ class Together:
         return mine
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, of the shape of x. On all of them."""
+        """Sum of `x` over the ranks. On all of them."""
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self.group)
         return total
 
 
 class _Enter(torch.autograd.Function):
-    """See `Together.enter`: each rank has a part of the gradient of all."""
+    """See `Together.enter`. Each rank has a term of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Together) -> Tensor:
@@ -281,7 +281,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """See `Together.leave`: the gradient of a sum is that of each of its terms."""
+    """See `Together.leave`. The gradient of a sum is that of each term."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Together) -> Tensor:
@@ -294,16 +294,17 @@ class _Leave(torch.autograd.Function):
 
 
 def _local(parameter: Tensor, partial: bool = False) -> Tensor:
-    """This rank's part of a parameter, differentiably; `partial`: its gradient is a part, too."""
+    """This rank's part of a parameter, differentiable; `partial`: its gradient is one term of a
+    sum."""
     assert isinstance(parameter, DTensor)
     return parameter.to_local(grad_placements=[Partial()] if partial else None)
 
 
 @contextmanager
 def with_local(module: nn.Module, partial: bool | Collection[str] = False) -> Iterator[None]:
-    """In it the parameters of a module are this rank's parts. `partial`: so are the gradients of
-    all of them, or of those with these names."""
-    gathered = dict(module._parameters)  # by FSDP
+    """Inside, a module's parameters are this rank's parts. `partial`: the gradients of all of them,
+    or of these names, are terms of a sum."""
+    gathered = dict(module._parameters)  # as FSDP gathered them
     some = gathered if partial is True else partial or ()
     local: dict[str, Any] = {
         name: p if p is None else _local(p, name in some) for name, p in gathered.items()
@@ -322,7 +323,8 @@ def _column(module: nn.Module, ranks: Together) -> Forward:
     compute = module.forward
 
     def forward(x: Tensor) -> Tensor:
-        with with_local(module, ("lora_A",)):  # whole, for outputs of which each rank has some
+        # A is whole, but each rank's outputs give only a term of its gradient
+        with with_local(module, ("lora_A",)):
             return compute(ranks.enter(x))
 
     return forward
@@ -338,8 +340,8 @@ def _fused(module: Any, ranks: Together) -> Forward:
 
 
 class _Dealt(torch.autograd.Function):
-    """Consecutive outputs of all sections (B, T, n / tp) → this rank's part of each section, of as
-    many elements."""
+    """Consecutive outputs of all sections (B, T, n / tp) → this rank's part of each section, of
+    equal size."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Together, sections: tuple[int, ...]) -> Tensor:
@@ -363,7 +365,7 @@ def _row(module: Any, ranks: Together) -> Forward:
 
     def forward(x: Tensor) -> Tensor:
         with with_local(module, partial):
-            if isinstance(module, LoraLinear):  # one sum over the ranks for both
+            if isinstance(module, LoraLinear):  # one reduction for both terms
                 part = module.frozen(x) + module.low_rank(x)
             else:
                 part = nn.functional.linear(x, module.weight)
@@ -393,7 +395,7 @@ def _wide_norm(module: Any, ranks: Together) -> Forward:
 
 
 class _Total(torch.autograd.Function):
-    """Sums over the ranks, each of which goes on with them: so are their gradients."""
+    """Sums over the ranks, each of which uses the result, so gradients are summed as well."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Together) -> Tensor:
@@ -429,7 +431,7 @@ def _tokens(module: nn.Module, ranks: Together) -> Forward:
 
 
 class _Part(torch.autograd.Function):
-    """(B, T, D), the same on all ranks → (B, T / tp, D)."""
+    """(B, T, D), equal on all ranks → (B, T / tp, D)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Together) -> Tensor:
@@ -442,7 +444,7 @@ class _Part(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """(B, T / tp, D) → (B, T, D), the same on all ranks."""
+    """(B, T / tp, D) → (B, T, D), equal on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Together) -> Tensor:
@@ -461,7 +463,7 @@ def _vocabulary(module: Any, ranks: Together) -> Forward:
         mine = (index >= 0) & (index < len(weight))
         rows = nn.functional.embedding(index.clamp(0, len(weight) - 1), weight)
         rows = rows.masked_fill(~mine[..., None], 0)
-        # Positions are the same for all rows of a batch: (T) is cut along the sequence, too.
+        # Position ids (T) are equal for all rows of a batch, and are cut along the sequence too.
         return ranks.leave(rows) if ids.dim() > 1 else ranks.leave(rows[None])[0]
 
     def refuse(*args: Any) -> Tensor:
@@ -486,19 +488,19 @@ _FORWARDS: dict[str, Callable[[nn.Module, Together], Forward]] = {
 
 
 def first_row(weight: Tensor, ranks: Together) -> int:
-    """The number of this rank's first row of a weight (V, D) that is cut as Shard(0) cuts."""
+    """Index of this rank's first row of a weight (V, D) cut by Shard(0)."""
     return -(-weight.shape[0] // ranks.size) * ranks.rank
 
 
 class VocabularyLoss(nn.Module):
-    """What `HeadLoss` computes, where each rank has some rows of the head."""
+    """`HeadLoss` for a head whose rows are cut over ranks."""
 
     def __init__(self, ranks: Together) -> None:
         super().__init__()
         self._ranks = ranks
 
     def compile(self, *arguments: Any, **options: Any) -> None:
-        """Stays as it is: its sums are those of all ranks."""
+        """Does nothing: the loss has collectives."""
 
     def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """Mean in nats over the labels that are not -100, a float32 scalar.
@@ -529,11 +531,11 @@ class VocabularyLoss(nn.Module):
 
 
 class _CutLoss(torch.autograd.Function):
-    """Sum of the cross-entropies; hidden (N, D), weight (V / tp, D) from row `start` of the head
-    on, labels (N). As `trainer.models.loss._ChunkedLoss`, with two small all-reduces a chunk: of
-    the largest logits, and of the sums that make softmax and loss of them.
+    """Sum of the cross-entropies; hidden (N, D), weight (V / tp, D) from row `start` of the head,
+    labels (N). Like `trainer.models.loss._ChunkedLoss`, with two small all-reduces per chunk: of
+    the largest logits, and of the sums for softmax and loss.
 
-    The gradient of hidden is this rank's part.
+    The gradient of hidden is this rank's term.
     """
 
     @staticmethod
@@ -560,6 +562,7 @@ class _CutLoss(torch.autograd.Function):
             logits = torch.mm(hidden[part], weight.T, **wide).float()
             largest = logits.amax(1)
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+            # exp must not overflow.
             logits -= largest[:, None]
             target = logits.gather(1, index)[:, 0] * mine
             likely = logits.exp_()
@@ -573,7 +576,7 @@ class _CutLoss(torch.autograd.Function):
             torch.mm(gradient, weight, out=to_hidden[part])
             if to_weight is not None:
                 add_product(to_weight, gradient.T, hidden[part])
-            del logits, likely, gradient  # before the next chunk's
+            del logits, likely, gradient  # frees memory before the next chunk's logits
         ctx.save_for_backward(to_hidden, to_weight)
         ctx.dtype = weight.dtype
         return total

@@ -171,9 +171,9 @@ def _runs(blueprint: Blueprint, strategy: Strategy, shards: int) -> tuple[range,
     check_parallel(recipe, blueprint.model, shards)
     if pp.ranks(strategy) == 1:
         return (range(blueprint.block_count),)
-    from trainer.parallel.pipeline import runs_of  # others get by without
+    from trainer.parallel.pipeline import blocks_by_stage  # imported only where the recipe uses it
 
-    return tuple(runs_of(blueprint.model, recipe))
+    return tuple(blocks_by_stage(blueprint.model, recipe))
 
 
 @lru_cache(maxsize=128)

@@ -116,7 +116,7 @@ def _taped(
     call: Callable[..., Any] = lambda inputs: model(**inputs)  # noqa: E731
     imagined: Any = nullcontext()
     if cut != WHOLE:
-        from trainer.parallel.context import Context  # others get by without
+        from trainer.parallel.context import Context  # imported only where the recipe uses it
         from trainer.plan.ranks import Ranks, imagined_ranks, ring_of
 
         around = strategies.cp.ranks(cut)

@@ -1,4 +1,4 @@
-"""Which errors are the user's to mend."""
+"""Errors that the user can correct."""
 
 import sys
 from types import TracebackType
@@ -19,8 +19,8 @@ _HOMES = {
 
 
 class Refusals:
-    """What several checks of the user's input find wrong, to be told at once: each is made inside
-    `with refusals:`."""
+    """Collects the errors of several checks of the user's input, each made inside `with refusals:`,
+    to report all of them together."""
 
     def __init__(self) -> None:
         self._found: dict[str, Exception] = {}
@@ -34,11 +34,11 @@ class Refusals:
         self._found[str(error)] = error
         return True
 
-    def tell(self) -> None:
-        """Go on if all was well.
+    def raise_all(self) -> None:
+        """Raise what was collected; return if there is nothing.
 
         Raises:
-            RecipeError: of all lines of what was not; a single error as it is.
+            RecipeError: the lines of all errors; a single error is raised as it is.
         """
         if len(self._found) == 1:
             raise next(iter(self._found.values()))
@@ -47,22 +47,21 @@ class Refusals:
 
 
 def lines(error: Exception) -> list[str]:
-    """The lines of such an error, each of which is one thing to mend. What names and values in
-    it, of files or the command line, would do to a terminal is written out."""
+    """The lines of an error of the user's input, one for each thing to correct. Control characters
+    from names and values are escaped, as they could steer a terminal."""
     return [printable(line) for line in str(error).splitlines()]
 
 
-def told(error: Exception) -> str:
-    """Such an error as people read it."""
+def error_text(error: Exception) -> str:
+    """An error of the user's input as the console shows it."""
     return "\n".join(f"error: {line}" for line in lines(error))
 
 
 def known_errors() -> tuple[Any, ...]:
-    """Errors of the user's input; anything else is a fault of ours and keeps its traceback.
-
-    Only of modules that are loaded, as no others can have raised one: whoever has mistyped a key is
-    told so without waiting for torch.
-    """
+    """Exception types of the user's input; any other exception is a fault of ours and keeps its
+    traceback."""
+    # Only of loaded modules, as no others can have raised: a mistyped key is reported without the
+    # seconds that importing torch takes.
     return tuple(
         getattr(sys.modules[home], name) for name, home in _HOMES.items() if home in sys.modules
     )

@@ -1,4 +1,4 @@
-"""Tells people, by a command or a webhook, when something happens to a run (`tracking.alerts`)."""
+"""Runs a command or posts to a webhook when a condition of `tracking.alerts` begins to hold."""
 
 import json
 import math
@@ -14,15 +14,15 @@ import yaml
 
 from elastic.node.files import read_text
 from trainer.recipe.conditions import AfterFailure, Beyond, Condition, Silent, parse_condition
-from trainer.run.standing import Standing
+from trainer.run.ledger_summary import LedgerSummary
 
 COMMAND_SECONDS, POST_SECONDS = 30.0, 10.0
-"""After which a command is killed, and a webhook given up."""
+"""Seconds after which a command is killed, and a webhook abandoned."""
 
 
 class Alerts:
-    """A sink (see sinks.py) that tells of what begins to hold, once. A process that takes over from
-    one that was killed tells again of what holds then."""
+    """A sink (see sinks.py) that reports each condition once when it begins to hold. A process that
+    replaces a killed one reports conditions that hold then again."""
 
     def __init__(self, run_dir: Path) -> None:
         tracking = yaml.safe_load(read_text(run_dir / "recipe.yaml"))["tracking"]
@@ -31,8 +31,8 @@ class Alerts:
         self._conditions = [parse_condition(alert["when"]) for alert in self._alerts]
         self._holds = [False] * len(self._alerts)
         self._warned = False
-        self._standing: Standing | None = Standing(run_dir)
-        """Until it has told of the failures before this process."""
+        self._standing: LedgerSummary | None = LedgerSummary(run_dir)
+        """None once the failures before this process are counted."""
         self._step, self._failures = 0, 0.0
         self._newest, self._heard = 0.0, time.monotonic()
 
@@ -61,19 +61,20 @@ class Alerts:
         """See Sink."""
 
     def _now(self, condition: Condition | None, values: Mapping[str, float]) -> str | None:
-        """What holds by these values, in words; empty: it does not hold; None: they do not tell."""
+        """Why a condition holds by these values; "" if it does not; None if the values do not
+        decide it."""
         if isinstance(condition, AfterFailure) and "failures" in values:
             more = values["failures"] - self._failures
             return f"{values['failures']:.0f} failure(s) by now" if more > 0 else ""
         if isinstance(condition, Beyond) and condition.key in values:
             value = values[condition.key]
-            # What is not a number is beyond any.
+            # NaN exceeds any limit.
             beyond = value > condition.number if condition.above else value < condition.number
             return f"{condition.key} {value:g}" if beyond or math.isnan(value) else ""
         return None
 
     def _hold(self, number: int, what: str) -> None:
-        """Note whether a condition holds, and tell of it if it did not before."""
+        """Record whether a condition holds, and report it if it did not hold before."""
         before, self._holds[number] = self._holds[number], bool(what)
         if what and not before:
             alert = self._alerts[number]
@@ -86,16 +87,16 @@ class Alerts:
         try:
             send(where, text)
         except (OSError, subprocess.SubprocessError, ValueError) as error:
-            if not self._warned:  # the console of a long run is not to be filled with it
+            if not self._warned:  # once, so that it does not fill the console
                 print(f"warning: tracking.alerts: {where}: {error}; training goes on", flush=True)
             self._warned = True
 
 
 def _run(command: str, text: str) -> None:
-    """Run a command with the text in its environment.
+    """Run a command with the text in the environment variable PERDURE_ALERT.
 
     Raises:
-        SubprocessError: it fails, or does not end in time.
+        SubprocessError: it fails, or exceeds COMMAND_SECONDS.
     """
     subprocess.run(
         ["sh", "-c", command],
@@ -107,10 +108,10 @@ def _run(command: str, text: str) -> None:
 
 
 def _post(url: str, text: str) -> None:
-    """Post the text to a webhook, or to that which a variable of the environment has.
+    """Post the text to a webhook; `env:NAME` takes the URL from an environment variable.
 
     Raises:
-        OSError, ValueError: it is not reached, or refuses, or there is no such variable.
+        OSError, ValueError: it cannot be reached, refuses, or the variable is missing.
     """
     if url.startswith("env:"):
         url = os.environ.get(url.removeprefix("env:"), "")

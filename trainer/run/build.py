@@ -1,6 +1,6 @@
-"""From a recipe to a `Run`: mesh, model, optimizer, restored state.
+"""Build a `Run` from a recipe: mesh, model, optimizer, restored state.
 
-A restart takes the same path as a start: it only finds state to load.
+A restart takes the same path as a start, and finds a checkpoint to load.
 """
 
 import gc
@@ -41,12 +41,12 @@ from trainer.tasks.task import Task, optimizer_options
 from trainer.tasks.text_model import documents_for
 
 TRIED_LENGTH = 64
-"""Tokens of the sequence with which it is tried whether documents stay apart."""
+"""Tokens of the sequence that tests whether a model keeps documents apart."""
 
 
 @contextmanager
 def build(
-    given: Recipe,
+    written: Recipe,
     recipe: Recipe,
     text: str,
     task: Task,
@@ -58,13 +58,14 @@ def build(
     spare: Spare,
     last: Run | None,
 ) -> Iterator[Run]:
-    """A run that goes on from the newest checkpoint, if there is one. Called on all ranks.
+    """Build a run that continues from the newest checkpoint, or from the beginning without one. On
+    all ranks.
 
     Args:
-        given: the recipe, and as it is `settled` for this world.
-        text: the recipe as the run keeps it.
-        spare: the checkpointer takes the checkpoint writer process that it has by then.
-        last: the run that this process was in before, of which model and optimizer are kept; see
+        written: the recipe; `recipe`: the same after `settled` for this world.
+        text: the recipe as the run directory keeps it.
+        spare: a checkpoint writer process that has started already, for the checkpointer.
+        last: this process's run before a failure of others; its model and optimizer are kept, see
             trainer/parallel/kept.py.
     """
     group = dist.group.WORLD
@@ -78,7 +79,7 @@ def build(
             spare,
             adapter=bool(recipe.model.adapter),
         ) as checkpointer,  # fmt: skip
-        given_up(checkpointer, recall),
+        abandon_when_recalled(checkpointer, recall),
         attention_kernel(recipe, task, world.device) as attention,
     ):
         checkpointer.start_early()
@@ -86,41 +87,49 @@ def build(
             task, optimizer = last.task, last.optimizer
             model, mesh = rejoin(last.model, last.mesh, mesh)
             last = replace(last, model=model, mesh=mesh)
-            gc.collect()  # the graph of the step that failed holds itself, and with it old groups
+            gc.collect()  # the graph of the failed step holds itself, and with it the old groups
         else:
-            # FSDP renames the classes of blocks.
+            # Before FSDP, which renames the classes of blocks.
             notes = use_of_blocks(recipe, task, world.world_size)
             task = replace(task, notes=(*task.notes, *notes))
             model, optimizer = model_and_optimizer(recipe, task, world, mesh)
         limit_waits(recipe.elastic.timeout_seconds)
         startup.mark("model")
         pulse.report(0, "load")
-        of_reference: list[str] = []
-        begun = False
+        reference_lines: list[str] = []
+        at_beginning = False
         if recipe.objective.referenced:
             reference = Reference(recipe, task, agreement.init_from)
-            if begun := not reference.find(world, mesh):
+            if at_beginning := not reference.find(world, mesh):
                 load_beginning(model, recipe, task)
                 reference.compute(model, world, mesh, pulse)
-            of_reference = reference.lines
+            reference_lines = reference.lines
             startup.mark("reference")
         kept = last.progress if last else None
         progress, state = restore(
-            checkpointer, model, optimizer, recipe, task, agreement.init_from, kept, begun=begun
+            checkpointer,
+            model,
+            optimizer,
+            recipe,
+            task,
+            agreement.init_from,
+            kept,
+            at_beginning=at_beginning,
         )
         pulse.safe = not checkpointer.newer_than_storage
         if not state:
             check_documents(model, recipe, task, world.device)
         memory = "checkpoint slots are made with the first save: training goes on first"
-        known = bool(state) or not recipe.optimizer.factory  # else its first step makes its state
-        if known and (not world.cause or checkpointer.loaded_from != "memory"):
+        # a user's optimizer creates its state in its first step
+        state_known = bool(state) or not recipe.optimizer.factory
+        if state_known and (not world.cause or checkpointer.loaded_from != "memory"):
             memory = checkpointer.prepare(model=model.tensors, optimizer=model.state_of(optimizer))
         startup.mark("checkpoint")
         changed, digest, run_dir = {}, digest_of(text), Path(recipe.run.dir)
         if world.is_main and state:
             restart = bool(world.cause) or world.generation > 0 or world.round > 1
             changed = changes_of_start(
-                run_dir, given, digest, agreement.computed_by, state, restart=restart
+                run_dir, written, digest, agreement.computed_by, state, restart=restart
             )
         if world.is_main:
             show_recipe(run_dir, text)
@@ -157,17 +166,17 @@ def build(
         with Log(recipe, start, lines, silent=not world.is_main) as log:
             startup.mark("trackers")
             run = Run(
-                given, recipe, task, world, mesh, plan, model, optimizer, build_schedule(recipe),
+                written, recipe, task, world, mesh, plan, model, optimizer, build_schedule(recipe),
                 progress, checkpointer, start, log, pulse, recall,
                 frozenset(tensors_not_finite(fixed)),
             )  # fmt: skip
-            notes = [agreement.note, describe_changes(changed, given)]
+            notes = [agreement.note, describe_changes(changed, written)]
             if recipe.optimizer.factory:
-                from trainer.optim.own import describe_own  # others get by without
+                from trainer.optim.own import describe_own  # imported only where the recipe uses it
 
                 notes.append(describe_own(optimizer, recipe.optimizer))
-            told = *attention, *(f"note: {note}" for note in notes if note)
-            lines = [describe(run), *told, *of_reference, memory]
+            log_lines = *attention, *(f"note: {note}" for note in notes if note)
+            lines = [describe(run), *log_lines, *reference_lines, memory]
             log.say("\n".join(lines))
             yield run
             pulse.report(progress.step, "end")
@@ -176,8 +185,8 @@ def build(
 def model_and_optimizer(
     recipe: Recipe, task: Task, world: World, mesh: Mesh
 ) -> tuple[ParallelModel, torch.optim.Optimizer]:
-    """The model of a task in the strategy of the recipe, and its optimizer, both to be loaded. On
-    all ranks."""
+    """Build the model of a task in the recipe's strategy, and its optimizer, both without loaded
+    state. On all ranks."""
     model = parallelize(
         task.model, task.blocks, mesh, recipe, world.device, task.fill,
         cores=max(1, usable_cores() // world.local_world_size),
@@ -191,27 +200,27 @@ def model_and_optimizer(
 
 @torch.no_grad()
 def check_documents(model: ParallelModel, recipe: Recipe, task: Task, device: torch.device) -> None:
-    """Try whether a model of transformers keeps documents apart: another first document leaves the
-    loss of the second as it is. On all ranks.
+    """Test whether a transformers model keeps documents apart: the loss of the second document must
+    not change with the first. On all ranks.
 
     Raises:
-        RecipeError: it does not; on all ranks.
+        RecipeError: it changes; on all ranks.
     """
     theirs, length = task.model, min(recipe.data.seq_len, TRIED_LENGTH) // 2
     if not isinstance(theirs, TransformersModel) or not documents_for(recipe):
         return
     if not recipe.data.sources or not length or recipe.strategy.compile:
-        return  # to compile for these sequences would take long
+        return  # compiling for these short sequences would take long
     ids = torch.arange(2 * length, device=device)[None] % theirs.vocab_size
     documents = torch.arange(2 * length, device=device)[None] // length
     labels = ids.roll(-1, 1).masked_fill(documents == 0, IGNORED_LABEL)
     with model.evaluating():
-        one, other = (
+        loss, changed_loss = (
             model({"input_ids": inputs, "labels": labels, "document_ids": documents})["loss"]
             for inputs in (ids, torch.where(documents == 0, ids.flip(1), ids))
         )
-    # Where tokens go to experts changes how those of others are rounded.
-    if not torch.allclose(one, other, rtol=1e-2):
+    # The tolerance is for experts: other tokens in a batch change how theirs are rounded.
+    if not torch.allclose(loss, changed_loss, rtol=1e-2):
         raise RecipeError(
             f"data.document_mask: in {theirs.name} of transformers a document changes the loss of "
             "the next; set data.document_mask=false to train it so"
@@ -219,9 +228,9 @@ def check_documents(model: ParallelModel, recipe: Recipe, task: Task, device: to
 
 
 @contextmanager
-def given_up(checkpointer: TensorCheckpointer, recall: Recall) -> Iterator[None]:
-    """When this process is recalled, its checkpointer waits for nobody: what is in memory is what
-    the next attempt begins from."""
+def abandon_when_recalled(checkpointer: TensorCheckpointer, recall: Recall) -> Iterator[None]:
+    """On a recall of this process, end its checkpointer without waiting for storage: the next
+    attempt begins from the copy in memory."""
     recall.stop = checkpointer.interrupt
     try:
         yield
@@ -235,12 +244,13 @@ def given_up(checkpointer: TensorCheckpointer, recall: Recall) -> Iterator[None]
 
 @contextmanager
 def attention_kernel(recipe: Recipe, task: Task, device: torch.device) -> Iterator[list[str]]:
-    """While entered, the fastest kernel that is installed computes the attention of a decoder on a
-    GPU. Gives what is to be told of it, in lines."""
+    """While entered, the fastest installed kernel computes a decoder's attention on a GPU. Yields
+    log lines about it."""
     if device.type != "cuda" or not isinstance(task.model, Decoder):
         yield []
         return
-    from trainer.models.kernels import choose_kernel, kernel_in_use, this_gpu  # CPUs have no choice
+    # a CPU has one kernel only
+    from trainer.models.kernels import choose_kernel, kernel_in_use, this_gpu
 
     try:
         kernel = choose_kernel(
@@ -253,15 +263,15 @@ def attention_kernel(recipe: Recipe, task: Task, device: torch.device) -> Iterat
             ring=strategies.cp.ranks(recipe.strategy) > 1,
             window=bool(task.model.model.windows(recipe.data.seq_len)),
         )
-    except ValueError as error:  # which GPU it is was not known before
+    except ValueError as error:  # the checks before did not know the GPU
         raise RecipeError(f"model.attention: {error}") from error
     with kernel_in_use(kernel) as used:
         yield [f"attention: {used.name}", *([f"note: {used.note}"] if used.note else [])]
 
 
 def describe(run: Run) -> str:
-    """What is about to run, with the arithmetic of the batch; after a failure also whose it was,
-    and what it cost of the steps that were reached before."""
+    """The log's description of a run at its start, with the arithmetic of the batch; after a
+    failure also its cause, and the steps that it cost."""
     recipe, task, world, start = run.recipe, run.task, run.world, run.start
     idle = 0.0
     if run.model.pipeline:
@@ -306,13 +316,19 @@ def describe(run: Run) -> str:
 
 
 def idle_share(strategy: Strategy, passes: int, costs: Sequence[float]) -> float:
-    """Share of a step for which the ranks of a pipeline wait, whose stages have these costs."""
+    """Share of a step in which the ranks of a pipeline wait.
+
+    Args:
+        strategy: with the pipeline.
+        passes: micro-batches of a step.
+        costs: of each stage, relative.
+    """
     from trainer.parallel.schedules import (
         COST,
         arranged,
         schedule,
         simulate,
-    )  # others get by without
+    )  # imported only where the recipe uses it
 
     stages = [{kind: cost * each for kind, cost in COST.items()} for each in costs]
     orders = schedule(*strategies.pp.shape(strategy), passes)
@@ -320,7 +336,7 @@ def idle_share(strategy: Strategy, passes: int, costs: Sequence[float]) -> float
 
 
 def without_peak(recipe: Recipe, world: World) -> list[str]:
-    """That there will be no MFU, where somebody may look for it."""
+    """A note that the run reports no MFU because this GPU's peak is unknown; [] if it is known."""
     if world.device.type != "cuda" or peak_flops(recipe, world.device):
         return []
     name = torch.cuda.get_device_name(world.device)

@@ -1,7 +1,7 @@
-"""Where compiled code is kept: in directories that no other user can write to.
+"""Directories for compiled code that no other user can write to.
 
-torch's inductor and triton run what they find in their caches, and inductor unpickles it. By
-default that is `torchinductor_USER` in the temporary directory, where whoever comes first makes it.
+torch's inductor and triton execute what they find in their caches, and inductor unpickles it. The
+default, `torchinductor_USER` in the temporary directory, can be created first by another user.
 """
 
 import os
@@ -16,27 +16,27 @@ INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
 
 def keep_caches_closed(run_directory: Path, compiles: bool = False) -> None:
-    """Have this process, and all that it starts, keep compiled code where nobody else can put any.
-    Before anything is compiled.
+    """Set the cache directories of this process and its children to ones that nobody else can write
+    to. Call it before anything is compiled.
 
     Args:
-        run_directory: of the run; has the cache where the user's own cache directory cannot.
-        compiles: the recipe asks for compiled code.
+        run_directory: of the run; holds the cache if the user's own cache directory cannot.
+        compiles: whether the recipe compiles.
 
     Raises:
-        RecipeError: a directory that the environment names, or else every other one, is open to
-            other users.
+        RecipeError: other users can write to a directory that the environment names, or else to all
+            candidates.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    # torch names its default itself when the compiler is imported, and reads it anew at each use.
+    # torch sets this variable to its default on import, and reads it anew at each use.
     if os.environ.get(INDUCTOR) == default_cache_dir():
         del os.environ[INDUCTOR]
-    # Headers for its C++ lie there in any case.
+    # torch puts C++ headers there whatever the variable says.
     default = Path(default_cache_dir())
     with suppress(OSError):
         if default.lstat().st_uid == os.geteuid() and not any(default.iterdir()):
-            default.chmod(0o700)  # torch has made it, by the umask
+            default.chmod(0o700)  # torch created it with the umask's mode
     if compiles and (why := _open_to_others(default)):
         raise RecipeError(
             f"strategy.compile: {why}, and torch compiles with headers that it finds there; remove "
@@ -67,12 +67,13 @@ def keep_caches_closed(run_directory: Path, compiles: bool = False) -> None:
 
 
 def _open_to_others(path: Path) -> str:
-    """Why a directory is no place for code; empty if it is one. It is made if it is missing."""
+    """Why other users could place code in a directory; "" if they cannot. Creates it if it is
+    missing."""
     try:
         for above in reversed(path.parents):
             above.mkdir(mode=0o755, exist_ok=True)  # whatever the umask
         path.mkdir(mode=0o700, exist_ok=True)
-        # A link may be pointed elsewhere by whoever made it.
+        # O_NOFOLLOW: the owner of a link could redirect it later.
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             own, around = os.fstat(descriptor), os.stat(path.parent)
@@ -84,8 +85,7 @@ def _open_to_others(path: Path) -> str:
         return f"{path} belongs to uid {own.st_uid}, not to uid {os.geteuid()}"
     if own.st_mode & 0o022:
         return f"others may write to {path} (mode {stat.S_IMODE(own.st_mode):o})"
-    # Whoever may rename the directory may put another in its place; a sticky bit keeps that to its
-    # owner.
+    # A user who may rename the directory could replace it; a sticky bit leaves that to its owner.
     writable = around.st_mode & 0o022 and not around.st_mode & stat.S_ISVTX
     if writable or around.st_uid not in (0, os.geteuid()):
         return (

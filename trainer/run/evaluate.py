@@ -1,4 +1,4 @@
-"""A fixed validation pass: the same sequences in the same micro-batches at any world size."""
+"""The validation pass: the same sequences in the same micro-batches at any world size."""
 
 from collections.abc import Mapping
 from itertools import islice
@@ -18,15 +18,15 @@ from trainer.tasks.task import Evaluation
 
 
 class Validator:
-    """When a run is validated, and what is told of it. On all ranks."""
+    """Decides when a run is validated, and logs the results. On all ranks."""
 
     def __init__(self, run: Run, speed: Speed) -> None:
         self._run, self._speed = run, speed
-        self._owed = False
+        self._pending = False
 
     def make_up(self) -> float:
-        """Validate the step that was loaded, if its state lacks a pass: which step is the last must
-        not depend on who left. Returns what was asked meanwhile, as `after_step`."""
+        """Validate the step that was loaded, if its state lacks a pass, because `run.stop_after`
+        must not depend on which node left. Returns the pause request of the ranks."""
         run, evaluation = self._run, self._run.task.validation
         if not evaluation or run.done or not run.progress.lacks_pass(run.recipe.run):
             return 0.0
@@ -37,20 +37,20 @@ class Validator:
         return 0.0
 
     def after_step(self, asked: float) -> float:
-        """Validate the step just done if that is due; a pass that a leaving node has cut short is
-        made up for by `finish`.
+        """Validate the step just done if that is due. `finish` makes up for a pass that a leaving
+        node interrupted.
 
         Args:
-            asked: the sum of `pause_request` so far.
+            request: the sum of `pause_request` so far.
 
-        Returns it, with what was asked meanwhile.
+        Returns the sum including requests during the pass.
         """
         run, evaluation = self._run, self._run.task.validation
         if not evaluation or not run.due(run.recipe.run.evaluate_every):
             return asked
         with self._speed.aside():
             found = evaluate(run, evaluation) if asked < PAUSE_TO_LEAVE else None
-        self._owed = found is None
+        self._pending = found is None
         if found is not None:
             self._judge(found)
             return asked
@@ -59,14 +59,14 @@ class Validator:
         return PAUSE_TO_LEAVE
 
     def _judge(self, found: Mapping[str, float]) -> None:
-        """Note what a pass over the validation set found, and tell of it."""
+        """Record and log the results of a validation pass."""
         self._run.progress.judge(found.get("validation_loss"))
         self._run.log.validation(self._run.progress.step, found)
 
     def finish(self) -> None:
-        """Validate the last step if that is owed: its state is safe, and there may be time left."""
+        """Validate the last step if its pass was interrupted: its state is saved by now."""
         run, evaluation = self._run, self._run.task.validation
-        found = evaluate(run, evaluation, heed=False) if self._owed and evaluation else None
+        found = evaluate(run, evaluation, heed=False) if self._pending and evaluation else None
         if found:
             run.log.validation(run.progress.step, found)
 

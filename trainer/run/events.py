@@ -1,4 +1,4 @@
-"""What a hook is called with: the lines of the ledger, as values. Imports no torch."""
+"""Events that a hook is called with, read from lines of the ledger. Imports no torch."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from elastic.record.lines import read_line
 
 @dataclass(frozen=True)
 class Start:
-    """The run begins, at `step` 0. `at` is Unix time, here and below."""
+    """The run begins at `step` 0. `at` is Unix time, in all events."""
 
     step: int
     at: float
@@ -20,7 +20,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Restart:
-    """The run goes on after `step`: ranks were started again, or somebody launched it again."""
+    """The run continues after `step`, by a restart of its ranks or a new launch."""
 
     step: int
     at: float
@@ -29,12 +29,12 @@ class Restart:
     lost: int
     """Steps that were done and are done again."""
     cause: str
-    """The failure that made it necessary; empty if it was none."""
+    """The failure before the restart; "" without one."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step is done."""
+    """An optimizer step was done."""
 
     step: int
     at: float
@@ -42,45 +42,45 @@ class Step:
     """Not finite in a step that went wrong."""
     seconds: float
     skipped: bool
-    """It left the weights alone."""
+    """Whether it left the weights unchanged."""
 
 
 @dataclass(frozen=True)
 class RollBack:
-    """After `step` the weights were taken back to those of an earlier step. The data goes on."""
+    """After `step` the weights went back to those of an earlier step. The data continues."""
 
     step: int
     at: float
     to: int
     """Step whose weights were loaded."""
     source: str
-    """Where they were: "memory" or "storage"."""
+    """"memory" or "storage"."""
 
 
 @dataclass(frozen=True)
 class Validation:
-    """The weights after `step` were validated."""
+    """A validation pass over the weights after `step`."""
 
     step: int
     at: float
     values: dict[str, float]
-    """By the names of docs/metrics.md."""
+    """Keyed by the names of docs/metrics.md."""
 
 
 @dataclass(frozen=True)
 class Save:
-    """A checkpoint of `step` has ended."""
+    """The save of `step` ended."""
 
     step: int
     at: float
     seconds: float
     error: str
-    """Why there is none; empty if it is there."""
+    """Why there is no checkpoint; "" if there is one."""
 
 
 @dataclass(frozen=True)
 class End:
-    """The ranks end after `step`, by themselves: a rank that is killed leaves none."""
+    """The ranks end after `step` by themselves. A killed rank leaves no such event."""
 
     step: int
     at: float
@@ -92,8 +92,8 @@ class End:
 Event = Start | Restart | Step | RollBack | Validation | Save | End
 
 
-class Reader:
-    """Makes events of the lines of a ledger, which it is given in their order."""
+class EventReader:
+    """Converts the lines of a ledger, in their order, to events."""
 
     def __init__(self) -> None:
         self._began: dict[str, float] = {}
@@ -101,7 +101,7 @@ class Reader:
         self._reached = 0
 
     def event(self, line: bytes) -> Event | None:
-        """That of a line; None for one that is torn, or tells of nothing here."""
+        """The event of a line; None for a torn line, and for lines without an event."""
         try:
             values = read_line(line)
             return self._event(values.pop("kind"), values)

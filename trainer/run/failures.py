@@ -1,4 +1,4 @@
-"""How a rank that fails says why: at once, on the console and to its agent."""
+"""Reports why a rank fails: at once, on the console and to its agent."""
 
 import sys
 import time
@@ -20,25 +20,25 @@ from elastic import (
 from elastic.node.recall import Recall, Recalled
 from elastic.process import plain_text
 from elastic.world import is_lost_peer, supervised
-from trainer.recipe.errors import known_errors, told
+from trainer.recipe.errors import error_text, known_errors
 from trainer.recipe.factory import OwnCodeError
 from trainer.run.micro_batch import HalvedError
 
 
-class Telling:
-    """A context that tells of the error by which it is left, before the contexts around it unwind:
-    these may wait for what is being written, and for ranks that do not fail.
+class FailureReport:
+    """Context manager that reports the error that leaves it, before the contexts around it unwind.
+    Those may wait for writes, and for ranks that do not fail.
 
     Args:
-        pulse: of this rank; its agent learns of the error, and waits for what follows it.
+        pulse: of this rank; its agent reads the error there.
         rank: of this process.
-        recall: an error after which this process goes on with another attempt is none to tell of.
-        wait: seconds before the user is told what another rank may be telling, too.
+        recall: errors after which this process runs another attempt are not reported.
+        wait: seconds to wait before printing an error that another rank may print as well.
     """
 
     def __init__(self, pulse: Pulse, rank: int, recall: Recall, wait: float = 0) -> None:
         self._pulse, self._rank, self._recall, self._wait = pulse, rank, recall, wait
-        self._told: Exception | None = None
+        self._sent: Exception | None = None
 
     def __enter__(self) -> None:
         pass
@@ -49,55 +49,56 @@ class Telling:
         if isinstance(error, Exception):
             if self.recalls(error):
                 raise Recalled from None
-            self.tell(error, self._wait)
+            self.send(error, self._wait)
 
     def recalls(self, error: Exception) -> bool:
-        """Whether this process goes on with another attempt."""
+        """Whether this process continues with another attempt after `error`."""
         return self._recall.recalls(error, _says_peer_is_lost(error))
 
-    def tell(self, error: Exception, wait: float = 0) -> int:
-        """Tell of an error, unless that was done; returns the exit code.
+    def send(self, error: Exception, wait: float = 0) -> int:
+        """Report an error, unless it was reported; returns the exit code.
 
         Args:
-            error: by which this rank ends.
-            wait: seconds before the user is told of wrong input or code.
+            error: that ends this rank.
+            wait: seconds before an error of the user's input or code is printed.
         """
         code = exit_code(error)
-        if error is self._told:
+        if error is self._sent:
             return code
-        self._told = error
+        self._sent = error
         what = printable(plain_text(error).partition("\n")[0])
         line = f"{type(error).__name__}: {what}"
-        if isinstance(error, SaveFailed):  # the agent prints it again; rank 0 says why
+        if isinstance(error, SaveFailed):  # the agent repeats this line; rank 0 prints the reason
             line = f"{type(error).__name__}: {error}".partition(" failed")[0] + " failed"
         self._pulse.fail(line)
-        if isinstance(error, SaveFailed):  # on all ranks alike
-            text = f"{told(error)}; the same command resumes" if self._rank == 0 else ""
+        if isinstance(error, SaveFailed):  # raised on all ranks: only one prints it
+            text = f"{error_text(error)}; the same command resumes" if self._rank == 0 else ""
         elif code in (EXIT_WRONG_INPUT, EXIT_DO_NOT_REQUEUE):
             time.sleep(wait)
             cause = error.__cause__ if code == EXIT_DO_NOT_REQUEUE else None
             trace = "".join(traceback.format_exception(cause)) if cause else ""
-            text = "" if self._pulse.same_error_as_first else trace + told(error)
+            text = "" if self._pulse.same_error_as_first else trace + error_text(error)
         elif code == EXIT_PEER_GONE:
             text = f"rank {self._rank}: a peer is gone: {what}"
         elif _says_peer_is_lost(error) and not isinstance(error, DistBackendError):
-            # Where this rank waited for the other tells nothing of the cause; NCCL's may do so.
+            # The traceback would show where this rank waited, not the cause; NCCL's message may
+            # tell it.
             text = (
-                f"rank {self._rank}: a peer is gone: {what}; why stands in its "
-                "output, and the same command resumes"
+                f"rank {self._rank}: a peer is gone: {what}; the output of that "
+                "rank says why, and the same command resumes"
             )
         elif code == EXIT_MENDED:
             text = f"rank {self._rank}: {error}"
         else:
             text = f"rank {self._rank} failed:\n{''.join(traceback.format_exception(error))}"
-        if text:  # in one piece: this process may be killed at any moment
+        if text:  # one write: this process may be killed at any moment
             print(f"{text.rstrip()}\n", end="", file=sys.stderr, flush=True)
         return code
 
 
 def exit_code(error: Exception) -> int:
-    """How a rank ends by an error."""
-    if isinstance(error, SaveFailed):  # of the last step: nothing is wrong with the input
+    """The exit code of a rank that ends by `error`."""
+    if isinstance(error, SaveFailed):  # the input is right: a retry may succeed
         return EXIT_FAILED
     if isinstance(error, OwnCodeError):
         return EXIT_DO_NOT_REQUEUE

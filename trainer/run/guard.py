@@ -1,4 +1,4 @@
-"""Loss and gradient of a step → keep, skip or stop skipping, with the reason. Pure."""
+"""Loss and gradient norm of a step → keep, skip or stop, with the reason. Pure."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +9,8 @@ class Verdict:
     """What to do with the gradients of a step, and why."""
 
     action: Literal["keep", "skip", "stop", "undo"]
-    """undo: the weights themselves are not finite."""
+    """"keep" updates the weights, "skip" does not, "stop" ends a row of skips; "undo": the weights
+    themselves are not finite."""
     reason: str = ""
 
 
@@ -44,12 +45,12 @@ def judge_step(
 
 
 def judge_weights(step: int, updated: bool, found: str) -> Verdict:
-    """Judge a step after or before which weights or optimizer state are not finite.
+    """Judge a step before or after which weights or optimizer state hold NaN or infinity.
 
     Args:
         step: number of the step, from 1.
-        updated: whether this step has just updated them; else a step before it has.
-        found: which tensors, and on which ranks.
+        updated: whether this step's update, rather than an earlier one, caused it.
+        found: names of the tensors, and the ranks.
     """
     when = "its update left" if updated else "skipped: an update before it left"
     hint = "If it goes on: lower optimizer.lr, raise optimizer.eps, or clip gradients"

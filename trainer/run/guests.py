@@ -1,5 +1,5 @@
 """Sinks for trackers that Perdure does not install: `tracking.sinks: ["trainer.run.guests:mlflow"]`
-or `:trackio`. Both continue one run over all restarts."""
+or `:trackio`. Both continue one tracker run over all restarts."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,8 +10,8 @@ from trainer.run.sinks import recipe_of
 
 
 class Mlflow:
-    """A run of MLflow, where MLFLOW_TRACKING_URI says. Its id is kept in the run directory. A step
-    that is done again has both values there, in the order of time."""
+    """A run on the MLflow server at MLFLOW_TRACKING_URI. Its id is kept in the run directory. A
+    step that is computed again has both values there, in the order of time."""
 
     def __init__(self, run_dir: Path) -> None:
         from mlflow import MlflowClient
@@ -24,7 +24,7 @@ class Mlflow:
         self._run = read_text(file).strip()
 
     def _begin(self, recipe: Mapping[str, Any], name: str) -> str:
-        """Make the run; returns its id."""
+        """Create the run; returns its id."""
         tracking = recipe["tracking"]
         found = self._client.get_experiment_by_name(tracking["project"])
         experiment = (
@@ -53,7 +53,7 @@ class Mlflow:
 
 
 class Trackio:
-    """A run of trackio, in its local database, or in the Space that TRACKIO_SPACE_ID names."""
+    """A trackio run, in its local database or in the Space named by TRACKIO_SPACE_ID."""
 
     def __init__(self, run_dir: Path) -> None:
         import trackio

@@ -1,4 +1,5 @@
-"""Everything that decides a step, as keys and short values: what must be the same on all nodes."""
+"""The identity of a run: all that determines a step, as keys and short values, equal on all
+nodes."""
 
 import hashlib
 import json
@@ -36,31 +37,31 @@ MACHINE_BOUND = (
     *("tracking.prometheus", "tracking.sinks", "tracking.hooks", "tracking.alerts"),
     *("tracking.peak_tflops", "checkpoint.trace"),
 )
-"""Keys of a recipe that may differ between nodes: paths (what lies there is compared instead), and
-what only rank 0 looks at. All others decide a step, or when all ranks meet."""
+"""Keys of a recipe that may differ between nodes: paths, whose contents are compared instead, and
+values that only rank 0 uses. All other keys determine a step, or when ranks meet."""
 PACKAGES = ("trainer", "elastic", "checkpointing")
 LONG = 24
-"""Characters; longer values are compared by their digest."""
+"""Characters above which values are compared by their digest."""
 SAMPLE, MOST_PARTS = 1 << 16, 2048
-"""Bytes that are read of a part of a model, from its middle, and of how many parts: some 128 MiB of
-a large model, all of a small one."""
+"""Bytes read from the middle of each part of a model, and most parts: about 128 MiB of a large
+model, all of a small one."""
 
 
 def identify(recipe: Recipe, data: str | None) -> dict[str, str]:
-    """Everything that decides a step: key → value, or a digest where that is long.
+    """Return all that determines a step: key → value, or its digest if it is long.
 
     Args:
         recipe: of the run.
-        data: fingerprint of its training data, which holds that of the tokenizer; None if it is
-            not known yet, see `with_data`.
+        data: fingerprint of its training data, which includes the tokenizer's; None: not known yet,
+            see `with_data`.
     """
     found = {
         "code": _digest(_sources()),
-        "torch": str(torch.__version__),  # it is a class of its own
+        "torch": str(torch.__version__),  # torch's version is a subclass of str
         "run.device": _device(recipe.run.device),
         **{key: _short(value) for key, value in flat(resolved(recipe)) if decides(key)},
     }
-    if exact.used(recipe):  # other kernels round otherwise
+    if exact.used(recipe):  # other kernels round differently
         found |= machine(found["run.device"])
     if recipe.model.init_from:
         given = Path(recipe.model.init_from)
@@ -73,16 +74,17 @@ def identify(recipe: Recipe, data: str | None) -> dict[str, str]:
 
 
 def with_data(identity: Mapping[str, str], data: str) -> dict[str, str]:
-    """The identity, with the fingerprint of the training data."""
+    """The identity with the fingerprint of the training data added."""
     return {**identity, "data.fingerprint": _short(data)}
 
 
 def machine(device: str | torch.device) -> dict[str, str]:
-    """What decides the kernels of this machine: instructions and maker of its CPU, and its GPUs.
+    """Properties of this machine that select kernels: instruction set and maker of its CPU, and its
+    GPUs.
 
     Args:
-        device: a GPU that this process uses; or "cuda" for those that the driver names, without
-            starting CUDA; or a CPU.
+        device: a GPU in use by this process, or a CPU; "cuda": all GPUs of the machine, without
+            starting CUDA.
     """
     found = {"cpu": _cpu()}
     if isinstance(device, torch.device) and device.type == "cuda":
@@ -93,36 +95,37 @@ def machine(device: str | torch.device) -> dict[str, str]:
 
 
 def computed_by(identity: Mapping[str, str], device: torch.device) -> dict[str, str]:
-    """What decides the bits of a step on this rank besides the recipe: code, torch, cpu, gpu."""
+    """What determines the bits of a step on this rank besides the recipe: code, torch, cpu, gpu."""
     return {"code": identity["code"], "torch": identity["torch"], **machine(device)}
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks know of an attempt once they have compared their identities."""
+    """Result of comparing the identities of all ranks at the start of an attempt."""
 
     attempt: str
     """Name of this attempt in the ledger; the same on all ranks."""
     init_from: str
     """Digest of the weights in `model.init_from`; "" without any."""
     computed_by: Mapping[str, str]
-    """See `computed_by`; values that differ between ranks stand side by side."""
+    """See `computed_by`; values that differ between ranks are joined by " + "."""
     note: str = ""
-    """Where the machines of the ranks differ; "" if they do not."""
+    """How the machines of the ranks differ; "" if they do not."""
 
 
 def check_agreement(recipe: Recipe, identity: Mapping[str, str], device: torch.device) -> Agreement:
-    """Compare the identity and the machine of this rank with those of all others, and agree on a
-    name for this attempt. On all ranks; one small collective if all is well.
+    """Compare identity and machine of this rank with those of all others, and agree on a name for
+    the attempt. On all ranks; one small collective if all agree.
 
     Raises:
-        RecipeError: names the ranks that would train something else, and what differs; in exact
-            mode also those whose machine rounds otherwise.
+        RecipeError: some ranks would train something else; names them and the difference. In exact
+            mode ranks on another kind of machine count as well.
     """
     kind = computed_by(identity, device)
     ours = {**identity, **machine(device)} if exact.used(recipe) else dict(identity)
-    numbers = [int(digest(one)[:15], 16) for one in (ours, kind)]
-    # The largest draw of all ranks names the attempt.
+    numbers = [int(digest(values)[:15], 16) for values in (ours, kind)]
+    # Numbers and their negatives under MAX show in one all-reduce whether all ranks are equal. The
+    # largest random draw names the attempt.
     word = torch.tensor([*numbers, *(-number for number in numbers), secrets.randbits(62)])
     dist.all_reduce(word, dist.ReduceOp.MAX)
     attempt = f"{int(word[-1]) & 0xFFFFFFFF:08x}"
@@ -131,42 +134,38 @@ def check_agreement(recipe: Recipe, identity: Mapping[str, str], device: torch.d
         return Agreement(attempt, init_from, kind)
     group = dist.group.WORLD
     assert group
-    told: list[dict[str, dict[str, str]]] = exchange(
+    reports: list[dict[str, dict[str, str]]] = exchange(
         {"identity": ours, "kind": kind}, group.size(), group
     )
-    every = [one["identity"] for one in told]
+    every = [report["identity"] for report in reports]
     _refuse_strangers(every)
-    kinds = [one["kind"] for one in told]
+    kinds = [report["kind"] for report in reports]
     return Agreement(attempt, init_from, *_side_by_side(kinds))
 
 
 def _side_by_side(kinds: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], str]:
-    """What computes on ranks that are not all of one kind, and a note that says which is where."""
+    """Merge the machines of unlike ranks, and write a note that says where each value is."""
     merged, parts = {}, []
     for key in sorted({key for kind in kinds for key in kind}):
         values = [kind.get(key, "none") for kind in kinds]
         each = sorted(set(values))
         merged[key] = " + ".join(each)
         if len(each) > 1:
-            where = (f"{one} on {values.count(one)} (rank {values.index(one)})" for one in each)
+            where = (f"{v} on {values.count(v)} (rank {values.index(v)})" for v in each)
             parts.append(f"{key} is {', '.join(where)}")
     return merged, (
-        f"ranks compute on unlike machines: {'; '.join(parts)}; who computes what changes the last "
-        "bits of a result (run.determinism=exact refuses this)"
+        f"ranks compute on unlike machines: {'; '.join(parts)}; which of them computes what "
+        "changes the last bits of a result (run.determinism=exact refuses this)"
     )
 
 
 def _refuse_strangers(every: Sequence[Mapping[str, str]]) -> None:
-    """Raise if the identities of ranks differ.
-
-    Raises:
-        RecipeError: see `check_agreement`.
-    """
-    digests = [digest(one) for one in every]
+    """Raise if the identities of ranks differ, see `check_agreement`."""
+    digests = [digest(identity) for identity in every]
     if len(set(digests)) == 1:
         return
-    common = max(digests, key=digests.count)  # the first of several
-    ranks = [rank for rank, one in enumerate(digests) if one != common]
+    common = max(digests, key=digests.count)  # the majority; the first of several
+    ranks = [rank for rank, identity in enumerate(digests) if identity != common]
     odd, usual = ranks[0], digests.index(common)
     names = f"on rank {odd}", f"on rank {usual}"
     raise RecipeError(
@@ -177,8 +176,8 @@ def _refuse_strangers(every: Sequence[Mapping[str, str]]) -> None:
 
 
 def decides(key: str) -> bool:
-    """Whether the value of a recipe's key, a path of dots, must be the same on all nodes."""
-    key = re.sub(r"\.\d+$", "", key)  # of a list
+    """Whether a recipe key, such as `data.sources.0.path`, must have one value on all nodes."""
+    key = re.sub(r"\.\d+$", "", key)  # index in a list
     return key not in MACHINE_BOUND and not (
         key.startswith("data.sources.") and key.endswith(".path")
     )
@@ -201,10 +200,12 @@ def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _cpu() -> str:
-    """The instructions that torch uses, and the maker, by which MKL chooses kernels, too."""
+    """The instruction set that torch uses, and the maker of the CPU, by which MKL also selects
+    kernels."""
     maker = platform.machine()
-    with suppress(OSError), Path("/proc/cpuinfo").open() as lines:  # no more than its beginning:
-        for line in lines:  # the kernel asks every core for its part
+    # Only the first entries: for each core that is read, the kernel interrupts that core.
+    with suppress(OSError), Path("/proc/cpuinfo").open() as lines:
+        for line in lines:
             key, _, value = line.partition(":")
             if key.strip() in ("vendor_id", "CPU implementer"):
                 maker = value.strip()
@@ -213,7 +214,7 @@ def _cpu() -> str:
 
 
 def _driver_gpus() -> list[str]:
-    """Names of the GPUs of this machine, each kind once, as NVIDIA's driver gives them."""
+    """Names of this machine's kinds of GPU, from NVIDIA's driver."""
     names = set()
     for path in Path("/proc/driver/nvidia/gpus").glob("*/information"):
         with suppress(OSError):
@@ -236,7 +237,7 @@ def _digest(parts: Iterable[bytes]) -> str:
 
 
 def _sources() -> Iterator[bytes]:
-    """Our own code: name and text of every module; not what editors hide beside them."""
+    """Name and text of every module of our packages, without editors' hidden files."""
     for package in PACKAGES:
         for folder in _folders(package):
             for path in sorted(folder.rglob("*.py")):
@@ -247,7 +248,7 @@ def _sources() -> Iterator[bytes]:
 
 
 def _module_source(name: str) -> Iterator[bytes]:
-    """Text of a user's module, which is not imported here: it may start threads or CUDA."""
+    """Text of a user's module, without importing it: that may start threads or CUDA."""
     look_here_too()
     package, *rest = name.split(".")
     spec = find_spec(package)
@@ -264,19 +265,19 @@ def _folders(package: str) -> Sequence[Path]:
 
 
 def weights_digest(directory: Path) -> str:
-    """Digest by which a run knows the weights that it began with, or that are under its adapter.
+    """Digest of the weights that a run began with, or that lie under its adapter.
 
     Raises:
-        DamagedCheckpoint, StorageError: there are none that can be read.
+        DamagedCheckpoint, StorageError: there are no readable weights.
     """
     return _digest(_weights(directory))
 
 
 def _weights(directory: Path) -> Iterator[bytes]:
-    """What tells checkpoints that a run can begin with apart, without reading all of them.
+    """Parts of a checkpoint that distinguish it from others: small files whole, weights by samples.
 
     Raises:
-        DamagedCheckpoint, StorageError: there is none that can be read.
+        DamagedCheckpoint, StorageError: there is no readable checkpoint.
     """
     config, metadata = directory / "config.json", directory / DCP_METADATA
     record = metadata if metadata.exists() else directory / COMMIT_RECORD
@@ -294,7 +295,7 @@ def _weights(directory: Path) -> Iterator[bytes]:
             for begin in range(0, size, length)
         ]
         yield json.dumps(sizes).encode()
-    elif not record.exists():  # else it has checksums of all there is
+    elif not record.exists():  # a commit record has checksums of all tensors
         tensors = hugging_face_tensors(directory)
         parts = sorted((one.file, one.begin, one.meta.nbytes) for one in tensors.values())
         parts = parts[:: -(-len(parts) // MOST_PARTS) or 1]

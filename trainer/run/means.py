@@ -1,5 +1,5 @@
-"""The means that a model returns, by name: ranks add theirs up by place, so all have to return the
-same ones."""
+"""The names of the means that a model returns. Ranks sum means by position, so all micro-batches
+must return the same names."""
 
 from collections.abc import Iterable, Mapping
 
@@ -11,44 +11,46 @@ from trainer.recipe import RecipeError
 
 
 class Names:
-    """What a model returns in each micro-batch, in training or in validation: what the first one
-    gave on this rank, and when `agree` has returned, on all."""
+    """Sorted names of the scalars that a model returns in each micro-batch, in training or in
+    validation: those of this rank's first micro-batch, and after `agree` those of all ranks."""
 
     def __init__(self) -> None:
         self._known: list[str] | None = None
         self._agreed = False
 
     def in_order(self, means: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Those of a micro-batch, sorted by name.
+        """The means of a micro-batch, sorted by name.
 
         Raises:
-            RecipeError: they are others than before.
+            RecipeError: the names differ from those of an earlier micro-batch.
         """
         if self._known is None:
             self._known = sorted(means)
         _require_same([self._known, means])
         return [means[name] for name in self._known]
 
-    def agree(self, elsewhere: Iterable[str], group: dist.ProcessGroup) -> list[str]:
-        """The names in order. On all ranks, which tell each other the first time.
+    def agree(self, last_stage: Iterable[str], group: dist.ProcessGroup) -> list[str]:
+        """Return the names in order, after comparing them with the other ranks' on the first call.
+        On all ranks.
 
         Args:
-            elsewhere: what another stage of a pipeline returns, for ranks that are not told.
+            last_stage: names that the last stage of a pipeline returns, for ranks without it.
             group: all ranks.
 
         Raises:
-            RecipeError: the ranks have others than each other.
+            RecipeError: the names of two ranks differ.
         """
         if self._known is None:
-            self._known = sorted(elsewhere)
+            self._known = sorted(last_stage)
+        # Once: the exchange would cost every step a round trip.
         if not self._agreed:
             _require_same(exchange(self._known, group.size(), group))
             self._agreed = True
         return self._known
 
 
-def _require_same(found: Iterable[Iterable[str]]) -> None:
-    first, *others = map(set, found)
+def _require_same(names: Iterable[Iterable[str]]) -> None:
+    first, *others = map(set, names)
     if odd := sorted(first.union(*others) - first.intersection(*others)):
         raise RecipeError(
             f"model.factory: forward returns {odd[0]!r} in some micro-batches, and in others not; "

@@ -1,5 +1,5 @@
-"""One record per log interval → console and metrics.jsonl, where trackers.py finds it; one line per
-step → the ledger.
+"""Records of a run: one per log interval to the console and metrics.jsonl, which trackers.py reads,
+and one line per step to the ledger.
 
 Units: seconds, bytes, tokens; `tokens_per_second` counts target tokens over all ranks.
 """
@@ -43,14 +43,14 @@ LEAST_FIRST = [
     "eta",
     "speed",
 ]
-"""Parts of a step's line in the order in which a narrow terminal loses them."""
+"""Parts of the console's step line, in the order in which a narrow terminal drops them."""
 
 
 class Startup:
-    """Where the time from launch to the first optimizer step goes, in named parts."""
+    """The time from launch to the first optimizer step, in named parts."""
 
     def __init__(self, *, again: bool = False) -> None:
-        """`again`: this process was recalled for it just now."""
+        """`again`: this process was recalled for this attempt, so its time starts now."""
         launched = float(os.environ.get("PERDURE_LAUNCHED_AT", "0"))
         self.again = again
         born = time.time() if again else _process_start()
@@ -60,7 +60,7 @@ class Startup:
         self._last = born
 
     def mark(self, part: str) -> None:
-        """The time since the last mark went to `part`."""
+        """Add the time since the last mark to `part`."""
         now = time.time()
         self.parts[part] = self.parts.get(part, 0.0) + now - self._last
         self._last = now
@@ -74,7 +74,7 @@ class Startup:
 
 
 def _process_start() -> float:
-    """When this process was started, in seconds since the epoch (Linux; elsewhere: now)."""
+    """Unix time when this process was started (Linux; elsewhere: now)."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
         return time.time() - (clock() - ticks / os.sysconf("SC_CLK_TCK"))
@@ -83,15 +83,15 @@ def _process_start() -> float:
 
 
 class Log:
-    """What a run tells: on the console, in metrics.jsonl, which trackers follow, and in the ledger.
-    It is there on every rank, and silent on all but the first. A context manager.
+    """Output of a run: the console, metrics.jsonl, which trackers follow, and the ledger. Every
+    rank has one; only that of rank 0 writes. A context manager.
 
     Args:
         recipe: of the run.
-        start: what this attempt begins with. Records of later steps are dropped, because the steps
-            they describe are computed again; the ledger keeps them.
-        unwritten: lines of the ledger that came with the state that was loaded.
-        silent: this is not the first rank.
+        start: the ledger's line about this attempt. Later records in metrics.jsonl are dropped,
+            because their steps are computed again; the ledger keeps them.
+        unwritten: ledger lines that came with the loaded state.
+        silent: whether this is not rank 0.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class Log:
         self._ledger = Ledger(run_dir / LEDGER, start, unwritten, trusted)
         records = run_dir / METRICS
         self._latest = 0.0
-        """Time of the last record. Trackers tell what is new by it, also after a restart on a
-        machine whose clock is behind."""
+        """Time of the last record. It always rises, also after a restart on a machine whose clock
+        is behind: trackers recognise new records by it."""
         try:
             os.close(open_to_append(records, trusted))
             self._latest = keep_records(records, start.step)
@@ -114,7 +114,7 @@ class Log:
             print(f"warning: {records} keeps records of steps that are done again: {error}")
         self._records = Lines(records, trusted=trusted)
         self._told_mute = False
-        """The ledger knows that output is dropped."""
+        """Whether the ledger has the line about dropped output."""
         self._bar = tqdm(
             total=recipe.run.steps,
             initial=start.step,
@@ -144,16 +144,16 @@ class Log:
 
     @property
     def unwritten(self) -> list[str]:
-        """Lines of the ledger that are not written yet; empty where this is silent."""
+        """Ledger lines that are not written yet; [] on a silent log."""
         return [] if self.silent else self._ledger.unwritten
 
     @property
     def reached(self) -> int:
-        """The newest step that any attempt has done; 0 where this is silent."""
+        """The newest step that any attempt has done; 0 on a silent log."""
         return 0 if self.silent else self._ledger.reached
 
     def say(self, text: str) -> None:
-        """One line on the console, above the progress bar."""
+        """Print a line on the console, above the progress bar."""
         if self.silent:
             return
         self._bar.clear()
@@ -161,14 +161,13 @@ class Log:
         self._bar.refresh()
 
     def event(self, step: int, event: str, what: str) -> None:
-        """Tell of something that went wrong in a step, unless `what` is empty, on the console and
-        in the ledger."""
+        """Report a problem of a step on the console and in the ledger, unless `what` is empty."""
         if what and not self.silent:
             self.say(f"warning: {what}")
             self._ledger.event(event, step=step, what=what)
 
     def started(self, startup: Startup) -> None:
-        """The first step of this attempt is done."""
+        """Report that the first step of this attempt is done."""
         self.say(str(startup))
         if not self.silent:
             self._ledger.phases(startup.parts)
@@ -185,8 +184,8 @@ class Log:
         consumed: str | None,
         mute: int,
     ) -> None:
-        """A step over the sequences from `first` to before `after_last` is done: move the progress
-        bar, and tell the ledger. `mute`: ranks of which output was dropped."""
+        """Report a step over the sequences `first` <= i < `after_last`: move the progress bar, and
+        write to the ledger. `mute`: number of ranks whose output was dropped."""
         if self.silent:
             return
         self._bar.update(step - self._bar.n)
@@ -197,7 +196,7 @@ class Log:
         self._tell_mute(mute)
 
     def _tell_mute(self, ranks: int) -> None:
-        """Tell the ledger once that output is dropped: the console cannot say it."""
+        """Write once to the ledger that output is dropped: the console cannot show it."""
         if ranks and not self._told_mute:
             self._told_mute = True
             what = f"output of {ranks} rank(s) or their agents was dropped; training goes on"
@@ -205,8 +204,8 @@ class Log:
             self._ledger.event("output lost", what=what, **here)
 
     def rollback(self, step: int, to: int, source: str, number: int) -> None:
-        """After `step` the weights were taken back to those of step `to`, for the `number`-th time
-        in this run."""
+        """Report that after `step` the weights went back to those of step `to`, as roll-back
+        `number` of this run."""
         if not self.silent:
             self.say(
                 f"warning: rolled back to the weights of step {to} in {source}; the data from "
@@ -215,7 +214,7 @@ class Log:
             self._ledger.rollback(step, to, source)
 
     def validation(self, step: int, values: Mapping[str, float]) -> None:
-        """The weights after `step` were validated."""
+        """Report the results of validating the weights after `step`."""
         if not self.silent:
             self.record(step, values, validation_line(values))
             self._ledger.validation(step, _finite(values))
@@ -228,8 +227,14 @@ class Log:
         known: bool = False,
         stall: float | None = None,
     ) -> None:
-        """Tell, at `step`, how a checkpoint ended; not on the console, if it is `known` there.
-        `stall`: seconds for which training stood still, where they were measured."""
+        """Report, at `step`, how a save ended.
+
+        Args:
+            step: the present one.
+            outcome: of the save.
+            known: the console shows its failure already.
+            stall: seconds for which training stood still, if measured.
+        """
         if not self.silent:
             values, line, event = save_record(outcome)
             self.record(step, values, None if known else line, event)
@@ -246,8 +251,8 @@ class Log:
         line: str | None = None,
         event: str | None = None,
     ) -> None:
-        """Send `values` of `step` everywhere, and `line` to the console; metrics.jsonl also gets
-        `event`, something that went wrong."""
+        """Write `values` of `step` to metrics.jsonl, with `event`, a problem, if there is one;
+        print `line`."""
         if self.silent:
             return
         self._latest = max(time.time(), math.nextafter(self._latest, math.inf))
@@ -258,7 +263,7 @@ class Log:
             self.say(line)
 
     def end(self, code: int, reason: str) -> int:
-        """Note in the ledger how this attempt ended; returns the exit code."""
+        """Write to the ledger how this attempt ended; returns `code`."""
         if not self.silent:
             self._tell_mute(bool(lost_output()))
             self._ledger.end(code, reason)
@@ -275,12 +280,12 @@ def step_line(
     """The console line of a training record.
 
     Args:
-        step: that is done.
+        step: steps done.
         steps: of the run.
         values: of the record.
         unit: of the speed.
-        columns: of the terminal; the line leaves out what has no room there. None: it is no
-            terminal, and the line ends with the time of day: it begins with "step " everywhere.
+        columns: width of the terminal, to which parts are dropped; None: no terminal, and the line
+            ends with the time of day.
     """
     parts = {
         "step": f"step {step:>{len(str(steps))}}/{steps}",
@@ -311,7 +316,7 @@ def step_line(
 
 
 def save_record(outcome: SaveOutcome) -> tuple[dict[str, float], str, str | None]:
-    """What a checkpoint that ended leaves: values, a console line, an event if it failed."""
+    """(values, console line, event if it failed) of a save that ended."""
     values = {"checkpoint_step": outcome.step, "checkpoint_seconds": outcome.seconds}
     if outcome.error:
         values["checkpoint_failed"] = 1
@@ -336,12 +341,12 @@ def validation_line(values: Mapping[str, float]) -> str:
 
 
 def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
-    """As JSON has no NaN, what is not finite is null there."""
+    """The values with None, null in JSON, in place of NaN and infinity."""
     return {key: value if math.isfinite(value) else None for key, value in values.items()}
 
 
 def _trackers(tracking: Tracking) -> list[list[str]]:
-    """What trackers.py is to be started with, besides the run directory."""
+    """Arguments of each process of trackers.py, besides the run directory."""
     bundled = {
         "tensorboard": tracking.tensorboard,
         "wandb": tracking.wandb != "off" and wandb_mode(tracking.wandb) != "disabled",
@@ -356,16 +361,18 @@ def _trackers(tracking: Tracking) -> list[list[str]]:
 
 
 def wandb_note(tracking: Tracking) -> str:
-    """Says what WANDB_MODE makes of `tracking.wandb`; empty if that is nothing."""
+    """A note if WANDB_MODE overrides `tracking.wandb`; "" if it does not."""
     if tracking.wandb == "off" or (mode := wandb_mode(tracking.wandb)) == tracking.wandb:
         return ""
-    given = os.environ["WANDB_MODE"]
-    return f"note: W&B is {mode}: WANDB_MODE={given} comes before tracking.wandb={tracking.wandb}"
+    variable = os.environ["WANDB_MODE"]
+    return (
+        f"note: W&B is {mode}: WANDB_MODE={variable} comes before tracking.wandb={tracking.wandb}"
+    )
 
 
 def keep_records(path: Path, last_step: int) -> float:
-    """Drop the records after `last_step`, and a last line that a killed process left unfinished;
-    returns the time of the last record, dropped or not."""
+    """Drop the records after `last_step`, and an unfinished last line of a killed process; returns
+    the time of the last record, dropped or not."""
     kept, latest = [], 0.0
     try:
         descriptor = open_to_read(path)

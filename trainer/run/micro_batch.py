@@ -1,14 +1,13 @@
-"""`batch.micro_batch: auto`: as many sequences as the plan has room for, fewer once memory ran out.
+"""`batch.micro_batch: auto`: as many sequences as the plan has room for, halved if memory runs out.
 
-[Note: auto] The number is chosen when a world begins: every rank asks the plan for its own device,
-and the smallest answer counts. Ranks whose memory runs out in a pass cannot tell the others, which
-wait for them in a collective. So such a rank notes half the number in the run directory and fails,
-as it would without the note, and the next start, or generation, of the job takes what is noted. No
-weight has changed by then: the step was not done. The agents count no failure, however often it
-happens: the number reaches 1 soon, and at 1 an error is one.
+[Note: auto] The number is chosen when a world begins: every rank plans for its own device, and the
+smallest result counts. A rank whose memory runs out during a pass cannot inform the others, which
+wait for it in a collective. So it writes half the number to the run directory and fails, and the
+next start or generation of the job reads it. No weight has changed by then. The agents count no
+such failure: the number soon reaches 1, and at 1 the error is reported as one.
 
-The note also keeps what was chosen, so that a restart asks no plan. An exact run, whose results and
-greatest number of ranks depend on it, is to name one.
+The file also keeps the number that was chosen, so that a restart needs no plan. An exact run must
+name a number, because its results and its largest number of ranks depend on it.
 """
 
 import dataclasses
@@ -32,11 +31,11 @@ from trainer.recipe import Recipe, resolved
 from trainer.run.state import Run
 
 NOTE = "micro_batch.json"
-"""In the run directory: {"of": digest, "sequences": {kind of world: number}}."""
+"""File in the run directory: {"of": digest, "sequences": {kind of world: number}}."""
 
 
 def settled(recipe: Recipe, world: World) -> Recipe:
-    """The recipe with a number for `batch.micro_batch`, on all ranks the same.
+    """Return the recipe with a number for `batch.micro_batch`, the same on all ranks.
 
     Raises:
         RecipeError: the plan cannot trace the model.
@@ -45,7 +44,8 @@ def settled(recipe: Recipe, world: World) -> Recipe:
         return recipe
     noted, kind = _noted(recipe), _kind(world)
     number = torch.tensor(noted.get(kind) or _planned(recipe, world), device=world.device)
-    dist.all_reduce(number, dist.ReduceOp.MIN)  # not all nodes may have the note
+    # Devices may differ, and not all nodes may see the file.
+    dist.all_reduce(number, dist.ReduceOp.MIN)
     agreed = received(number)
     if noted.get(kind) != agreed and world.local_rank == 0:
         _note(recipe, {**noted, kind: agreed})
@@ -54,33 +54,33 @@ def settled(recipe: Recipe, world: World) -> Recipe:
 
 
 def noted(recipe: Recipe, world: World) -> int | None:
-    """What `settled` has chosen for such a world, by the note in the run directory; None if there
-    is no such note. Reads only."""
+    """The number in the run directory that `settled` chose for such a world; None if there is none.
+    Writes nothing."""
     return _noted(recipe).get(_kind(world))
 
 
 class HalvedError(MemoryError):
-    """Memory ran out, and the next start takes fewer sequences."""
+    """Memory ran out, and the next start uses half as many sequences."""
 
 
 @contextmanager
 def halving(run: Run) -> Iterator[None]:
-    """Around a step: if memory runs out in the first one of an attempt, note half the micro-batch
-    for the next start.
+    """Around a step: if memory runs out in the first step of an attempt, write half the micro-batch
+    to the run directory for the next start.
 
     Raises:
-        HalvedError: with what comes next, in place of the error that says so in torch's words.
+        HalvedError: memory ran out; its message says which number comes next.
     """
     first = run.first_step
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         number = run.recipe.micro_batch
-        auto = first and run.given.batch.micro_batch == "auto" and number > 1
+        auto = first and run.written.batch.micro_batch == "auto" and number > 1
         if not auto or not _is_out_of_memory(error):
             raise
-        if not _note(run.given, {**_noted(run.given), _kind(run.world): number // 2}):
-            raise  # or the same would come again and again
+        if not _note(run.written, {**_noted(run.written), _kind(run.world): number // 2}):
+            raise  # without the file every start would fail alike
         raise HalvedError(
             f"out of memory with {number} sequences in a pass; the next start takes {number // 2} "
             "(batch.micro_batch: auto)"
@@ -88,7 +88,7 @@ def halving(run: Run) -> Iterator[None]:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whatever says so: torch's allocator, malloc, CUDA, cuBLAS, cuDNN or NCCL."""
+    """Whether torch's allocator, malloc, CUDA, cuBLAS, cuDNN or NCCL reports a lack of memory."""
     kinds = (torch.OutOfMemoryError, MemoryError)
     words = r"(?i)out of memory|can't allocate memory|STATUS_ALLOC_FAILED"
     return isinstance(error, kinds) or re.search(words, str(error)) is not None
@@ -103,7 +103,8 @@ def _planned(recipe: Recipe, world: World) -> int:
 
 
 def _kind(world: World) -> str:
-    """What the number depends on besides the recipe. Not a host's free memory, which changes."""
+    """The properties of a world that determine the number. A host's free memory is not among them:
+    it changes from start to start."""
     kind = f"{world.world_size} rank(s), {world.local_world_size} on a node, {world.device.type}"
     if world.device.type == "cuda":
         kind += f" of {torch.cuda.get_device_properties(world.device).total_memory >> 20} MiB"
@@ -111,7 +112,7 @@ def _kind(world: World) -> str:
 
 
 def _noted(recipe: Recipe) -> dict[str, int]:
-    """What the run directory knows of this recipe."""
+    """The numbers in the run directory for this recipe, by kind of world."""
     try:
         note = json.loads(read_text(Path(recipe.run.dir) / NOTE))
     except (OSError, ValueError):
@@ -120,19 +121,19 @@ def _noted(recipe: Recipe) -> dict[str, int]:
 
 
 def _note(recipe: Recipe, sequences: dict[str, int]) -> bool:
-    """Returns whether it could be written."""
+    """Write the numbers to the run directory; False if it cannot be written."""
     note: dict[str, Any] = {"of": _digest(recipe), "sequences": sequences}
     directory = Path(recipe.run.dir)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         write_whole(directory / NOTE, json.dumps(note, indent=2) + "\n")
-    except OSError:  # a full disk: it costs a plan at the next start
+    except OSError:  # a full disk: only costs a plan at the next start
         return False
     return True
 
 
 def _digest(recipe: Recipe) -> str:
-    """A digest of all that a number is good for, and of nothing else."""
+    """Digest of the recipe values that determine the number."""
     values = resolved(recipe)
     counted = [values["model"], values["data"]["seq_len"], values["data"]["document_mask"]]
     counted += [values["batch"]["global_batch"], values["strategy"], values["precision"]]

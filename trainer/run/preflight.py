@@ -56,7 +56,7 @@ def check_inputs(
     _check_places(refusals, recipe, task, rank)
     with refusals:
         counted(recipe, task.stream.sequences)
-    refusals.tell()
+    refusals.raise_all()
 
 
 def folders_of(recipe: Recipe) -> dict[str, str]:
@@ -118,7 +118,7 @@ def check_launch(
             check_optimizer(recipe, task, world_size)
         with refusals:
             _check_pass(recipe, task, world_size)
-    refusals.tell()
+    refusals.raise_all()
     notes = (*task.notes, *use_of_blocks(recipe, task, world_size)) if task else ()
     return [*notes, *slow_arithmetic(recipe)]
 

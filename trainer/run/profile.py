@@ -1,5 +1,5 @@
-"""torch's profiler around some steps of a run: each rank leaves its trace, and a record of what it
-holds and how long it communicates, in `<run.dir>/profile/`."""
+"""Profiles some steps of a run by torch's profiler. Each rank writes its trace, and a record of its
+memory and communication, to `<run.dir>/profile/`."""
 
 import json
 import logging
@@ -25,38 +25,37 @@ from trainer.run.trace_summary import DIRECTORY, RankProfile, read_trace
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank held and did in the profiled steps. Bytes on its device, unless it says
-    otherwise."""
+    """Memory and communication of one rank in the profiled steps. Bytes on its device, unless a
+    field says otherwise."""
 
     rank: int
     steps: int
     parameters: int
-    """Held between steps."""
+    """Bytes between steps."""
     gathered: int
     """Whole parameters that FSDP holds at the end of a forward pass, besides `parameters`."""
     gradients: int
-    """When the optimizer takes its step: the reduced ones."""
+    """Reduced gradients at the optimizer's step."""
     optimizer_state: int
     buffers: int
     peak: int
-    """Most that was allocated at once; the memory of checkpoints and of the process itself, which
-    torch does not allocate, is not in it."""
+    """Most bytes that torch had allocated at once, without the memory of checkpoints and of the
+    process."""
     host: int
-    """Parameters, gradients and optimizer state in host memory; 0 when that is the device."""
+    """Parameters, gradients and optimizer state in host memory; 0 if the device is the CPU."""
     communication: float
-    """Share of the time in which at least one collective was under way, waiting for peers
-    included."""
+    """Share of the time with at least one collective under way, waiting for peers included."""
     collectives: float
-    """Called per step."""
+    """Calls per step."""
     sent: float
-    """Bytes per step, by the tensors that collectives were given, and as many received: what rings
-    send, whatever the backend does."""
+    """Bytes per step, computed from the sizes of collectives' tensors as ring algorithms send them,
+    whatever the backend does; as many are received."""
 
 
 class StepProfiler:
-    """Profiles `tracking.profile_steps` steps, those after the first `tracking.profile_after`.
+    """Profiles `tracking.profile_steps` steps after the first `tracking.profile_after`.
 
-    A context manager: what was profiled by its end is written. On all ranks.
+    A context manager; its end writes what was profiled. On all ranks.
     """
 
     def __init__(self, run: Run, speed: Speed) -> None:
@@ -87,7 +86,8 @@ class StepProfiler:
         return self._after <= self._done < self._last
 
     def after_step(self) -> None:
-        """To be called on all ranks after every step, and what is done between it and the next."""
+        """Advance the profiler. Called on all ranks after every step and the work that follows
+        it."""
         if not self._profile:
             return
         self._done += 1
@@ -95,7 +95,7 @@ class StepProfiler:
             self._holdings.watch()
         with self._speed.aside():
             self._profile.step()
-            if self._done == self._last:  # it has written; others may still be at it
+            if self._done == self._last:  # other ranks may still be writing
                 dist.barrier(self._run.mesh.group)
 
     def _write(self, profiler: profile) -> None:
@@ -108,23 +108,23 @@ class StepProfiler:
             record = self._holdings.record(rank, read_trace(trace))
             path = directory / f"rank-{rank:05}.json"
             path.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
-        except Exception as error:  # a full disk leaves a trace that no reader expects
+        except Exception as error:  # a failure to write, such as a full disk, must not end the run
             logging.getLogger(__name__).warning("%s: no profile is written: %s", trace, error)
 
 
 def torch_profiler(
     device: torch.device, after: int, steps: int, ready: Callable[[profile], None]
 ) -> profile:
-    """torch's profiler over `steps` steps that come after `after` others; in the last of those it
-    warms up.
+    """torch's profiler over `steps` steps that follow `after` others, the last of which warms it
+    up.
 
     Args:
         device: of this rank. On a CPU allocations are recorded too.
         after: at least 1.
         steps: at least 1.
-        ready: called when the last one is over, or the profiler stops within them.
+        ready: called after the last of these steps, or if the profiler stops within them.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of every start on stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Kineto prints a line on stderr at every start
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -133,12 +133,12 @@ def torch_profiler(
         schedule=schedule(wait=after - 1, warmup=1, active=steps, repeat=1),
         on_trace_ready=ready,
         profile_memory=device.type == "cpu",
-        record_shapes=True,  # of what collectives send
+        record_shapes=True,  # for the sizes that collectives send
     )
 
 
 def peak_bytes(device: torch.device, held: int, trace: RankProfile) -> int:
-    """Most bytes allocated at once in the profiled steps, when `held` were between them; on a GPU
+    """Most bytes allocated at once in the profiled steps, with `held` bytes between them; on a GPU
     since its peak was last reset."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -146,7 +146,7 @@ def peak_bytes(device: torch.device, held: int, trace: RankProfile) -> int:
 
 
 class _Holdings:
-    """What a rank holds in its steps, from `watch` to `leave`."""
+    """Measures the tensors that a rank holds in its steps, from `watch` to `leave`."""
 
     def __init__(self, run: Run) -> None:
         self._model, self._optimizer, self._device = run.model, run.optimizer, run.world.device
@@ -162,9 +162,9 @@ class _Holdings:
         self._gradients_on_host = 0
 
     def watch(self) -> None:
-        """Look at what is held now, between steps, and begin to follow what comes and goes."""
+        """Measure what is held between steps, and begin to follow the rest."""
         self._weights = [*self._model.parameters.values(), *self._model.optimized.values()]
-        state = (v for of_one in self._optimizer.state.values() for v in of_one.values())
+        state = (v for entry in self._optimizer.state.values() for v in entry.values())
         self._state = [value for value in state if isinstance(value, torch.Tensor)]
         self._held = {
             "parameters": storages(self._weights, self._device),
@@ -179,7 +179,7 @@ class _Holdings:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def leave(self) -> None:
-        """Follow no more."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -201,12 +201,13 @@ class _Holdings:
         return nbytes(storages(tensors, torch.device("cpu")))
 
     def record(self, rank: int, trace: RankProfile) -> RankRecord:
-        """What was seen, with the figures of the trace of the same steps."""
+        """The measurements, with figures from the trace of the same steps."""
         between: Storages = {}
         for of_kind in self._held.values():
             between |= of_kind
         if isinstance(self._model.module, DistributedDataParallel):
-            between |= self._gradients  # views of its buckets, which it never frees
+            # DDP's gradients are views of its buckets, which are never freed
+            between |= self._gradients
         return RankRecord(
             rank=rank,
             steps=len(trace.steps),
@@ -221,9 +222,10 @@ class _Holdings:
         )
 
     def _sent(self, trace: RankProfile) -> float:
-        """Bytes of all steps. A trace does not say who took part: gradients are all-reduced as
-        vectors, and activations not, unless nobody has the same weights; experts get as many rows
-        from each rank."""
+        """Bytes sent in all steps."""
+        # A trace does not name the ranks of a collective. Gradients are all-reduced as vectors,
+        # activations with more dimensions; without replicas both are of activations. Experts are
+        # assumed to get as many rows from each rank.
         gradients, activations = trace.reduced_vectors, trace.reduced
         if self._replicas == 1:
             gradients, activations = 0, gradients + activations
@@ -236,6 +238,6 @@ class _Holdings:
 
 
 def read_records(run: Path) -> list[RankRecord]:
-    """The records of all ranks of a run; empty when nothing was profiled."""
+    """The records of all ranks of a run; [] if nothing was profiled."""
     paths = sorted((run / DIRECTORY).glob("rank-?????.json"))
     return [RankRecord(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]

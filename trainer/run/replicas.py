@@ -1,5 +1,5 @@
-"""Whether replicas still hold the same bits. Ranks that hold the same tensors and see the same
-gradients stay equal bit for bit; when they do not, a machine computes wrongly."""
+"""Check that replicas hold the same bits. Ranks with the same tensors and gradients stay bitwise
+equal; a difference means that a machine computes wrongly."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -17,12 +17,11 @@ from trainer.run.state import Run
 def diverged_ranks(
     tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, *, ends: bool = False
 ) -> list[int]:
-    """Global ranks whose tensors differ from those of most ranks of a group of replicas; of a group
-    without a majority, all. Called on all ranks of the group, each with its own tensors; with
-    `ends` the first and the last are compared alone.
+    """Global ranks whose tensors differ from those of the majority of a group of replicas; without
+    a majority, all ranks. On all ranks of the group, each with its own tensors.
 
-    One checksum a rank is exchanged: 64 bits, the sum of all 8-byte words, each multiplied by an
-    odd number that depends on the tensor.
+    Each rank sends one checksum of 64 bits: the sum of all 8-byte words, each multiplied by an odd
+    number that depends on the tensor. With `ends` only the first and the last rank are compared.
     """
     checksum = None
     for number, tensor in enumerate(tensors):
@@ -41,11 +40,11 @@ def diverged_ranks(
     value, count = Counter(values).most_common(1)[0]
     if count * 2 <= len(values):
         return ranks
-    return [rank for rank, found in zip(ranks, values, strict=True) if found != value]
+    return [rank for rank, own in zip(ranks, values, strict=True) if own != value]
 
 
 def check_replicas(run: Run) -> None:
-    """Name a rank whose replica of the weights differs from the others, if that is due. On all
+    """Log the ranks whose weights differ from their replicas', if the check is due. On all
     ranks."""
     every, mesh = run.recipe.elastic.check_replicas_every, run.mesh.device_mesh
     copied = [name for name in (REPLICATE, TENSOR) if name in (mesh.mesh_dim_names or ())]
@@ -59,7 +58,7 @@ def check_replicas(run: Run) -> None:
         for name in copied
         for rank in diverged_ranks(map(local_tensor, held[name]), mesh[name].get_group())
     ]
-    if pipeline:  # a tied embedding, if there is one; between the ends nothing is held of it
+    if pipeline:  # a tied embedding is on the first and last rank only
         none = local_tensor(weights[0])[:0]  # with strategy.offload on the host, as the others
         tied = none if pipeline.tied is None else local_tensor(pipeline.tied)
         ranks += diverged_ranks([tied], mesh[PIPELINE].get_group(), ends=True)
@@ -73,7 +72,7 @@ def check_replicas(run: Run) -> None:
 
 
 def _on_all(name: str, weight: torch.Tensor) -> bool:
-    """Whether the ranks along this dimension of the mesh hold the same of a weight."""
+    """Whether all ranks along dimension `name` of the mesh hold the same part of a weight."""
     if not isinstance(weight, DTensor):
         return False
     names = weight.device_mesh.mesh_dim_names or ()

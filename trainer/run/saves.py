@@ -1,4 +1,4 @@
-"""State to and from checkpoints: where a run goes on, when it saves, how that ended."""
+"""Checkpoints of a run: which one it resumes from, when it saves, and how each save ended."""
 
 import math
 import time
@@ -26,15 +26,16 @@ from trainer.run.state import Progress, Run
 from trainer.tasks.task import Task
 
 LAST_TRIES, AGAIN_SECONDS = 6, 5.0
-"""A run whose last save the filesystem refuses, as it is full, tries so often, and waits between:
-all else is done, and would be lost with this machine's memory."""
+"""Tries, and seconds between them, of a run's last save if the filesystem is full: training is
+done, and would be lost with this machine's memory."""
 VALIDATED = ("validation_loss", "validated", "best_loss", "best_step", "passes_since_best")
-"""What a `Progress` says of validation passes: it belongs to the weights."""
+"""Fields of `Progress` about validation passes. A roll-back restores them, as they describe the
+weights."""
 PORTION = 1 << 28
-"""Weights that are loaded in float32 at a time, to be quantised: 1 GiB over the ranks that have
-parts of them."""
+"""Weights loaded in float32 at a time to be quantised: 1 GiB over the ranks that share them."""
 UNWRITTEN = "unwritten_ledger"
-"""Key of a trainer state: see `Ledger.unwritten`. Absent where all lines are written."""
+"""Key of a trainer state for ledger lines not written yet, see `Ledger.unwritten`; absent if all
+are."""
 
 
 def restore(
@@ -46,24 +47,24 @@ def restore(
     init_from: str,
     kept: Progress | None = None,
     *,
-    begun: bool = False,
+    at_beginning: bool = False,
     step: int | None = None,
 ) -> tuple[Progress, dict[str, Any] | None]:
-    """Load the newest good checkpoint, else `model.init_from`, else draw weights. On all ranks.
-    What is under an adapter is loaded from `model.init_from` at every start.
+    """Load the newest good checkpoint, else `model.init_from`, else draw weights. Frozen weights
+    under an adapter come from `model.init_from` at every start. On all ranks.
 
     Args:
         init_from: digest of the weights in `model.init_from`, "" without any.
-        kept: progress that model and optimizer of this rank have made already, if they have: a
-            snapshot of the same needs not be loaded.
-        begun: the model has the weights of step 0.
-        step: the checkpoint of this step, from storage; 0: none is loaded.
+        kept: progress of the model and the optimizer that this rank has kept, or None. A snapshot
+            of the same progress is not loaded.
+        at_beginning: the model has the weights of step 0 already.
+        step: load the checkpoint of this step from storage; 0: none.
 
     Returns:
         The progress, and the state of the checkpoint, None without one.
 
     Raises:
-        RecipeError: the checkpoint is not one that this recipe can go on from.
+        RecipeError: this recipe cannot continue from the checkpoint.
     """
     targets = model.targets_of(optimizer)
     state = None
@@ -75,30 +76,32 @@ def restore(
             finite=model.trained,
             holds=lambda saved: kept is not None and _progress(saved) == kept,
         )
-    if state is not None:  # what is in memory has not been looked at before
-        there = f"the state in {checkpointer.loaded_from}"
-        check_resume(state, recipe, task, there, init_from)
+    if state is not None:  # a state in memory has not been checked before, unlike one in storage
+        where = f"the state in {checkpointer.loaded_from}"
+        check_resume(state, recipe, task, where, init_from)
         targets.put()
-    if state is None and kept:  # there was no snapshot yet: as when it was made
+    if state is None and kept:  # no snapshot yet: the kept optimizer begins anew
         for tensor in model.state_of(optimizer).values():
             local_tensor(tensor).zero_()
-    if not begun:
+    if not at_beginning:
         load_beginning(model, recipe, task, resumed=state is not None)
     scale = LossScale(recipe.precision.loss_scale if recipe.precision.dtype == "fp16" else 1.0)
     if state is None:
         return Progress(loss_scale=scale, init_from=init_from), None
     progress = _progress(state)
-    if state["recipe"]["precision"]["dtype"] != recipe.precision.dtype:  # then it means nothing
+    # the scale belongs to the dtype
+    if state["recipe"]["precision"]["dtype"] != recipe.precision.dtype:
         progress.loss_scale = scale
     if progress.lacks_pass(recipe.run):
-        for loss in RankGroup(dist.group.WORLD).on_main(lambda: _made_up(recipe, progress)):
+        ranks = RankGroup(dist.group.WORLD)
+        for loss in ranks.on_main(lambda: _validation_loss_in_ledger(recipe, progress)):
             progress.judge(loss)
     return progress, state
 
 
-def _made_up(recipe: Recipe, progress: Progress) -> list[float | None]:
-    """The loss that an earlier start has found for the state loaded, in a list; [] if none has, or
-    the ledger does not tell. The step itself was saved before, and is not saved again."""
+def _validation_loss_in_ledger(recipe: Recipe, progress: Progress) -> list[float | None]:
+    """The validation loss that an earlier start computed for the loaded state, in a list; [] if
+    none did. The ledger has it, since the step was saved before that pass."""
     try:
         attempts = read_history(Path(recipe.run.dir)).attempts
     except LedgerError:
@@ -119,11 +122,11 @@ def load_beginning(
     """Load `model.init_from`, else draw weights: those of step 0. On all ranks.
 
     Args:
-        model: to be given them.
+        model: receives the weights.
         recipe: of the run.
         task: of the recipe.
-        resumed: the model has the weights of a checkpoint, which are to stay: load what is in none,
-            the weights under an adapter.
+        resumed: the model has the weights of a checkpoint, and keeps them; only the frozen weights
+            under an adapter, which no checkpoint holds, are loaded.
     """
     adapter = recipe.model.adapter
     if adapter:
@@ -144,8 +147,8 @@ def load_published(
     wanted: Mapping[str, torch.Tensor],
     tied: Mapping[str, str],
 ) -> None:
-    """Load the weights of `model.init_from` into some tensors of a model, of which `tied` are as
-    `Task.tied_copies` says. On all ranks.
+    """Load the weights of `model.init_from` into the tensors `wanted`; `tied` as in
+    `Task.tied_copies`. On all ranks.
 
     Raises:
         CheckpointError: as `load_model`.
@@ -162,7 +165,7 @@ def load_published(
             recipe.model.init_from or "",
             tensors,
             verify=recipe.checkpoint.verify,
-            # The first has the weight of which these are copies.
+            # The first portion holds the originals of the tied weights.
             optional=[*known, *tied] if number else known,
             tied=tied,
             finite=wanted.keys() - model.buffers().keys(),
@@ -173,14 +176,15 @@ def load_published(
 def _portions(
     wanted: Mapping[str, torch.Tensor], in_nf4: Collection[str], ranks: RankGroup
 ) -> Iterator[Mapping[str, torch.Tensor]]:
-    """What to load, one after the other: first all that is not in nf4, then the rest, by and by, in
-    float32. Each portion is quantised when the next is asked for. As many on all ranks."""
+    """Yield the tensors to load: first all that are not in nf4, then float32 targets for the
+    others, portion by portion. A portion is quantised when the next is requested. All ranks get the
+    same number of portions."""
     yield {name: tensor for name, tensor in wanted.items() if name not in in_nf4}
     parts: list[list[str]] = []
     room = 0
     for name in wanted:
         if name in in_nf4:
-            # By whole weights: ranks that have parts of one put it into the same portion.
+            # Whole weights: ranks that share one put it into the same portion.
             size = math.prod(weight_shape(wanted[name]))
             if size > room:
                 parts.append([])
@@ -191,13 +195,13 @@ def _portions(
         names = parts[number] if number < len(parts) else []
         targets = {name: _in_float32(wanted[name]) for name in names}
         yield targets
-        while targets:  # so each goes at once
+        while targets:  # frees each float32 weight once it is quantised
             name, target = targets.popitem()
             local_tensor(wanted[name]).copy_(quantise(local_tensor(target)))
 
 
 def _in_float32(packed: torch.Tensor) -> torch.Tensor:
-    """An empty weight in place of its bytes in nf4, cut as they are."""
+    """An empty float32 weight, sharded as its packed nf4 bytes are."""
     local = local_tensor(packed)
     weight = torch.empty(weight_shape(local), device=local.device)
     if not isinstance(packed, DTensor):
@@ -214,49 +218,50 @@ def _in_float32(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _progress(state: Mapping[str, Any]) -> Progress:
-    """That of the state of a checkpoint."""
+    """The `Progress` in the state of a checkpoint."""
+    # Fields that older checkpoints lack.
     newer: dict[str, Any] = {name: getattr(Progress(), name) for name in VALIDATED}
-    newer |= {"attempt": "", "init_from": None}  # than some checkpoints, as are those before
+    newer |= {"attempt": "", "init_from": None}
     known = {key: ({**newer, **state})[key] for key in Progress.__dataclass_fields__}
     return Progress(**{**known, "loss_scale": LossScale(**state["loss_scale"])})
 
 
 class Saves:
-    """When a run saves, and how that ended. On all ranks."""
+    """Decides when a run saves, and logs how saves ended. On all ranks."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         every = run.recipe.checkpoint.every
         self._clock = _save_clock(run) if every == "auto" else None
         self._every = 0 if every == "auto" else every
-        self._owed = run.checkpointer.newer_than_storage
-        """Whether the step after the one to come is saved though none is due."""
+        self._pending = run.checkpointer.newer_than_storage
+        """Whether a save is requested that has not begun."""
         self._best = run.progress.best_step
         self._stalls: dict[int, float] = {}
-        """By step: seconds for which training stood still for its save, until that has ended."""
+        """Step → seconds that training stood still for its save, until that save has ended."""
         self._caught_up = 0
-        """The first step that is worth saving."""
+        """First step after a failure that is worth saving."""
         if run.world.cause and run.checkpointer.loaded_from == "memory":
             every = run.recipe.elastic.snapshot_every
             self._caught_up = caught_up(run.world.cause["step"], run.progress.step, every)
-        if self._owed and run.done:
+        if self._pending and run.done:
             save(run)
 
-    def ask(self) -> None:
-        """Tell all, with the next step, whether it is time by the clock of rank 0."""
+    def request(self) -> None:
+        """Let all ranks know, with the next step, whether rank 0's clock requests a save."""
         self._run.pulse.wants_save = bool(self._clock and self._clock.due(time.monotonic()))
 
     def after_step(self, wanted: bool) -> None:
-        """Save the step just done if that is due; `wanted`: rank 0 has asked for it. Tell of saves
-        that have ended."""
+        """Save the step just done if a save is due, and log saves that have ended. `wanted`: rank 0
+        has requested one."""
         run, progress = self._run, self._run.progress
-        self._owed = self._is_best() or self._owed or wanted or run.due(self._every)
-        # While steps are being skipped, what came before them must stay to roll back to.
+        self._pending = self._is_best() or self._owed or wanted or run.due(self._every)
+        # While steps are skipped, the checkpoint before them must stay, to roll back to.
         worth_saving = run.done or (
             not progress.skipped_in_row and progress.step >= self._caught_up
         )
-        if self._owed and worth_saving:
-            self._owed = False
+        if self._pending and worth_saving:
+            self._pending = False
             began = time.monotonic()
             save(run)
             self._stalls[progress.step] = stall = time.monotonic() - began
@@ -269,31 +274,32 @@ class Saves:
                 self._clock.written(outcome.seconds)
 
     def _is_best(self) -> bool:
-        """Whether `run.stop_after` and `checkpoint.keep_best` want the step just done: it is the
-        best so far, and the run is going to end some passes later."""
+        """Whether `checkpoint.keep_best` needs the step just done: it has the lowest validation
+        loss so far, and `run.stop_after` will end the run some passes later."""
         recipe, best = self._run.recipe, self._run.progress.best_step
         found, self._best = best != self._best, best
         return bool(found and recipe.run.stop_after and recipe.checkpoint.keep_best)
 
 
 def caught_up(failed: int, resumed: int, snapshot_every: int) -> int:
-    """The first step worth saving after a failure. Before it a save would hold up steps that are
-    computed again, and another failure would find the copy that the run resumed from.
+    """First step worth saving after a failure. An earlier save would delay steps that are computed
+    again, while another failure would still find the copy that the run resumed from.
 
     Args:
         failed: step that was being computed, by the node that reported it.
         resumed: step of the copy in memory.
-        snapshot_every: steps between copies; no more than two of these are waited for, whatever was
-            reported.
+        snapshot_every: steps between copies; the result is at most two of these after `resumed`,
+            whatever was reported.
     """
     return min(failed - 1, resumed + 2 * snapshot_every)
 
 
 @record_function("save checkpoint")
 def save(run: Run, *, wait: bool = False, memory_only: bool = False) -> None:
-    """Begin a checkpoint of everything a step depends on; training goes on while it is written. On
-    all ranks. With `wait`, and for the last step, it is made whatever is still being written."""
-    # The last one waits for all that is still being written.
+    """Begin a checkpoint of all state that a step depends on; training continues while it is
+    written. On all ranks. With `wait`, and for the last step, wait for earlier saves and begin in
+    any case."""
+    # This call waits for earlier saves when it is the last.
     with run.pulse.during("end" if run.done or wait else "save"):
         run.checkpointer.save(
             run.progress.step,
@@ -304,7 +310,7 @@ def save(run: Run, *, wait: bool = False, memory_only: bool = False) -> None:
 
 
 def contents(run: Run) -> dict[str, Any]:
-    """What a checkpoint of the step just done holds, by the arguments of
+    """The contents of a checkpoint of the step just done, as arguments of
     `TensorCheckpointer.save`. On all ranks."""
     model, optimized = run.model, run.model.optimized
     tensors, kept = model.kept_by(run.optimizer, run.mesh.merged)
@@ -326,9 +332,13 @@ def contents(run: Run) -> dict[str, Any]:
 def report_saves(
     run: Run, raised: SaveFailed | None = None, stalls: dict[int, float] | None = None
 ) -> list[SaveOutcome]:
-    """Tell how checkpoints ended: one that failed costs the run nothing but that checkpoint. The
-    console hears of one that is `raised` from whoever catches it. `stalls`: by step, seconds for
-    which training stood still; those that are told are taken out."""
+    """Log how checkpoints ended. A failed one costs the run nothing else.
+
+    Args:
+        run: of which they are.
+        raised: a failure that its handler prints, so that the console does not show it twice.
+        stalls: step → seconds that training stood still; entries of ended saves are removed.
+    """
     outcomes = list(run.checkpointer.outcomes())
     for outcome in outcomes:
         known = raised is not None and str(raised) == outcome.error
@@ -341,8 +351,8 @@ def finish_saves(run: Run, tries: int = 1) -> None:
     """Wait for the last checkpoint. On all ranks.
 
     Args:
-        run: whose.
-        tries: a save that the filesystem refused is made anew, until it was tried so often.
+        run: of which it is.
+        tries: attempts at a save that the filesystem refuses.
 
     Raises:
         SaveFailed: there is no checkpoint of the last step.
@@ -351,7 +361,7 @@ def finish_saves(run: Run, tries: int = 1) -> None:
     try:
         with run.pulse.during("end"):
             run.checkpointer.wait()
-    except SaveFailed as error:  # on all ranks alike
+    except SaveFailed as error:  # raised on all ranks
         if tries == 1 or not error.errno:
             raised = error
             raise
@@ -366,9 +376,9 @@ def finish_saves(run: Run, tries: int = 1) -> None:
 
 
 def pause(run: Run, *, leaving: bool) -> None:
-    """Save the step just done, and wait until it is safe: this world is about to end. On all ranks.
+    """Save the step just done and wait for it, before this world ends. On all ranks.
 
-    If all nodes stay, their memory is enough; if one leaves, its part goes with it.
+    A copy in the nodes' memory is enough if all nodes stay; a leaving node takes its part along.
     """
     checkpointer, step = run.checkpointer, run.progress.step
     memory_only = checkpointer.memory_lasts and not leaving
@@ -379,32 +389,32 @@ def pause(run: Run, *, leaving: bool) -> None:
         try:
             save(run, wait=True, memory_only=memory_only)
             finish_saves(run)
-        except SaveFailed as error:  # the checkpoints before are as they were
+        except SaveFailed as error:  # earlier checkpoints are intact
             run.log.say(f"warning: {error}")
         checkpointer.close(keep_memory=True)
 
 
 def roll_back(run: Run, *, memory: bool) -> str:
-    """Take weights and optimizer state back to those of an earlier step, and go on with the data
-    after the steps that went wrong. On all ranks.
+    """Restore weights and optimizer state of an earlier step, and continue with the data after the
+    failed steps. On all ranks.
 
     Args:
-        run: whose.
-        memory: whether the newest copy in memory will do. It may hold the weights of now.
+        run: to be rolled back.
+        memory: whether the newest copy in memory may be used; it may hold the present weights.
 
     Returns:
-        Why that was not done; empty if it was.
+        Why the run was not rolled back; "" if it was.
     """
     checkpointer, progress = run.checkpointer, run.progress
-    most = run.recipe.elastic.max_rollbacks
-    if progress.rollbacks == most:
-        return f"the run was rolled back {most} times already (elastic.max_rollbacks)"
+    limit = run.recipe.elastic.max_rollbacks
+    if progress.rollbacks == limit:
+        return f"the run was rolled back {limit} times already (elastic.max_rollbacks)"
     with run.pulse.during("end"), suppress(SaveFailed):
         checkpointer.wait()
         report_saves(run)
     load = checkpointer.reload if memory else checkpointer.load
     targets = run.model.targets_of(run.optimizer)
-    progress.rollbacks += 1  # before the weights change, as in a step
+    progress.rollbacks += 1  # before the weights change, see `train_step`
     with run.pulse.during("load"):
         loaded = load(model=run.model.tensors, optimizer=targets, finite=run.model.trained)
     if loaded is None:
@@ -421,11 +431,11 @@ def roll_back(run: Run, *, memory: bool) -> str:
 
 
 def _save_clock(run: Run) -> SaveClock | None:
-    """What tells when to save, on rank 0."""
+    """The clock that decides when to save, on rank 0; None on others."""
     if not run.world.is_main:
         return None
     failures, node_seconds = 0, 0.0
-    with suppress(LedgerError):  # the disk has not taken its first line yet
+    with suppress(LedgerError):  # the ledger may have no line yet
         past = reliability(read_history(Path(run.recipe.run.dir)))
         failures, node_seconds = past.failures, past.node_seconds
     mtbf = expected_mtbf(failures, node_seconds, run.world.nodes)

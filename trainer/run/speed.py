@@ -1,4 +1,4 @@
-"""How fast the run is: means over each log interval, and ranks that are slower than the others."""
+"""Speed of a run: means over each log interval, and ranks slower than the others."""
 
 import sys
 import time
@@ -21,7 +21,7 @@ from trainer.text import terminal_columns
 
 
 class Speed:
-    """The log intervals of a run. On all ranks."""
+    """Measures the log intervals of a run. On all ranks."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -30,17 +30,17 @@ class Speed:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is done in it is no training, and no part of the averages."""
+        """Exclude the time inside the block from the averages."""
         began = time.perf_counter()
         yield
         self._window.leave_out(time.perf_counter() - began)
 
     def step(self, result: StepResult, *, odd: bool) -> None:
-        """A step is done; at the end of a log interval, record it.
+        """Add a step; at the end of a log interval, record the interval.
 
         Args:
             result: of the step.
-            odd: it took longer than others for a reason, and would spoil the averages.
+            odd: the step took longer for a known reason, and is excluded from the averages.
         """
         run = self._run
         if odd:
@@ -63,7 +63,7 @@ class Speed:
         self._window = Window()
 
     def _name_stragglers(self, seconds: Sequence[float], sequences: Sequence[float]) -> None:
-        for stage, ranks in enumerate(self._stages):  # which take their own times
+        for stage, ranks in enumerate(self._stages):  # stages differ in work
             self._paces[stage], sentences = compare_ranks(
                 self._paces[stage],
                 [seconds[rank] for rank in ranks],
@@ -74,19 +74,21 @@ class Speed:
                 self._run.log.event(self._run.progress.step, "straggler", sentence)
 
     def _by_rank(self) -> list[list[float]]:
-        """By rank, in this interval: seconds of a forward pass, sequences of one; of a pipeline,
-        its seconds, and those that a rank waited for messages."""
+        """Lists by rank for this interval: mean seconds of a forward pass, sequences in one; in a
+        pipeline also its seconds, and its seconds of waiting for messages."""
         mesh, plan, window = self._run.mesh, self._run.plan, self._window
         world, rank = self._run.world, self._run.world.rank
         mine = plan.micro_batches(mesh.dp_rank, self._run.progress.sequences)
-        told = [
+        values = [
             sum(window.computes) / max(1, len(window.computes)),
             sum(len(micro.positions) for micro in mine) / plan.passes,
         ]
         if self._run.model.pipeline:
-            told += [sum(ran for ran, _ in window.pipeline), sum(w for _, w in window.pipeline)]
-        ranks = torch.zeros((len(told), world.world_size), dtype=torch.float64, device=world.device)
-        ranks[:, rank] = torch.tensor(told, dtype=torch.float64)
+            values += [sum(ran for ran, _ in window.pipeline), sum(w for _, w in window.pipeline)]
+        ranks = torch.zeros(
+            (len(values), world.world_size), dtype=torch.float64, device=world.device
+        )
+        ranks[:, rank] = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(ranks, group=mesh.group)
         by_rank: list[list[float]] = received(ranks)
         return by_rank
@@ -96,16 +98,16 @@ def bubble(ran: Sequence[float], waited: Sequence[float]) -> float:
     """Share of a pipeline's time in which its ranks wait for messages, or are done.
 
     Args:
-        ran: by rank, seconds from the first action of a step to the last. All begin together, as
-            a step ends with a sum over them; the pipeline's time is that of the last to be done.
-        waited: by rank, what of them it waited for messages.
+        ran: by rank, seconds from the first action of a step to the last. All ranks begin together,
+            as a step ends with a sum over them; the longest is the pipeline's time.
+        waited: by rank, seconds of these that it waited for messages.
     """
     busy = sum(ran) - sum(waited)
     return 1 - busy / (len(ran) * max(ran))
 
 
 class Window:
-    """Step times of one log interval, which begins now."""
+    """Step times of one log interval, from its creation on."""
 
     def __init__(self) -> None:
         self._began, self._left_out = time.perf_counter(), 0.0
@@ -117,26 +119,26 @@ class Window:
         self.tokens = 0
 
     def add(self, seconds: float, data_wait: float, compute: float, tokens: int) -> None:
-        """One step: its duration, the part of it spent waiting for data, one forward pass of this
-        rank, its target tokens."""
+        """Add one step: its seconds, seconds of waiting for data, mean seconds of a forward pass on
+        this rank, and target tokens."""
         self.seconds.append(seconds)
         self.waits.append(data_wait)
         self.computes.append(compute)
         self.tokens += tokens
 
     def leave_out(self, seconds: float) -> None:
-        """Time of the interval that is not training: warming up, validation."""
+        """Exclude seconds that are no training, such as warm-up or validation."""
         self._left_out += seconds
 
     @property
     def elapsed(self) -> float:
-        """Time that the steps took so far, with all that came between them: logs, checkpoints."""
+        """Seconds of the steps so far, including logs and checkpoints between them."""
         return time.perf_counter() - self._began - self._left_out
 
     def summary(
         self, world_size: int, flops_per_token: float | None, peak: float | None
     ) -> dict[str, float]:
-        """Speed over the interval; nothing when it holds no step."""
+        """Speed over the interval; {} without steps."""
         if not self.seconds:
             return {}
         elapsed = self.elapsed
@@ -156,7 +158,7 @@ class Window:
 
 
 def step_record(run: Run, result: StepResult, window: Window) -> dict[str, float]:
-    """What metrics.jsonl and the trackers get of a log interval."""
+    """The values of a log interval for metrics.jsonl and the trackers."""
     recipe, progress, device = run.recipe, run.progress, run.world.device
     peak = peak_flops(recipe, device)
     values = {
@@ -188,7 +190,8 @@ def peak_flops(recipe: Recipe, device: torch.device) -> float | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Largest memory this process has held: GPU memory reserved, or resident set on the CPU."""
+    """Most memory that this process has held, in bytes: GPU memory reserved, or resident set on a
+    CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     for line in Path("/proc/self/status").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""What the loop passes to all that it calls: a `Run`, and in it the `Progress` that steps move."""
+"""`Run`: all that the loop passes to the functions it calls, and `Progress`, which steps change."""
 
 import math
 from dataclasses import dataclass, field
@@ -22,69 +22,70 @@ from trainer.tasks.task import Task
 
 @dataclass
 class Progress:
-    """Everything besides tensors that a run carries on from step to step and from attempt to
-    attempt; saved in each checkpoint."""
+    """All state of a run besides tensors that lasts from step to step and from attempt to attempt;
+    saved in each checkpoint."""
 
     step: int = 0
     """Optimizer steps done, skipped ones included."""
     sequences: int = 0
-    """The cursor: how many sequences of the global order are consumed."""
+    """Sequences of the global order consumed so far."""
     tokens: int = 0
-    """Target tokens consumed; of chats those that are trained."""
+    """Target tokens consumed; in chats only those that are trained."""
     skipped: int = 0
-    """Steps that left the weights alone: their numbers were not finite, or fp16 overflowed."""
+    """Steps that left the weights unchanged: NaN, infinity, or an fp16 overflow."""
     skipped_in_row: int = 0
     rollbacks: int = 0
-    """How often weights and optimizer state were taken back to those of a checkpoint."""
+    """Times that weights and optimizer state went back to those of a checkpoint."""
     loss_scale: LossScale = field(default_factory=lambda: LossScale(1.0))
     validation_loss: float | None = None
     """Loss of the newest validation pass."""
     validated: int = 0
-    """Step of that pass."""
+    """Step of the newest validation pass."""
     best_loss: float | None = None
-    """Lowest loss of a validation pass so far."""
+    """Lowest validation loss so far."""
     best_step: int = 0
-    """Step of the first pass with that loss."""
+    """Step of the first pass with `best_loss`."""
     passes_since_best: int = 0
-    """Validation passes after that one."""
+    """Validation passes after `best_step`."""
     attempt: str = ""
-    """Attempt that computed this state, as the ledger names it; "" if it is not known."""
+    """Attempt that computed this state, as the ledger names it; "" if unknown."""
     init_from: str | None = ""
-    """Digest of the weights that the run began with, see identity.py; "" if they were drawn, None
-    in checkpoints older than this field."""
+    """Digest of the initial weights, see identity.py; "" if they were drawn, None in checkpoints
+    older than this field."""
 
     def lacks_pass(self, options: RunSection) -> bool:
-        """Whether `run.stop_after` counts a validation pass of the step just done that is not part
-        of this state: a leaving node has kept it from being done before the state was saved."""
+        """Whether a validation pass that `run.stop_after` counts is missing for the step just done:
+        a leaving node kept the ranks from running it before the save."""
         due = self.step and options.stop_after and self.step % options.evaluate_every == 0
         return bool(due) and self.step < options.steps and self.validated != self.step
 
     def judge(self, loss: float | None) -> None:
-        """Note the loss that a validation pass has found of the step just done, None or NaN if it
-        was not finite, and whether it is the lowest so far."""
+        """Record the validation loss of the step just done, None or NaN if it was not finite, and
+        update the best loss."""
         self.validation_loss, self.validated = loss, self.step
         self.passes_since_best += 1
-        best = math.inf if self.best_loss is None else self.best_loss
-        if loss is not None and -math.inf < loss < best:
+        lowest = math.inf if self.best_loss is None else self.best_loss
+        if loss is not None and -math.inf < loss < lowest:
             self.best_loss, self.best_step, self.passes_since_best = loss, self.step, 0
 
 
 @dataclass
 class Kept:
-    """What a process goes on with that outlives a failure of others."""
+    """State that a process keeps when other processes of the job fail."""
 
     run: "Run | None" = None
-    """The run that it was in; None in a process that is new, and while a run is being built."""
+    """The run of the last attempt; None in a new process, and while a run is being built."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as one of its ranks sees it, from its start or restart to its end."""
+    """A run from one rank's view, from a start or restart to its end."""
 
-    given: Recipe
+    written: Recipe
+    """The recipe before values were resolved for this world."""
     recipe: Recipe
-    """`given` with every value known: `batch.micro_batch` is a number, and `run.steps` follows from
-    `run.epochs`."""
+    """`written` with every value resolved: `batch.micro_batch` is a number, and `run.steps` is
+    computed from `run.epochs`."""
     task: Task
     world: World
     mesh: Mesh
@@ -96,30 +97,30 @@ class Run:
     progress: Progress
     checkpointer: TensorCheckpointer
     start: StartLine
-    """What this attempt began with."""
+    """The ledger's line about the start of this attempt."""
     log: Log
     pulse: Pulse
     recall: Recall
     unchecked: frozenset[str] = frozenset()
-    """Names in `model.tensors` of what held NaN or infinity when this attempt began, and may."""
+    """Names in `model.tensors` that held NaN or infinity at the start of this attempt, and may."""
     trained: Names = field(default_factory=Names)
-    """What the model returns in training."""
+    """Names of the scalars that the model returns in training."""
     validated: Names = field(default_factory=Names)
-    """What it returns in validation."""
+    """Names of the scalars that it returns in validation."""
 
     @property
     def first_step(self) -> bool:
-        """Whether the step that is under way, or was just begun, is the first of this attempt."""
+        """Whether the step under way, or just begun, is the first of this attempt."""
         return self.progress.step == self.start.step
 
     @property
     def done(self) -> bool:
-        """No step comes after the one just done."""
+        """Whether the step just done is the last."""
         return self.progress.step >= self.recipe.run.steps or bool(self.stopped_early)
 
     @property
     def stopped_early(self) -> str:
-        """Why the run ends before `run.steps`, by `run.stop_after`; "" if it does not."""
+        """Why `run.stop_after` ends the run before `run.steps`; "" if it does not."""
         progress, most = self.progress, self.recipe.run.stop_after
         if not 0 < most <= progress.passes_since_best or progress.step >= self.recipe.run.steps:
             return ""
@@ -132,11 +133,12 @@ class Run:
         )
 
     def may_end_with(self, step: int) -> bool:
-        """Whether `step`, which is not validated yet, may be the last."""
+        """Whether `step`, not validated yet, may be the last."""
         options, passes = self.recipe.run, self.progress.passes_since_best + 1
         decides = options.stop_after and step % options.evaluate_every == 0
         return step >= options.steps or bool(decides and passes >= options.stop_after)
 
     def due(self, every: int) -> bool:
-        """Whether what happens every so many steps (0: never), and after the last, happens now."""
+        """Whether an action that happens every `every` steps (0: never), and after the last, is
+        due."""
         return self.done or (every > 0 and self.progress.step % every == 0)

@@ -1,13 +1,12 @@
-"""Which rank is slow: the compute times of all ranks, window by window → sentences. Pure.
+"""Slow ranks: compute times of all ranks per window → sentences. Pure.
 
-A slow rank does not fail, it makes all others wait. Only time that a rank spends for itself shows
-it: the forward pass, for a backward pass ends when the gradients of all ranks are summed. FSDP
-waits for peers inside the forward pass as well, so where parameters are sharded over all ranks the
-times are alike, and a straggler shows only in what it does outside of these waits.
+A slow rank does not fail, it makes all others wait. Only time without waits for others shows it:
+the forward pass, as a backward pass ends when the gradients of all ranks are summed. FSDP also
+waits for peers inside the forward pass. Where parameters are sharded over all ranks, a straggler
+shows only in what it does outside of these waits.
 
-Ranks with uneven shares are no stragglers. A pass costs something in itself, and something for each
-of its sequences: with more of these it takes longer, with fewer it takes longer for each. Who is
-slow is so by either count.
+Ranks with uneven shares are no stragglers. A pass has a fixed cost and a cost per sequence: more
+sequences take longer, fewer take longer each. A rank is slow only if it is so by both counts.
 """
 
 from collections.abc import Sequence
@@ -15,23 +14,23 @@ from dataclasses import dataclass
 from statistics import median_low
 
 SLOWER = 1.3
-"""Times the median: less does not deserve a message."""
+"""Factor over the median that deserves a message."""
 ODD = 3.5
 """Robust z above which a value is an outlier (Iglewicz and Hoaglin, 1993)."""
 WINDOWS = 3
-"""So many in a row make a straggler, and end one."""
+"""Windows in a row after which a rank becomes a straggler, or stops being one."""
 WEIGHT = 0.5
 """Weight of the newest window in the moving average."""
 
 
 @dataclass(frozen=True)
 class RankPace:
-    """What is known of the ranks after a window; the empty one is the beginning."""
+    """State of the comparison after a window; the empty one is the initial state."""
 
     smoothed: tuple[float, ...] = ()
     """By rank, moving average of the seconds of a pass."""
     contrary: tuple[int, ...] = ()
-    """By rank, for how many windows in a row it has not been what it is called."""
+    """By rank, windows in a row that contradicted whether it is called slow."""
     named: frozenset[int] = frozenset()
     """Ranks that are called slow."""
 
@@ -45,10 +44,10 @@ def compare_ranks(
     """Judge one more window; every rank that calls it with the same values gets the same result.
 
     Args:
-        pace: after the window before.
+        pace: state after the window before.
         seconds: by rank, compute time of a pass in this window, without waits for other ranks.
-        sequences: by rank, how many a pass has on average; None: all ranks have as many.
-        ranks: that these are of, those of a stage of a pipeline; None: all, in order.
+        sequences: by rank, mean number of sequences in a pass; None: all equal.
+        ranks: global ranks of the values, such as those of a pipeline stage; None: all, in order.
 
     Returns the new pace, and a sentence for each rank that became slow or is no longer: slow is a
     rank that is more than SLOWER times the median and an outlier, both in this window and in the
@@ -90,12 +89,11 @@ def compare_ranks(
 
 
 def outliers(seconds: Sequence[float]) -> set[int]:
-    """Ranks that are both much slower than the median and far from it by the usual spread.
-
-    The low median makes two ranks comparable: the slower one is measured by the faster.
-    """
+    """Ranks that are both much slower than the median and far from it, compared with the usual
+    spread."""
     if not seconds:
         return set()
+    # The low median makes two ranks comparable: the slower is measured by the faster.
     median = median_low(seconds)
     spread = median_low([abs(value - median) for value in seconds])
     # 0.6745 makes the median absolute deviation comparable to a standard deviation.

@@ -24,9 +24,9 @@ from elastic.node.files import open_to_read, read_text, write_whole
 from elastic.record.ledger import LEDGER
 from elastic.record.lines import read_record
 from trainer.run.alerts import Alerts
-from trainer.run.events import Reader
+from trainer.run.events import EventReader
+from trainer.run.ledger_summary import LedgerSummary
 from trainer.run.sinks import Prometheus, Sink, TensorBoard, WeightsAndBiases, own_sink
-from trainer.run.standing import Standing
 
 METRICS = "metrics.jsonl"
 LOOK_SECONDS = 0.5
@@ -94,7 +94,7 @@ def to_sink(sink: Sink, run_dir: Path, after: float) -> Iterator[float]:
         after: moment of the last record that it is known to keep.
     """
     kept, rewind = getattr(sink, "kept", None), getattr(sink, "rewind", None)
-    tail, standing = Tail(run_dir / METRICS, kept(after) if kept else after), Standing(run_dir)
+    tail, standing = Tail(run_dir / METRICS, kept(after) if kept else after), LedgerSummary(run_dir)
     while True:
         again, records = tail.read()
         if again is not None and rewind:
@@ -113,7 +113,7 @@ def to_hook(name: str, run_dir: Path, after: float) -> Iterator[float]:
     had. The first error is told; events that follow it come all the same."""
     from trainer.recipe.factory import import_factory
 
-    hook, reader, told, offset = import_factory("tracking.hooks", name), Reader(), False, 0
+    hook, reader, told, offset = import_factory("tracking.hooks", name), EventReader(), False, 0
     while True:
         with os.fdopen(open_to_read(run_dir / LEDGER), "rb") as file:
             file.seek(offset)

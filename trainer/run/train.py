@@ -1,5 +1,7 @@
-"""The page: every step of a run, and what follows some of them. build.py makes the run, step.py
-does a step, saves.py makes checkpoints."""
+"""The training loop: every step of a run, and what follows some of them.
+
+build.py makes the run, step.py runs a step, saves.py saves checkpoints.
+"""
 
 import gc
 
@@ -20,8 +22,8 @@ from trainer.tasks.own_model import refusing_misfits
 
 def train(run: Run, startup: Startup) -> int:
     """Train to `run.steps`, or until the ranks agree to pause; returns the exit code. On all ranks.
-    From its first step on, `run.recall` may end it by `Recalled`, for this process to begin again.
-    """
+    After the first step `run.recall` may end it by `Recalled`, and this process trains on in the
+    next attempt."""
     recipe, task, progress, pulse = run.recipe, run.task, run.progress, run.pulse
     micro_batches = load(
         task.stream,
@@ -32,21 +34,21 @@ def train(run: Run, startup: Startup) -> int:
     )
     inputs = Inputs(micro_batches, run.plan.passes)
     startup.mark("data")
-    if not run.done and (asked := pause_request(pulse)):
-        return stop_together(run, asked, saved=not run.checkpointer.newer_than_storage)
+    if not run.done and (request := pause_request(pulse)):
+        return stop_together(run, request, saved=not run.checkpointer.newer_than_storage)
     speed = Speed(run)
     validation = Validator(run, speed)
-    if asked := validation.make_up():
-        return stop_together(run, asked, saved=not run.checkpointer.newer_than_storage)
+    if request := validation.make_up():
+        return stop_together(run, request, saved=not run.checkpointer.newer_than_storage)
     saves = Saves(run)
-    if not supervised():  # else the warm process has done that, and this attempt may end
-        gc.freeze()  # what exists by now stays; a collection that looked at it takes 0.15 s
+    if not supervised():  # under an agent the warm process has frozen, and attempts must be freed
+        gc.freeze()  # long-lived objects: a collection over them takes 0.15 s
     with (
         StepProfiler(run, speed) as profiler,
         refusing_misfits(recipe, pulse, lambda: progress.step == run.world.generation == 0),
     ):
         while not run.done:
-            saves.ask()
+            saves.request()
             first = run.first_step
             with halving(run):
                 result = train_step(run, inputs)
@@ -65,11 +67,11 @@ def train(run: Run, startup: Startup) -> int:
             if run.recall.settled:
                 run.checkpointer.start_spare()
             check_replicas(run)
-            asked = validation.after_step(result.pause)
+            request = validation.after_step(result.pause)
             saves.after_step(result.save)
             profiler.after_step()
-            if asked and not run.done:
-                return stop_together(run, asked)
+            if request and not run.done:
+                return stop_together(run, request)
         micro_batches.close()
         finish_saves(run, tries=LAST_TRIES)
         validation.finish()
@@ -79,20 +81,20 @@ def train(run: Run, startup: Startup) -> int:
 
 
 def first_step_done(run: Run, startup: Startup) -> None:
-    """From now on this process may be recalled, if the recipe allows it."""
+    """Allow the recall of this process, if the recipe does, and log the end of the start."""
     run.recall.enable()
     startup.mark("first step")
     run.log.started(startup)
 
 
 def why_stopped(run: Run, result: StepResult) -> str:
-    """Tell of bad numbers in a step, and roll back if there were too many, or weights are bad.
-    Returns why the run cannot go on; empty if it can. On all ranks."""
+    """Log a bad loss or gradient, and roll back after too many, or if the weights are bad. Returns
+    why the run cannot continue; "" if it can. On all ranks."""
     verdict = result.verdict
     run.log.event(run.progress.step, "bad numbers", verdict.reason)
     if verdict.action in ("keep", "skip"):
         return ""
-    # Where steps were skipped, memory may hold the weights of now, which did not help.
+    # After skipped steps the newest copy in memory may hold the present weights, which failed.
     why_not = roll_back(run, memory=verdict.action == "undo")
     if not why_not:
         return ""
@@ -101,10 +103,16 @@ def why_stopped(run: Run, result: StepResult) -> str:
     return stopped
 
 
-def stop_together(run: Run, asked: float, *, saved: bool = False) -> int:
-    """End this world after the step just done, unless `saved` with its state made safe; returns the
-    exit code. On all ranks, that have agreed on `asked`, the sum of their `pause_request`."""
-    leaving = asked >= PAUSE_TO_LEAVE
+def stop_together(run: Run, request: float, *, saved: bool = False) -> int:
+    """End this world after the step just done, saved first unless `saved`; returns the exit code.
+    On all ranks.
+
+    Args:
+        run: its step is done.
+        request: the sum of all ranks' `pause_request`.
+        saved: the state is safe already.
+    """
+    leaving = request >= PAUSE_TO_LEAVE
     if not saved:
         pause(run, leaving=leaving)
     return run.log.end(EXIT_PAUSED, "a node leaves" if leaving else "a node joins")

@@ -1,7 +1,7 @@
-"""A training process: argv → Recipe → process group → train → exit code.
+"""A training process: argv → recipe → process group → training → exit code.
 
-Imported by the warm process that ranks are forked from, so it imports here all that a rank needs,
-and starts nothing: no thread, no CUDA.
+The warm process that ranks are forked from imports this module. So it imports all that a rank
+needs, and starts no thread and no CUDA.
 """
 
 import copy
@@ -60,7 +60,7 @@ from trainer.recipe import Recipe, RecipeError, counted, dump_recipe, load_recip
 from trainer.recipe.strategies import ep, exact, offload
 from trainer.run.build import build
 from trainer.run.compiled import keep_caches_closed
-from trainer.run.failures import Telling
+from trainer.run.failures import FailureReport
 from trainer.run.identity import check_agreement, identify, with_data
 from trainer.run.metrics import Startup
 from trainer.run.micro_batch import settled
@@ -75,10 +75,12 @@ from trainer.text import show_only_visible
 logger = logging.getLogger(__name__)
 
 REHEARSED_PARAMETERS = 20_000_000
-"""A model of no more is computed once by a process in reserve, which takes memory meanwhile."""
+"""Largest model whose forward and backward a reserve process computes once; they take memory
+meanwhile."""
 
 ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""torch reads one of these. Which one, if several are set, differs between its versions."""
+"""Names of the environment variable for torch's allocator. Which one wins, if several are set,
+differs between versions of torch."""
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -92,13 +94,13 @@ def main(arguments: list[str]) -> NoReturn:
     place = read_environment()
     if again:
         spare.start()
-        with suppress(Exception):  # what is wrong will be so when it is a rank
+        with suppress(Exception):  # an error shows again, and is reported, once this is a rank
             rehearse(arguments)
         drop_world()
         gc.collect()
         if not recall.wait(None):
             leave_world(EXIT_PEER_GONE)
-        set_name("rank")  # it was "reserve"
+        set_name("rank")  # its name was "reserve"
     pulse = Pulse.from_environment()
     watch_signals(pulse)
     if "RANK" in os.environ and not supervised():
@@ -107,7 +109,7 @@ def main(arguments: list[str]) -> NoReturn:
     if not arguments:
         print("usage: python -m trainer RECIPE.yaml [key.sub=value ...]", file=sys.stderr)
         leave_world(EXIT_WRONG_INPUT)
-    if read_environment()[1] == 0:  # it is going to have the writer of its node
+    if read_environment()[1] == 0:  # local rank 0 starts the checkpoint writer of its node
         spare.start()
     else:
         spare.end()
@@ -117,48 +119,48 @@ def main(arguments: list[str]) -> NoReturn:
         rank, local_rank, *_ = place = read_environment()
         named = f"%(levelname)s rank {rank} %(name)s: %(message)s"
         logging.basicConfig(format=named, force=True)
-        telling = Telling(pulse, rank, recall, wait=2 if rank else 0)
+        failure_report = FailureReport(pulse, rank, recall, wait=2 if rank else 0)
         code = None
         try:
             with recall.attempt():
                 startup = Startup(again=again)
-                code = attempt(arguments, pulse, startup, telling, recall, spare, kept)
+                code = run_attempt(arguments, pulse, startup, failure_report, recall, spare, kept)
         except Recalled:
             pass
         except Exception as error:
-            if not telling.recalls(error):
-                # The first rank that leaves ends all. What is wrong for all is told by local rank
-                # 0, before the others have waited; what is wrong for one alone, by that one.
-                code = telling.tell(error, wait=10 if local_rank else 0)
+            if not failure_report.recalls(error):
+                # The first rank that exits ends the job. An error of all ranks is printed by local
+                # rank 0 while the others wait; an error of one rank is printed by that rank.
+                code = failure_report.send(error, wait=10 if local_rank else 0)
         if code is not None:
             leave_world(code)
-        let_go(recall, kept)
+        release_attempt(recall, kept)
         pulse.forget()
         if not recall.wait():
             leave_world(EXIT_PEER_GONE)
         again = True
 
 
-def attempt(
+def run_attempt(
     arguments: list[str],
     pulse: Pulse,
     startup: Startup,
-    telling: Telling,
+    failure_report: FailureReport,
     recall: Recall,
     spare: Spare,
     kept: Kept,
 ) -> int:
-    """Join the others and train; returns the exit code.
+    """Join the other ranks and train; returns the exit code.
 
-    `kept` has the run of the attempt before, and gets that of this one.
+    `kept` holds the run of the last attempt, and gets the run of this one.
     """
-    torch.set_grad_enabled(True)  # the attempt before may have ended in a backward pass
+    torch.set_grad_enabled(True)  # the last attempt may have ended inside no_grad
     rank, _, world_size, local_world_size = read_environment()
-    recipe, text, ready, identity = prepare(tuple(arguments))
+    recipe, text, prepared_task, identity = prepare(tuple(arguments))
     keep_caches_closed(Path(recipe.run.dir), recipe.strategy.compile)
     if recipe.elastic.recovery != "refork":
         recall.allow()
-    task = ready or build_task(recipe)
+    task = prepared_task or build_task(recipe)
     startup.mark("inputs")
     stale = refuse_stale_store()
     if stale:
@@ -168,7 +170,7 @@ def attempt(
     occupancy = None
     if rank == 0:
         occupancy = occupy(recipe)
-        # At every attempt: the one before had another rank 0, perhaps, and that another disk.
+        # At every attempt: rank 0 may now be on another node, with another disk.
         keep_recipe(Path(recipe.run.dir), text)
     pulse.safe = not any(of_run(recipe.checkpoint_directory))
     pulse.report(0, "init")
@@ -180,21 +182,33 @@ def attempt(
     startup.mark("rendezvous")
     if world.device.type == "cpu" and not offload.used(recipe.strategy):
         keep_freed_memory()
-    last, kept.run = kept.run, None  # if it fails until there is another, nothing is whole
+    last, kept.run = kept.run, None  # until `build` returns no model is whole
     with ExitStack() as stack:
         with refusing_misfits(recipe, pulse, lambda: world.generation == 0):
-            given = recipe
+            written = recipe
             recipe = counted(settled(recipe, world), task.stream.sequences)
-            if last and (why := why_anew(last, recipe)):
+            if last and (why := reason_to_rebuild(last, recipe)):
                 logger.warning("model and optimizer are built anew: %s", why)
                 last = None
-            if not last and ready:
-                task = unused(ready, recall)
-            parts = given, recipe, text, task, world, agreement, pulse, startup, recall, spare, last
+            if not last and prepared_task:
+                task = copy_for_attempt(prepared_task, recall)
+            parts = (
+                written,
+                recipe,
+                text,
+                task,
+                world,
+                agreement,
+                pulse,
+                startup,
+                recall,
+                spare,
+                last,
+            )
             kept.run = run = stack.enter_context(build(*parts))
             del last, parts
-        # An error leaves through `telling` first: the run waits for saves, and for other ranks.
-        stack.enter_context(telling)
+        # The report comes first: the contexts of `build` wait for saves, and for other ranks.
+        stack.enter_context(failure_report)
         code = train(run, startup)
     if occupancy:
         occupancy.release()
@@ -202,13 +216,9 @@ def attempt(
 
 
 def rehearse(arguments: list[str]) -> None:
-    """Build the model once, in a group that is not there: what torch finds out about the tensors of
-    a strategy stays in its caches. A small one also computes once, with whatever numbers: code is
-    loaded and compiled, for which all others would wait. Not for GPUs: this process has none yet.
-
-    Args:
-        arguments: of the process.
-    """
+    """Build the model once in a fake process group, which fills torch's caches for the tensors of
+    the strategy. A small model also computes once with arbitrary weights, which loads and compiles
+    code that all ranks would wait for. CPU only: a reserve process has no GPU."""
     rank, local_rank, world_size, local_world_size = read_environment()
     recipe, _, task, _ = prepare(tuple(arguments))
     keep_caches_closed(Path(recipe.run.dir), recipe.strategy.compile)
@@ -225,33 +235,33 @@ def rehearse(arguments: list[str]) -> None:
     build_optimizer(
         built.optimized, recipe.optimizer, exact=exact.used(recipe), zeros_like=built.zeros_like
     )
-    # Experts would get as many rows as a message says that nobody sends.
+    # The fake group returns no row counts for experts.
     if small and ep.ranks(recipe.strategy) == 1:
-        given = requests(exact.batch_plan(recipe, mesh.dp_size), mesh.dp_rank, 0)
-        batches = load(task.stream, given, workers=0, pin_memory=False)
+        batch_requests = requests(exact.batch_plan(recipe, mesh.dp_size), mesh.dp_rank, 0)
+        batches = load(task.stream, batch_requests, workers=0, pin_memory=False)
         built.run([next(batches)], _loss, train=True)
 
 
 def _loss(_number: int, batch: Mapping[str, torch.Tensor], call: Call) -> Passed:
-    found = call({key: tensor for key, tensor in batch.items() if key not in (COUNTED, CONSUMED)})
-    return found["loss"] if isinstance(found, dict) else found
+    result = call({key: tensor for key, tensor in batch.items() if key not in (COUNTED, CONSUMED)})
+    return result["loss"] if isinstance(result, dict) else result
 
 
-def unused(task: Task, recall: Recall) -> Task:
-    """A task whose model is to be trained; where there may be another attempt, a copy of one that
-    stays on the meta device."""
+def copy_for_attempt(task: Task, recall: Recall) -> Task:
+    """A task whose model may be trained. If further attempts may follow, its model is a copy, and
+    the original stays on the meta device."""
     if not recall.allowed:
         return task
     model, blocks = copy.deepcopy((task.model, task.blocks))
     return replace(task, model=model, blocks=blocks)
 
 
-def why_anew(last: Run, recipe: Recipe) -> str:
-    """Why this process cannot go on with the model and the optimizer of its last run; "" if it can.
+def reason_to_rebuild(last: Run, recipe: Recipe) -> str:
+    """Why this process cannot keep the model and the optimizer of its last run; "" if it can.
 
     Args:
-        last: that run.
-        recipe: as it is `settled` for the world of now.
+        last: the last run.
+        recipe: `settled` for the present world.
     """
     rank, _, size, _ = now = read_environment()
     world, strategy = last.world, recipe.strategy
@@ -269,29 +279,29 @@ def why_anew(last: Run, recipe: Recipe) -> str:
     return "" if CAN_RESET else f"torch {torch.__version__} cannot drop a step that failed"
 
 
-def let_go(recall: Recall, kept: Kept) -> None:
-    """Free what an attempt that is over has held, but for what is kept: its groups, and its memory,
-    which goes back to the allocator for the next."""
+def release_attempt(recall: Recall, kept: Kept) -> None:
+    """Free what a finished attempt held, except `kept`: process groups, and memory, which returns
+    to the allocator for the next attempt."""
     recall.abort()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     drop_world()
-    if not kept.run:  # else `build` does it, while others still build
-        gc.collect()  # wrapped models hold themselves
+    if not kept.run:  # with a kept run `build` collects, while new ranks still build
+        gc.collect()  # wrapped models are cycles
 
 
 def grow_segments() -> None:
-    """Have CUDA's allocator, which reads this when it begins, grow its segments instead of adding
-    others beside them: tensors of changing sizes leave less memory unused. Whoever has set options
-    of it, under whichever of its names, keeps theirs."""
+    """Set CUDA's allocator to expandable segments, unless the user has set options of it: tensors
+    of changing sizes then leave less memory unused. Before the allocator starts, which reads the
+    variable once."""
     if not os.environ.keys() & set(ALLOCATOR_OPTIONS):
         os.environ[ALLOCATOR_OPTIONS[0]] = "expandable_segments:True"
 
 
 def keep_freed_memory() -> None:
-    """Have malloc keep what is freed for the next allocation. glibc would give large tensors back
-    to the system at once and fault in the pages of new ones, every step: 5 % of the quickstart's
-    time. On a GPU torch keeps memory itself."""
+    """Make malloc keep freed memory for the next allocation."""
+    # glibc would return large tensors to the system and fault in new pages every step: 5 % of the
+    # quickstart's time. On a GPU torch's allocator keeps memory itself.
     trim_threshold, mmap_threshold = -1, -3  # numbers of malloc.h
     with suppress(AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
@@ -300,23 +310,24 @@ def keep_freed_memory() -> None:
 
 
 class Prepared(NamedTuple):
-    """What a rank knows before it joins others."""
+    """What a rank reads and opens before it joins other ranks."""
 
     recipe: Recipe
     text: str
-    """The recipe as the run keeps it, see provenance.py."""
+    """The recipe as the run directory keeps it, see provenance.py."""
     task: Task | None
+    """None if the data is a user's own."""
     identity: dict[str, str]
-    """See identity.py; without the data of a task that is None."""
+    """See identity.py; without the data if `task` is None."""
 
 
 @cache
 def prepare(arguments: tuple[str, ...]) -> Prepared:
-    """Read a recipe, open what it names, and say what decides its steps. The warm process does it
-    once for all its forks.
+    """Read a recipe, open the files that it names, and compute its identity. The warm process calls
+    it once for all ranks that it forks.
 
-    A user's own model and data are left to them: code may start threads or CUDA, which no fork
-    survives.
+    A user's own model and data are built in the ranks: their code may start threads or CUDA, which
+    does not survive a fork.
 
     Raises:
         RecipeError, DataError, ConfigError: what is wrong, in one line.
@@ -331,7 +342,8 @@ def prepare(arguments: tuple[str, ...]) -> Prepared:
 
 
 def occupy(recipe: Recipe) -> Occupancy | None:
-    """Keep other launches out of the run directory; an agent of ours has done that. On rank 0.
+    """Lock the run directory against other launches, unless an agent of ours has done so. On rank
+    0.
 
     Raises:
         RecipeError: another launch trains there.

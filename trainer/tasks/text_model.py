@@ -93,7 +93,7 @@ def _of_transformers(recipe: Recipe, reason: str) -> "tuple[TransformersModel, F
                 f"data.document_mask: {model.name} of transformers {problem}, so documents would "
                 "see each other; set data.document_mask=false to train it so"
             )
-    refusals.tell()
+    refusals.raise_all()
     notes = [f"{model.name} of transformers {check_installed(reason)} computes it: {reason}"]
     if model.experts:
         notes.append(

@@ -19,7 +19,7 @@ from tests.their_models import CONFIGS, QUICK, VOCABULARY, publish, separate, se
 from trainer.models import ConfigError
 from trainer.models import transformers_model as ours
 from trainer.models.adapter import add_adapters
-from trainer.models.transformers_model import TransformersModel, runs_of
+from trainer.models.transformers_model import TransformersModel, document_runs
 from trainer.recipe import RecipeError, load_recipe
 from trainer.recipe.sections import Adapter
 from trainer.tasks.text_model import build_text_model
@@ -101,7 +101,7 @@ def test_documents_apart_give_loss_and_gradients_of_transformers(
 
 
 def test_runs_and_positions_of_documents() -> None:
-    runs, positions = runs_of(torch.tensor([[5, 5, 2, 5, 5, 5], [1, 1, 1, 1, 1, 1]]))
+    runs, positions = document_runs(torch.tensor([[5, 5, 2, 5, 5, 5], [1, 1, 1, 1, 1, 1]]))
     assert runs.tolist() == [[1, 1, 2, 3, 3, 3], [1] * 6]
     assert positions.tolist() == [[0, 1, 0, 0, 1, 2], [0, 1, 2, 3, 4, 5]]
 

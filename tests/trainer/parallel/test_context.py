@@ -14,7 +14,7 @@ from tests.trainer.parallel.test_tensor import architecture
 from trainer.data.documents import cu_seqlens_of
 from trainer.models import Decoder
 from trainer.models.families.qwen3_moe import FAMILY
-from trainer.parallel.context import blocks_of, chunks, problem_of
+from trainer.parallel.context import attention_blocks, chunks, problem_of
 from trainer.recipe.architecture import RopeScaling
 
 
@@ -41,7 +41,7 @@ def test_each_pair_of_tokens_is_computed_once(
     packed = [torch.cat([tokens[:, c.start : c.stop].flatten() for c in own]) for own in every]
     computed = torch.zeros(rows * length, rows * length, dtype=torch.int64)
     for rank, source in ((rank, source) for rank in range(cp) for source in range(cp)):
-        blocks = blocks_of(ends, rows, every[rank], every[source], length, tokens.device)
+        blocks = attention_blocks(ends, rows, every[rank], every[source], length, tokens.device)
         for block in blocks:
             queries, keys = packed[rank][block.queries], packed[source][block.keys]
             assert block.query_ends[-1] == len(queries)

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from trainer.parallel import pipeline
-from trainer.parallel.pipeline import turns_of
+from trainer.parallel.pipeline import neighbour_turns
 from trainer.parallel.schedules import COST, Action, arranged, schedule, simulate
 
 
 @pytest.mark.parametrize("around", [False, True])
 @pytest.mark.parametrize("ranks", range(2, 10))
 def test_neighbours_make_groups_at_the_same_time(ranks, around):
-    turns = list(zip(*(turns_of(rank, ranks, around) for rank in range(ranks)), strict=True))
+    turns = list(zip(*(neighbour_turns(rank, ranks, around) for rank in range(ranks)), strict=True))
     for turn in turns:
         assert sorted(rank for group in set(turn) for rank in group) == list(range(ranks))
         assert all(rank in turn[rank] for rank in range(ranks))
@@ -49,7 +49,7 @@ def queue_of(monkeypatch, rank, orders, around):
     links = object.__new__(pipeline._Links)
     links.rank, links.ranks, links.device = rank, ranks, torch.device("cpu")
     links.group, links._members = "all", range(ranks)
-    turns = turns_of(rank, ranks, around)
+    turns = neighbour_turns(rank, ranks, around)
     links._ways = {way: way for turn in turns for way in (turn, turn[::-1])}
     monkeypatch.setattr(pipeline.dist, "isend", begin(True))
     monkeypatch.setattr(pipeline.dist, "irecv", begin(False))

@@ -9,7 +9,7 @@ import yaml
 from elastic import Ledger, StartLine
 from trainer.recipe.conditions import AfterFailure, Beyond, Silent, parse_condition
 from trainer.run.alerts import Alerts
-from trainer.run.standing import Standing
+from trainer.run.ledger_summary import LedgerSummary
 from trainer.run.trackers import to_sink
 
 SIZE = {"global_batch": 8, "world_size": 2}
@@ -19,11 +19,11 @@ CAUSE = {"rank": 1, "why": "SIGKILL"}
 def test_the_standing_of_a_run(tmp_path):
     """Steps 1 to 3 of a second each; a failure takes one back, a roll-back another."""
     path, now = tmp_path / "ledger.jsonl", time.time()
-    assert Standing(tmp_path).at(now) == {}
+    assert LedgerSummary(tmp_path).at(now) == {}
     with Ledger(path, StartLine(step=0, sequences=0, at=now - 10, **SIZE)) as ledger:
         for step in (1, 2, 3):
             ledger.step(step, 8 * (step - 1), 8 * step, 1.0, loss=2.5, skipped="")
-    standing = Standing(tmp_path)
+    standing = LedgerSummary(tmp_path)
     first = standing.at(now)
     assert first.pop("goodput") == pytest.approx(0.3)
     assert first == {"attempt": 1, "world_size": 2, "failures": 0, "steps_lost": 0}

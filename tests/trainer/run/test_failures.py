@@ -13,7 +13,7 @@ from elastic.node.recall import Recall
 from trainer.data.shards import DataError
 from trainer.recipe import load_recipe
 from trainer.recipe.factory import OwnCodeError
-from trainer.run.failures import Telling
+from trainer.run.failures import FailureReport
 from trainer.run.metrics import Log
 from trainer.run.saves import caught_up, finish_saves
 from trainer.run.state import Progress
@@ -47,7 +47,7 @@ def test_why_the_last_save_failed_is_said_once(capsys, tmp_path):
         )
         with pytest.raises(SaveFailed) as failed:
             finish_saves(run)
-    assert Telling(Pulse(page, 0), 0, Recall(None)).tell(failed.value) == EXIT_FAILED
+    assert FailureReport(Pulse(page, 0), 0, Recall(None)).send(failed.value) == EXIT_FAILED
     said = capsys.readouterr()
     assert said.out == f"warning: {errors[0]}\n"
     assert said.err == f"error: {errors[1]}; the same command resumes\n"
@@ -88,7 +88,7 @@ def test_an_error_is_told_before_what_it_unwinds_waits(capsys, error, code, firs
     page = ProgressPage.make()
     pulse = Pulse(page, 0)
     pulse.report(15, "step")
-    telling = Telling(pulse, 3, Recall(None))
+    failure_report = FailureReport(pulse, 3, Recall(None))
 
     class Waits:
         def __enter__(self):
@@ -100,8 +100,8 @@ def test_an_error_is_told_before_what_it_unwinds_waits(capsys, error, code, firs
             assert told.endswith(last)
             assert page.read(0).phase == "failed"
 
-    with pytest.raises(type(error)), Waits(), telling:
+    with pytest.raises(type(error)), Waits(), failure_report:
         raise error
-    assert telling.tell(error, wait=60) == code
+    assert failure_report.send(error, wait=60) == code
     assert capsys.readouterr().err == ""
     assert page.read(0).error == f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -7,7 +7,7 @@ import pytest
 
 from elastic.record.history import read_history
 from elastic.record.ledger import Ledger, StartLine
-from trainer.run.events import Reader
+from trainer.run.events import EventReader
 from trainer.run.metrics import keep_records
 from trainer.run.trackers import Tail
 from trainer.tools.report.report import check, report
@@ -56,7 +56,7 @@ def read_all(run):
     embedded(looked.all())
     parts(looked, 80)
     check(read_history(run))
-    events = Reader()
+    events = EventReader()
     for line in (run / "ledger.jsonl").read_bytes().splitlines(keepends=True):
         events.event(line)
     for record in Tail(run / "metrics.jsonl", 0.0).read()[1]:

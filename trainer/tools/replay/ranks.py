@@ -220,7 +220,7 @@ def _provable(walk: Walk, run: Run, attempt: Attempt, kind: Mapping[str, str]) -
         return "bits"
     same = (start.world_size, start.nodes) == (world.world_size, world.nodes)
     on_cpu = world.device.type == "cpu" and start.threads == torch.get_num_threads()
-    known = run.given.batch.micro_batch != "auto"
+    known = run.written.batch.micro_batch != "auto"
     return "bits" if same and on_cpu and known else "rounding"
 
 

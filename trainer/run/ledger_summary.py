@@ -1,4 +1,4 @@
-"""How a run stands by its ledger, for trackers: attempts, failures, steps lost, goodput. Imports no
+"""Attempts, failures, lost steps and goodput of a run from its ledger, for trackers. Imports no
 torch."""
 
 import os
@@ -9,24 +9,24 @@ from pathlib import Path
 
 from elastic.node.files import open_to_read
 from elastic.record.ledger import LEDGER
-from trainer.run.events import Event, Reader, Restart, RollBack, Start, Step
+from trainer.run.events import Event, EventReader, Restart, RollBack, Start, Step
 
 
-class Standing:
-    """How a run stands by its ledger, which is read while it grows."""
+class LedgerSummary:
+    """Counts of a run's ledger, read while it grows."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._path, self._offset, self._reader = run_dir / LEDGER, 0, Reader()
+        self._path, self._offset, self._reader = run_dir / LEDGER, 0, EventReader()
         self._ahead = deque[Event]()
-        """Events later than what was asked for."""
+        """Events later than the last requested time."""
         self._began = self._kept = 0.0
         self._seconds = array("d")
-        """By step, from 1: in which its result was computed; 0 where it left none."""
+        """Step (index 0 is step 1) → seconds of its surviving computation; 0 without one."""
         self._counts = dict.fromkeys(("attempt", "world_size", "failures", "steps_lost"), 0)
 
     def at(self, moment: float) -> dict[str, float]:
-        """Attempts, ranks, failures, steps lost and goodput until a Unix time, which must not be
-        before those asked for earlier; empty as long as the ledger has no start."""
+        """Attempts, ranks, failures, lost steps and goodput up to a Unix time, which must not
+        decrease between calls; {} as long as the ledger has no start."""
         self._read()
         while self._ahead and self._ahead[0].at <= moment:
             self._take(self._ahead.popleft())
@@ -39,7 +39,7 @@ class Standing:
         with suppress(OSError), os.fdopen(open_to_read(self._path), "rb") as file:
             file.seek(self._offset)
             for line in file:
-                if not line.endswith(b"\n"):  # it is just being written
+                if not line.endswith(b"\n"):  # a line that is being written
                     break
                 self._offset += len(line)
                 if event := self._reader.event(line):
@@ -62,7 +62,7 @@ class Standing:
             self._seconds[event.step - 1] = event.seconds
 
     def _drop(self, last: int) -> None:
-        """Results of the steps after `last` are in no weights any more."""
+        """Remove the results of steps after `last`: the present weights do not contain them."""
         for index in range(last, len(self._seconds)):
             self._kept -= self._seconds[index]
             self._seconds[index] = 0.0
