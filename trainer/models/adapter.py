@@ -1,9 +1,9 @@
-"""LoRA (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"): small matrices are
-trained beside weights that stay as they are.
+"""LoRA (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"): trains small
+matrices beside frozen weights.
 
-[Note: adapters] A and B are parameters of the linear layer itself, beside its weight. So names of
-the model under the adapter stay what they are, no wrapper comes between, and whatever cuts, shards
-or saves parameters treats them as any others. In files they have PEFT's names.
+[Note: adapters] A and B are parameters of the linear layer itself, beside its weight. So FQNs under
+the adapter do not change, there is no wrapper, and strategies and checkpoints treat A and B like
+all parameters. Files use PEFT's names.
 """
 
 import os
@@ -23,22 +23,23 @@ from trainer.recipe.sections import Adapter
 from trainer.recipe.seeds import stable_seed
 
 _NAMED = 8
-"""How many names a message lists."""
+"""Most names that a message lists."""
 
 
 class LoraLinear(nn.Linear):
-    """y = W x + b + scale · B A x, where W and b are frozen."""
+    """y = W x + b + scale · B A x, with frozen W and b."""
 
-    def __init__(self, given: nn.Linear, options: Adapter) -> None:
-        """`given` gives its weight and bias; A and B are float32, and have no values yet. Nor has
-        the weight in nf4, which is bytes."""
+    def __init__(self, layer: nn.Linear, options: Adapter) -> None:
+        """Take over the weight and bias of `layer`. A and B are float32 without values; so is a
+        weight in nf4, which is bytes."""
+        # Not nn.Linear's, which would allocate a second weight.
         nn.Module.__init__(self)
-        self.in_features, self.out_features = given.in_features, given.out_features
-        self.sections = getattr(given, "sections", ())
-        self.weight, self.bias = given.weight, given.bias
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.sections = getattr(layer, "sections", ())
+        self.weight, self.bias = layer.weight, layer.bias
         self.dropout = options.dropout
         self.scale = scale_of(options.rank, options.alpha, options.rslora)
-        device, rank = given.weight.device, options.rank
+        device, rank = layer.weight.device, options.rank
         if options.base == NF4:
             shape = packed_shape(self.out_features, self.in_features)
             packed = torch.empty(shape, dtype=torch.uint8, device=device)
@@ -52,32 +53,32 @@ class LoraLinear(nn.Linear):
 
     @property
     def in_nf4(self) -> bool:
-        """Whether the weight is kept in nf4."""
+        """Whether the weight is in nf4."""
         return self.weight.dtype == torch.uint8
 
     def frozen(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """W x, plus a bias; (…, in) → (…, out)."""
+        """W x + bias; (…, in) → (…, out)."""
         return (nf4.linear if self.in_nf4 else F.linear)(x, self.weight, bias)
 
     def low_rank(self, x: Tensor) -> Tensor:
         """scale · B A x, (…, in) → (…, out)."""
         if self.dropout:
             x = F.dropout(x, self.dropout, self.training)
-        # The smaller of the two results is scaled.
+        # Scaling the rank-sized result is cheaper.
         return F.linear(self.scale * F.linear(x, self.lora_A), self.lora_B)
 
 
 def add_adapters(model: TextModel, options: Adapter, dtype: str = "bf16") -> None:
-    """Freeze a model, in place, and give linear layers of its blocks adapters; what
-    `options.also` names stays trained. To be called before anything is cut.
+    """Freeze a model in place, and give linear layers of its blocks adapters; modules in
+    `options.also` stay trained. Call it before any strategy is applied.
 
     Args:
-        model: on the meta device, if its base is nf4: codes have no values yet.
+        model: on the meta device if its base is nf4: codes have no values yet.
         options: which layers, and how.
-        dtype: `precision.dtype`. What nf4 does not keep is kept in bf16 if that is computed with.
+        dtype: `precision.dtype`. With bf16, frozen weights outside nf4 are bf16, else float32.
 
     Raises:
-        RecipeError: the options name what is not there, or cannot be trained so.
+        RecipeError: a module in the options is missing, or cannot be trained that way.
     """
     layers = _targets(model, options)
     whole = _trained_whole(model, options, layers)
@@ -133,8 +134,8 @@ def _targets(model: TextModel, options: Adapter) -> list[str]:
 
 
 def _trained_whole(model: TextModel, options: Adapter, layers: Sequence[str]) -> set[str]:
-    """FQNs of the parameters that `options.also` names, beside those of `layers` with adapters."""
-    found = set[str]()
+    """FQNs of the parameters in the modules of `options.also`."""
+    parameters = set[str]()
     tied = model.tied_copies
     heads = {name.split(".")[-2] for name in tied}
     for wanted in options.also:
@@ -166,12 +167,12 @@ def _trained_whole(model: TextModel, options: Adapter, layers: Sequence[str]) ->
                 f"model.adapter.also: {wanted} has {both[0]}, which gets an adapter; name it in "
                 "one of the two"
             )
-        found |= inside
-    return found
+        parameters |= inside
+    return parameters
 
 
 def _ends(name: str, wanted: str) -> bool:
-    """Whether a name is, or ends with, what somebody calls it; as PEFT does it."""
+    """Whether `wanted` is a name or a dotted suffix of it, as in PEFT."""
     return name == wanted or name.endswith(f".{wanted}")
 
 
@@ -181,19 +182,20 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Initial values of A or B by FQN and shape, as PEFT's: A uniform within 1 / √in, B zeros."""
+    """Initial values of A or B by FQN and shape, as in PEFT: A uniform within 1 / √in, B zeros."""
     if name.endswith("lora_B"):
         return torch.zeros(shape)
+    # By name, so values are equal for all world sizes and strategies.
     generator = torch.Generator().manual_seed(stable_seed(seed, name))
     return torch.empty(shape).uniform_(-1, 1, generator=generator) / shape[1] ** 0.5
 
 
 def adapter_config(model: TextModel, options: Adapter, base: str) -> bytes:
-    """adapter_config.json of a model that has adapters, over the one in directory `base`."""
+    """adapter_config.json of a model with adapters, over the weights in directory `base`."""
     layers = {name for name, module in model.named_modules() if isinstance(module, LoraLinear)}
     ends = {name.rpartition(".")[2] for name in layers}
     alike = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    # As short as the names of other layers allow.
+    # Suffixes are enough if no other linear layer shares them.
     every = {name for name in alike if name.rpartition(".")[2] in ends} == layers
     return write_config(
         base=os.path.abspath(base),

@@ -1,23 +1,23 @@
-"""Causal attention that stays inside documents, without a (T, T) matrix.
+"""Causal attention inside documents, without a (T, T) matrix.
 
-[Note: documents] Several documents are packed into one sequence. Kernels that know where each of
-them begins skip what a mask would only hide: less work, and nothing of T x T to hold. What they
-know it from is made once per pass (`locate`) and shared by all layers:
+[Note: documents] Several documents are packed into one sequence. Kernels that know where each
+begins skip what a mask would only hide: less work, and nothing of size T x T. `locate` computes
+what they need once per pass, for all layers:
 
 - *varlen*: `cu_seqlens`, see `trainer.data.documents`. On CUDA the varlen form of FlashAttention
   (Dao 2023); on the CPU one call of its flash kernel per document.
 - *flex*: a `BlockMask` for FlexAttention (Dong et al. 2024), for dtypes, heads and GPUs that varlen
-  does not take. On CUDA only: torch has no backward pass of it for the CPU (2.13).
+  does not support. On CUDA only: torch 2.13 has no backward pass of it for the CPU.
 - *sdpa*: one additive mask for `scaled_dot_product_attention`, which works everywhere. On the CPU
-  short sequences in bf16 are faster with it.
+  it is faster for short sequences in bf16.
 
-Where no documents are told apart, attention is SDPA's own causal one.
+Without documents, attention is SDPA's causal one.
 
-With a sliding window a token sees the last so many tokens of its document, itself included. Kernels
-that skip what is further back take the window, too; on the CPU the additive mask has it.
+With a sliding window of W a token sees the last W tokens of its document, itself included. The
+kernels on CUDA take the window; on the CPU it is part of the additive mask.
 
 Shapes: B batch, T sequence, N query heads, K key/value heads, N a multiple of K, H head dim. Head n
-of the queries looks at head n // (N / K).
+of the queries uses head n // (N / K) of the keys.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,53 +32,54 @@ from torch import Tensor
 from trainer.models.versions import varlen_asks_for_groups
 
 Way: TypeAlias = Literal["varlen", "flex", "sdpa"]
-Asked: TypeAlias = Literal["auto"] | Way
+Requested: TypeAlias = Literal["auto"] | Way
 Capability: TypeAlias = tuple[int, int]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 MASKED_ON_CPU = 256
-"""Tokens of a sequence up to which one masked call in bf16 is faster than one for each document. At
-512 it is slower, and so it is in float32 and fp16 (`python -m benchmarks.attention_memory grid`).
-"""
+"""Longest sequence, in tokens, for which one masked call in bf16 is faster than a call per
+document. At 512 it is slower, as it is in float32 and fp16 (`python -m benchmarks.attention_memory
+grid`)."""
 
 
 class Documents(NamedTuple):
-    """Where to look, made once per pass; see [Note: documents]."""
+    """Where the documents of a pass are, in the form that its kernel takes; see [Note:
+    documents]."""
 
     way: Way | Literal["ring"]
     where: Any
-    """cu_seqlens, a BlockMask, or a (B, 1, T, T) additive mask; a ring is a function of (q, k, v)
-    that other ranks take part in, see `trainer.parallel.context`."""
+    """cu_seqlens, a BlockMask, or a (B, 1, T, T) additive mask; for a ring a function of (q, k, v)
+    that communicates, see `trainer.parallel.context`."""
     window: int | None = None
-    """How many tokens each token sees, itself included; None: all that come before it."""
+    """Tokens that each token sees, itself included; None: all before it."""
 
 
 def choose_attention(
-    asked: Asked,
+    requested: Requested,
     dtype: torch.dtype,
     head_dim: int,
     capability: Capability | None,
     length: int,
     window: bool = False,
 ) -> Way:
-    """How documents are told apart: the fastest way that works, or the one that is asked for.
+    """Choose how documents are kept apart: the fastest way that works, or the requested one.
 
     Args:
-        asked: `model.attention` of the recipe.
+        requested: `model.attention` of the recipe.
         dtype: of the computation.
         head_dim: H.
         capability: of the GPU; None on the CPU.
         length: T.
-        window: a token sees only some of those before it.
+        window: whether a sliding window limits what a token sees.
 
     Raises:
-        ValueError: what is asked for cannot work; says why, and what to do.
+        ValueError: the requested way does not work; says why, and what to do.
     """
     hindrances = hindrances_of(dtype, head_dim, capability, window)
-    if asked != "auto":
-        if asked in hindrances:
-            raise ValueError(f"{asked} cannot work: {hindrances[asked]}; take auto")
-        return asked
+    if requested != "auto":
+        if requested in hindrances:
+            raise ValueError(f"{requested} cannot work: {hindrances[requested]}; take auto")
+        return requested
     if capability is None and dtype == torch.bfloat16 and length <= MASKED_ON_CPU:
         return "sdpa"
     ways: tuple[Way, ...] = ("varlen", "flex", "sdpa")
@@ -88,7 +89,7 @@ def choose_attention(
 def hindrances_of(
     dtype: torch.dtype, head_dim: int, capability: Capability | None, window: bool = False
 ) -> dict[Way, str]:
-    """Why some ways do not work; arguments as of `choose_attention`."""
+    """Way → why it does not work; arguments as in `choose_attention`."""
     hindrances: dict[Way, str] = {}
     if capability is None:
         hindrances["flex"] = "FlexAttention has no backward pass on the CPU"
@@ -116,25 +117,29 @@ def locate(
     shape: Sequence[int],
     dtype: torch.dtype,
     head_dim: int,
-    asked: Asked,
+    requested: Requested,
     window: int | None = None,
 ) -> Documents:
-    """What attention needs to know of documents. Neither waits for a GPU, nor compiles anew.
+    """Compute once per pass what attention needs to know of documents. It neither synchronises with
+    a GPU nor recompiles.
 
     Args:
         cu_seqlens: see `trainer.data.documents`.
         shape: (B, T).
         dtype: of the computation.
         head_dim: H.
-        asked: see `choose_attention`, which may raise ValueError.
-        window: how many tokens each token sees, itself included; None: all that come before it.
+        requested: see `choose_attention`, which may raise ValueError.
+        window: tokens that each token sees, itself included; None: all before it.
     """
     rows, length = shape
     slides = window is not None
-    way = choose_attention(asked, dtype, head_dim, capability(cu_seqlens.device), length, slides)
+    way = choose_attention(
+        requested, dtype, head_dim, capability(cu_seqlens.device), length, slides
+    )
     if way == "varlen":
         return Documents(way, cu_seqlens, window)
     tokens = torch.arange(rows * length, dtype=torch.int32, device=cu_seqlens.device)
+    # The document of a token is the number of ends up to it.
     ids = torch.searchsorted(cu_seqlens, tokens, right=True).view(rows, length)
     if way == "sdpa":
         seen = (ids[:, None, :, None] == ids[:, None, None, :]).tril()
@@ -176,8 +181,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tens
         flex_attention, _ = flex_kernels()
         mixed = flex_attention(q, k, v, block_mask=documents.where, enable_gqa=grouped)
         return mixed.transpose(1, 2)
-    # On CUDA only flash attention takes fewer key heads than query heads, and it takes neither
-    # masks nor float32; without repeated heads SDPA would fall back to the whole (T, T) matrix.
+    # On CUDA only flash attention supports fewer key heads than query heads, and it supports
+    # neither masks nor float32. Unless heads are repeated, SDPA would fall back to the whole (T, T)
+    # matrix.
     if grouped and not _groups_in_kernel(q, documents):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     mixed = F.scaled_dot_product_attention(
@@ -200,8 +206,8 @@ def _groups_in_kernel(q: Tensor, documents: Documents | None) -> bool:
 
 
 def _constant(function: Function) -> Function:
-    """Have the compiler call a function as it is, and take the result for a constant.
-    torch.compiler.assume_constant_result does no more, but imports the compiler: over a second."""
+    """Mark a function as a constant for the compiler, which then calls it as it is."""
+    # torch.compiler.assume_constant_result does only this, but imports the compiler: over a second.
     function.__dict__["_dynamo_marked_constant"] = True
     return function
 
@@ -214,8 +220,9 @@ def capability(device: torch.device) -> Capability | None:
 
 @cache
 def flex_kernels() -> tuple[Callable[..., Tensor], Callable[..., Any]]:
-    """(flex_attention, create_block_mask), each one kernel: as they are, they would build what
-    this module avoids. Importing them takes over a second."""
+    """(flex_attention, create_block_mask), compiled: uncompiled they would build the (T, T)
+    matrix."""
+    # Late: the import takes over a second.
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     return torch.compile(flex_attention), torch.compile(create_block_mask)
@@ -227,7 +234,7 @@ def _varlen_on_cuda(
     from torch.nn.attention import varlen  # imports the compiler
 
     function: Any = varlen.varlen_attn
-    # Causal; its window does not count the token itself.
+    # Causal; varlen_attn's window does not count the token itself.
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
     if _asks_for_groups():
         options["enable_gqa"] = q.shape[1] != k.shape[1]
@@ -238,8 +245,8 @@ _asks_for_groups = _constant(varlen_asks_for_groups)
 
 
 # --- varlen on the CPU -----------------------------------------------------------------------
-# An operator of its own, so that the compiler and the plan take it as it is: what it does depends
-# on numbers in cu_seqlens. (The decorator torch.library.custom_op imports the compiler.)
+# A custom operator, opaque to the compiler and the plan: its loop depends on the values in
+# cu_seqlens. (The decorator torch.library.custom_op would import the compiler.)
 
 _LIBRARY = torch.library.Library("perdure", "DEF")
 _LIBRARY.define(
@@ -252,24 +259,25 @@ _LIBRARY.define(
 
 
 def _results(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for the output (tokens, N, H), and for the logarithms of sums (tokens, N)."""
+    """Empty tensors for the output (tokens, N, H) and the logarithms of softmax sums (tokens,
+    N)."""
     sums = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, q.new_empty(q.shape[:2], dtype=sums)
 
 
 def _per_document(ends: Tensor, *tensors: Tensor) -> list[list[Tensor]]:
-    """The part (1, heads, length, H) of each tensor (tokens, heads, H) that each document has; of
-    (tokens, heads) likewise (1, heads, length)."""
+    """The part (1, heads, length, H) of each tensor (tokens, heads, H) per document; of (tokens,
+    heads) the part (1, heads, length)."""
     places = [pair for pair in pairwise(ends.tolist()) if pair[0] < pair[1]]
     return [[x[a:b].transpose(0, 1)[None] for x in tensors] for a, b in places]
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     out, sums = _results(q, k, v, ends)
-    given = (x.contiguous() for x in (q, k, v))
+    contiguous = (x.contiguous() for x in (q, k, v))
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    for *inputs, out_here, sums_here in _per_document(ends, *given, out, sums):
+    for *inputs, out_here, sums_here in _per_document(ends, *contiguous, out, sums):
         mixed, logarithms = kernel(*inputs, 0.0, True)
         out_here.copy_(mixed)
         sums_here.copy_(logarithms)
@@ -279,25 +287,25 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> tuple[Tensor, Ten
 def _backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, out: Tensor, sums: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    given = [x.contiguous() for x in (gradient, q, k, v, out, sums)]
-    made = _gradients(gradient, q, k, v, ends, out, sums)
+    contiguous = [x.contiguous() for x in (gradient, q, k, v, out, sums)]
+    gradients = _gradients(gradient, q, k, v, ends, out, sums)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    for part in _per_document(ends, *given, *made):
-        for room, found in zip(part[6:], kernel(*part[:6], 0.0, True), strict=True):
-            room.copy_(found)
-    return made
+    for part in _per_document(ends, *contiguous, *gradients):
+        for target, value in zip(part[6:], kernel(*part[:6], 0.0, True), strict=True):
+            target.copy_(value)
+    return gradients
 
 
 def _gradients(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, out: Tensor, sums: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for them."""
-    room = partial(torch.empty_like, memory_format=torch.contiguous_format)
-    return room(q), room(k), room(v)
+    empty = partial(torch.empty_like, memory_format=torch.contiguous_format)
+    return empty(q), empty(k), empty(v)
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs, *output)
+    # The logarithms serve backward only.
     ctx.mark_non_differentiable(output[1])
 
 

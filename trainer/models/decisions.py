@@ -1,8 +1,8 @@
-"""What a block decides in its forward pass, and does not decide again where it is recomputed.
+"""Decisions of a block's forward pass that recomputation reuses.
 
-[Note: decisions] A router's choice is a decision: integers without a gradient, small beside the
-activations that recomputation frees. To make it again takes kernels of its own and, where the host
-has to know sizes, a wait for the device. So recomputation reuses it.
+[Note: decisions] A router's choice is a decision: integers without a gradient, small compared with
+the activations that recomputation frees. Computing it again takes kernels and, where the host needs
+sizes, a wait for the device.
 """
 
 from collections.abc import Callable
@@ -12,48 +12,48 @@ from typing import Any, TypeVar
 
 import torch
 
-Made = TypeVar("Made")
+Decision = TypeVar("Decision")
 Answer = Callable[[Callable[[], Any]], Any]
-"""From what would decide to what is decided."""
+"""Maps a function that computes a decision to the decision."""
 
-# A context variable: autograd recomputes on threads of its own.
+# A context variable per thread: autograd recomputes on threads of its own.
 _answer: ContextVar[Answer | None] = ContextVar("answer", default=None)
 
 
-def decided(decide: Callable[[], Made]) -> Made:
-    """What `decide` returns: tensors without gradients, and numbers. In the repetition of a block
-    that is recomputed, what it returned in the forward pass."""
-    # Compiled code decides again: to leave it would cost more than its kernels do.
+def decided(decide: Callable[[], Decision]) -> Decision:
+    """Return what `decide` returns: tensors without gradients, and numbers. In recomputation of a
+    block, return the result of its forward pass."""
+    # Compiled code decides anew: a graph break would cost more than the kernels.
     if torch.compiler.is_compiling():
         return decide()
     answer = _answer.get()
-    made: Made = answer(decide) if answer else decide()
-    return made
+    decision: Decision = answer(decide) if answer else decide()
+    return decision
 
 
 def keeping_decisions(
     forward: AbstractContextManager[Any], again: AbstractContextManager[Any]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of a block's forward pass and of each of its repetitions, around those given, in
-    which `decided` keeps and repeats what the block decides."""
-    made: list[Any] = []
+    """Wrap the contexts of a block's forward pass and of its recomputations: `decided` stores
+    decisions in the first, and repeats them in the second."""
+    decisions: list[Any] = []
 
     def keep() -> Answer:
         def answer(decide: Callable[[], Any]) -> Any:
-            made.append(decide())
-            return made[-1]
+            decisions.append(decide())
+            return decisions[-1]
 
         return answer
 
     def repeat() -> Answer:
-        left = iter(made)
-        return lambda _: next(left)
+        remaining = iter(decisions)
+        return lambda _: next(remaining)
 
     return _Answering(keep, forward), _Answering(repeat, again)
 
 
 class _Answering(AbstractContextManager[None]):
-    """Within it `decided` asks what `begin` returns. It may be entered several times."""
+    """Installs the result of `begin` as the answer of `decided`. Reusable."""
 
     def __init__(self, begin: Callable[[], Answer], inner: AbstractContextManager[Any]) -> None:
         self._begin, self._inner = begin, inner

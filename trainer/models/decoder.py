@@ -1,7 +1,7 @@
-"""A decoder whose blocks are those of its family, with modules named as Hugging Face names them.
+"""A decoder whose blocks its family defines, with modules named as in Hugging Face transformers.
 
-It knows no ranks: strategies are applied to it from outside, through `Decoder.blocks`. It has no
-buffers, so a model built on the meta device is complete once its parameters are filled.
+The model knows no ranks: strategies are applied to it through `Decoder.blocks`. It has no buffers,
+so a model built on the meta device is complete once its parameters are filled.
 
 Shapes: B batch, T sequence, D hidden, N query heads, K key/value heads, H head dim, V vocabulary.
 """
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.data.documents import cu_seqlens_of
-from trainer.models.attention import Asked, Documents, attend, locate
+from trainer.models.attention import Documents, Requested, attend, locate
 from trainer.models.family import Family, TensorPlan, family_of
 from trainer.models.loss import HeadLoss
 from trainer.models.nf4 import weights_in
@@ -37,11 +37,12 @@ TENSOR_PLAN = {
     "*.self_attn.[qk]_norm": "head_norm",
     "*norm": "norm",
 }
-"""The tensor plan of blocks with `Attention`, whose norms are per head, and `MLP`."""
+"""Tensor plan of blocks with `MLP` and with `Attention`, whose norms are per head."""
 
 
 class RMSNorm(nn.Module):
-    """Zhang & Sennrich 2019. The sums are float32 whatever the dtype; returns the input's dtype."""
+    """Root-mean-square norm (Zhang & Sennrich 2019). Sums are float32 for any dtype; returns the
+    input's dtype."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class Attention(nn.Module):
         k_norm: nn.Module | None = None,
         bias: bool = False,
     ) -> None:
-        """`bias`: queries, keys and values have one."""
+        """`bias`: whether the projections of queries, keys and values have one."""
         super().__init__()
         hidden, self.head_dim = architecture.hidden_size, architecture.head_dim
         query_size = architecture.num_attention_heads * self.head_dim
@@ -83,7 +84,8 @@ class Attention(nn.Module):
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, D) → queries (B, T, N, H), keys and values (B, T, K, H)."""
         q = self.q_proj(x)
-        heads = (*q.shape[:2], -1, self.head_dim)  # q may have more of the sequence than x
+        # with sequence parallelism q has more tokens than x
+        heads = (*q.shape[:2], -1, self.head_dim)
         q = self.q_norm(q.view(heads))
         k = self.k_norm(self.k_proj(x).view(heads))
         return q, k, self.v_proj(x).view(heads)
@@ -92,9 +94,9 @@ class Attention(nn.Module):
         """(B, T, D) → (B, T, D).
 
         Args:
-            x: may be a part of the sequence where ranks share it.
-            rope: cosines and sines (T, H / 2), see `rope_table`; None: nothing rotates.
-            documents: see `locate`; None: each sequence is one.
+            x: only a part of the sequence under sequence parallelism.
+            rope: cosines and sines (T, H / 2), see `rope_table`; None: no rotation.
+            documents: see `locate`; None: each sequence is one document.
         """
         q, k, v = self.project(x)
         if rope is not None:
@@ -103,7 +105,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020), or with another activation."""
+    """SwiGLU (Shazeer 2020), or its form with another activation."""
 
     def __init__(
         self, architecture: Architecture, activation: Callable[[Tensor], Tensor] = F.silu
@@ -138,13 +140,13 @@ class Block(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Everything below the output head."""
+    """The decoder without its output head."""
 
-    def __init__(self, architecture: Architecture, family: Family, attention: Asked) -> None:
+    def __init__(self, architecture: Architecture, family: Family, attention: Requested) -> None:
         super().__init__()
         self.architecture, self.attention = architecture, attention
         self.kinds = family.kinds_of_layers(architecture)
-        """In what each layer differs from others, by its number."""
+        """By layer, its window and rotary positions."""
         self.embed_tokens = _embedding(architecture.vocab_size, architecture.hidden_size)
         self.layers = nn.ModuleList(
             family.block(architecture) for _ in range(architecture.num_hidden_layers)
@@ -161,19 +163,21 @@ class Backbone(nn.Module):
         positions: Tensor | None = None,
         documents: Documents | None = None,
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Hidden states (B, T, D), and the statistics of the blocks that return some. `hidden`:
-        those of the blocks before these, where this is a part."""
-        # What all layers share is made once here.
+        """Return hidden states (B, T, D), and the statistics of blocks that return some. `hidden`:
+        output of earlier blocks, if this backbone is a part of the model."""
+        # Shared by all layers, so computed once here.
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         bases = {kind.theta for kind in self.kinds}
         ropes = {theta: rope_table(self.architecture, positions, theta) for theta in bases}
         x = self.embed_tokens(input_ids) if hidden is None else hidden  # (B, T, D)
         if self.scale and hidden is None:
-            x = x * x.new_full((), self.scale)  # rounded to the dtype, as transformers does
-        if torch.is_autocast_enabled(x.device.type):  # or the residual stream would be float32
+            x = x * x.new_full((), self.scale)  # rounded to the dtype, as in transformers
+        # otherwise the residual stream would be float32
+        if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        # x may have part of the sequence only; attention sees all of it.
+        # The shape is of input_ids: x may be a part of the sequence, while attention sees all of
+        # it.
         where = input_ids.shape, x.dtype, self.architecture.head_dim, self.attention
         if cu_seqlens is not None:
             documents = locate(cu_seqlens, *where)
@@ -183,13 +187,13 @@ class Backbone(nn.Module):
             seen[window] = locate(ends, *where, window)
         statistics = []
         for number, layer in self.layers._modules.items():
-            kind = self.kinds[int(number)]  # a part has some layers, with their numbers
+            kind = self.kinds[int(number)]  # layers of a part keep their numbers
             assert layer is not None
             rope = ropes[kind.theta] if kind.rotary else None
             x = layer(x, rope, seen.get(kind.window, documents))
             if isinstance(x, tuple):
-                x, found = x
-                statistics.append(found)
+                x, layer_statistics = x
+                statistics.append(layer_statistics)
         return self.norm(x), statistics
 
     def windows(self, length: int) -> set[int]:
@@ -198,50 +202,48 @@ class Backbone(nn.Module):
 
 
 def _ends(input_ids: Tensor) -> Tensor:
-    """`cu_seqlens` of sequences (B, T) that are a document each."""
+    """`cu_seqlens` of sequences (B, T) that are one document each."""
     rows, length = input_ids.shape
     return torch.arange(rows + 1, dtype=torch.int32, device=input_ids.device) * length
 
 
 def _embedding(rows: int, columns: int) -> nn.Embedding:
-    """As made by its class; but on the meta device, to draw values imports torch._dynamo, which
-    takes a second."""
+    """An embedding with its usual initial values; without values on the meta device."""
     if torch.get_default_device().type == "meta":
+        # Drawing values on the meta device would import torch._dynamo, which takes a second.
         return nn.Embedding.from_pretrained(torch.empty(rows, columns), freeze=False)
     return nn.Embedding(rows, columns)
 
 
 class Whole(Protocol):
-    """Makes means over all of the sequences of means over a part of them, and passes gradients on
-    to the part."""
+    """Converts means over a part of sequences to means over whole sequences, and passes gradients
+    back to the part."""
 
     def over_labels(self, mean: Tensor) -> Tensor:
-        """The mean over all labels that count, of that over the part's."""
+        """The mean over all counted labels, from the mean over the part's."""
 
     def over_tokens(self, mean: Tensor) -> Tensor:
-        """The mean over all tokens of each sequence, of that over the part's."""
+        """The mean over all tokens of each sequence, from the mean over the part's."""
 
 
 class Decoder(nn.Module):
     """A causal language model.
 
     Parameters have Hugging Face's names: `model.embed_tokens.weight`, `model.layers.{i}.…`,
-    `model.norm.weight` and `lm_head.weight`. With tied embeddings there is no `lm_head`: the
-    embedding matrix is used a second time, which `to_empty` and sharding cannot untie.
+    `model.norm.weight` and `lm_head.weight`. With tied embeddings there is no `lm_head`; the
+    embedding matrix is used twice, so `to_empty` and sharding cannot untie it.
     """
 
     def __init__(
         self,
         architecture: Architecture,
-        attention: Asked = "auto",
+        attention: Requested = "auto",
         family: Family | None = None,
     ) -> None:
-        """
-        Args:
-            architecture: sizes of the model, all `options` of its family among them.
-            attention: how documents are told apart, see `choose_attention`.
-            family: unless it is one of those that come with Perdure.
-        """
+        """Args:
+        architecture: sizes of the model, including all `options` of its family.
+        attention: how documents are kept apart, see `choose_attention`.
+        family: of the model; None: the bundled family of its `model_type`."""
         super().__init__()
         family = family or family_of(architecture.model_type)
         self.family = family
@@ -252,11 +254,11 @@ class Decoder(nn.Module):
         self.head_loss = HeadLoss()
         self.has_head = True
         self.preference: Preference | None = None
-        """What the loss of pairs of answers is."""
+        """The loss of pairs of answers."""
 
     @property
     def blocks(self) -> Iterable[nn.Module]:
-        """The repeated parts: data for strategies (units of sharding, recomputation, compiling)."""
+        """The repeated parts: units of sharding, recomputation and compilation."""
         return self.model.layers
 
     @property
@@ -271,7 +273,7 @@ class Decoder(nn.Module):
 
     @property
     def experts(self) -> bool:
-        """Whether a token meets only some of the weights."""
+        """Whether a token uses only some of the weights."""
         return bool(self.stacks)
 
     @property
@@ -281,7 +283,6 @@ class Decoder(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the output head."""
         return self.model.architecture.vocab_size
 
     @property
@@ -291,19 +292,18 @@ class Decoder(nn.Module):
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The model's name in messages."""
         return f"{self.family.model_type} decoder"
 
     @property
     def compiled_beside_blocks(self) -> Iterable[nn.Module]:
-        """What else `strategy.compile` compiles."""
+        """Modules outside the blocks that `strategy.compile` compiles."""
         return [self.head_loss]
 
     def part(self, run: range) -> "Decoder":
-        """A model of some of the blocks, with the embedding below the first one, and norm and head
-        above the last. Its parameters have the names, and are copies, of those of the whole; a tied
-        embedding is in both of these parts.
-        """
+        """A copy of the model with only the blocks of `run`; the embedding stays below the first
+        block, norm and head above the last. FQNs are unchanged; a tied embedding is in both of
+        these parts."""
         part = copy.deepcopy(self)
         backbone = part.model
         for number in set(range(len(backbone.layers))) - set(run):
@@ -317,9 +317,9 @@ class Decoder(nn.Module):
         return part
 
     def block_costs(self, seq_len: int) -> list[float]:
-        """Floating-point operations of forward per token of each block; the head is part of the
-        last, and the embedding costs nothing. What a token does not meet is taken to be spread over
-        the blocks by their size."""
+        """Floating-point operations of forward per token, by block; the head counts for the last
+        block. Weights that a token does not use are assumed to be spread over the blocks by
+        size."""
         architecture = self.model.architecture
         heads = architecture.num_attention_heads * architecture.head_dim
         sizes = [sum(map(weights_in, block.parameters())) for block in self.blocks]
@@ -346,34 +346,36 @@ class Decoder(nn.Module):
         answer_labels: Tensor | None = None,
         reference: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor] | tuple[Tensor, Tensor]:
-        """Logits, or with labels the loss; of a part without a head hidden states (B, T, D), and
-        with them the statistics of the blocks so far, if a family has something `beside_loss`.
+        """Return logits, or with labels the loss. A part without a head returns hidden states (B,
+        T, D), and with `beside_loss` of the family also the statistics of the blocks so far.
 
         Args:
             input_ids: (B, T) int64.
-            labels: (B, T) int64, the token that follows each input; -100 where none counts.
-            document_ids: (B, T) integers; attention stays inside runs of one document. Positions
-                are counted over the whole sequence: RoPE sees only their differences. On a GPU this
-                waits for it.
-            cu_seqlens: the same, as `trainer.data.documents.cu_seqlens_of` gives it; waits for
-                nothing.
-            hidden: (B, T, D), what the part before this one returned.
-            positions: (T,) integers of the tokens in their sequence, unless they are 0 to T - 1.
+            labels: (B, T) int64, the next token at each position; -100 where none counts.
+            document_ids: (B, T) integers; attention stays inside runs of equal ids. Positions are
+                of the whole sequence: RoPE depends only on their differences. Synchronises with a
+                GPU.
+            cu_seqlens: the documents as `trainer.data.documents.cu_seqlens_of` gives them; does not
+                synchronise.
+            hidden: (B, T, D), output of the part before this one.
+            positions: (T,) integers, positions in the sequence; None: 0 to T - 1.
             documents: in place of both, where attention sees more than these tokens.
-            statistics: (blocks, …), of the blocks before, where this is a part.
-            whole: where these tokens are a part of their sequences.
-            segments: (B, T) int64, of P pairs, for each label the number of its answer: chosen,
-                rejected, chosen, rejected ….
-            answer_labels: (2 P,), how many labels each answer has.
-            reference: (2 P,), what the reference gives, for a `preference` that needs one.
+            statistics: (blocks, …), of the parts before this one.
+            whole: given if these tokens are a part of their sequences.
+            segments: (B, T) int64, for P pairs: index of the answer of each label, in the order
+                chosen, rejected, chosen, rejected ….
+            answer_labels: (2 P,), number of labels of each answer.
+            reference: (2 P,), log-probabilities of the reference, for a `preference` that needs
+                them.
 
         Returns:
-            Logits (B, T, V) in the dtype of the computation, or the mean cross-entropy in nats
-            over the labels that count, a float32 scalar (0 when none does). A family that has
-            something `beside_loss` gives a dict of it, `cross_entropy` and `loss`: in training the
-            weighted sum, else the cross-entropy. Of pairs a dict of what `preference` gives; or,
-            where that needs a reference and there is none, log-probabilities of the answers (2 P,)
-            float64.
+            Logits (B, T, V) in the dtype of the computation, or the mean cross-entropy in nats over
+                the
+            counted labels, a float32 scalar (0 without any). If the family has scalars
+                `beside_loss`, a
+            dict of these, `cross_entropy` and `loss`: in training the weighted sum, else the
+            cross-entropy. For pairs the dict of `preference`, or without its needed reference the
+            log-probabilities of the answers (2 P,) float64.
         """
         if document_ids is not None:
             cu_seqlens = cu_seqlens_of(document_ids)
@@ -383,12 +385,16 @@ class Decoder(nn.Module):
         if self.has_head and labels is None:
             return self.head(hidden)
         if self.family.beside_loss and self.family.statistics:
-            found = torch.stack(list(of_blocks))
-            found = whole.over_tokens(found) if whole else found
-            found = found if statistics is None else torch.cat([statistics, found])
+            statistics_so_far = torch.stack(list(of_blocks))
+            statistics_so_far = whole.over_tokens(statistics_so_far) if whole else statistics_so_far
+            statistics_so_far = (
+                statistics_so_far
+                if statistics is None
+                else torch.cat([statistics, statistics_so_far])
+            )
             if not self.has_head:
-                return hidden, found
-            of_blocks = found.unbind()
+                return hidden, statistics_so_far
+            of_blocks = statistics_so_far.unbind()
         assert labels is not None
         if segments is None or answer_labels is None:
             loss = self.loss(hidden, labels)
@@ -413,7 +419,7 @@ class Decoder(nn.Module):
         return {"loss": loss, **scalars, **{name: value for name, (value, _) in beside.items()}}
 
     def hidden(self, input_ids: Tensor) -> Tensor:
-        """What the head is multiplied with, (B, T, D), for token ids (B, T)."""
+        """Inputs of the head (B, T, D) for token ids (B, T)."""
         states: Tensor = self.model(input_ids)[0]
         return states
 
@@ -422,7 +428,7 @@ class Decoder(nn.Module):
         architecture, named = self.model.architecture, dict(self.named_parameters())
         frozen = {name for name, p in named.items() if not p.requires_grad}
         if not architecture.tie_word_embeddings:
-            frozen -= {"model.embed_tokens.weight"}  # a look-up, no product
+            frozen -= {"model.embed_tokens.weight"}  # a look-up costs no products
         return self.family.flops_per_token(
             architecture,
             sum(map(weights_in, named.values())),

@@ -1,4 +1,4 @@
-"""What one model family of Hugging Face transformers is: a value, made in one file."""
+"""`Family`: the description of one model family of Hugging Face transformers."""
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -15,48 +15,49 @@ from trainer.recipe.seeds import stable_seed
 
 Draw = Callable[[str, tuple[int, ...], Architecture, int], Tensor]
 """(FQN, global shape, architecture, seed of the run) → the whole initial tensor of a parameter:
-float32, on the CPU. A pure function, so that every world size and strategy starts alike."""
+float32, on the CPU. A pure function, so that all world sizes and strategies start equally."""
 
 TensorPlan = Mapping[str, str]
-"""Pattern of the FQN of modules → how they are cut among tensor-parallel ranks, see [Note: tensor
-parallelism] in trainer/parallel/tensor.py. The first pattern that matches counts."""
+"""Pattern of module FQNs → how these are cut among tensor-parallel ranks, see [Note: tensor
+parallelism] in trainer/parallel/tensor.py. The first matching pattern counts."""
 
 AfterStep = Callable[[nn.Module], None]
-"""Called on all ranks after each optimizer step, with what is trained: the model, or a wrapper."""
+"""Called on all ranks after each optimizer step, with the trained model or its wrapper."""
 
 BesideLoss = Callable[[Sequence[Tensor], Architecture], Mapping[str, tuple[Tensor, float]]]
-"""(what the blocks returned beside x, architecture) → scalars by name, each with its weight."""
+"""(statistics returned by the blocks, architecture) → scalars by name, each with its weight."""
 
 
 def init_parameter(
     name: str, shape: tuple[int, ...], architecture: Architecture, seed: int
 ) -> Tensor:
-    """See `Draw`: norms are ones, biases zeros, all else is normal(0, initializer_range)."""
+    """See `Draw`: norms are ones, biases zeros, all others normal(0, initializer_range)."""
     if name.endswith("norm.weight"):
         return torch.ones(shape)
     if name.endswith(".bias"):
         return torch.zeros(shape)
+    # By name, so values are equal for all world sizes and strategies.
     generator = torch.Generator().manual_seed(stable_seed(seed, name))
     return torch.empty(shape).normal_(0, architecture.initializer_range, generator=generator)
 
 
 def no_idle_parameters(architecture: Architecture) -> int:
-    """A dense model uses each parameter for each token."""
+    """0: a dense model uses each parameter for each token."""
     return 0
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """In what a layer differs from others of its model."""
+    """Attention window and rotary positions of a layer, where layers of a model differ."""
 
     window: int | None = None
-    """How many tokens each token sees, itself included; None: all that come before it."""
+    """Tokens that each token sees, itself included; None: all before it."""
 
     rotary: bool = True
-    """Whether queries and keys rotate; else a block gets None in place of the rotary table."""
+    """Whether queries and keys rotate; if not, the block gets None as rotary table."""
 
     theta: float | None = None
-    """Base of its rotary wavelengths, which are not stretched; None: as of the model."""
+    """Base of its rotary wavelengths, without scaling; None: the model's."""
 
     def reach(self, length: int) -> int:
         """Most tokens that one token sees in a sequence."""
@@ -65,82 +66,84 @@ class LayerKind:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How models of one `model_type` are read, built, drawn, counted and written.
+    """How models of one `model_type` are read, built, initialised, counted and written.
 
-    Parameters are named as transformers names them, so checkpoints need no conversion.
+    Parameters are named as in transformers, so checkpoints need no conversion.
     """
 
     model_type: str
-    """As in config.json."""
+    """`model_type` in config.json."""
 
     model_class: str
-    """Name of the transformers class, for `architectures`."""
+    """Name of the transformers class, for `architectures` in config.json."""
 
     block: Callable[[Architecture], nn.Module]
-    """Makes one of the repeated parts. It is called with x (B, T, D), the rotary table and the
-    documents (see `trainer.models.decoder.Block`), and returns x, or (x, a tensor of statistics),
-    which `beside_loss` gets."""
+    """Builds one of the repeated parts. It is called with x (B, T, D), the rotary table and the
+    documents (see `trainer.models.decoder.Block`), and returns x, or (x, a tensor of statistics)
+    for `beside_loss`."""
 
     fixed: Mapping[str, Any]
-    """Keys of which this family computes one value only; written, and refused when different."""
+    """Keys of config.json with the only value that this family computes; written, and others
+    refused."""
 
     unread: Mapping[str, Any] = field(default_factory=dict)
-    """Keys that are written for transformers, whose default may not fit the model, and not read."""
+    """Keys written for transformers, whose defaults may not fit the model; not read."""
 
     defaults: Mapping[str, Any]
-    """What transformers takes for a key that is absent."""
+    """transformers' defaults for keys that are absent."""
 
     heads_divide_hidden: bool
-    """Whether transformers insists on hidden_size being a multiple of num_attention_heads."""
+    """Whether transformers requires hidden_size to be a multiple of num_attention_heads."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of config.json that only this family has, with their defaults: in a recipe
-    `model.architecture.options`. Where the default is None, the family looks at the type."""
+    """Keys of config.json that only this family has, with their defaults:
+    `model.architecture.options` in a recipe. A key with default None is type-checked by the family
+    itself."""
 
     layers: Callable[[Architecture], Sequence[LayerKind]] | None = None
-    """(architecture) → in what each layer differs from others; raises ValueError, `KEY: …`, for an
-    option that makes no sense. None: in nothing."""
+    """(architecture) → the kind of each layer; raises ValueError, `KEY: …`, for an invalid option.
+    None: all layers are equal."""
 
     rope_types: Mapping[str, str] = field(default_factory=dict)
-    """Another name for a type of rotary scaling in files of this family → its name."""
+    """Other names of rotary scaling types in files of this family → their usual names."""
 
     other_names: Mapping[str, str] = field(default_factory=dict)
-    """Second name of a key in config.json → its name here, for files that have the second alone."""
+    """Alternative key in config.json → its usual name, for files with only the alternative."""
 
     draw: Draw = init_parameter
-    """Initial weights."""
+    """Draws initial weights."""
 
     groups: Sequence[ParameterGroup] = ()
-    """Which parameters decay, or learn, otherwise than by their shape; those of the recipe's
-    `optimizer.groups` come first."""
+    """Parameters with their own decay or learning rate; groups in the recipe's `optimizer.groups`
+    come first."""
 
     idle_parameters: Callable[[Architecture], int] = no_idle_parameters
-    """How many parameters of matrix products a token does not meet: experts of others."""
+    """Number of matrix parameters that a token does not use: those of other experts."""
 
     beside_loss: BesideLoss | None = None
-    """Scalars of the statistics of the blocks. They are recorded, and added to the cross-entropy in
-    training, each times its weight; with a weight of 0 they are only recorded."""
+    """Scalars of the blocks' statistics. They are recorded, and in training added to the
+    cross-entropy, each times its weight; a weight of 0 only records."""
 
     statistics: Callable[[Architecture, int], tuple[int, ...]] | None = None
-    """(architecture, sequences) → the shape of what each block returns beside x, float32. Given if
-    they are means over the tokens of each sequence, in all blocks: then ranks can have a part of
-    the sequences, or of the blocks, each."""
+    """(architecture, sequences) → shape of the float32 statistics of each block. Given if all
+    blocks return means over the tokens of each sequence: then ranks can divide the sequences, or
+    the blocks."""
 
     after_step: AfterStep | None = None
-    """For what changes in the model besides by the optimizer."""
+    """Changes the model beside the optimizer."""
 
     stacks: Sequence[str] = ()
-    """Patterns of the FQN of modules whose parameters stack what published files keep apart:
-    `a.experts.w` (E, …) is there `a.experts.0.w.weight` and so on. Checkpoints hold them so."""
+    """Patterns of module FQNs whose parameters stack what published files keep apart: `a.experts.w`
+    (E, …) is `a.experts.0.w.weight` and so on in files and checkpoints."""
 
     norm: Callable[[int, float], nn.Module] | None = None
-    """Makes the norm below the output head, of (size, eps); None: an RMSNorm."""
+    """(size, eps) → the norm below the output head; None: an RMSNorm."""
 
     embedding_scale: Callable[[Architecture], float] | None = None
-    """What embeddings are multiplied by."""
+    """Factor of the embeddings."""
 
     tensor_plan: TensorPlan | None = None
-    """For `strategy.tp`; of usual blocks, `trainer.TENSOR_PLAN`. None: it has none."""
+    """For `strategy.tp`; `trainer.TENSOR_PLAN` fits usual blocks. None: tp is refused."""
 
     def __post_init__(self) -> None:
         for rule in self.groups:
@@ -148,13 +151,13 @@ class Family:
                 raise TypeError(f"groups: {rule!r} is no trainer.ParameterGroup(match=…, …)")
 
     def complete(self, architecture: Architecture) -> Architecture:
-        """The architecture with all `options`.
+        """The architecture with all `options` filled in.
 
         Raises:
-            RecipeError: it has others, or of another type.
+            RecipeError: an option is unknown, or of the wrong type.
         """
-        given = architecture.options or {}
-        for key, value in given.items():
+        options = architecture.options or {}
+        for key, value in options.items():
             if key not in self.options:
                 known = ", ".join(self.options) or "none"
                 raise RecipeError(
@@ -169,7 +172,7 @@ class Family:
                     f"model.architecture.options.{key}: {value!r} is no {type(default).__name__}, "
                     f"as {default!r} is; mend it"
                 )
-        complete = replace(architecture, options={**self.options, **given} or None)
+        complete = replace(architecture, options={**self.options, **options} or None)
         try:
             self.kinds_of_layers(complete)
         except ValueError as error:
@@ -177,10 +180,10 @@ class Family:
         return complete
 
     def kinds_of_layers(self, architecture: Architecture) -> Sequence[LayerKind]:
-        """In what each layer differs from others.
+        """The kind of each layer.
 
         Raises:
-            ValueError: an option of the family makes no sense.
+            ValueError: an option of the family is invalid.
         """
         if self.layers is None:
             return [LayerKind()] * architecture.num_hidden_layers
@@ -189,15 +192,16 @@ class Family:
     def flops_per_token(
         self, architecture: Architecture, parameters: int, seq_len: int, frozen: int = 0
     ) -> float:
-        """Floating-point operations of forward and backward per token: 6 per parameter of a matrix
-        product that a token meets, and 12 x layers x heads x head_dim x seq_len for attention
-        (Chowdhery et al. 2022, appendix B; causality is not discounted, but a window is). `frozen`:
-        how many of the parameters of products have no gradient, which leaves 4."""
+        """Floating-point operations of forward and backward per token: 6 per matrix parameter that
+        a token uses, and 12 x layers x heads x head_dim x seq_len for attention (Chowdhery et al.
+        2022, appendix B). Causality is not discounted, but a window is. `frozen`: matrix parameters
+        without a gradient, which take 4."""
         with refusing("model.family", f"idle_parameters of {self.model_type}"):
             idle = self.idle_parameters(architecture)
         products = parameters - idle
         if not architecture.tie_word_embeddings:
-            products -= architecture.vocab_size * architecture.hidden_size  # a look-up, no product
+            # a look-up costs no products
+            products -= architecture.vocab_size * architecture.hidden_size
         heads = architecture.num_attention_heads * architecture.head_dim
         without = 2.0 * max(0, frozen - idle)
         seen = sum(kind.reach(seq_len) for kind in self.kinds_of_layers(architecture))
@@ -205,8 +209,7 @@ class Family:
 
 
 class UnsupportedError(ValueError):
-    """A model is described well, but no family that comes with Perdure computes it; `reason` says
-    why."""
+    """No bundled family computes a well-formed model; `reason` says why."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -231,16 +234,16 @@ def kinds_by_window(
     slides: Sequence[bool],
     rotary: Sequence[bool] | None = None,
 ) -> list[LayerKind]:
-    """Layers that see a window, or all.
+    """The kinds of layers that see a window, or all tokens.
 
     Args:
-        architecture: its option `layer_types` counts before `slides`.
-        window: in tokens, of those that see one; None: no layer does.
-        slides: for each layer, whether it sees a window.
-        rotary: for each layer, whether it rotates; None: all do.
+        architecture: its option `layer_types` overrides `slides`.
+        window: in tokens; None: no layer has a window.
+        slides: by layer, whether it has a window.
+        rotary: by layer, whether it rotates; None: all do.
 
     Raises:
-        ValueError: `layer_types` makes no sense.
+        ValueError: `layer_types` is invalid.
     """
     count, types = architecture.num_hidden_layers, (architecture.options or {}).get("layer_types")
     if types is not None:
@@ -267,10 +270,10 @@ def kinds_by_window(
 
 
 def family_of(model_type: Any) -> Family:
-    """A family that comes with Perdure.
+    """The bundled family of a `model_type`.
 
     Raises:
-        UnsupportedError: there is none of this name.
+        UnsupportedError: there is none.
     """
     known = bundled_families()
     if model_type not in known:
@@ -286,10 +289,10 @@ def family_of(model_type: Any) -> Family:
 
 
 def find_family(name: str) -> Family:
-    """`model.family`.
+    """Import the family that `model.family` names.
 
     Raises:
-        RecipeError: it is not there, or no family.
+        RecipeError: it is missing, or no `Family`.
     """
     family = import_factory("model.family", name)
     if not isinstance(family, Family):

@@ -1,4 +1,4 @@
-"""The files beside the weights of a Hugging Face checkpoint, read and written."""
+"""Reads and writes the files beside the weights of a Hugging Face checkpoint."""
 
 import json
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ _CURES = {
     "layer_types": "write full_attention if no sequence is longer than the sliding window",
     "rope_type": _WITHOUT_SCALING,
 }
-"""What to do where a key has another value than the one that is supported."""
+"""Key → what to do if it has an unsupported value."""
 
 _LOCAL_THETA, _SLIDING, _FULL = "rope_local_base_freq", "sliding_attention", "full_attention"
 """As Gemma 3 has it: the base of wavelengths in layers that slide, and in files of transformers 5
@@ -63,7 +63,7 @@ class ConfigError(ValueError):
 
 
 class NotOursError(ConfigError):
-    """The file is good, but describes what no family of Perdure computes; `reason` says what."""
+    """A well-formed file describes a model that no Perdure family computes; `reason` says why."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -74,22 +74,23 @@ MOST_LAYERS = 10_000
 
 
 def read_config(path: str | Path, family: Family | None = None) -> Architecture:
-    """The architecture that a config.json describes.
+    """Read the architecture in a config.json.
 
-    Takes what transformers 4 and 5 write (`rope_theta` and `rope_scaling`, or `rope_parameters`).
+    Accepts the formats of transformers 4 and 5 (`rope_theta` and `rope_scaling`, or
+    `rope_parameters`).
 
     Args:
         path: a checkpoint directory, or the file itself.
-        family: that it is to be of, unless of one that comes with Perdure.
+        family: that the file must be of; None: a bundled family.
 
     Raises:
-        ConfigError: there is no such file, a key is missing or malformed, or (NotOursError) the
-            model computes something that its family does not.
+        ConfigError: the file or a key is missing or malformed, or (NotOursError) the model computes
+            something that its family does not.
     """
     file, config = _file_of(path), read_json(path)
     try:
         architecture = _architecture(config, family)
-        # Layers are built one by one, before the weights are looked at.
+        # Checked here, because layers are built before the weights are read.
         if architecture.num_hidden_layers > MOST_LAYERS:
             layers = architecture.num_hidden_layers
             raise ValueError(f"num_hidden_layers is {layers:,}, more than {MOST_LAYERS:,}")
@@ -101,10 +102,10 @@ def read_config(path: str | Path, family: Family | None = None) -> Architecture:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """What a config.json holds; `path` as of `read_config`.
+    """The contents of a config.json; `path` as in `read_config`.
 
     Raises:
-        ConfigError: it cannot be read, holds no object, or is of weights that are not read.
+        ConfigError: it is unreadable or no object, or its weights have an unsupported format.
     """
     file = _file_of(path)
     try:
@@ -172,18 +173,20 @@ def _architecture(config: dict[str, Any], family: Family | None) -> Architecture
 
 
 def _rope(config: dict[str, Any], family: Family) -> tuple[float, RopeScaling | None]:
-    # transformers takes this one if a file has both.
+    # transformers prefers this key if a file has both
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    given = config.get(key) or {}
-    if _LOCAL_THETA in family.options and isinstance(given, dict) and _SLIDING in given:
-        given = _of_layers_that_see_all(config, key, given)
-    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-        raise _unsupported(key, given, "one flat object for all layers")
+    parameters = config.get(key) or {}
+    if _LOCAL_THETA in family.options and isinstance(parameters, dict) and _SLIDING in parameters:
+        parameters = _full_attention_rope(config, key, parameters)
+    if not isinstance(parameters, dict) or any(
+        isinstance(value, dict) for value in parameters.values()
+    ):
+        raise _unsupported(key, parameters, "one flat object for all layers")
     rope = {
         "rope_theta": config["rope_theta"],
         "partial_rotary_factor": config["partial_rotary_factor"],
         "original_max_position_embeddings": config["max_position_embeddings"],
-        **given,
+        **parameters,
     }
     if "partial_rotary_factor" in family.options:
         config["partial_rotary_factor"] = rope["partial_rotary_factor"]
@@ -198,19 +201,20 @@ def _rope(config: dict[str, Any], family: Family) -> tuple[float, RopeScaling | 
         known = ", ".join(map(repr, ("default", *ROPE_KEYS)))
         raise _unsupported(f"{key}.rope_type", rope_type, known)
     if rope_type != "llama3" and config.get(_ORIGINAL) is not None:
-        rope[_ORIGINAL] = config[_ORIGINAL]  # transformers prefers this one
-    found = {name: _of_rope(rope, rope_type, name) for name in ROPE_KEYS[rope_type]}
-    if rope_type == "longrope" and found["factor"] is None:
-        found["factor"] = config["max_position_embeddings"] / found[_ORIGINAL]
+        rope[_ORIGINAL] = config[_ORIGINAL]  # transformers prefers this value
+    values = {name: _rope_value(rope, rope_type, name) for name in ROPE_KEYS[rope_type]}
+    if rope_type == "longrope" and values["factor"] is None:
+        values["factor"] = config["max_position_embeddings"] / values[_ORIGINAL]
     return theta, RopeScaling(
-        rope_type=rope_type, **{name: value for name, value in found.items() if value is not None}
+        rope_type=rope_type, **{name: value for name, value in values.items() if value is not None}
     )
 
 
-def _of_layers_that_see_all(
+def _full_attention_rope(
     config: dict[str, Any], key: str, given: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Rotary parameters of layers that see all; the base of others goes to its key in `config`."""
+    """Rotary parameters of the layers without a window; the base of the others is stored in
+    `config`."""
     local, full = given[_SLIDING] or {}, given.get(_FULL) or {}
     if not isinstance(local, dict) or local.get("rope_type", "default") != "default":
         raise _unsupported(f"{key}.{_SLIDING}", local, "the rope_type 'default'")
@@ -220,8 +224,8 @@ def _of_layers_that_see_all(
     return full
 
 
-def _of_rope(rope: Mapping[str, Any], rope_type: str, key: str) -> Any:
-    """A number, a flag or numbers of the rotary parameters; None where a default counts."""
+def _rope_value(rope: Mapping[str, Any], rope_type: str, key: str) -> Any:
+    """A number, a flag or numbers of the rotary parameters; None: the default applies."""
     value = rope.get(key)
     if key == _ORIGINAL:
         return _positive(rope, key, int)
@@ -234,7 +238,7 @@ def _of_rope(rope: Mapping[str, Any], rope_type: str, key: str) -> Any:
             raise _malformed(key, value, "true or false")
         return value
     optional = key not in _NEEDED or rope_type == "longrope"
-    # transformers takes 0 for absent.
+    # transformers treats 0 as absent
     return None if optional and not value else _positive(rope, key, float)
 
 
@@ -244,17 +248,17 @@ def config_json(
     *,
     eos_id: int | list[int] | None = None,
 ) -> dict[str, Any]:
-    """The config.json that transformers 4.57 and 5 open as a causal language model.
+    """The config.json with which transformers 4.57 and 5 open a causal language model.
 
-    The rotary parameters stand in it twice, as transformers 4 and as transformers 5 names them.
+    Its rotary parameters are written twice, in the format of transformers 4 and of transformers 5.
 
     Args:
-        architecture: of the model, all `options` of its family among them.
-        family: of the model, unless one that comes with Perdure.
-        eos_id: token that ends a document, or several.
+        architecture: of the model, including all `options` of its family.
+        family: of the model; None: a bundled family.
+        eos_id: token or tokens that end a document.
 
     Raises:
-        ConfigError: transformers could not open a model of these sizes.
+        ConfigError: transformers cannot open a model of these sizes.
     """
     family = family or family_of(architecture.model_type)
     hidden, heads = architecture.hidden_size, architecture.num_attention_heads
@@ -295,21 +299,21 @@ def config_json(
 
 
 def _scaling_json(scaling: RopeScaling) -> dict[str, Any]:
-    found = {name: getattr(scaling, name) for name in ROPE_KEYS[scaling.rope_type]}
-    kept = {name: value for name, value in found.items() if value is not None}
+    values = {name: getattr(scaling, name) for name in ROPE_KEYS[scaling.rope_type]}
+    kept = {name: value for name, value in values.items() if value is not None}
     return {"rope_type": scaling.rope_type, **kept}
 
 
 def generation_config_json(*, eos_id: int | list[int] | None = None) -> dict[str, Any]:
-    """The generation_config.json that belongs to `config_json` with the same id."""
+    """The generation_config.json that matches `config_json` with the same id."""
     return {} if eos_id is None else {"eos_token_id": eos_id}
 
 
 def tokenizer_files(tokenizer_json: str | Path, eos_id: int) -> dict[str, bytes]:
-    """What `AutoTokenizer.from_pretrained` needs, by file name.
+    """The files that `AutoTokenizer.from_pretrained` needs, by name.
 
     Args:
-        tokenizer_json: a `tokenizers` file; taken over byte by byte.
+        tokenizer_json: a `tokenizers` file; copied byte for byte.
         eos_id: token that ends a document.
 
     Raises:
@@ -326,13 +330,14 @@ def tokenizer_files(tokenizer_json: str | Path, eos_id: int) -> dict[str, bytes]
         ) from error
     try:
         tokenizer = Tokenizer.from_buffer(content)
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:  # tokenizers raises plain Exceptions
         raise ConfigError(f"{path}: not a tokenizer: {error}; prepare the data again") from error
     eos_token = tokenizer.id_to_token(eos_id)
     if eos_token is None:
         raise ConfigError(f"{path}: has no token {eos_id} to end documents; prepare the data again")
     config = {
-        # Named outright, or transformers would rebuild the tokenizer the way the model family does.
+        # Explicit, as transformers would otherwise rebuild the tokenizer in the style of the
+        # family.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": eos_token,
         "clean_up_tokenization_spaces": False,

@@ -1,17 +1,17 @@
-"""Which kernel computes attention on a GPU, and which would be faster.
+"""Chooses the kernel that computes attention on a GPU, and notes a faster one.
 
-[Note: kernels] torch brings FlashAttention-2, which was written for A100, and cuDNN's kernel. On an
-H100 the latter takes about half the time, and so does FlashAttention-3 (329, 631 and 632 TFLOP/s in
+[Note: kernels] torch includes FlashAttention-2, which was written for A100, and cuDNN's kernel. On
+an H100 cuDNN takes about half the time, and so does FlashAttention-3 (329, 631 and 632 TFLOP/s in
 pytorch issue 142132).
 
-- Without documents torch's `scaled_dot_product_attention` asks cuDNN first by itself: on Hopper and
-  Blackwell, and not where kernels are to be deterministic.
-- With documents `varlen_attn` has cuDNN's kernel from torch 2.15 on only. FlashAttention-3 (Hopper)
-  and FlashAttention-4 (Hopper, Blackwell) are packages of their own, which torch calls in place of
-  its own kernel once it is told to. On Hopper they are alike (torchtitan pull request 4413).
+- Without documents torch's `scaled_dot_product_attention` prefers cuDNN by itself: on Hopper and
+  Blackwell, unless kernels must be deterministic.
+- With documents `varlen_attn` has cuDNN's kernel only from torch 2.15 on. FlashAttention-3 (Hopper)
+  and FlashAttention-4 (Hopper, Blackwell) are separate packages, which torch calls once they are
+  activated. On Hopper they are equally fast (torchtitan pull request 4413).
 
-Exact mode keeps to FlashAttention-2, whose backward pass is deterministic if it is asked to be. So
-do sliding windows, which cuDNN's kernel does not take in `varlen_attn`.
+Exact mode uses FlashAttention-2, which has a deterministic backward pass. So do sliding windows,
+which `varlen_attn` does not support with cuDNN's kernel.
 """
 
 from collections.abc import Iterator
@@ -24,25 +24,25 @@ from typing import Literal, TypeAlias
 import torch
 from torch.torch_version import TorchVersion
 
-from trainer.models.attention import Asked, Capability, choose_attention
+from trainer.models.attention import Capability, Requested, choose_attention
 
 Package: TypeAlias = Literal["FA3", "FA4"]
-"""What torch calls FlashAttention-3 and -4."""
+"""torch's names of FlashAttention-3 and -4."""
 
 HOPPER, BLACKWELL = 9, 10
 """Major numbers of compute capability: of H100 and H200, and of B200 and B300."""
 
 FIRST_TORCH = "2.13"
-"""Oldest torch whose way to call FlashAttention-4 has been read, and fits."""
+"""Oldest torch whose interface to FlashAttention-4 has been checked."""
 TWO_RESULTS, MORE_RESULTS = "4.0.0b18", "2.14"
-"""Newest flash-attn-4 whose forward pass returns two things, and oldest torch that knows of more
-(pytorch issue 190212)."""
+"""Newest flash-attn-4 whose forward returns two values, and oldest torch that handles more (pytorch
+issue 190212)."""
 
 HEAD_DIMS = {"FA3": 256, "FA4": 128, "cuDNN": 128}
-"""Largest head size of which a kernel has a backward pass on every GPU that takes it."""
+"""Kernel → largest head_dim with a backward pass on all its GPUs."""
 
 VARLEN_ASKS_CUDNN = "2.15"
-"""From this version of torch on `varlen_attn` takes cuDNN's kernel where it can."""
+"""From this torch on `varlen_attn` prefers cuDNN's kernel."""
 
 FLASH = "FlashAttention-2"
 CUDNN = f"cuDNN, or {FLASH} where that cannot"
@@ -50,33 +50,33 @@ CUDNN = f"cuDNN, or {FLASH} where that cannot"
 
 @dataclass(frozen=True)
 class GpuStack:
-    """A GPU, and the software that may compute attention on it."""
+    """A GPU, and the software that can compute attention on it."""
 
     capability: Capability
     torch: str
     """Version."""
     fa3: bool = False
-    """FlashAttention-3 is installed."""
+    """Whether FlashAttention-3 is installed."""
     fa4: str | None = None
     """Version of flash-attn-4, if it is installed."""
 
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """What computes attention."""
+    """The kernel that computes attention."""
 
     name: str
     package: Package | None = None
-    """To be called in place of torch's own FlashAttention."""
+    """Package to activate in place of torch's own FlashAttention."""
     without_cudnn: bool = False
-    """cuDNN is to be out of the way: from torch 2.15 on `varlen_attn` would take it first."""
+    """Whether to disable cuDNN: from torch 2.15 on `varlen_attn` would prefer it."""
     note: str = ""
-    """What would be faster, and how to get it; empty: nothing that is known."""
+    """How to get a faster kernel; "" if none is known."""
 
 
 def choose_kernel(
     gpu: GpuStack,
-    asked: Asked,
+    requested: Requested,
     dtype: torch.dtype,
     head_dim: int,
     *,
@@ -85,20 +85,20 @@ def choose_kernel(
     ring: bool = False,
     window: bool = False,
 ) -> AttentionKernel:
-    """The fastest kernel of those that are installed.
+    """The fastest installed kernel.
 
     Args:
         gpu: that computes.
-        asked: `model.attention` of the recipe; all but "auto" keeps to what torch brings.
+        requested: `model.attention` of the recipe; all but "auto" use torch's own kernels.
         dtype: of the computation.
         head_dim: H.
-        documents: attention stays inside documents.
+        documents: whether attention stays inside documents.
         exact: `run.determinism: exact`.
-        ring: `strategy.cp` divides sequences, and calls torch's kernel by itself.
-        window: layers have a sliding window shorter than sequences.
+        ring: whether `strategy.cp` divides sequences, which calls torch's kernel directly.
+        window: whether layers have a sliding window shorter than sequences.
 
     Raises:
-        ValueError: what is asked for cannot work, see `choose_attention`.
+        ValueError: the requested way does not work, see `choose_attention`.
     """
     major = gpu.capability[0]
     new = major in (HOPPER, BLACKWELL)
@@ -107,7 +107,7 @@ def choose_kernel(
         if cudnn and dtype in (torch.bfloat16, torch.float16):
             return AttentionKernel(f"scaled_dot_product_attention: {CUDNN}")
         return AttentionKernel("scaled_dot_product_attention, as torch chooses")
-    way = "varlen" if ring else choose_attention(asked, dtype, head_dim, gpu.capability, 0)
+    way = "varlen" if ring else choose_attention(requested, dtype, head_dim, gpu.capability, 0)
     if way == "flex":
         return AttentionKernel("FlexAttention")
     if way == "sdpa":
@@ -117,7 +117,7 @@ def choose_kernel(
         own = AttentionKernel(FLASH, without_cudnn=(exact or window) and asks_cudnn)
     else:
         own = AttentionKernel(f"varlen_attn: {CUDNN}")
-    if exact or ring or window or asked != "auto" or not new:
+    if exact or ring or window or requested != "auto" or not new:
         return own
     if major == HOPPER and gpu.fa3 and head_dim <= HEAD_DIMS["FA3"]:
         return AttentionKernel("FlashAttention-3", "FA3", without_cudnn=asks_cudnn)
@@ -133,7 +133,7 @@ def choose_kernel(
 
 
 def _problem_of_fa4(gpu: GpuStack) -> str:
-    """What to do to have torch call flash-attn-4; empty: it can."""
+    """What to do so that torch can call flash-attn-4; "" if it can."""
     this, install = TorchVersion(gpu.torch), "pip install 'flash-attn-4>=4.0.0b17,<4.0.0b19'"
     if this < FIRST_TORCH:
         return f"install torch {FIRST_TORCH} or newer, and {install}"
@@ -145,7 +145,7 @@ def _problem_of_fa4(gpu: GpuStack) -> str:
 
 
 def this_gpu(device: torch.device) -> GpuStack:
-    """What is known of a GPU of this process. Imports no kernel."""
+    """A GPU of this process and its installed kernels, none of which is imported."""
     try:
         fa4 = version("flash-attn-4")
     except PackageNotFoundError:
@@ -160,8 +160,8 @@ def this_gpu(device: torch.device) -> GpuStack:
 
 @contextmanager
 def kernel_in_use(kernel: AttentionKernel) -> Iterator[AttentionKernel]:
-    """While entered, torch calls a kernel; gives the one that it does call, as a package that is
-    installed may fail to load."""
+    """While entered, torch calls a kernel. Yields the kernel that it really calls: an installed
+    package may fail to load."""
     from torch.nn import attention  # imports the compiler
 
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Cross-entropy of next tokens, without ever holding the logits of a whole micro-batch.
+"""Cross-entropy of next tokens, without the logits of a whole micro-batch in memory.
 
 With a vocabulary of 151,936 the logits of 2,048 tokens take 0.6 GB in bf16, and their float32 copy,
 softmax and gradient 1.2 GB each: more than all other activations of a 0.6 B model. The loss needs
@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from trainer.data.samples import IGNORED_LABEL
 
 LOGITS_ON_CPU = 1 << 27
-"""Most logits at a time: 0.5 GB in float32. Smaller chunks would add to the gradient of the head,
-which is as large as the head, more often."""
+"""Most logits in a chunk on a CPU: 0.5 GB in float32. With smaller chunks the head's gradient, as
+large as the head, would be added to more often."""
 CHUNK_SHARE = 1 / 16
-"""Share of a GPU's memory that a chunk takes. With a vocabulary of 151,936 that is 4,400 rows on an
-H100, 7,700 on an H200, 1,200 on an L4. Each chunk reads and writes the head's gradient once more,
-in float32."""
+"""Share of a GPU's memory for a chunk. With a vocabulary of 151,936 that is 4,400 rows on an H100,
+7,700 on an H200, 1,200 on an L4. Each chunk reads and writes the head's gradient once, in
+float32."""
 BYTES_PER_LOGIT = 8
-"""On a GPU at most: in float32, and the logarithm of its softmax."""
+"""Most bytes per logit on a GPU: float32, and the logarithm of its softmax."""
 ROWS_ON_CPU = 128
-"""Logits that go through the loss together on a CPU: few enough to stay in its cache, which takes
-a fifth off the time of head and loss of the quickstart. A GPU is faster with all at once."""
+"""Rows of logits in one loss call on a CPU. They stay in its cache, which saves a fifth of the time
+of head and loss in the quickstart. A GPU is faster with all rows at once."""
 
 Fused: TypeAlias = Callable[
     [Tensor, Tensor, Tensor, bool, float | None], tuple[Tensor, Tensor | None]
@@ -37,8 +37,8 @@ Fused: TypeAlias = Callable[
 
 
 class HeadLoss(nn.Module):
-    """`head_cross_entropy`, whose elementwise part can be compiled: then a chunk's logits are read
-    twice and its gradient written once, all in the format of the computation."""
+    """`head_cross_entropy`, with an elementwise part that can be compiled: then each chunk's logits
+    are read twice and its gradient is written once, all in the dtype of the computation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ class HeadLoss(nn.Module):
     def forward(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, cap: float | None = None
     ) -> Tensor:
-        """hidden (..., D), weight (V, D), labels (...) int64 → the mean, a float32 scalar. `cap`:
-        see `capped`."""
+        """hidden (..., D), weight (V, D), labels (...) int64 → mean cross-entropy, a float32
+        scalar. `cap`: see `capped`."""
         return head_cross_entropy(hidden, weight, labels, fused=self._fused, cap=cap)
 
     def log_probs(
@@ -63,8 +63,7 @@ class HeadLoss(nn.Module):
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """Logits that do not exceed `cap`, cap · tanh(logits / cap), as Gemma 2 has them; None: as they
-    are."""
+    """Softly capped logits, cap · tanh(logits / cap), as in Gemma 2; unchanged if `cap` is None."""
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
@@ -94,17 +93,16 @@ def head_cross_entropy(
     fused: Fused | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """`mean_cross_entropy` of the logits that the output head would give, a float32 scalar.
+    """`mean_cross_entropy` of the output head's logits, a float32 scalar.
 
-    On a GPU, and on a CPU beyond `chunk` logits, they are computed, used for loss and gradients,
-    and dropped, rows by rows.
+    On a GPU, and on a CPU beyond `chunk` logits, it processes chunks of rows: it computes their
+    logits, uses them for loss and gradients, and frees them.
 
     Args:
         hidden: (..., D).
         weight: (V, D), of the head.
         labels: (...) int64.
-        chunk: most logits at a time; at least one row. As many as the device's memory suggests,
-            unless said.
+        chunk: most logits in a chunk of at least one row; None: by the device's memory.
         fused: `_pointwise`, compiled.
         cap: of the logits, see `capped`.
     """
@@ -137,19 +135,18 @@ def label_log_probs(
     chunk: int | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """Log-probability of each label by itself, (N,) float32; 0 where none counts.
+    """Log-probability of each label, (N,) float32; 0 where none counts.
 
-    Logits are computed rows by rows, and again in backward: what a row weighs in the loss is not
-    known before. A frozen head has no gradient.
+    Logits are computed in chunks of rows, and again in backward, because the weight of a row in the
+    loss is not known before. A frozen head gets no gradient.
 
     Args:
         hidden: (..., D), N rows.
         weight: (V, D), of the head.
         labels: (...) int64.
-        start: number of the first row of `weight`, where other ranks have the other rows.
-        group: these ranks; each has a part of the gradient of `hidden`.
-        chunk: most logits at a time; at least one row. As many as the device's memory suggests,
-            unless said.
+        start: index of the first row of `weight`, if other ranks hold other rows.
+        group: these ranks; each computes a term of the gradient of `hidden`.
+        chunk: most logits in a chunk of at least one row; None: by the device's memory.
         cap: of the logits, see `capped`.
     """
     device = hidden.device.type
@@ -171,12 +168,12 @@ def label_log_probs(
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Where products of half precision can give float32, and memory is read rather than cached."""
+    """Whether products of half precision can return float32."""
     return tensor.is_cuda
 
 
 def most_logits(tensor: Tensor) -> int:
-    """In a chunk, where `tensor` is."""
+    """Most logits in a chunk on the device of `tensor`."""
     if not on_gpu(tensor):
         return LOGITS_ON_CPU
     memory = torch.cuda.get_device_properties(tensor.device).total_memory
@@ -184,13 +181,13 @@ def most_logits(tensor: Tensor) -> int:
 
 
 def logits_in(memory: float) -> int:
-    """Most logits in a chunk on a GPU of so many bytes."""
+    """Most logits in a chunk on a GPU of `memory` bytes."""
     return int(CHUNK_SHARE * memory) // BYTES_PER_LOGIT
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left (R, S) @ right (S, C) to `total` (R, C) float32, in place; on a GPU without rounding
-    the product to the format of its factors."""
+    """Add left (R, S) @ right (S, C) to `total` (R, C) float32, in place. On a GPU the product is
+    not rounded to the dtype of its factors."""
     if on_gpu(left):
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
@@ -198,14 +195,14 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _counted(labels: Tensor) -> Tensor:
-    return (labels != IGNORED_LABEL).sum().clamp(min=1)
+    return (labels != IGNORED_LABEL).sum().clamp(min=1)  # without labels 0, not NaN
 
 
 def _pointwise(
     logits: Tensor, label: Tensor, counts: Tensor, with_gradient: bool, cap: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum of the losses of a chunk, and the gradient of its logits, which those of labels that do
-    not count have, too. In words that a compiler makes one kernel of."""
+    """Loss of a chunk, and the gradient of its logits, including rows whose label does not count.
+    Written so that a compiler fuses it into one kernel."""
     dtype = logits.dtype
     if cap is not None:
         logits = capped(logits.float(), cap)
@@ -221,7 +218,7 @@ def _pointwise(
 
 
 def _slope(logits: Tensor, cap: float) -> Tensor:
-    """The derivative of `capped`, of what it gave."""
+    """Derivative of `capped` from its result."""
     return 1 - (logits / cap) ** 2
 
 
@@ -232,8 +229,9 @@ def _in_place(
     dtype: torch.dtype | None,
     slope: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """What `_pointwise` gives, with the gradient in `dtype`, unless None. The memory of
-    `log_softmax` holds softmax and gradient in turn. `slope`: of a cap, if there is one."""
+    """The result of `_pointwise`, with the gradient in `dtype`, or None without. Softmax and
+    gradient are computed in the memory of `log_softmax`. `slope`: derivative of a cap, if there is
+    one."""
     loss = -(log_softmax.gather(1, label) * counts).sum()
     if dtype is None:
         return loss, None
@@ -246,9 +244,9 @@ def _in_place(
 class _ChunkedLoss(torch.autograd.Function):
     """Sum of the cross-entropies; hidden (N, D), weight (V, D), labels (N).
 
-    Forward also computes the gradients, as the logits are at hand; so there are three matrix
-    products, as many as without chunks (FusedLinearCrossEntropy of Hsu et al. 2024, "Liger
-    Kernel"), and two where the head is frozen.
+    Forward also computes the gradients while the logits exist. So there are three matrix products,
+    as many as without chunks (FusedLinearCrossEntropy of Hsu et al. 2024, "Liger Kernel"), and two
+    if the head is frozen.
     """
 
     @staticmethod
@@ -264,15 +262,17 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         to_hidden = torch.empty_like(hidden) if with_gradients else None
-        # In float32 whatever the dtype: it is a sum over chunks. A frozen head has none.
+        # float32 for any dtype, as it is a sum over chunks. A frozen head has none.
         trained = with_gradients and ctx.needs_input_grad[1]
         to_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
-        # A softmax of bf16 would first copy its input to float32; a compiled one reads it as it is.
+        # An uncompiled softmax would copy bf16 logits to float32; a compiled one converts as it
+        # reads.
         wide: dict[str, Any] = {"out_dtype": torch.float32} if on_gpu(hidden) and not fused else {}
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(labels), rows):
                 part = slice(start, start + rows)
                 label, counts = labels[part, None], labels[part, None] != IGNORED_LABEL
+                # -100 is no column; `counts` masks such rows.
                 label = label.clamp(min=0)
                 if fused:
                     logits = hidden[part] @ weight.T
@@ -294,7 +294,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 torch.mm(gradient, weight, out=to_hidden[part]).mul_(counts)
                 if to_weight is not None:
                     add_product(to_weight, gradient.T, hidden[part] * counts)
-                del gradient  # before the next chunk's logits
+                del gradient  # frees memory before the next chunk's logits
         ctx.save_for_backward(to_hidden, to_weight)
         ctx.dtype = weight.dtype
         return total
@@ -305,26 +305,24 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def scaled_once(ctx: Any, factor: Tensor) -> list[Tensor | None]:
-    """The gradients that a forward pass has saved, in `ctx.dtype`, times that of its result; None
-    for what has none.
-
-    Nobody else has them, and the head's is large: what is float32 is scaled where it lies. A
-    backward in two parts (zero bubble) comes by twice, with the same factor, and finds it scaled;
-    past the version counter, by which autograd would take that for a mistake.
-    """
-    found: list[Tensor | None] = []
+    """The gradients that forward saved, in `ctx.dtype`, times `factor`; None for inputs without
+    one."""
+    scaled: list[Tensor | None] = []
     for gradient in ctx.saved_tensors:
         if gradient is None:
-            found.append(None)
+            scaled.append(None)
             continue
         if gradient.dtype != torch.float32:
-            found.append(gradient.float().mul_(factor).to(ctx.dtype))
+            scaled.append(gradient.float().mul_(factor).to(ctx.dtype))
             continue
+        # float32 gradients are scaled in place: nothing else uses them, and the head's is large. A
+        # backward in two parts (zero bubble) calls this twice with the same factor. `.data` avoids
+        # the version counter, by which autograd would report the change as an error.
         if not hasattr(ctx, "scaled"):
             gradient.data.mul_(factor)
-        found.append(gradient.to(ctx.dtype))
+        scaled.append(gradient.to(ctx.dtype))
     ctx.scaled = True
-    return found
+    return scaled
 
 
 class _LabelLogProbs(torch.autograd.Function):
@@ -341,8 +339,8 @@ class _LabelLogProbs(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         cap: float | None,
     ) -> Tensor:
-        found = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
-        sums = torch.zeros_like(found)  # logarithms of the softmax's denominators
+        log_probs = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
+        sums = torch.zeros_like(log_probs)  # logarithms of the softmax sums
         chunks = _chunks_of_logits(hidden, weight, labels, rows, start, cap)
         for part, logits, index, mine in chunks:
             target = logits.gather(1, index)[:, 0] * mine
@@ -354,17 +352,17 @@ class _LabelLogProbs(torch.autograd.Function):
                 both = torch.stack([logits.sub_(largest[:, None]).exp_().sum(1), target])
                 dist.all_reduce(both, group=group)
                 total, target = both[0].log() + largest, both[1]
-            sums[part], found[part] = total, (target - total) * (labels[part] != IGNORED_LABEL)
+            sums[part], log_probs[part] = total, (target - total) * (labels[part] != IGNORED_LABEL)
         ctx.save_for_backward(hidden, weight, labels, sums)
         ctx.rows, ctx.start, ctx.cap = rows, start, cap
-        return found
+        return log_probs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, sums = ctx.saved_tensors
         weights = gradients[0] * (labels != IGNORED_LABEL)
         to_hidden = torch.empty_like(hidden)
-        # In float32 whatever the dtype: it is a sum over chunks. A frozen head has none.
+        # float32 for any dtype, as it is a sum over chunks. A frozen head has none.
         trained = ctx.needs_input_grad[1]
         to_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
         chunks = _chunks_of_logits(hidden, weight, labels, ctx.rows, ctx.start, ctx.cap)
@@ -383,10 +381,10 @@ class _LabelLogProbs(torch.autograd.Function):
 def _chunks_of_logits(
     hidden: Tensor, weight: Tensor, labels: Tensor, rows: int, start: int, cap: float | None
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """(rows of `hidden`, their logits in float32, the column of each label among these, (R, 1),
-    whether its column is one of them), some rows at a time."""
+    """Yield (rows of `hidden`, their float32 logits, column of each label in them (R, 1), whether
+    the column exists on this rank) in chunks of rows."""
     wide: dict[str, Any] = {"out_dtype": torch.float32} if on_gpu(hidden) else {}
-    with torch.autocast(hidden.device.type, enabled=False):  # also for who takes the chunks
+    with torch.autocast(hidden.device.type, enabled=False):  # also holds in the caller's loop body
         for begin in range(0, len(labels), rows):
             part = slice(begin, begin + rows)
             label = labels[part] - start

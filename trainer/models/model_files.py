@@ -1,11 +1,9 @@
-"""The files beside the weights in a run's checkpoints: its own, or those of the model it began
-with.
+"""Files beside the weights in a run's checkpoints.
 
-[Note: beside the weights] What a model is asked for lies beside its weights: the chat template, the
-tokens at which it stops, how to sample. A run that begins with `model.init_from` changes none of
-it, so its checkpoints carry these files byte for byte (beside.py says which). Two things are its
-own: the number format in config.json, where that is another than of the weights beside it, and the
-tokenizer, should the data have been prepared with one of other tokens.
+[Note: beside the weights] Chat template, stop tokens and sampling settings lie beside a model's
+weights. A run from `model.init_from` changes none of them, so its checkpoints carry these files
+byte for byte (beside.py says which). Two things are the run's own: the dtype in config.json, where
+it differs from the weights beside it, and the tokenizer, if the data has other tokens.
 """
 
 import json
@@ -25,7 +23,7 @@ ABOUT_TOKENS = (
     *("tokenizer", "tokenization", "special_tokens_map", "added_tokens", "vocab.", "merges."),
     *("chat_template", "additional_chat_templates/", "tekken", "spiece", "sentencepiece"),
 )
-"""How names of files begin that mean nothing beside another tokenizer."""
+"""Prefixes of file names that belong to a tokenizer, and mean nothing beside another."""
 
 
 def files_beside(
@@ -35,14 +33,14 @@ def files_beside(
     architecture: Architecture | None = None,
     family: Family | None = None,
 ) -> tuple[dict[str, bytes], list[str]]:
-    """(content by name, what a user should know) for the checkpoints of a run.
+    """(file name → content, notes for the user) for the checkpoints of a run.
 
     Args:
         init_from: the checkpoint that the run begins with, if any.
         data: prepared data set, with the tokenizer.
         index: of this data set.
-        architecture: of the model, unless it begins with a checkpoint.
-        family: of the model, unless one that comes with Perdure.
+        architecture: of the model; needed without `init_from`.
+        family: of the model; None: a bundled family.
 
     Raises:
         ConfigError, DataError: a file cannot be used.
@@ -64,7 +62,7 @@ def files_beside(
         if not stops:
             known = _object(files, GENERATION_CONFIG, init_from)
             files[GENERATION_CONFIG] = _json({**known, "eos_token_id": eos})
-        elif eos not in stops and "kind" not in index:  # chats end as their template says
+        elif eos not in stops and "kind" not in index:  # the template ends chats
             notes.append(
                 f"{data}: its documents end in token {eos}, but the model of {init_from} stops at "
                 f"{', '.join(map(str, stops))}; it learns to end in another way, unless the data "
@@ -85,7 +83,7 @@ def files_beside(
 def files_without_tokenizer(
     init_from: Path | None, architecture: Architecture | None = None, family: Family | None = None
 ) -> tuple[dict[str, bytes], list[str]]:
-    """`files_beside` where the data knows of no tokenizer: that of `init_from` is kept.
+    """`files_beside` for data without a tokenizer: the one of `init_from` is kept.
 
     Raises:
         ConfigError: a file cannot be used.
@@ -98,11 +96,11 @@ def files_without_tokenizer(
 
 
 def stop_ids(files: Mapping[str, bytes], where: Path) -> list[int]:
-    """Tokens at which a model stops, as transformers looks for them: in generation_config.json,
-    else in config.json.
+    """Stop tokens of a model, from generation_config.json, else from config.json, as in
+    transformers.
 
     Raises:
-        ConfigError: one of these files holds no JSON object.
+        ConfigError: one of these files is no JSON object.
     """
     for name in (GENERATION_CONFIG, CONFIG):
         found = _object(files, name, where).get("eos_token_id")
@@ -113,13 +111,14 @@ def stop_ids(files: Mapping[str, bytes], where: Path) -> list[int]:
 
 
 def of_bf16(files: dict[str, bytes]) -> dict[str, bytes]:
-    """The files beside weights that are stored in bf16: config.json says so."""
+    """The files with dtype bfloat16 in config.json."""
     config = json.loads(files[CONFIG])
     return {**files, CONFIG: _json({**config, "dtype": "bfloat16"})}
 
 
 def _carried(directory: Path, notes: list[str]) -> dict[str, bytes]:
-    """What lies beside the weights in a published checkpoint, config.json for a run's own."""
+    """The files beside the weights of a published checkpoint, with config.json changed to a run's
+    dtype."""
     files, left = beside_weights(directory)
     if left:
         notes.append(f"{directory}: not carried over into checkpoints: {left}")
@@ -127,7 +126,7 @@ def _carried(directory: Path, notes: list[str]) -> dict[str, bytes]:
         raise ConfigError(f"{directory / CONFIG}: cannot be carried over; put a copy of it there")
     config = _object(files, CONFIG, directory)
     others = {key for key in ("dtype", "torch_dtype") if config.get(key, "float32") != "float32"}
-    if others:  # that of a run's checkpoints
+    if others:  # checkpoints of a run are float32
         files[CONFIG] = _json(config | dict.fromkeys(others, "float32"))
     return files
 
@@ -139,7 +138,8 @@ def _with_tokenizer(
     data: Path,
     notes: list[str],
 ) -> dict[str, bytes]:
-    """The tokenizer is that of the source, unless it has none or the data has other tokens."""
+    """`files` with their own tokenizer; with the prepared one if they have none, or if the data has
+    other tokens."""
     if TOKENIZER not in files:
         return {**prepared, **files}
     if files[TOKENIZER] == prepared[TOKENIZER]:

@@ -10,8 +10,8 @@ from checkpointing.format.nf4 import BLOCK, BLOCK_BYTES, dequantise
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (…, in) times the weight (out, in) that `packed` stands for, plus the bias: (…, out), in
-    the format of autocast, or of x."""
+    """x (…, in) times the weight (out, in) that is `packed` in nf4, plus the bias: (…, out), in the
+    dtype of autocast, or of x."""
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
@@ -19,10 +19,11 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """See `linear`. Backward dequantises again, so only bytes are kept for it."""
+    """See `linear`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        # Backward dequantises again, so that only the packed bytes are kept.
         ctx.save_for_backward(packed)
         return F.linear(x, dequantise(packed, x.dtype), bias)
 
@@ -33,6 +34,7 @@ class _Linear(torch.autograd.Function):
 
 
 def weights_in(parameter: Tensor) -> int:
-    """Weights that a parameter of a decoder holds: its elements, unless these are codes."""
+    """Number of weights in a parameter of a decoder: its elements, or for nf4 those that its bytes
+    encode."""
     count = parameter.numel()
     return count // BLOCK_BYTES * BLOCK if parameter.dtype == torch.uint8 else count

@@ -26,26 +26,25 @@ from trainer.recipe.objective import USUAL_BETA, USUAL_GAMMA, Objective
 
 @dataclass(frozen=True)
 class Preference:
-    """One of these objectives, all of its weights known."""
+    """An objective over pairs of answers, with all its weights."""
 
     name: str
     beta: float
     gamma: float
     sft_weight: float
     referenced: bool
-    """Whether it needs the log-probabilities of a reference."""
+    """Whether it needs log-probabilities of a reference."""
 
     def __call__(
         self, log_probs: Tensor, counts: Tensor, reference: Tensor | None
     ) -> dict[str, Tensor]:
-        """Means over P pairs, float64 scalars: `loss`, and what is recorded beside it.
-        `reward_margin`: by how much the chosen answer is ahead, in units of β, `reward_accuracy`:
-        the share of pairs in which it is.
+        """Means over P pairs, float64 scalars: `loss`; `reward_margin`, the lead of the chosen
+        answer times β; and `reward_accuracy`, the share of pairs in which it leads.
 
         Args:
             log_probs: (2 P,) float64, of the answers: chosen, rejected, chosen, rejected ….
             counts: (2 P,), their tokens.
-            reference: (2 P,), the same of the reference, where it is `referenced`.
+            reference: (2 P,), log-probabilities of the reference, if `referenced`.
         """
         means = log_probs / counts
         if self.referenced:
@@ -54,7 +53,7 @@ class Preference:
             scores = gained / counts if self.name == "ipo" else gained
         else:
             scores = means
-        if self.name == "orpo":  # log(1 - p) loses its digits as p comes to 1
+        if self.name == "orpo":  # expm1: log(1 - p) loses its digits for p near 1
             scores = means - torch.log(-torch.expm1(means))
         chosen, rejected = scores.view(-1, 2).unbind(1)
         ahead = chosen - rejected
@@ -64,19 +63,19 @@ class Preference:
             loss = -self.beta * F.logsigmoid(ahead)
         else:
             loss = -F.logsigmoid(self.beta * ahead - self.gamma)
-        found = {
+        recorded = {
             "reward_margin": (self.beta * ahead).mean(),
             "reward_accuracy": (ahead > 0).double().mean(),
         }
         if self.sft_weight:
             cross_entropy = -means.view(-1, 2)[:, 0]
-            found["cross_entropy"] = cross_entropy.mean()
+            recorded["cross_entropy"] = cross_entropy.mean()
             loss = loss + self.sft_weight * cross_entropy
-        return {"loss": loss.mean(), **found}
+        return {"loss": loss.mean(), **recorded}
 
 
 def preference_of(objective: Objective) -> Preference | None:
-    """That of a recipe; None if it compares nothing."""
+    """The objective of a recipe; None if it compares no answers."""
     if not objective.compares:
         return None
     name, weight = objective.name, objective.sft_weight
@@ -96,8 +95,8 @@ def sums_by_answer(log_probs: Tensor, segments: Tensor, answers: int) -> Tensor:
 
     Args:
         log_probs: (N,), of labels.
-        segments: (N,) int64, the answer that each belongs to.
-        answers: how many there are.
+        segments: (N,) int64, index of the answer of each label.
+        answers: their number.
     """
     sums = log_probs.new_zeros(answers, dtype=torch.float64)
     return sums.index_add(0, segments, log_probs.double())

@@ -1,4 +1,4 @@
-"""Rotary positions, and how their wavelengths are stretched for longer contexts.
+"""Rotary positions, and their scaling for longer contexts.
 
 Shapes: B batch, T sequence, H head dim, R of it the elements that rotate (`rotary_size`).
 """
@@ -16,8 +16,8 @@ Rope: TypeAlias = tuple[Tensor, Tensor]
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotate the pairs (x[i], x[i + R/2]) of x (B, T, heads, H) by their position's angles. What a
-    head has beyond R elements stays."""
+    """Rotate the pairs (x[i], x[i + R/2]) of x (B, T, heads, H) by their position's angles.
+    Elements from R on are unchanged."""
     cos, sin = rope
     x = x.transpose(1, 2)
     size, rest = 2 * cos.shape[-1], None
@@ -30,15 +30,14 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
 
 def rope_table(architecture: Architecture, positions: Tensor, theta: float | None = None) -> Rope:
-    """Cosines and sines of the rotary angles (Su et al. 2021) at positions (T,). `theta`: in place
-    of that of the architecture, without its scaling.
-
-    Computed in every forward: a few small kernels, in exchange for no buffer that would have to
-    be refilled after `to_empty`, kept out of `.to(bfloat16)`, or sized for the longest context.
+    """Cosines and sines of the rotary angles (Su et al. 2021) at positions (T,). `theta` replaces
+    the architecture's base, without its scaling.
 
     Raises:
-        ValueError: the sequence is longer than the scaling of the model is defined for.
+        ValueError: the sequence is longer than the model's scaling is defined for.
     """
+    # Computed in every forward by a few small kernels. A buffer would have to be refilled after
+    # `to_empty`, kept out of `.to(bfloat16)`, and sized for the longest context.
     size, scaling = architecture.rotary_size, None if theta else architecture.rope_scaling
     exponents = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
     powers = (theta or architecture.rope_theta) ** exponents
@@ -52,7 +51,7 @@ def rope_table(architecture: Architecture, positions: Tensor, theta: float | Non
         frequencies = 1.0 / (_factors(scaling, positions) * powers)
     elif scaling.rope_type == "linear":
         frequencies = 1.0 / powers / scaling.factor
-    else:  # dynamic: as without it, up to the context that the model was trained with
+    else:  # dynamic: no scaling up to the trained context
         limit = architecture.max_position_embeddings
         if len(positions) > limit:
             raise ValueError(
@@ -69,7 +68,7 @@ def rope_table(architecture: Architecture, positions: Tensor, theta: float | Non
 
 
 def stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1: divide slow frequencies by `factor`, keep fast ones, blend those between."""
+    """Llama 3.1: divide slow frequencies by `factor`, keep fast ones, blend between them."""
     turns = frequencies * scaling.original_max_position_embeddings / (2 * torch.pi)
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = blend.clamp(0, 1)
@@ -77,8 +76,8 @@ def stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(powers: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models": as
-    `stretch`, with a blend that is linear in the number of the pair. powers: (R / 2)."""
+    """Frequencies of YaRN (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large
+    Language Models"). As `stretch`, with a blend linear in the pair's index. powers: (R / 2)."""
     size, original = 2 * len(powers), scaling.original_max_position_embeddings
 
     def pair_that_turns(turns: float) -> float:
@@ -88,21 +87,21 @@ def _yarn(powers: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
-    high += 0.001 if low == high else 0  # or it would be divided by 0
+    high += 0.001 if low == high else 0  # avoids a division by 0
     pairs = torch.arange(len(powers), dtype=torch.float32, device=powers.device)
     kept = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
     return 1.0 / (scaling.factor * powers) * (1 - kept) + 1.0 / powers * kept
 
 
 def _factors(scaling: RopeScaling, positions: Tensor) -> Tensor:
-    """Ding et al. 2024, "LongRoPE": what each wavelength (R / 2) is multiplied by."""
+    """Factors of the wavelengths (R / 2) in LongRoPE (Ding et al. 2024)."""
     long = len(positions) > scaling.original_max_position_embeddings
     factors = scaling.long_factor if long else scaling.short_factor
     return torch.tensor(factors, dtype=torch.float32, device=positions.device)
 
 
 def attention_factor(scaling: RopeScaling) -> float:
-    """What cosines and sines are multiplied by, which makes attention sharper."""
+    """Factor of cosines and sines, which sharpens attention."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     factor = scaling.factor

@@ -1,4 +1,4 @@
-"""Stacked weights: one tensor in the model, and one for each of its rows in published files."""
+"""Stacked weights: one tensor in the model, one tensor per row in published files."""
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -12,28 +12,28 @@ from checkpointing.format.tensors import local_tensor, specs_of
 
 
 def apart(tensors: Mapping[str, Tensor], stacks: Sequence[str]) -> dict[str, Tensor]:
-    """Tensors as published files name them. Of a stack there are the rows that this rank has, as
-    views; other ranks have others.
+    """Tensors by their names in published files. A stack becomes this rank's rows, as views.
 
     Args:
         tensors: parameters by FQN, or the optimizer's state (`<fqn>.exp_avg`, …).
         stacks: see `Family.stacks`.
 
     Raises:
-        ValueError: a stack is cut otherwise than into rows.
+        ValueError: a stack is cut within its rows.
     """
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         name_of = _name_of_rows(name, stacks) if tensor.dim() else None
         if name_of is None:
-            found[name] = tensor
+            result[name] = tensor
         else:
-            found |= {name_of(number): row for number, row in _rows(name, tensor).items()}
-    return found
+            result |= {name_of(number): row for number, row in _rows(name, tensor).items()}
+    return result
 
 
 def _name_of_rows(name: str, stacks: Sequence[str]) -> Callable[[int], str] | None:
-    """How the rows of a tensor are named, if it is a stack, or the state of one."""
+    """A function from row index to name, for a stack or its optimizer state; None for other
+    tensors."""
     head, _, last = name.rpartition(".")
     module, _, parameter = head.rpartition(".")
     for of, key, state in ((head, last, ""), (module, parameter, f".{last}")):

@@ -6,16 +6,16 @@ from torch import nn
 
 
 def ties_of(model: nn.Module) -> dict[str, str]:
-    """Every further name of a parameter → its first."""
+    """Each further name of a parameter → its first name."""
     first: dict[nn.Parameter, str] = {}
     named = model.named_parameters(remove_duplicate=False)
-    found = {name: first.setdefault(parameter, name) for name, parameter in named}
-    return {name: known for name, known in found.items() if known != name}
+    first_names = {name: first.setdefault(parameter, name) for name, parameter in named}
+    return {name: known for name, known in first_names.items() if known != name}
 
 
 def tie_again(model: nn.Module, ties: Mapping[str, str]) -> None:
-    """Make one parameter of those that were one: `nn.Module._apply` makes two of a weight that
-    comes from the meta device."""
+    """Make one parameter of tied ones that `nn.Module._apply` has separated, as it does for weights
+    from the meta device."""
     for name, first in ties.items():
         parent, _, key = name.rpartition(".")
         module, weight = model.get_submodule(parent), model.get_parameter(first)

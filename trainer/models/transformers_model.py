@@ -1,15 +1,15 @@
-"""Causal language models that transformers computes: its own module, with our loss on its head.
+"""Causal language models that transformers computes, with our loss on their head.
 
-[Note: their module] The module is built, called and saved as transformers has it, so names and
-logits are its own. Three things are ours:
+[Note: their module] The module is built, called and saved as in transformers, so its names and
+logits are unchanged. Three things differ:
 
-- *Weights* take no memory while it is built; each rank then loads its part. Buffers, such as rotary
-  frequencies, are computed as it is built, and kept.
-- *The head* is a weight only. What it would be multiplied with comes out in place of the logits,
-  and the loss multiplies it rows by rows (loss.py). So all that a module may do to logits besides
-  is to scale them, or to cap them softly.
-- *Documents* stay apart by masks. transformers makes those of all its models in one place; there
-  each is narrowed to documents. Positions begin anew in each document.
+- *Weights* take no memory while the module is built; each rank then loads its part. Buffers, such
+  as rotary frequencies, get their values during construction, and keep them.
+- *The head* is only a weight. Its inputs replace the logits as output, and the loss multiplies them
+  in chunks of rows (loss.py). So apart from that product a module may only scale its logits, or cap
+  them softly.
+- *Documents* are kept apart by masks. transformers creates the masks of all models in one place,
+  where each is narrowed to documents. Positions restart in each document.
 
 Shapes: B batch, T sequence, D hidden, V vocabulary.
 """
@@ -38,23 +38,22 @@ from trainer.models.ties import ties_of
 from trainer.recipe import RecipeError
 
 OLDEST = (5, 24)
-"""The first version of transformers that was tried. From 5 on it makes all masks in one place."""
+"""Oldest tested version of transformers. From 5 on it creates all masks in one place."""
 _ELSEWHERE = ("auto_map", "attn_implementation", "experts_implementation")
-"""Keys of config.json by which transformers would take code from elsewhere. With an underscore
-before it, each is read as well."""
+"""Keys of config.json that would load code from elsewhere, also with a leading underscore."""
 _SKIPS = ("layerdrop", "decoder_layerdrop")
-"""Keys that have each rank leave out layers of its own choice."""
+"""Keys that make each rank skip layers of its own choice."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Kinds of layers that see other tokens through a mask alone."""
+"""Kinds of layers that see other tokens only through a mask."""
 _OF_OTHER_HEADS = ("summary_", "classifier_")
-"""How keys begin that are for models with another head."""
+"""Prefixes of keys for models with another head."""
 _PADDING = 8
-"""Columns that a bias takes beside a weight: GPUs are slow with other numbers of them."""
+"""Columns that a bias adds to the weight: GPUs are slow with sizes that are no multiple of 8."""
 
 
 class Head(nn.Module):
-    """The weight and bias of an output head; gives what it gets."""
+    """The weight and bias of an output head, as a module that returns its input."""
 
     def __init__(self, given: nn.Linear) -> None:
         super().__init__()
@@ -66,19 +65,18 @@ class Head(nn.Module):
 
 
 class TransformersModel(nn.Module):
-    """A causal language model of transformers, called as a `Decoder` is."""
+    """A causal language model of transformers with the interface of `Decoder`."""
 
     stacks: Sequence[str] = ()
-    """None: checkpoints hold the parameters as the module does."""
+    """Empty: checkpoints hold the parameters as the module does."""
 
     def __init__(self, built: "Built", blocks: Sequence[nn.Module]) -> None:
-        """
-        Args:
-            built: what `build_theirs` gives.
+        """Args:
+            built: from `build_theirs`.
             blocks: its layers.
 
         Raises:
-            RecipeError: it is built in a way that cannot be trained here.
+            RecipeError: the module cannot be trained here.
         """
         super().__init__()
         theirs = built.module
@@ -89,35 +87,35 @@ class TransformersModel(nn.Module):
         _check_head(theirs, head, blocks[0])
         for name, child in theirs.named_children():
             self.add_module(built.names_in_files.get(name, name), child)
-        self._theirs = (theirs,)  # in a tuple: it is no part, or all names would begin with it
+        # in a tuple, so that it is no submodule, which would prefix all names
+        self._theirs = (theirs,)
         self._head = (head,)
         self.blocks = tuple(blocks)
         """Its layers: units of sharding, recomputation and compilation."""
         self.head_loss = HeadLoss()
         self.preference: Preference | None = None
-        """What the loss of pairs of answers is."""
+        """The loss of pairs of answers."""
         self.cap = built.cap
         self._takes_positions = "position_ids" in inspect.signature(theirs.forward).parameters
 
     @property
     def config(self) -> Any:
-        """The configuration, as transformers has it."""
+        """The transformers configuration."""
         return self._theirs[0].config
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the output head."""
         return self._head[0].weight.shape[0]
 
     @property
     def most_positions(self) -> int | None:
-        """Longest sequence in tokens, where the configuration says so."""
+        """Longest sequence in tokens; None if the configuration sets none."""
         most = getattr(self.config, "max_position_embeddings", None)
         return most if isinstance(most, int) and most > 0 else None
 
     @property
     def draws(self) -> bool:
-        """Whether a pass in training draws random numbers: the configuration has dropout."""
+        """Whether a training pass draws random numbers: the configuration has dropout."""
         return any(
             "drop" in key and isinstance(value, float) and value > 0
             for key, value in self.config.to_dict().items()
@@ -126,7 +124,7 @@ class TransformersModel(nn.Module):
 
     @property
     def experts(self) -> bool:
-        """Whether a token meets only some of the weights."""
+        """Whether a token uses only some of the weights."""
         counts = [getattr(self.config, key, None) for key in _EXPERTS]
         return any(isinstance(count, int) and count > 1 for count in counts)
 
@@ -137,7 +135,7 @@ class TransformersModel(nn.Module):
 
     @property
     def compiled_beside_blocks(self) -> Sequence[nn.Module]:
-        """What else `strategy.compile` compiles."""
+        """Modules outside the blocks that `strategy.compile` compiles."""
         return [self.head_loss]
 
     def mixes_documents(self) -> str | None:
@@ -154,8 +152,8 @@ class TransformersModel(nn.Module):
         return None
 
     def flops_per_token(self, seq_len: int) -> float:
-        """As `Family.flops_per_token`, but that windows are not known; 0 if experts are: how many
-        of their weights a token meets is not known here."""
+        """As `Family.flops_per_token`, without discount for windows; 0 for experts, as the share of
+        weights that a token uses is unknown."""
         if self.experts:
             return 0.0
         config, theirs = self.config, self._theirs[0]
@@ -176,8 +174,8 @@ class TransformersModel(nn.Module):
         answer_labels: Tensor | None = None,
         reference: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """Logits, or with labels the loss; arguments and results are those of `Decoder.forward`.
-        Nothing waits for a GPU but what transformers does by itself."""
+        """Return logits, or with labels the loss; arguments and results as in `Decoder.forward`.
+        Synchronises with a GPU only where transformers does."""
         hidden = self.hidden(input_ids, document_ids)
         if labels is None:
             return self.head(hidden)
@@ -192,23 +190,23 @@ class TransformersModel(nn.Module):
         return self.preference(log_probs, answer_labels, reference)
 
     def hidden(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """What the head is multiplied with, (B, T, D) in the dtype of its weight."""
-        theirs, given, runs = self._theirs[0], {}, None
+        """Inputs of the head, (B, T, D) in the dtype of its weight."""
+        theirs, options, runs = self._theirs[0], {}, None
         theirs.training = self.training
         if document_ids is not None:
             runs, positions = document_runs(document_ids)
-            given = {"position_ids": positions} if self._takes_positions else {}
+            options = {"position_ids": positions} if self._takes_positions else {}
         with _apart(runs, self.name):
-            found = theirs(input_ids=input_ids, **given).logits
-        return found.to(self._head[0].weight.dtype)
+            hidden = theirs(input_ids=input_ids, **options).logits
+        return hidden.to(self._head[0].weight.dtype)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """What `hidden` gives, (…, D) → logits (…, V)."""
+        """Hidden states (…, D) → logits (…, V)."""
         return capped(F.linear(hidden, self._head[0].weight, self._head[0].bias), self.cap)
 
     def _product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states and weight of the head, with the bias as a column: one product gives
-        both."""
+        """Hidden states and weight of the head, with the bias as a column of the weight, so that
+        one product computes both."""
         head = self._head[0]
         if head.bias is None:
             return hidden, head.weight
@@ -218,12 +216,12 @@ class TransformersModel(nn.Module):
 
 
 TextModel: TypeAlias = Decoder | TransformersModel
-"""A causal language model: one of Perdure's own, or of transformers."""
+"""A causal language model: one of Perdure's decoders, or of transformers."""
 
 
 def document_runs(document_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """(number of the document within its row, position within its document), each (B, T) int64, of
-    each token. A document is a run of equal `document_ids` (B, T)."""
+    """(index of the document in its row, position in its document) of each token, both (B, T)
+    int64. A document is a run of equal `document_ids` (B, T)."""
     first = torch.ones_like(document_ids, dtype=torch.bool)
     first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     places = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(first)
@@ -233,14 +231,14 @@ def document_runs(document_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _apart(runs: Tensor | None, name: str) -> Iterator[None]:
-    """While entered, no mask that transformers makes lets a token see another document.
+    """While entered, masks of transformers hide other documents.
 
     Args:
-        runs: (B, T), see `document_runs`; None: there is nothing to keep apart.
+        runs: (B, T), see `document_runs`; None: no change.
         name: of the model.
 
     Raises:
-        RecipeError: on leaving: no mask was made.
+        RecipeError: on leaving, if no mask was created.
     """
     if runs is None:
         yield
@@ -252,27 +250,28 @@ def _apart(runs: Tensor | None, name: str) -> Iterator[None]:
         packed_sequence_mask_function,
     )
 
-    asked = False
+    mask_made = False
 
     def narrowed(make: Callable[..., Any]) -> Callable[..., Any]:
         def mask(*given: Any, mask_function: Any = causal_mask_function, **options: Any) -> Any:
-            nonlocal asked
-            asked = True
+            nonlocal mask_made
+            mask_made = True
             both = and_masks(mask_function, packed_sequence_mask_function(runs))
-            # A mask that is left out would be causal only.
+            # A skipped mask would be only causal.
             return make(*given, **{**options, "mask_function": both, "allow_is_causal_skip": False})
 
         return mask
 
-    made = {key: ALL_MASK_ATTENTION_FUNCTIONS[key] for key in ("eager", "sdpa")}
+    makers = {key: ALL_MASK_ATTENTION_FUNCTIONS[key] for key in ("eager", "sdpa")}
     try:
-        for key, make in made.items():
+        for key, make in makers.items():
             ALL_MASK_ATTENTION_FUNCTIONS[key] = narrowed(make)
         yield
     finally:
-        for key in made:
-            del ALL_MASK_ATTENTION_FUNCTIONS[key]  # an override: what is below it stays
-    if not asked:
+        for key in makers:
+            # removes the override of the module-level mapping
+            del ALL_MASK_ATTENTION_FUNCTIONS[key]
+    if not mask_made:
         raise RecipeError(
             f"data.document_mask: {name} of transformers made no mask, so its documents saw each "
             "other; set data.document_mask=false to train it so"
@@ -280,41 +279,45 @@ def _apart(runs: Tensor | None, name: str) -> Iterator[None]:
 
 
 class Built(NamedTuple):
-    """A module of transformers, and what it leaves to others."""
+    """A transformers module, and what it leaves to this trainer."""
 
     module: Any
-    """With parameters on the meta device, and buffers on the CPU."""
+    """Its parameters are on the meta device, its buffers on the CPU."""
     cap: float | None
-    """The soft cap of its logits."""
+    """Soft cap of its logits."""
     names_in_files: Mapping[str, str]
-    """Name of a part of it, such as its head → the name in files, where that is another."""
+    """Top-level module, such as the head → its name in files, where that differs."""
 
 
 def build_theirs(directory: Path, reason: str) -> Built:
-    """The module that transformers has for a config.json. No code of the checkpoint is run, and
-    nothing is fetched. `reason`: why it is used.
+    """Build the transformers module of a config.json. No code of the checkpoint runs, and nothing
+    is downloaded. `reason`: why transformers is needed.
 
     Raises:
-        RecipeError: transformers is not there, or has no causal language model for it.
+        RecipeError: transformers is missing, or has no causal language model for it.
         ConfigError: the file cannot be used.
     """
-    given, installed = read_json(directory), check_installed(reason)
+    config_json, installed = read_json(directory), check_installed(reason)
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    model_type, file = given.get("model_type"), directory / "config.json"
-    if model_type == "mistral" and "layer_types" in given:  # as AutoConfig does
+    model_type, file = config_json.get("model_type"), directory / "config.json"
+    if model_type == "mistral" and "layer_types" in config_json:  # as in AutoConfig
         model_type = "ministral"
     if model_type not in CONFIG_MAPPING:
-        code = ", and code that comes with a checkpoint is not run" if "auto_map" in given else ""
+        code = (
+            ", and code that comes with a checkpoint is not run"
+            if "auto_map" in config_json
+            else ""
+        )
         raise ConfigError(
             f"{file}: transformers {installed} knows no model_type {model_type!r}{code}; train it "
             "through model.factory (docs/extending.md)"
         )
-    ours = {key: value for key, value in given.items() if key.lstrip("_") not in _ELSEWHERE}
+    ours = {key: value for key, value in config_json.items() if key.lstrip("_") not in _ELSEWHERE}
     try:
         config = CONFIG_MAPPING[model_type].from_dict(ours)
-    except Exception as error:  # their checks raise whatever they like
+    except Exception as error:  # their checks raise many types
         raise ConfigError(f"{file}: transformers {installed}: {_first_line(error)}") from error
     kind = type(config)
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -327,7 +330,7 @@ def build_theirs(directory: Path, reason: str) -> Built:
         "return_dict": True,
         "dtype": torch.float32,
         "_attn_implementation": "sdpa" if made_by._supports_sdpa else "eager",
-        **({"final_logit_softcapping": None} if cap else {}),  # the loss has it
+        **({"final_logit_softcapping": None} if cap else {}),  # the loss applies it
     }
     try:
         for key, value in changed.items():
@@ -340,10 +343,10 @@ def build_theirs(directory: Path, reason: str) -> Built:
 
 
 def check_installed(reason: str) -> str:
-    """The version of transformers that is installed. `reason`: why it is needed.
+    """The installed version of transformers. `reason`: why it is needed.
 
     Raises:
-        RecipeError: none is, or one that is too old.
+        RecipeError: it is missing or too old.
     """
     try:
         installed = version("transformers")
@@ -361,8 +364,8 @@ def check_installed(reason: str) -> str:
 
 
 def _check_kind(config: Any, name: str, file: Path) -> None:
-    """Raises RecipeError or ConfigError: the model is not causal, or asks for what is not done
-    here."""
+    """Raise RecipeError or ConfigError if the model is not causal, or requests an unsupported
+    feature."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     if config.is_encoder_decoder:
@@ -391,7 +394,7 @@ def _names_in_files(theirs: Any, directory: Path) -> dict[str, str]:
     """See `Built.names_in_files`.
 
     Raises:
-        ConfigError: transformers makes weights of the module of others in the files.
+        ConfigError: transformers converts tensors of the files into other weights.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, apply_renamings
@@ -399,19 +402,19 @@ def _names_in_files(theirs: Any, directory: Path) -> dict[str, str]:
     conversions = get_model_conversion_mapping(theirs, add_legacy=False)
     if not conversions:
         return {}
-    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     stored, known = hugging_face_tensors(directory), theirs.state_dict().keys()
-    found: dict[str, str] = {}
+    renamed: dict[str, str] = {}
     for there in stored:
         (first, _, rest), (part, _, end) = (
             name.partition(".") for name in (apply_renamings(there, renamings), there)
         )
         if first != part and rest == end and f"{first}.{rest}" in known:
-            found[first] = part
+            renamed[first] = part
 
     def in_files(name: str) -> str:
         first, dot, rest = name.partition(".")
-        return found.get(first, first) + dot + rest
+        return renamed.get(first, first) + dot + rest
 
     read = by_model_names(stored, [in_files(name) for name in known])
     missing = [name for name, _ in theirs.named_parameters() if in_files(name) not in read]
@@ -421,23 +424,23 @@ def _names_in_files(theirs: Any, directory: Path) -> dict[str, str]:
             "in them, and Perdure reads weights as they are; train it through model.factory "
             "(docs/extending.md)"
         )
-    return found
+    return renamed
 
 
 def _replace_head(theirs: Any) -> Head:
-    """Put a `Head` in the place of the output head."""
-    given = theirs.get_output_embeddings()
-    name = next((name for name, one in theirs.named_modules() if one is given), None)
-    if name is None or type(given) is not nn.Linear:
+    """Replace the output head by a `Head`."""
+    linear = theirs.get_output_embeddings()
+    name = next((name for name, one in theirs.named_modules() if one is linear), None)
+    if name is None or type(linear) is not nn.Linear:
         raise _refusal(type(theirs).__name__, "has no output head that is an nn.Linear")
-    head = Head(given)
+    head = Head(linear)
     parent, _, key = name.rpartition(".")
     setattr(theirs.get_submodule(parent), key, head)
     return head
 
 
-class _Given:
-    """What the part below the head returns: hidden states, and None for all else."""
+class _HeadInput:
+    """Output of the modules below the head: hidden states; None for all other attributes."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -450,11 +453,11 @@ class _Given:
 
 
 def _check_head(theirs: Any, head: Head, block: nn.Module) -> None:
-    """Try what a module makes of hidden states besides the product with its head. All that has
-    weights is left out.
+    """Check that a module only scales hidden states besides the product with its head, by a call
+    with stubs for all modules with weights.
 
     Raises:
-        RecipeError: it is more than a factor.
+        RecipeError: it does more.
     """
     (name,) = (name for name, module in theirs.named_modules() if module is block)
     parts = name.split(".")
@@ -463,11 +466,11 @@ def _check_head(theirs: Any, head: Head, block: nn.Module) -> None:
     hidden = torch.linspace(-3, 3, 2 * width).view(1, 2, width)
     try:
         for module in above:
-            module.forward = lambda *_, **__: _Given(hidden)
-        found = theirs(input_ids=torch.zeros(1, 2, dtype=torch.int64)).logits.float()
-        factor = (found / hidden).mean()
-        linear = bool(torch.allclose(found, hidden * factor, rtol=1e-5) and factor.abs() > 0)
-    except Exception:  # whatever comes of a part that is not there
+            module.forward = lambda *_, **__: _HeadInput(hidden)
+        logits = theirs(input_ids=torch.zeros(1, 2, dtype=torch.int64)).logits.float()
+        factor = (logits / hidden).mean()
+        linear = bool(torch.allclose(logits, hidden * factor, rtol=1e-5) and factor.abs() > 0)
+    except Exception:  # a stub lacks what some models expect
         linear = False
     finally:
         for module in above:
@@ -478,12 +481,11 @@ def _check_head(theirs: Any, head: Head, block: nn.Module) -> None:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """While entered, parameters of modules lose their values as they are registered; buffers keep
-    them."""
+    """While entered, parameters lose their values when they are registered; buffers keep theirs."""
 
     def move(_module: nn.Module, _name: str, parameter: Any) -> Any:
         if parameter is None or parameter.is_meta:
-            return None  # as it is; a tied weight stays one
+            return None  # unchanged: a tied weight stays tied
         return nn.Parameter(parameter.data.to("meta"), parameter.requires_grad)
 
     handle = register_module_parameter_registration_hook(move)

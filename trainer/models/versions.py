@@ -1,6 +1,6 @@
-"""What differs between the releases of torch that pyproject.toml admits.
+"""Differences between the releases of torch that pyproject.toml admits.
 
-Each difference stands here under one name. The code that uses it is the same for all releases.
+Each has one name here, so that the code that uses it is the same for all releases.
 """
 
 import inspect
@@ -22,8 +22,8 @@ ddp_options: dict[str, Any] = {_forward if _forward in _known else "broadcast_bu
 
 
 def varlen_asks_for_groups() -> bool:
-    """Returns whether `varlen_attn` lets query heads share key heads only where `enable_gqa` says
-    so. torch 2.11 knows no such argument, and always shares."""
+    """Whether `varlen_attn` needs `enable_gqa` for query heads that share key heads. torch 2.11
+    lacks the argument, and always shares."""
     from torch.nn.attention import varlen  # imports the compiler
 
     function: Any = varlen.varlen_attn

@@ -80,6 +80,7 @@ def apply_activation_checkpointing(
         replaced[block] = checkpoint_wrapper(block, preserve_rng_state=draws, **contexts)
     for parent in list(model.modules()):
         for name, child in parent._modules.items():  # a block may have several names
+            # A wrapper keeps its own block.
             if child in replaced and parent is not replaced[child]:
                 parent._modules[name] = replaced[child]
     return [replaced[block] for block in blocks]

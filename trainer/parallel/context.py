@@ -108,6 +108,7 @@ def attention_blocks(
         for j, key in enumerate(others)
         if len(query) and len(key) and key.start <= query.start
     ]
+    # Equal chunks first: a query then sees itself before all others.
     for i, j in sorted(seen, key=lambda pair: own[pair[0]] != others[pair[1]]):
         query, key = own[i], others[j]
         causal = query == key
@@ -172,6 +173,7 @@ class Ring:
         every = [chunks(length, self.size, rank) for rank in range(self.size)]
         self.own = every[self.rank]
         """Positions of this rank."""
+        # In turn t the keys have moved on by t ranks.
         sources = [(self.rank - turn) % self.size for turn in range(self.size)]
         self.turns = [
             list(attention_blocks(cu_seqlens, rows, self.own, every[source], length, device))
@@ -230,6 +232,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
         rows, queries = len(q), ring.pack(q)
+        # One message for keys and values.
         own = held = torch.stack([ring.pack(k), ring.pack(v)])
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros_like(queries, dtype=wide)
@@ -248,6 +251,7 @@ class _RingAttention(torch.autograd.Function):
                 sums[:, here] = both
             held = coming() if coming else held
         out = out.to(q.dtype)
+        # Only this rank's keys are kept: those of others pass by again in backward.
         ctx.save_for_backward(queries, own, out, sums)
         ctx.ring, ctx.rows = ring, rows
         return ring.unpack(out, rows)
@@ -273,6 +277,7 @@ class _RingAttention(torch.autograd.Function):
                 to_held[1, there] += block_grads[2]
             if arriving:  # gradients from the ranks that held these keys before
                 to_held += arriving()
+            # These follow their keys, and are back at their rank after the last turn.
             arriving = ring.pass_on(to_held, ring.tokens[(turn + 1) % ring.size], _GRADIENTS)
             held = coming() if coming else held
         assert arriving
@@ -369,6 +374,7 @@ class Context:
             (ids[:, part.start : part.stop], labels[:, part.start : part.stop]) for part in ring.own
         ]
         some, mine = (torch.cat(both, 1) for both in zip(*parts, strict=True))
+        # RoPE needs positions within the whole sequence.
         positions = torch.cat(
             [torch.arange(part.start, part.stop, device=ids.device) for part in ring.own]
         )

@@ -32,12 +32,13 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, *, sync: bool = False) -> nn.M
         model,
         device_ids=[torch.cuda.current_device()] if mesh.device_type == "cuda" else None,
         process_group=mesh.get_group(),
-        gradient_as_bucket_view=True,
+        gradient_as_bucket_view=True,  # else gradients take memory twice
         bucket_cap_mb=min(BUCKET_BYTES, half) / 2**20,
         find_unused_parameters=some_unused,
         init_sync=sync,
         **ddp_options,  # see ParallelModel.share_buffers
     )
+    # DDP by itself would average.
     wrapped.register_comm_hook(mesh.get_group(), _sum_gradients)
     if not some_unused:
         _settle_buckets(wrapped, trained)

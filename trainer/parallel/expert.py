@@ -98,10 +98,12 @@ def _sent(module: nn.Module, compute: Compute, mesh: DeviceMesh) -> Compute:
 
     def forward(x: Tensor, counts: Tensor) -> Tensor:
         group = mesh.get_group()
+        # A decision: recomputation has no second wait for the device.
         sent, received, order, mine = decided(partial(meet, counts, len(x)))
         rows = _Exchange.apply(x, sent, received, group)
         with with_local(module):
             outputs = compute(rows[order], mine)
+        # Back to the order of arrival, in which ranks expect their rows.
         placed = torch.empty_like(outputs).index_copy(0, order, outputs)
         return _Exchange.apply(placed, received, sent, group)
 

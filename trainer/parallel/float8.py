@@ -195,6 +195,7 @@ def gather_in_8_bits(model: nn.Module) -> None:
 
     def send(number: int, mesh: Any) -> tuple[tuple[Tensor], tuple[Tensor]]:
         weight, local = weights[number], weights[number]._local_tensor
+        # FSDP gathers shards of equal size.
         missing = -(-weight.shape[0] // mesh.size()) - local.shape[0]
         scaled = F.pad(local, (0, 0, 0, missing)) * scales[number]
         return (to_fp8_saturated(scaled, e4m3),), (scales[number],)
@@ -202,6 +203,7 @@ def gather_in_8_bits(model: nn.Module) -> None:
     @torch.no_grad()
     def agree(*_: Any) -> None:
         shards = [weight._local_tensor for weight in weights]
+        # The maximum of an empty shard is undefined; its sum is 0.
         most = torch.stack(
             [torch.linalg.vector_norm(s, torch.inf) if s.numel() else s.sum() for s in shards]
         )

@@ -49,6 +49,7 @@ def apply_fsdp(
         offloading = CPUOffloadPolicy(pin_memory=pin)
     policy = MixedPrecisionPolicy(
         param_dtype=dtype,
+        # In exact mode sums of snapped gradients are exact in float64, in any order of ranks.
         reduce_dtype=torch.float64 if exact.used(recipe) else torch.float32,
         # Activations between blocks are in `dtype` already; float32 inputs beside them, such as
         # rotary tables, must stay float32.

@@ -254,12 +254,15 @@ def build_mesh(recipe: Recipe, world: World) -> Mesh:
     if cp > 1:
         first = world.rank - ring_rank * tp
         ranks = [*range(first, first + tp * cp, tp)]
+        # Only its members create a ring, each its own.
         ring = dist.new_group(ranks, use_local_synchronization=True)
     experts = None
     if ep > 1:
         sizes[EXPERT_SHARD] = sizes[SHARD] * tp // ep
         experts = over(REPLICATE, PIPELINE, EXPERT_SHARD, EXPERT, always=EXPERT_SHARD)
+    # Ranks of a ring have parts of the same sequences.
     share = (places[REPLICATE] * sizes[SHARD] + places[SHARD]) // cp
+    # 0 on the last stage, which computes the loss.
     place = ((pp - 1 - places[PIPELINE]) * cp + ring_rank) * tp + places[TENSOR]
     together = recipe.strategy.together
     return Mesh(

@@ -60,6 +60,7 @@ class OffloadFile:
         try:
             os.makedirs(directory, exist_ok=True)
             with tempfile.TemporaryFile(dir=directory) as file:
+                # Reserves the space: a full disk fails here, and not in a step.
                 os.posix_fallocate(file.fileno(), 0, nbytes)
                 self._map = mmap.mmap(file.fileno(), nbytes)
                 self._direct = _open_direct(file.fileno())
@@ -218,6 +219,7 @@ class OffloadFile:
                 place = part.of(part.parameter)
                 self._flush(place.copy_(weight))
         finally:
+            # Also after an error: `portions` waits for free buffers.
             self._buffers.put(buffer)
 
     def _transfer(
@@ -251,6 +253,7 @@ class OffloadFile:
         if _libc.msync(*_extent(place), _WRITE_AND_WAIT):
             number = ctypes.get_errno()
             raise OSError(number, f"strategy.offload_directory: {os.strerror(number)}")
+        # Clean pages are the first that the kernel would evict, so they are given up here.
         _libc.madvise(*_extent(place), mmap.MADV_DONTNEED)
 
     def _holds(self, place: torch.Tensor) -> bool:

@@ -327,6 +327,7 @@ def parallelize(
     stacks = getattr(model, "stacks", ())
     draws = recipe.draws or getattr(model, "draws", False)
     if exact.used(recipe):
+        # Before the first kernel runs.
         use_exact_kernels(device)
     by_rows = recipe.optimizer.state_dtype != "fp32"
     # Slices of rows must be contiguous in memory.

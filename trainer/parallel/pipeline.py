@@ -167,10 +167,12 @@ class Pipeline:
             if kind == "F":
                 received = messages.receive(action) if s else ()
                 for x in received:
+                    # Leaves of this stage's graph: their gradients go back to the stage before.
                     x.requires_grad_(train)
                 result = compute(number, inputs[number], partial(self._forward, stage, received))
                 out = result if isinstance(result, tuple) else (result,)
                 if s < top:
+                    # Each stage has a graph of its own.
                     messages.send(Action("F", s + 1, number), [x.detach() for x in out])
                 if train:
                     kept[s, number] = received, out
@@ -191,6 +193,7 @@ class Pipeline:
             else:
                 weights[s, number] = self._backward_of_input(stage, received, out, gradients, last)
             if received:
+                # The stage before waits for a gradient in any case.
                 back = [torch.zeros_like(x) if x.grad is None else x.grad for x in received]
                 messages.send(Action(kind, s - 1, number), back)
                 del back

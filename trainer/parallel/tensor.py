@@ -100,6 +100,7 @@ def kinds_of(model: nn.Module, tp: int, shards: int = 1) -> dict[str, str]:
     stacks = getattr(model, "stacks", ())
     for name, module in model.named_modules():
         kind = next((plan[pattern] for pattern in plan if fnmatchcase(name, pattern)), None)
+        # Stacks are cut by expert parallelism.
         stacked = any(fnmatchcase(name, pattern) for pattern in stacks)
         if stacked or not (module._parameters or kind == "tokens"):
             continue
@@ -195,6 +196,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) ->
         for key, whole in list(module.named_parameters(recurse=False)):
             cut = _CUT_APART.get((kind, key), _CUT[kind])
             if whole not in placed:
+                # src_data_rank=None: no broadcast, as weights are equal on all ranks or on the meta
+                # device.
                 spread = distribute_tensor(whole.detach(), mesh, [cut], src_data_rank=None)
                 placed[whole] = nn.Parameter(spread, requires_grad=whole.requires_grad)
             elif placed[whole].placements != (cut,):
@@ -227,6 +230,7 @@ class Together:
         Successive products of the same tensor, such as query, key and value, share one gather, and
         one reduction of its gradient.
         """
+        # A change of x in place makes the gathered copy stale.
         version = 0 if x.is_inference() else x._version
         key = (version, torch.is_grad_enabled())
         if self._entered is None or self._entered[0][0] is not x or self._entered[0][1:] != key:
@@ -346,6 +350,7 @@ class _Dealt(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Together, sections: tuple[int, ...]) -> Tensor:
         ctx.ranks, ctx.sections = ranks, sections
+        # `gather` works along dim 1.
         whole = ranks.gather(x.transpose(1, 2)).split(sections, 1)  # (B, n, T)
         mine = [section.chunk(ranks.size, 1)[ranks.rank] for section in whole]
         return torch.cat(mine, 1).transpose(1, 2).contiguous()
@@ -361,6 +366,7 @@ class _Dealt(torch.autograd.Function):
 
 
 def _row(module: Any, ranks: Together) -> Forward:
+    # With sequence parallelism a rank adds the bias to its part of the sequence only.
     partial = ("lora_B", "bias") if ranks.sequence else ("lora_B",)
 
     def forward(x: Tensor) -> Tensor:
@@ -369,6 +375,7 @@ def _row(module: Any, ranks: Together) -> Forward:
                 part = module.frozen(x) + module.low_rank(x)
             else:
                 part = nn.functional.linear(x, module.weight)
+            # The bias is added after the sum, or it would count once per rank.
             summed, bias = ranks.leave(part), module.bias
         return summed if bias is None else summed + bias
 
@@ -380,12 +387,13 @@ def _norm(module: nn.Module, ranks: Together) -> Forward:
 
 
 def _head_norm(module: nn.Module, ranks: Together) -> Forward:
-    return _replicated(module, True)
+    return _replicated(module, True)  # each rank normalises only its heads
 
 
 def _wide_norm(module: Any, ranks: Together) -> Forward:
     def forward(x: Tensor) -> Tensor:
         weight = _local(module.weight)
+        # Squares of bf16 are summed in float32.
         wide = x.flatten(2).to(torch.promote_types(x.dtype, torch.float32))
         squares = _Total.apply(wide.square().sum(-1, keepdim=True), ranks)
         scale = torch.rsqrt(squares / (ranks.size * len(weight)) + module.eps)
@@ -462,6 +470,7 @@ def _vocabulary(module: Any, ranks: Together) -> Forward:
         index = ids - first_row(module.weight, ranks)
         mine = (index >= 0) & (index < len(weight))
         rows = nn.functional.embedding(index.clamp(0, len(weight) - 1), weight)
+        # Rows of other ranks are 0 in the sum over ranks.
         rows = rows.masked_fill(~mine[..., None], 0)
         # Position ids (T) are equal for all rows of a batch, and are cut along the sequence too.
         return ranks.leave(rows) if ids.dim() > 1 else ranks.leave(rows[None])[0]
@@ -572,6 +581,7 @@ class _CutLoss(torch.autograd.Function):
             if to_hidden is None:
                 continue
             likely.div_(sums[0][:, None]).scatter_add_(1, index, -mine.float()[:, None])
+            # Rows without a counted label have no gradient.
             gradient = likely.mul_(counts[:, None]).to(hidden.dtype)
             torch.mm(gradient, weight, out=to_hidden[part])
             if to_weight is not None:

@@ -267,7 +267,9 @@ def gradients(
             return result
         means = dict(result)
         count = means.pop(COUNT, batch.get(COUNTED, len(micro_batch.positions)))
+        # A micro-batch that only fills up a rank's passes counts 0.
         count = count * micro_batch.real
+        # Weighted by the count, so that micro-batches with unequal counts add up to one mean.
         loss = means.pop("loss") * (count / usual)
         marks.append((began, mark(device)))
         loss_sum += snap_loss(loss.detach())
@@ -306,6 +308,7 @@ def gradients(
         for value in values
     ]
     word = torch.cat([*sums, squares, *flags])
+    # A single one: each collective costs a round trip between all ranks.
     dist.all_reduce(word, group=mesh.group)
     if isinstance(run.optimizer, MethodOptimizer) and not model.file:
         run.optimizer.gather()  # while the GPU still computes, so it costs no time
@@ -316,6 +319,7 @@ def gradients(
     # Sums of digests below 2**32 are exact in float64.
     digests = f"{int(samples) & MASK:08x}{int(contents) & MASK:08x}"
     undivided = usual / count_sum if count_sum else 1.0
+    # The gradients still have the loss scale.
     norm = sum(square_parts) ** 0.5 * undivided / progress.loss_scale.value
     compute = sum(seconds_between(*pair) for pair in marks) / plan.passes
     other_means = {name: undivided * value for name, value in zip(names, rest, strict=False)}

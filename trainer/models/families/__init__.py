@@ -1,2 +1,2 @@
-"""The model families that come with Perdure: a file each, named as its `model_type`, with its
-`Family` under the name FAMILY."""
+"""The bundled model families: one file each, named after its `model_type`, with its `Family` as
+FAMILY."""

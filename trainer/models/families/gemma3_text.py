@@ -1,5 +1,6 @@
-"""The text model of Gemma 3, as `Gemma3TextConfig` of transformers writes it: scaled embeddings,
-norms before and after attention and MLP, windows in most layers, with wavelengths of their own."""
+"""The text model of Gemma 3, with the keys of transformers' `Gemma3TextConfig`: scaled embeddings,
+norms before and after attention and MLP, and in most layers a window and a rotary base of its
+own."""
 
 from dataclasses import replace
 from functools import partial
@@ -15,16 +16,17 @@ from trainer.recipe.architecture import Architecture
 
 
 class CentredNorm(RMSNorm):
-    """An RMSNorm whose weight is 0 where others have 1."""
+    """An RMSNorm that multiplies by 1 + weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., size) → (..., size)."""
+        # float32: 1 + a small weight would be rounded to 1 in bf16.
         weight = 1 + self.weight.float()
         return F.rms_norm(x.float(), weight.shape, weight, self.eps).type_as(x)
 
 
 class ScaledAttention(Attention):
-    """Scores are divided by the root of `query_pre_attn_scalar`, not of the head's size."""
+    """Attention whose scores are divided by √query_pre_attn_scalar instead of √head_dim."""
 
     def __init__(self, architecture: Architecture) -> None:
         size, eps = architecture.head_dim, architecture.rms_norm_eps
@@ -57,7 +59,7 @@ class Gemma3Block(nn.Module):
 
 
 def layers(architecture: Architecture) -> list[LayerKind]:
-    """Each `sliding_window_pattern`th layer sees all, unless `layer_types` says otherwise."""
+    """Every `sliding_window_pattern`th layer has no window, unless `layer_types` says otherwise."""
     options, count = architecture.options or {}, architecture.num_hidden_layers
     for key in ("sliding_window_pattern", "rope_local_base_freq", "query_pre_attn_scalar"):
         if options.get(key, 1) <= 0:
@@ -70,7 +72,7 @@ def layers(architecture: Architecture) -> list[LayerKind]:
 
 
 def draw(name: str, shape: tuple[int, ...], architecture: Architecture, seed: int) -> Tensor:
-    """See `Draw`: as others, but weights of norms are zeros."""
+    """See `Draw`: as `init_parameter`, with norms of zeros."""
     drawn = init_parameter(name, shape, architecture, seed)
     return drawn.zero_() if name.endswith("norm.weight") else drawn
 

@@ -1,4 +1,4 @@
-"""Llama 3.x, as `LlamaConfig` of transformers writes it."""
+"""Llama 3.x, with the keys of transformers' `LlamaConfig`."""
 
 from trainer.models.decoder import MLP, TENSOR_PLAN, Attention, Block
 from trainer.models.family import Family

@@ -1,4 +1,5 @@
-"""Mistral, as `MistralConfig` of transformers writes it: all layers see a window, if any."""
+"""Mistral, with the keys of transformers' `MistralConfig`: either all layers have a window, or
+none."""
 
 from trainer.models.decoder import MLP, TENSOR_PLAN, Attention, Block
 from trainer.models.family import Family, LayerKind, window_of

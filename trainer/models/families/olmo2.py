@@ -1,5 +1,5 @@
-"""OLMo 2, as `Olmo2Config` of transformers writes it: norms are after attention and MLP, and those
-of queries and keys are over all heads together."""
+"""OLMo 2, with the keys of transformers' `Olmo2Config`: norms after attention and MLP, and norms of
+queries and keys over all heads together."""
 
 from torch import Tensor, nn
 
@@ -11,7 +11,7 @@ from trainer.recipe.architecture import Architecture
 
 
 class WideNorm(RMSNorm):
-    """One norm over the heads of a token together."""
+    """An RMSNorm over all heads of a token together."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, heads, H) → (B, T, heads, H)."""

@@ -1,5 +1,5 @@
-"""OLMo 3, as `Olmo3Config` of transformers writes it: OLMo 2 with windows in most layers, whose
-wavelengths are not stretched."""
+"""OLMo 3, with the keys of transformers' `Olmo3Config`: OLMo 2 with a window in most layers, where
+rotary wavelengths are not scaled."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from trainer.recipe.architecture import Architecture
 
 
 def layers(architecture: Architecture) -> list[LayerKind]:
-    """Each fourth layer sees all, unless `layer_types` says otherwise."""
+    """Every fourth layer has no window, unless `layer_types` says otherwise."""
     slides = [(number + 1) % 4 != 0 for number in range(architecture.num_hidden_layers)]
     kinds = kinds_by_window(architecture, window_of(architecture), slides)
     local = (architecture.options or {}).get("rope_local_base_freq")
@@ -32,7 +32,7 @@ FAMILY = replace(
     options={
         "sliding_window": 4096,
         "layer_types": None,
-        "rope_local_base_freq": None,  # in layers with a window; that of the others
+        "rope_local_base_freq": None,  # for layers with a window; None: the base of the others
     },
     layers=layers,
 )

@@ -1,4 +1,5 @@
-"""Phi-3, 3.5 and 4, as `Phi3Config` of transformers writes it: products of one input are one."""
+"""Phi-3, 3.5 and 4, with the keys of transformers' `Phi3Config`: matrix products of one input are
+fused."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,14 +10,14 @@ from trainer.recipe.architecture import Architecture
 
 
 def fused(inputs: int, *sections: int) -> nn.Linear:
-    """Products of one input: outputs of the first, then of the next."""
+    """A linear layer whose outputs are several sections, one after the other."""
     product = nn.Linear(inputs, sum(sections), bias=False)
     product.sections = sections  # type: ignore[assignment]  # for tensor parallelism
     return product
 
 
 class FusedAttention(Attention):
-    """Queries, keys and values are one product."""
+    """Attention with one product for queries, keys and values."""
 
     def __init__(self, architecture: Architecture) -> None:
         nn.Module.__init__(self)
@@ -33,13 +34,14 @@ class FusedAttention(Attention):
         """See `Attention.project`."""
         every = self.qkv_proj(x)
         every = every.view(*every.shape[:2], -1, self.head_dim)
-        keys = every.shape[2] // (self.groups + 2)  # a rank may have some of the heads
+        # under tensor parallelism a rank has some of the heads
+        keys = every.shape[2] // (self.groups + 2)
         q, k, v = every.split([self.groups * keys, keys, keys], dim=2)
         return q, k, v
 
 
 class FusedMLP(nn.Module):
-    """SwiGLU, whose first two products are one."""
+    """SwiGLU with one product for gate and up."""
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
@@ -54,10 +56,10 @@ class FusedMLP(nn.Module):
 
 
 def layers(architecture: Architecture) -> list[LayerKind]:
-    """All see the window, if there is one. transformers opens no other scaling than longrope, and
-    takes the length for it from where the option is."""
+    """All layers have the window, if there is one."""
     scaling, key = architecture.rope_scaling, "original_max_position_embeddings"
     original = (architecture.options or {}).get(key)
+    # transformers opens Phi-3 with longrope only, whose original length it reads from the option.
     if scaling and scaling.rope_type != "longrope":
         raise ValueError(
             f"{key}: phi3 has no rope_type {scaling.rope_type} in transformers, only longrope"

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5, as `Qwen2Config` of transformers writes it."""
+"""Qwen2 and Qwen2.5, with the keys of transformers' `Qwen2Config`."""
 
 from trainer.models.decoder import MLP, TENSOR_PLAN, Attention, Block
 from trainer.models.family import Family, LayerKind, kinds_by_window, window_of
@@ -6,7 +6,7 @@ from trainer.recipe.architecture import Architecture
 
 
 def layers(architecture: Architecture) -> list[LayerKind]:
-    """With `use_sliding_window`, layers from `max_window_layers` on see a window."""
+    """With `use_sliding_window`, layers from `max_window_layers` on have a window."""
     options, window = architecture.options or {}, window_of(architecture)
     if not options.get("use_sliding_window"):
         window = None

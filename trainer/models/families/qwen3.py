@@ -6,7 +6,7 @@ from trainer.recipe.architecture import Architecture
 
 
 def attention(architecture: Architecture) -> Attention:
-    """Queries and keys are normalised per head."""
+    """Attention that normalises queries and keys per head."""
     q_norm, k_norm = (RMSNorm(architecture.head_dim, architecture.rms_norm_eps) for _ in range(2))
     return Attention(architecture, q_norm, k_norm)
 

@@ -1,15 +1,15 @@
-"""Qwen3 with experts, as `Qwen3MoeConfig` of transformers writes it: every layer has them.
+"""Qwen3 with experts in every layer, with the keys of transformers' `Qwen3MoeConfig`.
 
-[Note: experts] Each token goes through the `num_experts_per_tok` experts that the router likes
-best, however many tokens an expert gets by that: none is dropped. Two things keep loads even.
+[Note: experts] Each token goes through the `num_experts_per_tok` experts with the highest router
+probability, whatever number of tokens an expert gets: none is dropped. Two mechanisms balance them.
 
-- The balance loss is added to the cross-entropy with `router_aux_loss_coef`. It is over the tokens
-  of each sequence, as in DeepSeek-V3, so it depends neither on ranks nor on micro-batches. With
-  `router_aux_loss_per_sequence: false` it is over those of a micro-batch, as transformers has it;
-  which sequences are in one follows from batch.micro_batch and the number of ranks.
-- With `router_bias_update_rate` each expert has a bias that is added to what the router likes, for
-  the choice alone. After a step it moves by that much: up where an expert got fewer tokens of the
-  global batch than the mean, down where it got more.
+- The balance loss is added to the cross-entropy with `router_aux_loss_coef`. It is computed over
+  the tokens of each sequence, as in DeepSeek-V3, so it depends neither on ranks nor on
+  micro-batches. With `router_aux_loss_per_sequence: false` it is over those of a micro-batch, as in
+  transformers; their sequences depend on batch.micro_batch and the number of ranks.
+- With `router_bias_update_rate` each expert has a bias that is added to its probability for the
+  choice only. After a step it rises by that rate if the expert got fewer tokens of the global batch
+  than the mean, and falls if it got more.
 
 Shapes: B batch, T sequence, D hidden, N tokens or rows, E experts, I their width.
 """
@@ -33,11 +33,11 @@ from trainer.recipe import RecipeError
 from trainer.recipe.architecture import Architecture
 
 BIAS = "e_score_correction_bias"
-"""What DeepSeek-V3's checkpoints call the bias of the choice."""
+"""Name of the bias of the choice, as in DeepSeek-V3's checkpoints."""
 
 
 class Experts(nn.Module):
-    """SwiGLU layers beside each other, their weights stacked."""
+    """SwiGLU layers in parallel, with stacked weights."""
 
     def __init__(self, experts: int, hidden: int, width: int) -> None:
         super().__init__()
@@ -46,14 +46,15 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Rows (N, D), those of the first expert first; `counts` (E) says how many each has."""
+        """Rows (N, D) sorted by expert, `counts` (E) of rows per expert → (N, D)."""
         return swiglu(x, counts, self.gate_proj, self.up_proj, self.down_proj)
 
 
-@torch.compiler.disable  # which takes grouped products in bf16 only, and leaves nothing to fuse
+@torch.compiler.disable  # the compiler takes only bf16 here, and there is nothing to fuse
 def swiglu(x: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Rows (N, D) by expert, `counts` (E) of each → (N, D); weights (E, I, D) and (E, D, I)."""
-    # Not under autocast, which knows no grouped products: they want one dtype.
+    """Rows (N, D) sorted by expert, `counts` (E) per expert → (N, D); weights (E, I, D) and (E, D,
+    I)."""
+    # Cast by hand: autocast has no rule for grouped products, which need one dtype.
     autocast = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else down.dtype
     ends = counts.cumsum(0, dtype=torch.int32)
@@ -65,10 +66,11 @@ def swiglu(x: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) ->
 
 
 class MoE(nn.Module):
-    """Each token goes through the experts that the router likes best (Shazeer et al. 2017)."""
+    """Sends each token through the experts with the highest router probability (Shazeer et al.
+    2017)."""
 
     precise = ("gate",)
-    """Never multiplied in 8 bits."""
+    """Layers that never compute in 8 bits."""
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
@@ -82,12 +84,12 @@ class MoE(nn.Module):
         self.experts = Experts(options["num_experts"], hidden, options["moe_intermediate_size"])
         self.layers = architecture.num_hidden_layers
         self.load: Tensor | None = None
-        """Tokens of each expert (E) since the bias was moved, on this rank."""
+        """This rank's tokens per expert (E) since the last change of the bias."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(the weighted sum of what the experts give (B, T, D), statistics (3, B, E): of each
-        sequence the share of tokens that each expert got, the mean of its probability, and its part
-        of the entropy)."""
+        """Return the weighted sum of the experts' outputs (B, T, D), and statistics (3, B, E): for
+        each sequence the share of tokens of each expert, its mean probability, and its term of the
+        entropy."""
         tokens = x.flatten(0, 1)  # (N, D)
         likely = self.gate(tokens).softmax(dim=-1, dtype=torch.float32)  # (N, E)
         chosen, order, of_rows = decided(partial(self._route, likely.detach(), len(x)))
@@ -97,8 +99,9 @@ class MoE(nn.Module):
         counts = of_rows.sum(dim=0)
         if self.rate and weights.requires_grad:
             weights.register_hook(partial(self._count, counts))
-        found = self.experts(tokens[order // self.top], counts)
-        placed = torch.empty_like(found).index_copy(0, order, found)  # as (N, top) again
+        outputs = self.experts(tokens[order // self.top], counts)
+        # back to the order of tokens, (N · top, D)
+        placed = torch.empty_like(outputs).index_copy(0, order, outputs)
         mixed = (placed.view(*chosen.shape, -1) * weights.type_as(x)[..., None]).sum(dim=1)
         likely = likely.view(*x.shape[:2], -1)
         entropy = torch.special.entr(likely.detach()).mean(dim=1)
@@ -106,8 +109,8 @@ class MoE(nn.Module):
         return mixed.type_as(x).view_as(x), statistics
 
     def _route(self, likely: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The experts of each token (N, top), the order of these by expert (N * top), and how often
-        each sequence chose each expert (B, E)."""
+        """The experts of each token (N, top), their order by expert (N * top), and tokens of each
+        sequence per expert (B, E)."""
         if self.rate:
             likely = likely + getattr(self.gate, BIAS)
         chosen = likely.topk(self.top, dim=-1).indices
@@ -117,30 +120,31 @@ class MoE(nn.Module):
         return chosen, chosen.flatten().argsort(stable=True), of_rows
 
     def _count(self, counts: Tensor, gradient: Tensor) -> None:
-        """In backward, which a recomputed pass has once, and where one that only keeps a rank in
-        step with the others has a gradient of zeros."""
+        """Add `counts` to the load. Called in backward."""
+        # Backward runs once per micro-batch, unlike a recomputed forward. A pass that only keeps a
+        # rank in step with the others has zero gradients, and must not count.
         counts = counts * gradient.any()
         self.load = counts if self.load is None else self.load + counts
 
     def forget_step(self) -> None:
-        """Drop what a step has counted that is done again."""
+        """Drop the counts of a step that is computed again."""
         self.load = None
 
 
 class MoEBlock(Block):
-    """A block that also returns the statistics of its router."""
+    """A block that also returns its router's statistics."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, rope: Rope | None, documents: Documents | None
     ) -> tuple[Tensor, Tensor]:
-        """(the residual stream (B, T, D), statistics (3, B, E) of `MoE.forward`)."""
+        """Return the residual stream (B, T, D), and the statistics (3, B, E) of `MoE.forward`."""
         x = x + self.self_attn(self.input_layernorm(x), rope, documents)
-        found, statistics = self.mlp(self.post_attention_layernorm(x))
-        return x + found, statistics
+        mixed, statistics = self.mlp(self.post_attention_layernorm(x))
+        return x + mixed, statistics
 
 
 def _check(options: Mapping[str, Any]) -> None:
-    """Raises RecipeError for numbers that no mixture has."""
+    """Raise RecipeError for impossible numbers of experts."""
     key = "model.architecture.options"
     for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
         if options[name] < 1:
@@ -157,7 +161,7 @@ def _check(options: Mapping[str, Any]) -> None:
 
 
 def idle_parameters(architecture: Architecture) -> int:
-    """Those of the experts that a token does not go through."""
+    """Number of parameters of the experts that a token does not use."""
     options = architecture.options or {}
     idle = options["num_experts"] - options["num_experts_per_tok"]
     expert = 3 * architecture.hidden_size * options["moe_intermediate_size"]
@@ -170,9 +174,9 @@ def balance(
     """Scalars of a micro-batch:
 
     - `balance_loss`: of Fedus et al. 2021, "Switch Transformers", over all layers; see [Note:
-      experts]. It is num_experts_per_tok where all are equal.
-    - `load_imbalance`: tokens of the busiest expert over the mean of all, mean of the layers.
-    - `router_entropy`: of what the router likes for a token, in nats, mean of the layers.
+      experts]. It is num_experts_per_tok for equal loads.
+    - `load_imbalance`: tokens of the busiest expert / mean of all experts, averaged over layers.
+    - `router_entropy`: entropy of a token's router probabilities in nats, averaged over layers.
     """
     options, layers = architecture.options or {}, torch.stack(list(statistics))  # (layers, 3, B, E)
     experts, shares = options["num_experts"], layers[:, 0]
@@ -190,8 +194,8 @@ def balance(
 
 @torch.no_grad()
 def move_biases(model: nn.Module) -> None:
-    """After a step: by the sign of the load of each expert (Wang et al. 2024, "Auxiliary-Loss-Free
-    Load Balancing Strategy for Mixture-of-Experts"). On all ranks."""
+    """After a step: move the biases by the sign of each expert's load (Wang et al. 2024,
+    "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts"). On all ranks."""
     routers = {
         _number(name): module
         for name, module in model.named_modules()
@@ -200,7 +204,7 @@ def move_biases(model: nn.Module) -> None:
     if not routers:
         return
     first = next(iter(routers.values()))
-    # Of all layers: a rank of a pipeline has some of them.
+    # All layers: pipeline ranks have different ones, and all enter one all-reduce.
     loads = torch.zeros(
         first.layers, first.gate.out_features, dtype=torch.int64, device=first.gate.weight.device
     )
@@ -208,7 +212,7 @@ def move_biases(model: nn.Module) -> None:
         if router.load is not None:
             loads[number] = router.load
     if dist.is_initialized():
-        dist.all_reduce(loads)  # of integers: the same sum on any number of ranks
+        dist.all_reduce(loads)  # integers: the sum is equal for any number of ranks
     moves = (loads.double().mean(dim=-1, keepdim=True) - loads).sign()
     for number, router in routers.items():
         bias = getattr(router.gate, BIAS)
@@ -217,12 +221,12 @@ def move_biases(model: nn.Module) -> None:
 
 
 def _number(name: str) -> int:
-    """Which layer has a module, by its FQN; of a module by itself 0."""
+    """Layer of a module by its FQN; 0 for a module outside of layers."""
     return int(name.partition("layers.")[2].partition(".")[0] or 0)
 
 
 def draw(name: str, shape: tuple[int, ...], architecture: Architecture, seed: int) -> Tensor:
-    """See `Draw`: as others, but biases of the choice are zeros."""
+    """See `Draw`: as `init_parameter`, with zero biases of the choice."""
     if name.endswith(BIAS):
         return torch.zeros(shape)
     return init_parameter(name, shape, architecture, seed)

@@ -1,5 +1,4 @@
-"""SmolLM3, as `SmolLM3Config` of transformers writes it: queries and keys of some layers do not
-rotate."""
+"""SmolLM3, with the keys of transformers' `SmolLM3Config`: some layers have no rotary positions."""
 
 from dataclasses import replace
 
@@ -10,8 +9,8 @@ from trainer.recipe.architecture import Architecture
 
 def layers(architecture: Architecture) -> list[LayerKind]:
     """`no_rope_layers` has a 1 for each layer that rotates; without it each
-    `no_rope_layer_interval`th does not. With `use_sliding_window` those that do not see a window.
-    """
+    `no_rope_layer_interval`th layer does not. With `use_sliding_window` the layers that do not
+    rotate have a window."""
     options, count = architecture.options or {}, architecture.num_hidden_layers
     rotary, interval = options.get("no_rope_layers"), options.get("no_rope_layer_interval", 4)
     if rotary is None:
