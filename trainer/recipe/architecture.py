@@ -1,6 +1,6 @@
-"""The shape of a decoder, in the words of a Hugging Face config.json.
+"""The sizes of a decoder, by the keys of a Hugging Face config.json.
 
-Stands apart from the model so that a recipe is read without importing torch.
+Separate from the model, so that reading a recipe does not import torch.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 
 def bundled_families() -> list[str]:
-    """The `model_type` of each family that comes with Perdure."""
+    """The `model_type` of each bundled family."""
     files = (Path(__file__).parents[1] / "models/families").glob("[!_]*.py")
     return sorted(file.stem for file in files)
 
@@ -30,54 +30,52 @@ ROPE_KEYS = {
         *("short_factor", "long_factor"),
     ),
 }
-"""Keys of config.json that each type of rotary scaling has."""
+"""Keys of config.json for each type of rotary scaling."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Stretching of the rotary wavelengths, for a longer context. Each key names its types."""
+    """Scaling of the rotary wavelengths for a longer context. Each key names its types."""
 
     factor: float
-    """How many times longer the context becomes."""
+    """Ratio of the new context length to the original."""
 
     low_freq_factor: float = 1.0
-    """`llama3`: wavelengths above original context / this are stretched in full."""
+    """`llama3`: wavelengths above original context / this are scaled in full."""
 
     high_freq_factor: float = 4.0
-    """`llama3`: wavelengths below original context / this stay as they are."""
+    """`llama3`: wavelengths below original context / this are not scaled."""
 
     original_max_position_embeddings: int = 8192
-    """`llama3`, `yarn`, `longrope`: context length before stretching, in tokens."""
+    """`llama3`, `yarn`, `longrope`: context length before scaling, in tokens."""
 
     rope_type: Literal["llama3", "linear", "dynamic", "yarn", "longrope"] = "llama3"
-    """Which wavelengths are stretched: those of Llama 3.1, all alike, none up to the model's
-    context, those of YaRN, or each by a factor of its own."""
+    """Which wavelengths are scaled. llama3: as in Llama 3.1. linear: all equally. dynamic: none up
+    to the model's context. yarn: as in YaRN. longrope: each by its own factor."""
 
     attention_factor: float | None = None
-    """`yarn`, `longrope`: what cosines and sines are multiplied by. Unset: it follows from
-    `factor`."""
+    """`yarn`, `longrope`: factor of cosines and sines. Default: computed from `factor`."""
 
     beta_fast: float = 32.0
-    """`yarn`: wavelengths that turn more often in the original context stay as they are."""
+    """`yarn`: wavelengths with more turns in the original context are not scaled."""
 
     beta_slow: float = 1.0
-    """`yarn`: wavelengths that turn less often in the original context are stretched in full."""
+    """`yarn`: wavelengths with fewer turns in the original context are scaled in full."""
 
     mscale: float | None = None
-    """`yarn`: with `mscale_all_dim`, what `attention_factor` follows from."""
+    """`yarn`: with `mscale_all_dim`, determines `attention_factor`."""
 
     mscale_all_dim: float | None = None
     """`yarn`: see `mscale`."""
 
     truncate: bool = True
-    """`yarn`: whether the border between wavelengths is rounded to whole ones."""
+    """`yarn`: whether the bounds between wavelengths are rounded to whole ones."""
 
     short_factor: tuple[float, ...] | None = None
-    """`longrope`: what each wavelength is multiplied by in sequences of at most the original
-    context."""
+    """`longrope`: factor of each wavelength in sequences of at most the original context."""
 
     long_factor: tuple[float, ...] | None = None
-    """`longrope`: the same in longer sequences."""
+    """`longrope`: factor of each wavelength in longer sequences."""
 
     def __post_init__(self) -> None:
         if self.low_freq_factor >= self.high_freq_factor:
@@ -91,11 +89,10 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU, arranged as its family does."""
+    """A decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU, arranged by its family."""
 
     model_type: str
-    """That of a family that comes with Perdure (docs/quickstart.md has a table), or of
-    `model.family`."""
+    """`model_type` of a bundled family (docs/quickstart.md has a table), or of `model.family`."""
 
     vocab_size: int
     """Rows of the embedding; at least the tokenizer's vocabulary."""
@@ -119,7 +116,7 @@ class Architecture:
     """Width of one head."""
 
     max_position_embeddings: int = 4096
-    """Longest sequence the model is meant for, in tokens."""
+    """Longest sequence that the model supports, in tokens."""
 
     rms_norm_eps: float = 1e-6
     """Added to the mean square in RMSNorm."""
@@ -128,7 +125,7 @@ class Architecture:
     """Base of the rotary wavelengths."""
 
     rope_scaling: RopeScaling | None = None
-    """Stretching for a longer context."""
+    """Scaling for a longer context."""
 
     tie_word_embeddings: bool = False
     """Whether the output head is the embedding matrix."""
@@ -137,7 +134,7 @@ class Architecture:
     """Standard deviation of fresh matrices."""
 
     options: dict[str, Any] | None = None
-    """Keys of config.json that only this family has."""
+    """Keys of config.json that only the family has."""
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:

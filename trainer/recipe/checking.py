@@ -1,4 +1,4 @@
-"""Plain values → a dataclass, by its types; all that is wrong is told, key by key."""
+"""Converts plain values to a dataclass by its types, and reports all problems, key by key."""
 
 import copy
 import difflib
@@ -15,9 +15,9 @@ from trainer.recipe.yaml_tree import Key, Origins, Problem, origin_of
 T = TypeVar("T")
 
 
-@cache
+@cache  # a recipe's adapter takes 0.1 s, and every save needs it
 def adapter(kind: type[T]) -> TypeAdapter[T]:
-    """Reads and writes a dataclass. A recipe's takes 0.1 s to make, and every save needs it."""
+    """The pydantic adapter of a dataclass."""
     return TypeAdapter(kind)
 
 
@@ -29,15 +29,15 @@ def checked(
     problems: list[Problem],
     wrong: set[Key],
 ) -> T | None:
-    """Check keys and types. What is wrong is added to `problems` and `wrong`, taken out, and, where
-    it is required, filled in, so that the rest can be judged; None if even that cannot be."""
+    """Check keys and types. Problems are added to `problems` and `wrong`, and their keys removed
+    or, if required, filled in, so that the rest can be checked; None if that fails."""
     tree = copy.deepcopy(tree)
     for attempt in range(4):
         try:
             return adapter(kind).validate_python(tree)  # type: ignore[arg-type]
         except ValidationError as error:
             errors = [(_key_path(e["loc"], tree), e) for e in error.errors(include_url=False)]
-            # A misspelt key is told; that it is missing under its right name is the same problem.
+            # The correct name of a misspelt key is missing as well: one problem, not two.
             wrong |= {
                 (*path[:-1], meant)
                 for path, e in errors
@@ -48,7 +48,7 @@ def checked(
                 if not attempt and path not in known:
                     known.add(path)
                     what = _explain(kind, e, path)
-                    # A section that checks itself begins with the name of the key.
+                    # Messages of a section's own check begin with the key.
                     named = (*path, what.split()[0]) if e["type"] == "value_error" else path
                     problems.append(Problem(origin_of(named, origins, file), path, what))
                 wrong.add(path)
@@ -57,7 +57,7 @@ def checked(
 
 
 def _mend(kind: type, tree: dict[str, Any], path: Key, missing: bool) -> None:
-    """Take a key out of a tree; one that is missing is filled in with something of its type."""
+    """Remove a key from a tree; fill in a missing one with a value of its type."""
     here: Any = tree
     for part in path[:-1]:
         inside = isinstance(here, list) and isinstance(part, int) and part < len(here)
@@ -76,7 +76,7 @@ _UNKNOWN = "unexpected_keyword_argument"
 _LEFT_OUT = dict.fromkeys(
     ("dora", "use_dora"), "DoRA is not supported; remove it, or take LoRA with rslora: true"
 )
-"""Keys that somebody may look for, and that no similar key replaces → what to do."""
+"""Keys of features that are not supported → what to do."""
 _BOUNDS = {
     "greater_than_equal": ("at least", "ge"),
     "greater_than": ("above", "gt"),
@@ -91,7 +91,7 @@ def _meant(kind: type, path: Key) -> str | None:
 
 
 def _explain(kind: type, problem: ErrorDetails, path: Key) -> str:
-    """What is wrong with a key, and what to do."""
+    """The problem with a key, and what to do."""
     if problem["type"] == _UNKNOWN:
         if left_out := _LEFT_OUT.get(str(path[-1])):
             return left_out
@@ -121,7 +121,7 @@ def _explain(kind: type, problem: ErrorDetails, path: Key) -> str:
 
 
 def _key_path(loc: Sequence[str | int], tree: Any) -> Key:
-    """pydantic's location without the union branches that it appends below a scalar."""
+    """pydantic's location of an error, without union branches below a scalar."""
     path: list[str | int] = []
     for part in loc:
         if isinstance(tree, dict):
@@ -147,7 +147,7 @@ def definition_of(value: dict[str, Any], schema: dict[str, Any]) -> dict[str, An
 
 
 def _schema_at(kind: type, path: Key) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The schema of a key (descriptions included), and the definition it leads to."""
+    """The schema of a key (with its description), and the definition that it refers to."""
     schema = adapter(kind).json_schema()
     value: dict[str, Any] = schema
     for part in path:

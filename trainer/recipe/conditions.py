@@ -9,7 +9,7 @@ _NUMBER = r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"
 
 @dataclass(frozen=True)
 class Beyond:
-    """A value is above or below a number."""
+    """Holds while a value is above, or below, a number."""
 
     key: str
     above: bool
@@ -18,21 +18,21 @@ class Beyond:
 
 @dataclass(frozen=True)
 class Silent:
-    """No record has come for so many seconds."""
+    """Holds when there was no record for so many seconds."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class AfterFailure:
-    """The ranks were started again after a failure."""
+    """Holds after the ranks were restarted because of a failure."""
 
 
 Condition = Beyond | Silent | AfterFailure
 
 
 def parse_condition(text: str) -> Condition | None:
-    """The condition that a text says; None if it says none."""
+    """Parse the `when` of an alert; None if it is no condition."""
     text = text.strip()
     if text == "failure":
         return AfterFailure()

@@ -71,7 +71,7 @@ def call_factory(key: str, name: str, options: Mapping[str, Any], *given: Any) -
 
 
 def returned_none(name: str, factory: Any) -> str:
-    """What to say of a function that returned None."""
+    """The message for a function that returned None."""
     code = getattr(factory, "__code__", None)
     place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
     return f"{name}{place} returned None (is its `return` missing?)"
@@ -79,12 +79,12 @@ def returned_none(name: str, factory: Any) -> str:
 
 @contextmanager
 def refusing(key: str, what: str) -> Generator[None, None, None]:
-    """Code of the user's that fails for what is wrong, and not for want of something that may be
-    there at the next start, is wrong input.
+    """Report a failure of a user's code as wrong input, unless its cause may be gone at the next
+    start.
 
     Args:
         key: of the recipe, which names the code.
-        what: fails; the message goes on after it.
+        what: fails; the message continues after it.
 
     Raises:
         RecipeError: with the place in the user's code.
@@ -100,10 +100,10 @@ def refusing(key: str, what: str) -> Generator[None, None, None]:
 
 
 def import_factory(key: str, name: str) -> Any:
-    """The function, or class, itself.
+    """Import the function or class that a key names.
 
     Raises:
-        RecipeError: it is not there, or its module fails for what is wrong.
+        RecipeError: it is missing, or its module fails.
     """
     module, _, function = name.partition(":")
     look_here_too()
@@ -115,7 +115,7 @@ def import_factory(key: str, name: str) -> Any:
         inside = isinstance(missing, ModuleNotFoundError) and f"{module}.".startswith(
             f"{missing.name}."
         )
-        if not inside or place_in(missing):  # what the file itself imports is not there
+        if not inside or place_in(missing):  # a module that the user's file imports is missing
             raise
         near = _nearest(module, [path.stem for path in Path.cwd().glob("*.py")])
         raise RecipeError(
@@ -132,7 +132,7 @@ def import_factory(key: str, name: str) -> Any:
 
 
 def _is_own(module: Any, name: str) -> bool:
-    """Whether a name of a module is no import."""
+    """Whether a module defines a name, rather than imports it."""
     value = getattr(module, name)
     imported = inspect.isclass(value) or inspect.isroutine(value)
     return not inspect.ismodule(value) and not (
@@ -147,7 +147,7 @@ def _nearest(name: str, known: list[str]) -> str:
 
 
 def is_wrong(error: BaseException) -> bool:
-    """Whether the code or its input is wrong, and not the place or the moment."""
+    """Whether an error is in the code or its input, rather than in the machine or the moment."""
     if isinstance(error, _WRONG):
         return True
     passing = isinstance(error, (OSError, MemoryError))
@@ -155,29 +155,29 @@ def is_wrong(error: BaseException) -> bool:
 
 
 def check_takes(key: str, name: str, given: str) -> None:
-    """That the function is there, and can be called with one argument, such as "an event".
+    """Check that a function exists, and accepts one argument, such as "an event".
 
     Raises:
-        RecipeError: it is not, or cannot.
+        RecipeError: it does not.
     """
     function = import_factory(key, name)
     try:
         inspect.signature(function).bind(given)
-    except ValueError:  # a builtin does not say what it takes
+    except ValueError:  # builtins have no signature
         return
     except TypeError as error:
         raise RecipeError(f"{key}: {name} is called with {given} alone: {error}") from error
 
 
 def look_here_too() -> None:
-    """Have modules of the user's be found in the working directory. Last: nothing in it is to be
-    taken for a library."""
+    """Let modules be imported from the working directory."""
     if os.getcwd() not in sys.path:
+        # Last, so that no file there hides a library.
         sys.path.append(os.getcwd())
 
 
 def failure(error: BaseException) -> str:
-    """`fails at FILE:LINE: Kind: first line of what it says`, the place if it is in the user's
+    """`fails at FILE:LINE: Kind: first line of the message`, with the place if it is in the user's
     code."""
     place = place_in(error)
     said = error.msg if isinstance(error, SyntaxError) else error
@@ -186,8 +186,8 @@ def failure(error: BaseException) -> str:
 
 
 def place_in(error: BaseException | None) -> str:
-    """File and line of the innermost frame of the user's code, which ours has called; empty if
-    there is none."""
+    """File and line of the innermost frame of the user's code that ours has called; "" without
+    one."""
     if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__ if error else None)

@@ -1,4 +1,4 @@
-"""What a person may choose of a Knowledge Graph Attention Network and its data."""
+"""Options of a Knowledge Graph Attention Network and its data."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,8 +8,8 @@ from trainer.recipe.bounds import Amount, Count, Positive, Share
 
 @dataclass(frozen=True, kw_only=True)
 class Kgat:
-    """Knowledge Graph Attention Network (Wang et al., KDD 2019), a recommender. The defaults are
-    the paper's."""
+    """Knowledge Graph Attention Network (Wang et al., KDD 2019), a recommender. Defaults are the
+    paper's."""
 
     embedding_dim: Positive = 64
     """Width of the embeddings of users, items and entities."""
@@ -22,10 +22,10 @@ class Kgat:
     data.graph.triples_per_sample: 0, makes the model BPR-MF (Rendle et al., UAI 2009)."""
 
     aggregator: Literal["bi-interaction", "gcn", "graphsage"] = "bi-interaction"
-    """How a layer joins a node with what its neighbours send."""
+    """How a layer combines a node with the messages of its neighbours."""
 
     node_dropout: Share = 0.1
-    """Share of the edges that a training step leaves out."""
+    """Share of the edges that a training step drops."""
 
     message_dropout: Share = 0.1
     """Share of the elements of each layer's output that a training step sets to 0."""
@@ -46,16 +46,16 @@ class GraphData:
 
     format: Literal["auto", "kgat", "recbole"] = "auto"
     """kgat: the files of the paper's authors, train.txt, test.txt and kg_final.txt. recbole: one
-    .inter, one .kg and one .link file. auto: whichever is there."""
+    .inter, one .kg and one .link file. auto: by the files in the directory."""
 
     triples_per_sample: Count = 4
-    """Edges of the knowledge graph that a sample of a KG step holds: its batch is so many times
-    batch.global_batch. 0: no KG steps, and every edge of a node keeps the same weight."""
+    """Edges of the knowledge graph in a sample of a KG step: its batch is this number times
+    batch.global_batch. 0: no KG steps, and all edges of a node keep equal weights."""
 
     evaluate_on: Literal["test", "validation"] = "test"
-    """What recall and ndcg are measured on (recbole: 10 % of each user's interactions each). Tune
-    on validation, report on test."""
+    """Data of recall and ndcg (recbole: 10 % of each user's interactions each). Tune on validation,
+    report on test."""
 
     split_seed: int = 0
-    """Seed of the division of RecBole's interactions into 80 % for training, 10 % for validation
-    and 10 % for testing, user by user."""
+    """Seed for splitting RecBole's interactions, user by user, into 80 % training, 10 % validation
+    and 10 % testing."""

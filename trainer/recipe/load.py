@@ -1,9 +1,8 @@
-"""A YAML file → one frozen, validated `Recipe`. Imports no torch.
+"""Reads a recipe: a YAML file → a frozen, validated `Recipe`. Imports no torch.
 
 `load_recipe` reads the YAML with line numbers, expands `${NAME}` and `${NAME:-default}`, applies
-`key.sub=value` overrides, validates types, then the combinations that cannot work. All that is
-wrong is told at once: a `RecipeError` of a line each that names the file, the line, the key and
-what to do.
+`key.sub=value` overrides, and checks types, then combinations. It reports all problems together: a
+`RecipeError` with one line each, which names file, line, key and remedy.
 """
 
 import dataclasses
@@ -30,7 +29,7 @@ from trainer.recipe.yaml_tree import (
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """The recipes that come with this package, by name."""
+    """The bundled recipes by name."""
     files = (Path(__file__).parents[1] / "recipes").glob("*.yaml")
     return {file.stem: file for file in sorted(files)}
 
@@ -59,42 +58,43 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def validate(
     tree: dict[str, Any], origins: Origins, file: str, problems: Sequence[Problem] = ()
 ) -> Recipe:
-    """Plain values → recipe.
+    """Convert plain values to a recipe.
 
     Args:
-        tree: sections; one that is None is empty.
+        tree: sections; None is an empty one.
         origins: where each key was written.
-        file: where the others were.
-        problems: that are known already.
+        file: for keys without an origin.
+        problems: found before.
 
     Raises:
         RecipeError: a line for each problem, with file, line, key and remedy.
     """
     tree = {section: {} if keys is None else keys for section, keys in tree.items()}
-    found = list(problems)
-    wrong = {problem.key for problem in found}
-    recipe = checked(Recipe, tree, origins, file, found, wrong)
+    all_problems = list(problems)
+    wrong = {problem.key for problem in all_problems}
+    recipe = checked(Recipe, tree, origins, file, all_problems, wrong)
     if recipe:
         recipe = _place_slots(_resolve_synonyms(recipe))
-        # What follows only from a wrong value is not told: it may be right with the right one.
+        # Contradictions that involve a wrong value are not reported: the right value may not have
+        # them.
         names = {part for key in wrong for part in key[1:] or key if isinstance(part, str)}
         for key, what in contradictions(recipe):
             if not names & set(re.findall(r"\w+", f"{key} {what}")):
                 path = tuple(key.split("."))
-                found.append(Problem(origin_of(path, origins, file), path, what))
-    if found or not recipe:
-        raise RecipeError(listed(found, origins))
+                all_problems.append(Problem(origin_of(path, origins, file), path, what))
+    if all_problems or not recipe:
+        raise RecipeError(listed(all_problems, origins))
     return recipe
 
 
 def resolved(recipe: Recipe) -> dict[str, Any]:
-    """The recipe with every default filled in, as JSON values."""
+    """The recipe with all defaults, as JSON values."""
     values: dict[str, Any] = adapter(Recipe).dump_python(recipe, mode="json")
     return values
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The recipe with every default filled in, as YAML that `load_recipe` reads back equal."""
+    """The recipe with all defaults, as YAML that `load_recipe` reads back equal."""
     return yaml.safe_dump(resolved(recipe), sort_keys=False, allow_unicode=True)
 
 
@@ -105,15 +105,16 @@ def recipe_schema() -> dict[str, Any]:
 
 
 def _resolve_synonyms(recipe: Recipe) -> Recipe:
-    """`strategy.zero` → `strategy.sharding`, see `sharding.resolved`; a sample of a
-    graph, or of the user's own data, counts as one token."""
+    """Replace `strategy.zero` by `strategy.sharding`; set seq_len to 1 for samples of a graph or a
+    user's own data."""
     if (recipe.data.graph or recipe.data.factory) and not recipe.data.seq_len:
         recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, seq_len=1))
     return dataclasses.replace(recipe, strategy=sharding.resolved(recipe.strategy))
 
 
 def _place_slots(recipe: Recipe) -> Recipe:
-    """A model that memory does not hold is not copied to memory for checkpoints either."""
+    """Put checkpoint slots on the offload disk: memory that cannot hold the model cannot hold its
+    copy."""
     directory, checkpoint = recipe.strategy.offload_directory, recipe.checkpoint
     if directory is None or checkpoint.slot_directory is not None:
         return recipe

@@ -1,4 +1,4 @@
-"""Paths of a recipe that look like URLs: a folder called `s3:` is never what was meant."""
+"""Checks for URLs in a recipe's paths: a folder named `s3:` is never intended."""
 
 import re
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ _NO_STORES = ("file", "http", "https", "hf")
 
 
 def like_url(path: str) -> str:
-    """The scheme of what is, or was to be, a URL; empty for a path. `./s3:/a` is a path."""
+    """The scheme of a text that looks like a URL; "" for a path. `./s3:/a` is a path."""
     found = _LIKE_URL.match(path)
     return found[1] or found[2] if found else ""
 
 
 def no_url(path: str) -> str | None:
-    """What is wrong with a path that has to be one of a filesystem; None if nothing is."""
+    """Why a text is no filesystem path; None if it is one."""
     scheme = like_url(path)
     if not scheme:
         return None
@@ -33,7 +33,7 @@ def no_url(path: str) -> str | None:
 
 
 def wrong_paths(recipe: "Recipe") -> Iterator[tuple[str, str]]:
-    """Pairs of (key, what is wrong and what to do) for all paths of a recipe."""
+    """Yield (key, problem and remedy) for all paths of a recipe."""
     data, tracking = recipe.data, recipe.tracking
     paths = {
         "run.dir": recipe.run.dir,

@@ -1,4 +1,4 @@
-"""The recipe reference, made from the recipe's own docstrings."""
+"""The recipe reference page, generated from the docstrings of sections."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +32,7 @@ def _reference_rows(
     nested: list[tuple[str, dict[str, Any]]] = []
     required = definition.get("required", [])
     for key, value in definition["properties"].items():
-        # A schema has no default for what is empty anew each time.
+        # Schemas have no default for mutable defaults.
         absent: Any = {} if value.get("type") == "object" else None
         default = f"`{yaml_scalar(value.get('default', absent))}`"
         default = "required" if key in required else default
@@ -49,7 +49,7 @@ def _reference_rows(
 
 
 def yaml_scalar(value: Any) -> str:
-    """One value on one line, as a person would write it in a recipe."""
+    """A value on one line, as in a recipe."""
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
 
 

@@ -1,4 +1,4 @@
-"""Combinations that cannot work, and what to change."""
+"""Combinations of recipe settings that cannot work, and what to change."""
 
 import dataclasses
 import difflib
@@ -16,7 +16,7 @@ from trainer.recipe.yaml_tree import RecipeError
 
 
 def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Pairs of (key, what is wrong and what to do) for settings that cannot work together."""
+    """Yield (key, problem and remedy) for settings that cannot work together."""
     run, model, schedule = recipe.run, recipe.model, recipe.schedule
     yield from wrong_paths(recipe)
     if recipe.data.seq_len < 1:
@@ -74,7 +74,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def length_contradictions(recipe: Recipe, length: str) -> Iterator[tuple[str, str]]:
-    """What does not go with `run.steps`, which `length` names. Pairs as `contradictions`."""
+    """Yield, as `contradictions`, what does not fit `run.steps`, which messages call `length`."""
     steps, schedule, after = recipe.run.steps, recipe.schedule, recipe.tracking.profile_after
     if recipe.tracking.profile_steps and after >= steps:
         yield "tracking.profile_after", f"{after} leaves none of {length} to profile; lower it"
@@ -90,11 +90,11 @@ def length_contradictions(recipe: Recipe, length: str) -> Iterator[tuple[str, st
 
 
 def counted(recipe: Recipe, sequences: int) -> Recipe:
-    """The recipe with `run.steps` as `run.epochs` says it, where that does.
+    """The recipe with `run.steps` computed from `run.epochs`, if that is set.
 
     Args:
         recipe: of a run.
-        sequences: of one epoch.
+        sequences: in one epoch.
 
     Raises:
         RecipeError: the run is too short for another key.
@@ -102,7 +102,7 @@ def counted(recipe: Recipe, sequences: int) -> Recipe:
     run = recipe.run
     if not run.epochs:
         return recipe
-    samples = Fraction(repr(run.epochs)) * sequences  # as it is written, not as it is rounded
+    samples = Fraction(repr(run.epochs)) * sequences  # the decimal fraction as written
     steps = math.ceil(samples / recipe.batch.global_batch)
     recipe = dataclasses.replace(recipe, run=dataclasses.replace(run, steps=steps))
     length = f"the {steps} step(s) of run.epochs={run.epochs:g}"
@@ -182,7 +182,6 @@ def _objective_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _matmul_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """What does not go with products in 8 bits."""
     if recipe.precision.matmul is None:
         return
     for key, chosen, problem in (
@@ -264,7 +263,6 @@ def _optimizer_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _master_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """What does not go with weights in bf16."""
     for key, chosen, problem in (
         (
             "optimizer.factory",

@@ -1,5 +1,5 @@
-"""The vocabulary of a recipe. The docstring under a field is its documentation: the reference page
-and the JSON Schema are made from them."""
+"""The sections of a recipe. The docstring of a field is its documentation: the reference page and
+the JSON Schema are generated from it."""
 
 import math
 from dataclasses import dataclass, field
@@ -29,28 +29,29 @@ ZERO_STAGES: dict[int, Sharding] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunSection:
-    """What is run, for how long, and where it leaves its files."""
+    """How long a run is, and where its files are."""
 
     dir: str
     """Directory of this run: resolved recipe, metrics, checkpoints. Starting the same recipe again
     resumes from the newest checkpoint in it."""
 
     steps: Count = 0
-    """Optimizer steps of the whole run, counted from its beginning. 0: `epochs` says it."""
+    """Optimizer steps of the whole run, counted from its beginning. 0: the length is given by
+    `epochs`."""
 
     epochs: Amount = 0.0
     """Passes of the whole run over the training data, instead of `steps`; 1.5 is allowed. The steps
-    are epochs x sequences / `batch.global_batch`, rounded up. 0: `steps` says it."""
+    are epochs x sequences / `batch.global_batch`, rounded up. 0: the length is given by `steps`."""
 
     seed: Count = 0
     """Seed of the initial weights, the order of the data, and dropout."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is a GPU, else the CPU."""
+    """auto: CUDA if there is a GPU, else the CPU."""
 
     determinism: Literal["fast", "exact"] = "fast"
-    """exact: losses, weights and optimizer state are the same bit for bit at every world size and
-    under every sharding, also when ranks come and go. This holds on one kind of device, with one
+    """exact: losses, weights and optimizer state are bitwise equal at every world size and under
+    every sharding, also when ranks come and go. This holds on one kind of device, with one
     batch.micro_batch, strategy.tp, pp and cp. It is slower and needs more memory: gradients are
     float64, and a CPU rank has one thread."""
 
@@ -61,21 +62,21 @@ class RunSection:
     """Steps between validation passes; also one after the last step. 0: no validation."""
 
     stop_after: Count = 0
-    """End the run once so many validation passes in a row have found no lower validation loss than
-    the best before them. The last step is saved, with `checkpoint.keep_best` the best one too. The
-    exit code is 0. 0: no such end."""
+    """End the run after this many validation passes in a row without a new lowest validation loss.
+    The last step is saved, and with `checkpoint.keep_best` the best one too. The exit code is 0. 0:
+    never."""
 
     @property
     def length(self) -> str:
-        """How long the run is, in words, as the recipe says it."""
+        """The run's length in words, in the recipe's unit."""
         return f"{self.epochs:g} epoch(s)" if self.epochs else f"{self.steps:,} steps"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """LoRA (Hu et al. 2021): the weights of `init_from` stay as they are, and two small matrices A
-    and B beside each of its linear layers are trained. A layer then gives W x + alpha / rank · B A
-    x. See docs/fine_tuning.md."""
+    """LoRA (Hu et al. 2021): the weights of `init_from` are frozen, and two small matrices A and B
+    beside each of its linear layers are trained. A layer then computes W x + alpha / rank · B A x.
+    See docs/fine_tuning.md."""
 
     rank: Positive = 16
     """Rows of A, and columns of B."""
@@ -87,19 +88,19 @@ class Adapter:
     """Divide alpha by the root of the rank instead of the rank (Kalajdzievski 2023)."""
 
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Names of linear layers of the blocks, or how these names end: `q_proj`,
-    `layers.0.mlp.up_proj`. all-linear: all of them."""
+    """Names of linear layers of the blocks, or suffixes of these: `q_proj`, `layers.0.mlp.up_proj`.
+    all-linear: all of them."""
 
     dropout: Share = 0.0
-    """Share of the elements of x that training leaves out of A x."""
+    """Share of the elements of x that training drops in A x."""
 
     base: Literal["bf16", "fp32", "nf4"] = "bf16"
-    """Format of the weights that are not trained. bf16 goes with `precision.dtype: bf16`. nf4
-    (QLoRA, Dettmers et al. 2023): the weights under A and B take 4.5 bits each, the others the
-    format that is computed with."""
+    """Format of the frozen weights. bf16 goes with `precision.dtype: bf16`. nf4 (QLoRA, Dettmers et
+    al. 2023): weights with an adapter take 4.5 bits each, the others the format of the
+    computation."""
 
     also: tuple[str, ...] = ()
-    """Names of modules that are trained whole, or how these names end: `lm_head`. PEFT calls them
+    """Names of modules that are trained whole, or suffixes of these: `lm_head`. PEFT calls them
     modules_to_save."""
 
 
@@ -109,24 +110,24 @@ class Model:
     with `init_from`."""
 
     architecture: Architecture | None = None
-    """A decoder, in the words of a Hugging Face config.json, with fresh weights."""
+    """A decoder with fresh weights, described by the keys of a Hugging Face config.json."""
 
     family: str | None = None
-    """`package.module:NAME` of a `Family`, for `architecture` or `init_from` of another family than
-    those that come with Perdure; see docs/extending.md."""
+    """`package.module:NAME` of a `Family`, if `architecture` or `init_from` is of a family that
+    Perdure does not bundle; see docs/extending.md."""
 
     init_from: str | None = None
     """Directory of a Hugging Face checkpoint (config.json and safetensors, sharded or not) whose
     architecture and weights the run starts from."""
 
     implementation: Literal["auto", "perdure", "transformers"] = "auto"
-    """What computes the model of `init_from`. perdure: a family of Perdure's own. transformers: the
-    module that transformers has for it (pip install 'perdure[transformers]'; see
-    docs/extending.md). auto: Perdure where it has a family for it, else transformers."""
+    """What computes the model of `init_from`. perdure: one of Perdure's families. transformers: the
+    module of transformers (pip install 'perdure[transformers]'; see docs/extending.md). auto:
+    Perdure if it has the family, else transformers."""
 
     adapter: Adapter | None = None
-    """Train an adapter over the weights of `init_from` instead of these. Checkpoints hold the
-    adapter alone, as PEFT does. `adapter: {}` is LoRA of rank 16 in all linear layers."""
+    """Train an adapter over the frozen weights of `init_from`. Checkpoints hold only the adapter,
+    as in PEFT. `adapter: {}` is LoRA of rank 16 in all linear layers."""
 
     factory: str | None = None
     """`package.module:function` that returns any nn.Module; see docs/extending.md."""
@@ -136,9 +137,9 @@ class Model:
 
     attention: Literal["auto", "varlen", "flex", "sdpa"] = "auto"
     """How attention stays inside documents, with data.document_mask (see docs/data.md). varlen:
-    FlashAttention over their boundaries, as torch brings it. flex: FlexAttention, compiled, on GPUs
-    only. sdpa: one additive mask. auto: the first of them that works, with FlashAttention-3 or -4
-    where that is installed; on CPUs sdpa for bf16 up to 256 tokens."""
+    FlashAttention over their boundaries, as included in torch. flex: FlexAttention, compiled, on
+    GPUs only. sdpa: one additive mask. auto: the first of these that works, with FlashAttention-3
+    or -4 if it is installed; on CPUs sdpa for bf16 up to 256 tokens."""
 
     kgat: Kgat | None = None
     """A recommender, with data.graph. `kgat: {}` is the paper's model. With `init_from` it starts
@@ -158,10 +159,10 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What is read, and in which order: `sources` and `seq_len`, or `factory`, or `graph`."""
+    """The training data and its order: `sources` and `seq_len`, or `factory`, or `graph`."""
 
     sources: tuple[Source, ...] = ()
-    """Prepared data sets; the order of the samples is a function of seed and position alone."""
+    """Prepared data sets. The order of samples is a function of seed and position."""
 
     seq_len: int = 0
     """Tokens per sequence."""
@@ -170,34 +171,34 @@ class Data:
     """`package.module:function` that returns any map-style data set; see docs/extending.md."""
 
     factory_options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of this factory."""
+    """Keyword arguments of the factory."""
 
     graph: GraphData | None = None
     """Interactions and a knowledge graph, for model.kgat."""
 
     pack: Literal["auto", "whole", "stream"] = "auto"
-    """How documents become sequences. whole: none is cut; as many as fit are put together, and the
-    rest of the sequence is padding. stream: back to back, cut where a sequence ends. auto: whole
-    for chats, stream for others."""
+    """How documents become sequences. whole: documents are not cut; a sequence holds as many as
+    fit, and padding. stream: documents follow each other, and are cut where a sequence ends. auto:
+    whole for chats, stream for others."""
 
     document_mask: bool = True
     """Attention stays inside a document when several are packed into one sequence."""
 
     validation_sequences: Positive = 64
-    """Sequences of the fixed validation set; fewer if the validation split is smaller. That of
-    `factory` is taken whole."""
+    """Sequences of the fixed validation set; fewer if the validation split is smaller. The
+    validation set of `factory` is used whole."""
 
     reader: Literal["auto", "mmap", "pread", "ram"] = "auto"
     """How shards are read. auto: pread on network filesystems, mmap elsewhere."""
 
     workers: Count = 0
-    """Background loader processes per rank. 0 reads in the training process, which is fastest for
+    """Background loader processes per rank. 0: the training process reads, which is fastest for
     prepared tokens on a local disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Sequences per optimizer step; constant whatever the number of machines."""
+    """Sequences per optimizer step, equal for any number of machines."""
 
     global_batch: Positive
     """Sequences per optimizer step over all ranks."""
@@ -210,17 +211,17 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """What differs for some parameters."""
+    """Settings of some parameters that differ from the rest."""
 
     match: str
-    """Pattern of their names, such as `*.norm.*`, as `fnmatch` reads it. The first group that
-    matches a parameter counts."""
+    """Pattern of their names for `fnmatch`, such as `*.norm.*`. The first group that matches a
+    parameter counts."""
 
     lr_scale: Amount = 1.0
     """Their learning rate as a multiple of that of the schedule."""
 
     weight_decay: Amount | None = None
-    """For these, whatever their shape, instead of `optimizer.weight_decay`."""
+    """Replaces `optimizer.weight_decay` for these, whatever their shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,12 +241,12 @@ class Muon:
     """Coefficients of the quintic polynomial that each iteration applies to the singular values."""
 
     eps: Amount = 1e-7
-    """Least norm that an update is divided by."""
+    """Lower bound of the norm that an update is divided by."""
 
     adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
-    """By what the learning rate is multiplied for a matrix of A rows and B columns.
-    match_rms_adamw: 0.2 sqrt(max(A, B)), so that one rate serves AdamW too (Liu et al. 2025).
-    original: sqrt(max(1, A / B))."""
+    """Factor of the learning rate for a matrix of A rows and B columns. match_rms_adamw: 0.2
+    sqrt(max(A, B)), so that one rate serves AdamW too (Liu et al. 2025). original: sqrt(max(1, A /
+    B))."""
 
     adamw: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "head.*", "*.head.*")
     """Patterns of the names of matrices that AdamW updates: embeddings and output heads."""
@@ -253,11 +254,11 @@ class Muon:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """How weights follow from gradients (see docs/extending.md)."""
+    """The update of weights from gradients (see docs/extending.md)."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """adamw: AdamW (Loshchilov & Hutter 2019), fused. muon: Muon for the matrices, AdamW for
-    embeddings, output heads and all that is no matrix."""
+    """adamw: AdamW (Loshchilov & Hutter 2019), fused. muon: Muon for matrices, AdamW for
+    embeddings, output heads and all other parameters."""
 
     factory: str | None = None
     """`package.module:function`, or a class, that returns a torch.optim.Optimizer instead. It is
@@ -284,9 +285,9 @@ class Optimizer:
     """Largest global gradient norm; 0 does not clip."""
 
     state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
-    """For adamw and muon: how their running means are stored, in 4, 2 or 1.03 bytes an element.
-    bf16 is rounded stochastically. int8 has a scale for each 128 elements of a row; of parameters
-    whose rows are no multiple of that, means are bf16. See docs/strategies.md."""
+    """Format of the moments of adamw and muon, in 4, 2 or 1.03 bytes an element. bf16 is rounded
+    stochastically. int8 has a scale for each 128 elements of a row; for parameters whose rows are
+    no multiple of 128 the moments are bf16. See docs/strategies.md."""
 
     groups: tuple[ParameterGroup, ...] = ()
     """Parameters with a learning rate or a weight decay of their own."""
@@ -303,26 +304,27 @@ class Schedule:
     """wsd: warm-up, stable, then linear decay over the last `decay_steps`."""
 
     warmup_steps: Count | Share = 0
-    """Steps of linear warm-up from 0 to optimizer.lr; below 1 their share of the run, rounded up:
-    0.03 are 3 % of its steps."""
+    """Steps of linear warm-up from 0 to optimizer.lr. Below 1: share of the run, rounded up; 0.03
+    is 3 % of its steps."""
 
     decay_steps: Count | Share = 0
-    """Steps of the final decay, for wsd only; below 1 their share of the run, rounded down."""
+    """Steps of the final decay, for wsd only. Below 1: share of the run, rounded down."""
 
     min_lr_ratio: Amount = 0.1
     """Learning rate at the last step as a share of optimizer.lr (cosine, linear, wsd)."""
 
     factory: str | None = None
-    """`package.module:function` instead of a name: called with `steps`, `lr` and `factory_options`
-    by keyword, it returns a pure function from a step (1 to `steps`) to its learning rate."""
+    """`package.module:function` instead of a name. It is called with `steps`, `lr` and
+    `factory_options` by keyword, and returns a pure function from a step (1 to `steps`) to its
+    learning rate."""
 
     factory_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the factory."""
 
     def lengths(self, steps: int) -> tuple[int, int]:
-        """Steps of warm-up, and of the final decay, in a run of `steps`."""
+        """Steps of warm-up and of the final decay in a run of `steps`."""
         warmup, decay = (
-            # As it is written: 0.07 of 100 steps are 7, though as binary fractions a little more.
+            # The decimal fraction as written: 0.07 of 100 steps is 7, and the float a little more.
             Fraction(repr(length)) * steps if isinstance(length, float) else length
             for length in (self.warmup_steps, self.decay_steps)
         )
@@ -346,44 +348,45 @@ class Strategy:
     HYBRID_SHARD: everything, inside groups of `shard_size` ranks."""
 
     zero: Literal[0, 1, 2, 3] | None = None
-    """The same as `sharding`, in DeepSpeed's numbers: give one of the two."""
+    """Synonym of `sharding` in DeepSpeed's numbers; set one of the two."""
 
     shard_size: int | None = None
-    """Ranks per shard group for HYBRID_SHARD, with `tp` groups of such ranks; those of one node
-    unless set."""
+    """Ranks per shard group for HYBRID_SHARD; with `tp` the number of tp groups. Default: the ranks
+    of one node."""
 
     tp: Positive = 1
-    """Ranks of a node that compute each layer together, by heads and columns (tensor parallelism);
-    the others share the data as `name` and `sharding` say. See docs/parallelism.md."""
+    """Ranks of a node that compute each layer together, by heads and columns (tensor parallelism).
+    Groups of them share the data by `name` and `sharding`. See docs/parallelism.md."""
 
     sequence_parallel: bool = False
-    """With `tp`: these ranks also cut what lies between the layers, along the sequence."""
+    """With `tp`: cut the activations between the layers along the sequence as well."""
 
     pp: Positive = 1
-    """Ranks among which the layers are cut into stages (pipeline parallelism); the others share the
-    data as `name` and `sharding` say. A micro-batch goes through one after the other. See
+    """Ranks among which the layers are cut into stages (pipeline parallelism). Micro-batches pass
+    through the stages; pipelines share the data by `name` and `sharding`. See
     docs/parallelism.md."""
 
     pp_schedule: Annotated[
         PipelineSchedule, BeforeValidator(lambda name: str(name).lower())  # 1F1B, as papers write
     ] = "1f1b"
-    """The order of the passes of `pp`: all forward, then all backward; in turn; in turn with
-    several stages a rank; in turn with the weights' gradients computed where a rank would wait."""
+    """Order of the passes of `pp`: all forward before all backward; alternating; alternating with
+    several stages a rank; alternating with gradients of weights computed where a rank would
+    wait."""
 
     pp_stages_per_rank: Positive = 1
-    """Stages of each rank of `pp`, for interleaved_1f1b."""
+    """Stages on each rank of `pp`, for interleaved_1f1b."""
 
     cp: Positive = 1
-    """Ranks of a node that have a part of each sequence each, for long ones (context parallelism);
-    parameters are spread over them as over any others. See docs/parallelism.md."""
+    """Ranks of a node that each hold a part of every sequence, for long ones (context parallelism).
+    Parameters are sharded over them as over data-parallel ranks. See docs/parallelism.md."""
 
     ep: Positive = 1
-    """Ranks among which the experts of each layer are divided, of those that share parameters as
-    `sharding` says (expert parallelism); tokens go to their experts. See docs/parallelism.md."""
+    """Ranks that divide the experts of each layer, among ranks that share parameters by `sharding`
+    (expert parallelism). Tokens are sent to their experts. See docs/parallelism.md."""
 
     offload: Literal["none", "cpu", "nvme"] = "none"
-    """Where sharded parameters, gradients and optimizer state live, and the optimizer runs: on the
-    device, in host memory, or in files on a local disk (see docs/strategies.md)."""
+    """Where sharded parameters, gradients and optimizer state are kept, and the optimizer runs: on
+    the device, in host memory, or in files on a local disk (see docs/strategies.md)."""
 
     offload_directory: str | None = None
     """Directory on a local disk, for offload: nvme. Each rank takes 16 bytes there for each
@@ -402,26 +405,26 @@ class Strategy:
 
     @property
     def together(self) -> int:
-        """Ranks that have a share of the data in common, and compute it together."""
+        """Ranks that compute one share of the data together."""
         return self.tp * self.pp * self.cp
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Number formats. Trained parameters are float32 unless `master` says otherwise; what a factory
-    makes in bf16 or fp16 is converted."""
+    """Number formats. Trained parameters are float32 unless `master` says otherwise; a factory's
+    parameters in bf16 or fp16 are converted."""
 
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Format of activations and matrix products (and of gathered parameters under fsdp).
     Gradients are reduced in float32. fp16 uses a dynamic loss scale."""
 
     master: Literal["fp32", "bf16_stochastic"] = "fp32"
-    """Format of the weights that an update changes. bf16_stochastic: bf16, rounded stochastically,
-    in 2 bytes a parameter; gradients have 2, too, once they are reduced. See docs/strategies.md."""
+    """Format of the weights that are updated. bf16_stochastic: bf16, rounded stochastically, in 2
+    bytes a parameter; reduced gradients also take 2. See docs/strategies.md."""
 
     matmul: Literal["fp8_rowwise", "fp8_tensorwise", "mxfp8"] | None = None
-    """Have the linear layers of the blocks multiply in 8 bits, through torchao. One scale for each
-    row, each tensor, or each 32 elements. fp8 needs compute capability 8.9, mxfp8 10.0. Under fsdp
+    """Multiply in 8 bits in the linear layers of the blocks, through torchao. One scale per row,
+    per tensor, or per 32 elements. fp8 needs compute capability 8.9, mxfp8 10.0. Under fsdp
     fp8_tensorwise also sends weights in 8 bits."""
 
     loss_scale: Annotated[float, Ge(1)] = 65536.0
@@ -430,41 +433,42 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Alert:
-    """Something to be told of when it begins, and again only after it was over."""
+    """Notifies when a condition begins to hold, and again only after it has ended."""
 
     when: str
     """`NAME > NUMBER` or `NAME < NUMBER`, with a name of docs/metrics.md; `failure`: the ranks were
-    started again after one; `no step for 10 min` (s, min, h): no record has come for so long."""
+    restarted after one; `no step for 10 min` (s, min, h): there was no record for so long."""
 
     run: str | None = None
-    """Command for `sh -c`, with what happened in the environment's PERDURE_ALERT."""
+    """Command for `sh -c`, with the message in the environment variable PERDURE_ALERT."""
 
     post: str | None = None
-    """URL to which `{"text": …}` is posted, as Slack, Mattermost and Discord (`…/slack`) take it.
-    `env:NAME` takes it from the environment, for one that is secret: recipes lie in run.dir."""
+    """URL to which `{"text": …}` is posted, the format of Slack, Mattermost and Discord
+    (`…/slack`). `env:NAME` reads a secret URL from the environment, as recipes are stored in
+    run.dir."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tracking:
-    """Where metrics and events go besides the console and metrics.jsonl."""
+    """Destinations of metrics and events besides the console and metrics.jsonl."""
 
     tensorboard: bool = False
     """Write TensorBoard events to <run.dir>/tensorboard."""
 
     wandb: Literal["off", "offline", "online"] = "off"
-    """Weights & Biases; a restarted run continues under the same run id. The environment's
-    WANDB_MODE comes before offline and online; see docs/metrics.md."""
+    """Weights & Biases; a restarted run continues under the same run id. WANDB_MODE in the
+    environment overrides offline and online; see docs/metrics.md."""
 
     prometheus: str | None = None
     """Path of a file, NAME.prom, for the textfile collector of Prometheus's node exporter. It is
     replaced at each record, by rank 0."""
 
     sinks: tuple[str, ...] = ()
-    """`package.module:function` of your own, which get what TensorBoard gets; see
-    docs/extending.md."""
+    """Each a `package.module:function` of your own, which gets the records that TensorBoard gets;
+    see docs/extending.md."""
 
     hooks: tuple[str, ...] = ()
-    """`package.module:function` of your own, which are called when a run starts, steps, validates,
+    """Each a `package.module:function` of your own, called when a run starts, steps, validates,
     saves, restarts and ends; see docs/extending.md."""
 
     alerts: tuple[Alert, ...] = ()
@@ -478,12 +482,11 @@ class Tracking:
     """Name of the run in trackers; the last part of run.dir unless set."""
 
     profile_steps: Count = 0
-    """Run so many steps under the profiler; each rank leaves its trace and a record of what it
-    holds in <run.dir>/profile (see docs/metrics.md). They are slower, and count in no speed. 0:
-    none."""
+    """Steps to run under the profiler; each rank writes its trace and a record of its memory to
+    <run.dir>/profile (see docs/metrics.md). They are slower, and excluded from speeds. 0: none."""
 
     profile_after: Positive = 4
-    """Steps after a start, or a restart, that come before the profiled ones."""
+    """Steps after a start or restart before the profiled ones."""
 
     peak_tflops: float | None = None
     """Peak dense TFLOP/s of one device at precision.dtype, for MFU. Known for common GPUs;
@@ -492,7 +495,7 @@ class Tracking:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything a run depends on."""
+    """All that a run depends on."""
 
     run: RunSection
     model: Model
@@ -507,8 +510,8 @@ class Recipe:
     elastic: ElasticOptions = field(default_factory=ElasticOptions)
     tracking: Tracking = Tracking()
 
-    # Reaches the nested sections too: unknown keys are errors, as are infinity and NaN, which no
-    # number of a recipe means anything by; docstrings become descriptions.
+    # Holds for nested sections too: unknown keys, infinity and NaN are errors; docstrings become
+    # descriptions.
     __pydantic_config__: ClassVar[ConfigDict] = {
         "extra": "forbid",
         "allow_inf_nan": False,
@@ -517,12 +520,12 @@ class Recipe:
 
     @property
     def checkpoint_directory(self) -> str:
-        """Where the checkpoints of the run lie: a path or a URL."""
+        """Path or URL of the run's checkpoints."""
         return self.checkpoint.directory or str(Path(self.run.dir) / "checkpoints")
 
     @property
     def own_code(self) -> dict[str, str]:
-        """What it names of the user's own code that decides a step: key → `package.module:name`."""
+        """Keys that name a user's code which determines steps → `package.module:name`."""
         named = {
             "model.factory": self.model.factory,
             "model.family": self.model.family,
@@ -539,21 +542,21 @@ class Recipe:
 
     @property
     def micro_batch(self) -> int:
-        """`batch.micro_batch`; 1, which is always possible, where it has not been chosen yet."""
+        """`batch.micro_batch`; 1, which always works, before auto is resolved."""
         return 1 if self.batch.micro_batch == "auto" else self.batch.micro_batch
 
     @property
     def draws(self) -> bool:
-        """Whether a pass may draw random numbers: a model or family of the user's, and KGAT, may
-        have dropout, as an adapter may. The decoders that come with Perdure have none."""
+        """Whether a pass may draw random numbers: a user's model or family, KGAT and an adapter may
+        have dropout. Bundled decoders have none."""
         model = self.model
         dropout = model.adapter and model.adapter.dropout
         return bool(model.factory or model.family or model.kgat or dropout)
 
     @property
     def gathers_twice(self) -> bool:
-        """Whether FSDP frees parameters after the forward pass and fetches them again for the
-        backward pass (ZeRO-3)."""
+        """Whether FSDP frees parameters after forward and gathers them again for backward
+        (ZeRO-3)."""
         return self.sharding in ("FULL_SHARD", "HYBRID_SHARD")
 
     @property

@@ -1,14 +1,15 @@
-"""Named random streams: a seed is a function of (run seed, purpose, numbers), never of history."""
+"""Named random streams: a seed is a function of (run seed, purpose, numbers), independent of
+history."""
 
 import hashlib
 
 
 def stable_seed(seed: int, purpose: str, *numbers: int) -> int:
-    """A 63-bit seed, the same on every machine and Python version.
+    """A 63-bit seed, equal on all machines and Python versions.
 
     Args:
         seed: of the run.
-        purpose: what draws from the stream, such as "dropout" or a parameter's FQN.
+        purpose: of the stream, such as "dropout" or a parameter's FQN.
         numbers: which draw, such as (step, rank).
     """
     text = "/".join(map(str, (seed, purpose, *numbers))).encode()

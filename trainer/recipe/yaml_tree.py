@@ -1,10 +1,10 @@
-"""YAML → plain values, with the place where each key was written.
+"""Reads YAML as plain values, with the place of each key.
 
-PyYAML alone loses line numbers, lets the last of two equal keys win, and reads `on` and `off` as
-booleans. Environment variables expand only where a value says `${NAME}` or `${NAME:-default}`.
+PyYAML alone loses line numbers, keeps the last of two equal keys, and reads `on` and `off` as
+booleans. Environment variables expand only in values with `${NAME}` or `${NAME:-default}`.
 
-Whoever wrote the file: what is too large, nested too deep, or grows without end by aliases is
-refused in one line, before time or memory is spent on it.
+Files are not trusted: one that is too large, too deeply nested, or grows by aliases is refused in
+one line, before it takes time or memory.
 """
 
 import errno
@@ -23,24 +23,24 @@ Origins = dict[Key, str]
 
 
 MAX_BYTES, MAX_NESTING, MAX_VALUES = 256 << 10, 64, 5_000
-"""Limits of a recipe: bytes of the file, levels, and values with aliases followed."""
+"""Limits of a recipe: bytes of the file, levels, and values with aliases expanded."""
 _MAX_WHOLE, _MOST_DIGITS = 2**64, 100
 
 
 class RecipeError(Exception):
-    """The recipe, or the input it names, is wrong; restarting cannot help (exit code 2). A line for
-    each thing that is."""
+    """The recipe, or an input that it names, is wrong; a restart cannot help (exit code 2). One
+    line per problem."""
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong in a recipe."""
+    """A problem in a recipe."""
 
     origin: str
-    """Where: "file:line", the file, or the override."""
+    """"file:line", the file, or the override."""
     key: Key
-    """May be empty, where none is to blame."""
+    """Empty if no key is to blame."""
     what: str
-    """And what to do."""
+    """The problem, and what to do."""
 
 
 def listed(problems: Iterable[Problem], origins: Origins) -> str:
@@ -61,18 +61,18 @@ def listed(problems: Iterable[Problem], origins: Origins) -> str:
 
 
 def dotted(key: Key) -> str:
-    """A key as people write it: data.sources.0.path."""
+    """A key with dots: data.sources.0.path."""
     return ".".join(map(str, key))
 
 
 def read_tree(
     path: str | Path, overrides: Sequence[str] = (), what: str = "recipe"
 ) -> tuple[dict[str, Any], Origins, list[Problem]]:
-    """Read a YAML mapping and apply `key.sub=value` overrides to it; `what` it is, for errors.
+    """Read a YAML mapping and apply `key.sub=value` overrides; errors call it `what`.
 
     Returns:
-        (tree, where each key was written, what is wrong with single keys and overrides: keys that
-        stand twice, unset environment variables, overrides that lead nowhere).
+        (tree, origin of each key, problems of single keys and overrides: duplicate keys, unset
+        environment variables, overrides of missing keys).
 
     Raises:
         RecipeError: unreadable file, invalid YAML.
@@ -101,7 +101,7 @@ def read_tree(
 
 
 def _read(path: str | Path) -> str:
-    """The text of a file; a pipe is read to its end, as a shell's `<(…)`."""
+    """The text of a file, or of a pipe such as a shell's `<(…)`."""
     with open(path, "rb") as file:
         if stat.S_ISCHR(os.fstat(file.fileno()).st_mode) and str(path) != "/dev/stdin":
             raise OSError(errno.ENXIO, "it is a device")
@@ -112,7 +112,7 @@ def _read(path: str | Path) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes no more, and no deeper, than a recipe may have."""
+    """Composes no more nodes, and no deeper ones, than a recipe may have."""
 
     _depth = _nodes = 0
 
@@ -134,7 +134,7 @@ def _require_few(depth: int, values: int, mark: yaml.Mark) -> None:
 
 
 class _Reader:
-    """YAML nodes → plain Python, noting where each key stands and what is wrong."""
+    """Converts YAML nodes to plain Python, and records origins and problems."""
 
     def __init__(
         self, origin: Callable[[yaml.Mark], str], origins: Origins, problems: list[Problem]
@@ -143,7 +143,7 @@ class _Reader:
         self._values = 0
 
     def plain(self, node: yaml.Node, path: Key) -> Any:
-        """The value of a node; of equal keys the first."""
+        """The value of a node; of equal keys the first counts."""
         self._values += 1
         _require_few(len(path), self._values, node.start_mark)
         self._origins[path] = self._origin(node.start_mark)
@@ -169,7 +169,7 @@ class _Reader:
 
     def _scalar(self, node: yaml.Node, path: Key) -> Any:
         if node.tag == "tag:yaml.org,2002:bool" and node.value.lower() not in ("true", "false"):
-            # YAML 1.1 reads the words on, off, yes and no as booleans; `wandb: off` is a word.
+            # YAML 1.1 reads on, off, yes and no as booleans; `wandb: off` is a string.
             return str(node.value)
         try:
             value = yaml.SafeLoader("").construct_object(node)
@@ -201,7 +201,7 @@ class _Reader:
 
 
 def apply_override(tree: dict[str, Any], override: str, origins: Origins) -> list[Problem]:
-    """Set one `key.sub=value` in a tree of plain values; returns why that cannot be."""
+    """Apply one `key.sub=value` to a tree of plain values; returns the problems."""
     key, equals, text = override.partition("=")
     origin = f"override '{override}'"
     if not equals or not key:
@@ -257,7 +257,7 @@ def _in_list(items: list, index: str | int) -> bool:
 
 
 def origin_of(path: Key, origins: Origins, file: str) -> str:
-    """Where the key, or the closest section around it, was written."""
+    """Origin of a key, or of the closest section around it."""
     while path and path not in origins:
         path = path[:-1]
     return origins.get(path, file)

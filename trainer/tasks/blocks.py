@@ -9,13 +9,12 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model, each once, in the order in which they are registered.
+    """The blocks of a model, each once, in order of registration.
 
-    They are what stands in its outermost lists: `nn.ModuleList`, `nn.Sequential`, `nn.ModuleDict`.
-    A list of lists is looked through, as the stages of a ResNet are. In an `nn.ModuleList` each
-    item is a block. In the other two the items of a class that occurs once, such as a stem or a
-    head, are blocks only where there are no others. Modules that have parts are preferred to single
-    layers.
+    They are the items of its outermost lists: `nn.ModuleList`, `nn.Sequential`, `nn.ModuleDict`.
+    Lists of lists are flattened, such as the stages of a ResNet. All items of an `nn.ModuleList`
+    are blocks. In the other two, items of a class that occurs once, such as a stem or a head, are
+    blocks only if there are no others. Modules with parts are preferred to single layers.
     """
     items = list(dict.fromkeys(_items(model)))
     counts = Counter(type(item) for item, _ in items)
@@ -30,8 +29,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _items(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """(item of an outermost list, whether that is an `nn.ModuleList`), of callable modules that
-    have parameters."""
+    """Yield (item of an outermost list, whether that is an `nn.ModuleList`) for items with
+    parameters."""
     if not isinstance(module, _LISTS):
         for child in module.children():
             yield from _items(child)
@@ -44,8 +43,8 @@ def _items(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
 
 
 def _is_stage(module: nn.Module) -> bool:
-    """Whether a module is a list of blocks, and not a block of single layers: nobody calls it, or
-    what is in it has parts."""
+    """Whether a module is a list of blocks, rather than a block of single layers: it is never
+    called, or its items have parts."""
     if not isinstance(module, _LISTS):
         return False
     called = type(module).forward is not nn.Module.forward
@@ -53,7 +52,7 @@ def _is_stage(module: nn.Module) -> bool:
 
 
 def name_blocks(blocks: Iterable[nn.Module]) -> str:
-    """Such as `12 blocks of class Block`, or `8 blocks (4 of Attention, 4 of MLP)`."""
+    """A phrase such as `12 blocks of class Block`, or `8 blocks (4 of Attention, 4 of MLP)`."""
     counts = Counter(type(block).__name__ for block in blocks)
     total = counts.total()
     what = f"{total} block{'s' if total > 1 else ''}"

@@ -1,4 +1,4 @@
-"""`data.factory`: the user's own data sets, as streams."""
+"""`data.factory`: a user's own data sets as streams."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,15 +14,15 @@ from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.factory import call_factory
 
 TRIED = 8
-"""Samples that are put into a batch at the start: one alone shows no misfit."""
+"""Samples that are batched at the start: one alone shows no mismatch of shapes."""
 
 
 def open_samples(recipe: Recipe) -> tuple[SampleStream, SampleStream | None]:
     """Training and validation data of `data.factory`.
 
     Raises:
-        RecipeError: it cannot be found, or gives no data that can be trained on.
-        DataError: the data is not what it should be.
+        RecipeError: the factory is missing, or returns no data to train on.
+        DataError: the data is malformed.
     """
     data, name = recipe.data, recipe.data.factory or ""
     found = call_factory("data.factory", name, data.factory_options)
@@ -56,7 +56,7 @@ def open_samples(recipe: Recipe) -> tuple[SampleStream, SampleStream | None]:
 
 
 def _is_data_set(value: Any) -> bool:
-    """And no sample, which may be a mapping or a tuple."""
+    """Whether a value is a data set, and not a sample, which may be a mapping or a tuple."""
     both = hasattr(value, "__len__") and hasattr(value, "__getitem__")
     return both and not isinstance(value, Mapping | tuple | str | torch.Tensor | np.ndarray)
 
@@ -65,21 +65,21 @@ def first_batch(stream: SampleStream) -> dict[str, Any]:
     """The first samples of a stream.
 
     Raises:
-        DataError: there is something that no model can be called with.
+        DataError: a value cannot be a model's input.
     """
     return stream.fetch(range(min(stream.sequences, TRIED)))
 
 
 def check_decoder_inputs(batch: dict[str, Any], vocab_size: int, multiple: int) -> None:
-    """Refuse data that the bundled decoder cannot read.
+    """Refuse data that a bundled decoder cannot read.
 
     Args:
         batch: of the data set.
         vocab_size: of the decoder.
-        multiple: what divides a sequence: the ranks that cut it.
+        multiple: divisor of a sequence: the number of ranks that cut it.
 
     Raises:
-        DataError: what is missing, out of its vocabulary, or of another length.
+        DataError: inputs are missing, out of vocabulary, or of the wrong length.
     """
     missing = {"input_ids", "labels"} - batch.keys()
     if missing:
@@ -102,5 +102,5 @@ def check_decoder_inputs(batch: dict[str, Any], vocab_size: int, multiple: int) 
 
 
 def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
-    """What of a batch goes to the model."""
+    """The part of a batch that the model is called with."""
     return {name: value for name, value in batch.items() if name != COUNTED}

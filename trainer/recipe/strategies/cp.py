@@ -9,12 +9,12 @@ KEYS = ("cp",)
 
 
 def ranks(strategy: Strategy) -> int:
-    """Ranks of a ring, which have a part each of every sequence."""
+    """Ranks of a ring, each with a part of every sequence."""
     return strategy.cp
 
 
 def chunks(strategy: Strategy) -> int:
-    """Chunks into which a sequence is cut: two for each rank of a ring."""
+    """Chunks of a sequence: two per rank of a ring."""
     return 2 * strategy.cp if strategy.cp > 1 else 1
 
 

@@ -42,5 +42,6 @@ def describe(strategy: Strategy) -> str:
 
 
 def bytes_sent(strategy: Strategy, divided: float) -> float:
-    """Bytes that each rank sends to others of `divided` bytes of rows, as many to each expert."""
+    """Bytes that each rank sends to others, of `divided` bytes of rows with equal loads of
+    experts."""
     return (1 - 1 / strategy.ep) * divided

@@ -1,8 +1,7 @@
-"""`run.determinism: exact`: results of which no bit depends on the world size; applied by
+"""`run.determinism: exact`: results that do not depend on the world size in any bit; applied by
 trainer/optim/exact.py.
 
-What a micro-batch is, is part of such a run: they are cut alike at every world size, and gradients
-are sums of theirs that do not round.
+Micro-batches are cut equally at every world size, and gradients are sums that do not round.
 """
 
 from collections.abc import Iterator
@@ -19,10 +18,10 @@ def used(recipe: Recipe) -> bool:
 
 
 def batch_plan(recipe: Recipe, shares: int) -> BatchPlan:
-    """Who computes which sequences of a step, where `shares` ranks share the data.
+    """The assignment of a step's sequences to `shares` data-parallel ranks.
 
     Raises:
-        RecipeError: the global batch cannot be shared so.
+        RecipeError: the global batch does not divide among them.
     """
     limit = recipe.micro_batch
     try:
@@ -32,17 +31,17 @@ def batch_plan(recipe: Recipe, shares: int) -> BatchPlan:
 
 
 def most_shares(recipe: Recipe) -> int:
-    """Most ranks that can share the data."""
+    """Most data-parallel ranks."""
     return most_ranks(recipe.batch.global_batch, recipe.micro_batch, fixed=recipe.exact)
 
 
 def addends(recipe: Recipe) -> int:
-    """Terms of the sum that is a gradient: one for each part of each micro-batch."""
+    """Terms in the sum of a gradient: one for each part of each micro-batch."""
     return cp.ranks(recipe.strategy) * -(-recipe.batch.global_batch // recipe.micro_batch)
 
 
 def reduced_bytes(recipe: Recipe) -> int:
-    """Bytes of an element in which gradients are reduced: float64 holds exact sums."""
+    """Bytes per element of reduced gradients: float64 holds exact sums."""
     return 8 if recipe.exact else 4
 
 

@@ -1,4 +1,4 @@
-"""What no strategy of `tp`, `pp`, `cp` and `ep` can be combined with by nature, but not yet."""
+"""Combinations with `tp`, `pp`, `cp` and `ep` that are not implemented yet."""
 
 from collections.abc import Iterator
 
@@ -7,10 +7,10 @@ from trainer.recipe.strategies import sharding
 
 
 def missing_beside(recipe: Recipe, ranks: str, *keys: str) -> Iterator[tuple[str, str]]:
-    """Refuse those of `keys` that the recipe uses beside `strategy.<ranks>`.
+    """Refuse the settings in `keys` that the recipe uses beside `strategy.<ranks>`.
 
     Yields:
-        (key, what is wrong and what to do).
+        (key, problem and remedy).
     """
     chosen = {
         "run.determinism": (recipe.exact, "set fast"),

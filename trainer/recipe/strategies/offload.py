@@ -1,6 +1,5 @@
-"""`strategy.offload` and `offload_directory`: what FSDP shards lives in host memory, or in files of
-a local disk; applied by trainer/parallel/fsdp.py and offload.py.
-"""
+"""`strategy.offload` and `offload_directory`: FSDP's shards in host memory, or in files on a local
+disk; applied by trainer/parallel/fsdp.py and offload.py."""
 
 from collections.abc import Iterator
 
@@ -9,17 +8,17 @@ from trainer.recipe.strategies import sharding
 
 
 def used(strategy: Strategy) -> bool:
-    """Whether parameters, gradients and optimizer state live elsewhere than on the device."""
+    """Whether parameters, gradients and optimizer state are kept off the device."""
     return strategy.offload != "none"
 
 
 def to_host(strategy: Strategy) -> bool:
-    """Whether they live in host memory."""
+    """Whether they are in host memory."""
     return strategy.offload == "cpu"
 
 
 def to_disk(strategy: Strategy) -> bool:
-    """Whether they live in files."""
+    """Whether they are in files."""
     return strategy.offload == "nvme"
 
 

@@ -10,22 +10,22 @@ KEYS = ("pp", "pp_schedule", "pp_stages_per_rank")
 
 
 def ranks(strategy: Strategy) -> int:
-    """Ranks of a pipeline, which have some stages of a model each."""
+    """Ranks of a pipeline, each with some stages."""
     return strategy.pp
 
 
 def shape(strategy: Strategy) -> tuple[PipelineSchedule, int, int]:
-    """(schedule, ranks, stages of each): what functions of trainer/parallel/schedules.py take."""
+    """(schedule, ranks, stages per rank), as in trainer/parallel/schedules.py."""
     return strategy.pp_schedule, strategy.pp, strategy.pp_stages_per_rank
 
 
 def stages(strategy: Strategy) -> int:
-    """Stages of all ranks."""
+    """Stages of the whole pipeline."""
     return strategy.pp * strategy.pp_stages_per_rank
 
 
 def splits_backward(strategy: Strategy) -> bool:
-    """Whether the gradients of weights are computed apart from those of activations, and later."""
+    """Whether gradients of weights are computed separately from those of activations, and later."""
     return strategy.pp_schedule == "zero_bubble"
 
 

@@ -1,6 +1,5 @@
-"""`strategy.name`, `sharding`, `zero` and `shard_size`: what the ranks that share the data hold;
-applied by trainer/parallel/fsdp.py and ddp.py.
-"""
+"""`strategy.name`, `sharding`, `zero` and `shard_size`: what data-parallel ranks hold; applied by
+trainer/parallel/fsdp.py and ddp.py."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,32 +8,32 @@ from trainer.recipe.sections import ZERO_STAGES, Recipe, Sharding, Strategy
 
 
 def name(recipe: Recipe) -> Sharding:
-    """What FSDP shards; DDP counts as NO_SHARD."""
+    """The sharding; DDP counts as NO_SHARD."""
     return recipe.sharding
 
 
 def zero1(recipe: Recipe) -> bool:
-    """Whether DDP holds the parameters, and ranks share the optimizer state alone."""
+    """Whether DDP holds the parameters, and only the optimizer state is sharded."""
     return recipe.sharding == "OPTIMIZER_STATE"
 
 
 def shards_parameters(recipe: Recipe) -> bool:
-    """Whether a rank holds a part of the parameters between steps."""
+    """Whether ranks hold parts of the parameters between steps."""
     return recipe.sharding not in ("NO_SHARD", "OPTIMIZER_STATE")
 
 
 def by_fsdp(recipe: Recipe) -> bool:
-    """Whether the recipe asks for FSDP, also where its groups have one rank."""
+    """Whether the recipe selects FSDP, also for groups of one rank."""
     return recipe.strategy.name == "fsdp" and not zero1(recipe)
 
 
 def fixed_group(recipe: Recipe) -> int:
-    """Ranks of a shard group, or 1 where the recipe alone does not say it."""
+    """Size of a shard group, or 1 if it depends on the world."""
     return (recipe.sharding == "HYBRID_SHARD" and recipe.strategy.shard_size) or 1
 
 
 def group(recipe: Recipe, sharing: int, in_node: int) -> int:
-    """Ranks of a shard group. `sharing`: ranks that share the data; `in_node`: those of a node."""
+    """Size of a shard group. `sharing`: data-parallel ranks; `in_node`: those of a node."""
     if not shards_parameters(recipe):
         return 1
     if recipe.sharding == "HYBRID_SHARD":
@@ -43,7 +42,7 @@ def group(recipe: Recipe, sharing: int, in_node: int) -> int:
 
 
 def resolved(strategy: Strategy) -> Strategy:
-    """Replace `zero` by the `sharding` that it means, unless the two contradict each other."""
+    """Replace `zero` by the equivalent `sharding`, unless the two contradict."""
     if strategy.zero is None or strategy.name == "ddp":
         return strategy
     meant = ZERO_STAGES[strategy.zero]

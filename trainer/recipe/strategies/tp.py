@@ -15,7 +15,7 @@ def ranks(strategy: Strategy) -> int:
 
 
 def stream_parts(strategy: Strategy) -> int:
-    """Parts into which these ranks cut the residual stream along the sequence."""
+    """Parts into which tp ranks cut the residual stream along the sequence."""
     return strategy.tp if strategy.sequence_parallel else 1
 
 
