@@ -1,4 +1,5 @@
-"""AdamW (Loshchilov & Hutter 2019) on this rank's slices: torch's fused kernel, or exact."""
+"""AdamW (Loshchilov & Hutter 2019) on this rank's slices: torch's fused kernel, or the exact
+update."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -27,16 +28,17 @@ def update_adamw(
 def _fused(
     parameters: Sequence[nn.Parameter], group: Mapping[str, Any], state: State
 ) -> Callable[[float], None]:
-    """Update the local parts. For each DTensor torch would find out in every new process that an
-    update needs no other rank: a sixth of a restart."""
+    """Prepare torch's fused update of the local parts."""
     states = [state[parameter] for parameter in parameters]
-    steps = [of_one["step"] for of_one in states]
+    steps = [entry["step"] for entry in states]
+    # Local tensors: for DTensors torch would check in every new process that the update needs no
+    # other rank, a sixth of a restart's time.
     weights, means, squares = (
         [local_tensor(one) for one in many]
         for many in (
             parameters,
-            (of_one["exp_avg"] for of_one in states),
-            (of_one["exp_avg_sq"] for of_one in states),
+            (entry["exp_avg"] for entry in states),
+            (entry["exp_avg_sq"] for entry in states),
         )
     )
 
@@ -45,6 +47,7 @@ def _fused(
         if factor != 1.0:
             divisor = torch.full(
                 (),
+                # The kernel divides gradients by it; a factor of 0 must stay finite.
                 min(1 / factor, torch.finfo(torch.float32).max),
                 dtype=torch.float32,
                 device=parameters[0].device,
@@ -72,7 +75,7 @@ def _fused(
 
 
 def _numbers(group: Mapping[str, Any], steps: torch.Tensor, factor: float) -> torch.Tensor:
-    """See `Method.numbers`: what depends on no element."""
+    """See `Method.numbers`: the factors that are equal for all elements of a parameter."""
     beta1, beta2 = group["betas"]
     counts = steps.double()
     decay = torch.full_like(counts, 1 - group["lr"] * group["weight_decay"])
@@ -101,18 +104,19 @@ def _rows(
 def _exact(
     parameters: Sequence[nn.Parameter], group: Mapping[str, Any], state: State, factor: float
 ) -> None:
-    """Every operation is one multiplication, addition, division or square root of float32 elements.
-    IEEE 754 defines these to the last bit, so how a tensor is cut, and which kernel computes it,
-    does not show."""
+    """Update by single multiplications, additions, divisions and square roots of float32 elements.
+    IEEE 754 defines these to the last bit, so the result depends neither on how a tensor is cut nor
+    on the kernel."""
     lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
     states = [state[parameter] for parameter in parameters]
-    for of_one in states:
-        of_one["step"] += 1
-    counts = torch.stack([of_one["step"] for of_one in states]).tolist()  # one wait for a GPU
-    for parameter, of_one, steps in zip(parameters, states, counts, strict=True):
+    for entry in states:
+        entry["step"] += 1
+    # one synchronisation with the GPU for all counts
+    counts = torch.stack([entry["step"] for entry in states]).tolist()
+    for parameter, entry, steps in zip(parameters, states, counts, strict=True):
         assert parameter.grad is not None
         weight, gradient, mean, mean_square = map(
-            local_tensor, (parameter, parameter.grad, of_one["exp_avg"], of_one["exp_avg_sq"])
+            local_tensor, (parameter, parameter.grad, entry["exp_avg"], entry["exp_avg_sq"])
         )
         gradient.mul_(factor)
         mean.mul_(beta1).add_(gradient.mul(1 - beta1))

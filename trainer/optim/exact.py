@@ -1,22 +1,22 @@
-"""Arithmetic whose result depends neither on the order nor on the grouping of its terms.
+"""Arithmetic whose result depends neither on the order nor on the grouping of terms.
 
 [Note: exact mode] With `run.determinism: exact` a run gives the same bits at every world size and
-under every sharding, also when the world changes on the way. Ranks that compute a sample together
-(tensor, pipeline and context parallelism) round in their own way, which no other rank changes: so
-the bits are the same at every data-parallel size, with as many of them as before.
+under every sharding, also when the world changes. Ranks that compute a sample together (tensor,
+pipeline and context parallelism) round in their own way, independent of other ranks. So bits are
+equal at every data-parallel size, for a constant number of these.
 
 - *Work.* The global batch is cut into numbered micro-batches of fixed shape; the world size only
-  decides which rank computes which (`elastic.group.batch_plan`). Kernels are deterministic, and
-  a CPU rank has one thread, as sums are cut by the number of threads.
+  decides which rank computes which (`elastic.group.batch_plan`). Kernels are deterministic, and a
+  CPU rank has one thread, because the number of threads determines how sums are cut.
 - *Gradients.* Those of each micro-batch are rounded to multiples of `GRID`. A float64 holds all
-  multiples up to 2**53, so adding them up in float64, on a rank and between ranks, rounds nothing,
-  and order cannot matter. FSDP does both; with one rank per shard group it also serves for DDP.
-  What a tensor-parallel group adds up, it adds up before that.
+  multiples up to 2**53, so sums in float64, on a rank and between ranks, do not round, and their
+  order does not matter. FSDP computes both; with one rank per shard group it replaces DDP. Sums
+  within a tensor-parallel group come before.
 - *Loss.* Likewise, on `LOSS_GRID`.
-- *Norm.* `square_sums`: the squares are cut into pieces that lie on grids of their own.
-- *Update.* Operations that IEEE 754 defines to the last bit (adamw.py, muon.py). The kernels of
-  torch.optim may round the end of a tensor, which vector instructions do not reach, otherwise than
-  its rest, and where a shard ends depends on the world size.
+- *Norm.* `square_sums`: the squares are cut into pieces on grids of their own.
+- *Update.* Operations that IEEE 754 defines to the last bit (adamw.py, muon.py). Kernels of
+  torch.optim may round the end of a tensor, beyond the last full vector, differently, and the world
+  size determines where a shard ends.
 """
 
 import math
@@ -32,48 +32,46 @@ from checkpointing.format.tensors import local_tensor
 from elastic.node.exchange import received
 
 GRID = 2.0**-44
-"""Gradients are multiples of it. Adam's step feels an element this small, 6e-14, no more: its eps
-is 1e-8."""
+"""Unit of gradients. Adam's step does not depend on elements this small, 6e-14: its eps is 1e-8."""
 LARGEST_GRADIENT = 2.0**52 * GRID
-"""256: an element beyond it makes the gradient of its tensor NaN, and the step is skipped."""
+"""256. A larger element makes the gradient of its tensor NaN, and the step is skipped."""
 LOSS_GRID = 2.0**-32
-"""Losses are multiples of it: sums are exact up to 2 million."""
+"""Unit of losses: sums are exact up to 2 million."""
 PIECES = 3
-"""Parts that a square is cut into. At 10**11 parameters the last one ends 47 bits below the largest
-square."""
+"""Pieces of a square. With 10**11 parameters the last ends 47 bits below the largest square."""
 CHUNK = {"cpu": 2**15, "cuda": 2**24}
-"""Elements that are squared at a time: what the cache holds; what keeps a GPU busy."""
+"""Elements squared at a time: as many as fit in a CPU's cache, or keep a GPU busy."""
 
 
 def use_exact_kernels(device: torch.device) -> None:
-    """For this process, from now on: deterministic kernels, and one thread on a CPU."""
+    """Use deterministic kernels in this process from now on, and one thread on a CPU."""
     if device.type == "cpu":
         torch.set_num_threads(1)
-    # cuBLAS reads it when its first handle is made, and torch refuses to go on without it.
+    # cuBLAS reads it with its first handle; without it torch refuses deterministic products.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def snap_loss(loss: torch.Tensor) -> torch.Tensor:
-    """A loss in float64, rounded to a multiple of LOSS_GRID: such terms add up exactly."""
+    """A loss in float64, rounded to a multiple of LOSS_GRID, so that sums are exact."""
     return (loss.double() / LOSS_GRID).round() * LOSS_GRID
 
 
 def snap_gradients(
     units: Iterable[nn.Module], terms: int, sharded: Callable[[nn.Parameter], bool]
 ) -> None:
-    """From now on, each backward pass rounds the gradients of FSDP units to multiples of GRID.
+    """From now on, round the gradients of FSDP units to multiples of GRID in each backward pass.
 
     Args:
-        units: modules that FSDP gathers as one; their forward pass puts whole parameters in place.
-        terms: gradients that are added up: of micro-batches, each weighted by its share of the
+        units: modules that FSDP gathers as one; their forward has whole parameters.
+        terms: number of gradients summed: of micro-batches, each weighted by its share of the
             global batch, or of parts of their sequences.
-        sharded: whether a parameter is one that FSDP has not gathered.
+        sharded: whether a parameter is not gathered by FSDP.
 
-    Works in the format of the gradient (bfloat16 or float32): a multiple of GRID that is close to
-    a number has no more digits than the number. An element above LARGEST_GRADIENT / terms, whose
-    sum might not be exact, makes the whole tensor NaN.
+    Rounds in the gradient's own format (bfloat16 or float32): the nearest multiple of GRID has no
+    more digits than the number. An element above LARGEST_GRADIENT / terms, whose sum might not be
+    exact, makes the whole tensor NaN.
     """
     limit = LARGEST_GRADIENT / terms
     snapped: set[nn.Parameter] = set()
@@ -91,7 +89,7 @@ def snap_gradients(
 
     @torch.compiler.disable
     def watch(unit: nn.Module, _inputs: object) -> None:
-        # FSDP's own hook has run: the parameters of this unit are whole now, those of others not.
+        # FSDP's hook ran before: parameters of this unit are whole, those of other units are not.
         for parameter in unit.parameters():
             if sharded(parameter) or parameter in snapped:
                 continue
@@ -104,22 +102,22 @@ def snap_gradients(
 
 
 def square_sums(parameters: Sequence[nn.Parameter], device: torch.device) -> torch.Tensor:
-    """This rank's part of the squared gradient norm, PIECES float64 numbers that add up to it.
+    """This rank's part of the squared gradient norm: PIECES float64 numbers that add up to it.
 
-    Summed over all ranks each is exact, so it is the same for every mesh. NaN on all ranks if any
+    Their sums over all ranks are exact, so they are equal for every mesh; NaN on all ranks if a
     gradient is not finite. On all ranks: they first agree on the largest gradient.
 
     Pre-rounding of Demmel & Nguyen 2013, "Fast Reproducible Floating-Point Summation": a square is
-    cut into pieces, each a multiple of a power of two so large that the sum of all is exact.
+    cut into pieces, each a multiple of a power of two large enough that the sum of all is exact.
     """
     gradients = [gradient for p in parameters if (gradient := _own_gradient(p)) is not None]
     largest = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
         norm = torch.linalg.vector_norm(gradient, math.inf).to(largest)
-        # A NaN as infinity: a maximum over ranks may lose it.
+        # NaN as infinity: a maximum over ranks may lose a NaN.
         largest = torch.maximum(largest, torch.where(norm.isnan(), math.inf, norm))
     dist.all_reduce(largest, dist.ReduceOp.MAX)
-    # Those of the other stages of a pipeline, too.
+    # Includes the elements of other pipeline stages.
     elements = largest.new_full((), sum(gradient.numel() for gradient in gradients))
     dist.all_reduce(elements)
     bound, count = received(largest), int(received(elements))
@@ -127,15 +125,15 @@ def square_sums(parameters: Sequence[nn.Parameter], device: torch.device) -> tor
     if not math.isfinite(bound):
         return sums.fill_(math.nan)
     digits = 52 - math.ceil(math.log2(count + 1))
-    # `count` multiples of 2**e, none above 2**(e + digits), have an exact sum. The first pieces
-    # are below 2**top, and what each leaves over is at most half of its unit.
+    # `count` multiples of 2**e, none above 2**(e + digits), have an exact sum. The first pieces are
+    # below 2**top, and each leaves a rest of at most half its unit.
     top = 2 * math.frexp(bound)[1]
     units = [2.0 ** (top - number - (number + 1) * digits) for number in range(PIECES)]
     for gradient in gradients:
         for chunk in gradient.flatten().split(CHUNK[gradient.device.type]):
             rest = chunk.double().square_()
             for number, unit in enumerate(units):
-                shift = 1.5 * 2.0**52 * unit  # so large that adding it rounds to a multiple of unit
+                shift = 1.5 * 2.0**52 * unit  # adding it rounds to a multiple of unit
                 piece = (rest + shift).sub_(shift)
                 sums[number] += piece.sum()
                 rest.sub_(piece)
@@ -143,7 +141,7 @@ def square_sums(parameters: Sequence[nn.Parameter], device: torch.device) -> tor
 
 
 def _own_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The part of the gradient that is this rank's to count: of replicas, the first counts."""
+    """The part of a gradient that this rank counts, or None: of replicas the first counts."""
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
         return gradient if gradient is None or dist.get_rank() == 0 else None

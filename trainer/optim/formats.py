@@ -1,18 +1,18 @@
-"""Weights and optimizer state in fewer bits than float32 has, and the updates of such.
+"""Weights and optimizer state in fewer bits than float32, and their updates.
 
 [Note: rounding] An update is computed in float32, some rows at a time, and rounded when it is
-stored. Rounding to the nearest number would lose whatever is smaller than half of a last digit: of
-a bf16 weight every change below 1/512 of it. So a number is rounded up or down at random, with the
-chances that make it right on average (Gupta et al. 2015, "Deep Learning with Limited Numerical
-Precision"). What is drawn is a hash of the run's seed, the step, the parameter's FQN and the place
-of the element in the whole tensor. So there is no generator to save, replicas round alike, and the
-bits depend neither on the number of ranks nor on where shards end.
+stored. Rounding to nearest would lose every change below half of a last digit: of a bf16 weight
+every change below 1/512 of it. So numbers are rounded up or down at random, with probabilities that
+are right on average (Gupta et al. 2015, "Deep Learning with Limited Numerical Precision"). The
+random numbers are a hash of the run's seed, the step, the parameter's FQN and the element's place
+in the whole tensor. So no generator is saved, replicas round equally, and the bits depend neither
+on the number of ranks nor on where shards end.
 
 [Note: 8 bits] The last dimension of a tensor is cut into blocks of `BLOCK` elements, each with its
 largest magnitude as a float32 scale (Dettmers et al. 2022, "8-bit Optimizers via Block-wise
-Quantization"). Shards are whole rows, so no cut of them changes a block. Codes are even steps of
-the square root of a mean, and of the fourth root of a mean of squares: where gradients are small,
-both keep as many digits. A mean of squares is never rounded to zero, as updates divide by its root.
+Quantization"). Shards are whole rows, so sharding does not change a block. Codes are even steps of
+the square root of a mean, and of the fourth root of a mean of squares, which keeps digits where
+gradients are small. A mean of squares is never rounded to zero, as updates divide by its root.
 """
 
 import math
@@ -34,13 +34,13 @@ Format = Literal["fp32", "bf16", "int8"]
 BLOCK = 128
 """Elements of a row that share a scale."""
 SCALE = "_scale"
-"""Ends the name of the scales of a moment."""
+"""Suffix of the name of a moment's scales."""
 PORTION = {"cpu": 1 << 16, "cuda": 1 << 23}
-"""Elements that are updated at a time: what the cache of each thread holds; what keeps a GPU
+"""Elements updated at a time: as many as fit in the cache of each CPU thread, or keep a GPU
 busy."""
 ROUNDING_BYTES = 48
-"""Most bytes for each of them while they are updated: weight, gradient and two moments in float32,
-a hash, and what is rounded."""
+"""Most bytes for each element during its update: weight, gradient and two moments in float32, a
+hash, and the rounded result."""
 
 _TINY = torch.finfo(torch.float32).tiny
 _MEAN, _SQUARE = 127, 256
@@ -52,8 +52,8 @@ _GAMMA, MIX1, MIX2 = (
 
 
 def format_of(parameter: Tensor, wanted: Format) -> Format:
-    """How the moments of a parameter are stored. Rows that are no whole blocks have bf16 in place
-    of int8. Parameters in other formats than float32 and bf16 have moments like themselves."""
+    """Format of a parameter's moments. int8 becomes bf16 if rows are no whole blocks. Parameters
+    other than float32 and bf16 have moments in their own dtype."""
     if wanted == "fp32" or parameter.dtype not in (torch.float32, torch.bfloat16):
         return "fp32"
     whole_blocks = parameter.dim() > 1 and parameter.shape[-1] % BLOCK == 0
@@ -61,12 +61,12 @@ def format_of(parameter: Tensor, wanted: Format) -> Format:
 
 
 class Part(NamedTuple):
-    """One tensor of what stores a moment."""
+    """One tensor of a stored moment."""
 
     name: str
     dtype: torch.dtype
     block: int
-    """Consecutive elements of the parameter for which it has one number."""
+    """Consecutive elements of the parameter per number."""
 
 
 def parts_of(name: str, how: Format, *, square: bool) -> list[Part]:
@@ -75,7 +75,7 @@ def parts_of(name: str, how: Format, *, square: bool) -> list[Part]:
     Args:
         name: of the moment.
         how: its format.
-        square: it is never negative.
+        square: whether it is never negative.
     """
     if how == "int8":
         codes = Part(name, torch.uint8 if square else torch.int8, 1)
@@ -84,7 +84,7 @@ def parts_of(name: str, how: Format, *, square: bool) -> list[Part]:
 
 
 def zeros_of(parameter: Tensor, part: Part) -> Tensor:
-    """A part of a moment that is zero, on the parameter's device and cut as that is."""
+    """A part of a zero moment, on the parameter's device and sharded like it."""
     local = local_tensor(parameter)
     *rows, columns = local.shape or [1]
     shape = [*rows, columns // part.block] if local.dim() else []
@@ -92,8 +92,8 @@ def zeros_of(parameter: Tensor, part: Part) -> Tensor:
 
 
 def placed(local: Tensor, parameter: Tensor, block: int = 1) -> Tensor:
-    """A local tensor as this rank's part of a whole one, which lies on the ranks as a parameter
-    does, and whose last dimension is `block` times shorter."""
+    """Wrap a local tensor as this rank's part of a tensor that is sharded like the parameter, with
+    a last dimension `block` times shorter."""
     if not isinstance(parameter, DTensor):
         return local
     spec = parameter._spec
@@ -101,7 +101,7 @@ def placed(local: Tensor, parameter: Tensor, block: int = 1) -> Tensor:
     shape = torch.Size([*rows, columns // block])
     strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     meta = TensorMeta(shape, strides, local.dtype)
-    # Not from_local, which moves what is offloaded to the mesh's device.
+    # from_local would move offloaded tensors to the mesh's device.
     return DTensor(local, replace(spec, tensor_meta=meta), requires_grad=False)
 
 
@@ -110,8 +110,8 @@ def placed(local: Tensor, parameter: Tensor, block: int = 1) -> Tensor:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the elements of a local tensor, seen as (R, C), lie in the whole one: the sum of both,
-    times an odd constant."""
+    """Places of the elements of a local tensor, seen as (R, C), in the whole tensor: the sum of
+    both fields, times an odd constant."""
 
     rows: Tensor
     """int64, shape (R, 1)."""
@@ -148,10 +148,10 @@ class ParameterRows:
     stop: int
     elements: int
     last: bool
-    """No rows come after them."""
+    """Whether these are its last rows."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """These rows of the parameter, of its gradient or of its state, flat."""
+        """These rows of the parameter, its gradient or its state, flat."""
         local = local_tensor(tensor)
         if not local.dim():
             return local.reshape(1)
@@ -162,12 +162,12 @@ class ParameterRows:
 def portions_of(
     parameters: Sequence[nn.Parameter], most: int, *, whole: bool
 ) -> Iterator[list[ParameterRows]]:
-    """Parameters in portions of about so many elements, none of them empty.
+    """Yield parameters in non-empty portions of about `most` elements.
 
     Args:
-        parameters: in their order.
-        most: elements of a portion, but for a single row that has more.
-        whole: cut none, and cut alike on all ranks: whole tensors count, not this rank's parts.
+        parameters: in order.
+        most: elements of a portion; a single row may have more.
+        whole: do not cut parameters, and form equal portions on all ranks, by whole sizes.
     """
     portion: list[ParameterRows] = []
     room = most
@@ -196,13 +196,12 @@ def noise(
     places: Mapping[nn.Parameter, Places],
     keys: Mapping[nn.Parameter, int],
 ) -> Tensor:
-    """Three numbers for each element, uniform over int16, that depend on no others: int16 of shape
-    (3, elements).
+    """Three random numbers per element, uniform over int16: (3, elements).
 
     Args:
         pieces: of parameters on one device.
         places: see `places_of`.
-        keys: a hash of what draws for each parameter.
+        keys: parameter → hash of the seed and its FQN.
     """
     sizes = [piece.elements for piece in pieces]
     device = places[pieces[0].parameter].rows.device
@@ -213,28 +212,27 @@ def noise(
         torch.add(rows, where.columns, out=out.view(len(rows), len(where.columns)))
     hashed.bitwise_xor_(hashed >> 30).mul_(MIX1)
     hashed.bitwise_xor_(hashed >> 27).mul_(MIX2)
-    # The lowest of the four words is the least mixed.
+    # The lowest of the four 16-bit words is the least mixed.
     return hashed.view(torch.int16).view(-1, 4).T[1:]
 
 
 def rounded_to_bf16(values: Tensor, drawn: Tensor) -> Tensor:
-    """float32 (N,) → bf16, up or down as `drawn` (N,), of `noise`, says. What is no number stays
-    none."""
+    """float32 (N,) → bf16, rounded up or down by `drawn` (N,), see `noise`. NaN stays NaN."""
     bits = (values.view(torch.int32) + drawn).add_(1 << 15).bitwise_and_(-1 << 16)
-    found = bits.view(torch.float32)
-    # The mantissa of a NaN may carry into the sign, and make a zero of it.
-    return torch.where(values.isnan(), values, found).bfloat16()
+    rounded = bits.view(torch.float32)
+    # A carry from a NaN's mantissa could turn it into zero.
+    return torch.where(values.isnan(), values, rounded).bfloat16()
 
 
 def stored(values: Tensor, how: Format, drawn: Tensor, *, square: bool) -> list[Tensor]:
-    """float32 (N,) → what `parts_of` names, flat; rounded as `drawn` (N,) says, see `noise`."""
+    """float32 (N,) → the tensors of `parts_of`, flat, rounded by `drawn` (N,), see `noise`."""
     if how == "fp32":
         return [values]
     if how == "bf16":
         return [rounded_to_bf16(values, drawn)]
     blocks = values.view(len(values) // BLOCK, BLOCK)
     scales = (blocks if square else blocks.abs()).amax(1, keepdim=True)
-    # A GPU's division may round up: a share of more than 1 would wrap the largest code.
+    # A GPU's division may round up: a share above 1 would wrap the largest code.
     shares = (blocks / scales.clamp(min=_TINY)).clamp_(-1, 1).view(-1)
     if square:
         roots = shares.sqrt().sqrt_().mul_(_SQUARE).floor_().clamp_(min=1)
@@ -250,12 +248,12 @@ def stored(values: Tensor, how: Format, drawn: Tensor, *, square: bool) -> list[
 
 
 def _up(chance: Tensor, drawn: Tensor) -> Tensor:
-    """Whether to round up: with this chance."""
+    """Whether to round up, with probability `chance`."""
     return drawn < chance.mul_(1 << 16).sub_((1 << 15) + 0.5)
 
 
 def in_float32(parts: Sequence[Tensor], how: Format, *, square: bool) -> Tensor:
-    """What `stored` has made, as float32 (N,)."""
+    """The inverse of `stored`: float32 (N,)."""
     if how != "int8":
         return parts[0].float()
     codes, scales = parts[0].float(), parts[1]
@@ -269,20 +267,20 @@ def in_float32(parts: Sequence[Tensor], how: Format, *, square: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Opened:
-    """One number for each element of some pieces, in float32."""
+    """Numbers of some pieces in float32, to be changed and stored again."""
 
     pieces: Sequence[ParameterRows]
     stored: Sequence[Sequence[Tensor]]
-    """Where they come from: by part of the format, then by piece."""
+    """Their stored tensors: by part of the format, then by piece."""
     how: Format
     square: bool
     everything: Tensor | None
-    """All of them, flat; None if they are float32 where they are stored."""
+    """All numbers, flat; None if they are stored as float32."""
     values: Sequence[Tensor]
-    """By piece, flat."""
+    """Views by piece, flat."""
 
     def close(self, drawn: Tensor) -> None:
-        """Round what is not float32, as `drawn` (elements,) of `noise` says, and store it."""
+        """Round what is stored in fewer bits by `drawn` (elements,), see `noise`, and store it."""
         if self.everything is not None:
             flat = stored(self.everything, self.how, drawn, square=self.square)
             put(self.pieces, self.stored, flat)
@@ -295,13 +293,13 @@ def opened(
     *,
     square: bool = False,
 ) -> Opened:
-    """Numbers of pieces in float32, to be changed in place, and then closed.
+    """Open numbers of pieces in float32, to be changed in place, and then closed.
 
     Args:
-        pieces: whose.
-        tensors: where they are stored, by part of the format, then by piece.
-        how: they are stored.
-        square: none is negative.
+        pieces: of parameters.
+        tensors: stored tensors, by part of the format, then by piece.
+        how: their format.
+        square: whether they are never negative.
     """
     views = [[piece.of(one) for piece, one in zip(pieces, part, strict=True)] for part in tensors]
     if how == "fp32":
@@ -314,8 +312,7 @@ def opened(
 def put(
     pieces: Sequence[ParameterRows], tensors: Sequence[Sequence[Tensor]], parts: Sequence[Tensor]
 ) -> None:
-    """Write flat parts, as `stored` makes them, to where pieces have theirs: by part, then by
-    piece."""
+    """Write flat parts, from `stored`, to the tensors of pieces: by part, then by piece."""
     for live, flat in zip(tensors, parts, strict=True):
         views = [piece.of(one) for piece, one in zip(pieces, live, strict=True)]
         torch._foreach_copy_(views, [*flat.split([view.numel() for view in views])])

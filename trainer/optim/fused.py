@@ -1,9 +1,9 @@
-"""Updates of what has fewer bits than float32, on a GPU: a few compiled kernels for each parameter.
+"""Updates in fewer bits than float32 on a GPU, by a few compiled kernels per parameter.
 
-They compute what `MethodOptimizer` does in portions, see [Note: rounding] of formats.py, which
-reads and writes each number about twenty times. On an H200 an update of 10**9 parameters took 84 ms
-with bf16 moments and takes 12; with int8 179 and 30; with float32 8 (`speed.update` of
-benchmarks.gpu).
+They compute the update of `MethodOptimizer`, see [Note: rounding] of formats.py, which in eager
+portions reads and writes each number about twenty times. On an H200 an update of 10**9 parameters
+with bf16 moments takes 12 ms instead of 84; with int8 30 instead of 179; with float32 8
+(`speed.update` of benchmarks.gpu).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ from checkpointing.format.tensors import local_tensor
 from trainer.optim.formats import MIX1, MIX2, Format, in_float32, rounded_to_bf16, stored
 
 FUSED = 1 << 25
-"""Elements that are updated at a time. A kernel may hold ten bytes for each of them."""
+"""Elements updated at a time. A kernel may hold ten bytes for each."""
 
 Rows = Callable[[Tensor, Tensor, Sequence[Tensor], Tensor], Sequence[Tensor]]
-"""(weights, gradients, moments, numbers) → weights and moments after one update. Each element by
-itself, all in float32 and flat; the numbers are those of `Method.numbers` for one parameter."""
+"""(weights, gradients, moments, numbers) → weights and moments after one update: elementwise, in
+float32, flat. Numbers are those of `Method.numbers` for one parameter."""
 
 
 def update_rows(
@@ -34,22 +34,22 @@ def update_rows(
     formats: Sequence[tuple[Format, bool]],
     rows: Rows,
 ) -> None:
-    """Update rows of one parameter and of its moments where they are stored.
+    """Update rows of one parameter and of its moments in their stored formats.
 
     Args:
         weight: rows of its local part, (R, C), float32 or bf16.
         gradient: likewise.
-        moments: of each the parts of its format, see `parts_of`.
+        moments: parts of each moment's format, see `parts_of`.
         places: of these elements: `Places.rows` and `Places.columns`.
-        key: a hash of what draws for the parameter; int64, no dimensions.
+        key: hash of the seed and the FQN; int64, no dimensions.
         numbers: of this update, float32.
-        formats: of each moment, and whether it is never negative.
+        formats: format of each moment, and whether it is never negative.
         rows: computes the update.
     """
     hashed = (places[0] + key + places[1]).reshape(-1)
     hashed = (hashed ^ (hashed >> 30)) * MIX1
     hashed = (hashed ^ (hashed >> 27)) * MIX2
-    # The three upper words of 16 bits, with their signs.
+    # The three upper 16-bit words, sign-extended.
     drawn = [
         one.to(torch.int32) for one in ((hashed << 32) >> 48, (hashed << 16) >> 48, hashed >> 48)
     ]
@@ -68,16 +68,17 @@ def update_rows(
 
 @cache
 def compiled() -> Callable[..., Any]:
-    """`update_rows` in few kernels, for shapes of every size."""
+    """`update_rows`, compiled for dynamic shapes."""
     return torch.compile(update_rows, dynamic=True)
 
 
 def in_rows(tensor: Tensor, rows: int) -> Tensor:
-    """This rank's part of a parameter or of its state, as (rows, columns)."""
+    """This rank's part of a parameter or its state, as (rows, columns)."""
     return local_tensor(tensor).view(rows, -1)
 
 
 def on_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """Integers as int64, (N,). A GPU gets them without being waited for."""
+    """Integers as int64, (N,), on a device."""
     host = torch.tensor(values, dtype=torch.int64)
+    # Pinned, so that the copy does not synchronise with the GPU.
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

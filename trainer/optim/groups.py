@@ -1,4 +1,4 @@
-"""Which parameters are updated how: groups by shape and by name."""
+"""Parameter groups by shape and by name, and the method of each."""
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -13,13 +13,13 @@ from trainer.optim.muon import MUON
 from trainer.recipe import Muon, Optimizer, ParameterGroup, RecipeError
 
 NamedGroup = dict[str, Any]
-"""`params`, a list of (FQN, parameter), and `lr`, `lr_scale` and `weight_decay` of these."""
+"""`params`, a list of (FQN, parameter), with their `lr`, `lr_scale` and `weight_decay`."""
 
 
 def named_groups(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> list[NamedGroup]:
-    """The trained parameters in groups of one learning rate and weight decay. Unless a group of the
-    recipe says otherwise, matrices and embeddings decay, vectors (norms, biases) do not."""
-    found: dict[tuple[float, float], NamedGroup] = {}
+    """The trained parameters in groups of equal learning rate and weight decay. Unless a group of
+    the recipe says otherwise, matrices and embeddings decay, vectors (norms, biases) do not."""
+    groups: dict[tuple[float, float], NamedGroup] = {}
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
             continue
@@ -29,16 +29,16 @@ def named_groups(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> 
         if rule.weight_decay is not None:
             decay = rule.weight_decay
         group = {"lr": options.lr, "lr_scale": rule.lr_scale, "weight_decay": decay, "params": []}
-        found.setdefault((rule.lr_scale, decay), group)["params"].append((name, parameter))
-    return list(found.values())
+        groups.setdefault((rule.lr_scale, decay), group)["params"].append((name, parameter))
+    return list(groups.values())
 
 
 def check_patterns(names: Sequence[str], options: Optimizer) -> None:
-    """Refuse rules for nothing.
+    """Refuse patterns that match no parameter.
 
     Args:
-        names: FQNs of all parameters; a rank of a pipeline has some of them.
-        options: of the recipe, without what a family adds: it need not match in each model.
+        names: FQNs of all parameters, not only of one pipeline stage.
+        options: of the recipe, without a family's groups, which need not match.
 
     Raises:
         RecipeError: a pattern of `optimizer.groups` matches no name.
@@ -53,8 +53,8 @@ def check_patterns(names: Sequence[str], options: Optimizer) -> None:
 
 
 def method_groups(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> list[NamedGroup]:
-    """The trained parameters in groups of one learning rate, weight decay and `Method`, with what
-    the method reads."""
+    """The trained parameters in groups of equal learning rate, weight decay and `Method`, with the
+    method's settings."""
     muon = options.muon or Muon()
     settings = {
         ADAMW: {"betas": options.betas, "eps": options.eps},
@@ -79,7 +79,7 @@ def method_groups(parameters: Mapping[str, nn.Parameter], options: Optimizer) ->
 
 
 def method_of(name: str, parameter: torch.Tensor, options: Optimizer) -> Method:
-    """How a parameter is updated, by a named optimizer."""
+    """The method that a named optimizer applies to a parameter."""
     if options.name == "adamw" or parameter.dim() != 2:
         return ADAMW
     kept = (options.muon or Muon()).adamw
@@ -87,8 +87,8 @@ def method_of(name: str, parameter: torch.Tensor, options: Optimizer) -> Method:
 
 
 def moments(options: Optimizer) -> tuple[str, ...] | None:
-    """Names of what is kept for each element of a parameter, in float32, if nothing else is kept
-    and an element's update depends on no other; else None."""
+    """Names of the optimizer's float32 moments, if it is elementwise and keeps nothing else; else
+    None."""
     if options.factory or options.name != "adamw" or options.state_dtype != "fp32":
         return None
     return ADAMW.moments

@@ -1,5 +1,5 @@
-"""What a checkpoint of the trainer holds of an optimizer: its tensors, and for each parameter the
-JSON of its state and of what steps have changed in its parameter group."""
+"""Optimizer state in checkpoints: tensors, and for each parameter the JSON of its other state and
+of changes that steps made in its parameter group."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,14 +21,14 @@ from trainer.optim.formats import Format
 from trainer.optim.method import MethodOptimizer
 
 RECIPES = "lr", "lr_scale"
-"""Entries of a parameter group that follow from the recipe and the step."""
+"""Entries of a parameter group that recipe and step determine."""
 
 
 def own_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> OptimizerState:
-    """What it keeps, with trees `{"state": …, "group": …}` by FQN; of the bundled optimizers
-    tensors alone.
+    """An optimizer's state, with trees `{"state": …, "group": …}` by FQN; for bundled optimizers
+    only tensors.
 
     Raises:
         ValueError: see `optimizer_state`.
@@ -54,15 +54,15 @@ def own_targets(
     metas: Mapping[str, TensorMeta],
     state_dtype: Format = "fp32",
 ) -> OptimizerTargets:
-    """Tensors for what `own_state` has saved; `put` gives the optimizer all of it.
+    """Tensors to load a state of `own_state` into; `put` then gives it to the optimizer.
 
     Args:
-        optimizer: that is to keep it.
+        optimizer: receives the state.
         parameters: by FQN.
-        trees: that were saved; None in older checkpoints.
+        trees: saved ones; None in older checkpoints.
         metas: see `optimizer_targets`.
-        state_dtype: `optimizer.state_dtype` of the recipe that has saved it. Another one here is
-            converted.
+        state_dtype: `optimizer.state_dtype` of the recipe that saved the state; converted if it
+            differs.
     """
     if isinstance(optimizer, MethodOptimizer):
         if state_dtype == optimizer.state_dtype:
@@ -92,18 +92,19 @@ def own_targets(
 
 
 def put_settings(group: dict[str, Any], changed: Mapping[str, Any]) -> None:
-    """Give a group entries that `settings` made; a tensor stays the same object."""
+    """Set entries of a group from `settings`; a tensor stays the same object."""
     for key, one in changed.items():
         value, held = from_json(one), group.get(key)
         if isinstance(held, torch.Tensor) and held.shape == torch.as_tensor(value).shape:
+            # Compiled code may hold the tensor.
             held.copy_(torch.as_tensor(value))
         else:
             group[key] = value
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON of the entries of a parameter group that can be saved and are not the recipe's. Classes
-    and functions are what the factory made them."""
+    """JSON of the entries of a parameter group that the recipe does not determine. Classes and
+    functions are left out: the factory sets them."""
     found = {}
     for key, value in group.items():
         with suppress(ValueError):

@@ -1,8 +1,8 @@
-"""What an optimizer says of itself, and the one class that runs what is said.
+"""`Method`, the description of an optimizer, and the one class that runs it.
 
-[Note: methods] A `Method` is a value: what is kept for each parameter, and how a group of them is
-updated. Whoever makes, places, plans or moves optimizer state asks it. A recipe's own optimizer
-(`optimizer.factory`) is any torch.optim.Optimizer; it has no method, and is asked for its state.
+[Note: methods] A `Method` is a value: the state of each parameter, and the update of a group. Code
+that builds, shards, plans or moves optimizer state reads it. A recipe's own optimizer
+(`optimizer.factory`) is any torch.optim.Optimizer without a method; its state is inspected.
 """
 
 import math
@@ -33,7 +33,7 @@ from trainer.optim.fused import FUSED, Rows, compiled, in_rows, on_device
 from trainer.recipe.seeds import stable_seed
 
 State = Mapping[Any, dict[str, Any]]
-"""What an optimizer keeps: parameter → name → tensor."""
+"""Optimizer state: parameter → name → tensor."""
 
 
 @dataclass(frozen=True)
@@ -42,24 +42,24 @@ class Method:
 
     name: str
     moments: tuple[str, ...]
-    """Numbers for each element of a parameter, zero at first; stored as `parts_of` says."""
+    """Numbers per element of a parameter, initially zero; stored as in `parts_of`."""
     counts: bool
-    """Whether each parameter has its number of updates as well: `step`, a float32 scalar."""
+    """Whether each parameter also has its number of updates: `step`, a float32 scalar."""
     update: Callable[
         [Sequence[nn.Parameter], Mapping[str, Any], State, bool], Callable[[float], None]
     ]
-    """(parameters with gradients, their group, state, exact): gathers what an update takes. What it
-    returns makes the update of this rank's slices, by gradients times a factor; it may change them.
-    On all ranks. With `exact` the bits do not depend on where slices end (see exact.py)."""
+    """(parameters with gradients, their group, state, exact) → a function that updates this rank's
+    slices by gradients times a factor; it may change the gradients. On all ranks. With `exact` the
+    bits do not depend on where slices end (see exact.py)."""
     squares: tuple[str, ...] = ()
     """Names of the moments that are never negative."""
     whole: bool = False
-    """Whether an update takes whole parameters, together with other ranks, and not some rows."""
+    """Whether an update needs whole parameters, together with other ranks."""
     rows: Rows | None = None
-    """The update of elements by themselves, for compiled kernels; None: it cannot be said so."""
+    """The elementwise update, for compiled kernels; None: not elementwise."""
     numbers: Callable[[Mapping[str, Any], torch.Tensor, float], torch.Tensor] | None = None
-    """(group, numbers of updates with this one (P,) float32, gradient factor): what `rows` reads,
-    (P, K) float32."""
+    """(group, update counts including this one (P,) float32, gradient factor) → the arguments of
+    `rows`, (P, K) float32."""
 
     def state(
         self,
@@ -67,32 +67,31 @@ class Method:
         how: Format = "fp32",
         zeros_like: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like,
     ) -> dict[str, torch.Tensor]:
-        """What is kept for a parameter, before its first update.
+        """The initial state of a parameter.
 
         Args:
-            parameter: whose.
-            how: its moments are stored.
-            zeros_like: makes those that are like the parameter.
+            parameter: may be sharded.
+            how: format of its moments.
+            zeros_like: creates moments in the format of the parameter.
         """
-        found = {}
+        state = {}
         if self.counts:
-            found["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         for name in self.moments:
             if how == "fp32" and parameter.dtype != torch.bfloat16:
-                found[name] = zeros_like(parameter)
+                state[name] = zeros_like(parameter)
                 continue
             for part in parts_of(name, how, square=name in self.squares):
-                found[part.name] = zeros_of(parameter, part)
-        return found
+                state[part.name] = zeros_of(parameter, part)
+        return state
 
 
 class MethodOptimizer(torch.optim.Optimizer):
-    """Updates each parameter group by the `Method` that stands in it.
+    """Updates each parameter group by the `Method` in it.
 
     State exists from the start: it can be loaded into, and its memory is known. Gradients are
-    multiplied by `gradient_factor` as they are read: a pass over them of its own would take a third
-    of AdamW's time again. What is stored in fewer bits than float32 is updated as [Note: rounding]
-    of formats.py says, with `seed`, which is to be another one in each step.
+    multiplied by `gradient_factor` as they are read. State in fewer bits than float32 is updated as
+    in [Note: rounding] of formats.py, with `seed`, which must change every step.
     """
 
     def __init__(
@@ -104,22 +103,23 @@ class MethodOptimizer(torch.optim.Optimizer):
         zeros_like: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like,
         state_dtype: Format = "fp32",
     ) -> None:
-        """Make the state.
+        """Create the state.
 
         Args:
-            groups: have `params`, pairs of FQN and parameter, `method` and what that reads.
+            groups: with `params`, pairs of FQN and parameter, `method` and its settings.
             exact: see `Method.update`.
-            compiles: on a GPU, what is rounded is updated by compiled kernels, see fused.py.
-            zeros_like: says where state is to live that is like its parameter.
-            state_dtype: how moments are stored, where `format_of` agrees.
+            compiles: whether compiled kernels update rounded state on a GPU, see fused.py.
+            zeros_like: creates moments in the format of their parameter.
+            state_dtype: format of moments, where `format_of` allows it.
         """
         super().__init__(groups, {})
         self.exact, self.compiles, self.state_dtype = exact, compiles, state_dtype
+        # A separate pass over gradients would add a third to AdamW's time.
         self.gradient_factor, self.seed = 1.0, 0
         self._gathered: list[Callable[[float], None]] = []
         self._names: dict[nn.Parameter, str] = {}
         self._formats: dict[nn.Parameter, Format] = {}
-        """How the moments are stored of what is updated in portions."""
+        """Formats of moments that are updated in portions."""
         self._places: dict[nn.Parameter, Places] = {}
         for group in self.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
@@ -130,8 +130,8 @@ class MethodOptimizer(torch.optim.Optimizer):
                 self.state[parameter] = group["method"].state(parameter, how, zeros_like)
 
     def gather(self) -> None:
-        """Gather what the next `step` takes, once backward has given every parameter its gradient.
-        On a GPU that is done while it computes them: `step` then only launches kernels."""
+        """Prepare the next `step`, once all gradients exist as tensors. On a GPU this runs while it
+        still computes them; `step` then only launches kernels."""
         self._gathered = [
             group["method"].update(live, group, self.state, self.exact)
             for group in self.param_groups
@@ -139,7 +139,7 @@ class MethodOptimizer(torch.optim.Optimizer):
         ]
 
     def _is_live(self, parameter: nn.Parameter) -> bool:
-        """Whether it is updated as it is stored."""
+        """Whether a parameter is updated directly in its stored format."""
         return parameter.grad is not None and parameter not in self._formats
 
     @torch.no_grad()
@@ -162,14 +162,14 @@ class MethodOptimizer(torch.optim.Optimizer):
                 self._update(portion, how, group)
 
     def _compiles(self, method: Method, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether compiled kernels update them."""
+        """Whether compiled kernels update parameters of a method."""
         able = self.compiles and not self.exact and method.rows is not None
         return able and local_tensor(parameters[0]).is_cuda
 
     def _update_compiled(
         self, parameters: Sequence[nn.Parameter], group: Mapping[str, Any]
     ) -> None:
-        """What `_update` does, without portions of several parameters."""
+        """The update of `_update`, one parameter at a time."""
         method: Method = group["method"]
         assert method.rows is not None
         assert method.numbers is not None
@@ -224,34 +224,38 @@ class MethodOptimizer(torch.optim.Optimizer):
         state: dict[nn.Parameter, dict[str, Any]] = {}
         for place, piece in enumerate(pieces):
             parameter = piece.parameter
-            made, slope = weights.values[place], slopes.values[place]
-            kept: dict[str, Any] = {name: one.values[place] for name, one in moments.items()}
+            weight, slope = weights.values[place], slopes.values[place]
+            kept: dict[str, Any] = {
+                name: numbers.values[place] for name, numbers in moments.items()
+            }
             if method.whole:
                 shape = local_tensor(parameter).shape
-                made, slope = (placed(one.view(shape), parameter) for one in (made, slope))
-                kept = {name: one.view(shape) for name, one in kept.items()}
-            if method.counts:  # rows to come count on from the same number
+                weight, slope = (
+                    placed(numbers.view(shape), parameter) for numbers in (weight, slope)
+                )
+                kept = {name: numbers.view(shape) for name, numbers in kept.items()}
+            if method.counts:  # later rows of the parameter start from the same count
                 step = self.state[parameter]["step"]
                 kept["step"] = step if piece.last else step.clone()
-            stand_in = nn.Parameter(made, requires_grad=False)
+            stand_in = nn.Parameter(weight, requires_grad=False)
             stand_in.grad = slope
             state[stand_in] = kept
         method.update([*state], group, state, self.exact)(self.gradient_factor)
         drawn = self._noise(pieces)
-        for one, words in zip((weights, *moments.values()), drawn, strict=False):
-            one.close(words)
+        for numbers, words in zip((weights, *moments.values()), drawn, strict=False):
+            numbers.close(words)
 
     def _moment(
         self, pieces: Sequence[ParameterRows], name: str, how: Format, method: Method, state: State
     ) -> Opened:
-        """A moment of some pieces."""
+        """Open a moment of some pieces."""
         square = name in method.squares
         parts = parts_of(name, how, square=square)
         tensors = [[state[piece.parameter][part.name] for piece in pieces] for part in parts]
         return opened(pieces, tensors, how, square=square)
 
     def _noise(self, pieces: Sequence[ParameterRows]) -> torch.Tensor:
-        """Drawn for some rows, see `noise`."""
+        """Random numbers for some rows, see `noise`."""
         parameters = dict.fromkeys(piece.parameter for piece in pieces)
         for parameter in parameters:
             self._places_of(parameter)
@@ -268,7 +272,7 @@ class MethodOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def take(self, state: State, state_dtype: Format) -> None:
-        """Take over the numbers of a state with moments in another format."""
+        """Convert a state with moments in another format into this optimizer's state."""
         for group in self.param_groups:
             method, formats = group["method"], {}
             for parameter in group["params"]:
@@ -290,7 +294,7 @@ Way = TypeVar("Way", bound=Hashable)
 def _portions(
     formats: Mapping[nn.Parameter, Way], *, whole: bool = False
 ) -> Iterator[tuple[Way, list[ParameterRows]]]:
-    """Parameters on one device in portions of one format each, see `portions_of`."""
+    """Yield parameters on one device in portions of one format, see `portions_of`."""
     members: dict[Way, list[nn.Parameter]] = {}
     for parameter, how in formats.items():
         members.setdefault(how, []).append(parameter)
@@ -307,13 +311,13 @@ def update(
     factor: float,
     seed: int = 0,
 ) -> None:
-    """One optimizer step, a portion of the parameter groups at a time. On all ranks.
+    """Run one optimizer step, a portion of the parameter groups at a time. On all ranks.
 
     Args:
-        optimizer: whose.
+        optimizer: to be stepped.
         portions: of its parameter groups.
-        factor: of clipping and of the loss scale, by which gradients are multiplied.
-        seed: of this step, for what is drawn in rounding.
+        factor: of clipping and of the loss scale, for the gradients.
+        seed: of this step, for stochastic rounding.
     """
     groups = optimizer.param_groups
     if isinstance(optimizer, MethodOptimizer):
@@ -324,7 +328,7 @@ def update(
                 local_tensor(gradient).mul_(factor)
     try:
         for portion in portions:
-            if portion is not groups:  # not every class lets them be set
+            if portion is not groups:  # some classes forbid setting them
                 optimizer.param_groups = portion
             optimizer.step()
     finally:
@@ -333,31 +337,31 @@ def update(
 
 
 def stand_in(parameter: torch.Tensor, draw: torch.Generator | None = None) -> nn.Parameter:
-    """A small parameter on the CPU, for asking an optimizer: each dimension has a length of its
-    own, but those of one element. Zeros, or numbers that are drawn."""
+    """A small parameter on the CPU for inspecting an optimizer: dimensions get distinct lengths,
+    except those of length 1. Zeros, or random numbers."""
     lengths = [1 if n == 1 else 3 + 2 * dim for dim, n in enumerate(parameter.shape)]
-    made = torch.zeros(lengths, dtype=parameter.dtype)
+    zeros = torch.zeros(lengths, dtype=parameter.dtype)
     if draw:
-        made.normal_(generator=draw)
-    return nn.Parameter(made, requires_grad=parameter.requires_grad)
+        zeros.normal_(generator=draw)
+    return nn.Parameter(zeros, requires_grad=parameter.requires_grad)
 
 
 TRIED_ELEMENTS = 1 << 14
-"""Most elements of a stand-in that is as large as its parameter."""
+"""Most elements of a stand-in with the size of its parameter."""
 TRIED_MATRIX = 64, 128
-"""Stands for larger matrices: enough for state that is kept in blocks of numbers."""
+"""Shape that replaces larger matrices: large enough for state in blocks."""
 
 
 def trial_parameters(
     parameters: Mapping[str, torch.Tensor], draw: torch.Generator
 ) -> dict[str, nn.Parameter]:
-    """Stand-ins by FQN. That of the largest parameter of each number of dimensions is about as
-    large, up to TRIED_ELEMENTS: some optimizers treat small tensors otherwise."""
+    """Stand-ins by FQN. For each number of dimensions the largest parameter keeps about its size,
+    up to TRIED_ELEMENTS, as some optimizers treat small tensors differently."""
     largest = {one.dim(): name for name, one in sorted(parameters.items(), key=_elements)}
-    found = {}
+    stand_ins = {}
     for name, parameter in parameters.items():
         if largest[parameter.dim()] != name:
-            found[name] = stand_in(parameter, draw)
+            stand_ins[name] = stand_in(parameter, draw)
             continue
         lengths = [*parameter.shape]
         if len(lengths) == 2 and math.prod(lengths) > TRIED_ELEMENTS:
@@ -365,9 +369,9 @@ def trial_parameters(
         while math.prod(lengths) > TRIED_ELEMENTS:
             longest = lengths.index(max(lengths))
             lengths[longest] = -(-lengths[longest] // 2)
-        made = torch.randn(lengths, generator=draw).to(parameter.dtype)
-        found[name] = nn.Parameter(made, requires_grad=parameter.requires_grad)
-    return found
+        drawn = torch.randn(lengths, generator=draw).to(parameter.dtype)
+        stand_ins[name] = nn.Parameter(drawn, requires_grad=parameter.requires_grad)
+    return stand_ins
 
 
 def _elements(named: tuple[str, torch.Tensor]) -> int:

@@ -1,18 +1,18 @@
-"""Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks") of sharded
+"""Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks") for sharded
 matrices, with the mathematics of torch.optim.Muon.
 
-[Note: owners] The momentum is kept and moved in slices, as AdamW's moments are: memory is balanced
-and a checkpoint is cut anywhere. Only the orthogonalisation needs a whole matrix. So its slices go
-to one rank of the shard group, the owner, and come back orthogonal, in bfloat16 both ways, which is
-what the iteration computes in: nothing is lost by it. A round has one matrix for each rank; as they
-are sorted by size, all owners of a round have about the same work. Owners keep nothing from one
-step to the next, so none of this shows after a change of the world.
+[Note: owners] The momentum is kept and updated in slices, as AdamW's moments are: memory is
+balanced, and checkpoints can be cut anywhere. Only the orthogonalisation needs a whole matrix. So
+its slices go to one rank of the shard group, the owner, and come back orthogonal, both ways in
+bfloat16, the format of the iteration, so nothing is lost. A round has one matrix per rank; sorted
+by size, the owners of a round have about equal work. Owners keep nothing between steps, so the
+owners may change with the world.
 
-Under tensor parallelism a matrix is cut twice: FSDP cuts what each of the ranks that compute
-together has. So its slices go to the shard of their owner first, and within that to the owner.
+Under tensor parallelism FSDP cuts the part of each tp rank again. So slices go to the shard of
+their owner first, and within it to the owner.
 
-A matrix is orthogonalised by one rank alone. In exact mode all else is one multiplication or
-addition per operation, so the bits of an update depend on the gradient, and on no number of ranks.
+One rank alone orthogonalises a matrix. In exact mode all other operations are single
+multiplications or additions, so the bits of an update depend only on the gradient.
 """
 
 import math
@@ -56,7 +56,7 @@ def _update(
             into.lerp_(other, share)
 
     def direction(parameter: nn.Parameter) -> torch.Tensor:
-        """This rank's slice of what is to be orthogonal."""
+        """This rank's slice of the matrix to orthogonalise."""
         assert parameter.grad is not None
         gradient, mean = map(local_tensor, (parameter.grad, state[parameter]["momentum_buffer"]))
         if factor != 1.0:
@@ -85,11 +85,11 @@ def _update(
 
 
 def orthogonal(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-    """U V^T of a matrix U S V^T (rows, columns), both bfloat16, up to singular values of about 0.5
-    to 1.5, by Newton-Schulz iterations of a quintic polynomial.
+    """Return U V^T of a matrix U S V^T (rows, columns), both bfloat16, up to singular values of
+    about 0.5 to 1.5, by Newton-Schulz iterations of a quintic polynomial.
 
     Args:
-        group: `ns_coefficients`, `ns_eps` and `ns_steps` of its parameter group.
+        group: with `ns_coefficients`, `ns_eps` and `ns_steps`.
     """
     a, b, c = group["ns_coefficients"]
     dtype = _product_dtype(matrix.device.type)
@@ -97,30 +97,30 @@ def orthogonal(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
     def rounded(product: torch.Tensor) -> torch.Tensor:
         return product.bfloat16().to(dtype)
 
+    # The Gram matrix of the shorter side is smaller.
     tall = matrix.shape[0] > matrix.shape[1]
-    found = matrix.T if tall else matrix
-    found = (found / found.norm().clamp(min=group["ns_eps"])).to(dtype)
+    result = matrix.T if tall else matrix
+    result = (result / result.norm().clamp(min=group["ns_eps"])).to(dtype)
     for _ in range(group["ns_steps"]):
-        gram = rounded(found @ found.T)
+        gram = rounded(result @ result.T)
         factor = rounded(torch.addmm(gram, gram, gram, beta=b, alpha=c))
-        found = rounded(torch.addmm(found, factor, found, beta=a))
-    return (found.T if tall else found).bfloat16()
+        result = rounded(torch.addmm(result, factor, result, beta=a))
+    return (result.T if tall else result).bfloat16()
 
 
 @cache
 def _product_dtype(device: str) -> torch.dtype:
-    """What bfloat16 matrices are multiplied in. A CPU without arithmetic for them takes a hundred
-    times as long as for float32; with results rounded to bfloat16, that gives the same but for the
-    order of sums."""
+    """Dtype in which bfloat16 matrices are multiplied."""
+    # A CPU without bfloat16 arithmetic is a hundred times faster in float32; rounded to bfloat16,
+    # the results differ only by the order of sums.
     if device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return torch.bfloat16
     return torch.float32
 
 
 def rate_factor(adjust: Literal["original", "match_rms_adamw"], matrix: torch.Tensor) -> float:
-    """By what the learning rate of a matrix is multiplied, so that updates of all have about the
-    same size; match_rms_adamw: that of AdamW's (Liu et al. 2025, "Muon is Scalable for LLM
-    Training")."""
+    """Factor of a matrix's learning rate, so that updates of all matrices have about equal size;
+    match_rms_adamw: that of AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training")."""
     rows, columns = matrix.shape
     if adjust == "original":
         return math.sqrt(max(1, rows / columns))
@@ -130,20 +130,20 @@ def rate_factor(adjust: Literal["original", "match_rms_adamw"], matrix: torch.Te
 def _by_shard_group(
     parameters: Sequence[nn.Parameter],
 ) -> Iterator[tuple[list[nn.Parameter], DeviceMesh | None, tuple[int, ...]]]:
-    """(matrices, mesh, its dimensions over which all of them are cut, the one that was cut last
-    first); none for whole ones.
+    """Yield (matrices, mesh, its dimensions over which they are cut, the last cut first); no mesh
+    for whole matrices.
 
     Raises:
-        NotImplementedError: a matrix is no shard of its mesh.
+        NotImplementedError: a matrix is not sharded over its mesh.
     """
-    found: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[nn.Parameter]] = {}
+    groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[nn.Parameter]] = {}
     for parameter in parameters:
         mesh: DeviceMesh | None = None
         axes: tuple[int, ...] = ()
         if isinstance(parameter, DTensor):
             mesh, cut = parameter.device_mesh, parameter.placements
             axes = tuple(a for a, placement in enumerate(cut) if not placement.is_replicate())
-            # FSDP, whose dimension comes first, cuts what tensor parallelism has cut.
+            # FSDP's dimension comes first, and FSDP cuts last.
             if len(axes) > 2 or any(not hasattr(cut[axis], "dim") for axis in axes):
                 raise NotImplementedError(
                     f"optimizer.name: muon needs matrices that are sharded, but one is {cut}; use "
@@ -151,13 +151,13 @@ def _by_shard_group(
                 )
             axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
             mesh = mesh if axes else None
-        found.setdefault((mesh, axes), []).append(parameter)
-    for (shared, over), members in found.items():
+        groups.setdefault((mesh, axes), []).append(parameter)
+    for (shared, over), members in groups.items():
         yield members, shared, over
 
 
 def _rounds(matrices: Sequence[nn.Parameter], ranks: int) -> Iterator[list[nn.Parameter]]:
-    """One matrix for each rank at a time, the largest first: the n-th belongs to rank n."""
+    """Yield rounds of one matrix per rank, the largest first: the n-th belongs to rank n."""
 
     def work(matrix: nn.Parameter) -> tuple[int, int]:
         return -min(matrix.shape), -max(matrix.shape)
@@ -174,8 +174,8 @@ def _at_owners(
     axes: Sequence[int],
     group: Mapping[str, Any],
 ) -> list[torch.Tensor]:
-    """This rank's slices of the orthogonal matrices, from its slices of the given ones, which are
-    cut over `axes`. Over the first, matrix n goes to rank n modulo its size."""
+    """This rank's slices of the orthogonalised matrices, from its slices of the matrices, which are
+    cut over `axes`. Over the first axis, matrix n goes to rank n modulo its size."""
     if mesh is None or not axes:
         return [
             orthogonal(each.to(_device(matrix)), group).to(each.device)
@@ -199,25 +199,25 @@ def _at_owners(
         torch.cat([pieces[rank][n].view(each[rank]) for rank in range(ranks)], dims[n])
         for n, each in enumerate(shapes)
     ]
-    found = _at_owners(mine, joined, mesh, inner, group)
+    orthogonalised = _at_owners(mine, joined, mesh, inner, group)
     cut = [
         whole.split([shape[dim] for shape in each], dim)
-        for whole, each, dim in zip(found, shapes, dims, strict=True)
+        for whole, each, dim in zip(orthogonalised, shapes, dims, strict=True)
     ]
     incoming = _flat((parts[rank] for rank in range(ranks) for parts in cut), mesh.device_type)
     dist.all_to_all_single(outgoing, incoming, sent, kept, group=shards)
     by_order = outgoing.split([slices[n].numel() for n in order])
-    came = dict(zip(order, by_order, strict=True))
-    return [came[n].view(each.shape).to(each.device) for n, each in enumerate(slices)]
+    changes = dict(zip(order, by_order, strict=True))
+    return [changes[n].view(each.shape).to(each.device) for n, each in enumerate(slices)]
 
 
 def _device(matrix: nn.Parameter) -> torch.device | str:
-    """Where products are to be computed: with strategy.offload slices are on the host."""
+    """Device of the products: with strategy.offload slices are on the host."""
     return matrix.device_mesh.device_type if isinstance(matrix, DTensor) else matrix.device
 
 
 def _flat(tensors: Iterable[torch.Tensor], device: str) -> torch.Tensor:
-    """All elements, of no tensors, too."""
+    """All elements of the tensors, possibly none."""
     parts = (tensor.reshape(-1).to(device) for tensor in tensors)
     return torch.cat([torch.empty(0, dtype=torch.bfloat16, device=device), *parts])
 
@@ -225,8 +225,8 @@ def _flat(tensors: Iterable[torch.Tensor], device: str) -> torch.Tensor:
 def _slice_shapes(
     matrix: nn.Parameter, mesh: DeviceMesh, axis: int, inner: Sequence[int]
 ) -> list[list[int]]:
-    """Shape of each rank's slice over a dimension, of what this one has over `inner`, as `Shard`
-    cuts."""
+    """Shape of each rank's slice over a dimension, within this rank's slice over `inner`, as
+    `Shard` cuts."""
     assert isinstance(matrix, DTensor)
     shape = list(matrix.shape)
     for other in inner:

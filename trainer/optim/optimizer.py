@@ -1,4 +1,4 @@
-"""The optimizer of a recipe, what it keeps, the gradient norm, the loss scale."""
+"""The optimizer of a recipe, its state, the gradient norm, the loss scale."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -29,9 +29,9 @@ def build_optimizer(
     Args:
         parameters: by FQN.
         options: of the recipe.
-        exact: the bits of its updates are not to depend on where shards end.
+        exact: whether updates must not depend in any bit on where shards end.
         compiles: see `MethodOptimizer`.
-        zeros_like: makes state where it is to live; a factory's optimizer decides that itself.
+        zeros_like: creates state in its storage; not used for a factory's optimizer.
 
     Raises:
         RecipeError: the parameters or the factory do not fit the options.
@@ -50,11 +50,11 @@ def build_optimizer(
 
 
 def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give each parameter group its multiple of a learning rate; one whose rate is None, as of an
-    optimizer that finds it by itself, keeps that."""
+    """Set each parameter group's rate to its multiple of `lr`; a rate of None, of optimizers that
+    find it themselves, stays None."""
     for group in optimizer.param_groups:
         rate, held = lr * group.get("lr_scale", 1.0), group.get("lr")
-        if isinstance(held, torch.Tensor):  # compiled code may hold it
+        if isinstance(held, torch.Tensor):  # in place: compiled code may hold the tensor
             held.fill_(rate)
         elif held is not None:
             group["lr"] = rate
@@ -63,7 +63,7 @@ def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def parameter_groups(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, dict[str, float]]:
-    """What the optimizer applies to each parameter, by FQN."""
+    """Learning rate and weight decay of each parameter, by FQN."""
     names = {parameter: name for name, parameter in parameters.items()}
     return {
         names[parameter]: {
@@ -76,17 +76,17 @@ def parameter_groups(
 
 @dataclass(frozen=True)
 class StateTensor:
-    """What is kept for a parameter under one name."""
+    """One state tensor of a parameter."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     block: int
-    """Elements of the parameter for which it has one number, and with which it is sharded; 0: it is
-    counted as whole on every rank, though Adafactor's factors of rows are cut with the rows."""
+    """Elements of the parameter per number, if sharded like it; 0: counted as whole on every rank,
+    although Adafactor's row factors are sharded with the rows."""
 
     def nbytes(self, elements: int) -> int:
-        """On a rank that holds so many elements of the parameter."""
+        """Bytes on a rank that holds `elements` of the parameter."""
         count = elements // self.block if self.block else math.prod(self.shape)
         return self.dtype.itemsize * count
 
@@ -94,14 +94,13 @@ class StateTensor:
 def state_of(
     parameters: Mapping[str, torch.Tensor], options: Optimizer
 ) -> dict[str, tuple[StateTensor, ...]]:
-    """What the optimizer of a recipe keeps for each trained parameter, by FQN.
+    """State of a recipe's optimizer for each trained parameter, by FQN.
 
-    That of a factory is asked: it makes a step, and so its state, for stand-ins, small parameters
-    of other lengths, each dimension with a length of its own, by which it is found again in the
-    shapes of the state.
+    An optimizer of a factory steps once over small stand-ins. Their dimensions have distinct
+    lengths, by which they are recognised in the shapes of the state.
 
     Args:
-        parameters: whole, of which shape and dtype count; may be on the meta device.
+        parameters: whole; only shape and dtype count, so they may be on the meta device.
         options: of the recipe.
 
     Raises:
@@ -118,10 +117,10 @@ def state_of(
 
     stand_ins = {name: stand_in(parameter) for name, parameter in parameters.items()}
     kept = own_state(tried(stand_ins, options), stand_ins).tensors
-    found = {}
+    state = {}
     for name, made in stand_ins.items():
         real = dict(zip(made.shape, parameters[name].shape, strict=True))
-        found[name] = tuple(
+        state[name] = tuple(
             StateTensor(
                 key.removeprefix(f"{name}."),
                 value.dtype,
@@ -131,13 +130,13 @@ def state_of(
             for key, value in kept.items()
             if key.startswith(f"{name}.")
         )
-    return found
+    return state
 
 
 def _stored(
     parameter: torch.Tensor, method: Method, state_dtype: Format
 ) -> tuple[StateTensor, ...]:
-    """What a named optimizer keeps for a parameter."""
+    """State of a named optimizer for a parameter."""
     how = format_of(parameter, state_dtype)
     parts = [
         part
@@ -157,12 +156,12 @@ def _stored(
 
 
 def square_sum(parameters: Iterable[nn.Parameter], ranks: int) -> torch.Tensor:
-    """This rank's share of the squared gradient norm: one float64 number, shape (1,), whose sum
-    over so many `ranks` counts every element once, whatever the meshes and replicas.
-    `exact.square_sums` is the slower variant whose result depends on neither.
+    """This rank's term of the squared gradient norm: one float64 number, shape (1,). The sum over
+    `ranks` counts every element once, for any meshes and replicas; `exact.square_sums` is the
+    slower variant whose bits do not depend on these.
 
     Raises:
-        ValueError: a gradient is Partial: its squares are not those of the sum.
+        ValueError: a gradient is Partial: squares of its terms are not the square of their sum.
     """
     by_copies: dict[int, list[torch.Tensor]] = {}
     for parameter in parameters:
@@ -193,8 +192,8 @@ def square_sum(parameters: Iterable[nn.Parameter], ranks: int) -> torch.Tensor:
 def _squares(tensors: list[torch.Tensor]) -> torch.Tensor:
     if tensors[0].is_cuda:
         return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64)).square().sum()
-    # On the CPU float64 costs 7x as much as float32, whose sum over a large tensor is off by 1e-5.
-    # Rows in float32, then float64, is as fast as the one and within 1e-9 of the other.
+    # On a CPU float64 costs 7x as much as float32, whose sum over a large tensor is off by 1e-5.
+    # Rows in float32, then float64, is as fast as float32 and accurate to 1e-9.
     return torch.stack(
         [torch.linalg.vector_norm(t, dim=-1).double().square().sum() for t in tensors if t.numel()]
         or [torch.zeros((), dtype=torch.float64)]
@@ -203,8 +202,8 @@ def _squares(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LossScale:
-    """Dynamic loss scale for fp16 (Micikevicius et al. 2018): powers of two, so that scaling is
-    exact. For other formats 1, and never moved."""
+    """Dynamic loss scale for fp16 (Micikevicius et al. 2018), a power of two, so that scaling is
+    exact. Constantly 1 for other formats."""
 
     value: float
     good_steps: int = 0

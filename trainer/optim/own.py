@@ -1,4 +1,5 @@
-"""An optimizer of the user's, or of torch.optim: checked when it is made, not at its first step."""
+"""A user's optimizer, or one of torch.optim, checked when it is built rather than at its first
+step."""
 
 import inspect
 import json
@@ -33,24 +34,24 @@ from trainer.recipe import Optimizer, RecipeError
 from trainer.recipe.factory import call_factory, failure, import_factory, refusing
 
 _OF_SHARDS = re.compile(r"DTensor|DeviceMesh|sharding|placement")
-"""What DTensor's errors speak of: operations that it does not know."""
+"""Words of DTensor's errors for unsupported operations."""
 _UNEVEN = re.compile(r"unevenly sharded|redistribute the tensor")
-"""What they say of operations that it knows of evenly cut or whole tensors alone."""
+"""Words of its errors for operations that it supports only on even shards or whole tensors."""
 
 
 def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
-    """What `optimizer.factory` returns. On all ranks.
+    """The optimizer of `optimizer.factory`. On all ranks.
 
-    It is tried on small stand-ins first, which change nothing of the run. If parameters are
-    sharded, it gets this rank's slices, where an element's update depends on no other; else
-    DTensors, whose operations are those of whole tensors.
+    It is first tried on small stand-ins, without effect on the run. With sharded parameters it gets
+    this rank's slices if its update is elementwise; else DTensors, whose operations are those of
+    whole tensors.
 
     Args:
         parameters: by FQN.
         options: of the recipe.
 
     Raises:
-        RecipeError: it is no optimizer that a run can save and resume; says why.
+        RecipeError: the optimizer cannot be saved and resumed; says why.
     """
 
     def build(given: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
@@ -75,7 +76,7 @@ def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> tor
 
 @contextmanager
 def _leaving_no_trace() -> Iterator[None]:
-    """What is tried inside draws no random number of the run, and compiles nothing."""
+    """Inside, trials neither advance the run's random generators nor compile."""
     kept = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(), set_stance("force_eager"):
@@ -86,7 +87,7 @@ def _leaving_no_trace() -> Iterator[None]:
 
 
 def tried(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
-    """The optimizer of small stand-ins after a step that makes its state."""
+    """The optimizer of small stand-ins after one step, which creates its state."""
     with _leaving_no_trace():
         optimizer = build_own(parameters, options)
         with _stepping(options):
@@ -100,8 +101,8 @@ def _step(
     number: int,
     lr: float,
 ) -> None:
-    """A step by gradients that its number decides; what it draws likewise. Its rate is set before,
-    as that of each step of a run is."""
+    """Step with gradients and random numbers that are functions of `number`. The rate is set
+    before, as in a run."""
     draw = torch.Generator().manual_seed(number)
     for one in parameters.values():
         gradient = torch.randn(one.shape, generator=draw).to(one.dtype)
@@ -112,21 +113,19 @@ def _step(
 
 
 STEPS = 6
-"""Steps of a trial, before and after it is saved and loaded."""
+"""Steps of a trial, before and again after it is saved and loaded."""
 SHARDED_STEPS = 3
-"""Steps of a trial with shards: each operation may be a collective."""
+"""Steps of a trial with shards, where each operation may be a collective."""
 ALL = 24
-"""Up to so many parameters all get gradients in a trial with shards; of more, those that differ in
+"""Most parameters that all get gradients in a trial with shards; of more, only those that differ in
 shape or placement."""
 
 
 def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer, build: Build) -> None:
-    """Let the optimizer make a few steps with small stand-ins of its parameters, save its state,
-    and have another go on from that.
+    """Step the optimizer on small stand-ins, save its state, and continue from it in a second one.
 
     Raises:
-        RecipeError: as `build_own`; a step fails for what is wrong, with the user's line; or it
-            keeps something that no checkpoint holds.
+        RecipeError: as `build_own`; a step fails; or state cannot be saved.
     """
     name = options.factory
     stand_ins = trial_parameters(parameters, torch.Generator().manual_seed(0))
@@ -135,7 +134,8 @@ def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer, build
     with _stepping(options):
         for number in range(STEPS):
             _step(optimizer, stand_ins, number, options.lr)
-            beside = beside or _kept_beside(optimizer)  # with what the first step makes once
+            # after the first step, which creates attributes once
+            beside = beside or _kept_beside(optimizer)
     try:
         kept = own_state(optimizer, stand_ins)
     except ValueError as error:
@@ -171,12 +171,10 @@ def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer, build
 def _try_sharded(
     parameters: Mapping[str, nn.Parameter], options: Optimizer, build: Build, place: Build
 ) -> None:
-    """Let the optimizer make steps with stand-ins that are sharded as its parameters are, and with
-    whole ones. On all ranks.
+    """Step the optimizer on stand-ins sharded like the parameters, and on whole ones. On all ranks.
 
     Raises:
-        RecipeError: it cannot, keeps what cannot be saved, or does other things than with whole
-            parameters.
+        RecipeError: it fails, keeps what cannot be saved, or updates shards differently.
     """
     name = options.factory
     hint = "; the parameters are sharded: strategy.name=ddp shards none"
@@ -221,7 +219,7 @@ def _try_sharded(
                 f"({tensor.placements}), which no checkpoint holds; use strategy.name=ddp, or have "
                 "it redistributed"
             )
-    if draws or dist.get_backend() == "fake":  # no numbers to compare
+    if draws or dist.get_backend() == "fake":  # there are no numbers to compare
         return
     for fqn, one in whole.items():
         found = cut[fqn].detach()
@@ -237,7 +235,7 @@ def _try_sharded(
 
 
 def _chosen(whole: Parameters, parameters: Parameters) -> set[str]:
-    """Names of parameters that get gradients in a trial with shards."""
+    """Names of the parameters that get gradients in a trial with shards."""
     if len(parameters) <= ALL:
         return {*parameters}
     first = {
@@ -252,7 +250,7 @@ def _those(parameters: Parameters, names: set[str]) -> dict[str, nn.Parameter]:
 
 
 ROUNDING = 0.02
-"""Share of its largest update by which rounding in bfloat16 may move a parameter."""
+"""Largest effect of bfloat16 rounding on a parameter, as a share of its largest update."""
 
 
 def _stepping(options: Optimizer) -> AbstractContextManager[None]:
@@ -262,7 +260,7 @@ def _stepping(options: Optimizer) -> AbstractContextManager[None]:
 def _called(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
     name, key = options.factory or "", "optimizer.factory"
     factory = import_factory(key, name)
-    if isinstance(factory, type):  # LBFGS would complain of other things first
+    if isinstance(factory, type):  # LBFGS, for example, would fail with a less clear error
         _check_kind(name, factory)
     given = named_groups(parameters, options)
     stated = any(rule.weight_decay is not None for rule in options.groups)
@@ -270,7 +268,7 @@ def _called(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch
         lr = options.factory_options.get("lr", options.lr)
         group["lr"] = lr * group["lr_scale"] if isinstance(lr, (int, float)) else lr
         if "weight_decay" in options.factory_options and not stated:
-            del group["weight_decay"]  # the option counts
+            del group["weight_decay"]  # the factory's option overrides the recipe
     optimizer = call_factory(key, name, options.factory_options, given)
     if isinstance(optimizer, type):
         raise RecipeError(
@@ -288,7 +286,8 @@ def _called(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch
             f"optimizer.factory: {name} {what}; give it all parameters of the groups, as they are"
         )
     with refusing(key, f"train() of {name}"):
-        if callable(train := getattr(optimizer, "train", None)):  # of schedule-free ones
+        # schedule-free optimizers have a train mode
+        if callable(train := getattr(optimizer, "train", None)):
             train()
     for group in optimizer.param_groups:
         _take_rate(group, options)
@@ -297,7 +296,7 @@ def _called(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch
 
 
 def _take_rate(group: dict[str, Any], options: Optimizer) -> None:
-    """Have the schedule multiply the rate that the factory has given a group."""
+    """Make the schedule scale the rate that the factory set for a group."""
     lr = group.get("lr")
     if isinstance(lr, torch.Tensor):
         lr = lr.item()
@@ -308,7 +307,7 @@ def _take_rate(group: dict[str, Any], options: Optimizer) -> None:
 
 
 def describe_own(optimizer: torch.optim.Optimizer, options: Optimizer) -> str:
-    """What counts for its groups, of what the recipe and the factory say: a line for the run."""
+    """A log line with the rates and weight decays that apply to the groups, and their origin."""
     recipes = {0.0, options.weight_decay, *(rule.weight_decay for rule in options.groups)}
     parts = []
     for group in optimizer.param_groups:
@@ -340,8 +339,8 @@ def _check_kind(name: str, kind: type) -> None:
 
 
 def _kept_beside(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
-    """Numbers that it holds beside its parameters, its state and its groups, by attribute; flags of
-    torch aside."""
+    """Numbers in attributes of an optimizer, outside its parameters, state and groups, without
+    torch's flags."""
     known = {id(one) for one in tree_leaves([*optimizer.state.values()])}
     known |= {id(one) for group in optimizer.param_groups for one in group["params"]}
     return {
@@ -358,7 +357,7 @@ def _kept_beside(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
 
 
 def _complete(optimizer: torch.optim.Optimizer) -> None:
-    """Have each step of an optimizer of DTensors run under `_Completed`."""
+    """Run each step of an optimizer of DTensors under `_Completed`."""
     step = optimizer.step
 
     def completed(*given: Any) -> None:

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: nothing to save or restore."""
+"""The learning rate as a pure function of the step, with no state to save."""
 
 import math
 from collections.abc import Callable
@@ -16,12 +16,11 @@ def build_schedule(recipe: Recipe, tried: int = 3) -> Rate:
 
     Args:
         recipe: of the run.
-        tried: about so many steps, the first and the last among them, are asked for their rate at
-            once.
+        tried: number of steps, including the first and the last, whose rate is checked at once.
 
     Raises:
-        RecipeError: `schedule.factory` returned something else, or a rate that is none; here, or
-            when that step comes.
+        RecipeError: `schedule.factory` returned no function, or an invalid rate; now, or at that
+            step.
     """
     steps, lr, options = recipe.run.steps, recipe.optimizer.lr, recipe.schedule
     if not options.factory:

@@ -1,7 +1,8 @@
-"""An optimizer that takes each element by itself runs on this rank's slices, as plain tensors.
+"""Runs an elementwise optimizer on this rank's slices, as plain tensors.
 
-Nobody needs to say so: it is tried on small stand-ins, whole and cut. Operations on DTensors would
-ask for each what it means for the other ranks, and some of torch.optim's they do not know.
+Whether an optimizer is elementwise is found by trials on small stand-ins, whole and cut. On
+DTensors each operation would be dispatched with its effect on other ranks, and DTensor lacks some
+of torch.optim's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +28,13 @@ class _Slices:
     optimizer: torch.optim.Optimizer
     """The optimizer of the slices."""
     slices: dict[nn.Parameter, nn.Parameter]
-    """By sharded parameter."""
+    """Sharded parameter → its slice."""
 
 
 class SliceOptimizer(torch.optim.Optimizer):
-    """What `build` makes of this rank's slices, seen as an optimizer of the sharded parameters: its
-    groups and its state are theirs, and share memory with those of the slices."""
+    """An optimizer of this rank's slices, from `build`, with the interface of one of the sharded
+    parameters. Groups and state are those of the parameters, and share memory with those of the
+    slices."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], build: Build) -> None:
         slices = {
@@ -49,7 +51,7 @@ class SliceOptimizer(torch.optim.Optimizer):
         super().__init__(groups, inner.defaults)
         self.groups_as_made = getattr(inner, "groups_as_made", [])
         self._shown: dict[nn.Parameter, dict[Any, Any]] = {}
-        """State as it was after the last step."""
+        """State as of the last step."""
         self._show()
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -61,7 +63,7 @@ class SliceOptimizer(torch.optim.Optimizer):
             cut.data = local_tensor(parameter)
             cut.grad = None if parameter.grad is None else local_tensor(parameter.grad)
             state = self.state.get(parameter)
-            if state is not self._shown.get(parameter):  # a checkpoint was loaded
+            if state is not self._shown.get(parameter):  # replaced: a checkpoint was loaded
                 inner.state.pop(cut, None)
                 if state:
                     inner.state[cut] = tree_map_only(DTensor, local_tensor, state)
@@ -75,7 +77,7 @@ class SliceOptimizer(torch.optim.Optimizer):
         self._show()
 
     def _show(self) -> None:
-        """Give the sharded parameters the state of their slices."""
+        """Set the state of the sharded parameters from that of their slices."""
         for parameter, cut in self._of.slices.items():
             kept, before = self._of.optimizer.state.get(cut), self._shown.get(parameter, {})
             if not kept:
@@ -94,19 +96,19 @@ def _entries(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _holds(shown: Any, kept: torch.Tensor) -> bool:
-    """Whether what is shown of a tensor is of that very tensor."""
+    """Whether `shown` wraps the tensor `kept`."""
     return shown is kept or (isinstance(shown, DTensor) and shown._local_tensor is kept)
 
 
 def _like(parameter: nn.Parameter, kept: Any) -> Any:
-    """State of a slice as state of the parameter; the local part stays the same tensor."""
+    """State of a slice as state of its parameter, with the same local tensor."""
     if not isinstance(parameter, DTensor):
         return kept
     shape, spec = local_tensor(parameter).shape, parameter._spec
 
     def placed(value: torch.Tensor) -> torch.Tensor:
         if value.shape == shape:
-            # Not from_local, which makes another tensor of the same memory.
+            # from_local would create another tensor over the same memory.
             return DTensor(value, spec, requires_grad=False)
         if value.dim():
             raise ValueError(
@@ -120,8 +122,7 @@ def _like(parameter: nn.Parameter, kept: Any) -> Any:
 
 
 def like_sharded(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor cut as a parameter is, on its device, or whole if that is. On all ranks, each with
-    the same numbers."""
+    """A tensor sharded like a parameter, on its device. On all ranks, with equal numbers."""
     local = local_tensor(parameter)
     if not isinstance(parameter, DTensor):
         return whole.to(local.device)
@@ -133,14 +134,13 @@ def like_sharded(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 SCALES = 1e-3, 1.0, 1e3
-"""Scales of the gradients that stand-ins get: elements may depend on each other beyond a threshold
-alone."""
+"""Scales of the trial gradients: elements may depend on each other only beyond a threshold."""
 
 
 def is_elementwise(parameters: Mapping[str, nn.Parameter], build: Build) -> bool:
-    """Whether parameters may be cut into rows: no operation of a step makes fewer numbers of many;
-    stand-ins of them, whole and cut, are the same after some steps, with all that is kept for them;
-    and all of that is like them or one number."""
+    """Whether an optimizer may update rows of parameters separately: no operation of a step reduces
+    many numbers to fewer; stand-ins, whole and cut, and their state are equal after some steps; and
+    state tensors have the parameter's shape or a single number."""
     halves = [slice(0, 1), slice(1, None)]
     for scale in SCALES:
         watched = _Reductions()
@@ -157,7 +157,8 @@ def is_elementwise(parameters: Mapping[str, nn.Parameter], build: Build) -> bool
 
 
 def _alike(whole: Any, *parts: Any) -> bool:
-    """Whether parts make up the whole, up to rounding; one number is the same in each part."""
+    """Whether parts make up the whole, up to rounding; a single number must be equal in all
+    parts."""
     if not isinstance(whole, torch.Tensor):
         return all(_near(whole, part) for part in parts)
     if not whole.dim():
@@ -167,7 +168,7 @@ def _alike(whole: Any, *parts: Any) -> bool:
         return False
     if not whole.is_floating_point():
         return torch.equal(found, whole)
-    # What is rounded otherwise at the end of a row differs by 1e-7.
+    # Different rounding at the end of a row amounts to 1e-7.
     least = 1e-6 * whole.float().abs().max().item()
     return torch.allclose(found.float(), whole.float(), rtol=1e-5, atol=least, equal_nan=True)
 
@@ -179,8 +180,8 @@ def _near(one: Any, other: Any) -> bool:
 
 
 class _Reductions(TorchDispatchMode):
-    """Sees operations that make fewer numbers of many: sums, norms, maxima, selections. A threshold
-    on such a number need not be crossed to be found."""
+    """Detects operations that reduce many numbers to fewer: sums, norms, maxima, selections. So a
+    dependence beyond a threshold is found even if the trial does not cross it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,15 +190,15 @@ class _Reductions(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        given, made = _sizes((args, kwargs)), _sizes(found)
+        output = func(*args, **(kwargs or {}))
+        given, made = _sizes((args, kwargs)), _sizes(output)
         is_view = any(
             one.alias_info and not one.alias_info.is_write for one in func._schema.returns
         )
         reads = func is torch.ops.aten._local_scalar_dense.default
         if made and given and not is_view and not reads and max(made) < max(given):
             self.seen = True
-        return found
+        return output
 
 
 def _sizes(tree: Any) -> list[int]:
@@ -207,11 +208,10 @@ def _sizes(tree: Any) -> list[int]:
 def _ends(
     parameters: Mapping[str, nn.Parameter], build: Build, scale: float, cuts: Sequence[slice]
 ) -> dict[str, list[Any]] | None:
-    """What there is after some steps, in which an optimizer has each part of the rows of stand-ins:
-    updates, state and settings by name, for each part. None if it keeps something that is neither
-    like a part nor one number."""
+    """Results of some steps of an optimizer on each part of the stand-ins' rows: updates, state and
+    settings by name, per part. None if state is neither like a part nor a single number."""
     draw = torch.Generator().manual_seed(0)
-    # In float32, and small where gradients are: else updates would be lost in rounding.
+    # float32, and small for small gradients: updates would vanish in rounding.
     whole = {
         name: one.detach().float() * min(scale, 1)
         for name, one in trial_parameters(parameters, draw).items()

@@ -1,5 +1,5 @@
-"""A function of the user's own, which a recipe names as `package.module:function`. Imports no
-torch."""
+"""Imports and calls functions of a user's own, which a recipe names as `package.module:function`.
+Imports no torch."""
 
 import difflib
 import importlib
@@ -27,30 +27,29 @@ _WRONG = (
     *(TypeError, ValueError, LookupError, NameError, AttributeError, ImportError, AssertionError),
     *(FileNotFoundError, NotADirectoryError, PermissionError, NotImplementedError, SyntaxError),
 )
-"""Errors of code or input that is wrong, whatever they say."""
+"""Types of errors that always mean wrong code or input."""
 CIRCUMSTANCES = re.compile(
     r"cuda|gpu|device|triton|nccl|gloo|process group|dist|peer|connect|memory|timed? ?out",
     re.IGNORECASE,
 )
-"""Words of errors that another place or moment may not have."""
+"""Words of errors that another machine or moment may not have."""
 
 
 class OwnCodeError(RecipeError):
-    """The user's code failed in a run that had begun, and will do so at every start."""
+    """A user's code failed in a run that had begun, and will fail at every start."""
 
 
 def call_factory(key: str, name: str, options: Mapping[str, Any], *given: Any) -> Any:
-    """What the function returns.
+    """Call a user's function, and return its result.
 
     Args:
-        key: of the recipe, such as `model.factory`; that of the options ends in `_options`.
+        key: of the recipe, such as `model.factory`; the key of its options ends in `_options`.
         name: module:function.
         options: keyword arguments.
-        given: what it gets besides.
+        given: positional arguments.
 
     Raises:
-        RecipeError: it is not there, does not take these options, fails for what is wrong, or
-            returns nothing.
+        RecipeError: the function is missing, does not take these arguments, fails, or returns None.
     """
     factory = import_factory(key, name)
     if not callable(factory):

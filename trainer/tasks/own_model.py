@@ -1,4 +1,5 @@
-"""A user's own code that cannot do a step: told in a line, with the place in that code."""
+"""Checks of a user's model, and one-line messages with the place in the user's code when it
+fails."""
 
 import inspect
 import logging
@@ -26,23 +27,23 @@ from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.factory import CIRCUMSTANCES, OwnCodeError, failure, is_wrong, place_in
 
 _ELSEWHERE = re.compile(r"fake|meta tensor|NoneType", re.IGNORECASE)
-"""Words of errors that a pass among all ranks, on real tensors, may not have."""
+"""Words of errors that a pass on real tensors and all ranks may not have."""
 
 
 def check_signature(recipe: Recipe, model: nn.Module, names: Iterable[str]) -> None:
-    """Refuse a model whose `forward` does not take what it is called with.
+    """Refuse a model whose `forward` does not take the inputs of a micro-batch.
 
     Args:
         recipe: names the model.
-        model: of the user's, or one that is to take the user's data.
-        names: of what is in a micro-batch.
+        model: a user's, or one for a user's data.
+        names: of the inputs.
 
     Raises:
-        RecipeError: with both.
+        RecipeError: with the signature and the inputs.
     """
     try:
         signature = inspect.signature(model.forward)
-    except (TypeError, ValueError):  # it has none that Python knows
+    except (TypeError, ValueError):  # no signature that Python knows
         return
     try:
         signature.bind(**dict.fromkeys(names))
@@ -56,7 +57,7 @@ def check_signature(recipe: Recipe, model: nn.Module, names: Iterable[str]) -> N
 
 
 def arguments_of(model: nn.Module) -> list[str]:
-    """Names of the arguments of `forward` that can be given in order, and by name."""
+    """Leading arguments of `forward` that may be passed by position and by name."""
     try:
         parameters = inspect.signature(model.forward).parameters.values()
     except (TypeError, ValueError):  # it has no signature that Python knows
@@ -72,11 +73,11 @@ def check_tensors(model: nn.Module, what: str) -> None:
     """Refuse parameters and buffers that cannot be trained, sharded or saved.
 
     Args:
-        model: of the user's, as its factory returned it.
-        what: made it, for the message.
+        model: from the user's factory.
+        what: name of the factory, for the message.
 
     Raises:
-        RecipeError: with the name of the first of them, and the cure.
+        RecipeError: with the first such tensor, and the cure.
     """
     persistent = model.state_dict(keep_vars=True).keys()
     named: list[tuple[str, torch.Tensor]] = []
@@ -100,7 +101,8 @@ def check_tensors(model: nn.Module, what: str) -> None:
 
 
 def _problem(tensor: torch.Tensor, saved: bool) -> str | None:
-    """Why a parameter or buffer cannot be used, and what to do; `saved`: checkpoints hold it."""
+    """Why a parameter or buffer cannot be used, and the cure; None if it can. `saved`: whether
+    checkpoints hold it."""
     trained = tensor.requires_grad
     if is_lazy(tensor):
         return (
@@ -112,7 +114,8 @@ def _problem(tensor: torch.Tensor, saved: bool) -> str | None:
             "is on the meta device and has no values; build the model on the CPU, or give it "
             "values there in the factory"
         )
-    if type(tensor.data) is not torch.Tensor:  # torchao and others look after their own
+    # subclasses, such as torchao's, handle these themselves
+    if type(tensor.data) is not torch.Tensor:
         return None
     if saved and tensor.layout != torch.strided:
         return f"has the layout {tensor.layout}; {_elsewhere(tensor, 'make it dense')}"
@@ -134,7 +137,7 @@ def _problem(tensor: torch.Tensor, saved: bool) -> str | None:
                 "is expanded: several of its elements share memory; clone() it, or make it "
                 "smaller and expand it in forward"
             )
-        tensor.data = tensor.data.contiguous()  # loading writes to each element
+        tensor.data = tensor.data.contiguous()  # loading writes each element
     return None
 
 
@@ -145,14 +148,14 @@ def _elsewhere(tensor: torch.Tensor, cure: str) -> str:
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last one of a tensor in its memory."""
+    """Elements between the first and the last of a tensor in memory, inclusive."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in pairs) if tensor.numel() else 0
 
 
 def _in_one_memory(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] | None:
-    """Two that share an element, and of which one is trained. DDP would train them as one, FSDP
-    as two."""
+    """Names of two tensors that share memory, one of which is trained; None without any. DDP would
+    train them as one, FSDP as two."""
     places = sorted(
         (
             (tensor.data_ptr(), name, tensor)
@@ -162,9 +165,10 @@ def _in_one_memory(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str]
         ),
         key=lambda place: place[0],
     )
-    whole: tuple[int, str, torch.Tensor] | None = None  # the contiguous one that reaches furthest
+    # the contiguous tensor with the furthest end
+    whole: tuple[int, str, torch.Tensor] | None = None
     for before, (start, name, tensor) in zip([None, *places], places, strict=False):
-        # Columns of one matrix lie between each other, and share nothing.
+        # Strided tensors, such as columns of one matrix, interleave without sharing elements.
         begins = before if before and before[0] == start else None
         inside = whole if whole and tensor.is_contiguous() and start < _end(whole) else None
         if (other := begins or inside) and (tensor.requires_grad or other[2].requires_grad):
@@ -182,22 +186,22 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def keep_in_float32(recipe: Recipe, model: nn.Module, what: str) -> list[str]:
-    """Convert a model that was made in bf16 or fp16, as if it had been made in float32: parameters
-    and buffers, tied ones staying tied. Frozen parameters stay as they are where `precision.dtype`
-    has everything cast to it anyway. Returns what a user should know of number formats.
+    """Convert parameters and buffers in bf16 or fp16 to float32; tied ones stay tied. Frozen
+    parameters keep their format if `precision.dtype` casts all weights anyway. Returns notes about
+    number formats.
 
     Args:
         recipe: says the format of activations.
-        model: of the user's, whole, on the CPU or the meta device.
-        what: made it, for the note.
+        model: a user's, whole, on the CPU or the meta device.
+        what: name of its origin, for the notes.
     """
-    if torch.get_default_dtype() in _HALVES:  # its factory left it so
+    if torch.get_default_dtype() in _HALVES:  # a factory may have changed the default
         torch.set_default_dtype(torch.float32)
     cast = recipe.precision.dtype != "fp32"
     converted, kept = Counter[str](), Counter[str]()
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            # What torchao and others make of a tensor has a format of its own.
+            # Tensor subclasses, such as torchao's, have formats of their own.
             if tensor.dtype not in _HALVES or type(tensor.data) is not torch.Tensor:
                 continue
             is_parameter, name = isinstance(tensor, nn.Parameter), _short(tensor.dtype)
@@ -232,11 +236,11 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def give_next_tokens(recipe: Recipe, model: nn.Module) -> list[str]:
-    """Have a model that moves labels by one take those of prepared data as they are: they are the
-    next tokens already, and it would learn the ones after. Returns what a user should know.
+    """Make a model that shifts labels use those of prepared data unshifted: they are the next
+    tokens already. Returns notes for the user.
 
     Raises:
-        RecipeError: it takes no `shift_labels`, as models of older versions of transformers.
+        RecipeError: the model takes no `shift_labels`, as in older versions of transformers.
     """
     if not shifts_labels(model):
         return []
@@ -262,8 +266,8 @@ def give_next_tokens(recipe: Recipe, model: nn.Module) -> list[str]:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether a model of transformers is given its own inputs as labels, and predicts each from
-    what is before it: its forward pass calls `loss_function`, and that is the one that does so."""
+    """Whether a transformers model takes its inputs as labels, and shifts them: its forward calls
+    `loss_function`, which is ForCausalLMLoss."""
     passes = (inspect.unwrap(one.forward) for one in type(model).mro() if hasattr(one, "forward"))
     codes = (getattr(one, "__code__", None) for one in passes)
     if not any("loss_function" in code.co_names for code in codes if code):
@@ -274,18 +278,18 @@ def shifts_labels(model: nn.Module) -> bool:
 def check_forward(
     recipe: Recipe, model: nn.Module, inputs: Mapping[str, torch.Tensor], given: str = ""
 ) -> list[str]:
-    """Refuse a model whose forward pass fails, or gives no loss; returns the names of parameters
-    that take no part in it. The model is spent: to be called where it is thrown away.
+    """Refuse a model whose forward fails or returns no loss; returns names of parameters without a
+    gradient. The model cannot be used afterwards.
 
-    Tried on tensors without contents, at once however large the model is. What fails there may do
-    so for reasons of its own; it is refused if a pass of one sequence on the CPU fails in the same
-    place, and not for want of a GPU or of other ranks.
+    The pass runs on fake tensors, fast for models of any size. If it fails, possibly only because
+    of these, the model is refused only if one real sequence on the CPU fails at the same place, for
+    no lack of a GPU or of other ranks.
 
     Args:
         recipe: names the model.
         model: from its factory, on the CPU.
         inputs: a micro-batch.
-        given: what of, for the message.
+        given: origin of the inputs, for the message.
 
     Raises:
         RecipeError: with the place in the user's code.
@@ -301,7 +305,7 @@ def check_forward(
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    logging.disable()  # torch logs what it raises
+    logging.disable()  # torch would log errors that are handled here
     try:
         with mode:
             fakes = {name: mode.from_tensor(tensor) for name, tensor in state.items()}
@@ -332,7 +336,8 @@ def check_forward(
         return []
     trained = {name: fakes[name] for name, one in model.named_parameters() if one.requires_grad}
     gradients: dict[str, torch.Tensor | None] = {}
-    with suppress(Exception), mode:  # a backward pass may have reasons of its own, too
+    # a failing backward is not refused: fake tensors may be its cause
+    with suppress(Exception), mode:
         loss = means(result)["loss"]
         found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         gradients = dict(zip(trained, found, strict=True))
@@ -343,7 +348,7 @@ def check_forward(
 
 
 def _fails_anywhere(error: Exception) -> bool:
-    """Whether a pass on one CPU, alone, tells that every pass will fail so."""
+    """Whether an error of a pass on one CPU shows that every pass will fail."""
     said = f"{type(error).__name__}: {error}"
     return is_wrong(error) and not (CIRCUMSTANCES.search(said) or _ELSEWHERE.search(said))
 
@@ -352,13 +357,13 @@ def _fails_anywhere(error: Exception) -> bool:
 def refusing_misfits(
     recipe: Recipe, pulse: Pulse, first: Callable[[], bool]
 ) -> Generator[None, None, None]:
-    """Code of the user's that fails in the first step of a run is wrong input. Later it ends the
-    run for good: the same step would come again, and so would its error.
+    """Around steps: a user's code that fails in the first step of a run is wrong input. Later
+    failures end the run for good, as the same step would fail again.
 
     Args:
         recipe: of the run.
         pulse: of this rank.
-        first: whether nothing has been trained yet, and nothing has failed.
+        first: whether nothing was trained yet, and nothing has failed.
 
     Raises:
         RecipeError: with the place in the user's code; in later steps an OwnCodeError.
@@ -366,18 +371,18 @@ def refusing_misfits(
     try:
         yield
     except (Exception, SystemExit) as error:
-        told = _misfit(recipe, error, first())
-        if not told:
+        message = _misfit(recipe, error, first())
+        if not message:
             raise
-        cause = error.__cause__ if told == str(error) else error
+        cause = error.__cause__ if message == str(error) else error
         if first():
-            pulse.report(0, "load")  # for the agent, too: it was never a step
-            raise RecipeError(told) from cause
-        raise OwnCodeError(told) from cause
+            pulse.report(0, "load")  # tells the agent that no step was begun
+            raise RecipeError(message) from cause
+        raise OwnCodeError(message) from cause
 
 
 def _misfit(recipe: Recipe, error: BaseException, first: bool) -> str | None:
-    """What to tell, if it was code of the user's that failed, and will do so again."""
+    """The message for a failure of a user's code that will occur again; None for other errors."""
     if isinstance(error, RecipeError) or (isinstance(error, DataError) and recipe.data.factory):
         return str(error)
     if not is_wrong(error) or (isinstance(error, RuntimeError) and is_lost_peer(error)):
@@ -395,7 +400,8 @@ def _misfit(recipe: Recipe, error: BaseException, first: bool) -> str | None:
         return f"optimizer.factory: the step of {name} {failure(error)}"
     key = "model.factory" if recipe.model.factory else "model.family"
     name, forward = doors.get(key), passes(ParallelModel.__call__)
-    plain = first and not CIRCUMSTANCES.search(str(error))  # such as a change in place
+    # an in-place change, for example, fails without a frame of the user's
+    plain = first and not CIRCUMSTANCES.search(str(error))
     if name and (forward or passes(ParallelModel.run)) and (place or plain):
         which = "forward" if forward else "backward"
         return f"{key}: the {which} pass of {name} {failure(error)}"

@@ -1,4 +1,4 @@
-"""What a recipe trains: model, data and the files that make its checkpoints complete."""
+"""A `Task` is what a recipe trains: model, data and the files that complete its checkpoints."""
 
 import json
 import math
@@ -46,18 +46,19 @@ if TYPE_CHECKING:
     from trainer.parallel.parallelize import Fill, ParallelModel
 
 LARGEST_OWN_VOCABULARY = 65_536
-"""Tokens that a tokenizer for a small model is trained to have; more have those of known models."""
+"""Largest vocabulary for which the hint trains a tokenizer; beyond it the hint names an existing
+one."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The validation set, and what is measured on it."""
+    """The validation set and its metrics."""
 
     stream: Stream
     count: int
-    """Samples that are looked at: the first ones."""
+    """Number of samples used, from the first on."""
     values: Callable[[Mapping[str, float]], dict[str, float]]
-    """Means over these samples of what the model returns, by name → what is recorded."""
+    """Means of the model's scalars over these samples → recorded values."""
 
 
 @dataclass(frozen=True)
@@ -69,43 +70,42 @@ class Task:
     blocks: Sequence[nn.Module]
     """Repeated parts of the model: units of sharding, recomputation and compilation."""
     fill: "Fill | None"
-    """Initial weights and persistent buffers by FQN and shape, see parallelize.Fill; None when the
-    model came with its own."""
+    """Initial weights and persistent buffers, see parallelize.Fill; None if the model came with its
+    own."""
     stream: Stream
     validation: Evaluation | None
     files: dict[str, bytes]
-    """config.json, tokenizer.json and so on, for checkpoints."""
+    """Further files of checkpoints, such as config.json and tokenizer.json."""
     flops_per_token: float
     """See `Family.flops_per_token`."""
     parameter_count: int
     trained_count: int
     """Parameters that the optimizer updates; the others are frozen."""
     pretrained: Collection[str] | None = None
-    """What model.init_from gives, by FQN; the rest is drawn. None: all."""
+    """FQNs that model.init_from provides; the rest is drawn. None: all."""
     unit: str = "tokens"
-    """What is counted in speeds."""
+    """Unit of speeds."""
     usual_count: float = 1.0
-    """Over how many things the mean loss of a sample is usually taken (see COUNTED): gradients are
-    divided by so much at once, by what is left when the step has counted."""
+    """Usual count of a sample's mean loss (see COUNTED). Losses are divided by it in each pass, and
+    gradients corrected by the real count once the step has it."""
     counts_labels: bool = False
-    """Whether the tokens of a run are the labels that its steps count, as sequences differ in how
-    many they have; else they are those of its sequences."""
+    """Whether the run's tokens are the labels counted in steps, because sequences differ in their
+    number; else all tokens of its sequences."""
     tried: Sequence[Mapping[str, torch.Tensor]] = ()
-    """What the model can be called with, to try it: a batch of the training set, and of the
-    validation set."""
+    """Batches for a trial pass of the model: one of the training set, and of the validation set."""
     notes: Sequence[str] = ()
-    """What a user should know before training."""
+    """Notes for the user before training."""
     groups: Sequence[ParameterGroup] = ()
-    """What the model says of how parameters are trained; the recipe's come first."""
+    """Parameter groups of the model; groups of the recipe come first."""
     after_step: AfterStep | None = None
-    """Called on all ranks after each step, with the parallel model and the samples consumed so far:
-    for what changes in the model besides by the optimizer."""
+    """Changes the model beside the optimizer: called on all ranks after each step, with the
+    parallel model and the samples consumed so far."""
     tied_copies: Mapping[str, str] = field(default_factory=dict)
     """Second name of a tied weight in the files of `model.init_from` → its name in the model."""
 
     @property
     def sizes(self) -> str:
-        """How many parameters there are, and how many of them are trained."""
+        """Numbers of parameters and of trained parameters, in words."""
         if self.trained_count == self.parameter_count:
             return f"{self.parameter_count / 1e6:,.1f} M parameters"
         frozen = self.parameter_count - self.trained_count
@@ -113,15 +113,15 @@ class Task:
 
 
 def optimizer_options(recipe: Recipe, task: Task) -> Optimizer:
-    """Those of the recipe, with the rules that the model adds: the first that matches counts."""
+    """The recipe's optimizer options, with the model's parameter groups after its own."""
     return replace(recipe.optimizer, groups=(*recipe.optimizer.groups, *task.groups))
 
 
 def build_task(recipe: Recipe) -> Task:
-    """Open the data and build the model. Needs no process group and no GPU.
+    """Open the data and build the model. Needs neither a process group nor a GPU.
 
     Raises:
-        RecipeError: an input of the recipe is missing or does not fit the others.
+        RecipeError: an input of the recipe is missing, or does not fit the others.
         DataError: a prepared data set is damaged.
     """
     if recipe.model.kgat and recipe.data.graph:
@@ -173,7 +173,7 @@ def build_task(recipe: Recipe) -> Task:
 
 
 def _of_model(recipe: Recipe, model: TextModel) -> dict[str, Any]:
-    """What a model, or its family, says of how it is trained."""
+    """Fields of a `Task` that the model or its family determines."""
     tied = {"tied_copies": model.tied_copies}
     if isinstance(model, TransformersModel):
         return tied
@@ -182,14 +182,14 @@ def _of_model(recipe: Recipe, model: TextModel) -> dict[str, Any]:
 
 
 def _family_and_sizes(model: TextModel) -> tuple[Architecture | None, Family | None]:
-    """What the config.json of a model is made from where there is none yet."""
+    """Architecture and family for a new config.json; None where transformers computes the model."""
     if isinstance(model, TransformersModel):
         return None, None
     return model.model.architecture, model.family
 
 
 def _counting(stream: TokenStream) -> dict[str, Any]:
-    """How the steps of a task count what they are trained on."""
+    """Fields of a `Task` about counts of labels or pairs."""
     if stream.paired:
         return {"usual_count": max(1.0, stream.pairs_per_sequence)}
     if not stream.counted:
@@ -198,7 +198,7 @@ def _counting(stream: TokenStream) -> dict[str, Any]:
 
 
 def _of_chats(stream: TokenStream) -> list[str]:
-    """What a user should know of the sequences that a stream makes."""
+    """Notes for the user about sequences of chats or pairs."""
     if not stream.counted:
         return []
     what = (
@@ -225,7 +225,7 @@ def _name(recipe: Recipe, model: TextModel) -> str:
 
 
 def _counts(model: nn.Module) -> tuple[int, int]:
-    """(parameters, those that are trained)."""
+    """(parameters, trained parameters)."""
     parameters = [*model.parameters()]
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     every = weights_in if isinstance(model, Decoder | TransformersModel) else nn.Parameter.numel
@@ -233,17 +233,17 @@ def _counts(model: nn.Module) -> tuple[int, int]:
 
 
 def _with_adapter(recipe: Recipe, model: TextModel, files: dict[str, bytes]) -> dict[str, bytes]:
-    """The files of a checkpoint, where it holds an adapter. Without config.json, or transformers
-    would take it for a whole model, with random weights."""
+    """The files of a checkpoint; with an adapter its config in place of config.json."""
     adapter, base = recipe.model.adapter, recipe.model.init_from
     if adapter is None or base is None:
         return files
+    # With config.json transformers would open an adapter as a whole model with random weights.
     rest = {name: data for name, data in files.items() if name != CONFIG}
     return {**rest, ADAPTER_CONFIG: adapter_config(model, adapter, base)}
 
 
 def _build_on_samples(recipe: Recipe) -> Task:
-    """A model on the user's own data. No speed in FLOPs: what a sample costs is not known."""
+    """A task on the user's own data. It has no FLOP/s, as the cost of a sample is unknown."""
     stream, held_out = open_samples(recipe)
     streams = [one for one in (stream, held_out) if one]
     files: dict[str, bytes] = {}
@@ -284,7 +284,7 @@ def _build_on_samples(recipe: Recipe) -> Task:
 
 
 def check_plannable(recipe: Recipe) -> None:
-    """Raises RecipeError for a model whose memory and time cannot be predicted."""
+    """Raise RecipeError for a model whose memory and time cannot be predicted."""
     if recipe.data.factory:
         raise RecipeError(
             "data.factory: only prepared tokens can be planned; `perdure compare` measures what "
@@ -297,10 +297,10 @@ def check_plannable(recipe: Recipe) -> None:
 
 
 def bare_model(recipe: Recipe) -> tuple[nn.Module, list[nn.Module], float]:
-    """(model, its repeated parts, `Task.flops_per_token`), without any data.
+    """(model, its blocks, `Task.flops_per_token`), without data.
 
     Raises:
-        RecipeError: the model cannot be built, or not planned.
+        RecipeError: the model cannot be built or planned.
     """
     check_plannable(recipe)
     if recipe.model.factory:
@@ -385,9 +385,9 @@ def _loss_values(means: Mapping[str, float]) -> dict[str, float]:
 
 
 def _how_to_prepare(recipe: Recipe, directory: str) -> str:
-    """The command that makes a data set for a recipe: of a corpus that Perdure knows by name, if
-    the directory is called so, with the model's tokenizer or one of the model's size."""
-    from trainer.data.prepare.corpora import CORPORA  # no run needs it
+    """The command that prepares a data set for a recipe: of a known corpus, if the directory has
+    its name, with the model's tokenizer or a new one of the model's vocabulary size."""
+    from trainer.data.prepare.corpora import CORPORA  # only for this message
 
     name, architecture = Path(directory).name, recipe.model.architecture
     words = ["perdure", "data", "prepare", name if name in CORPORA else "INPUT"]
@@ -406,8 +406,8 @@ def open_streams(recipe: Recipe) -> tuple[TokenStream, Evaluation | None]:
     """Training and validation data.
 
     Raises:
-        RecipeError: it is missing, or too small.
-        DataError: it is damaged.
+        RecipeError: data is missing, or too small.
+        DataError: data is damaged.
     """
     data = recipe.data
     for number, source in enumerate(data.sources):
@@ -459,7 +459,7 @@ def open_streams(recipe: Recipe) -> tuple[TokenStream, Evaluation | None]:
 
 
 def _check_kinds(recipe: Recipe) -> None:
-    """Raises RecipeError: data that the objective cannot be computed of."""
+    """Raise RecipeError for data that the objective cannot use."""
     objective = recipe.objective
     for number, source in enumerate(recipe.data.sources):
         kind = read_index(source.path).get("kind", "documents")
@@ -494,9 +494,9 @@ def _check_vocabulary(recipe: Recipe, model: TextModel) -> None:
 
 
 def _call_factory(recipe: Recipe) -> tuple[nn.Module, list[nn.Module], list[str]]:
-    """The user's own module, its repeated parts, and what a user should know of its number formats.
-    All ranks build it from the same seed, so weights agree."""
+    """The user's module, its blocks, and notes about its number formats."""
     name = recipe.model.factory or ""
+    # The same on all ranks, so that their weights agree.
     torch.manual_seed(recipe.run.seed)
     model = call_factory("model.factory", name, recipe.model.factory_options)
     if not isinstance(model, nn.Module):
@@ -507,6 +507,7 @@ def _call_factory(recipe: Recipe) -> tuple[nn.Module, list[nn.Module], list[str]
             f"model.factory: {type(model).__name__}, which {name} returned, has no parameter that "
             "is trained: none, or all have requires_grad=False"
         )
-    if not model.training:  # as from_pretrained returns it; parts alone are meant to be so
+    # from_pretrained returns eval mode; single parts in eval mode are intended
+    if not model.training:
         model.train()
     return model, repeated_blocks(model), keep_in_float32(recipe, model, name)

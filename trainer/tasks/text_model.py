@@ -1,4 +1,4 @@
-"""The language model of a recipe: a decoder of Perdure, or the module that transformers has."""
+"""The language model of a recipe: one of Perdure's decoders, or a module of transformers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from trainer.parallel.parallelize import Fill, ParallelModel
 
 AfterStep = Callable[["ParallelModel", int], None]
-"""Called with the model that is trained, and the samples consumed so far."""
+"""Called with the trained model, and the samples consumed so far."""
 
 
 def build_text_model(recipe: Recipe) -> "tuple[TextModel, Fill, list[str]]":
-    """The language model of a recipe on the meta device, its initial weights, and what a user
-    should know of it.
+    """The language model of a recipe on the meta device, its initial weights, and notes for the
+    user.
 
     Raises:
         RecipeError, ConfigError: it cannot be built.
@@ -50,7 +50,7 @@ def reason_for_theirs(recipe: Recipe) -> str | None:
     """Why transformers computes the model of a recipe; None if it does not.
 
     Raises:
-        RecipeError, ConfigError: there is no good config.json in `model.init_from`.
+        RecipeError, ConfigError: `model.init_from` has no valid config.json.
     """
     model = recipe.model
     if not model.init_from or model.kgat or model.family or model.implementation == "perdure":
@@ -65,7 +65,7 @@ def reason_for_theirs(recipe: Recipe) -> str | None:
 
 
 def _of_transformers(recipe: Recipe, reason: str) -> "tuple[TransformersModel, Fill, list[str]]":
-    """As `_decoder`, of the module that transformers has for `model.init_from`."""
+    """`_decoder` for a module of transformers."""
     built = build_theirs(Path(recipe.model.init_from or ""), reason)
     model, refusals = TransformersModel(built, repeated_blocks(built.module)), Refusals()
     for key in ("tp", "pp", "cp", "ep"):
@@ -107,14 +107,14 @@ def _of_transformers(recipe: Recipe, reason: str) -> "tuple[TransformersModel, F
         add_adapters(model, recipe.model.adapter, recipe.precision.dtype)
 
     def fill(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return draw_part(name, shape, seed)  # all else is loaded
+        return draw_part(name, shape, seed)  # all other weights are loaded
 
     return model, fill, notes
 
 
 def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill, list[str]]":
-    """A model of `model.architecture` or `model.init_from`, on the meta device, its initial
-    weights, and what a user should know of its number formats."""
+    """A decoder of `model.architecture` or `model.init_from` on the meta device, its initial
+    weights, and notes about its number formats."""
     family = find_family(recipe.model.family) if recipe.model.family else None
     if given := recipe.model.architecture:
         family = family or family_of(given.model_type)
@@ -164,8 +164,8 @@ def _read_init_config(recipe: Recipe, family: Family | None) -> Architecture:
 
 
 def after_step_of(recipe: Recipe, family: Family) -> AfterStep | None:
-    """What a family does after a step, to what is trained: the model of a task may be copied. What
-    is under an adapter stays as it is."""
+    """The family's change of the model after a step; None under an adapter, whose base is
+    frozen."""
     change = family.after_step
     if change is None or recipe.model.adapter:
         return None
@@ -178,7 +178,7 @@ def after_step_of(recipe: Recipe, family: Family) -> AfterStep | None:
 
 
 def documents_for(recipe: Recipe) -> Documents | None:
-    """What the model of a recipe is given to tell documents apart."""
+    """The form in which the model of a recipe gets document boundaries."""
     if not recipe.data.document_mask:
         return None
     theirs = recipe.model.factory or reason_for_theirs(recipe)
