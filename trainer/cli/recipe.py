@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainer.cli.parser import Commands, add_command, local_path, write_new
 from trainer.recipe import recipe_schema, shipped_recipes
-from trainer.recipe.reference import recipe_reference
+from trainer.recipe.reference_page import recipe_reference
 from trainer.text import table
 
 SCHEMA = "schema.json"

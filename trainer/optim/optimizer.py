@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from checkpointing.format.tensors import local_tensor
 from trainer.optim.formats import Format, format_of, parts_of
 from trainer.optim.groups import method_groups, method_of
-from trainer.optim.kept import own_state
 from trainer.optim.method import Method, MethodOptimizer, stand_in
+from trainer.optim.saved_state import own_state
 from trainer.recipe import Optimizer
 
 

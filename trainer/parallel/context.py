@@ -347,7 +347,7 @@ class Context:
         """`compiled`: whether blocks are compiled. Messages, and the `Ring` of each pass, stay
         outside the graph."""
         self.group = group
-        """The present group: a rank that outlives others creates its groups anew (kept.py)."""
+        """The present group: a rank that outlives others creates its groups anew (rejoin.py)."""
         self._attend = torch.compiler.disable(_RingAttention.apply) if compiled else None
 
     def tokens(self, length: int) -> int:

@@ -87,7 +87,7 @@ def _sent(module: nn.Module, compute: Compute, mesh: DeviceMesh) -> Compute:
 
     def meet(counts: Tensor, rows: int) -> tuple[list[int], list[int], Tensor, Tensor]:
         """(rows to each rank, rows from each, their order by expert, rows of each own expert)."""
-        group = mesh.get_group()  # looked up anew: a kept model changes its groups (kept.py)
+        group = mesh.get_group()  # looked up anew: a kept model changes its groups (rejoin.py)
         arriving = torch.empty_like(counts)  # (E): from each rank, for each expert of this one
         dist.all_to_all_single(arriving, counts, group=group)
         sent, received = _rows(counts, arriving, ranks, rows)

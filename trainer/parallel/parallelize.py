@@ -20,7 +20,7 @@ from trainer.models.ties import tie_again, ties_of
 from trainer.optim.exact import use_exact_kernels
 from trainer.optim.formats import BLOCK, Format
 from trainer.optim.groups import moments
-from trainer.optim.kept import own_state, own_targets
+from trainer.optim.saved_state import own_state, own_targets
 from trainer.parallel.activations import apply_activation_checkpointing
 from trainer.parallel.ddp import ShardedView, apply_ddp
 from trainer.parallel.fsdp import apply_fsdp, prepare_backward
@@ -283,7 +283,7 @@ class ParallelModel:
 
 
 KEPT = "optimizer"
-"""Key of a trainer state: FQN → JSON state of an optimizer, see kept.py."""
+"""Key of a trainer state: FQN → JSON state of an optimizer, see saved_state.py."""
 
 
 class Targets:

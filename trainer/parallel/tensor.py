@@ -220,7 +220,7 @@ class Together:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The present group: a rank that outlives others creates its groups anew (kept.py)."""
+        """The present group: a rank that outlives others creates its groups anew (rejoin.py)."""
         return self._mesh.get_group()
 
     def enter(self, x: Tensor) -> Tensor:

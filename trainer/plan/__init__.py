@@ -1,5 +1,5 @@
-"""What a recipe will need, before anything is rented: `predict` for one recipe on one machine;
-search.py for every strategy, and which to take."""
+"""Predicts what a recipe needs before a machine is rented: `predict` for one recipe on one machine;
+search.py compares all strategies."""
 
 from trainer.plan.prediction import Prediction, predict
 

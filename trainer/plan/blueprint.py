@@ -1,4 +1,4 @@
-"""What a recipe trains, without weights and data: shapes of the model and of its stages."""
+"""What a recipe trains, without weights and data: the shapes of a model and of its stages."""
 
 import copy
 import dataclasses
@@ -25,13 +25,13 @@ from trainer.tasks.task import bare_model
 from trainer.tasks.text_model import documents_for
 
 DEPTH = 2
-"""Blocks that are traced where all are alike: the last one, and one whose output another block
-takes in."""
+"""Blocks that are traced if all are equal: the last one, and one whose output goes to another
+block."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A parameter, as sharding on dim 0 sees it."""
+    """A parameter as sharding on dim 0 sees it."""
 
     rows: int
     row: int
@@ -39,39 +39,39 @@ class Shape:
     itemsize: int
     """Bytes per element."""
     state: tuple[StateTensor, ...] = ()
-    """What the optimizer keeps for it."""
+    """State tensors of the optimizer."""
     stacked: bool = False
     """Whether its rows are experts."""
     divided: int = 1
-    """Ranks that have other rows of it each, before any sharding."""
+    """Number of rank groups that hold different rows before sharding: tp or ep."""
     beside: int = 1
-    """With that, ranks that compute each layer together, and share it as those of shards do."""
+    """For divided experts, tp ranks, over which they are sharded as well."""
     trained: bool = True
-    """Whether it has a gradient; else it is frozen."""
+    """Whether it has a gradient; if not, it is frozen."""
     number: bool = True
-    """Whether its elements are floating point numbers, which FSDP casts; else they are bytes."""
+    """Whether its elements are floating-point numbers, which FSDP casts; if not, they are bytes."""
     weights: int = 0
-    """That it holds: its elements, unless these are codes."""
+    """Number of weights: its elements, or those encoded in its bytes."""
 
     @property
     def whole(self) -> int:
-        """Elements, once they are gathered."""
+        """Elements once gathered."""
         return -(-self.rows // self.divided) * self.row
 
     def over(self, ranks: int) -> int:
-        """Ranks over which FSDP cuts it, where it cuts others over `ranks`."""
+        """Ranks over which FSDP shards it, if it shards other parameters over `ranks`."""
         return max(1, ranks * self.beside // self.divided)
 
     def sharded(self, ranks: int) -> int:
-        """Elements of the first rank's slice, which no other's exceeds."""
+        """Elements of the first rank's shard, the largest."""
         return -(-self.rows // (self.divided * self.over(ranks))) * self.row
 
     def gathered(self, ranks: int) -> int:
-        """Elements of all slices that a rank gathers."""
+        """Elements of all shards that a rank gathers, with padding."""
         return self.over(ranks) * self.sharded(ranks)
 
     def size_as(self, itemsize: int | None) -> int:
-        """Bytes of an element once it is cast to a format of so many, if to any."""
+        """Bytes of an element after a cast to a format of `itemsize` bytes, if it is cast."""
         return itemsize if itemsize and self.number else self.itemsize
 
     def state_bytes(self, ranks: int) -> int:
@@ -84,7 +84,7 @@ class Shape:
 
     @property
     def saved_bytes(self) -> int:
-        """In a checkpoint, but for numbers of updates."""
+        """Bytes in a checkpoint, without step counts."""
         state = sum(tensor.nbytes(self.rows * self.row) for tensor in self.state if tensor.shape)
         return self.rows * self.row * self.itemsize + state
 
@@ -94,32 +94,31 @@ class Blueprint:
     """What a recipe trains, without weights and data."""
 
     recipe: Recipe
-    """As it was read."""
+    """The recipe as it was read."""
     model: nn.Module
     """On the meta device."""
     traced: nn.Module
-    """The same model with fewer blocks, or itself."""
+    """The same model with fewer blocks, or the model itself."""
     block_count: int
     seq_len: int
     documents: Literal["document_ids", "cu_seqlens"] | None
-    """What of them the model is given."""
+    """The form of the document boundaries that the model takes."""
     flops_per_token: float
     """As `Task.flops_per_token`."""
     units: tuple[tuple[Shape, ...], ...]
-    """Parameters by FSDP unit: what belongs to no block, then each block. Tied ones once."""
+    """Parameters by FSDP unit: those outside of blocks, then each block. Tied ones appear once."""
     buffers: int
-    """Bytes."""
     optimizer: Optimizer
-    """What keeps state for each parameter."""
+    """Determines the state of each parameter."""
 
     @property
     def parameter_count(self) -> int:
-        """Elements."""
+        """Number of weights."""
         return sum(shape.weights for unit in self.units for shape in unit)
 
     @property
     def trained_count(self) -> int:
-        """Elements that are trained."""
+        """Number of trained elements."""
         return sum(shape.rows * shape.row for unit in self.units for shape in trained_of(unit))
 
 
@@ -133,7 +132,7 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
     model, blocks, flops = bare_model(recipe)
     model = model.to("meta")
     traced = model
-    if recipe.model.factory:  # each trace changes a copy
+    if recipe.model.factory:  # each trace changes a copy, so the model must allow one
         what = f"a copy of {type(model).__name__}, which planning needs,"
         with refusing("model.factory", what):
             copy.deepcopy(model)
@@ -162,7 +161,7 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
 
 
 def _alike(model: Decoder, adapter: Adapter) -> Adapter:
-    """The adapter of a model, for one with fewer blocks that are like those of it."""
+    """The adapter options for the model with fewer blocks: layers by suffix, as indices differ."""
     layers = [name for name, one in model.named_modules() if isinstance(one, LoraLinear)]
     return dataclasses.replace(adapter, targets=tuple({n.rpartition(".")[2] for n in layers}))
 
@@ -183,23 +182,23 @@ def _units(model: nn.Module, blocks: Sequence[nn.Module], optimizer: Optimizer) 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """What of a model a rank computes: some blocks, with what is below the first and above the last
-    one; all of it, unless there is a pipeline."""
+    """The part of a model that a rank computes: some blocks, with what lies below the first and
+    above the last; without a pipeline the whole model."""
 
     first: bool
     last: bool
     blocks: int
     units: Units
-    """As of a `Blueprint`, as tensor parallelism cuts it."""
+    """As in `Blueprint`, cut by tensor parallelism."""
     tied: tuple[Shape, ...] = ()
-    """The embedding, if another stage has it, too."""
+    """The embedding, if another stage holds it too."""
 
 
 def stage_of(blueprint: Blueprint, blocks: range, cut: Strategy) -> Stage:
-    """The stage with some of the blocks, on one of the ranks that compute it together.
+    """The stage with the given blocks, on one of the ranks that compute it together.
 
     Raises:
-        RecipeError: the model cannot be cut so.
+        RecipeError: the model cannot be cut that way.
     """
     first, last = blocks.start == 0, blocks.stop == blueprint.block_count
     return _stage_of(blueprint, first, last, len(blocks), only(cut, tp), ep.ranks(cut))
@@ -223,7 +222,7 @@ def _stage_of(
 
 
 def _divided(units: Units, apart: int, together: int) -> Units:
-    """With experts on some ranks each, if `apart` is more than one."""
+    """The units with experts divided among `apart` groups of ranks."""
     if apart == 1:
         return units
     return tuple(
@@ -236,7 +235,7 @@ def _divided(units: Units, apart: int, together: int) -> Units:
 
 @cache
 def _units_of_part(blueprint: Blueprint, first: bool, last: bool, cut: Strategy) -> Units:
-    """Units of the traced blocks, and what is below the first or above the last one."""
+    """Units of the traced blocks, with what lies below the first or above the last."""
     part = blueprint.traced
     if first and last:
         part = copy.deepcopy(part)
@@ -246,7 +245,7 @@ def _units_of_part(blueprint: Blueprint, first: bool, last: bool, cut: Strategy)
             return ((),)
         part = part.part(range(0 if first else 1, depth if last else 1))
     if tp.ranks(cut) > 1:
-        from trainer.plan.ranks import Ranks, imagined_ranks  # imports every strategy
+        from trainer.plan.imagined_ranks import Ranks, imagined_ranks  # imports all strategies
 
         with imagined_ranks(lambda *_: None, None, None):
             cut_layers(part, cut, lambda name: Ranks(sizes(cut)[name]))
@@ -263,12 +262,13 @@ def _shape(parameter: nn.Parameter, state: tuple[StateTensor, ...], stacked: boo
 
 
 def trained_of(unit: Sequence[Shape]) -> list[Shape]:
-    """The parameters that get gradients."""
+    """The parameters with gradients."""
     return [shape for shape in unit if shape.trained]
 
 
 def bytes_of(shapes: Sequence[Shape], ranks: int | None = None, itemsize: int | None = None) -> int:
-    """Bytes of all, or of the first of `ranks` slices; of elements of another size, if given."""
+    """Bytes of all shapes, or of the first of `ranks` shards; with elements of `itemsize` bytes, if
+    given."""
     return sum(
         (shape.sharded(ranks) if ranks else shape.whole) * shape.size_as(itemsize)
         for shape in shapes
@@ -276,12 +276,12 @@ def bytes_of(shapes: Sequence[Shape], ranks: int | None = None, itemsize: int | 
 
 
 def gathered_bytes(shapes: Sequence[Shape], ranks: int, itemsize: int) -> int:
-    """Bytes of all slices that a rank gathers."""
+    """Bytes of all shards that a rank gathers."""
     return sum(shape.gathered(ranks) * shape.size_as(itemsize) for shape in shapes)
 
 
 def counted(stages: Sequence[Stage]) -> list[tuple[tuple[Shape, ...], int]]:
-    """Different units of some stages, and how often they are there: blocks are mostly alike."""
+    """Distinct units of some stages with their counts: most blocks are equal."""
     counts: dict[int, tuple[tuple[Shape, ...], int]] = {}
     for unit in (unit for stage in stages for unit in stage.units):
         counts[id(unit)] = unit, counts.get(id(unit), (unit, 0))[1] + 1
@@ -289,7 +289,7 @@ def counted(stages: Sequence[Stage]) -> list[tuple[tuple[Shape, ...], int]]:
 
 
 def parts_of(unit: Sequence[Shape]) -> list[list[Shape]]:
-    """What FSDP gathers and reduces apart: of a block its experts, where ranks have other ones."""
+    """Groups that FSDP gathers and reduces separately: divided experts of a block, and the rest."""
     experts = [shape for shape in unit if shape.divided > 1]
     rest = [shape for shape in unit if shape.divided == 1]
     return [part for part in (rest, experts) if part]

@@ -1,6 +1,6 @@
-"""A machine that is described, not there, and what is assumed of its speed.
+"""Description of a machine that need not exist, and assumptions about its speed.
 
-Every assumption is a constant of this file, and printed with the figures.
+Every assumption is a constant in this file, and printed with the figures.
 """
 
 import re
@@ -11,88 +11,89 @@ from trainer.plan.gpus import GPUS, Gpu, listed_name, peak_tflops, similar_name
 from trainer.recipe import RecipeError
 
 PEAK_SHARE = 0.7
-"""Share of the peak FLOP/s that large matrix products reach. Assumed: the best shape of all reaches
-0.80 on an H100, and 0.87 on an A100 (stas00/ml-engineering, compute/accelerator: MAMF)."""
+"""Share of the peak FLOP/s that large matrix products reach. Assumed: the best shapes reach 0.80 on
+an H100, and 0.87 on an A100 (stas00/ml-engineering, compute/accelerator: MAMF)."""
 BANDWIDTH_SHARE = 0.8
-"""Share of the peak memory bandwidth that element-wise kernels reach. Assumed, as by most
+"""Share of the peak memory bandwidth that elementwise kernels reach. Assumed, as in most
 rooflines."""
 NETWORK_SHARE = 0.8
 """Share of a link's bandwidth that a collective reaches: 370 of the 450 GB/s of an H100's NVLink,
-say NCCL's authors (NVIDIA/nccl-tests issue 212). nccl-tests on the machine at hand tell more."""
+by NCCL's authors (NVIDIA/nccl-tests issue 212). Measure with nccl-tests on a real machine."""
 CALL = 8.4e-6
-"""Seconds of a collective besides its steps. This and the next three: what NCCL reckons with itself
-when it chooses between algorithms (NVIDIA/nccl, src/graph/tuning.cc: Ring, Simple)."""
+"""Fixed seconds of a collective. This and the next three are NCCL's own model for choosing
+algorithms (NVIDIA/nccl, src/graph/tuning.cc: Ring, Simple)."""
 HOP = 3.4e-6
-"""Seconds of a step of a collective over NVLink, besides its bytes."""
+"""Fixed seconds per step of a collective over NVLink."""
 HOP_OVER_PCIE = 5.7e-6
-"""Seconds of a step where GPUs of a node have nothing but PCIe."""
+"""Fixed seconds per step between GPUs of a node over PCIe."""
 HOP_BETWEEN_NODES = 14e-6
-"""Seconds of a step over the network."""
+"""Fixed seconds per step over the network."""
 PLATEAU = 1.9
-"""By what those of a ring over several nodes are to be multiplied for large messages, likewise. 256
-H100s gather 2 GB at 200 GB/s (NVIDIA/nccl issue 1218); this gives 239."""
+"""NCCL's factor for large messages in a ring over several nodes. 256 H100s gather 2 GB at 200 GB/s
+(NVIDIA/nccl issue 1218); this gives 239."""
 LAUNCH = 10e-6
-"""Seconds that a host takes to launch a kernel. It launches ahead, so a pass takes no less than all
-its launches. Assumed: eager torch is said to take 5 to 25 microseconds."""
+"""Seconds for a host to launch a kernel. It launches ahead, so a pass takes at least all its
+launches. Assumed: eager torch is reported to take 5 to 25 microseconds."""
 TAKEN_SHARE = 20 / 132
-"""Share of a GPU that collectives take from what is computed beside them: DeepSeek-V3 gives them 20
-of 132 multiprocessors (arXiv 2412.19437, section 3.2.2)."""
+"""Share of a GPU that collectives use beside computation: DeepSeek-V3 gives them 20 of 132
+multiprocessors (arXiv 2412.19437, section 3.2.2)."""
 HOST_BANDWIDTH = 200e9
-"""Bytes/s at which all optimizers of a node update state in host memory. Assumed: eight channels
-of DDR5-4800 give 307 GB/s."""
+"""Bytes/s at which all optimizers of a node together update state in host memory. Assumed: eight
+channels of DDR5-4800 give 307 GB/s."""
 DISK_BANDWIDTH = 5e9
 """Bytes/s of a node's local disk, with strategy.offload: nvme. Assumed: one drive on PCIe 4."""
 UPDATE_ON_DISK = 16
-"""Bytes per parameter between memory and disk in an update, besides the optimizer's state, which is
-read and written: so is the weight, and the gradient is read for the norm and once more."""
+"""Bytes per parameter between memory and disk in an update: the weight is read and written, the
+gradient read for the norm and again. The optimizer's state is added, read and written."""
 PAGEABLE_SHARE = 0.5
-"""Share of PCIe's bandwidth that copies to and from memory that is not pinned, as that of files,
-reach. Assumed: the driver copies everything once more, in NVIDIA's examples at half the speed."""
+"""Share of PCIe's bandwidth that copies from and to unpinned memory reach, such as mapped files.
+Assumed: the driver copies everything twice, which halves the speed in NVIDIA's examples."""
 DEFAULT_NET = 50e9
-"""Bytes/s between a node and the others where nothing is said, and nodes with such GPUs have no
-usual network: one card of 400 Gb/s."""
+"""Bytes/s between a node and the others if not given, for GPUs without a usual network: one card of
+400 Gb/s."""
 USUAL_NODE, LARGEST_NODE = 8, 72
-"""GPUs of one node: as most are built, and the most there are."""
+"""GPUs of one node: the usual number, and the largest."""
 UPDATE_TRAFFIC = 24
-"""Bytes per parameter in an update, besides the optimizer's state, which is read and written: so is
-the weight, the update and the norm read the gradient, clipping reads and writes it. All float32."""
+"""Bytes per parameter in an update, all float32: the weight is read and written, the gradient read
+by update and norm, and read and written by clipping. The optimizer's state is added, read and
+written."""
 
 ROUNDING_TRAFFIC = {"fp32": 0, "bf16": 250, "int8": 450}
 """More bytes per parameter in an update that rounds its results, by optimizer.state_dtype: what
 formats.py reads and writes in float32 and of hashes. Weights in bf16 take as much as bf16 state."""
 
 ADDITION_TRAFFIC = 12
-"""Bytes per parameter in host memory, where an offloaded gradient is added to that of the passes
-before: two are read, one is written."""
+"""Bytes per parameter in host memory for adding an offloaded gradient to that of earlier passes:
+two are read, one is written."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What is to be rented."""
+    """The machine of a prediction."""
 
     nodes: int
     gpus_per_node: int
     gpu: Gpu
     peak_flops: float
-    """Peak of one GPU, dense, at the precision of the computation; 1/s."""
+    """Dense peak FLOP/s of one GPU at the precision of the computation."""
     net: float = DEFAULT_NET
-    """Bytes/s between one node and the others, one way, all its network cards together."""
+    """Bytes/s between one node and the others, one way, over all its network cards."""
     launch: float = LAUNCH
-    """Seconds that launching a kernel takes."""
+    """Seconds for launching a kernel."""
     call: float = CALL
-    """Seconds of a collective, besides its steps and bytes."""
+    """Fixed seconds of a collective."""
     hop: float = HOP
-    """Seconds of a step of a collective inside a node, besides its bytes."""
+    """Fixed seconds per step of a collective inside a node."""
     hop_between: float = HOP_BETWEEN_NODES
-    """Seconds of a step between nodes, likewise."""
+    """Fixed seconds per step between nodes."""
     storage: float | None = None
-    """Bytes/s at which a checkpoint is written, all ranks together."""
+    """Bytes/s at which all ranks together write a checkpoint."""
     node_memory: float | None = None
-    """Bytes of host memory of a node; None: not known, and never short."""
+    """Bytes of a node's host memory; None: unknown, treated as unlimited."""
     node_disk: float | None = None
-    """Bytes of the local disk of a node, likewise."""
+    """Bytes of a node's local disk, likewise."""
     note: str = ""
-    """What was assumed of it because nobody said."""
+    """Assumptions about it, as text."""
 
     @property
     def world_size(self) -> int:
@@ -111,21 +112,21 @@ def describe_machine(
     disk: str | None = None,
     tflops: float | None = None,
 ) -> Machine:
-    """What a person says of a machine.
+    """Parse a machine from command-line options.
 
     Args:
-        gpus: per node: 8xH100, 8x80GB, or without the number for one. Names as people write them:
-            see `listed_name`. More than any node has are nodes of USUAL_NODE.
-        nodes: how many there are.
+        gpus: per node: 8xH100, 8x80GB, or one GPU without a number. For names see `listed_name`.
+            More than LARGEST_NODE are split into nodes of USUAL_NODE.
+        nodes: number of nodes.
         dtype: of the computation, as in `precision.dtype`.
-        net: between nodes: 400Gb/s, 50GB/s, 8x400Gb/s for that many network cards.
-        storage: 2GB/s.
-        memory: of a node's host: 2TB.
-        disk: local one of a node: 8TB.
-        tflops: of one GPU, where its name does not tell.
+        net: between nodes: 400Gb/s, 50GB/s, 8x400Gb/s for eight network cards.
+        storage: such as 2GB/s.
+        memory: of a node's host, such as 2TB.
+        disk: local disk of a node, such as 8TB.
+        tflops: of one GPU, if its name does not determine it.
 
     Raises:
-        RecipeError: it cannot be understood, or the GPU is not known.
+        RecipeError: an option is malformed, or the GPU is unknown.
     """
     found = re.fullmatch(r"(?:(\d+)\s*x\s*)?(.+)", gpus.strip(), re.IGNORECASE)
     count, said = int(found[1] or 1) if found else 0, found[2] if found else ""
@@ -148,7 +149,7 @@ def describe_machine(
         notes.append(f"So many GPUs are {nodes} nodes of {count} (--gpus {each} --nodes {nodes}).")
     if size:
         wanted = float(size[1])
-        # Of those that have so much, the slowest: better surprised than disappointed.
+        # Of the GPUs with that memory the slowest: a real one is rather faster.
         able = [n for n in GPUS if GPUS[n].flash_attention or dtype != "bf16"]
         name = min(
             able,
@@ -185,7 +186,7 @@ def describe_machine(
 
 
 def _rate(option: str, text: str) -> float:
-    """Bytes/s; bits with a small b, as network cards are sold."""
+    """Parse bytes/s; bits with a small b, as network cards are sold."""
     found = re.fullmatch(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*([kMGT])(b|B)(?:/s|ps)", text.strip())
     if not found or not float(found[2]) or found[1] == "0":
         raise RecipeError(
@@ -197,7 +198,7 @@ def _rate(option: str, text: str) -> float:
 
 
 def _size(option: str, text: str) -> float:
-    """Bytes."""
+    """Parse a size in bytes."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GT])B", text.strip())
     if not found or not float(found[1]):
         raise RecipeError(f"{option}: {text!r} is not a size; write 512GB or 2TB")

@@ -1,6 +1,6 @@
-"""What is known of GPUs by their names: MFU and plans rest on this table.
+"""Data of GPUs by name, for MFU and plans.
 
-A name that is not in it has no peak and no plan: a wrong figure would be worse than none.
+An unlisted GPU has no peak and no plan: a wrong figure would be worse than none.
 """
 
 import difflib
@@ -17,16 +17,17 @@ class Gpu:
     """One GPU, by its data sheet."""
 
     device: str
-    """What torch.cuda.get_device_name and nvidia-smi call it, without MAKER: a regular expression
-    for the whole name. A slice of a GPU, or the chip of that name in a laptop, has more words."""
+    """Regular expression for its whole name in torch.cuda.get_device_name and nvidia-smi, without
+    MAKER. The name of a slice of a GPU, or of a laptop's chip, has more words and does not
+    match."""
     tflops: float
-    """Peak of bf16 and fp16 products with float32 sums, dense: without sparsity."""
+    """Dense peak of bf16 and fp16 products with float32 sums."""
     fp8_tflops: float | None
-    """That of 8-bit products, likewise; None: it has none."""
+    """Dense peak of 8-bit products; None: it has none."""
     fp32_tflops: float
-    """Peak of float32 products without tensor cores. PyTorch rounds nothing to TF32 by itself."""
+    """Peak of float32 products without tensor cores. By default PyTorch does not round to TF32."""
     sold_as: float
-    """Memory on the data sheet: decimal gigabytes, or binary ones, as the vendor likes."""
+    """Memory on the data sheet, in the vendor's decimal or binary gigabytes."""
     memory: float
     """Bytes that the device reports (nvidia-smi, rocm-smi)."""
     bandwidth: float
@@ -34,22 +35,22 @@ class Gpu:
     link: float
     """Bytes/s to the other GPUs of a node, one way: NVLink or Infinity Fabric, else PCIe."""
     pcie: float
-    """Bytes/s to the host, one way; NVLink-C2C where it has that."""
+    """Bytes/s to the host, one way; over NVLink-C2C if it has that."""
     source: str
     """The vendor's document."""
     flash_attention: bool = True
-    """As from compute capability 8.0 on. Before it tensor cores know no bf16 either: that is as
-    fast as float32."""
+    """Whether it has flash attention: from compute capability 8.0 on. Earlier tensor cores also
+    lack bf16, which is then as slow as float32."""
     card: float | None = None
-    """Bytes/s to other nodes, one way, of the network card that each GPU has in nodes like the
-    vendor's own, such as DGX H100; None: such GPUs have no usual network."""
+    """Bytes/s to other nodes, one way, of each GPU's network card in the vendor's own nodes, such
+    as DGX H100; None: no usual network."""
     attention: float = 0.6
-    """Share of the peak that flash attention reaches, both passes together: FlashAttention-2 0.5 to
-    0.73 on an A100 (arXiv 2307.08691) and 0.35 on an H100 (arXiv 2407.08608)."""
+    """Share of the peak that flash attention reaches over both passes: FlashAttention-2 0.5 to 0.73
+    on an A100 (arXiv 2307.08691) and 0.35 on an H100 (arXiv 2407.08608)."""
 
 
 HOPPER = 0.35
-"""`Gpu.attention` of GPUs for which FlashAttention-2 was not written."""
+"""`Gpu.attention` of GPUs newer than FlashAttention-2."""
 BLACKWELL = "NVIDIA Blackwell data sheet: GB200 NVL72 and HGX B200"
 H100 = "NVIDIA H100 Tensor Core GPU data sheet"
 H200 = "NVIDIA H200 Tensor Core GPU data sheet"
@@ -172,13 +173,13 @@ GPUS = {
 
 
 def named_gpu(name: str) -> Gpu | None:
-    """The GPU of a device's name; None where that is not known."""
+    """The GPU with a device's name, or None."""
     return next((gpu for gpu in GPUS.values() if re.fullmatch(MAKER + gpu.device, name)), None)
 
 
 def listed_name(text: str) -> str | None:
-    """The name in GPUS that a person means by rtx4090, 4090, H100-SXM or "A100 80GB", or by what
-    nvidia-smi prints; None where there is none."""
+    """The key of GPUS for a name as people write it, such as rtx4090, 4090, H100-SXM or "A100
+    80GB", or as nvidia-smi prints it; None if there is none."""
     spellings: dict[str, str] = {}
     for name, gpu in GPUS.items():
         if re.fullmatch(MAKER + gpu.device, text):
@@ -190,20 +191,20 @@ def listed_name(text: str) -> str | None:
 
 
 def similar_name(text: str) -> str | None:
-    """The name in GPUS that a mistyped one resembles, if any does."""
+    """The key of GPUS that a mistyped name resembles, or None."""
     known = {_plain(name): name for name in GPUS}
     close = difflib.get_close_matches(_plain(text), known, n=1)
     return known[close[0]] if close else None
 
 
 def _plain(name: str) -> str:
-    """A name without what people write in different ways: case, spaces, the maker, the socket."""
+    """A name without varying parts: case, spaces, the maker, the socket."""
     without_maker = re.sub(MAKER, "", name, count=1, flags=re.IGNORECASE)
     return re.sub(r"[\s_-]|sxm\d?", "", without_maker.casefold())
 
 
 def peak_tflops(gpu: Gpu, dtype: str) -> float:
-    """Peak for a `precision.dtype`, TFLOP/s."""
+    """Dense peak for a `precision.dtype`, in TFLOP/s."""
     if dtype == "fp32" or (dtype == "bf16" and not gpu.flash_attention):
         return gpu.fp32_tflops
     return gpu.tflops

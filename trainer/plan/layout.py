@@ -1,4 +1,4 @@
-"""How a recipe lies over ranks."""
+"""The layout of a recipe over ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,39 +12,39 @@ from trainer.recipe.strategies.exact import batch_plan
 
 @dataclass(frozen=True)
 class Layout:
-    """How a recipe lies over ranks."""
+    """Groups of ranks, passes and micro-batch of a recipe in a world."""
 
     groups: Mapping[str, Group]
-    """As `groups_of` the mesh."""
+    """See `groups_of` in trainer/parallel/mesh.py."""
     by_fsdp: bool
-    """Whether FSDP holds the parameters, or else DDP, perhaps with ZeRO-1."""
+    """Whether FSDP holds the parameters; else DDP, with or without ZeRO-1."""
     gathers_ahead: bool
-    """Whether forward, too, gathers a block while the one before is computed, as on CPUs."""
+    """Whether forward also gathers a block while the one before is computed, as on CPUs."""
     passes: int
     """Forward and backward passes per step."""
     reductions: int
-    """How often a step reduces each gradient."""
+    """Reductions of each gradient per step."""
     micro_batch: int
     """Sequences of the largest pass."""
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same."""
+        """Ranks with equal parameters."""
         return self.groups[REPLICATE].size
 
     @property
     def shards(self) -> int:
-        """Ranks over which FSDP cuts what each of them would hold."""
+        """Ranks over which FSDP shards parameters."""
         return self.groups[SHARD].size
 
 
 def layout_of(
     recipe: Recipe, world_size: int, local_world_size: int, device: Literal["cpu", "cuda"]
 ) -> Layout:
-    """How `recipe` lies over so many ranks.
+    """The layout of `recipe` in a world.
 
     Raises:
-        RecipeError: it cannot.
+        RecipeError: the recipe does not fit the world.
     """
     strategy = recipe.strategy
     groups = groups_of(recipe, world_size, local_world_size)

@@ -1,4 +1,4 @@
-"""Bytes that operators make, followed while they live."""
+"""Follows the bytes that operators allocate while they live."""
 
 import weakref
 from collections.abc import Iterable
@@ -12,16 +12,16 @@ from trainer.plan.storages import storage_of
 
 
 class LiveTensors(TorchDispatchMode):
-    """Follows the storages that operators make while it is entered, for as long as they live.
+    """Follows the storages that operators allocate inside this mode.
 
-    Works on real and on fake tensors, which have storages but no addresses. What an operator takes
-    and gives back within itself (the workspace of a kernel) is not seen.
+    Works on real and on fake tensors, which have storages without memory. Memory that an operator
+    allocates and frees within itself, such as a kernel's workspace, is not seen.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.label = ""
-        """Put on storages that are made from now on."""
+        """Label of storages allocated from now on."""
         self.alive = 0
         """Bytes after the last operator."""
         self.peak = 0
@@ -31,25 +31,25 @@ class LiveTensors(TorchDispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if operator.namespace == "prim":  # asks for a tensor's device, and the like
+        if operator.namespace == "prim":  # queries such as a tensor's device
             return operator(*args, **(kwargs or {}))
-        given = {_key(storage) for storage in _storages((args, kwargs))}
+        inputs = {_key(storage) for storage in _storages((args, kwargs))}
         result = self.compute(operator, args, kwargs or {})
         for storage in _storages(result):
             known = self._made.get(_key(storage))
-            # A view of what was given is not new, whether or not that was made in here.
-            if _key(storage) not in given and (known is None or known[0]() is None):
+            # A view of an input is not a new allocation, wherever the input was allocated.
+            if _key(storage) not in inputs and (known is None or known[0]() is None):
                 self._made[_key(storage)] = (weakref.ref(storage), self.label)
         self.alive = self.total()
         self.peak = max(self.peak, self.alive)
         return result
 
     def compute(self, operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """What an operator gives."""
+        """Run an operator."""
         return operator(*args, **kwargs)
 
     def total(self, label: str | None = None, ignored: Iterable[torch.Tensor] = ()) -> int:
-        """Bytes alive now: all, or those with a label; without the storages of some tensors."""
+        """Bytes alive now: all, or those with a label; without the storages of `ignored`."""
         left_out = {_key(storage_of(tensor)) for tensor in ignored}
         total = 0
         for key, (reference, made_as) in list(self._made.items()):

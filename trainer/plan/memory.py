@@ -1,4 +1,4 @@
-"""Bytes on one rank: the sums over a step, and the largest of its moments."""
+"""Memory of one rank: sums over a step, and its largest moment."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -18,30 +18,31 @@ from trainer.recipe.strategies import offload, sharding
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank, the first one, which no other's exceed."""
+    """Bytes of the first rank, which no other's exceed."""
 
     parameters: int
     """Whole or sharded."""
     gradients: int
-    """When the optimizer runs."""
+    """Bytes at the optimizer's step."""
     optimizer_state: int
     buffers: int
     activations: int
-    """Between forward and backward pass; gathered parameters are not among them."""
+    """Bytes between forward and backward, without gathered parameters."""
     transient: int
-    """At the peak, besides the others: gathered units, buffers of reductions, unreduced gradients
-    of earlier passes, and what operators work with."""
+    """Bytes at the peak besides the others: gathered units, reduction buffers, unreduced gradients
+    of earlier passes, and memory of operators."""
     peak: int
-    """What the device holds at the largest moment of a step, which is less than the sum of the
-    others. What torch, CUDA and NCCL need for themselves, and fragmentation, come on top."""
+    """Bytes on the device at the largest moment of a step, less than the sum of the other fields.
+    The needs of torch, CUDA and NCCL themselves, and fragmentation, are added to it."""
     moment: str
-    """Which one that is: forward, head, blocks, end, reduce or update; see [Note: moments]."""
+    """Name of that moment: forward, head, blocks, end, reduce or update; see [Note: moments]."""
     host: int
-    """In host memory instead of on the device: with `strategy.offload: cpu` parameters, gradients
-    and optimizer state, with what pinned memory loses; with `nvme` what the update works in."""
+    """Bytes in host memory instead of on the device: with `strategy.offload: cpu` parameters,
+    gradients and optimizer state, with the padding of pinned memory; with `nvme` the buffers of the
+    update."""
     disk: int
-    """In files instead: the same with `strategy.offload: nvme`. Pages of them that the kernel keeps
-    in memory are counted nowhere; it gives them up when memory is needed."""
+    """Bytes in files instead, with `strategy.offload: nvme`. Their pages in the kernel's cache are
+    not counted, as the kernel frees them on demand."""
 
 
 def memory_of(
@@ -57,14 +58,14 @@ def memory_of(
     """Add up what a rank holds.
 
     Args:
-        stages: of the rank, in order; one, unless there is a pipeline.
-        traces: of a pass of each.
-        recipe: its strategy and precision count.
-        layout: how they lie over the ranks.
-        device: "cuda", or "cpu", where all is on the host and only files take something from it.
+        stages: of the rank, in order; one without a pipeline.
+        traces: a pass of each stage.
+        recipe: with strategy and precision.
+        layout: of the recipe over the ranks.
+        device: "cuda", or "cpu", where only files reduce host memory.
         buffers: bytes of the model's.
-        order: of a pipeline, of this rank.
-        messages: bytes of those that are there beside each of its actions.
+        order: of this rank in a pipeline.
+        messages: bytes of messages held during each of its actions.
     """
     shapes = [shape for stage in stages for unit in stage.units for shape in unit]
     units = counted(stages)
@@ -139,23 +140,23 @@ def memory_of(
 def _passes(
     order: Order, held: Sequence[Held | Unsharded], every_pass: bool, messages: Sequence[int]
 ) -> tuple[int, list[dict[Pass, int]]]:
-    """(most bytes of activations on a rank, of each of its stages the passes and the most bytes
-    that are there beside one: for other micro-batches, and of other stages). `every_pass`: each
-    backward pass reduces gradients; `messages`: bytes of those beside each action."""
+    """(most bytes of activations on a rank; for each of its stages, pass → most bytes held beside
+    it, for other micro-batches and stages). `every_pass`: whether each backward reduces gradients;
+    `messages`: bytes held during each action."""
     backward = Counter(action.stage for action in order if action.kind in "BW")
     stages = dict(zip(sorted(backward), held, strict=True))
-    found: dict[int, dict[Pass, int]] = {number: {} for number in stages}
+    by_stage: dict[int, dict[Pass, int]] = {number: {} for number in stages}
     rests = {number: stage.resting for number, stage in stages.items()}
-    left, resting = dict(backward), dict.fromkeys(stages, 0)
+    remaining, resting = dict(backward), dict.fromkeys(stages, 0)
     gathered = dict.fromkeys(stages, False)
     fresh = dict.fromkeys(stages, True)
     forward = put_off = most = 0
     for (kind, number, _), message in zip(order, messages, strict=True):
-        trace, before = stages[number].trace, left[number] < backward[number]
-        which = Pass(kind, before, kind in "BW" and left[number] == 1, fresh[number])
+        trace, before = stages[number].trace, remaining[number] < backward[number]
+        which = Pass(kind, before, kind in "BW" and remaining[number] == 1, fresh[number])
         own = {"F": 0, "W": trace.kept + trace.put_off}.get(kind, trace.saved)
         beside = forward + put_off - own + sum(resting.values()) - resting[number] + message
-        found[number][which] = max(beside, found[number].get(which, 0))
+        by_stage[number][which] = max(beside, by_stage[number].get(which, 0))
         match kind:
             case "F":
                 forward += trace.saved
@@ -168,30 +169,30 @@ def _passes(
                 forward -= trace.kept
                 put_off -= trace.put_off
         fresh[number] = kind != "F"
-        left[number] -= kind in "BW"
-        rest, between = rests[number], left[number] < backward[number]
+        remaining[number] -= kind in "BW"
+        rest, between = rests[number], remaining[number] < backward[number]
         gathered[number] = kind == "F" or (gathered[number] and not every_pass)
         resting[number] = rest.gathered * gathered[number] + rest.between * between
-        if left[number] == 0:
+        if remaining[number] == 0:
             resting[number] = rest.after
         most = max(most, forward)
-    return most, list(found.values())
+    return most, list(by_stage.values())
 
 
 def messages_beside(orders: Sequence[Order]) -> list[list[int]]:
-    """How many messages each rank has while it does each of its actions, besides those that the
-    action needs and those that are activations: as `_Messages` of the pipeline has them.
+    """Number of messages that each rank holds during each action, besides those that the action
+    uses and those that are activations: as `_Messages` of the pipeline does.
 
-    There is room for the next one of each neighbour, some have come before their use, and gradients
-    stay until a message tells that they have arrived.
+    There is a buffer for the next message of each neighbour, some messages arrive before their use,
+    and sent gradients stay until a message shows that they have arrived.
     """
     place = {action: place for order in orders for place, action in enumerate(order)}
-    found: list[list[int]] = []
+    counts: list[list[int]] = []
     for order, senders in zip(orders, incoming(orders) if orders else (), strict=True):
         expected = {peer: deque(actions) for peer, actions in senders.items()}
         sent: dict[int, deque[int]] = {}
         early: set[Action] = set()
-        found.append([])
+        counts.append([])
         for action in order:
             source = action._replace(stage=action.stage + (-1 if action.kind == "F" else 1))
             if action.kind != "W" and source in place:
@@ -202,11 +203,11 @@ def messages_beside(orders: Sequence[Order]) -> list[list[int]]:
                 while sent.get(peer) and sent[peer][0] < place[source]:
                     sent[peer].popleft()
             posted = sum(map(bool, expected.values()))
-            found[-1].append(posted + len(early) + sum(map(len, sent.values())))
+            counts[-1].append(posted + len(early) + sum(map(len, sent.values())))
             if action.kind in "BI" and action.stage:
                 below = action._replace(stage=action.stage - 1)
                 sent.setdefault(below.stage % len(orders), deque()).append(place[below])
-    return found
+    return counts
 
 
 def _state_bytes(units: Sequence[tuple[Sequence[Shape], int]], ranks: int) -> int:

@@ -1,44 +1,44 @@
-"""What comes and goes on one rank within a step, as `trainer.parallel` makes torch behave.
+"""Allocations and frees on one rank within a step, as `trainer.parallel` makes torch behave.
 
-[Note: moments] What a rank holds changes within a step, so a peak is the largest of several
-moments and less than the sum of everything's largest size:
+[Note: moments] Memory changes within a step, so its peak is the largest of several moments, and
+less than the sum of all maxima:
 
-- *forward*: the loss has just been computed; logits and all activations are there. Or the last
-  block computes, or has just been gathered.
-- *head*: backward through loss and output head; FSDP has fetched the last block again.
-- *blocks*: backward through a block, whose recomputed activations and gradients are there. From
-  block to block activations go and reduced gradients come, so it is worst in the last block, in the
-  one before it (the buffer of a reduction is there too) or in the first.
+- *forward*: the loss has just been computed; logits and all activations exist. Or the last block
+  computes, or has just been gathered.
+- *head*: backward through loss and output head; FSDP has gathered the last block again.
+- *blocks*: backward through a block, with its recomputed activations and gradients. From block to
+  block activations are freed and reduced gradients allocated, so the worst is the last block, the
+  one before it (beside the buffer of a reduction) or the first.
 - *end*: backward below the blocks: the gradient of the embedding.
-- *reduce*: FSDP copies the gradients of what belongs to no block into the reduction's buffer.
+- *reduce*: FSDP copies the gradients outside of blocks into the reduction's buffer.
 - *update*: all gradients are reduced; the optimizer runs.
 
-Facts about torch that the sums rest on (2.11 to 2.13; `fsdp/_fully_shard`, `nn/parallel`):
+Facts about torch that the sums rely on (2.11 to 2.13; `fsdp/_fully_shard`, `nn/parallel`):
 
-- FSDP gathers into one flat buffer and copies it out, parameter by parameter. In the forward pass
-  the flat buffer stays until the next unit has been copied out, unless that is gathered ahead, as
-  it is in the backward pass, where a stage's first block finds nothing below it to gather. The root
-  unit (embedding, head) stays gathered meanwhile. What stays gathered is not gathered again.
-- Gradients of a unit are copied into a buffer of the reduction's format, which stays until the next
+- FSDP gathers into one flat buffer and copies it out, parameter by parameter. In forward the flat
+  buffer stays until the next unit has been copied out, unless that is prefetched, as in backward,
+  where a stage's first block finds nothing below it to gather. The root unit (embedding, head)
+  stays gathered meanwhile. Units that stay gathered are not gathered again.
+- Gradients of a unit are copied into a buffer of the reduction's dtype, which stays until the next
   unit is reduced; torch refers to the last of them until that is over. Between passes that do not
-  reduce, whole gradients stay in that format: the first pass casts them one by one, and later ones
-  add to them, in fp32 each as soon as it is there.
-- Experts that are divided among ranks are units of their own within a block: they are gathered
-  last, and reduced while the rest of the block still has its activations.
+  reduce, whole gradients stay in that dtype: the first pass casts them one by one, and later passes
+  add to them, in fp32 each as soon as it exists.
+- Divided experts are units of their own within a block: they are gathered last, and reduced while
+  the rest of the block still has its activations.
 - With replicas, FSDP keeps the shard of a unit that it all-reduced until the unit is reduced again,
-  or backward of the last pass ends. It is the gradient itself, unless that was there before, has
-  another format or lies elsewhere.
-- What is offloaded to the host of a GPU has weights and gradients in pinned memory, which CUDA's
-  allocator gives out in powers of two.
-- A pipeline's rank holds activations of several micro-batches, by the order of its schedule. A
-  message is received ahead of its use, one from each neighbour, and gradients that are sent stay
-  until a message comes back. Each stage has an FSDP root, unless the rank shards nothing. While one
-  computes, the others of its rank keep what they gathered, their gradients of passes before, and
+  or backward of the last pass ends. It is the gradient itself, unless a gradient existed before, or
+  has another dtype or device.
+- With offload to the host of a GPU, weights and gradients are in pinned memory, which CUDA's
+  allocator rounds up to powers of two.
+- A pipeline's rank holds activations of several micro-batches, by the order of its schedule. One
+  message per neighbour is received ahead of its use, and sent gradients stay until a message
+  arrives in return. Each stage has an FSDP root, unless the rank shards nothing. While one stage
+  computes, the others of its rank keep what they gathered, their gradients of earlier passes, and
   the last buffer of a reduction.
-- Where the gradients of weights are put off, the gradient of the input frees nothing before it is
-  there, and all but what the others need then. These come from the last layer on, and each frees
-  what it needed. They come past FSDP, which reduces them at the end.
-- DDP keeps its buckets for good; gradients of passes under `no_sync` lie beside them, and move
+- If the gradients of weights are postponed, backward of the input frees nothing until it is done,
+  and then all that the weights do not need. The gradients of weights are computed from the last
+  layer on, and each frees its inputs. They bypass FSDP's hooks, and are reduced at the end.
+- DDP keeps its buckets permanently; gradients of passes under `no_sync` lie beside them, and move
   into them in the last pass.
 """
 
@@ -67,47 +67,48 @@ from trainer.recipe.strategies import exact
 
 @dataclass(frozen=True)
 class Moment:
-    """What comes and goes, in bytes."""
+    """Bytes that are held at one moment of a step."""
 
     name: str
     gradients: int = 0
-    """Reduced, or in DDP's buckets."""
+    """Reduced gradients, or DDP's buckets."""
     pass_: int = 0
-    """The peak of a phase of the traced pass."""
+    """Peak of a phase of the traced pass."""
     other: int = 0
 
 
 class Pass(NamedTuple):
-    """What a rank does for a stage, as far as memory tells one from another."""
+    """A pass of a rank through a stage, by its effects on memory."""
 
     kind: Kind
     before: bool
-    """A backward pass of the stage came before in this step."""
+    """Whether a backward pass of the stage came before in this step."""
     last: bool
-    """It is the last backward pass of the stage in this step."""
+    """Whether it is the last backward pass of the stage in this step."""
     fresh: bool
-    """No forward pass of the stage came before in this step, or since its last backward pass."""
+    """Whether no forward pass of the stage came before in this step, or since its last backward
+    pass."""
 
 
 class Resting(NamedTuple):
-    """Bytes that a stage keeps while another one of its rank computes."""
+    """Bytes that a stage keeps while another stage of its rank computes."""
 
     gathered: int
-    """From a forward pass on until gradients are reduced."""
+    """From a forward pass until gradients are reduced."""
     between: int
     """From the first backward pass on."""
     after: int
-    """In place of both, after the last one."""
+    """After the last backward pass, in place of both."""
 
 
 def adds_gradients(recipe: Recipe, layout: Layout) -> bool:
-    """Whether FSDP adds each gradient to that of passes before, once it is there: in fp32."""
+    """Whether FSDP adds each gradient to that of earlier passes as soon as it exists: in fp32."""
     same = DTYPES[recipe.precision.dtype].itemsize == exact.reduced_bytes(recipe)
     return same and layout.passes > 1 and not recipe.strategy.reduce_every_pass
 
 
 class Held:
-    """A stage that FSDP holds, and a trace of its pass."""
+    """A stage in FSDP, and a trace of its pass."""
 
     def __init__(
         self, stage: Stage, trace: Trace, recipe: Recipe, layout: Layout, offloaded: bool
@@ -120,37 +121,37 @@ class Held:
         self._free = recipe.gathers_twice
         in_float32 = recipe.precision.master == "fp32" and not exact.used(recipe)
         self._in_place = in_float32 and not offloaded
-        """What is all-reduced is the gradient itself."""
-        blocks = dict.fromkeys(stage.units[1:])  # most are alike
+        """Whether the all-reduced shard is the gradient itself."""
+        blocks = dict.fromkeys(stage.units[1:])  # most are equal
         self._parts = [part for unit in blocks for part in parts_of(unit)]
         self._block = max((self._padded(unit) for unit in blocks), default=0)
-        # Experts are reduced before the rest of their block, and gathered while what follows is
+        # Experts are reduced before the rest of their block, and gathered while the next block is
         # not.
         whole = [part for part in self._parts if part[0].divided == 1]
         self._buffer = max(map(self._buffer_of, whole), default=0)
         self._flat = max(map(self._flat_of, whole), default=0)
         self._flats = max(map(self._flat_of, self._parts), default=0)
-        self._left = self._flat_of(self._parts[-1]) if self._parts else 0  # by forward
+        self._left = self._flat_of(self._parts[-1]) if self._parts else 0  # left over by forward
         self._root = self._padded(self._units[0])
         self._root_flat = self._flat_of(self._units[0]) if self._units[0] else 0
         units = counted([stage])
         whole_units = sum(count * self._padded(unit) for unit, count in units)
         self._gathered = self._root if self._free else whole_units
         reduced = sum(count * self._slice_of(unit) for unit, count in units)
-        self._slices = 0 if offloaded else reduced  # the gradients of a step on the device
+        self._slices = 0 if offloaded else reduced  # gradients of a step on the device
         self._whole = sum(count * self._accumulated(unit) for unit, count in units)
-        # Of the root, which is reduced last; without one of a block.
+        # The root is reduced last; without gradients there, a block.
         last = (*parts_of(self._units[0]), *self._parts)[:1]
         self._last_buffer = sum(map(self._buffer_of, last))
 
     @property
     def resting(self) -> Resting:
-        """What the stage keeps while another one of its rank computes."""
+        """Bytes that the stage keeps while another stage of its rank computes."""
         between = sum(self._of_passes(True)) + self._all_reduced(True, 0)
         return Resting(self._gathered, between, self._slices)
 
     def moments(self, which: Pass) -> list[Moment]:
-        """The moments of a pass, with what the stage has of those before."""
+        """The moments of a pass, including what earlier passes of the stage left."""
         kind, before, last, fresh = which
         if kind == "F":
             return self._forward(before, fresh)
@@ -161,46 +162,48 @@ class Held:
         return [] if self._stage.first else self._backward(before, False, False)
 
     def _flat_of(self, part: Sequence[Shape]) -> int:
-        """What FSDP gathers it into; a group of one rank copies without that."""
+        """Bytes of the flat buffer that FSDP gathers a part into; 0 for a group of one rank, which
+        copies directly."""
         return self._padded(part) if part[0].over(self._layout.shards) > 1 else 0
 
     def _padded(self, unit: Sequence[Shape], itemsize: int | None = None) -> int:
         return gathered_bytes(unit, self._layout.shards, itemsize or self._compute)
 
     def _buffer_of(self, unit: Sequence[Shape]) -> int:
-        """Bytes of the buffer that a unit is reduced in."""
+        """Bytes of the buffer in which a unit is reduced."""
         return self._padded(trained_of(unit), self._reduced)
 
     def _slice_of(self, unit: Sequence[Shape]) -> int:
-        """Bytes of the reduced gradients of a unit on a rank."""
+        """Bytes of a rank's reduced gradients of a unit."""
         return bytes_of(trained_of(unit), self._layout.shards)
 
     def _accumulated(self, unit: Sequence[Shape]) -> int:
         return bytes_of(trained_of(unit), None, self._reduced)
 
     def _of_passes(self, before: bool) -> tuple[int, int, int]:
-        """Left by passes before: reduced gradients, whole ones, the last buffer of a reduction."""
+        """Bytes left by earlier passes: reduced gradients, whole ones, the last buffer of a
+        reduction."""
         if not before:
             return 0, 0, 0
         return (self._slices, 0, self._last_buffer) if self._every_pass else (0, self._whole, 0)
 
     def _apart(self, before: bool) -> int:
-        """Reductions so far whose all-reduced shards are not the gradients themselves."""
+        """Number of reductions so far whose all-reduced shards are not the gradients themselves."""
         if self._layout.replicas == 1:
             return 0
         return (self._layout.reductions if before else 1) - self._in_place
 
     def _all_reduced(self, before: bool, done: int) -> int:
-        """Bytes of such shards, when so many blocks are through with a pass that reduces."""
+        """Bytes of such shards, after `done` blocks of a pass that reduces."""
         apart = self._apart(before)
         found = self._units if apart > 1 else self._units[1 : done + 1] if apart else ()
         shards = self._layout.shards
         return sum(bytes_of(trained_of(unit), shards, self._reduced) for unit in found)
 
     def _forward(self, before: bool, fresh: bool) -> list[Moment]:
-        """At the loss, in the last block, and where what was gathered is copied out."""
+        """Moments at the loss, in the last block, and where gathered units are copied out."""
         early, aside, kept = self._of_passes(before)
-        whole = fresh and (self._every_pass or not before)  # the root is gathered, too
+        whole = fresh and (self._every_pass or not before)  # the root is gathered too
         gathers, ahead = self._free or whole, self._layout.gathers_ahead
         left = self._left if gathers and not ahead else 0
         beside = aside + kept + self._all_reduced(before, 0)
@@ -210,7 +213,7 @@ class Held:
             Moment("forward", early, self.trace.head_forward, other + left),
             Moment("forward", early, self.trace.last_forward, other + left + own),
         ]
-        if gathers:  # what the unit before was gathered into is there until then
+        if gathers:  # the flat buffer of the unit before still exists
             flats = self._flat if ahead or len(self._units) < 3 else 2 * self._flat
             held = self.trace.forward_entry
             moments.append(Moment("forward", early, held, other + own + flats))
@@ -221,7 +224,7 @@ class Held:
         return moments
 
     def _backward(self, before: bool, reduces: bool, freed: bool) -> list[Moment]:
-        """`freed`: a pass before has freed what forward gathered."""
+        """Moments of a backward pass. `freed`: an earlier pass has freed what forward gathered."""
         free = self._free or freed
         whole = self._root if free else self._gathered
         trace, units = self.trace, self._units
@@ -230,7 +233,7 @@ class Held:
         other = whole + aside + kept + self._all_reduced(before, 0)
         moments = [Moment("head", early, trace.head_backward, other + flat)]
         if units[1:]:
-            ahead = flat if units[2:] else 0  # below the first block nothing is gathered
+            ahead = flat if units[2:] else 0  # nothing below the first block is gathered
             moments += [
                 Moment("blocks", early, trace.entry, other + own + flats),
                 Moment("blocks", early, trace.last_backward, other + own + ahead),
@@ -263,7 +266,7 @@ class Held:
                 )
         experts = parts_of(units[-1])[1:]
         for below in {len(units) - 2, 0} if experts else ():
-            # They are reduced before the rest of their block, which has their buffer beside it.
+            # They are reduced before the rest of their block, beside whose work their buffer stays.
             back, which = len(units) - 2 - below, int(below == 0 and bool(units[2:]))
             done = max(early, back * block_slices)
             other = gathered(back, below) + own + aside - back * block_aside
@@ -331,13 +334,14 @@ class Held:
         reduced_to = buffer // ranks
         beside = last if ranks > 1 else buffer if self._layout.replicas > 1 else 0
         most = max(gradients + buffer, buffer + reduced_to + beside)
-        # It takes the place of the one before.
+        # It replaces the earlier one.
         return most - reduced_to if self._apart(before) > 1 else most
 
     def _backward_of_weights(self, before: bool, last: bool) -> list[Moment]:
-        """Where they are put off: all of them come, then each unit is reduced."""
+        """Moments of postponed gradients of weights: all are computed, then each unit is
+        reduced."""
         _, aside, _ = self._of_passes(before)
-        added = before and self._compute == self._reduced  # to those of passes before
+        added = before and self._compute == self._reduced  # to those of earlier passes
         units = [part for unit in self._units for part in parts_of(unit)]
         made = [bytes_of(trained_of(unit), None, self._compute) for unit in units]
         whole = [0 if added else size for size in made]
@@ -363,8 +367,8 @@ class Held:
 
 
 class Unsharded:
-    """A stage of a rank that has nobody to share it with, and a trace of its pass: gradients of
-    passes before are all there, and those of the first come one by one."""
+    """A stage on a rank without shards, and a trace of its pass: gradients of earlier passes all
+    exist, those of the first pass come one by one."""
 
     def __init__(self, stage: Stage, trace: Trace) -> None:
         self.trace, self._stage = trace, stage
@@ -374,11 +378,11 @@ class Unsharded:
 
     @property
     def resting(self) -> Resting:
-        """As that of `Held`."""
+        """See `Held.resting`."""
         return Resting(0, self._whole, self._whole)
 
     def moments(self, which: Pass) -> list[Moment]:
-        """As those of `Held`."""
+        """See `Held.moments`."""
         kind, trace, whole = which.kind, self.trace, self._whole
         before = whole if which.before else 0
         if kind == "F":
@@ -390,7 +394,7 @@ class Unsharded:
             return [*weights, Moment("blocks", whole)]
         if kind == "I" and self._stage.first:
             return []
-        there = kind == "I" or bool(before)  # what there is before does not change
+        there = kind == "I" or bool(before)  # existing gradients stay constant
         block, head = (0, 0) if there else (self._block, self._root * self._stage.last)
         moments = [
             Moment("head", before, trace.head_backward),
@@ -404,7 +408,7 @@ class Unsharded:
 
 
 def ddp_moments(stage: Stage, layout: Layout, trace: Trace, gathered: int) -> list[Moment]:
-    """The moments of a step under DDP. `gathered`: at the peak of ZeRO-1's gather."""
+    """The moments of a step under DDP. `gathered`: bytes at the peak of ZeRO-1's gather."""
     shapes = [shape for unit in stage.units for shape in trained_of(unit)]
     whole, root = bytes_of(shapes), bytes_of(trained_of(stage.units[0]))
     several = layout.passes > 1
@@ -422,7 +426,7 @@ def ddp_moments(stage: Stage, layout: Layout, trace: Trace, gathered: int) -> li
             held = trace.first_backward + below * trace.block_saved
             moments.append(Moment("blocks", whole, held, max(0, aside - back * block)))
         return moments
-    # Gradients of passes before are all there; else those of what the trace is through with.
+    # Gradients of earlier passes all exist; in a single pass those of finished blocks.
     before, block = (whole, 0) if several else (0, bytes_of(trained_of(stage.units[-1])))
     moments += [
         Moment("forward", before, trace.head_forward),
@@ -437,8 +441,8 @@ def ddp_moments(stage: Stage, layout: Layout, trace: Trace, gathered: int) -> li
 
 
 def gather_bytes(shapes: Sequence[Shape], ranks: int) -> int:
-    """At the peak of ZeRO-1's gather after the update: a bucket whole and this rank's part of it,
-    and where ranks have different numbers of rows, a tensor once more while it is copied out."""
+    """Peak bytes of ZeRO-1's gather after the update: a whole bucket and this rank's part of it,
+    and for rows that do not divide evenly one more copy of a tensor."""
     largest = 0
     for bucket in buckets([bytes_of([shape]) for shape in shapes]):
         members = [shapes[place] for place in bucket]
@@ -448,7 +452,7 @@ def gather_bytes(shapes: Sequence[Shape], ranks: int) -> int:
 
 
 def inner_blocks(stage: Stage) -> list[tuple[int, int]]:
-    """(blocks that are through with their backward pass, blocks still to come) where the next one
-    to last is at work, and where the first one is."""
+    """(blocks that finished backward, blocks still to come) while the last but one computes, and
+    while the first does."""
     others = len(stage.units) - 2
     return [(1, others - 1), (others, 0)] if others > 0 else []

@@ -1,4 +1,4 @@
-"""What one recipe needs on one machine: the numbers behind `perdure plan` and `perdure compare`."""
+"""Predicts one recipe on one machine: the numbers of `perdure plan` and `perdure compare`."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -40,53 +40,52 @@ HOW = {
     "roofline": "seconds_per_step communication_seconds network_seconds transfer_seconds "
     "exposed_seconds tokens_per_second mfu checkpoint_seconds",
 }
-"""Where figures come from. shapes: sums over those of the parameters. trace: one pass of the model
-on fake tensors. both: what a pass works with is traced, the rest computed. roofline: work that was
-traced and bytes that were computed, over the assumed speeds of the machine."""
+"""Origin of the figures. shapes: sums over parameters. trace: one pass of the model on fake
+tensors. both: memory of a pass is traced, the rest computed. roofline: traced work and computed
+bytes over the assumed speeds of the machine."""
 
 
 @dataclass(frozen=True)
 class Prediction(Memory):
-    """Memory, time and the rest, of the rank with the most; bytes and seconds. None: not known
-    without a machine."""
+    """Memory, time and traffic of the rank with the most; bytes and seconds. None: unknown without
+    a machine."""
 
     world_size: int
     passes: int
     """Forward and backward passes per step."""
     micro_batch: int
-    """Sequences of the largest pass; `batch.micro_batch` is their limit (1, if that is auto)."""
+    """Sequences of the largest pass; limited by `batch.micro_batch` (1 for auto)."""
     communication_bytes: float
-    """Sent by this rank per step, and as many received."""
+    """Bytes sent by this rank per step; it receives as many."""
     checkpoint_bytes: int
-    """Size of one checkpoint, all ranks together."""
+    """Bytes of one checkpoint of all ranks."""
     node_memory: int
-    """Host memory of a node: `host` of its ranks (`peak`, if they run on CPUs), and one slot that
-    checkpoints are copied to; with `checkpoint.peer_copy` another node's as well. Further slots
-    are made only where there is room. The processes themselves, and loaders of data, come on
-    top."""
+    """Bytes of a node's host memory: `host` of its ranks (`peak` on CPUs), and one checkpoint slot;
+    with `checkpoint.peer_copy` also another node's. Further slots are created only if there is
+    room. Processes and data loaders are added to it."""
     node_disk: int
-    """What a node's local disk holds: `disk` of its ranks, and one slot, where slots are files."""
+    """Bytes on a node's local disk: `disk` of its ranks, and one slot if slots are files."""
     slot_bytes: int
-    """Size of one slot, on one node."""
+    """Bytes of one slot on one node."""
     bubble: float
-    """Share of the time in which a pipeline's ranks wait for each other, by its schedule, what its
-    stages cost, and messages, if a machine is given."""
+    """Share of the time in which a pipeline's ranks wait, from its schedule, the costs of its
+    stages, and with a machine its messages."""
     bubble_formula: float
-    """The same if all stages cost as much, and backward twice as much as forward."""
+    """The bubble for equal stages, and backward twice as long as forward."""
     checkpoint_seconds: float | None = None
     seconds_per_step: float | None = None
     communication_seconds: float | None = None
-    """Per step, as if nothing overlapped."""
+    """Seconds per step without any overlap."""
     network_seconds: float | None = None
-    """What of it is between nodes; the rest is within them."""
+    """The part of it between nodes."""
     transfer_seconds: float | None = None
-    """Per step, between host and device, as if nothing overlapped."""
+    """Seconds per step between host and device without any overlap."""
     exposed_seconds: float | None = None
-    """What of communication and transfers no computation hides."""
+    """Seconds of communication and transfers that computation does not hide."""
     tokens_per_second: float | None = None
-    """All ranks together."""
+    """Tokens per second of all ranks."""
     mfu: float | None = None
-    """Share of the peak FLOP/s, as `perdure train` reports it."""
+    """Share of the peak FLOP/s, as in `perdure train`."""
 
 
 def predict(
@@ -105,10 +104,9 @@ def predict(
         recipe: to run.
         world_size: ranks.
         local_world_size: ranks on each node.
-        machine: what they run on, for seconds.
-        device: whose kernels; unless said, that of `run.device`, and for `auto` what is here.
-        gpu_memory: bytes of a GPU; unless said, those of `machine`, of the GPU that is here, or of
-            a usual one.
+        machine: for seconds; None: memory only.
+        device: kind of kernels; None: as in `run.device`, with `auto` the local one.
+        gpu_memory: bytes of a GPU; None: of `machine`, the local GPU, or a usual one.
         blueprint: of the recipe's model, to build it once for several predictions.
 
     Raises:
@@ -134,7 +132,7 @@ def predict(
         keep_gradients=(
             not adds_gradients(recipe, layout)
             if layout.by_fsdp
-            # A single rank has no bucket, and in a single pass nothing that they are added to.
+            # A single rank has no buckets, and a single pass no earlier gradients.
             else world_size == layout.passes == 1
         ),
     )
@@ -166,7 +164,7 @@ def predict(
 
 @cache
 def _runs(blueprint: Blueprint, strategy: Strategy, shards: int) -> tuple[range, ...]:
-    """The blocks of each stage, if the model can be cut so."""
+    """The blocks of each stage."""
     recipe = dataclasses.replace(blueprint.recipe, strategy=strategy)
     check_parallel(recipe, blueprint.model, shards)
     if pp.ranks(strategy) == 1:
@@ -180,8 +178,8 @@ def _runs(blueprint: Blueprint, strategy: Strategy, shards: int) -> tuple[range,
 def _orders(
     name: PipelineSchedule, ranks: int, per_rank: int, passes: int
 ) -> tuple[Sequence[Order], Arrangement | None, list[list[int]]]:
-    """What each rank of a pipeline does when, that arranged, and `messages_beside` it; nothing
-    without one."""
+    """The order of each rank of a pipeline, their arrangement, and `messages_beside`; empty without
+    a pipeline."""
     if ranks == 1:
         return [], None, []
     orders = schedule(name, ranks, per_rank, passes)
@@ -196,7 +194,7 @@ def _pieces(
     orders: Sequence[Order],
     traced: Callable[..., Trace],
 ) -> Pieces:
-    """What each stage computes; `traced` gives a trace, told what is not the layout's."""
+    """The stages and a trace of each; `traced` takes the arguments that depend on the strategy."""
     strategy = recipe.strategy
     cut = only(strategy, *WITHIN_PASS)
     stages = [stage_of(blueprint, run, cut) for run in runs]
@@ -224,13 +222,13 @@ def _memory(
     device: Literal["cpu", "cuda"],
     blueprint: Blueprint,
 ) -> Memory:
-    """The moment of the rank with the largest peak, and of each kind the most that a rank has;
-    `counts` as `messages_beside`."""
+    """Memory at the moment of the rank with the largest peak, with the maximum over ranks of each
+    kind; `counts` as in `messages_beside`."""
     memories = []
     each: Sequence[Order | None] = orders or [None]
     for rank, ((stages, traces), order) in enumerate(zip(ranks, each, strict=True)):
         buffers, messages = blueprint.buffers, []
-        if order:  # they are in blocks
+        if order:  # buffers lie in blocks
             buffers = buffers * sum(stage.blocks for stage in stages) // blueprint.block_count
             messages = [count * traces[0].hidden for count in counts[rank]]
         memories.append(memory_of(stages, traces, recipe, layout, device, buffers, order, messages))
@@ -247,8 +245,8 @@ def _of_node(
     on_host: int,
     on_disk: int,
 ) -> dict[str, Any]:
-    """Fields of a checkpoint, and of a node whose ranks each have so many bytes."""
-    adapter = recipe.model.adapter  # what is under it is in no checkpoint
+    """Fields of a checkpoint, and of a node whose ranks each have `on_host` and `on_disk` bytes."""
+    adapter = recipe.model.adapter  # checkpoints hold only the adapter
     units = [trained_of(unit) if adapter else unit for unit in blueprint.units]
     saved = sum(shape.saved_bytes for unit in units for shape in unit)
     checkpoint = saved + (0 if adapter else blueprint.buffers)
@@ -270,7 +268,7 @@ def _of_node(
 def _seconds(
     times: Times, recipe: Recipe, blueprint: Blueprint, machine: Machine, world_size: int
 ) -> dict[str, Any]:
-    """Fields of a step."""
+    """Fields about a step's time."""
     tokens = recipe.batch.global_batch * recipe.data.seq_len
     arithmetic = blueprint.flops_per_token * tokens
     return {

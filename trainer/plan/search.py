@@ -1,4 +1,4 @@
-"""Every strategy on one machine: predictions, and which one to take."""
+"""Predicts every strategy on one machine, and recommends one."""
 
 import dataclasses
 import math
@@ -19,24 +19,23 @@ from trainer.recipe import Recipe, RecipeError, Strategy, strategies
 from trainer.recipe.rules import contradictions
 
 ROOM = 0.1
-"""Share of a GPU's memory that a recommended strategy leaves free: for what torch, CUDA and NCCL
-need for themselves, and for fragmentation. Of a host's memory and disk as well: for processes and
-data."""
+"""Share of memory that a recommended strategy leaves free: on a GPU for torch, CUDA, NCCL and
+fragmentation; in host memory and on disk for processes and data."""
 OFFLOAD_GAIN = 0.05
-"""Share of the time that offload must save to be recommended where something else fits: a roofline
-does not tell less, and a slower host than is assumed would turn it round."""
+"""Share of the time that offload must save to be recommended if something else fits: a roofline is
+no more accurate, and a slower host would reverse the order."""
 NVME_DIRECTORY = "/local/nvme"
-"""In recommended lines, unless the recipe names its own."""
+"""Directory in recommended command lines, unless the recipe names one."""
 MANY = 64
-"""GPUs from which on model parallelism is looked at even where data alone can be shared."""
+"""GPUs from which on model parallelism is tried even if data parallelism fits."""
 LONG = 16_384
-"""Tokens of a sequence from which on it may be cut."""
+"""Tokens from which on sequences may be cut."""
 STAGES_PER_RANK = (2, 4)
 MICRO_BATCHES = (1, 2, 4)
-"""Those that are tried with model parallelism: a pipeline needs many passes."""
+"""Micro-batches tried with model parallelism: a pipeline needs many passes."""
 PASSES_PER_RANK = 4
-"""Passes for each rank of a pipeline that `batch.micro_batch: auto` leaves where there are so many:
-its bubble is then below a fifth."""
+"""Passes per pipeline rank that `batch.micro_batch: auto` keeps if possible: the bubble is then
+below a fifth."""
 SHOWN = 5
 """Layouts of model parallelism in the table: the fastest that fit."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -44,23 +43,23 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a recipe."""
+    """One way to run a recipe, with its prediction."""
 
     label: str
     recipe: Recipe
     prediction: Prediction
 
     def free(self, machine: Machine) -> float:
-        """Bytes of a GPU's memory that are left at the peak; negative when it does not fit."""
+        """Bytes of GPU memory left at the peak; negative if it does not fit."""
         return machine.gpu.memory - self.prediction.peak
 
     def fits(self, machine: Machine) -> bool:
-        """With ROOM: on the GPU, in host memory, on the disk."""
+        """Whether it fits on the GPU, in host memory and on the disk, each with ROOM left."""
         return not self.lacking(machine)
 
     def lacking(self, machine: Machine) -> str:
-        """What there is too little of: "over" or "tight" on the GPU, "host over", "disk tight" and
-        so on; empty if it fits with ROOM. What is not known of a machine is never short."""
+        """What is short: "over" or "tight" on the GPU, "host over", "disk tight" and so on; "" if
+        it fits with ROOM. Unknown sizes are never short."""
         for where, needed, given in (
             ("", self.prediction.peak, machine.gpu.memory),
             ("host ", self.prediction.node_memory, machine.node_memory),
@@ -73,32 +72,32 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `perdure plan` tells."""
+    """Result of `perdure plan`."""
 
     recipe: Recipe
     machine: Machine
     blueprint: Blueprint
     own: Candidate
-    """The recipe as it is; the first of `candidates`, if it cannot run there."""
+    """The recipe as it is; the first of `candidates` if it cannot run there."""
     refused: str
-    """Why it cannot; empty if it can."""
+    """Why it cannot run there; "" if it can."""
     candidates: tuple[Candidate, ...]
     """One per strategy and kind of recomputation, each with its best micro-batch and way to
     reduce."""
     tried: tuple[Candidate, ...]
-    """All of them, with every micro-batch up to the first that does not fit, and with a single
+    """All candidates, with every micro-batch up to the first that does not fit, and with a single
     pass."""
     best: Candidate | None
-    """The fastest that fits, with offload only if that saves OFFLOAD_GAIN; None when none does."""
+    """The fastest that fits, with offload only if that saves OFFLOAD_GAIN; None if none fits."""
     enough_nodes: int | None
-    """If none does, or only with offload: nodes of this kind on which ZeRO-3 with full
-    recomputation would without, with some micro-batch, if any number does."""
+    """Fewest nodes on which ZeRO-3 with full recomputation fits without offload; searched if none
+    fits, or only with offload. None if no number does."""
 
 
 def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) -> Plan:
-    """Predict every strategy of `recipe` on `machine`, and model parallelism where there is a point
-    in it: where the recipe has some, where nothing else fits without offload, and from MANY GPUs
-    on. What cannot be faster than what fits already is left out.
+    """Predict every strategy of `recipe` on `machine`. Model parallelism is included if the recipe
+    has some, if nothing else fits without offload, and from MANY GPUs on. Candidates that cannot be
+    faster than a fitting one are skipped.
 
     Raises:
         RecipeError: the recipe cannot run on so many ranks, or its model cannot be traced.
@@ -115,7 +114,7 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
                     changed, world_size, local, machine=machine, device=device, blueprint=blueprint
                 )
                 found.append(Candidate(label, changed, prediction))
-            except RecipeError as error:  # with other ranks for the data it may do
+            except RecipeError as error:  # another division of ranks may work
                 refusals.append(error)
         return found
 
@@ -136,8 +135,8 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
                 ways = candidates(label, *recipes)
                 tried += ways
                 if not any(way.fits(machine) for way in ways):
-                    # Larger ones need more, but for the last one: a single pass leaves no gradients
-                    # to the next.
+                    # Larger ones need more memory, except the last: a single pass has no earlier
+                    # gradients.
                     del micro_batches[:-1]
             if tried:
                 found.append(_best(tried, machine) or min(tried, key=lambda c: c.prediction.peak))
@@ -198,9 +197,9 @@ def _as_it_is(
 def _layouts(
     recipe: Recipe, machine: Machine, blueprint: Blueprint
 ) -> Iterator[tuple[str, Strategy]]:
-    """Model parallelism that the recipe can have there, and whose state may fit. Ranks that compute
-    a layer together stay in a node, stages are apart; a step computes whole sequences until they
-    are LONG. Experts are divided among the ranks of a node, or without tp whole."""
+    """Yield layouts of model parallelism that the recipe allows, and whose state may fit. Ranks
+    that compute a layer together stay in a node. Sequences are cut only from LONG on. Experts are
+    divided among the ranks of a node, or also kept whole without tp."""
     apart = _experts_apart(machine, blueprint)
     powers = [1 << n for n in range(machine.world_size.bit_length())]
     state = sum(
@@ -209,12 +208,14 @@ def _layouts(
         for shape in unit
     )
     rings = powers if recipe.data.seq_len >= LONG else [1]
-    least = 2 if recipe.strategy.together == 1 else 1  # without any, they are tried already
+    # without model parallelism, they are tried already
+    least = 2 if recipe.strategy.together == 1 else 1
     for tp, cp, pp in product(powers, rings, powers):
         replica = tp * cp * pp
         if replica < least or machine.world_size % replica or machine.gpus_per_node % (tp * cp):
             continue
-        if recipe.batch.global_batch * tp * cp < machine.world_size:  # fewer passes than stages
+        # would leave fewer passes than stages
+        if recipe.batch.global_batch * tp * cp < machine.world_size:
             continue
         in_node, ranks = machine.gpus_per_node // tp, machine.world_size // (tp * pp)
         ways = [
@@ -241,13 +242,13 @@ def _layouts(
 
 
 def _experts_apart(machine: Machine, blueprint: Blueprint) -> int:
-    """Ranks of a node that can divide the experts of a model; 1 if it has none."""
+    """Ranks of a node that can divide a model's experts; 1 without experts."""
     stacks = [shape.rows for unit in blueprint.units for shape in unit if shape.stacked]
     return math.gcd(machine.gpus_per_node, *stacks) if stacks else 1
 
 
 def _name(strategy: Strategy) -> str:
-    """TP8 PP16x2: eight ranks for each layer, sixteen with two stages each."""
+    """Label of a layout: TP8 PP16x2 is eight ranks per layer, sixteen with two stages each."""
     ranks = strategies.sizes(strategy)
     parts = [f"{key.upper()}{n}" for key, n in ranks.items() if n > 1 and key != "pp"]
     if ranks["pp"] > 1:
@@ -259,8 +260,8 @@ def _name(strategy: Strategy) -> str:
 def _least_seconds(
     recipe: Recipe, machine: Machine, blueprint: Blueprint, strategy: Strategy
 ) -> float:
-    """Seconds of a step, with the smallest passes: arithmetic and the bubble of a pipeline, or what
-    FSDP gathers in that time."""
+    """Lower bound of a step's seconds with the smallest passes: arithmetic and pipeline bubble, or
+    the gathers of FSDP if they take longer."""
     tokens = recipe.batch.global_batch * recipe.data.seq_len
     speed = machine.peak_flops * PEAK_SHARE * machine.world_size
     again = 4 / 3 if strategy.activation_checkpointing == "full" else 1.0  # forward is a third
@@ -291,8 +292,8 @@ def _of_layout(
     machine: Machine,
     candidates: Callable[..., list[Candidate]],
 ) -> list[Candidate]:
-    """With the least recomputation that fits, and twice the micro-batch as long as that is
-    faster."""
+    """Candidates of a layout with the least recomputation that fits, doubling the micro-batch while
+    that is faster."""
     tried: list[Candidate] = []
     alone = _micro_batches(_changed(recipe, strategy, 1), machine.world_size)
     micro_batches = MICRO_BATCHES if strategy.together > 1 else alone
@@ -306,7 +307,7 @@ def _of_layout(
             ):
                 ways += candidates(_changed(recipe, way, micro_batch))
                 if _best(ways, machine):
-                    break  # to reduce after every pass saves memory, and nothing else
+                    break  # reducing after every pass only saves memory
             tried += ways
             better = _best(ways, machine)
             if not better or (fastest and _order(better) > _order(fastest)):
@@ -326,16 +327,15 @@ def largest_micro_batch(
     *,
     blueprint: Blueprint | None = None,
 ) -> int:
-    """Sequences of the largest pass that leaves ROOM, and a pipeline enough passes to fill it; 1 if
-    none does.
+    """Largest micro-batch that leaves ROOM, and leaves a pipeline enough passes; 1 if none does.
 
     Args:
-        recipe: whose `batch.micro_batch` does not count.
+        recipe: its `batch.micro_batch` is ignored.
         world_size: ranks.
         local_world_size: ranks on each node.
         memory: bytes of a GPU, or on CPUs of a node.
-        device: what the ranks run on.
-        blueprint: of the recipe's model, if it is there.
+        device: of the ranks.
+        blueprint: of the recipe's model, if built already.
 
     Raises:
         RecipeError: its model cannot be traced.
@@ -359,8 +359,8 @@ def largest_micro_batch(
 def _strategies(
     recipe: Recipe, machine: Machine, blueprint: Blueprint
 ) -> Iterator[tuple[str, Strategy]]:
-    """What `trainer.parallel` offers, and DeepSpeed's name for it; with the recipe's model
-    parallelism. Experts whole, and divided among the ranks of a node."""
+    """Yield the shardings with their DeepSpeed names and the recipe's model parallelism; experts
+    whole, and divided among the ranks of a node."""
     for name, strategy in _shardings(recipe, machine, blueprint):
         yield " ".join(filter(None, (_name(strategy), name))), strategy
 
@@ -399,10 +399,10 @@ def _shardings(
 
 
 def _refused(recipe: Recipe) -> bool:
-    """Whether its strategy does not go with the model parallelism or the formats that it has. What
-    else a recipe contradicts itself in was told when it was read."""
+    """Whether the strategy contradicts its model parallelism or formats. Other contradictions were
+    reported when the recipe was read."""
     strategy = recipe.strategy
-    if strategies.ep.ranks(strategy) > 1:  # it goes with few other keys, too
+    if strategies.ep.ranks(strategy) > 1:  # it also excludes many other keys
         return any(contradictions(recipe))
     narrow = recipe.precision.master != "fp32" or recipe.optimizer.state_dtype != "fp32"
     return (strategy.together > 1 or narrow) and any(
@@ -411,20 +411,20 @@ def _refused(recipe: Recipe) -> bool:
 
 
 def _plain(recipe: Recipe) -> Strategy:
-    """Nothing but what every candidate has in common."""
+    """The part of the strategy that all candidates share."""
     parallel = strategies.only(recipe.strategy, strategies.tp, strategies.pp, strategies.cp)
     return dataclasses.replace(parallel, compile=recipe.strategy.compile)
 
 
 def _dp_size(recipe: Recipe, world_size: int) -> int:
-    """Parts into which a world shares the data."""
+    """Number of shares of the data."""
     return max(1, world_size // recipe.strategy.together)
 
 
 def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
-    """Powers of two, and all that a rank has to do."""
+    """Powers of two, and all sequences of a rank."""
     per_rank = max(1, -(-recipe.batch.global_batch // _dp_size(recipe, world_size)))
-    if strategies.exact.used(recipe):  # what counts as a micro-batch is part of such a run
+    if strategies.exact.used(recipe):  # an exact run's result depends on its micro-batch
         return [recipe.micro_batch]
     return sorted({per_rank, *(1 << n for n in range(per_rank.bit_length()))})
 
@@ -432,7 +432,7 @@ def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
 def _reductions(
     recipe: Recipe, strategy: Strategy, micro_batch: int, world_size: int
 ) -> list[Strategy]:
-    """Gradients may be reduced after every pass, if there are several."""
+    """The strategy, and with several passes its variant that reduces after every pass."""
     several = micro_batch * _dp_size(recipe, world_size) < recipe.batch.global_batch
     by_fsdp = strategies.sharding.by_fsdp(dataclasses.replace(recipe, strategy=strategy))
     in_float32 = not strategies.exact.used(recipe) and recipe.precision.master == "fp32"
@@ -444,13 +444,14 @@ def _reductions(
 def _changed(recipe: Recipe, strategy: Strategy, micro_batch: int) -> Recipe:
     batch = dataclasses.replace(recipe.batch, micro_batch=micro_batch)
     checkpoint = recipe.checkpoint
-    if checkpoint.slot_directory == recipe.strategy.offload_directory:  # which it follows
+    # it followed the offload directory
+    if checkpoint.slot_directory == recipe.strategy.offload_directory:
         checkpoint = dataclasses.replace(checkpoint, slot_directory=strategy.offload_directory)
     return dataclasses.replace(recipe, strategy=strategy, batch=batch, checkpoint=checkpoint)
 
 
 def _order(candidate: Candidate) -> tuple[float, int]:
-    """Fast before slow; of equally fast ones, small before large."""
+    """Sort key: fast before slow, then small before large."""
     return candidate.prediction.seconds_per_step or 0.0, candidate.prediction.peak
 
 
@@ -466,8 +467,8 @@ def _best(candidates: list[Candidate], machine: Machine) -> Candidate | None:
 def _enough_nodes(
     recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"], blueprint: Blueprint
 ) -> int | None:
-    """The smallest doubling of the nodes on which the thriftiest strategy without offload fits:
-    with the smallest micro-batch, or with a single pass, which keeps no gradients for another."""
+    """Smallest doubling of the nodes on which ZeRO-3 with full recomputation fits without offload:
+    with the smallest micro-batch, or with a single pass, which has no earlier gradients."""
     strategy = dataclasses.replace(
         _plain(recipe), sharding="FULL_SHARD", activation_checkpointing="full", compile=False
     )

@@ -1,7 +1,7 @@
-"""Storages, the memory behind tensors: what is counted wherever bytes are counted.
+"""Storages, the memory behind tensors, for counting bytes.
 
-Views of one storage count once, and a storage counts whole, whatever part of it a tensor shows. Of
-a DTensor the local part counts.
+Views of one storage count once. A storage counts as a whole, whatever part of it a tensor shows. A
+DTensor counts by its local part.
 """
 
 from collections.abc import Iterable
@@ -15,13 +15,13 @@ Storages: TypeAlias = dict[int, int]
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """The storage that a tensor, or this rank's part of it, lies in."""
+    """The storage of a tensor, or of a DTensor's local part."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage()
 
 
 def storages(tensors: Iterable[torch.Tensor], device: torch.device) -> Storages:
-    """The storages of tensors that lie on a kind of device; empty ones are left out."""
+    """Non-empty storages of tensors on a kind of device."""
     found: Storages = {}
     for storage in map(storage_of, tensors):
         if storage.device.type == device.type and storage.nbytes():
@@ -30,5 +30,5 @@ def storages(tensors: Iterable[torch.Tensor], device: torch.device) -> Storages:
 
 
 def nbytes(found: Storages) -> int:
-    """Bytes of all of them together."""
+    """Sum of bytes."""
     return sum(found.values())

@@ -1,4 +1,4 @@
-"""What a pass on fake tensors comes to, phase by phase: bytes of activations, and work."""
+"""Records a pass on fake tensors, phase by phase: bytes of activations, and work."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -16,14 +16,14 @@ from trainer.plan.work import Fused, Kernel, Work, is_kernel, kernel_of
 
 
 class Sent(NamedTuple):
-    """Bytes that a rank sends while it computes, in how many calls, and what hides them."""
+    """Bytes that a rank sends while it computes, the number of calls, and what hides them."""
 
     layers: float = 0.0
-    """To the ranks that compute each layer together, in collectives."""
+    """Bytes in collectives of ranks that compute each layer together."""
     ring: float = 0.0
-    """To the next rank of a ring."""
+    """Bytes to the next rank of a ring."""
     experts: float = 0.0
-    """To the ranks of the experts that its rows go to."""
+    """Bytes to the ranks of the experts that its rows go to."""
     layers_calls: float = 0.0
     ring_calls: float = 0.0
     experts_calls: float = 0.0
@@ -33,55 +33,55 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """Bytes and work of one pass over one micro-batch on one rank. Parameters are not counted, nor
-    gradients, except those that FSDP has not reduced yet where a peak is meant."""
+    """Bytes and work of one pass over one micro-batch on one rank. Parameters and gradients are not
+    counted, except in peaks gradients that FSDP has not reduced yet."""
 
     saved: int
-    """Activations: alive between forward and backward."""
+    """Activations alive between forward and backward."""
     head_forward: int
-    """Peak until the loss is there."""
+    """Peak until the loss exists."""
     forward_entry: int
-    """When it comes to the last block."""
+    """Bytes when forward reaches the last block."""
     last_forward: int
     """Peak in the last block."""
     head_backward: int
-    """Peak of the backward pass before it comes to the blocks."""
+    """Peak of backward before it reaches the blocks."""
     entry: int
-    """When it comes to them."""
+    """Bytes when backward reaches the blocks."""
     last_backward: int
-    """Peak in the backward pass of the last block, which is the first to go back (of all but the
-    first, where they are all traced)."""
+    """Peak in backward of the last block, which comes first (of all but the first block, if all are
+    traced)."""
     first_backward: int
-    """Peak in the backward pass of any other block, when the blocks above it are through and those
-    below it are none; each of them holds `block_saved` more."""
+    """Peak in backward of any other block, when the blocks above it are done and no block is below
+    it; each block below adds `block_saved`."""
     after_block: int
-    """When the backward pass of a block is over, its gradients not counted; each block below it
-    holds `block_saved` more."""
+    """Bytes after backward of a block, without its gradients; each block below it adds
+    `block_saved`."""
     block_saved: int
-    """Part of `saved` that is one block's."""
+    """One block's part of `saved`."""
     tail_backward: int
-    """Peak of the backward pass after the blocks."""
+    """Peak of backward after the blocks."""
     experts: tuple[int, int]
-    """Where those are divided: when their backward pass is over in the last block, and in another
-    as of `first_backward`; their gradients not counted."""
+    """For divided experts: bytes after their backward in the last block, and in another block as of
+    `first_backward`; without their gradients."""
     rest: tuple[int, int]
-    """Peak of the rest of that block's backward pass."""
+    """Peak of the rest of that block's backward."""
     forward: Work
     backward: Work
-    """Recomputation included."""
+    """Work of backward, including recomputation."""
     sent: tuple[Sent, Sent] = (Sent(), Sent())
     """In forward and in backward."""
     hidden: int = 0
-    """Bytes of what a stage passes on."""
+    """Bytes of a stage's output."""
     kept: int = 0
-    """Where the gradients of weights are put off: part of `saved` that stays until then."""
+    """For postponed gradients of weights: the part of `saved` that stays until then."""
     put_off: int = 0
     """Gradients that stay until then."""
     weights_peaks: tuple[int, ...] = ()
-    """Peaks of what computes them: of the head, if a stage has it, then of each block from the last
-    one on, the gradients of those before not counted."""
+    """Peaks of computing them: of the head, if the stage has it, then of each block from the last
+    on; without the gradients of those before."""
     weights: Work = ()
-    """The part of `backward` that does."""
+    """Their part of `backward`."""
 
 
 _IN_BLOCKS = {
@@ -93,20 +93,20 @@ _IN_BLOCKS = {
 class _Phase:
     peak: int = 0
     experts: int = 0
-    """When the backward pass of divided experts is over."""
+    """Bytes after backward of divided experts."""
     rest: int = 0
     """Peak after that."""
     work: list[Kernel] = field(default_factory=list)
     fused: Fused | None = None
-    """Operators of which the compiled kernel is not complete."""
+    """Operators of an incomplete compiled kernel."""
     sent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(Sent._fields, 0.0))
 
 
 class Tape(LiveTensors):
-    """Notes live bytes and work while a pass goes through its phases."""
+    """Records live bytes and work while a pass goes through its phases."""
 
     def __init__(self, depth: int, seq_len: int, compiled: bool) -> None:
-        """`compiled`: what is in blocks."""
+        """`compiled`: whether blocks are compiled."""
         super().__init__()
         self._depth, self._seq_len, self._compiled = depth, seq_len, compiled
         names = (
@@ -119,19 +119,20 @@ class Tape(LiveTensors):
         self._part_of: dict[nn.Parameter, str] = {}
         self._given: torch.Tensor | None = None
         self._after_input: dict[str, int] = {}
-        """Where backward is in two: bytes of each phase that stay from the first to the second."""
+        """For backward in two parts: bytes of each phase that stay from the first part to the
+        second."""
         self._before_weights: dict[str, int] = {}
-        """And of all: when the weights of the head, the last block and the first one begin, by
-        phase, and when all are through. A head that is frozen has no such phase."""
+        """Bytes when the weights of the head, the last block and the first one begin, by phase, and
+        at the end. A frozen head has no such phase."""
         self._keeps_output = self._keeps_gradients = self._apart = False
         """Whether what comes out of the blocks does."""
         self._in_backward = False
         self._first_alive = self._first_saved = self._head_saved = 0
         self._after_block = self._after_head = self._forward_entry = self._entry = self._hidden = 0
         self._ends: list[weakref.ref[torch.UntypedStorage]] = []
-        """What comes into the blocks, and out of them."""
+        """Storages of the input and the output of the blocks."""
         self._kept = (True, True)
-        """Whether autograd keeps these."""
+        """Whether autograd keeps these two."""
         self._enter("start")
 
     def follow(
@@ -144,15 +145,15 @@ class Tape(LiveTensors):
         experts: Iterable[nn.Module] = (),
         frozen_below: bool = False,
     ) -> None:
-        """The model of the pass that comes, whose backward is to be `backward_in_two` or not;
-        `experts` are divided, and FSDP reduces their gradients apart. `frozen_below`: nothing below
-        the blocks is trained, so the first one has no gradient of its input, as all others do."""
+        """Watch the model of the next pass. `in_two`: whether `backward_in_two` follows; `experts`:
+        divided ones, whose gradients FSDP reduces separately; `frozen_below`: nothing below the
+        blocks is trained, so the first block has no gradient of its input, unlike all others."""
         self._keeps_gradients = keep_gradients
         self._apart = in_two or frozen_below
         self._watch(list(blocks), in_two)
         for module in experts:
             module.register_forward_pre_hook(self._before_experts)
-        # Within autocast, whose casts of weights live until its end.
+        # Inside autocast, which keeps casts of weights until its end.
         model.register_forward_hook(lambda *_: self._note_alive())
         if not keep_gradients:
             for parameter in model.parameters():
@@ -160,7 +161,7 @@ class Tape(LiveTensors):
                     parameter.register_post_accumulate_grad_hook(_drop)
 
     def send(self, whom: str, nbytes: float, calls: int = 1) -> None:
-        """In the phase that is under way."""
+        """Record a message in the current phase."""
         self._end_kernel()
         self._phase.sent[whom] += nbytes
         self._phase.sent[f"{whom}_calls"] += calls
@@ -176,13 +177,13 @@ class Tape(LiveTensors):
             self._part_of |= dict.fromkeys(block.parameters(), "others" if number else "first")
 
             def before(block: nn.Module, inputs: Any, number: int = number) -> Any:
-                if self._in_backward:  # it is recomputed
+                if self._in_backward:  # recomputation
                     return None
                 if number == 0:
                     self._note_end(inputs)
                 if number == last:
                     self._forward_entry = self.total()
-                if number == 0 and self._apart:  # as if it came from another block, or stage
+                if number == 0 and self._apart:  # as if its input came from another block or stage
                     given = inputs[0].detach().requires_grad_()
                     self._given = given if in_two else None
                     inputs = (given, *inputs[1:])
@@ -227,14 +228,14 @@ class Tape(LiveTensors):
         self._phase = self._phases[phase]
 
     def _leave(self, block: nn.Module, following: str) -> None:
-        """The backward pass of a block is over: FSDP would reduce its gradients now."""
+        """Backward of a block is done: FSDP would reduce its gradients now."""
         _drop_all(block)
         if following == "tail":
             self._after_block = self.total()
         self._enter(following)
 
     def forward_ends(self) -> None:
-        """The loss is there; what autocast has kept is gone."""
+        """The loss exists, and autocast's casts are gone."""
         self._end_kernel()
         self._saved = self.total()
         self._first_saved, self._head_saved = self.total("first"), self.total("head")
@@ -244,21 +245,21 @@ class Tape(LiveTensors):
         self._enter("head back")
 
     def backward_ends(self) -> None:
-        """The gradients are there."""
+        """All gradients exist."""
         self._end_kernel()
 
     def backward_in_two(self, loss: torch.Tensor, model: nn.Module) -> None:
-        """As a pipeline does it that puts off the gradients of weights."""
-        # Others get by without.
+        """Run backward as a pipeline that postpones the gradients of weights."""
+        # imported only where the recipe uses it
         from torch.distributed.pipelining._backward import (
             stage_backward_input,
             stage_backward_weight,
         )
 
         given, self._given = self._given, None
-        assert given is not None  # blocks have been called
+        assert given is not None  # the blocks were called
         _, groups = stage_backward_input([loss], None, [given], model.parameters())
-        del given, _  # the gradient has been sent
+        del given, _  # frees the gradient, as after sending
         self._after_input = {name: self.total(name) for name in self._phases}
         self._keeps_output = self._ends[1]() is not None
         while groups:
@@ -266,7 +267,7 @@ class Tape(LiveTensors):
             weights = [node.variable for node in group["params"]]
             phase = f"{self._part_of.get(weights[0], 'head')} weights"
             if phase != self.label:
-                _drop_all(model)  # FSDP keeps those of a unit
+                _drop_all(model)  # FSDP keeps a unit's gradients
                 self._enter(phase)
                 self._before_weights[phase] = self.total()
             stage_backward_weight(iter(weights), [group])
@@ -301,7 +302,7 @@ class Tape(LiveTensors):
             self._phase.sent["attention"] += kernel.operations
 
     def compute(self, operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Fake tensors know grouped products in bf16 only."""
+        """Run an operator; grouped products in bf16, as fake tensors support no other dtype."""
         if operator is not torch.ops.aten._grouped_mm.default:
             return super().compute(operator, args, kwargs)
         left, right, *rest = args
@@ -309,16 +310,16 @@ class Tape(LiveTensors):
         return operator(*narrow, *rest, **kwargs).to(left.dtype)
 
     def result(self, blocks: int, first: bool, last: bool) -> Trace:
-        """For so many blocks, each like the first one, with what is below the `first` of a model
-        and above the `last`. Without that a stage has hidden states from elsewhere, which take as
-        much as an embedding gives, and a gradient of what it passes on."""
+        """The trace of `blocks` blocks that each equal the first, with the part below the `first`
+        and above the `last` block of a model. Without these a stage gets hidden states of an
+        embedding's size, and a gradient of its output."""
         extra = blocks - self._depth
         peaks = {name: phase.peak for name, phase in self._phases.items()}
         alive, saved = extra * self._first_alive, extra * self._first_saved
         all_saved = self._saved + saved
-        # A pipeline holds what comes in and goes out, whether or not autograd does.
+        # A pipeline holds inputs and outputs whether or not autograd keeps them.
         into, out = (0 if kept else self._hidden for kept in self._kept)
-        passed = more = 0  # in backward, what the head has left; then what a pipeline holds
+        passed = more = 0  # in backward: bytes left by the head; then those held by the pipeline
         if not last:
             all_saved += out - self._head_saved
             peaks["head"], peaks["head back"] = 0, all_saved + self._hidden - saved
@@ -346,9 +347,9 @@ class Tape(LiveTensors):
         kept, put_off, of_weights = all_saved, self._hidden, halves[1]
         weights_peaks: list[int] = []
         if after := self._after_input:
-            # A block keeps its gradients, and that of its output, which the next one makes.
+            # A block keeps its gradients, and that of its output, which the next block computes.
             of_block = after["last back"]
-            others = extra * (self._first_saved + of_block)  # nothing goes before the end
+            others = extra * (self._first_saved + of_block)  # nothing is freed before the end
             first_backward, after_block, tail = (
                 most + others for most in (first_backward, after_block, tail)
             )
@@ -416,7 +417,7 @@ def _drop(parameter: torch.Tensor) -> None:
 
 
 def _on_gradient(value: Any, call: Callable[[], None]) -> None:
-    """Call when the gradient of the first tensor in `value` that has one is complete."""
+    """Call `call` when the gradient of the first differentiable tensor in `value` is complete."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             leaf.register_hook(lambda _gradient: call())

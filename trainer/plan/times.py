@@ -1,5 +1,5 @@
-"""Seconds of a step on a machine that is described, not there: a roofline of what is computed, and
-latency and bandwidth of what is sent."""
+"""Seconds of a step on a described machine: a roofline for computation, latency and bandwidth for
+communication."""
 
 import math
 from collections.abc import Sequence
@@ -39,42 +39,43 @@ from trainer.recipe.strategies import offload, sharding
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step."""
+    """Parts of a step, in seconds."""
 
     compute: float
-    """Forward and backward passes of the rank with most, recomputation included."""
+    """Forward and backward of the rank with the most, including recomputation."""
     update: float
-    """Norm, clipping and optimizer; with offload also the sums of gradients on the host."""
+    """Norm, clipping and optimizer; with offload also sums of gradients on the host."""
     transfers: float
-    """Between host and device, with strategy.offload, as if nothing overlapped."""
+    """Between host and device with strategy.offload, without any overlap."""
     communication: float
-    """As if nothing overlapped."""
+    """Without any overlap."""
     network: float
-    """What of it is between nodes."""
+    """The part of it between nodes."""
     exposed: float
-    """What of communication and transfers no computation hides, and what they take from it."""
+    """Communication and transfers that computation does not hide, and the time that they take from
+    it."""
     waiting: float = 0.0
     """For other stages of a pipeline."""
 
     @property
     def step(self) -> float:
-        """All together."""
+        """Sum of the parts."""
         return self.compute + self.update + self.exposed + self.waiting
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """What the ranks of a pipeline compute; without one, what every rank does."""
+    """The stages of a pipeline with their traces; without one, the work of every rank."""
 
     stages: Sequence[Stage]
-    """All of them, in order."""
+    """All stages, in order."""
     traces: Sequence[Trace]
     """A pass of each stage."""
     orders: Sequence[Order]
-    """What each rank does when; empty without a pipeline."""
+    """Order of each rank; empty without a pipeline."""
 
     def of_rank(self, rank: int) -> tuple[Sequence[Stage], Sequence[Trace]]:
-        """Its stages."""
+        """The stages of a rank, with their traces."""
         ranks = len(self.orders) or 1
         return self.stages[rank::ranks], self.traces[rank::ranks]
 
@@ -89,10 +90,10 @@ def times_of(
     """Estimate a step; `simulation` is that of the pipeline, if there is one.
 
     Kernels run one after another, each as fast as arithmetic or memory allows, and no faster than
-    the host launches them. What is moved lies beside the half of a pass that needs it, as far as
-    that reaches, but for the share of one unit: what the first one needs is waited for, and nothing
-    follows the last. Gradients that are reduced once have the last backward pass for that. Tensor
-    and expert parallelism wait for all that they send, and a ring for what attention does not hide.
+    the host launches them. Communication overlaps with the half of a pass that needs it, except for
+    the share of one unit: the first unit is waited for, and nothing follows the last. Gradients
+    that are reduced once overlap with the last backward. Tensor and expert parallelism wait for all
+    that they send, and a ring for what attention does not hide.
     """
     ranks = range(len(pieces.orders) or 1)
     each = [_times_of_rank(*pieces.of_rank(rank), recipe, layout, machine) for rank in ranks]
@@ -125,14 +126,14 @@ def _times_of_rank(
     transfers, update = _offload(stages, recipe, layout, machine)
     gathers = gathering_passes(recipe, layout)
     backs = layout.passes if recipe.gathers_twice else 0
-    share = transfers / max(1, gathers + backs + layout.reductions)  # of each time, up or down
+    share = transfers / max(1, gathers + backs + layout.reductions)  # of each transfer, up or down
     units = sum(len(stage.units) for stage in stages)
 
     def waits(times: int, moved: float, moving: float, computing: float) -> float:
-        """What so many halves of passes wait for, each with so much moved by collectives, and so
-        much in all."""
+        """Exposed seconds of `times` halves of passes, each with `moved` seconds of collectives,
+        and `moving` in all."""
         if offload.used(recipe.strategy) and layout.shards == 1:
-            return times * moving  # FSDP's all-gather is a copy then, before what computes with it
+            return times * moving  # FSDP's all-gather is then a copy before the computation
         if not moving:
             return 0.0
         exposed = max(moving / units, moving - computing)
@@ -152,7 +153,7 @@ def _times_of_rank(
     for half in (half for trace in traces for half in trace.sent):
         crossing += layout.passes * exchange_seconds(half.experts, apart, machine)[1]
     together = layout.passes * sum(sum(_together_seconds(t, layout, machine)) for t in traces)
-    after = tied.seconds(machine)  # after the last backward pass, before the norm
+    after = tied.seconds(machine)  # after the last backward, before the norm
     shared = gathered + again + reduced + late
     return Times(
         compute=layout.passes * (forward + backward),
@@ -187,9 +188,9 @@ def _offload(
     gathers = 2 * layout.passes if recipe.gathers_twice else often
     held = sum(count * bytes_of(unit, cut) for unit, count in units)
     itemsize = 4 if recipe.precision.master == "fp32" else 2
-    moved = gathers * held + itemsize * owned * layout.reductions  # shards, and their gradients
+    moved = gathers * held + itemsize * owned * layout.reductions  # shards and their gradients
     transfers = moved / machine.gpu.pcie
-    if offload.to_disk(recipe.strategy):  # as if memory kept no page of the files
+    if offload.to_disk(recipe.strategy):  # assuming that no page stays in memory
         from_disk = moved * machine.gpus_per_node / DISK_BANDWIDTH
         transfers = max(transfers / PAGEABLE_SHARE, from_disk)
         update = max(update, on_disk * machine.gpus_per_node / DISK_BANDWIDTH)
@@ -202,8 +203,8 @@ def _link(machine: Machine) -> float:
 
 
 def exchange_seconds(nbytes: float, ranks: int, machine: Machine) -> tuple[float, float]:
-    """How long each of `ranks` neighbours sends so many bytes, as many to any other: those within
-    nodes, and those between them. All GPUs of a node do so, and share its network."""
+    """Seconds within nodes, and between nodes, in which each of `ranks` neighbours sends `nbytes`
+    evenly to the others. All GPUs of a node send at once, and share its network."""
     inside = math.gcd(ranks, machine.gpus_per_node)
     across = nbytes * (ranks - inside) / max(1, ranks - 1)
     network = machine.net * NETWORK_SHARE / machine.gpus_per_node
@@ -211,7 +212,7 @@ def exchange_seconds(nbytes: float, ranks: int, machine: Machine) -> tuple[float
 
 
 def _together_seconds(trace: Trace, layout: Layout, machine: Machine) -> tuple[float, float]:
-    """What tensor, context and expert parallelism wait for in a pass: forward, backward."""
+    """Seconds that tensor, context and expert parallelism wait in forward, and in backward."""
     attending = (
         half.attention / (machine.peak_flops * machine.gpu.attention) for half in trace.sent
     )
@@ -225,19 +226,19 @@ def _together_seconds(trace: Trace, layout: Layout, machine: Machine) -> tuple[f
 
 
 def _sent_seconds(trace: Trace, layout: Layout, machine: Machine) -> tuple[float, float]:
-    """Seconds of what forward and backward passes send, where nothing overlaps."""
+    """Seconds of sending in forward and in backward, without any overlap."""
     forward, backward = map(sum, _sent(trace, layout, machine))
     return forward, backward
 
 
 def _sent(trace: Trace, layout: Layout, machine: Machine) -> list[tuple[float, float, float]]:
-    """Seconds that tensor, context and expert parallelism send, in each half of a pass. Each call
-    of the first is a ring of all its ranks; messages of the others go one step."""
+    """Seconds in which tensor, context and expert parallelism send, for each half of a pass."""
     hops, apart = layout.groups[TENSOR].size - 1, layout.groups[EXPERT].size
     step = machine.call + (machine.hop if apart <= machine.gpus_per_node else machine.hop_between)
     link = _link(machine)
     return [
         (
+            # A call of the layers is a ring of all tp ranks; the other messages take one step.
             half.layers_calls * (machine.call + hops * machine.hop) + half.layers / link,
             half.ring_calls * (machine.call + machine.hop) + half.ring / link,
             half.experts_calls * step + max(exchange_seconds(half.experts, apart, machine)),
@@ -252,8 +253,8 @@ def simulated(
     layout: Layout,
     machine: Machine | None,
 ) -> Simulation:
-    """A step of a pipeline whose stages cost what was traced: seconds, or on a machine of which
-    nothing is known operations, and messages nothing."""
+    """Simulate a step of a pipeline with the traced costs of its stages: seconds, or without a
+    machine operations, and free messages."""
     costs: dict[int, dict[Kind, float]] = {}
     for trace in pieces.traces:
         if id(trace) in costs:
@@ -280,8 +281,8 @@ def simulated(
 
 
 def work_seconds(work: Work, machine: Machine) -> float:
-    """Operators take so long, one after another (Williams et al. 2009, "Roofline"), and no less
-    than launching them."""
+    """Seconds of operators, one after another (Williams et al. 2009, "Roofline"), at least those of
+    launching them."""
     products = machine.peak_flops * PEAK_SHARE
     attention = machine.peak_flops * machine.gpu.attention
     bandwidth = machine.gpu.bandwidth * BANDWIDTH_SHARE

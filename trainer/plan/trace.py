@@ -1,8 +1,8 @@
-"""One forward and backward pass on fake tensors: bytes of activations, and work.
+"""Traces one forward and backward pass on fake tensors: bytes of activations, and work.
 
-A model whose blocks are alike is traced with `DEPTH` of them; the others need what the first one
-needs. Fake tensors have shapes and storages, but no memory, so this takes no GPU and a fraction of
-a second for any size of model.
+Only `DEPTH` of a model's equal blocks are traced; the others need what the first needs. Fake
+tensors have shapes and storages but no memory, so this takes no GPU and a fraction of a second for
+any size of model.
 """
 
 import copy
@@ -20,13 +20,13 @@ from trainer.models.decoder import Decoder
 from trainer.parallel.activations import apply_activation_checkpointing
 from trainer.parallel.parallelize import cut_layers
 from trainer.plan.blueprint import Blueprint, Stage
-from trainer.plan.kernels import cuda_kernels
+from trainer.plan.cuda_kernels import cuda_kernels
 from trainer.plan.tape import Tape, Trace
 from trainer.recipe import RecipeError, Strategy, strategies
 from trainer.tasks.blocks import repeated_blocks
 
 USUAL_GPU = 80e9
-"""Bytes of a GPU of which nothing is said."""
+"""Bytes of a GPU, if not given."""
 
 Recompute: TypeAlias = Literal["none", "full", "selective"]
 
@@ -51,25 +51,27 @@ def trace(
     in_two: bool = False,
     compiled: bool = False,
 ) -> Trace:
-    """Trace a pass. What of it a stage does is told from a pass of a whole model.
+    """Trace a pass. A stage's part of it is derived from a pass of a whole model.
 
     Args:
         blueprint: of the model.
         micro_batch: sequences.
         recompute: `strategy.activation_checkpointing`.
         dtype: of the computation.
-        autocast: parameters stay as they are and are cast operator by operator, as under DDP; else
-            the parameters have `dtype`, as those that FSDP gathers.
-        device: whose kernels for attention and norms are assumed.
-        flash: whether a GPU has flash attention, as from compute capability 8.0 on.
-        gpu_memory: bytes of a GPU, by which the loss goes.
-        keep_gradients: those of a unit stay until all of them are there, as with FSDP, or where
-            they have no other place (unless said: without autocast); else they go into buckets, or
-            are added to those of passes before.
-        cut: with which other ranks, and nothing else of the strategy.
-        stage: which blocks; all of them unless said.
-        in_two: the gradients of weights are put off, but where nobody waits for those of the input.
-        compiled: blocks are, for their work; their activations are those of eager kernels.
+        autocast: whether parameters keep their dtype and are cast by operators, as under DDP; else
+            they have `dtype`, as FSDP gathers them.
+        device: kind of kernels for attention and norms.
+        flash: whether a GPU has flash attention: from compute capability 8.0 on.
+        gpu_memory: bytes of a GPU, which determine the chunks of the loss.
+        keep_gradients: whether gradients of a unit stay until all exist, as with FSDP, or if they
+            have no other place; else they go into buckets, or are added to earlier ones. None: if
+            not autocast.
+        cut: strategy with only the keys of model parallelism within a pass.
+        stage: which blocks; None: all.
+        in_two: whether gradients of weights are postponed, except where no rank waits for those of
+            the input.
+        compiled: whether blocks are compiled, for their work; activations are those of eager
+            kernels.
 
     Raises:
         RecipeError: the model does not run on fake tensors.
@@ -77,7 +79,7 @@ def trace(
     keep = not autocast if keep_gradients is None else keep_gradients
     gpu = (flash, gpu_memory) if device == "cuda" else None
     in_two = in_two and stage is not None and not stage.first
-    # On two stages a tied embedding is two weights, and neither's gradient waits for the other's.
+    # On two stages a tied embedding is two weights with independent gradients.
     untied = stage is not None and not (stage.first and stage.last)
     tape = _taped(
         blueprint, micro_batch, recompute, dtype, autocast, gpu, keep, cut, in_two, untied, compiled
@@ -101,8 +103,8 @@ def _taped(
     untied: bool,
     compiled: bool,
 ) -> Tape:
-    """See `trace`; `gpu`: whether it has flash attention, and its bytes; `untied`: a tied output
-    head is a weight of its own."""
+    """See `trace`; `gpu`: whether it has flash attention, and its bytes; `untied`: whether a tied
+    output head becomes a weight of its own."""
     model = copy.deepcopy(blueprint.traced)
     if untied and isinstance(model, Decoder) and model.lm_head is None:
         sizes = model.model.architecture
@@ -117,7 +119,7 @@ def _taped(
     imagined: Any = nullcontext()
     if cut != WHOLE:
         from trainer.parallel.context import Context  # imported only where the recipe uses it
-        from trainer.plan.ranks import Ranks, imagined_ranks, ring_of
+        from trainer.plan.imagined_ranks import Ranks, imagined_ranks, ring_of
 
         around = strategies.cp.ranks(cut)
         ring = ring_of(*shape, around) if around > 1 else None
@@ -144,7 +146,7 @@ def _taped(
             elif blueprint.documents == "cu_seqlens":
                 ends = room_for_documents(*shape) + 1
                 inputs["cu_seqlens"] = torch.zeros(ends, dtype=torch.int32)
-            if isinstance(model, Decoder) and model.preference:  # a pair a sequence
+            if isinstance(model, Decoder) and model.preference:  # one pair per sequence
                 answers = 2 * micro_batch
                 inputs["segments"] = torch.zeros(shape, dtype=torch.int64)
                 inputs["answer_labels"] = torch.ones(answers, dtype=torch.int64)
@@ -169,7 +171,7 @@ def _taped(
             else:
                 loss.backward()
             tape.backward_ends()
-    except Exception as error:  # whatever a user's own model may raise
+    except Exception as error:  # a user's model may raise anything
         first_line = (str(error).splitlines() or [""])[0]
         raise RecipeError(
             f"model: cannot be traced on fake tensors ({type(error).__name__}: {first_line}), so "

@@ -1,6 +1,6 @@
-"""What ranks send each other to share data and stages, and how long a network takes for it.
+"""Communication of data and pipeline parallelism, and its time on a network.
 
-A collective takes its latency and its bytes over the bandwidth of the slowest link (the alpha-beta
+A collective takes its latency, and its bytes over the bandwidth of the slowest link (the alpha-beta
 model of Hockney 1994). Constants are those of `trainer.plan.costs`.
 """
 
@@ -21,17 +21,17 @@ from trainer.recipe.strategies import exact, sharding
 
 @dataclass(frozen=True)
 class Collective:
-    """What one group of ranks sends in a step."""
+    """The calls of one collective in a step by a group of ranks."""
 
     payload: float
-    """Bytes of the whole tensors that are gathered or reduced, in all calls together."""
+    """Bytes of the whole gathered or reduced tensors, over all calls."""
     times: int
-    """How often they travel round the ring: 1 to gather or to reduce-scatter, 2 to all-reduce."""
+    """Trips around the ring: 1 for gather or reduce-scatter, 2 for all-reduce."""
     ranks: int
     stride: int
     """Distance between neighbours in the group, in ranks."""
     calls: float = 1
-    """Into how many calls the payload is cut."""
+    """Number of calls for the payload."""
 
     @property
     def sent(self) -> float:
@@ -39,16 +39,16 @@ class Collective:
         return self.times * self.payload * (self.ranks - 1) / self.ranks
 
     def in_node(self, machine: Machine) -> int:
-        """Neighbours of the group that a node has."""
+        """Ranks of the group on one node."""
         return max(1, min(self.ranks, machine.gpus_per_node // self.stride))
 
     def crosses(self, machine: Machine) -> bool:
-        """Whether it goes over the network."""
+        """Whether it uses the network."""
         return self.ranks > self.in_node(machine)
 
     def latency(self, machine: Machine) -> float:
-        """Seconds of a call of no bytes: steps of a ring one after the other, or for an all-reduce
-        those of a tree over the nodes where that is shorter."""
+        """Seconds of a call without bytes: the steps of a ring, or for an all-reduce those of a
+        tree over the nodes if it is shorter."""
         if self.ranks == 1:
             return 0.0
         inside = self.in_node(machine)
@@ -60,37 +60,37 @@ class Collective:
         return machine.call + (min(ring, tree) if self.times == 2 else ring)
 
     def seconds(self, machine: Machine) -> float:
-        """All calls, one after the other."""
+        """Seconds of all calls, one after the other."""
         if not self.payload:
             return 0.0
         bandwidth = machine.gpu.link
-        if self.crosses(machine):  # groups of one node share its network
+        if self.crosses(machine):  # the groups of a node share its network
             share = self.in_node(machine) / machine.gpus_per_node
             bandwidth = min(bandwidth, machine.net * share)
         return self.calls * self.latency(machine) + self.sent / (bandwidth * NETWORK_SHARE)
 
 
 class Traffic(NamedTuple):
-    """What the ranks of a stage send in a step to share the data, by what it may lie beside."""
+    """Collectives of a step that share the data, by what they overlap with."""
 
     forward: tuple[Collective, ...]
-    """Parameters that forward passes gather."""
+    """Parameters gathered in forward."""
     backward: tuple[Collective, ...]
-    """Parameters that backward passes gather."""
+    """Parameters gathered in backward."""
     reduced: tuple[Collective, ...]
-    """Gradients, which backward passes reduce: the last one, or each."""
+    """Gradients reduced in the last backward pass, or in each."""
     updated: tuple[Collective, ...] = ()
-    """Parameters that are gathered after the update, beside nothing."""
+    """Parameters gathered after the update, without overlap."""
 
     @property
     def all(self) -> tuple[Collective, ...]:
-        """All of a step."""
+        """All collectives of a step."""
         return (*self.forward, *self.backward, *self.reduced, *self.updated)
 
 
 def traffic_of(stages: Sequence[Stage], recipe: Recipe, layout: Layout) -> Traffic:
-    """What the ranks of a stage, or of the stages of a rank, communicate in a step, to share the
-    data; a few bytes that carry loss and norm are left out. Each unit is a call, or each bucket."""
+    """The data-parallel communication of a rank's stages in a step, without the few bytes of loss
+    and norm. Each unit, or each bucket, is a call."""
     strategy, shards, passes = recipe.strategy, layout.shards, layout.passes
     units, replicas = counted(stages), layout.groups[REPLICATE]
     if not layout.by_fsdp:
@@ -101,14 +101,13 @@ def traffic_of(stages: Sequence[Stage], recipe: Recipe, layout: Layout) -> Traff
             updated = (Collective(payload, 1, *replicas, calls),)
         return Traffic((), (), (Collective(payload, 2, *replicas, calls),), updated)
     compute, reduced = DTYPES[recipe.precision.dtype].itemsize, exact.reduced_bytes(recipe)
-    # What stays gathered for the backward pass does for the next pass, too. What is in no block
-    # stays so anyhow.
+    # Units that stay gathered for backward stay so for the next pass; the root always does.
     kept = passes if strategy.reduce_every_pass else 1
     often = gathering_passes(recipe, layout)
     roots = [shape for stage in stages for shape in stage.units[0]]
     forward, backward, reductions = [], [], []
     for ways in sorted({shape.divided for unit, _ in units for shape in unit}):
-        # Experts that are divided lie over fewer ranks.
+        # Divided experts are sharded over fewer ranks.
         parts = [([s for s in unit if s.divided == ways], count) for unit, count in units]
         ranks = next(shape.over(shards) for part, _ in parts for shape in part)
         calls = sum(count for part, count in parts if part)
@@ -130,21 +129,21 @@ def traffic_of(stages: Sequence[Stage], recipe: Recipe, layout: Layout) -> Traff
 
 
 def gathering_passes(recipe: Recipe, layout: Layout) -> int:
-    """Forward passes of a step before which FSDP gathers the blocks."""
+    """Forward passes of a step in which FSDP gathers the blocks."""
     every = recipe.gathers_twice or recipe.strategy.reduce_every_pass
     return layout.passes if every else 1
 
 
 def messages_of(stages: Sequence[Stage], traces: Sequence[Trace], layout: Layout) -> Collective:
-    """What a rank of a pipeline sends to others of it in a step: hidden states, their gradients."""
+    """Messages of a pipeline rank in a step: hidden states and their gradients."""
     sides = sum((not stage.first) + (not stage.last) for stage in stages)
     calls = layout.passes * sides
     return Collective(calls * traces[0].hidden, 2, 2, layout.groups[PIPELINE].stride, calls)
 
 
 def tied_gradients_of(stages: Sequence[Stage], layout: Layout) -> Collective:
-    """What the first and the last stage of a pipeline send each other in a step: their gradients of
-    a tied embedding, each its shard."""
+    """Messages between the first and the last stage of a pipeline: the gradients of a tied
+    embedding, each its shard."""
     shapes = [shape for stage in stages for shape in trained_of(stage.tied)]
     ranks, stride = layout.groups[PIPELINE]
     payload = sum(shape.sharded(layout.shards) * shape.itemsize for shape in shapes)
@@ -152,7 +151,7 @@ def tied_gradients_of(stages: Sequence[Stage], layout: Layout) -> Collective:
 
 
 def elements(stages: Sequence[Stage], ranks: int) -> int:
-    """Elements of the first of `ranks` slices of all trained parameters."""
+    """Elements of all trained parameters on the first of `ranks` shards."""
     return sum(
         count * sum(shape.sharded(ranks) for shape in trained_of(unit))
         for unit, count in counted(stages)

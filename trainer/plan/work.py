@@ -1,4 +1,4 @@
-"""Operations and bytes of what operators do."""
+"""Operations and bytes of operators."""
 
 import weakref
 from typing import Any, NamedTuple, TypeAlias
@@ -11,39 +11,39 @@ from trainer.plan.storages import storage_of
 
 
 class Kernel(NamedTuple):
-    """What one operator does, or one compiled kernel, each time it is launched in a pass."""
+    """Work of an operator, or of a compiled kernel, over its launches in a pass."""
 
     operations: float
-    """On floating-point numbers, of all launches."""
+    """Floating-point operations of all launches."""
     traffic: float
-    """Bytes read and written, of all launches."""
+    """Bytes read and written by all launches."""
     attention: bool = False
-    """Whether it is attention: slower than other products."""
+    """Whether it is attention, which is slower than other products."""
     launches: int = 1
 
     def repeated(self, times: int) -> "Kernel":
-        """So many times of it."""
+        """The kernel, launched `times` as often."""
         operations, traffic = times * self.operations, times * self.traffic
         return Kernel(operations, traffic, self.attention, times * self.launches)
 
 
 Work: TypeAlias = tuple[Kernel, ...]
-"""That of a pass."""
+"""Kernels of a pass."""
 
 _NO_TRAFFIC = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach"}
 _NAMESPACES = ("aten", "torch_attn", "perdure")
 
 
 class Fused:
-    """Element-wise operators that a compiler makes one kernel of: it reads what was there before,
-    and writes what is there after. What lives within it only is never in memory."""
+    """Elementwise operators that a compiler fuses into one kernel. It reads tensors that existed
+    before, and writes those that live on; others never reach memory."""
 
     def __init__(self) -> None:
         self._read: dict[int, int] = {}
         self._written: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def add(self, args: Any, kwargs: Any, result: Any) -> None:
-        """One more operator."""
+        """Add an operator."""
         made = _tensors(result)
         for place, tensor in _tensors((args, kwargs)).items():
             own = self._written.get(place)
@@ -53,13 +53,13 @@ class Fused:
             self._written[place] = (weakref.ref(storage_of(tensor)), tensor.nbytes)
 
     def kernel(self) -> Kernel:
-        """All of them, now that another operator comes."""
+        """The kernel of all operators added."""
         written = sum(nbytes for storage, nbytes in self._written.values() if storage() is not None)
         return Kernel(0.0, float(sum(self._read.values()) + written))
 
 
 def is_kernel(operator: Any, result: Any) -> bool:
-    """Whether an operator does anything, and does not only make another view."""
+    """Whether an operator computes or copies, rather than creates a view."""
     if operator.namespace not in _NAMESPACES or operator.overloadpacket.__name__ in _NO_TRAFFIC:
         return False
     return bool(_tensors(result)) and not operator.is_view
@@ -83,7 +83,7 @@ def _operations(operator: Any, args: Any, kwargs: Any, result: Any, seq_len: int
     name = operator.overloadpacket.__name__
     named = {a.name: v for a, v in zip(operator._schema.arguments, args, strict=False)} | kwargs
     products = 5 if "backward" in name else 2  # Dao et al. 2022: five products in backward
-    if "varlen" in name:  # as if each sequence were one document: how long they are is not known
+    if "varlen" in name:  # assuming one document per sequence, as lengths are unknown
         tokens, heads, size = named["query"].shape
         left = (named.get("window_size") or (-1,))[0]
         if (
@@ -92,7 +92,8 @@ def _operations(operator: Any, args: Any, kwargs: Any, result: Any, seq_len: int
             seen = (left + 1) * (2 - (left + 1) / seq_len)
             return products * tokens * heads * seen * size
         return float(products * tokens * heads * seq_len * size)
-    if name.startswith("_flash_attention"):  # of a ring: each range of queries sees one of keys
+    # attention of a ring: each range of queries sees one of keys
+    if name.startswith("_flash_attention"):
         queries, heads, size = named["query"].shape
         whole = 2.0 * products * queries * named["max_k"] * heads * size
         return whole / 2 if named["is_causal"] else whole
@@ -100,7 +101,7 @@ def _operations(operator: Any, args: Any, kwargs: Any, result: Any, seq_len: int
         batch, heads, queries, size = named["query"].shape
         whole = 2.0 * products * batch * heads * queries * named["key"].shape[2] * size
         return whole / 2 if named.get("is_causal") else whole
-    if name == "_grouped_mm":  # each row of the left one is multiplied with one matrix
+    if name == "_grouped_mm":  # each row of the left matrix is multiplied with one matrix
         left, right = args[:2]
         return 2.0 * left.numel() * right.shape[-1]
     formula = flop_registry.get(operator.overloadpacket)

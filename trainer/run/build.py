@@ -25,9 +25,9 @@ from trainer.models.decoder import Decoder
 from trainer.models.transformers_model import TransformersModel
 from trainer.optim.optimizer import build_optimizer
 from trainer.optim.schedule import build_schedule
-from trainer.parallel.kept import rejoin
 from trainer.parallel.mesh import Mesh, build_mesh, placement
 from trainer.parallel.parallelize import DTYPES, ParallelModel, parallelize
+from trainer.parallel.rejoin import rejoin
 from trainer.recipe import Recipe, RecipeError, Strategy, strategies
 from trainer.run.identity import Agreement
 from trainer.run.metrics import Log, Startup
@@ -66,7 +66,7 @@ def build(
         text: the recipe as the run directory keeps it.
         spare: a checkpoint writer process that has started already, for the checkpointer.
         last: this process's run before a failure of others; its model and optimizer are kept, see
-            trainer/parallel/kept.py.
+            trainer/parallel/rejoin.py.
     """
     group = dist.group.WORLD
     mesh = build_mesh(recipe, world)

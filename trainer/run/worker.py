@@ -52,10 +52,10 @@ from elastic.world import (
 from trainer.data.loader import load, requests
 from trainer.data.stream import CONSUMED, COUNTED
 from trainer.optim.optimizer import build_optimizer
-from trainer.parallel.kept import CAN_RESET
 from trainer.parallel.mesh import build_mesh, forget_meshes, is_sharded_by_fsdp
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.passes import Call, Passed
+from trainer.parallel.rejoin import CAN_RESET
 from trainer.recipe import Recipe, RecipeError, counted, dump_recipe, load_recipe
 from trainer.recipe.strategies import ep, exact, offload
 from trainer.run.build import build

@@ -13,9 +13,9 @@ from tests.checkpointing.worlds import run_ranks
 from tests.distributed.jobs import soak
 from trainer.optim import formats, fused, method
 from trainer.optim.formats import BLOCK, in_float32, noise, places_of, portions_of, stored
-from trainer.optim.kept import own_targets
 from trainer.optim.method import update
 from trainer.optim.optimizer import build_optimizer, state_of
+from trainer.optim.saved_state import own_targets
 from trainer.recipe import Optimizer
 
 HOWS = [("bf16", False), ("int8", False), ("int8", True)]

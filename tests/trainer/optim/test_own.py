@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.checkpointing.worlds import run_ranks
 from tests.distributed.jobs import soak
-from trainer.optim.kept import own_state, own_targets
 from trainer.optim.optimizer import set_rate
 from trainer.optim.own import build_own, describe_own
+from trainer.optim.saved_state import own_state, own_targets
 from trainer.optim.slices import is_elementwise, like_sharded
 from trainer.recipe import Optimizer, ParameterGroup, RecipeError
 

@@ -13,7 +13,7 @@ from trainer.plan.costs import describe_machine
 from trainer.plan.gpus import listed_name
 from trainer.plan.search import Plan, make_plan
 from trainer.recipe import Recipe, RecipeError, shipped_recipes, validate
-from trainer.recipe.reference import yaml_scalar
+from trainer.recipe.reference_page import yaml_scalar
 from trainer.tools.plan import recommended
 
 LONGEST, SHORTEST = 4096, 128

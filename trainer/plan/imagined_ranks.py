@@ -1,7 +1,6 @@
-"""Ranks that are not there, for traces: one of them runs the real code of tensor, context and
-expert parallelism, and what it would send is noted instead. Routers are taken to be even: each of
-the ranks that divide experts gets as many rows as any other.
-"""
+"""Imagined ranks for traces: one rank runs the real code of tensor, context and expert parallelism,
+and its messages are recorded instead of sent. Routers are assumed to be even: all ranks that divide
+experts get equally many rows."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,15 +15,15 @@ from torch.distributed.tensor import Placement, Shard
 
 from trainer.models import loss
 from trainer.parallel import context, expert, tensor
-from trainer.plan.kernels import loss_of_gpu
+from trainer.plan.cuda_kernels import loss_of_gpu
 
 Note = Callable[..., None]
-"""Called with whom a rank sends to (see `Sent`), how many bytes, and in how many rounds of a ring,
-if not in one."""
+"""Called with the kind of receivers (see `Sent`), the bytes, and the rounds of the ring if not
+one."""
 
 
 class Ranks:
-    """In place of a one-dimensional mesh, and of its group."""
+    """Replaces a one-dimensional mesh, and its group."""
 
     def __init__(self, count: int, rank: int = 0) -> None:
         self.count, self.rank = count, rank
@@ -34,22 +33,21 @@ class Ranks:
         return self
 
     def get_local_rank(self) -> int:
-        """Number of the rank that is traced."""
+        """Index of the traced rank."""
         return self.rank
 
     def size(self) -> int:
-        """How many there would be."""
         return self.count
 
 
 def tokens_of(length: int, cp: int, rank: int) -> int:
-    """How many of a sequence a rank of a ring has."""
+    """Number of tokens of a sequence on a rank of a ring."""
     return sum(map(len, context.chunks(length, cp, rank)))
 
 
 def ring_of(rows: int, length: int, cp: int) -> context.Ring:
-    """Attention of the rank with the most tokens, each sequence one document. Not to be called on
-    fake tensors: it asks for what they do not know."""
+    """Attention of the ring's rank with the most tokens, with one document per sequence. Call it
+    outside fake mode: it reads tensor values."""
     group: Any = Ranks(cp, max(range(cp), key=lambda rank: tokens_of(length, cp, rank)))
     with patch.object(context, "dist", _silent(lambda *_: None)):
         return context.Ring(group, None, (rows, length), torch.device("cpu"))
@@ -59,12 +57,12 @@ def ring_of(rows: int, length: int, cp: int) -> context.Ring:
 def imagined_ranks(
     note: Note, ring: context.Ring | None, gpu_memory: float | None
 ) -> Iterator[None]:
-    """While entered, parameters are the first rank's parts, and what is sent is noted.
+    """While entered, parameters are the first rank's parts, and messages are passed to `note`.
 
     Args:
-        note: of what is sent.
+        note: see `Note`.
         ring: of every pass.
-        gpu_memory: bytes of a GPU, if that is what computes.
+        gpu_memory: bytes of the GPU that computes; None on a CPU.
     """
 
     def part(whole: Tensor, mesh: Ranks, placements: list[Placement], **_: Any) -> Tensor:
@@ -80,7 +78,7 @@ def imagined_ranks(
     def pass_on(x: Tensor, tokens: int, tag: int) -> Callable[[], Tensor]:
         note("ring", x.nbytes)
         coming = x.new_empty((2, tokens, *x.shape[2:]))
-        return lambda: (x, coming)[1]  # x is read from until then
+        return lambda: (x, coming)[1]  # keeps x alive, as the real message does
 
     def even(counts: Tensor, _arriving: Tensor, ranks: int, rows: int) -> Any:
         share = [len(part) for part in torch.arange(rows, device="cpu").tensor_split(ranks)]
@@ -121,7 +119,7 @@ def imagined_ranks(
 
 
 def _silent(note: Note) -> SimpleNamespace:
-    """`torch.distributed`, as far as it is asked for."""
+    """A replacement for the used parts of `torch.distributed`."""
 
     def all_reduce(x: Tensor, _op: Any = None, group: Ranks | None = None) -> None:
         if group:

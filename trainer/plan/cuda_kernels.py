@@ -1,4 +1,4 @@
-"""Kernels that only a GPU has, for traces that run on the CPU."""
+"""Stand-ins for kernels that only GPUs have, for traces on the CPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,12 +14,14 @@ from trainer.models import attention, loss
 
 @contextmanager
 def cuda_kernels(flash: bool, memory: float) -> Iterator[None]:
-    """While entered, attention and RMSNorm are what CUDA would call, and the loss is that of a GPU
-    with so many bytes of memory. Fake tensors of a GPU need a build of torch for it; these stand on
-    the CPU, whose kernels keep other tensors for the backward pass. (A TorchFunctionMode would be
-    off in the backward pass, where blocks are recomputed.) `flash`: as from compute capability 8.0
-    on."""
+    """While entered, attention and RMSNorm behave as on CUDA, and the loss as on a GPU with
+    `memory` bytes. `flash`: whether compute capability is at least 8.0.
+
+    Fake tensors of a GPU need a build of torch for it. The CPU's own kernels would keep other
+    tensors for backward.
+    """
     attend = partial(_attend, flash)
+    # Patches: a TorchFunctionMode would be off in backward, where blocks are recomputed.
     kernels = patch.multiple(F, scaled_dot_product_attention=attend, rms_norm=_normalise)
     choice = patch.multiple(
         attention,
@@ -31,7 +33,7 @@ def cuda_kernels(flash: bool, memory: float) -> Iterator[None]:
 
 
 def loss_of_gpu(memory: float) -> dict[str, Any]:
-    """What of `trainer.models.loss` depends on the device, by name."""
+    """Functions of `trainer.models.loss` that depend on the device, as on a GPU."""
     return {
         "on_gpu": lambda _tensor: True,
         "most_logits": lambda _tensor: loss.logits_in(memory),
@@ -40,7 +42,8 @@ def loss_of_gpu(memory: float) -> dict[str, Any]:
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Fake tensors of torch 2.11 know no `out_dtype` here."""
+    """Stands in for `add_product`."""
+    # torch 2.11 has no `out_dtype` for fake tensors here.
     wide = [x.new_zeros((), dtype=total.dtype).expand(x.shape) for x in (left, right)]
     torch.addmm(total, *wide, out=total)
 
@@ -48,7 +51,8 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 def _flex_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: None, enable_gqa: bool
 ) -> torch.Tensor:
-    """It keeps what flash attention keeps; of an eager one autograd would know every part."""
+    """Stands in for FlexAttention: it keeps the tensors that flash attention keeps. In eager form
+    autograd would keep every intermediate."""
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
 
 
@@ -63,8 +67,8 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Flash attention where it can, else the memory-efficient kernel, else matrix products, as SDPA
-    chooses on CUDA. The first, and bf16 in the second, take compute capability 8.0."""
+    """Attention as SDPA chooses on CUDA: flash attention if it can, else the memory-efficient
+    kernel, else matrix products. The first, and bf16 in the second, need compute capability 8.0."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -72,11 +76,11 @@ def _attend(
         kernel = torch.ops.aten._scaled_dot_product_flash_attention
         return kernel(q, k, v, dropout_p, is_causal, scale=scale)[0]
     groups = q.shape[1] // k.shape[1]
-    if groups > 1:  # `models.attention.attend` repeats them on CUDA, and SDPA would
+    if groups > 1:  # on CUDA `models.attention.attend` repeats them, or SDPA does
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     if not flash and q.dtype == torch.bfloat16:
         products = torch.ops.aten._scaled_dot_product_attention_math
-        with torch.autocast("cpu", enabled=False):  # which reaches no operator inside this one
+        with torch.autocast("cpu", enabled=False):  # autocast does not reach the operators inside
             return products(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)[0]
     bias = None
     if attn_mask is not None:

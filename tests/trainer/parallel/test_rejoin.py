@@ -8,9 +8,9 @@ import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" k
 from elastic import World
 from tests.distributed.jobs import RECIPE
 from trainer.optim.optimizer import build_optimizer
-from trainer.parallel.kept import rejoin
 from trainer.parallel.mesh import build_mesh, forget_meshes
 from trainer.parallel.parallelize import parallelize
+from trainer.parallel.rejoin import rejoin
 from trainer.recipe import load_recipe
 from trainer.tasks.task import bare_model
 
