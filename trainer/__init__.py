@@ -1,6 +1,6 @@
-"""What one rank does: recipe → model, data, parallel strategy → the loop → metrics.
+"""The training of one rank: recipe → model, data, strategy → loop → metrics.
 
-Public names are those that a file of the user's needs. They load on first use.
+Public names are those that a user's own code needs. They load on first use.
 """
 
 from importlib import import_module

@@ -1,8 +1,8 @@
-"""What torchrun starts in each rank: `torchrun … -m trainer RECIPE.yaml [key.sub=value …]`, or
-without torchrun for a single process. Exit codes: see elastic/exits.py.
+"""The program that torchrun starts in each rank: `torchrun … -m trainer RECIPE.yaml [key.sub=value
+…]`; without torchrun, a single process. Exit codes: see elastic/exits.py.
 
-Under `--rdzv-backend perdure` the node's agent forks the rank from a warm process, and this one
-stands in for it; so nothing heavy is imported before that is known.
+Under `--rdzv-backend perdure` the node's agent forks the rank from a warm process, and this process
+stands in for it. So nothing heavy is imported before that is known.
 """
 
 import os
@@ -14,11 +14,11 @@ from typing import NoReturn
 def main(arguments: list[str]) -> NoReturn:
     """Run one rank; never returns."""
     if not sys.flags.safe_path:
-        # `-m` has put the working directory first, where folders may be called like our packages,
-        # and files like modules of torch's or Python's.
+        # `-m` puts the working directory first: its folders and files could hide our packages, or
+        # modules of torch and Python.
         del sys.path[0]
         home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-        if home not in sys.path:  # of a checkout that is not installed
+        if home not in sys.path:  # for a checkout that is not installed
             sys.path.append(home)
     from elastic.exits import handled_signals, leave_at_once
     from elastic.node.standin import NODE_SOCKET, stand_in
@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> NoReturn:
     tolerate_lost_output()
     if NODE_SOCKET in os.environ and "RANK" in os.environ:
         stand_in("trainer.run.worker:main", "trainer.run.worker:prepare", arguments)
-    if "RANK" not in os.environ:  # else torchrun decides
+    if "RANK" not in os.environ:  # under torchrun, torchrun decides
         for number in handled_signals():
             signal.signal(number, leave_at_once)
     from trainer.run.worker import main as work

@@ -1,4 +1,5 @@
-"""What this node would train, told to its agent before it joins: see elastic/node/program.py."""
+"""Facts about the run that a node would train, for its agent before it joins: see
+elastic/node/program.py."""
 
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,12 @@ from trainer.run.worker import prepare
 
 
 def folders(arguments: tuple[str, ...]) -> dict[str, str]:
-    """The paths that a recipe with its overrides names, by key."""
+    """The paths in a recipe with overrides, by key."""
     return folders_of(load_recipe(arguments[0], arguments[1:]))
 
 
 def facts(arguments: tuple[str, ...], ranks: int) -> dict[str, Any]:
-    """The fields of `elastic.node.program.Facts` for a recipe and its overrides, on a node with
+    """The fields of `elastic.node.program.Facts` for a recipe with overrides, on a node with
     `ranks` ranks."""
     try:
         recipe, _, _, identity = prepare(arguments)

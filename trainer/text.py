@@ -1,4 +1,4 @@
-"""Text for people: tables, and what a terminal may be shown. Imports nothing of ours."""
+"""Text for people: tables, and safe output to terminals. Imports nothing of ours."""
 
 import os
 import sys
@@ -10,12 +10,12 @@ from typing import Any, TextIO
 _JOINERS = "\u200c\u200d"
 """Invisible characters that Persian, Indian scripts and emoji need."""
 _STEERING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""Unicode categories: controls, formats (with them those that turn text around), surrogates, line
-and paragraph separators."""
+"""Unicode categories of characters that steer a terminal: controls, formats (including those that
+reverse text), surrogates, line and paragraph separators."""
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[list[str]]:
-    """Rows whose cells are as wide as their column; those of columns in `right` end alike."""
+    """Rows with cells padded to their column's width; columns in `right` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         [
@@ -27,14 +27,14 @@ def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[l
 
 
 def table(rows: Sequence[Sequence[str]], right: Container[int] = (), indent: str = "") -> list[str]:
-    """A line for each row."""
+    """One line per row."""
     return [indent + "  ".join(row).rstrip() for row in aligned(rows, right)]
 
 
 def markdown(
     columns: Sequence[str], rows: Sequence[Sequence[str]], right: Container[int] = ()
 ) -> list[str]:
-    """Lines of a Markdown table that reads well on a console, too."""
+    """Lines of a Markdown table, aligned to be readable on a console."""
     head, *body = aligned([columns, *rows], right)
     rule = [
         "-" * (len(cell) - 1) + (":" if number in right else "-")
@@ -44,15 +44,14 @@ def markdown(
 
 
 def wrapped(text: str) -> str:
-    """A paragraph or list item of a Markdown page, in lines of at most 100 columns. Longer words
-    stay whole."""
+    """A paragraph or list item of Markdown in lines of at most 100 columns; longer words stay
+    whole."""
     rest = "  " if text.startswith("- ") else ""
     return fill(text, 100, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False)
 
 
 def terminal_columns(stream: TextIO) -> int | None:
-    """Width of the terminal that a stream writes to: 80 where it does not tell; None where the
-    stream writes to something else."""
+    """Width of a stream's terminal; 80 if unknown; None if the stream is no terminal."""
     if not stream.isatty():
         return None
     try:
@@ -62,12 +61,12 @@ def terminal_columns(stream: TextIO) -> int | None:
 
 
 def visible(text: str, kept: str = "\n\t") -> str:
-    """Text that cannot steer a terminal: what would, is written as Python writes it in a string,
-    as `\\x1b`. Text of all languages and emoji stay as they are.
+    """Text whose control characters are escaped as in Python strings, such as `\\x1b`, so that it
+    cannot steer a terminal. All languages and emoji are unchanged.
 
     Args:
         text: from anywhere.
-        kept: control characters that stay.
+        kept: control characters to keep.
     """
     if text.isprintable():
         return text
@@ -80,7 +79,7 @@ def visible(text: str, kept: str = "\n\t") -> str:
 
 
 class _Visible:
-    """A stream that is written only visible text."""
+    """A stream that escapes what is written to it, see `visible`."""
 
     def __init__(self, stream: TextIO, kept: str) -> None:
         self._stream, self._kept = stream, kept
@@ -100,14 +99,13 @@ class _Visible:
 
 
 def beneath(stream: TextIO) -> TextIO:
-    """The stream under one of `show_only_visible`, for visible text and colours of ours."""
+    """The stream under one of `show_only_visible`, for our own colours."""
     return stream._stream if isinstance(stream, _Visible) else stream
 
 
 def show_only_visible() -> None:
-    """From now on, have sys.stdout and sys.stderr write nothing that steers a terminal. What a
-    command prints may come from files, checkpoints or nodes of others, and it cannot be told later
-    from where. stderr keeps carriage returns, by which progress bars are drawn."""
+    """From now on, escape what sys.stdout and sys.stderr write: output of a command may come from
+    others' files, checkpoints or nodes. stderr keeps carriage returns, for progress bars."""
     for name, kept in (("stdout", "\n\t"), ("stderr", "\n\t\r")):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Visible):

@@ -108,6 +108,7 @@ class Blueprint:
     units: tuple[tuple[Shape, ...], ...]
     """Parameters by FSDP unit: those outside of blocks, then each block. Tied ones appear once."""
     buffers: int
+    """Bytes of the model's buffers."""
     optimizer: Optimizer
     """Determines the state of each parameter."""
 

@@ -1,4 +1,4 @@
-"""Every check of a recipe's input that can be made before a process group or a GPU is claimed."""
+"""Checks of a recipe and its inputs before a process group or a GPU is claimed."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -32,24 +32,23 @@ from trainer.tasks.own_model import check_forward
 from trainer.tasks.task import Task, bare_model, build_task, optimizer_options
 
 TRIED_RATES = 1000
-"""Steps of a schedule of the user's that are looked at before anything starts."""
+"""Steps of a user's schedule that are checked before anything starts."""
 
 
 def check_inputs(
     recipe: Recipe, task: Task, rank: int, world_size: int, local_world_size: int
 ) -> None:
-    """Refuse what cannot work. Writes nothing.
+    """Refuse inputs that cannot work. Writes nothing.
 
     Args:
         recipe: to be checked.
-        task: what it trains.
-        rank: of this process; rank 0 alone looks at the checkpoints, as thousands of ranks would
-            be a burden to the filesystem.
-        world_size: ranks that are going to run, at least.
+        task: built from it.
+        rank: of this process.
+        world_size: least number of ranks that will run.
         local_world_size: ranks on each node.
 
     Raises:
-        RecipeError, DataError, CheckpointError: what is wrong, a line for each thing.
+        RecipeError, DataError, CheckpointError: one line per problem.
     """
     refusals = Refusals()
     _check_world(refusals, recipe, task.model, task.blocks, world_size, local_world_size)
@@ -60,8 +59,8 @@ def check_inputs(
 
 
 def folders_of(recipe: Recipe) -> dict[str, str]:
-    """The local paths that every rank needs, by key: folders, and of prepared data the file that
-    each rank reads first. Touches none of them."""
+    """The local paths that every rank needs, by key: folders, and the first file that it reads of
+    prepared data. Accesses none of them."""
     data = {f"data.sources.{n}.path": one.path for n, one in enumerate(recipe.data.sources)}
     named = {
         "run.dir": recipe.run.dir,
@@ -76,15 +75,15 @@ def folders_of(recipe: Recipe) -> dict[str, str]:
 def check_launch(
     recipe: Recipe, world_size: int, local_world_size: int, most: int = 0
 ) -> Sequence[str]:
-    """Refuse what cannot work before anything is started; a user's own model does a pass. Returns
-    what a user should know before training. `most`: ranks to which the world may grow.
+    """Refuse before a launch what cannot work, with a pass of a user's model. Returns notes for the
+    user. `most`: ranks to which the world may grow.
 
     Raises:
-        RecipeError, DataError, ConfigError, CheckpointError: what is wrong, a line for each thing.
+        RecipeError, DataError, ConfigError, CheckpointError: one line per problem.
     """
     from trainer.optim.schedule import build_schedule
 
-    if silent := check_folders(folders_of(recipe)):  # what follows would wait for them, too
+    if silent := check_folders(folders_of(recipe)):  # later checks would hang on these folders
         raise RecipeError("; ".join(map(str, silent)))
     refusals, task = Refusals(), None
     length: Recipe | None = None if recipe.run.epochs else recipe
@@ -101,7 +100,8 @@ def check_launch(
         task = build_task(recipe)
         model, blocks = task.model, task.blocks
         length = counted(recipe, task.stream.sequences)
-    if not (task or recipe.data.factory or recipe.model.kgat):  # its data may be all that is wrong
+    # the model may be right, and only the data wrong
+    if not (task or recipe.data.factory or recipe.model.kgat):
         with refusals:
             model, blocks, _ = bare_model(recipe)
     _check_world(refusals, recipe, model, blocks, world_size, local_world_size)
@@ -124,28 +124,32 @@ def check_launch(
 
 
 def check_growth(recipe: Recipe, model: nn.Module, worlds: range) -> None:
-    """Refuse a vocabulary that some of these worlds, a node apart, cannot cut: a job that has begun
-    would end when it comes to that.
+    """Refuse a vocabulary that a larger world could not cut: the job would end when it grows to it.
+
+    Args:
+        recipe: of the run.
+        model: of the recipe.
+        worlds: possible world sizes; the step is a node's ranks.
 
     Raises:
-        RecipeError: the first of them.
+        RecipeError: for the first such world.
     """
     rows = [len(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
     if all(count % tp.ranks(recipe.strategy) == 0 for count in rows):
-        return  # then it is even on any number
+        return  # then the rows are even for any number of shards
     for world_size in worlds:
         try:
             _, shards = mesh_shape(recipe, world_size, worlds.step)
-        except RecipeError:  # nor is there such a round
+        except RecipeError:  # such a round cannot exist either
             continue
         check_parallel(recipe, model, shards)
 
 
 def check_optimizer(recipe: Recipe, task: Task, world_size: int) -> None:
-    """Have the optimizer make its state for small parameters.
+    """Create the optimizer's state for small parameters.
 
     Raises:
-        RecipeError: it cannot, or does not fit the strategy.
+        RecipeError: it fails, or does not fit the strategy.
     """
     from trainer.optim.optimizer import state_of
 
@@ -164,7 +168,7 @@ def _check_world(
     world_size: int,
     local_world_size: int,
 ) -> None:
-    """What ranks, their devices and the model (None: there is none) say of each other."""
+    """Check ranks, devices and the model (None: unavailable) against each other."""
     strategy, optimizer = recipe.strategy, recipe.optimizer
     with refusals:
         _check_device(recipe, local_world_size)
@@ -192,10 +196,11 @@ def _check_world(
 
 
 def _check_places(refusals: Refusals, recipe: Recipe, task: Task | None, rank: int) -> None:
-    """What the run reads and writes, the data aside; and what is installed."""
+    """Check files that the run writes and reads, except data, and installed packages."""
     tracking = recipe.tracking
     with refusals:
         _check_writable(Path(recipe.run.dir))
+        # Rank 0 only: thousands of ranks would burden the filesystem.
         newest = newest_checkpoint(location(recipe.checkpoint_directory)) if rank == 0 else None
         if newest and task:
             check_resume(read_state(newest), recipe, task, newest)
@@ -214,7 +219,7 @@ def _check_places(refusals: Refusals, recipe: Recipe, task: Task | None, rank: i
 
 
 def _check_pass(recipe: Recipe, task: Task, world_size: int) -> None:
-    """A forward pass of a model of the user's."""
+    """Try a forward pass of a user's model."""
     if not recipe.model.factory:
         return
     training, *validation = task.tried or [inputs_of(task.stream.fetch([0]))]
@@ -231,11 +236,11 @@ def _check_pass(recipe: Recipe, task: Task, world_size: int) -> None:
 
 
 def _check_sharded(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> None:
-    """That parameters can be sharded, and that an optimizer of the user's takes such: small ones,
-    in a group of two ranks that is not there.
+    """Check that parameters can be sharded, and that a user's optimizer accepts sharded ones, by
+    small stand-ins in a fake group of two ranks.
 
     Raises:
-        RecipeError: as `build_optimizer`; or FSDP does not take a parameter.
+        RecipeError: as `build_optimizer`; or FSDP refuses a parameter.
     """
     if scalar := next((name for name, one in parameters.items() if not one.dim()), None):
         raise RecipeError(
@@ -266,10 +271,10 @@ def _check_sharded(parameters: Mapping[str, nn.Parameter], options: Optimizer) -
 
 
 def _check_units(task: Task) -> None:
-    """That what FSDP gathers at a time is of one format.
+    """Check that each FSDP unit has parameters of one dtype.
 
     Raises:
-        RecipeError: with two parameters that are not.
+        RecipeError: with two parameters of different dtypes.
     """
     names = {parameter: name for name, parameter in task.model.named_parameters()}
     blocks = [list(block.parameters()) for block in without_ties(task.model, task.blocks)]
@@ -286,7 +291,7 @@ def _check_units(task: Task) -> None:
 
 
 def use_of_blocks(recipe: Recipe, task: Task, world_size: int) -> list[str]:
-    """What the strategy does with the blocks of a model of the user's, or that it has none."""
+    """A note on how the strategy uses the blocks of a user's model, or that it has none."""
     how = recipe.strategy.activation_checkpointing
     sharded, recomputed = is_sharded_by_fsdp(recipe, world_size), how != "none"
     if not recipe.model.factory or not (sharded or recomputed):
@@ -305,7 +310,7 @@ def use_of_blocks(recipe: Recipe, task: Task, world_size: int) -> list[str]:
 
 
 def slow_arithmetic(recipe: Recipe) -> list[str]:
-    """That this CPU has no arithmetic for `precision.dtype`, where it is to train."""
+    """A note if this CPU has no arithmetic for `precision.dtype`."""
     dtype, on_gpu = recipe.precision.dtype, torch.cuda.is_available()
     supported = {
         "bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported,
@@ -320,8 +325,8 @@ def slow_arithmetic(recipe: Recipe) -> list[str]:
 
 
 def default_ranks(device: str) -> int:
-    """Ranks of this node where nobody says how many: one per GPU; without GPUs two, so that what
-    runs on a laptop is what runs on a cluster."""
+    """Ranks of this node if not given: one per GPU; without GPUs two, so that a laptop runs the
+    same code as a cluster."""
     if device != "cpu" and torch.cuda.is_available():
         return torch.cuda.device_count()
     return min(2, usable_cores())
@@ -356,7 +361,7 @@ def _check_attention(recipe: Recipe, model: nn.Module) -> None:
         return
     on_cpu = recipe.run.device == "cpu" or not torch.cuda.is_available()
     dtype, head_dim = DTYPES[recipe.precision.dtype], model.model.architecture.head_dim
-    known = None if on_cpu else (8, 0)  # which GPU it is can only be asked by claiming it
+    known = None if on_cpu else (8, 0)  # only a CUDA context could tell which GPU it is
     if ring and (reason := hindrances_of(dtype, head_dim, known).get("varlen")):
         raise RecipeError(f"strategy.cp: {reason}; change that, or set strategy.cp=1")
     try:
@@ -367,7 +372,7 @@ def _check_attention(recipe: Recipe, model: nn.Module) -> None:
 
 
 def _check_room(recipe: Recipe, model: nn.Module, local_world_size: int, holders: int) -> None:
-    """`holders`: ranks over which a model and its state are spread."""
+    """Check the disk for offload. `holders`: ranks over which a model and its state are spread."""
     if recipe.strategy.offload_directory is None:
         return
     from trainer.optim.groups import moments
@@ -406,7 +411,7 @@ def _check_prometheus(file: Path) -> None:
 
 
 def _existing(directory: Path) -> Path:
-    """The directory, or its nearest parent that is there."""
+    """The directory, or its nearest existing parent."""
     existing = directory.absolute()
     while not existing.exists():
         existing = existing.parent

@@ -1,5 +1,5 @@
-"""What a run keeps of its recipes and says of them in checkpoints; whether a recipe may go on from
-a checkpoint, and what it changes."""
+"""What a run records of its recipes; whether a recipe may resume a checkpoint, and what it
+changes."""
 
 import copy
 import hashlib
@@ -29,16 +29,16 @@ from trainer.tasks.task import Task
 logger = logging.getLogger(__name__)
 
 RECIPES = "recipes"
-"""Folder of the run directory: DIGEST.yaml is a recipe that an attempt began with."""
+"""Folder of the run directory with DIGEST.yaml, the recipe of each attempt."""
 MOST_NAMED = 8
-"""Changed keys that are named on the console."""
+"""Most changed keys named on the console."""
 LONGEST_SHOWN = 40
-"""Characters of a value."""
+"""Most characters of a value."""
 
 
 def run_state(recipe: Recipe, task: Task, world: World, init_from: str | None) -> dict[str, Any]:
-    """The part of trainer_state.json that does not change from step to step. `init_from`: digest
-    of the weights that the run began with."""
+    """The part of trainer_state.json that is constant during a run. `init_from`: digest of the
+    initial weights."""
     adapter, base = recipe.model.adapter, recipe.model.init_from
     given = replace(recipe, run=replace(recipe.run, steps=0)) if recipe.run.epochs else recipe
     under = {"path": os.path.abspath(base or ""), "fingerprint": init_from}
@@ -79,18 +79,18 @@ def check_resume(
     path: object,
     init_from: str | None = None,
 ) -> None:
-    """Refuse to continue a checkpoint whose model, data or seed is not that of the recipe, or that
-    began with other weights than those of `model.init_from`.
+    """Refuse to resume a checkpoint whose model, data, seed or initial weights differ from the
+    recipe's.
 
     Args:
         state: of the checkpoint.
-        recipe: to go on with.
+        recipe: to resume with.
         task: of the recipe.
-        path: names the checkpoint.
+        path: name of the checkpoint in messages.
         init_from: digest of the weights in `model.init_from`, "" without any; None: not compared.
 
     Raises:
-        RecipeError: names what differs, and the two ways out.
+        RecipeError: names the difference, and two ways out.
     """
     way_out = f"restore the recipe that wrote {path}, or choose a new run.dir"
     if "recipe" not in state:
@@ -102,7 +102,7 @@ def check_resume(
     ours = resolved(recipe)["model"]
     for key in ("architecture", "family", "factory", "factory_options", "kgat", "adapter"):
         there, here = saved.get(key), ours[key]  # a checkpoint may be older than the key
-        if there and here and key == "adapter":  # what training draws may change
+        if there and here and key == "adapter":  # dropout may change between attempts
             there = {**there, "dropout": here["dropout"]}
         names = [key] if there != here else []
         if isinstance(there, dict) and isinstance(here, dict):
@@ -138,7 +138,7 @@ def check_resume(
             f"run.seed: the checkpoint was trained with {state['seed']}, the recipe says "
             f"{recipe.run.seed}, which is another order of the data; {way_out}"
         )
-    if init_from:  # else nobody can take the run for one that began with weights that it did not
+    if init_from:  # without init_from in the recipe nothing can be mistaken
         began = state.get("init_from")
         if began is None and not state["recipe"]["model"].get("init_from"):
             began = ""
@@ -164,21 +164,21 @@ def check_resume(
 
 
 def recipe_file(run: Path, digest: str) -> Path:
-    """Where a run keeps the recipe that has a digest."""
+    """Path of the recipe with a digest in a run directory."""
     return run / RECIPES / f"{digest}.yaml"
 
 
 def digest_of(text: str) -> str:
-    """Digest of a resolved recipe, given as text: 16 characters."""
+    """Digest of a resolved recipe's text: 16 characters."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def keep_recipe(directory: Path, text: str) -> None:
-    """Make the directory of a run and leave its recipe in it, under its digest. On rank 0.
+    """Create the run directory, and write the recipe into it under its digest. On rank 0.
 
     Args:
         directory: of the run.
-        text: the resolved recipe, as `dump_recipe` gives it.
+        text: of the resolved recipe, from `dump_recipe`.
 
     Raises:
         RecipeError: it cannot be written.
@@ -186,7 +186,7 @@ def keep_recipe(directory: Path, text: str) -> None:
     path = recipe_file(directory, digest_of(text))
     with suppress(OSError, ValueError):
         if read_text(path) == text:
-            return  # a restart gets by without writing, so a full disk does not end the run
+            return  # no write, so a restart succeeds on a full disk
     try:
         own_directory(path.parent)
         write_whole(path, text)
@@ -197,15 +197,15 @@ def keep_recipe(directory: Path, text: str) -> None:
 
 
 def show_recipe(directory: Path, text: str) -> None:
-    """Make recipe.yaml in the directory of a run that of the attempt that begins. On rank 0, once
-    nothing refuses the start any more."""
+    """Write recipe.yaml, the recipe of the present attempt. On rank 0, after all checks of the
+    start."""
     try:
         path = directory / "recipe.yaml"
         with suppress(OSError, ValueError):
             if read_text(path) == text:
                 return
         write_whole(path, text)
-    except OSError as error:  # training needs no copy of what lies in recipes/
+    except OSError as error:  # not needed for training: recipes/ has it
         logger.warning("recipe.yaml of %s is not that of this start: %s", directory, error.strerror)
 
 
@@ -221,39 +221,39 @@ def changes_of_start(
     *,
     restart: bool,
 ) -> dict[str, tuple[Any, Any]]:
-    """Keys in which a start differs from what the run last trained with, in recipe, code or
-    machines → (old, new). On rank 0, before the start line is written.
+    """Keys of recipe, code or machines that differ from the last training of the run → (old, new).
+    On rank 0, before the start line is written.
 
     Args:
         run: its directory.
         recipe: of this start.
         digest: of the recipe.
         computed_by: code and machines of this start.
-        state: what was loaded. It says what made it where the run directory says nothing.
-        restart: this start belongs to a launch that has begun already, so the attempt before has
-            said what it changes, even if it did no step.
+        state: of the loaded checkpoint, used where the run directory has no record.
+        restart: whether this start belongs to a launch that began before; its last attempt then
+            reported its changes, even without a step.
     """
     before = last_start(run, trained=not restart)
-    found: dict[str, tuple[Any, Any]] = {}
+    differences: dict[str, tuple[Any, Any]] = {}
     if before is None or before.recipe != digest:
         old = None
         if before:
             kept = recipe_file(run, before.recipe) if before.recipe else run / "recipe.yaml"
             with suppress(RecipeError):
                 old = read_tree(kept)[0]
-        found = changes(old if isinstance(old, dict) else state["recipe"], recipe)
+        differences = changes(old if isinstance(old, dict) else state["recipe"], recipe)
     machines = before.computed_by if before else {}
     kinds = {
-        key: (there, computed_by.get(key))
-        for key, there in machines.items()
-        if computed_by.get(key) != there
+        key: (old_value, computed_by.get(key))
+        for key, old_value in machines.items()
+        if computed_by.get(key) != old_value
     }
-    return {**found, **kinds}
+    return {**differences, **kinds}
 
 
 def changes(old: Mapping[str, Any], recipe: Recipe) -> dict[str, tuple[Any, Any]]:
-    """Keys whose value decides a step and differs between a resolved recipe, which may be older
-    than some of them, and another → (old, new)."""
+    """Keys that determine steps and differ between a resolved recipe, possibly an older one, and
+    `recipe` → (old, new)."""
     before, now = dict(flat(_with_defaults(old))), dict(flat(resolved(recipe)))
     found = {
         key: (before.get(key), now.get(key))
@@ -262,22 +262,22 @@ def changes(old: Mapping[str, Any], recipe: Recipe) -> dict[str, tuple[Any, Any]
     }
     if recipe.batch.micro_batch == "auto":  # a checkpoint has the number that the run chose
         found.pop("batch.micro_batch", None)
-    weights = "model.init_from"  # where they lie may change
+    weights = "model.init_from"  # their path may change
     if before.get(weights) and not now.get(weights):
         found[weights] = before[weights], None
     return found
 
 
 def _with_defaults(old: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A resolved recipe with the defaults of keys that it is older than. One with keys that are no
-    more stays as it is, and new ones count as changed."""
+    """A resolved recipe with the defaults of keys newer than it. A recipe with removed keys is
+    returned unchanged, so new keys count as changed."""
     with suppress(RecipeError):
         return resolved(validate(copy.deepcopy(dict(old)), {}, "recipe.yaml"))
     return old
 
 
 def describe_changes(changed: Mapping[str, Sequence[Any]], recipe: Recipe) -> str:
-    """One line on what a start changes; "" if that is nothing."""
+    """A line about what a start changes; "" if nothing."""
     if not changed:
         return ""
     parts = [f"{key} {_shown(old)} → {_shown(new)}" for key, (old, new) in changed.items()]

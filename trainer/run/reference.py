@@ -1,15 +1,13 @@
-"""Log-probabilities of answers under the model that a run began with, for objectives that measure
-against it.
+"""Log-probabilities of answers under the initial model, for objectives with a reference.
 
-[Note: reference] They are computed once, by the engine that trains, with the weights of step 0: of
-a model with an adapter those under it, as B is zeros there. Ranks take turns with the micro-batches
-of the sequences in file order, so the numbers are the same at any world size. They stay in memory,
-and in a file of the run directory: 8 bytes a pair in place of a second model. A start takes what a
-rank still has in memory, else that file, if it is of the same base, data and format; else it
-computes them anew, as at the beginning.
+[Note: reference] They are computed once, by the training engine, with the weights of step 0; with
+an adapter these are the weights under it, as B is zero. Ranks take turns with micro-batches of the
+sequences in file order, so the numbers are equal at any world size. They stay in memory and in a
+file of the run directory: 8 bytes a pair instead of a second model. A start takes them from a
+rank's memory, else from the file, if base, data and dtype match; else it computes them anew.
 
-The file is one of safetensors: for each split a number a document, NaN where no sequence has room
-for the pair. Its metadata says what it was computed from, and has a digest of the numbers.
+The file is in safetensors format: for each split a number per document, NaN where no sequence has
+room for the pair. Its metadata names what it was computed from, and a digest of the numbers.
 """
 
 import hashlib
@@ -43,7 +41,7 @@ _HEADER_BYTES = 1 << 16
 
 
 class Reference:
-    """The log-probabilities of a run: where they are, or how they come to be. On all ranks."""
+    """Loads or computes the reference log-probabilities of a run. On all ranks."""
 
     def __init__(self, recipe: Recipe, task: Task, init_from: str) -> None:
         """`init_from`: digest of the weights in `model.init_from`."""
@@ -65,10 +63,10 @@ class Reference:
         }
         self._path = Path(recipe.run.dir) / FILE
         self.lines: list[str] = []
-        """What is to be told of it, on rank 0."""
+        """Log lines, on rank 0."""
 
     def find(self, world: World, mesh: Mesh) -> bool:
-        """Take the numbers from whoever has them; returns whether anybody does."""
+        """Distribute the numbers from a rank that has them; False if none has."""
         kept = all(stream.reference is not None for stream in self._streams.values())
         written = self._read() if world.is_main and not kept else None
         here = kept or written is not None
@@ -88,14 +86,13 @@ class Reference:
         }
         broadcast(held.values(), source, mesh.group, world.device)
         self._take({split: tensor.numpy() for split, tensor in held.items()})
-        # Another rank was the first before, perhaps, and that on another disk.
+        # Rank 0 may have moved to another node with another disk.
         if world.is_main and written is None and not (kept and self._path.exists()):
             self._write()
         return True
 
     def compute(self, model: ParallelModel, world: World, mesh: Mesh, pulse: Pulse) -> None:
-        """Compute the numbers with the weights of the model, which are those of step 0, and write
-        the file."""
+        """Compute the numbers with the model's weights, those of step 0, and write the file."""
         pairs = sum(stream.documents for stream in self._streams.values()) // 2
         if world.is_main:
             print(f"reference: log-probabilities of {pairs:,} pairs are computed once", flush=True)
@@ -116,7 +113,7 @@ class Reference:
             stream.reference = found[split]
 
     def _read(self) -> dict[str, NDArray[np.float32]] | None:
-        """What the file holds; None if that is of no use."""
+        """The contents of the file; None if it is missing or unusable."""
         sizes = {split: 4 * stream.documents for split, stream in self._streams.items()}
         try:
             data = read_bytes(self._path, _HEADER_BYTES + sum(sizes.values()))
@@ -146,7 +143,7 @@ class Reference:
         self.lines.append(f"note: {self._path} {why}, so the reference is computed anew")
 
     def _write(self) -> None:
-        """Replace the file; a run goes on without it, where that cannot be done."""
+        """Replace the file; a failure is only logged."""
         values = {split: stream.reference for split, stream in self._streams.items()}
         parts = {k: one.astype("<f4").tobytes() for k, one in values.items() if one is not None}
         content, place = b"".join(parts.values()), 0
@@ -178,10 +175,10 @@ def _log_probs(
     answers = ordered.documents_at(np.arange(count))
     numbers = range(mesh.dp_rank, -(-count // (size * mesh.dp_size)) * mesh.dp_size, mesh.dp_size)
     cuts = [range(n * size, min(n * size + size, count)) for n in numbers]
-    # A rank that has none left repeats the first: all enter the same collectives.
+    # A rank without micro-batches left repeats the first, so that all enter the same collectives.
     requests = [list(cut) or list(range(min(size, count))) for cut in cuts]
     batches = load(ordered, requests, workers=0, pin_memory=device.type == "cuda")
-    found = torch.zeros(stream.documents, device=device)
+    log_probs_by_document = torch.zeros(stream.documents, device=device)
     modes = {module: module.training for module in model.module.modules()}
     model.module.eval()
     with pulse.during("data"):
@@ -192,14 +189,17 @@ def _log_probs(
                 log_probs = model.module(**inputs)
             if cut and mesh.counts:
                 places = np.concatenate(answers[cut.start : cut.stop])
-                found[torch.from_numpy(places).to(device)] = log_probs.float()
+                log_probs_by_document[torch.from_numpy(places).to(device)] = log_probs.float()
             pulse.report(0, "data")
         pulse.report(0, "evaluate")
-        dist.all_reduce(found, group=mesh.group)  # each number is of one rank
+        dist.all_reduce(
+            log_probs_by_document, group=mesh.group
+        )  # each number is nonzero on one rank
     for module, training in modes.items():
         module.training = training
-    for unit in fsdp_units(model.module):  # or what is loaded next would not be what is gathered
+    # otherwise weights loaded next would not reach the gathered copies
+    for unit in fsdp_units(model.module):
         unit.reshard()
-    values = found.cpu().numpy()
+    values = log_probs_by_document.cpu().numpy()
     values[np.setdiff1d(np.arange(stream.documents), np.concatenate(answers))] = np.nan
     return values

@@ -1,5 +1,5 @@
-"""Where records of a run go: TensorBoard, W&B, Prometheus, and a sink of the user's own. Each runs
-in a process of its own (trackers.py) and imports no torch, whose import takes seconds."""
+"""Sinks for records of a run: TensorBoard, W&B, Prometheus, and a user's own. Each runs in a
+process of its own (trackers.py) and imports no torch, which takes seconds."""
 
 import math
 import os
@@ -21,9 +21,9 @@ from elastic.process import children
 from trainer.run.wandb_log import cut_torn, last_row, read_rows
 
 STALL_SECONDS = 60.0
-"""After which W&B is begun anew if it has written nothing of what it was given."""
+"""Seconds without a write of pending records after which W&B is restarted."""
 CLOSE_SECONDS, CLOSE_SECONDS_ONLINE = 10.0, 25.0
-"""Within which W&B must finish at the end; a process of a run has 30 s, and tries twice."""
+"""Time limits for W&B to finish at the end; a process of a run has 30 s, and tries twice."""
 _FLUSH_SECONDS = 0.5
 WandbMode = Literal["online", "offline", "shared", "disabled"]
 _WANDB_MODES: dict[str, WandbMode] = {
@@ -34,33 +34,31 @@ _WANDB_MODES: dict[str, WandbMode] = {
     "shared": "shared",
     "disabled": "disabled",
 }
-"""Values of WANDB_MODE, and what W&B makes of them."""
+"""Values of WANDB_MODE → W&B's mode."""
 
 
 class Sink(Protocol):
-    """Takes what stands in metrics.jsonl, a record at a time.
+    """Takes the records of metrics.jsonl one by one.
 
-    Steps after a checkpoint come again when a run resumes from it. A sink that must know has
-    `rewind(step)` too: what was recorded from that step on counts no more. Its process calls that
-    at its start as well; the one before may have been killed in the midst.
+    Steps after a checkpoint are computed again when a run resumes from it. A sink that must know
+    this also has `rewind(step)`: records from that step on are void. It is also called at the start
+    of the sink's process, as the one before may have been killed at any point.
 
-    A sink that can read back what it has has `kept(after)` too: the time of the newest record that
-    no kill takes away any more, or `after` where it cannot tell. At a start the records that follow
-    are given, and from then on it is asked after each turn. Of other sinks, every record counts as
-    kept once `record` has returned.
+    A sink that can read its records back also has `kept(after)`: the time of the newest record that
+    survives a kill, or `after` if unknown. At a start it gets the records after that, and it is
+    called after each turn. For other sinks every record counts as kept once `record` returns.
     """
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        """One record: `values` by the names of docs/metrics.md, with `time`, in Unix seconds. What
-        it leaves in buffers is lost when its process is killed, unless `kept` says so."""
+        """Take one record: `values` by the names of docs/metrics.md, with `time`, in Unix seconds.
+        Buffered records are lost if the process is killed, unless `kept` tells."""
 
     def close(self) -> None:
-        """There will be no more."""
+        """Finish: no more records will come."""
 
 
 def group(key: str) -> str:
-    """What a value is of, for trackers that show values in groups: `run`, `speed`, `checkpoint`,
-    `validation` or `training`."""
+    """Group of a value in trackers: `run`, `speed`, `checkpoint`, `validation` or `training`."""
     for name, beginnings in _GROUPS.items():
         if key.startswith(beginnings):
             return name
@@ -73,12 +71,12 @@ _GROUPS = {
     "checkpoint": ("checkpoint_",),
     "validation": ("validation_", "recall@", "ndcg@", "popularity_"),
 }
-"""Group → how the names of its values begin."""
+"""Group → prefixes of its values' names."""
 
 
 class TensorBoard:
     """Event files in the run directory: curves in groups, and the recipe as text and as a row of
-    the table of hyperparameters."""
+    the hyperparameter table."""
 
     def __init__(self, run_dir: Path) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -86,7 +84,7 @@ class TensorBoard:
 
         self._events, self._summaries = event_pb2, summary_pb2
         directory = run_dir / "tensorboard"
-        own_directory(directory)  # names of event files can be guessed
+        own_directory(directory)  # other users can guess the names of event files
         self._writer = EventFileWriter(str(directory))
         recipe = recipe_of(run_dir)
         for summary in (_text("recipe", yaml.safe_dump(recipe, sort_keys=False)), _table(recipe)):
@@ -118,11 +116,11 @@ class TensorBoard:
 
 
 def _text(tag: str, text: str) -> Any:
-    """A text of TensorBoard's, shown as it is."""
+    """A text summary, shown verbatim."""
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
 
-    shown = "\n".join(f"    {line}" for line in text.splitlines())  # code, in Markdown
+    shown = "\n".join(f"    {line}" for line in text.splitlines())  # a Markdown code block
     plugin = SummaryMetadata.PluginData(plugin_name="text")
     tensor = TensorProto(dtype="DT_STRING", string_val=[shown.encode()])
     metadata = SummaryMetadata(plugin_data=plugin)
@@ -130,7 +128,7 @@ def _text(tag: str, text: str) -> Any:
 
 
 def _table(recipe: Mapping[str, Any]) -> Any:
-    """A row of TensorBoard's table of hyperparameters."""
+    """A row of TensorBoard's hyperparameter table."""
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
     return hparams_pb(
@@ -144,25 +142,24 @@ def _table(recipe: Mapping[str, Any]) -> Any:
 
 
 class WeightsAndBiases:
-    """A W&B run. Its id is kept in the run directory, so that a restart continues it.
+    """A W&B run whose id is kept in the run directory, so that a restart continues it.
 
-    [Note: W&B's step] W&B takes no step that is smaller than the one before, and a step that is
-    done again would be dropped. So a record's row has W&B's step only where that grows; after a
-    roll-back rows go on behind the last one. Every row has the training step as `step`, which the
-    charts show as x axis.
+    [Note: W&B's step] W&B ignores a row whose step does not grow, so a repeated step would be lost.
+    So the W&B step of a row equals the training step only where that grows; after a roll-back rows
+    continue behind the last. Every row has the training step as `step`, the x axis of charts.
 
-    [Note: what W&B has] `log` returns before wandb-core has written anything. So `kept` reads what
-    stands in W&B's file. A row is written when the next one begins: records of a step share one,
-    unless both have a value of the same name, as two saves that end in one step.
+    [Note: what W&B has] `log` returns before wandb-core has written. So `kept` reads W&B's file. A
+    row is written when the next one begins. Records of a step share a row, unless both have a value
+    of the same name, such as two saves that end in one step.
     """
 
     def __init__(self, run_dir: Path) -> None:
-        # What a kill costs until the restart, and how late a hanging wandb-core is noticed.
+        # Limits what a kill loses, and the delay until a hanging wandb-core is noticed.
         os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", str(_FLUSH_SECONDS))
         import wandb
 
-        _end_core()  # the wandb-core of a try that failed
-        with suppress(Exception):  # it cannot say goodbye to that one
+        _end_core()  # left by a failed try
+        with suppress(Exception):  # tearing down a killed wandb-core fails
             wandb.teardown()
         recipe = recipe_of(run_dir)
         tracking = recipe["tracking"]
@@ -172,7 +169,7 @@ class WeightsAndBiases:
             write_new(id_file, secrets.token_hex(4) + "\n")
         run_id = read_text(id_file).strip()
         if not os.environ.get("WANDB_DIR"):
-            own_directory(run_dir / "wandb")  # W&B makes files there, by names that can be guessed
+            own_directory(run_dir / "wandb")  # other users can guess W&B's file names
         self._run = wandb.init(
             id=run_id,
             resume="allow",
@@ -189,22 +186,22 @@ class WeightsAndBiases:
         directory, first = self._file.parent.parent, self._run.starting_step
         self._cut = partial(cut_torn, directory, run_id, self._file)
         self._cut()
-        # Online, what counts is what the server has: rows may have got no further than the file.
+        # Online the server's rows count: the file may have more.
         last = last_row(directory, run_id, first - 1 if mode == "online" else math.inf)
         self._kept = last.time if last else 0.0 if mode == "online" and not first else None
-        """Time of the last record that W&B has; None: no file tells."""
+        """Time of the last record that W&B has; None: unknown."""
         self._row = max(first - 1, last.step if last else -1)
         self._step, self._keys = -1, set[str]()
-        """Training step of the row that is begun, and what is in it."""
+        """Training step of the row under way, and the names of its values."""
         self._given = self._ended = 0.0
-        """Time of the last record given, and of the last in a row that is ended."""
+        """Time of the last record passed to W&B, and of the last one in a finished row."""
         self._since = time.monotonic()
-        """When W&B last had all, or wrote something."""
+        """When W&B last had all records, or wrote some."""
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """See Sink."""
         row = {key: value for key, value in values.items() if key != "time"}
-        if step != self._step or row.keys() & self._keys:  # W&B would keep the later value alone
+        if step != self._step or row.keys() & self._keys:  # W&B would keep only the later value
             self._row, self._step, self._ended = max(step, self._row + 1), step, self._given
             self._keys = set()
         self._keys |= row.keys()
@@ -237,32 +234,32 @@ class WeightsAndBiases:
         hangs.cancel()
         deadline = time.monotonic() + 2.0
         while self.kept(0.0) < self._given and time.monotonic() < deadline:
-            time.sleep(0.05)  # wandb-core ends its file after that
-        self._cut()  # what was too new at the start
+            time.sleep(0.05)  # wandb-core finishes its file after `finish` returns
+        self._cut()  # files that were too new at the start
 
 
-def wandb_mode(asked: str) -> WandbMode:
-    """The mode in which W&B runs: WANDB_MODE, where it is set, comes before the recipe.
+def wandb_mode(requested: str) -> WandbMode:
+    """W&B's mode: WANDB_MODE, if set, overrides the recipe.
 
     Args:
-        asked: `tracking.wandb`, not `off`.
+        requested: `tracking.wandb`, not `off`.
 
     Raises:
-        RecipeError: WANDB_MODE is no mode of W&B's.
+        RecipeError: WANDB_MODE is invalid.
     """
-    given = os.environ.get("WANDB_MODE") or asked
-    if given not in _WANDB_MODES:
+    mode = os.environ.get("WANDB_MODE") or requested
+    if mode not in _WANDB_MODES:
         from trainer.recipe import RecipeError
 
         raise RecipeError(
-            f"WANDB_MODE={given} in the environment: none of {', '.join(_WANDB_MODES)}; unset it "
+            f"WANDB_MODE={mode} in the environment: none of {', '.join(_WANDB_MODES)}; unset it "
             "to have what tracking.wandb says"
         )
-    return _WANDB_MODES[given]
+    return _WANDB_MODES[mode]
 
 
 def _end_core() -> None:
-    """Kill the wandb-core that this process has started, which may hang."""
+    """Kill the wandb-core that this process started, which may hang."""
     for pid in children(os.getpid()):
         with suppress(OSError):
             if Path(f"/proc/{pid}/comm").read_text() == "wandb-core\n":
@@ -270,9 +267,9 @@ def _end_core() -> None:
 
 
 class Prometheus:
-    """The newest value of each metric, in a file for the textfile collector of Prometheus's node
-    exporter. A file needs no port, which would have to be chosen and guarded, and runs that share a
-    machine do not meet there."""
+    """The newest value of each metric in a file for the textfile collector of Prometheus's node
+    exporter. Unlike a port, a file needs no choice and no protection, and runs on one machine do
+    not collide."""
 
     def __init__(self, run_dir: Path) -> None:
         recipe = recipe_of(run_dir)
@@ -286,7 +283,7 @@ class Prometheus:
             "dtype": recipe["precision"]["dtype"],
         }
         self._metrics = {"perdure_info": (_HELP["info"], _labels(self._run | about), 1.0)}
-        """Name → (meaning, labels, newest value)."""
+        """Name → (help text, labels, newest value)."""
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """See Sink."""
@@ -303,15 +300,15 @@ class Prometheus:
             f"{name}{labels} {value!r}\n"
             for name, (help_, labels, value) in self._metrics.items()
         )
-        write_whole(self._path, text)  # what is beside it is no .prom: it is not read
+        write_whole(self._path, text)  # its temporary file is no .prom, and is not read
 
     def close(self) -> None:
-        """The last values stay; the exporter tells how old they are."""
+        """Does nothing: the last values stay, and the exporter tells their age."""
 
 
 _COUNTERS = ("failures", "steps_lost")
-"""What never goes back. Steps and tokens do, when a run resumes: as counters they would seem to
-begin at 0 then, and rates would jump."""
+"""Values that never decrease. Steps and tokens decrease when a run resumes: counters would seem to
+restart at 0, and rates would jump."""
 _HELP = {
     "info": "What is trained, and how; always 1",
     "step": "Optimizer steps done",
@@ -336,21 +333,21 @@ _HELP = {
     "steps_lost": "Steps that had to be done again",
     "goodput": "Share of the time in steps whose result survived, 0 to 1",
 }
-"""What the file says of values."""
+"""Help texts of values."""
 
 
 def _labels(pairs: Mapping[str, Any]) -> str:
-    """Labels of a metric of Prometheus."""
+    """Labels of a Prometheus metric."""
     table = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
     inside = ",".join(f'{key}="{str(value).translate(table)}"' for key, value in pairs.items())
     return f"{{{inside}}}"
 
 
 def own_sink(name: str, run_dir: Path) -> Sink:
-    """What a function of `tracking.sinks` returns.
+    """The sink that a function of `tracking.sinks` returns.
 
     Raises:
-        RecipeError: it is not there, or returned something else; whatever it raises itself.
+        RecipeError: the function is missing, or returned no sink; or any error that it raises.
     """
     from trainer.recipe import RecipeError
     from trainer.recipe.factory import import_factory, returned_none
@@ -369,7 +366,7 @@ def own_sink(name: str, run_dir: Path) -> Sink:
 
 
 def recipe_of(run_dir: Path) -> dict[str, Any]:
-    """The recipe of the run, without alerts: who has a webhook can post to it."""
+    """The recipe of the run, without alerts: knowing a webhook is enough to post to it."""
     recipe: dict[str, Any] = yaml.safe_load(read_text(run_dir / "recipe.yaml"))
     recipe["tracking"].pop("alerts", None)
     return recipe

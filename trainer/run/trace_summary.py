@@ -1,11 +1,10 @@
-"""Chrome traces of torch's profiler → one page: where the time of a step goes.
+"""Summarises Chrome traces of torch's profiler on one page: where the time of a step goes.
 
-Every moment of a step is counted once. On the CPU it belongs to the first of these that is going
-on: waiting for data, the optimizer, an operator (compute), a collective (communication that nothing
-hides); the rest is idle: Python, and waiting for what is not traced. On a GPU the device comes
-first: a kernel of the optimizer, another kernel or a copy, a collective; what the host does counts
-only while the device has nothing to do. What a checkpoint holds up is counted apart, as its share
-depends on how often there is one.
+Every moment of a step counts once. On a CPU it belongs to the first of these under way: waiting for
+data, the optimizer, an operator (compute), a collective (exposed communication); the rest is idle:
+Python, and untraced waits. On a GPU the device comes first: a kernel of the optimizer, another
+kernel or a copy, a collective; the host's work counts only while the device is idle. Delays by
+checkpoints are counted separately, as their share depends on how often there is one.
 """
 
 import gzip
@@ -21,10 +20,10 @@ from typing import Any
 from trainer.text import markdown
 
 DIRECTORY = "profile"
-"""In the run directory: rank-00003.trace.json.gz and rank-00003.json are those of rank 3."""
+"""Folder of the run directory: rank-00003.trace.json.gz and rank-00003.json are of rank 3."""
 
 Spans = list[tuple[float, float]]
-"""Disjoint intervals of microseconds, in order."""
+"""Disjoint sorted intervals, in microseconds."""
 
 PHASES = ("compute", "communication", "optimizer", "data", "idle")
 _COLLECTIVES = ("gloo:", "nccl:", "c10d::", "ncclDevKernel", "ncclKernel")
@@ -35,7 +34,7 @@ _GATHERS = (
     "c10d::allgather_into_tensor_coalesced_",
     "c10d::reduce_scatter_tensor_coalesced_",
 )
-"""Collectives with two arguments: one is the whole, the other this rank's part."""
+"""Collectives with two arguments: the whole, and this rank's part."""
 _ALL_REDUCE = "c10d::allreduce_"
 _ITEMSIZES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "int": 4}
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -43,7 +42,7 @@ _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator, or on a GPU a kernel, by its own time: that of what it calls left out."""
+    """An operator or a GPU kernel, with its own time, excluding operators that it calls."""
 
     name: str
     calls: float
@@ -54,42 +53,42 @@ class Operator:
 
 @dataclass(frozen=True)
 class RankProfile:
-    """One rank's steps."""
+    """One rank's profiled steps."""
 
     rank: int
     steps: list[float]
-    """Seconds of each, checkpoints left out."""
+    """Seconds of each step, without checkpoints."""
     phases: dict[str, float]
-    """Seconds of all steps, by PHASES."""
+    """Phase of PHASES → seconds over all steps."""
     communication: float
-    """Seconds of all steps in which a collective was going on, hidden or not."""
+    """Seconds over all steps with a collective under way, exposed or not."""
     saves: int
     """Checkpoints begun in these steps."""
     checkpoint: float
-    """Seconds for which they held the steps up."""
+    """Seconds for which these delayed the steps."""
     operators: list[Operator]
-    """The longest first."""
+    """Sorted by time, longest first."""
     collectives: dict[str, int]
-    """Calls of all steps, by name."""
+    """Name → calls in all steps."""
     exchanged: int
-    """Bytes that this rank sent in all steps to gather and to reduce-scatter, if in rings: what is
-    gathered less its own part of it; and from it to another rank."""
+    """Bytes that this rank sent in all steps to gather and reduce-scatter, assuming rings, and in
+    messages to single ranks."""
     reduced_vectors: int
-    """Bytes of the tensors of one dimension that were all-reduced in all steps."""
+    """Bytes of one-dimensional tensors all-reduced in all steps."""
     reduced: int
-    """Bytes of those of more dimensions."""
+    """Bytes of all-reduced tensors with more dimensions."""
     divided: int
-    """Bytes of the tensors whose rows went to all ranks of a group, this one too."""
+    """Bytes of tensors whose rows went to all ranks of a group, including this one."""
     allocated: int
-    """Most bytes of host memory held at once of those allocated in a step, where the trace has
+    """Most bytes of host memory held at once among those allocated in a step; 0 in a trace without
     allocations."""
 
 
 def read_trace(path: Path) -> RankProfile:
-    """Sum up one rank's trace.
+    """Summarise one rank's trace.
 
     Raises:
-        ValueError: it has no step, or is not a trace.
+        ValueError: it is no trace, or has no step.
     """
     with gzip.open(path, "rt", encoding="utf-8") as file:
         trace = json.load(file)
@@ -112,7 +111,7 @@ def read_trace(path: Path) -> RankProfile:
     held = subtract(spans.get("checkpoint", []), busy)
     if on_gpu:
         order = {
-            # With offload the update runs on the host, while the device has nothing to do.
+            # With offload the update runs on the host while the device is idle.
             "optimizer": merge(
                 intersect(spans.get("gpu optimizer", []), busy)
                 + subtract(spans.get("optimizer", []), busy)
@@ -175,7 +174,7 @@ def _phase(event: dict[str, Any]) -> str:
 
 
 def _operators(events: Sequence[dict[str, Any]], steps: int, on_gpu: bool) -> list[Operator]:
-    """By own time: on the CPU an operator's time without that of the operators in it."""
+    """Operators by own time: on a CPU without the time of operators inside."""
     kinds = _KERNELS if on_gpu else ("cpu_op",)
     own: dict[str, float] = defaultdict(float)
     calls: Counter[str] = Counter()
@@ -196,9 +195,9 @@ def _operators(events: Sequence[dict[str, Any]], steps: int, on_gpu: bool) -> li
 
 
 def _messages(events: Sequence[dict[str, Any]]) -> list[tuple[str, int, list[int]]]:
-    """(name, dimensions of the first tensor, bytes of each argument that is a tensor or a list of
-    them) of every collective, where the trace has shapes."""
-    # An operator's own entry tells none of tensors in a list; that of the backend does.
+    """(name, dimensions of the first tensor, bytes of each tensor or list argument) of every
+    collective, if the trace has shapes."""
+    # An operator's entry lacks the dtypes of tensors in lists; the backend's entry has them.
     formats: dict[str, str] = {}
     for event in events:
         if event["name"].startswith(("gloo:", "nccl:")):
@@ -222,28 +221,25 @@ def _messages(events: Sequence[dict[str, Any]]) -> list[tuple[str, int, list[int
 
 
 def _tensors(event: dict[str, Any]) -> tuple[list[list[Any]], list[str]]:
-    """(dimensions, format) of what a recorded function was given."""
-    given = event.get("args", {})
-    return given.get("Input Dims", []), given.get("Input type", [])
+    """(dimensions, dtype) of a recorded function's arguments."""
+    arguments = event.get("args", {})
+    return arguments.get("Input Dims", []), arguments.get("Input type", [])
 
 
 def _allocated(events: Iterable[dict[str, Any]], steps: Spans) -> int:
-    """Most bytes of host memory held at once of those allocated in a step.
-
-    The profiler does not hear what gloo's threads free, when they are the last to hold it. An
-    address that is given out again was freed; what is not may be counted too long, so the least of
-    several steps is nearest the truth.
-    """
+    """Most bytes of host memory held at once among those allocated in a step."""
     changes = sorted(
         (event["ts"], event["args"]["Bytes"], event["args"]["Addr"])
         for event in events
         if event["name"] == "[memory]" and event["args"]["Device Type"] == 0
     )
+    # The profiler misses frees by gloo's threads. A reused address was freed; other memory may be
+    # counted too long, so the least of several steps is the most accurate.
     return min(_highest(change for change in changes if a <= change[0] <= b) for a, b in steps)
 
 
 def _highest(changes: Iterable[tuple[float, int, int]]) -> int:
-    """The highest level of (time, bytes that come or go, address), in order, that begin at 0."""
+    """Highest level of sorted changes (time, bytes, address) that start at 0."""
     live: dict[int, int] = {}
     level = highest = 0
     for _, change, address in changes:
@@ -259,7 +255,7 @@ def _highest(changes: Iterable[tuple[float, int, int]]) -> int:
 
 
 def merge(intervals: Sequence[tuple[float, float]]) -> Spans:
-    """The union of intervals."""
+    """Union of intervals."""
     merged: Spans = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -270,7 +266,7 @@ def merge(intervals: Sequence[tuple[float, float]]) -> Spans:
 
 
 def intersect(one: Spans, other: Spans) -> Spans:
-    """What lies in both."""
+    """Intersection of two sets of spans."""
     shared: Spans = []
     i = j = 0
     while i < len(one) and j < len(other):
@@ -285,7 +281,7 @@ def intersect(one: Spans, other: Spans) -> Spans:
 
 
 def subtract(one: Spans, other: Spans) -> Spans:
-    """What lies in `one` and not in `other`."""
+    """The part of `one` outside of `other`."""
     if not one:
         return []
     edges = [one[0][0], *(edge for span in other for edge in span), one[-1][1]]
@@ -294,7 +290,7 @@ def subtract(one: Spans, other: Spans) -> Spans:
 
 
 def length(spans: Spans) -> float:
-    """Sum of the lengths of all spans."""
+    """Total length."""
     return sum(end - begin for begin, end in spans)
 
 
@@ -308,7 +304,7 @@ def summary(
 
     Args:
         profiles: of all ranks.
-        title: what was profiled.
+        title: of the page.
         every: steps between checkpoints.
         top: operators to show.
     """

@@ -1,9 +1,9 @@
-"""Sinks and hooks: `python -m trainer.run.trackers RUN_DIRECTORY KIND [module:function]`, each in a
-companion of rank 0 (elastic/node/companion.py).
+"""Runs sinks and hooks: `python -m trainer.run.trackers RUN_DIRECTORY KIND [module:function]`, each
+in a companion process of rank 0 (elastic/node/companion.py).
 
-A sink gets metrics.jsonl, a hook the ledger, both read while they grow; where it is, it remembers.
-So no step waits for one, none is started again with the ranks, and one that is slow, fails or hangs
-costs the run nothing; what a killed one has left undone the next one does.
+A sink reads metrics.jsonl, a hook the ledger, while they grow; each records its position. So steps
+do not wait for them, they survive restarts of ranks, and a slow, failing or hanging one costs the
+run nothing. The successor of a killed one continues at its position.
 """
 
 import json
@@ -31,10 +31,11 @@ from trainer.run.sinks import Prometheus, Sink, TensorBoard, WeightsAndBiases, o
 METRICS = "metrics.jsonl"
 LOOK_SECONDS = 0.5
 AGAIN_SECONDS, AGAIN_SECONDS_MOST = 5.0, 300.0
-"""After which a tracker that a file or a connection has failed begins again where it was, at first
-and after many times."""
+"""Seconds before a tracker retries after a failure of a file or connection: at first, and at
+most."""
 Tracker = tuple[Iterator[float], Callable[[], None]]
-"""Its turns, each of which yields how far it is, and what closes it."""
+"""An iterator over turns, each of which yields the position, and a function that closes the
+tracker."""
 SINKS: dict[str, Callable[[Path], Sink]] = {
     "wandb": WeightsAndBiases,
     "tensorboard": TensorBoard,
@@ -50,11 +51,11 @@ NAMES = {
 
 
 class Tail:
-    """The records of a file that grows, or is replaced by one without its last records.
+    """Reads records of a file that grows, or is replaced by one without its last records.
 
     Args:
         path: of the file.
-        after: moment of the last record that is known already.
+        after: time of the last record that is known already.
     """
 
     def __init__(self, path: Path, after: float) -> None:
@@ -62,11 +63,10 @@ class Tail:
         self._path, self._inode, self._offset = path, 0, 0
 
     def read(self) -> tuple[int | None, list[dict[str, Any]]]:
-        """What is new: (the first step that comes again, if the file is another one now; records
-        since the last call)."""
+        """(first step that comes again if the file was replaced, else None; new records)."""
         try:
             descriptor = open_to_read(self._path)
-        except OSError:  # not there yet, or no file of a run
+        except OSError:  # missing yet, or no file of a run
             return None, []
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(file.fileno())
@@ -85,13 +85,13 @@ class Tail:
 
 
 def to_sink(sink: Sink, run_dir: Path, after: float) -> Iterator[float]:
-    """Give a sink all that is new at each turn; yields the moment of the last record that it keeps
-    whatever is killed.
+    """Pass new records to a sink at each turn; yields the time of the last record that survives a
+    kill.
 
     Args:
         sink: of the run.
         run_dir: of the run.
-        after: moment of the last record that it is known to keep.
+        after: time of the last record that the sink has.
     """
     kept, rewind = getattr(sink, "kept", None), getattr(sink, "rewind", None)
     tail, standing = Tail(run_dir / METRICS, kept(after) if kept else after), LedgerSummary(run_dir)
@@ -109,11 +109,11 @@ def to_sink(sink: Sink, run_dir: Path, after: float) -> Iterator[float]:
 
 
 def to_hook(name: str, run_dir: Path, after: float) -> Iterator[float]:
-    """Call a hook with every event that is new at each turn; yields how many bytes of the ledger it
-    had. The first error is told; events that follow it come all the same."""
+    """Call a hook with every new event at each turn; yields the bytes of the ledger read. Reports
+    the first error only; later events are still delivered."""
     from trainer.recipe.factory import import_factory
 
-    hook, reader, told, offset = import_factory("tracking.hooks", name), EventReader(), False, 0
+    hook, reader, reported, offset = import_factory("tracking.hooks", name), EventReader(), False, 0
     while True:
         with os.fdopen(open_to_read(run_dir / LEDGER), "rb") as file:
             file.seek(offset)
@@ -127,25 +127,25 @@ def to_hook(name: str, run_dir: Path, after: float) -> Iterator[float]:
                 try:
                     hook(event)
                 except (Exception, SystemExit) as error:
-                    if not told:
+                    if not reported:
                         called = f"{name}, called with {type(event).__name__} of step {event.step},"
                         print(
                             f"warning: {_failure(f'tracking.hooks: {called}', error)}", flush=True
                         )
-                    told = True
+                    reported = True
         yield offset
 
 
 def keep_up(mark: Path, begin: Callable[[float], Tracker], ended: threading.Event) -> None:
-    """Let a tracker take its turns, until there will be nothing new, or another process does this.
+    """Run a tracker until no more records will come, or another process takes over.
 
     Args:
-        mark: file that keeps how far the tracker is.
-        begin: makes the tracker, from how far it is.
-        ended: no more will be written.
+        mark: file with the tracker's position.
+        begin: creates the tracker at a position.
+        ended: set when no more will be written.
     """
     me, done, last = secrets.token_hex(4), _read_mark(mark)[1], False
-    # First, so that a process on another node stops before this one looks how far the tracker is.
+    # First: a process on another node stops before this one reads the position.
     _write_mark(mark, me, done)
     turns, close = begin(done)
 
@@ -153,19 +153,19 @@ def keep_up(mark: Path, begin: Callable[[float], Tracker], ended: threading.Even
         nonlocal done
         before, done = done, next(turns)
         if done != before:
-            with suppress(OSError):  # the disk is full; a later mark says it as well
+            with suppress(OSError):  # a full disk: a later mark replaces this one
                 _write_mark(mark, me, done)
 
     while not last and _read_mark(mark)[0] == me:
         last = ended.wait(LOOK_SECONDS)
         turn()
     close()
-    if last:  # what it keeps only now
+    if last:  # `close` may have flushed more
         turn()
 
 
 def _read_mark(path: Path) -> tuple[str, float]:
-    """(who tracks, moment of the last record that is tracked)."""
+    """(owner, time of the last tracked record)."""
     try:
         mark = json.loads(read_text(path))
         return mark["owner"], mark["after"]
@@ -178,7 +178,7 @@ def _write_mark(path: Path, owner: str, after: float) -> None:
 
 
 def _failure(name: str, error: BaseException) -> str:
-    """What went wrong in a tracker, where, and what it costs the run."""
+    """A message about a tracker's failure, with place and effect."""
     from trainer.recipe import RecipeError
     from trainer.recipe.factory import failure
 
@@ -195,7 +195,7 @@ def _begin(kind: str, name: str, run_dir: Path, after: float) -> Tracker:
 
 def main(directory: str, kind: str, name: str = "") -> None:
     """Run a tracker until standard input ends."""
-    for number in SIGNALS:  # Slurm's reach every process; there are still records to come
+    for number in SIGNALS:  # Slurm signals every process, and more records will come
         signal.signal(number, signal.SIG_IGN)
     os.nice(10)
     ended = threading.Event()
@@ -208,7 +208,7 @@ def main(directory: str, kind: str, name: str = "") -> None:
     threading.Thread(target=wait, daemon=True).start()
     run_dir = Path(directory)
     mark = run_dir / f".tracker-{'-'.join(filter(None, [kind, name]))}.json"
-    told, again, last = False, AGAIN_SECONDS, False
+    reported, again, last = False, AGAIN_SECONDS, False
     while not last:
         last = ended.is_set()
         try:
@@ -216,13 +216,13 @@ def main(directory: str, kind: str, name: str = "") -> None:
             return
         except (Exception, SystemExit) as error:
             text = _failure(NAMES.get(kind, f"tracking.{kind}: {name}"), error)
-            if not told:
+            if not reported:
                 print(f"warning: {text}, and {run_dir / METRICS} has all it would have", flush=True)
-            told = True
+            reported = True
             if kind not in SINKS and not isinstance(error, OSError):
-                ended.wait()  # whoever finds no process would start another
+                ended.wait()  # stay: a missing process would be started again
                 return
-            # A disk that is full now, or a server that is away, may be back: also at the end.
+            # A full disk or an absent server may come back, also at the end.
             ended.wait(again)
             again = min(2 * again, AGAIN_SECONDS_MOST)
 

@@ -1,8 +1,8 @@
-"""Reads the file in which W&B keeps a run, `run-ID.wandb`, also while it is written.
+"""Reads W&B's file of a run, `run-ID.wandb`, also while it is written.
 
 [Note: the file] It has a header of 7 bytes and blocks of 32 KiB. A record is one chunk, or several
-where it crosses the end of a block. A chunk has a CRC, a length and a kind (whole, first, middle,
-last), as in LevelDB's log. Records are protocol buffers of W&B's; a row of history is one of them.
+if it crosses the end of a block. A chunk has a CRC, a length and a kind (whole, first, middle,
+last), as in LevelDB's log. Records are W&B's protocol buffers; a row of history is one of them.
 """
 
 import json
@@ -34,17 +34,16 @@ class Row:
 
 
 def last_row(directory: Path, run_id: str, up_to: float = math.inf) -> Row | None:
-    """The newest row with a W&B step of at most `up_to`, in all files of a run; None: no file has
-    one.
+    """The newest row with a W&B step of at most `up_to` in all files of a run; None without one.
 
     Args:
-        directory: W&B's, with a folder for each time that the run was begun or resumed.
+        directory: W&B's, with a folder for each start and resume of the run.
         run_id: of the run.
         up_to: a W&B step.
     """
     found = []
     for path in _files(directory, run_id):
-        with suppress(OSError):  # it is just being removed, or no file of a run
+        with suppress(OSError):  # being removed, or no file of a run
             for start in (_tail(path), 0):
                 rows = [row for row in read_rows(path, start)[0] if row.step <= up_to]
                 if rows:
@@ -54,36 +53,36 @@ def last_row(directory: Path, run_id: str, up_to: float = math.inf) -> Row | Non
 
 
 def cut_torn(directory: Path, run_id: str, own: Path) -> None:
-    """Cut off what a kill has left of a record at the end of a run's files: `wandb sync` would stop
-    there, and send no later file.
+    """Remove incomplete records that a kill left at the end of a run's files: `wandb sync` would
+    stop there, and skip later files.
 
     Args:
         directory: W&B's.
         run_id: of the run.
-        own: file that is being written. Whatever changed within 2 s of it may still be, too.
+        own: the file being written. Files changed within 2 s of it may be in use, too.
     """
     if not own.exists():
         return
-    now = own.stat().st_mtime  # by the clock of the filesystem
+    now = own.stat().st_mtime  # by the filesystem's clock
     for path in _files(directory, run_id):
         with suppress(OSError), os.fdopen(os.open(path, _CHANGE), "r+b") as file:
             found, start = os.fstat(file.fileno()), _tail(path)
             whole = read_rows(path, start)[1]
-            if whole == start > 0:  # the record begins before that
+            if whole == start > 0:  # the record begins in an earlier block
                 whole = read_rows(path, 0)[1]
             if path != own and now - found.st_mtime > _STILL_SECONDS and whole < found.st_size:
                 file.truncate(whole)
 
 
 def read_rows(path: Path, offset: int) -> tuple[list[Row], int]:
-    """Returns the rows that follow in a file, and the offset of what is not whole yet.
+    """Read the rows after an offset; returns them and the offset of the first incomplete record.
 
     Args:
         path: of the file.
-        offset: start of a block, or what an earlier call returned.
+        offset: start of a block, or a returned offset.
 
     Raises:
-        OSError: it is missing, no regular file, or another user's.
+        OSError: the file is missing, no regular file, or another user's.
     """
     with os.fdopen(open_to_read(path), "rb") as file:
         if not is_ours(os.fstat(file.fileno()), path.parent):
@@ -110,13 +109,13 @@ def _tail(path: Path) -> int:
 
 
 def _records(data: bytes, start: int) -> Iterator[tuple[bytes, int]]:
-    """Yields each whole record of a file's bytes from `start` on, with the offset of its end; for
-    the rest of a damaged block, an empty record."""
+    """Yield each complete record of bytes that begin at file offset `start`, with the offset of its
+    end; for the rest of a damaged block an empty record."""
     at = start
     parts: list[bytes] = []
     while True:
         left = _BLOCK_BYTES - at % _BLOCK_BYTES
-        if left < _CHUNK.size:  # the end of a block that holds no chunk
+        if left < _CHUNK.size:  # padding at the end of a block
             at += left
             continue
         body = at - start + _CHUNK.size
@@ -125,7 +124,7 @@ def _records(data: bytes, start: int) -> Iterator[tuple[bytes, int]]:
         crc, length, kind = _CHUNK.unpack_from(data, at - start)
         part = data[body : body + length]
         fits = _CHUNK.size + length <= left and _WHOLE <= kind <= _LAST
-        if fits and len(part) < length:  # it is just being written
+        if fits and len(part) < length:  # an incomplete chunk
             return
         if not fits or zlib.crc32(part, zlib.crc32(bytes([kind]))) != crc:
             at, parts = at + left, []
@@ -136,7 +135,7 @@ def _records(data: bytes, start: int) -> Iterator[tuple[bytes, int]]:
         at += _CHUNK.size + length
         if kind in (_WHOLE, _FIRST):
             parts = [part]
-        elif parts:  # else its first part is not among these bytes
+        elif parts:  # skips a record whose first part is missing
             parts.append(part)
         if parts and kind in (_WHOLE, _LAST):
             yield b"".join(parts), at
