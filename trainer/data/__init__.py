@@ -1,5 +1,5 @@
-"""What is trained on: prepared tokens (made by prepare, read by shards.py and loader.py), or the
-user's own `Samples` (sample_stream.py); both in the order of order.py."""
+"""Training data: prepared tokens (written by prepare, read by shards.py and loader.py), or a user's
+own `Samples` (sample_stream.py); both in the order of order.py."""
 
 from trainer.data.order import Order
 from trainer.data.samples import Samples

@@ -1,10 +1,10 @@
-"""Where the documents of a micro-batch of packed sequences begin."""
+"""Boundaries of documents in micro-batches of packed sequences."""
 
 import torch
 from torch import Tensor
 
 SHORT = 128
-"""Tokens. There is room for documents that are so long on average; kernels pay for unused room."""
+"""Mean document length, in tokens, for which boundaries have room; kernels pay for unused room."""
 
 
 def room_for_documents(rows: int, length: int) -> int:
@@ -13,13 +13,11 @@ def room_for_documents(rows: int, length: int) -> int:
 
 
 def cu_seqlens_of(document_ids: Tensor) -> Tensor:
-    """Boundaries of documents, in the form and the words of FlashAttention's `varlen` functions.
+    """Boundaries of documents, in the form of FlashAttention's `varlen` functions.
 
-    The rows are laid end to end. A document is a run of equal ids in one row; what goes on in the
-    next row is another one, as rows are sequences of their own. Empty documents at the end fill the
-    room: the shape depends on the contents only where there are more documents than
-    `room_for_documents`, and then the room is twice, four times … that. To be called on the CPU;
-    on a GPU it would wait for it.
+    The rows are laid end to end. A document is a run of equal ids in one row. Empty documents at
+    the end fill the room, so the shape depends on the contents only beyond `room_for_documents`,
+    where the room doubles until it suffices. Call it on the CPU: on a GPU it would synchronise.
 
     Args:
         document_ids: (B, T) integers.

@@ -1,4 +1,4 @@
-"""What `perdure data inspect` shows of a prepared data set."""
+"""Output of `perdure data inspect` about a prepared data set."""
 
 import html
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from trainer.data.tokenizer import read_tokenizer
 
 
 def inspect(directory: str | Path, documents: int = 2) -> str:
-    """Counts, sources, first rejected records, and the beginning of the first documents, decoded;
-    as text for a person.
+    """A text about a data set: counts, sources, first rejected records, and the first documents,
+    decoded.
 
     Raises:
-        DataError: there is no prepared data set, or a file of it is missing or damaged.
+        DataError: there is no prepared data set, or one of its files is missing or damaged.
     """
     directory = Path(directory)
     index = read_index(directory)
@@ -54,7 +54,7 @@ def inspect(directory: str | Path, documents: int = 2) -> str:
     dataset, validation = (TokenDataset(directory, split) for split in SPLITS)
     dataset.check_ends()
     validation.check_ends()
-    if kind:  # decoded, letters that spell a special token would look like it: see `sample`
+    if kind:  # decoded text cannot show special tokens apart from their letters: see `sample`
         documents = 0
     start = 0
     for number in range(min(documents, dataset.documents)):
@@ -67,19 +67,19 @@ def inspect(directory: str | Path, documents: int = 2) -> str:
 
 @dataclass(frozen=True)
 class Sampled:
-    """A document of a data set, to be looked at."""
+    """A document of a data set, for display."""
 
     number: int
-    """Its place in the training split."""
+    """Index in the training split."""
     tokens: Sequence[tuple[int, str, bool]]
-    """Id and text of each token, and whether it is trained."""
+    """Id, text, and whether it is trained, of each token."""
 
 
 def sample(directory: str | Path, count: int) -> list[Sampled]:
-    """Some documents of the training split, evenly spread.
+    """Documents of the training split, evenly spread.
 
     Raises:
-        DataError: there is no prepared data set, or a file of it is damaged.
+        DataError: there is no prepared data set, or one of its files is damaged.
     """
     dataset = TokenDataset(directory, "train")
     tokenizer = read_tokenizer(Path(directory) / "tokenizer.json")
@@ -98,12 +98,12 @@ def sample(directory: str | Path, count: int) -> list[Sampled]:
 
 
 def as_text(documents: Sequence[Sampled], columns: int | None, *, colour: bool) -> str:
-    """Documents for a terminal, or a file.
+    """Documents for a terminal or a file.
 
     Args:
-        documents: of `sample`.
-        columns: of the terminal; None if there is none.
-        colour: mark trained tokens by it, instead of a *.
+        documents: from `sample`.
+        columns: of the terminal; None without one.
+        colour: mark trained tokens by colour instead of a *.
     """
     lines = []
     for document in documents:
@@ -123,7 +123,7 @@ def as_text(documents: Sequence[Sampled], columns: int | None, *, colour: bool) 
 
 
 def as_page(directory: str | Path, documents: Sequence[Sampled]) -> str:
-    """Documents as a page of HTML."""
+    """Documents as an HTML page."""
     title = html.escape(printable(f"{directory}: {len(documents)} documents"))
     parts = [_PAGE.replace("TITLE", title)]
     for document in documents:
@@ -176,5 +176,5 @@ def _split(source: dict[str, Any]) -> str:
 
 
 def _begin(index: dict[str, Any]) -> str:
-    ids = index.get("start_ids")  # of data sets that are older there are none
+    ids = index.get("start_ids")  # older data sets have none
     return f"begin with token {', '.join(map(str, ids))} and " if ids else ""

@@ -1,7 +1,7 @@
-"""Positions → batches of tensors. The one module that knows torchdata.
+"""Loads positions as batches of tensors. The only module that uses torchdata.
 
-torchdata runs the workers. It owns neither the order nor the saved state: its own state repeats or
-drops samples when the number of ranks or workers changes, ours is one integer, the position.
+torchdata runs the workers, but neither the order nor the saved state: its own state repeats or
+drops samples when the number of ranks or workers changes. Ours is one integer, the position.
 """
 
 import hashlib
@@ -39,14 +39,14 @@ from trainer.data.stream import CONSUMED, COUNTED, Accounted, Stream
 MASK = 0xFFFFFFFF
 
 Documents: TypeAlias = Literal["document_ids", "cu_seqlens"]
-"""How a micro-batch tells which document each token belongs to: a number for each, (B, T) int32, or
-boundaries, see `trainer.data.documents.cu_seqlens_of`."""
+"""Form of a micro-batch's document boundaries: an id per token, (B, T) int32, or
+`trainer.data.documents.cu_seqlens_of`."""
 
 
 class TokenStream:
     """Sequences of `seq_len` tokens, by position. Shapes: B sequences, T = seq_len.
 
-    Documents are packed as trainer.data.packing says. Every label is the next token of its input.
+    Documents are packed by trainer.data.packing. Every label is the next token of its input.
     """
 
     def __init__(
@@ -57,23 +57,23 @@ class TokenStream:
         documents: Documents | None,
         fingerprint: str,
     ) -> None:
-        """Use `open`. Without an order, position p is sample p of the sources one after another."""
+        """Use `open`. Without an order, position p is sample p of the concatenated sources."""
         self._packings, self._order = packings, order
         self.seq_len, self._documents = seq_len, documents
         self.fingerprint = fingerprint
-        """What the stream is: data, weights, seq_len and version of the order; not the seed, which
-        callers keep beside it to be able to say which of the two changed."""
+        """Identity of the stream: data, weights, seq_len and version of the order. The seed is not
+        part of it: callers compare it separately, to say which of the two changed."""
         self._sizes = [packing.sequences for packing in packings]
         self.sequences = sum(self._sizes)
         """Sequences in one epoch over all sources."""
         self.counted = any(packing.counted for packing in packings)
-        """Whether sequences differ in how many labels they have: then batches have COUNTED."""
+        """Whether sequences differ in their number of labels; batches then have COUNTED."""
         self.paired = any(isinstance(one, Bins) and one.together > 1 for one in packings)
-        """Whether they hold pairs of answers: then COUNTED is of these, and batches have
-        `segments` and `answer_labels`."""
+        """Whether they hold pairs of answers; COUNTED is then of pairs, and batches have `segments`
+        and `answer_labels`."""
         self.reference: NDArray[np.float32] | None = None
-        """The log-probability of each document of the sources, one after another, for pairs: what
-        batches have as `reference`. None: they have none."""
+        """For pairs, the reference log-probability of each document over all sources, which batches
+        have as `reference`; None: without."""
         self._first_documents = np.cumsum([0, *(packing.documents for packing in packings)])
 
     @classmethod
@@ -96,14 +96,14 @@ class TokenStream:
             split: "train" or "validation".
             seq_len: tokens per sequence.
             seed: of the order.
-            shuffle: in a keyed random order without end; else in file order, once.
-            documents: tell documents apart, in this form.
+            shuffle: endless keyed random order; else file order, once.
+            documents: form of document boundaries; None: without.
             reader: see `TokenDataset`.
-            pack: whole documents, or a stream of them; auto: whole chats, and a stream of others.
+            pack: whole documents, or a stream of them; auto: whole for chats, stream for others.
 
         Raises:
             DataError: a data set is damaged, was made with another tokenizer than the first, holds
-                pairs where others do not, or (with shuffle) is too small to give a sequence.
+                pairs where others do not, or (with shuffle) is too small for a sequence.
         """
         datasets = [TokenDataset(path, split, reader) for path, _ in sources]
         for (path, _), dataset in zip(sources, datasets, strict=True):
@@ -151,18 +151,18 @@ class TokenStream:
 
     @property
     def pairs_per_sequence(self) -> float:
-        """Pairs of a sequence, on average."""
+        """Mean number of pairs in a sequence."""
         pairs = sum(one.items for one in self._packings if isinstance(one, Bins))
         return pairs / max(1, self.sequences)
 
     @property
     def labels_per_sequence(self) -> float:
-        """Labels of a sequence, on average and nearly."""
+        """Approximate mean number of labels in a sequence."""
         return sum(packing.labels for packing in self._packings) / max(1, self.sequences)
 
     @property
     def fullness(self) -> float:
-        """Share of the sequences that is no padding."""
+        """Share of the sequences that is not padding."""
         room = self.sequences * self.seq_len
         padding = sum(
             packing.sequences * self.seq_len - packing.tokens
@@ -173,17 +173,17 @@ class TokenStream:
 
     @property
     def left_out(self) -> int:
-        """Documents, or pairs, that no sequence has, as they are longer than one."""
+        """Documents, or pairs, that are longer than a sequence and in none."""
         return sum(one.left_out for one in self._packings if isinstance(one, Bins))
 
     def fetch(self, positions: Sequence[int]) -> dict[str, Any]:
-        """input_ids and labels, (B, T) int64, and documents where asked for; where it is `counted`,
-        also COUNTED; of P pairs `segments` (B, T) int64, the answer that each label belongs to,
-        `answer_labels` (2 P) int64, how many labels each has, and `reference` (2 P) float32."""
+        """input_ids and labels, (B, T) int64, and document boundaries if requested; if `counted`,
+        also COUNTED. For P pairs also `segments` (B, T) int64, the answer of each label,
+        `answer_labels` (2 P) int64, labels per answer, and `reference` (2 P) float32."""
         return self.fetch_with_digest(positions)[0]
 
     def fetch_with_digest(self, positions: Sequence[int]) -> tuple[dict[str, Any], tuple[int, int]]:
-        """See `Accounted`: what `fetch` gives, and a digest, the second of which is of tokens."""
+        """See `Accounted`: the batch of `fetch`, and a digest whose second number covers tokens."""
         numbers = np.asarray(positions, dtype=np.int64)
         sources, samples = self.locate(numbers)
         rows = [
@@ -197,7 +197,7 @@ class TokenStream:
         }
         if self.counted:
             batch[COUNTED] = int((labels != IGNORED_LABEL).sum())
-            if not batch[COUNTED]:  # the mean over nothing is NaN in some models, also times 0
+            if not batch[COUNTED]:  # a mean over no labels is NaN in some models, even times 0
                 labels[-1, -1] = 0
         if self.paired:
             batch |= self._answers(numbers, rows, labels)
@@ -213,7 +213,7 @@ class TokenStream:
     def _answers(
         self, positions: np.ndarray, rows: Sequence[Sequenced], labels: NDArray[np.int64]
     ) -> dict[str, Any]:
-        """What a micro-batch of pairs has besides."""
+        """Further entries of a micro-batch of pairs."""
         answers = self.documents_at(positions)
         counts = [len(documents) for documents in answers]
         begins = np.cumsum([0, *counts[:-1]])
@@ -235,7 +235,7 @@ class TokenStream:
         return found
 
     def documents_at(self, positions: np.ndarray) -> list[NDArray[np.int64]]:
-        """Numbers of the documents in each sequence, counted over all sources; of whole ones."""
+        """Indices of the whole documents in each sequence, counted over all sources."""
         found = []
         for source, sample in zip(*self.locate(positions), strict=True):
             packing = self._packings[source]
@@ -244,14 +244,14 @@ class TokenStream:
         return found
 
     def documents_of(self, position: int) -> tuple[int, NDArray[np.int64]]:
-        """The source of a sequence, and (T,) the number in that source of the document of each of
-        its inputs; -1 for padding."""
+        """The source of a sequence, and (T,) the index in that source of each input's document; -1
+        for padding."""
         (source,), (sample,) = self.locate(np.array([position]))
         return int(source), self._packings[source].documents_of(int(sample))
 
     @property
     def in_file_order(self) -> "TokenStream":
-        """The sequences of the sources one after another, each once."""
+        """The sequences of the sources in file order, each once."""
         return TokenStream(self._packings, None, self.seq_len, self._documents, self.fingerprint)
 
     def describe(self, global_batch: int) -> str:
@@ -277,11 +277,11 @@ class TokenStream:
 
 
 class _Fetched(Dataset):
-    """A stream as torch fetches from it, a whole batch at once.
+    """A stream as a torch Dataset that fetches whole batches.
 
     Args:
-        stream: where positions lead.
-        account: micro-batches say what they are made of, under CONSUMED.
+        stream: maps positions to samples.
+        account: whether micro-batches have a digest, under CONSUMED.
     """
 
     def __init__(self, stream: Stream, account: bool) -> None:
@@ -289,8 +289,8 @@ class _Fetched(Dataset):
         self._accounted = stream if account and isinstance(stream, Accounted) else None
 
     def __getitems__(self, positions: Sequence[int]) -> dict[str, Any] | DataError:
-        """Gives a DataError back for `load` to raise: torch would wrap one that a worker raises
-        into a page of traceback."""
+        """Fetch a batch. A DataError is returned, for `load` to raise: torch would wrap an error of
+        a worker into a page of traceback."""
         try:
             if self._accounted is None:
                 return self._stream.fetch(positions)
@@ -311,14 +311,14 @@ def load(
     """Fetch each request, in order. Closing or dropping the iterator ends the workers.
 
     Args:
-        stream: where positions lead.
+        stream: maps positions to samples.
         requests: positions of each micro-batch; may be endless.
-        workers: background processes that read ahead, started at once; 0 reads when asked.
-        pin_memory: give page-locked tensors, for asynchronous copies to a GPU.
-        account: give digests too, as CONSUMED, of a stream that is `Accounted`.
+        workers: background processes that read ahead, started at once; 0 reads on demand.
+        pin_memory: return page-locked tensors, for asynchronous copies to a GPU.
+        account: also return digests, as CONSUMED, if the stream is `Accounted`.
 
     Raises:
-        DataError: when it is asked for a batch whose shard is damaged.
+        DataError: when a batch of a damaged shard is requested.
         RuntimeError: a worker was killed.
     """
     with warnings.catch_warnings():
@@ -331,25 +331,25 @@ def load(
             collate_fn=_identity,
             pin_memory=pin_memory,
             prefetch_factor=4 if workers else None,
-            # Python's own choice up to 3.13; from 3.14 on it would start a server, and pickle all.
+            # Python's default up to 3.13; later defaults start a server, and pickle everything.
             multiprocessing_context="fork" if workers else None,
-            snapshot_every_n_steps=1 << 62,  # its snapshots are not used, and cost time
+            snapshot_every_n_steps=1 << 62,  # its snapshots are unused, and cost time
             worker_init_fn=partial(_die_with, os.getpid()) if workers else None,
         )
     return _raise_errors(iter(loader))
 
 
 def requests(plan: BatchPlan, dp_rank: int, start: int) -> Iterator[list[int]]:
-    """Positions of every micro-batch of a data-parallel rank, from the global batch at `start` on,
-    for ever."""
+    """Yield the positions of every micro-batch of a data-parallel rank, endlessly from the global
+    batch at `start` on."""
     for batch_start in count(start, plan.global_batch):
         for micro_batch in plan.micro_batches(dp_rank, batch_start):
             yield list(micro_batch.positions)
 
 
 def _die_with(parent: int, worker: int) -> None:
-    """Have a worker end with the process that reads from it. By itself it would notice after
-    seconds, and until then hold what it has inherited: among it the GPU, with all its memory."""
+    """End a worker with the process that reads from it. By itself it would notice after seconds,
+    and meanwhile hold what it inherited, such as a GPU with all its memory."""
     die_with_parent(parent)
 
 

@@ -1,8 +1,8 @@
-"""Position → sample: the order of the data as a pure function. numpy only.
+"""The order of the data: position → sample, a pure function. numpy only.
 
-The stream of samples is infinite, needs no memory, and is read at random: `Order.locate(positions)`
-depends on the sizes of the sources, their weights and the seed, never on the number of ranks,
-workers or steps. What it computes is frozen as ORDER_VERSION 1: a checkpoint is a position in it.
+The stream of samples is infinite, needs no memory, and allows random access. `Order.locate(
+positions)` depends on the sizes and weights of the sources and the seed, never on the number of
+ranks, workers or steps. Its results are frozen as ORDER_VERSION 1: a checkpoint is a position.
 """
 
 import math
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 ORDER_VERSION = 1
 BLOCK = 1024
-"""Positions over which a mixture keeps its exact shares."""
+"""Positions over which a mixture keeps exact shares."""
 
 _U = np.uint64
 _MASK = (1 << 64) - 1
@@ -32,8 +32,8 @@ class Permutation:
     """A keyed pseudo-random permutation of range(size), in O(1) memory.
 
     A Feistel network over the next power of two with alternating halves, whose round function is
-    murmur3's 64-bit finaliser; values outside the range walk their cycle back into it (Black &
-    Rogaway 2002). Six rounds pass the statistical tests of the suite; below 4096, eight.
+    murmur3's 64-bit finaliser. Values outside the range are permuted again until they fall into it
+    (Black & Rogaway 2002). Six rounds pass the suite's statistical tests; below 4096, eight.
     """
 
     def __init__(self, size: int, *key: int, rounds: int | None = None) -> None:
@@ -57,7 +57,7 @@ class Permutation:
             self._keys.append(_U(state))
 
     def __call__(self, positions: NDArray) -> NDArray[np.int64]:
-        """Where each position goes."""
+        """The image of each position."""
         if self.size == 1:
             return np.zeros(np.shape(positions), dtype=np.int64)
         with np.errstate(over="ignore"):
@@ -86,29 +86,25 @@ def _mix(half: NDArray[np.uint64], key: np.uint64 | NDArray[np.uint64]) -> NDArr
 
 
 class Order:
-    """The endless order of samples drawn from one or several sources: which sample stands at which
-    position.
+    """The endless order of samples from one or several sources: position → sample.
 
-    It is a pure function of the sizes, the weights and the seed. A loop has done what it should if
-    it trains, in whatever way, on the samples at positions 0, 1, 2, …; "how many positions are
-    done" is all that it has to save.
+    It is a pure function of the sizes, the weights and the seed. A loop is correct if it trains on
+    the samples at positions 0, 1, 2, …, however they are divided; it only saves how many are done.
 
-    One source runs through epoch after epoch, each in a permutation of its own. Several are mixed
-    in blocks of BLOCK positions that hold exact counts of each source, by weight; each source runs
-    through its own epochs, so none repeats a sample before it has shown all.
+    A single source runs epoch after epoch, each in its own permutation. Several are mixed in blocks
+    of BLOCK positions with exact counts of each source, by weight. Each source runs through its own
+    epochs, so it repeats no sample before all were drawn.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
-        """
-        Args:
+        """Args:
             sizes: samples in each source, at least 1.
-            weights: share of the positions that each source takes, relative to the others; as many
-                as there are sources, and [1.0] for a single one.
+            weights: relative shares of the sources, one for each; [1.0] for a single one.
             seed: of the run.
 
         Raises:
-            ValueError: no source, an empty one, or a weight that is missing, no positive number, or
-                too small for a place in a block.
+            ValueError: there is no source, an empty one, or a weight that is missing, not positive,
+                or too small for a place in a block.
         """
         if not sizes or len(sizes) != len(weights):
             raise ValueError(f"{len(sizes)} source(s) with {len(weights)} weight(s); give as many")
@@ -135,13 +131,13 @@ class Order:
     def locate(
         self, positions: NDArray | Sequence[int]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """(source, epoch, sample) of each position, as int64 arrays of the same shape (N,).
+        """(source, epoch, sample) of each position, int64 arrays of shape (N,).
 
         Args:
-            positions: (N,) whole numbers, not negative.
+            positions: (N,) integers, not negative.
 
         Raises:
-            ValueError: they are something else.
+            ValueError: positions are something else.
         """
         positions = np.asarray(positions)
         whole = positions.ndim == 1 and (not positions.size or positions.dtype.kind in "iu")
@@ -163,7 +159,7 @@ class Order:
         return sources, epochs, samples
 
     def _mixture(self, positions: NDArray[np.int64]) -> tuple[NDArray, NDArray]:
-        """Source of each position, and how many of that source came before it."""
+        """Source of each position, and the number of earlier samples from that source."""
         blocks, places = np.divmod(positions, BLOCK)
         slots = np.empty_like(positions)
         for block in np.unique(blocks):
@@ -175,8 +171,8 @@ class Order:
 
 
 def sample_digest(positions: NDArray, sources: NDArray, samples: NDArray) -> int:
-    """A digest of which sample stands at which position, (N,) int64 each: the sum, modulo 2**32, of
-    a hash of each, so that the digests of parts sum to that of the whole."""
+    """Digest of which samples are at which positions, (N,) int64 each: the sum of hashes modulo
+    2**32, so that digests of parts sum to the digest of the whole."""
     with np.errstate(over="ignore"):
         found = _mix(np.asarray(positions).astype(np.uint64), _U(1))
         found = _mix(_mix(sources.astype(np.uint64), found), samples.astype(np.uint64))
@@ -184,8 +180,8 @@ def sample_digest(positions: NDArray, sources: NDArray, samples: NDArray) -> int
 
 
 def block_counts(weights: Sequence[float], block: int) -> NDArray[np.int64]:
-    """Whole numbers that sum to `block`, as near to the weights' shares as possible (largest
-    remainders; the earlier of two equal ones first)."""
+    """Integers that sum to `block`, as close to the weights' shares as possible (largest
+    remainders; the earlier of equal ones first)."""
     shares = np.asarray(weights, dtype=np.float64)
     shares = shares / shares.sum() * block
     counts = np.floor(shares).astype(np.int64)
@@ -195,7 +191,7 @@ def block_counts(weights: Sequence[float], block: int) -> NDArray[np.int64]:
 
 
 def random_integers(positions: NDArray, size: int, *key: int) -> NDArray[np.int64]:
-    """A number in range(size) for each position (N,), a function of position and key alone.
+    """A number in range(size) for each position (N,), a function of position and key.
 
     Args:
         positions: int64, not negative.

@@ -1,4 +1,4 @@
-"""How documents become sequences: back to back, or whole ones together. numpy only."""
+"""Packs documents into sequences: back to back, or whole documents together. numpy only."""
 
 import bisect
 import shlex
@@ -13,8 +13,8 @@ from trainer.data.samples import IGNORED_LABEL
 from trainer.data.shards import DataError, TokenDataset
 
 PACKING_VERSION = 1
-"""What `best_fit` and `Bins` compute is frozen under this number: a checkpoint is a position in the
-order of the bins."""
+"""Version under which the results of `best_fit` and `Bins` are frozen: a checkpoint is a position
+in the order of the bins."""
 
 
 Pack: TypeAlias = Literal["auto", "whole", "stream"]
@@ -26,10 +26,9 @@ class Sequenced(NamedTuple):
     input_ids: NDArray[np.int64]
     """(T,)."""
     labels: NDArray[np.int64]
-    """(T,), the token after each; -100 where none counts."""
+    """(T,), the next token of each input; -100 where none counts."""
     documents: NDArray[np.int64]
-    """(T,), number of the document of each input in this sequence; of equal ones, attention sees
-    the others."""
+    """(T,), index of each input's document in this sequence; attention stays inside equal ones."""
     digest: int
     """CRC-32 of inputs and labels."""
 
@@ -37,24 +36,23 @@ class Sequenced(NamedTuple):
 class Windows:
     """Documents back to back, cut where a sequence ends.
 
-    Sample j of a data set is its tokens jT to jT + T, one more than T because the labels are the
-    inputs shifted by one.
+    Sample j of a data set is its tokens jT to jT + T, one more than T because labels are the inputs
+    shifted by one.
     """
 
     def __init__(self, dataset: TokenDataset, seq_len: int) -> None:
         self._dataset, self._length = dataset, seq_len
         self.documents = dataset.documents
         self.sequences = max(0, dataset.tokens - 1) // seq_len
-        """How many there are."""
         self.counted = dataset.masked
-        """Whether sequences differ in how many labels they have."""
+        """Whether sequences differ in their number of labels."""
         self.labels = self.sequences * seq_len
         """Tokens that are labels in one epoch, nearly."""
         if dataset.masked:
             self.labels = min(self.labels, dataset.trained)
 
     def read(self, sample: int, *, documents: bool) -> Sequenced:
-        """A sequence by its number; `documents`: its documents are told apart.
+        """Read a sequence by its index; `documents`: whether to number its documents.
 
         Raises:
             DataError: a file is damaged.
@@ -70,10 +68,11 @@ class Windows:
             return Sequenced(row[:-1], row[1:], numbers, crc32(row.data))
         counts = dataset.read_trained(start + 1, length)
         labels = np.where(counts, row[1:], IGNORED_LABEL)
+        """Approximate number of labels in one epoch."""
         return Sequenced(row[:-1], labels, numbers, crc32(labels.data, crc32(row.data)))
 
     def documents_of(self, sample: int) -> NDArray[np.int64]:
-        """(T,), number in the data set of the document of each input.
+        """(T,), index in the data set of each input's document.
 
         Raises:
             DataError: a file is damaged.
@@ -82,40 +81,41 @@ class Windows:
 
 
 class Bins:
-    """Whole documents, as many together as a sequence has room for; of pairs both answers in one
-    sequence. What is left of a sequence is a document of its own, in which nothing is a label."""
+    """Whole documents, as many as fit into a sequence; both answers of a pair in one sequence. The
+    rest of a sequence is a padding document without labels."""
 
     def __init__(self, dataset: TokenDataset, seq_len: int) -> None:
         self._dataset, self._length = dataset, seq_len
         self.together = 2 if dataset.kind == "pairs" else 1
-        """Documents that are never apart."""
+        """Number of consecutive documents that stay together."""
         self.documents = dataset.documents
         lengths = dataset.lengths()
         self._ends = np.cumsum(lengths)
         items, starts = best_fit(lengths.reshape(-1, self.together).sum(1), seq_len)
+        """Documents, or pairs, in all sequences."""
         members = items[:, None] * self.together + np.arange(self.together)
         self._documents, self._starts = members.ravel(), starts * self.together
         self.sequences = len(self._starts) - 1
         self.counted = True
-        # The longest documents come first: a part of the bins should be like the rest.
+        # Bins are sorted by length: shuffled, so that any part of them resembles the whole.
         self._order = Permutation(max(1, self.sequences))(np.arange(self.sequences))
         kept = lengths[self._documents]
         self.items = len(items)
         """Documents, or pairs of them, in all sequences."""
         self.left_out = len(lengths) // self.together - self.items
-        """Documents, or pairs, that are longer than a sequence and so in none."""
+        """Documents, or pairs, longer than a sequence and in none."""
         self.tokens = int(kept.sum())
         """Tokens in all sequences, without padding."""
-        # Nearly: documents differ in how much of them is trained.
+        # Approximate: documents differ in their trained share.
         self.labels = int(dataset.trained * self.tokens / max(1, dataset.tokens))
 
     def documents_in(self, sample: int) -> NDArray[np.int64]:
-        """Numbers of the documents of a sequence, in their order."""
+        """Indices of the documents in a sequence, in order."""
         number = int(self._order[sample])
         return self._documents[self._starts[number] : self._starts[number + 1]]
 
     def documents_of(self, sample: int) -> NDArray[np.int64]:
-        """(T,), number in the data set of the document of each input; -1 for padding."""
+        """(T,), index in the data set of each input's document; -1 for padding."""
         found, place = np.full(self._length, -1, np.int64), 0
         for document in self.documents_in(sample).tolist():
             size = int(self._ends[document]) - (int(self._ends[document - 1]) if document else 0)
@@ -124,7 +124,7 @@ class Bins:
         return found
 
     def read(self, sample: int, *, documents: bool) -> Sequenced:
-        """A sequence by its number, with the documents told apart.
+        """Read a sequence by its index, with numbered documents.
 
         Raises:
             DataError: a file is damaged.
@@ -138,6 +138,7 @@ class Bins:
             begin = int(self._ends[document - 1]) if document else 0
             size = int(self._ends[document]) - begin
             tokens = ids[place : place + size] = _known(dataset, begin, size)
+            """Tokens in all sequences, without padding."""
             counts = dataset.read_trained(begin + 1, size - 1)
             labels[place : place + size - 1][counts] = tokens[1:][counts]
             place += size
@@ -149,7 +150,7 @@ def _known(dataset: TokenDataset, start: int, length: int) -> NDArray[np.int64]:
     """Tokens of a data set.
 
     Raises:
-        DataError: one is outside of its vocabulary.
+        DataError: a token is outside of the vocabulary.
     """
     tokens = np.asarray(dataset.read(start, length), dtype=np.int64)
     if int(tokens.max()) >= dataset.vocab_size:
@@ -163,19 +164,16 @@ def _known(dataset: TokenDataset, start: int, length: int) -> NDArray[np.int64]:
 
 
 def best_fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Bins of whole documents: the longest that is left opens a bin, and is followed by the longest
-    that still fits, until none does. Of one length the first of the data comes first.
-
-    Documents of one length are alike, so a bin is made again and again until one of its lengths
-    runs out: the time is that of the different bins, not of the documents.
+    """Bins of whole documents: the longest document left opens a bin, followed by the longest that
+    still fits, until none does. Among equal lengths the first of the data comes first.
 
     Args:
-        lengths: (N,) of the documents. Those longer than `room` are left out, as are those of less
-            than two tokens, which have no label.
+        lengths: (N,) of the documents. Those longer than `room` are left out, and those below two
+            tokens, which have no label.
         room: of a bin.
 
     Returns:
-        (documents of all bins, one after the other; where in them each bin begins, and the end).
+        (documents of all bins, concatenated; begin of each bin in them, and the end).
     """
     fits = np.flatnonzero((lengths <= room) & (lengths > 1))
     by_length = fits[np.argsort(lengths[fits], kind="stable")]
@@ -187,10 +185,12 @@ def best_fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], 
     made: list[NDArray[np.int64]] = []
     sizes: list[NDArray[np.int64]] = []
     while alive:
+        # Documents of one length are interchangeable, so a bin's pattern of lengths is repeated
+        # until one length runs out: the time depends on the number of different bins.
         pattern: dict[int, int] = {}
         space = room
         while (place := bisect.bisect_right(alive, space) - 1) >= 0:
-            while place >= 0 and alive[place] in pattern:  # all of that length are in the bin
+            while place >= 0 and alive[place] in pattern:  # no document of that length is left
                 place -= 1
             if place < 0:
                 break
@@ -213,6 +213,6 @@ def best_fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], 
 
 
 def packing_of(dataset: TokenDataset, seq_len: int, pack: Pack) -> Windows | Bins:
-    """The sequences of a data set, by `data.pack`."""
+    """The packed sequences of a data set, by `data.pack`."""
     whole = dataset.kind != "documents" if pack == "auto" else pack == "whole"
     return Bins(dataset, seq_len) if whole else Windows(dataset, seq_len)

@@ -1,4 +1,4 @@
-"""The user's own data set, by position."""
+"""A user's own data set, by position."""
 
 import hashlib
 import json
@@ -24,20 +24,19 @@ Collate = Callable[[Sequence[Any]], Mapping[str, Any] | Sequence[Any]]
 class SampleStream:
     """Micro-batches of a data set with `__len__` and `__getitem__`. See `trainer.Samples`.
 
-    Whatever an item draws from torch, numpy.random or random is a function of its position: it does
-    not know the ranks, nor what was restarted.
+    Random numbers that an item draws from torch, numpy.random or random are a function of its
+    position, independent of ranks and restarts.
     """
 
     def __init__(
         self, name: str, dataset: Any, collate: Collate | None, *, seed: int, shuffle: bool
     ) -> None:
-        """
-        Args:
-            name: of the data set, as messages go on after "data.factory: ".
-            dataset: with one sample at least.
-            collate: items → batch; unless given, `stack`.
+        """Args:
+            name: of the data set, as messages continue after "data.factory: ".
+            dataset: with at least one sample.
+            collate: items → batch; None: `stack`.
             seed: of the run.
-            shuffle: in a keyed random order without end; else as it lies, once.
+            shuffle: endless keyed random order; else the order of the data set, once.
 
         Raises:
             DataError: it is no such data set.
@@ -59,25 +58,26 @@ class SampleStream:
             raise DataError(f"{name} holds no sample")
         self._order = Order([self.sequences], [1.0], seed)
         self.fingerprint = ""
-        """Set by whoever knows where it is from."""
+        """Set by the caller, which knows the data's origin."""
         self.shifted = False
-        """Whether the model predicts each label from what is before it; set by who knows that."""
+        """Whether the model shifts labels by one; set by the caller, which knows the model."""
         self.arguments: Sequence[str] = ()
-        """Names of the arguments of `forward`, in order: what stands in tuples goes to them. Set by
-        who knows the model."""
+        """Names of `forward`'s arguments, in order, for items that are tuples; set by the caller,
+        which knows the model."""
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source, sample) of each position, (N,) int64 each; there is one source, 0."""
+        """(source, sample) of each position, (N,) int64 each; the only source is 0."""
         if not self._shuffle:
             return np.zeros_like(positions), positions
         sources, _, samples = self._order.locate(positions)
         return sources, samples
 
     def fetch(self, positions: Sequence[int]) -> Batch:
-        """What `collate` makes of the samples there: tensors, and COUNTED, `count_of` them.
+        """The batch of `collate` over the samples at positions: tensors, and COUNTED, see
+        `count_of`.
 
         Raises:
-            DataError: a sample cannot be had, or not be put beside the others.
+            DataError: a sample cannot be read, or not be batched with the others.
         """
         numbers = np.asarray(positions, dtype=np.int64)
         _, samples = self.locate(numbers)
@@ -94,14 +94,14 @@ class SampleStream:
                 + f" (samples {_some(samples)})"
             ) from error
         count = count_of(batch, len(items), shifted=self.shifted)
-        if not count:  # the mean over nothing is NaN in most models, also times its weight, 0
+        if not count:  # a mean over no labels is NaN in most models, even times its weight 0
             batch["labels"] = batch["labels"].clone()
             batch["labels"].view(-1)[-1:] = 0
         batch[COUNTED] = count
         return batch
 
     def fetch_with_digest(self, positions: Sequence[int]) -> tuple[Batch, tuple[int, int]]:
-        """See `Accounted`. The second number is 0: an item need not be the same twice."""
+        """See `Accounted`. The second number is 0, as an item may vary."""
         numbers = np.asarray(positions, dtype=np.int64)
         return self.fetch(positions), (sample_digest(numbers, *self.locate(numbers)), 0)
 
@@ -112,7 +112,7 @@ class SampleStream:
     def _item(self, position: int, sample: int) -> Any:
         purpose = "sample" if self._shuffle else "validation sample"
         seed = stable_seed(self._seed, purpose, position)
-        torch.default_generator.manual_seed(seed)  # of the CPU: a GPU, if any, is busy
+        torch.default_generator.manual_seed(seed)  # the CPU's only: a GPU may be computing
         np.random.seed(seed & 0xFFFFFFFF)
         random.seed(seed)
         try:
@@ -126,16 +126,16 @@ class SampleStream:
 
 
 _TRANSIENT = (OSError, MemoryError)
-"""Errors that another start may not meet."""
+"""Errors that another start may not have."""
 
 
 def _unlike_a_data_set(dataset: Any) -> str | None:
-    """What is wrong with something that should be a map-style data set, as messages go on after its
-    type."""
+    """Why a value is no map-style data set, as messages continue after its type; None if it is
+    one."""
     if isinstance(dataset, Mapping):
         parts = ", ".join(map(str, dataset))
         return f"of {parts}; choose, as in trainer.Samples(train=…, validation=…)"
-    # What tables of pandas, polars and pyarrow have in common, and what series of pandas have.
+    # Tables of pandas, polars and pyarrow; series of pandas.
     if hasattr(dataset, "__dataframe__") or hasattr(dataset, "iloc"):
         return (
             "of columns, where [0] is no row; give its rows, as pandas' frame.to_dict('records') "
@@ -155,7 +155,7 @@ def _unlike_a_data_set(dataset: Any) -> str | None:
 
 
 def _by_name(batch: Any, arguments: Sequence[str]) -> Any:
-    """A batch by the names of `forward`'s arguments, if it is a tuple or a list in their order."""
+    """A batch by the names of `forward`'s arguments, from a tuple or list in their order."""
     if not isinstance(batch, tuple | list):
         return batch
     if hasattr(batch, "_asdict"):
@@ -170,11 +170,11 @@ def _by_name(batch: Any, arguments: Sequence[str]) -> Any:
 
 
 def stack(items: Sequence[Any]) -> Batch | tuple[torch.Tensor, ...]:
-    """Mappings, or tuples, of arrays, tensors and numbers → tensors of one more dim, by name, or in
-    order. Numbers of double precision, Python's among them, become float32.
+    """Mappings or tuples of arrays, tensors and numbers → tensors with one more dimension, by name
+    or in order. float64, including Python's floats, becomes float32.
 
     Raises:
-        DataError: what is in the way.
+        DataError: the items do not stack.
     """
     items = [item._asdict() if hasattr(item, "_asdict") else item for item in items]
     for item in items:
@@ -228,7 +228,7 @@ def _stacked(name: str, values: Sequence[Any]) -> torch.Tensor:
 
 
 def _some(values: Iterable[Any]) -> str:
-    """The first few."""
+    """The first values, as text."""
     first = list(map(str, islice(values, 5)))
     return ", ".join([*first[:4], *(["…"] if len(first) > 4 else [])])
 
@@ -243,8 +243,8 @@ def _checked(batch: Any) -> Batch:
 
 
 def count_of(batch: Mapping[str, torch.Tensor], samples: int, *, shifted: bool = False) -> int:
-    """Over how many things the mean loss of a batch is taken: its `labels`, if they are integers,
-    without IGNORED_LABEL and, if `shifted`, the first of each sample; else its samples."""
+    """Count of a batch's mean loss: its integer `labels` without IGNORED_LABEL and, if `shifted`,
+    without the first of each sample; without such labels its samples."""
     labels = batch.get("labels")
     if labels is None or labels.is_floating_point():
         return samples
@@ -252,13 +252,13 @@ def count_of(batch: Mapping[str, torch.Tensor], samples: int, *, shifted: bool =
 
 
 def fingerprint(name: str, options: Mapping[str, Any], size: int, of_data: str | None) -> str:
-    """What tells a data set from others: the name and options of its factory, its size, and what it
-    says of itself, if anything."""
+    """Identity of a data set: name and options of its factory, its size, and its own fingerprint,
+    if it has one."""
     parts = [ORDER_VERSION, name, dict(options), size, of_data]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
     return f"samples:{size}:{digest}"
 
 
 def size_in(found: str) -> int:
-    """How many samples the data set of a `fingerprint` has."""
+    """Number of samples of the data set with a `fingerprint`."""
     return int(found.split(":")[1])

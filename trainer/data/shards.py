@@ -44,9 +44,9 @@ from checkpointing.storage.posix import filesystem, is_shared
 
 FORMAT, FORMAT_OF_CHATS = 1, 2
 KINDS = {FORMAT: ("tokens", "ends"), FORMAT_OF_CHATS: ("tokens", "ends", "trained")}
-"""Endings of the files of a shard, by format; `RECORDS` besides."""
+"""Extensions of a shard's files, by format; `RECORDS` is optional."""
 RECORDS = "records"
-"""Ending of the file that says where documents come from. It is no part of what the data is."""
+"""Extension of the file with the origins of documents, which is not part of the data's identity."""
 DTYPES = ("uint16", "uint32")
 SPLITS = ("train", "validation")
 CHECKSUM_BLOCK = 16 << 20
@@ -58,7 +58,7 @@ _TRANSIENT = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOU
 
 
 class DataError(ValueError):
-    """A prepared data set is missing, damaged, or not what it was; the message names the file."""
+    """A prepared data set is missing, damaged, or has changed; the message names the file."""
 
 
 def _is_transient(error: BaseException) -> bool:
@@ -71,7 +71,7 @@ _patient = retry(
     stop=stop_after_attempt(6),
     reraise=True,
 )
-"""Decorator: try again, for up to half a minute, after an error that storage may get over."""
+"""Decorator: retry for up to half a minute after an error that storage may recover from."""
 
 
 def read_index(directory: str | Path) -> dict[str, Any]:
@@ -133,13 +133,13 @@ _SHARD = {
     **{"ends_sha256": a_text, "ends_crc32": [count]},
 }
 _RECORDS = {f"{RECORDS}_sha256": a_text, f"{RECORDS}_crc32": [count]}
-"""Keys of a shard that knows the records of its documents."""
+"""Keys of a shard with records of its documents."""
 _INDEX = {
     **{"fingerprint": a_text, "dtype": _dtype, "vocab_size": count, "eos_id": count},
     "tokenizer": {"sha256": a_text},
     "splits": {split: {**_COUNTS, "shards": [_SHARD]} for split in SPLITS},
 }
-"""Keys of index.json, and what checks their values."""
+"""Keys of index.json, and the checks of their values."""
 _SHARD_OF_CHATS = {
     **{**_SHARD, "trained": count, "trained_sha256": a_text, "trained_crc32": [count]}
 }
@@ -152,11 +152,11 @@ _ABOUT = {
     **{"start_ids": [count], "documents": count, "rejected": count, "plan": a_text},
     "sources": [{"file": a_text, "bytes": count, "documents": count, "rejected": count}],
 }
-"""Keys that it may have, too."""
+"""Optional keys."""
 
 
 def _check(value: Any, kind: Any, where: str = "") -> None:
-    """Raises ValueError, with the key: what stands there is not of its kind."""
+    """Raise ValueError, with the key, for a value of the wrong kind."""
     inside: list[tuple[Any, Any, Any]] = []
     try:
         if isinstance(kind, dict):
@@ -173,8 +173,8 @@ def _check(value: Any, kind: Any, where: str = "") -> None:
 
 
 def fingerprint(index: dict[str, Any]) -> str:
-    """What the data *is*: hashes of contents and tokenizer, dtype and eos, and how chats were made;
-    no paths, no times."""
+    """Identity of the data: hashes of contents and tokenizer, dtype and eos, and the options of
+    chats; no paths, no times."""
     form = index["format"]
     shards = {
         split: [
@@ -190,10 +190,10 @@ def fingerprint(index: dict[str, Any]) -> str:
 
 
 class TokenDataset:
-    """One split of a prepared data set: an array of tokens, and where documents end in it."""
+    """One split of a prepared data set: an array of tokens, and the ends of its documents."""
 
     def __init__(self, directory: str | Path, split: str, reader: Reader = "auto") -> None:
-        """Open a split; checks that every file has the size that index.json says.
+        """Open a split, and check the size of every file against index.json.
 
         Args:
             directory: written by `prepare`.
@@ -215,7 +215,7 @@ class TokenDataset:
         self.kind: str = index.get("kind", "documents")
         """documents, chats or pairs."""
         self.masked: bool = index["format"] == FORMAT_OF_CHATS
-        """Whether some of the tokens are no labels."""
+        """Whether some tokens are no labels."""
         self._mode = detect_reader(directory) if reader == "auto" else reader
         self._shards: list[Callable[[int, int], NDArray]] = []
         self._entries: list[dict[str, Any]] = index["splits"][split]["shards"]
@@ -235,16 +235,16 @@ class TokenDataset:
         self._starts, self._documents = np.asarray(starts), documents
         self.tokens, self.documents = starts[-1], documents[-1]
         self.trained = index["splits"][split]["trained"] if self.masked else self.tokens
-        """Tokens that are labels."""
+        """Number of tokens that are labels."""
 
     def __reduce__(self) -> tuple:
-        return TokenDataset, self._arguments  # a worker process opens the files for itself
+        return TokenDataset, self._arguments  # a worker process opens the files itself
 
     def read(self, start: int, length: int) -> NDArray:
         """Tokens [start, start + length), in the dtype on disk; may span shards.
 
         Raises:
-            DataError: storage gave fewer bytes than the file should have.
+            DataError: storage returned fewer bytes than the file must have.
         """
         pieces = [
             self._shards[shard](offset, size) for shard, offset, size in self._pieces(start, length)
@@ -279,9 +279,8 @@ class TokenDataset:
         return np.concatenate([np.empty(0, np.int64), *parts])
 
     def check_ends(self) -> None:
-        """Check the ends of documents, and what is trained of them, of the first shards, up to
-        _CHECKED_AT_START documents. Those of the others are checked when they are first used: a
-        billion would take seconds.
+        """Check ends of documents and trained tokens of the first shards, up to _CHECKED_AT_START
+        documents. Others are checked on first use, as a billion would take seconds.
 
         Raises:
             DataError: names the file that is damaged.
@@ -293,7 +292,7 @@ class TokenDataset:
                     self._bits_of(shard)
 
     def document_ids(self, start: int, length: int) -> NDArray[np.int64]:
-        """Number of the document that each token of [start, start + length) belongs to.
+        """Index of the document of each token in [start, start + length).
 
         Raises:
             DataError: names the .ends file that is damaged.
@@ -309,18 +308,18 @@ class TokenDataset:
         return numbers[0] if len(numbers) == 1 else np.concatenate(numbers)
 
     def document_length(self, number: int) -> int:
-        """Tokens of a document, its end included."""
+        """Tokens of a document, including its end."""
         shard = int(np.searchsorted(self._documents, number, side="right")) - 1
         place, ends = number - self._documents[shard], self._ends_of(shard)
         begin = int(ends[place - 1]) if place else 0
         return int(ends[place]) - begin
 
     def origin(self, number: int) -> tuple[str, int] | None:
-        """Input file of a document, and the line (row, value) of its record in that, from 1; None:
-        the data set does not say.
+        """Input file of a document, and the line (row, value) of its record there, from 1; None if
+        not recorded.
 
         Raises:
-            DataError: the file that says it cannot be read.
+            DataError: the records cannot be read.
         """
         shard = int(np.searchsorted(self._documents, number, side="right")) - 1
         input_file = next((file for end, file in self._inputs if number < end), None)
@@ -340,20 +339,20 @@ class TokenDataset:
     def _ends_of(self, shard: int) -> NDArray:
         """Ends of the documents of a shard, uint64."""
         if shard not in self._ends:
-            # A search in ends that do not rise finds something, and attention is masked by it.
+            # Checked: a search in unsorted ends would silently give wrong attention masks.
             path = self._files[shard].with_suffix(".ends")
             self._ends[shard] = _open_ends(path, self._entries[shard])
         return self._ends[shard]
 
     def _bits_of(self, shard: int) -> NDArray[np.uint8]:
-        """Which tokens of a shard are trained, a bit each."""
+        """One bit per token of a shard: whether it is trained."""
         if shard not in self._bits:
             path = self._files[shard].with_suffix(".trained")
             self._bits[shard] = _open_bits(path, self._entries[shard])
         return self._bits[shard]
 
     def _pieces(self, start: int, length: int) -> Iterator[tuple[int, int, int]]:
-        """(shard, offset in it, length) of each part of a window."""
+        """Yield (shard, offset in it, length) of each part of a window."""
         shard = int(np.searchsorted(self._starts, start, side="right")) - 1
         while length > 0:
             size = min(length, int(self._starts[shard + 1]) - start)
@@ -362,7 +361,7 @@ class TokenDataset:
 
 
 def sizes_of(shard: dict[str, Any], width: int, form: int) -> dict[str, int]:
-    """Bytes of each file of a shard, by the ending of its name.
+    """Bytes of each file of a shard, by extension.
 
     Args:
         shard: its entry in index.json.
@@ -376,8 +375,8 @@ def sizes_of(shard: dict[str, Any], width: int, form: int) -> dict[str, int]:
 
 
 def _inputs_of(index: dict[str, Any], split: str) -> list[tuple[int, str]]:
-    """For each input file of a split, in order: the number after that of its last document, and the
-    file; empty where the index does not say."""
+    """For each input file of a split, in order: index after its last document, and the file; [] if
+    not recorded."""
     found, end = [], 0
     for source in index.get("sources", []):
         try:
@@ -389,7 +388,7 @@ def _inputs_of(index: dict[str, Any], split: str) -> list[tuple[int, str]]:
 
 
 def check_size(path: Path, expected: int) -> None:
-    """Raise DataError unless the file has the size that index.json says."""
+    """Raise DataError unless the file has the size in index.json."""
     try:
         found = path.stat().st_size
     except OSError as error:
@@ -403,8 +402,7 @@ def check_size(path: Path, expected: int) -> None:
 
 
 def detect_reader(directory: Path) -> Literal["mmap", "pread"]:
-    """pread where the filesystem of `directory` is a network one, on which a page fault is a round
-    trip of its own; else mmap."""
+    """pread on network filesystems, where each page fault is a round trip; else mmap."""
     kind = filesystem(directory)
     return "pread" if kind == "fuse" or is_shared(kind) else "mmap"
 
@@ -426,20 +424,20 @@ def _open_shard(path: Path, dtype: np.dtype, mode: str) -> Callable[[int, int], 
 
 
 def _open_ends(path: Path, shard: dict[str, Any]) -> NDArray:
-    """The .ends file of a shard, mapped into memory.
+    """Map the .ends file of a shard into memory.
 
     Args:
         path: the file.
         shard: its entry in index.json.
 
     Raises:
-        DataError: its checksum is wrong, or its numbers do not rise to the end of the shard.
+        DataError: its checksum is wrong, or its numbers do not ascend to the end of the shard.
     """
     try:
         ends = np.memmap(path, "<u8", "r") if shard["documents"] else np.empty(0, "<u8")
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read: {error}; copy the file again") from error
-    # Blocks, not the whole: what a comparison allocates stays small.
+    # In blocks, so that comparisons allocate little.
     blocks = [ends[start : start + _ENDS] for start in range(0, len(ends), _ENDS)]
     wrong = [zlib.crc32(block.data) for block in blocks] != shard["ends_crc32"]
     last = 0
@@ -455,7 +453,7 @@ def _open_ends(path: Path, shard: dict[str, Any]) -> NDArray:
 
 
 def _open_bits(path: Path, shard: dict[str, Any]) -> NDArray[np.uint8]:
-    """The .trained file of a shard, mapped into memory.
+    """Map the .trained file of a shard into memory.
 
     Args:
         path: the file.
@@ -481,7 +479,7 @@ def _open_bits(path: Path, shard: dict[str, Any]) -> NDArray[np.uint8]:
 def _read(path: Path, descriptor: int, dtype: np.dtype, start: int, length: int) -> NDArray:
     tokens = np.empty(length, dtype=dtype)
     left, offset = tokens.view(np.uint8).data, start * dtype.itemsize
-    while left:  # storage may give less than asked for
+    while left:  # reads may be short
         try:
             count = _preadv(descriptor, [left], offset)
         except OSError as error:
@@ -511,7 +509,7 @@ def checksums(path: Path) -> tuple[str, list[int]]:
 
 
 def verify(directory: str | Path) -> list[str]:
-    """Read every byte again; returns what is wrong, one line a problem naming file and block.
+    """Read every byte again; returns a line per problem with file and block.
 
     Raises:
         DataError: index.json itself is missing or damaged.

@@ -1,4 +1,4 @@
-"""Where the tokenizer of a data set comes from: a Hugging Face file, training, or plain bytes."""
+"""Tokenizers of data sets: a Hugging Face file, a newly trained one, or plain bytes."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,13 +11,13 @@ from elastic.node.files import read_bytes
 from trainer.data.shards import DataError
 
 END_OF_TEXT = "<|endoftext|>"
-# Tokens that end a document in well-known tokenizers, the pre-training ones before the chat ones.
+# Tokens that end a document in well-known tokenizers; pre-training ones before chat ones.
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2) of `vocab_size` tokens, the end of a
-    document included. The same texts give the same tokenizer."""
+    """Train byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2) of `vocab_size` tokens,
+    including the end of a document. Deterministic."""
     if vocab_size < 257:
         raise DataError(f"--train-bpe {vocab_size}: must be at least 257: 256 bytes and one end")
     tokenizer = Tokenizer(models.BPE())
@@ -34,7 +34,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Every byte is a token of its own value; 256 ends a document."""
+    """A tokenizer where every byte is the token of its value, and 256 ends a document."""
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -44,14 +44,14 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character by which byte-level tokenizers write each byte (GPT-2's table)."""
+    """The printable character of each byte in byte-level tokenizers (GPT-2's table)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def tokenizer_file(path: str | Path) -> Path:
-    """The tokenizer.json that is meant by a file or a directory.
+    """The tokenizer.json at a path, a file or a directory.
 
     Raises:
         DataError: there is none.
@@ -63,8 +63,8 @@ def tokenizer_file(path: str | Path) -> Path:
 
 
 def read_tokenizer(file: str | Path) -> Tokenizer:
-    """A Hugging Face tokenizer.json, without the truncation and padding that many carry, and
-    without BPE dropout, which gives a text other tokens each time.
+    """A Hugging Face tokenizer.json, without truncation, padding and BPE dropout, which would make
+    tokens of a text random.
 
     Raises:
         DataError: it cannot be read.
@@ -76,14 +76,14 @@ def read_tokenizer(file: str | Path) -> Tokenizer:
 
 
 def parse_tokenizer(content: bytes, file: str | Path) -> Tokenizer:
-    """What `read_tokenizer` gives for the content of a file.
+    """`read_tokenizer` for the content of a file.
 
     Raises:
-        DataError: it is none.
+        DataError: it is no tokenizer.
     """
     try:
         tokenizer = Tokenizer.from_buffer(content)
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:  # tokenizers raises plain Exceptions
         raise DataError(f"{file}: not a tokenizer.json: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -93,13 +93,13 @@ def parse_tokenizer(content: bytes, file: str | Path) -> Tokenizer:
 
 
 def bpe_dropout(content: bytes) -> float:
-    """BPE dropout (Provilkov et al. 2020) that a tokenizer.json asks for; 0 if none."""
+    """BPE dropout (Provilkov et al. 2020) in a tokenizer.json; 0 without."""
     model = Tokenizer.from_buffer(content).model
     return model.dropout or 0.0 if isinstance(model, models.BPE) else 0.0
 
 
 def special_tokens(tokenizer: Tokenizer) -> list[str]:
-    """How the special tokens are written, such as <|im_start|>."""
+    """Texts of the special tokens, such as <|im_start|>."""
     added = tokenizer.get_added_tokens_decoder().values()
     return [token.content for token in added if token.special and token.content]
 
@@ -110,11 +110,10 @@ def find_eos(
     """Id of the token that ends a document.
 
     Args:
-        tokenizer: where to look it up.
-        wanted: the token itself; None looks for the well-known ones, then into the directory's
-            tokenizer_config.json.
+        tokenizer: that has it.
+        wanted: its text; None: well-known ones, then the one in tokenizer_config.json.
         directory: of the tokenizer.json, if it came from a file.
-        chats: documents are chats; then what the directory says comes first.
+        chats: whether documents are chats; then tokenizer_config.json comes first.
 
     Raises:
         DataError: there is no such token.
@@ -139,9 +138,8 @@ def find_eos(
 
 
 def start_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What the tokenizer, by its own rule (the post-processor), puts before a text, such as the
-    <|begin_of_text|> of Llama 3. What it would put after one is not asked: documents end in the
-    end-of-document token."""
+    """Tokens that the tokenizer's post-processor puts before a text, such as <|begin_of_text|> of
+    Llama 3. Tokens after a text are ignored: documents end in the end-of-document token."""
     bare, whole = (tokenizer.encode("a", add_special_tokens=wanted).ids for wanted in (False, True))
     places = range(len(whole) - len(bare) + 1)
     found = next((n for n in places if whole[n : n + len(bare)] == bare), 0)
@@ -149,5 +147,5 @@ def start_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """One more than the largest id."""
+    """Largest id plus one."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1

@@ -1,1 +1,1 @@
-"""Text → shards of tokens: `perdure data prepare`."""
+"""`perdure data prepare`: text → shards of tokens."""

@@ -1,4 +1,4 @@
-"""Bytes of input files in blocks, decompressed, and lines made of them; in bounded memory."""
+"""Reads input files as decompressed blocks of bytes, and as lines, in bounded memory."""
 
 import bz2
 import codecs
@@ -15,13 +15,13 @@ LONGEST_LINE = 32 << 20
 BOM = codecs.BOM_UTF8
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 COMPRESSED = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
-"""Endings of compressed files, and their formats."""
-_COMPRESSED_BLOCK = 1 << 14  # a block of text that repeats itself becomes a thousand times larger
-_LARGEST_WINDOW = 1 << 31  # of `zstd --long=31`, the most that zstd writes
+"""Extensions of compressed files → their formats."""
+_COMPRESSED_BLOCK = 1 << 14  # repetitive text grows a thousandfold when decompressed
+_LARGEST_WINDOW = 1 << 31  # the largest window of zstd, `--long=31`
 
 
 def compression(path: Path) -> str:
-    """Format of a compressed file, by the ending of its name; "" if it is not compressed."""
+    """Format of a compressed file, by its extension; "" if it is not compressed."""
     return COMPRESSED.get(path.suffix.lower(), "")
 
 
@@ -31,16 +31,16 @@ def read_blocks(
     end: int | None = None,
     told: Callable[[int], None] = lambda count: None,
 ) -> Iterator[bytes]:
-    """Content of a file, none of the blocks empty, without a byte order mark.
+    """Yield the content of a file in non-empty blocks, without a byte order mark.
 
     Args:
         path: compressed files are decompressed.
         start: first byte; 0 for a compressed file.
         end: one past the last byte; None for all. Unused for a compressed file.
-        told: is called with the bytes of the file, as it lies on disk, that were read so far.
+        told: called with the bytes of the file on disk read so far.
 
     Raises:
-        DataError: it cannot be read, or is not what its ending says.
+        DataError: it cannot be read, or does not match its extension.
     """
     try:
         with path.open("rb") as file:
@@ -67,11 +67,9 @@ def _plain(file: BinaryIO, start: int, end: int | None) -> Iterator[bytes]:
 
 
 def _decompressed(path: Path, file: BinaryIO, kind: str) -> Iterator[bytes]:
-    """Content of all streams in a file, one after the other.
-
-    Python's own readers of whole files take damage after the first stream for the end of the file,
-    and zstandard's takes a truncated file for a whole one.
-    """
+    """Yield the content of all streams in a file, one after the other."""
+    # Streams one by one: Python's readers of whole files take damage after the first stream for the
+    # end of the file, and zstandard's takes a truncated file for a whole one.
     new_stream, damage = _decompressor(path, kind)
     stream, begun = new_stream(), False
     try:
@@ -93,8 +91,8 @@ def _decompressed(path: Path, file: BinaryIO, kind: str) -> Iterator[bytes]:
 
 
 def _expand(stream: Any, block: bytes) -> Iterator[bytes]:
-    """Content of a compressed block, in parts of at most BLOCK_BYTES if it is bzip2 or xz: 45 bytes
-    of these may hold 46 MB."""
+    """Yield the content of a compressed block; for bzip2 and xz in parts of at most BLOCK_BYTES, as
+    45 bytes of these may hold 46 MB."""
     if not hasattr(stream, "needs_input"):
         yield stream.decompress(block)
         return
@@ -104,8 +102,8 @@ def _expand(stream: Any, block: bytes) -> Iterator[bytes]:
 
 
 def _decompressor(path: Path, kind: str) -> tuple[Callable[[], Any], type[Exception]]:
-    """A function that makes the decompressor of one stream, and what such a decompressor raises
-    where the stream is damaged. Only one of zstd may be in use at a time."""
+    """A function that creates the decompressor of one stream, and the exception that it raises for
+    damage. Only one zstd decompressor may be in use at a time."""
     match kind:
         case "gzip":
             return lambda: zlib.decompressobj(wbits=16 + zlib.MAX_WBITS), zlib.error
@@ -122,7 +120,7 @@ def _decompressor(path: Path, kind: str) -> tuple[Callable[[], Any], type[Except
 
 
 def split_lines(blocks: Iterable[bytes]) -> Iterator[bytes | None]:
-    """Lines without their ends; None for one of more than LONGEST_LINE bytes."""
+    """Yield lines without their ends; None for a line above LONGEST_LINE bytes."""
     parts: list[bytes] = []
     length = 0
     for block in blocks:

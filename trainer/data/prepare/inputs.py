@@ -1,4 +1,4 @@
-"""Which files are the inputs of a data set, and which of them make its validation split."""
+"""Finds the input files of a data set, and those of its validation split."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from trainer.data.shards import DataError
 
 NamedSplit: TypeAlias = Literal["train", "validation", "test", ""]
 
-# What lies beside the data in data sets of Hugging Face and in repositories.
+# Files beside the data in Hugging Face data sets and repositories.
 _NOT_DATA = re.compile(
     r"""(readme|changelog|contributing|citation|notice|copying)\b.* | .*\blicen[cs]es?\b.*
     | (dataset_infos?|dataset_dict|state|config|index|tokenizer|tokenizer_config)\.json
@@ -35,11 +35,11 @@ _CURE = "--splits ignore takes all files alike"
 
 @dataclass
 class InputFiles:
-    """The input files in a fixed order, and what a person should know of how they were found."""
+    """The input files in a fixed order, with notes on how they were found."""
 
     files: list[str] = field(default_factory=list)
     validation: set[str] = field(default_factory=set)
-    """Files of which all documents belong to the validation split."""
+    """Files whose documents all belong to the validation split."""
     notes: list[str] = field(default_factory=list)
     """Lines for a person."""
     broken: list[str] = field(default_factory=list)
@@ -57,16 +57,16 @@ class _Found:
 
 
 def find_inputs(names: Sequence[str], column: str, by_name: bool) -> InputFiles:
-    """Files of all inputs, each once; folders are searched for the known endings.
+    """Files of all inputs, each once; folders are searched for known extensions.
 
     Args:
         names: files and folders.
-        column: the field that holds the text.
-        by_name: whether names of files and folders say which split a file belongs to.
+        column: the field with the text.
+        by_name: whether names of files and folders determine their split.
 
     Raises:
-        DataError: an input is missing, of no known kind, or an empty folder; a folder cannot be
-            read; there are files of a validation and of a test split, and none to train on.
+        DataError: an input is missing, of unknown kind, or an empty folder; a folder cannot be
+            read; or there are validation and test files, and none to train on.
     """
     inputs = InputFiles()
     others: list[str] = []
@@ -109,7 +109,7 @@ def find_inputs(names: Sequence[str], column: str, by_name: bool) -> InputFiles:
 
 
 def _divide(inputs: InputFiles, parts: dict[str, tuple[str, ...]]) -> None:
-    """Take the files of a test split out of the inputs, and note those of a validation split."""
+    """Remove the files of a test split from the inputs, and record those of a validation split."""
     splits = {file: split_by_name(names) for file, names in parts.items()}
     if "train" not in splits.values():
         # "The last test.txt" is a book, unless there is a train.txt as well.
@@ -138,11 +138,11 @@ def _divide(inputs: InputFiles, parts: dict[str, tuple[str, ...]]) -> None:
 
 
 def split_by_name(parts: Sequence[str], strict: bool = False) -> NamedSplit:
-    """The split that a file's name, else the name of the nearest folder says; "" if none does.
+    """The split named by a file, else by its nearest folder; "" if none is.
 
     Args:
         parts: names of folders, and the file's name.
-        strict: in txt files, a name of other words as well says nothing.
+        strict: for txt files, whether further words make a name meaningless.
     """
     ending = bare_suffix(Path(parts[-1]))
     if ending == ".md":
@@ -156,12 +156,12 @@ def split_by_name(parts: Sequence[str], strict: bool = False) -> NamedSplit:
 
 
 def _search(directory: Path, column: str) -> _Found:
-    """Files in a folder, and in the folders that links in it lead to."""
+    """Files in a folder, and in folders that its links lead to."""
     found = _Found()
-    read: set[str] = set()  # folders, by real path: each is read once
+    read: set[str] = set()  # real paths of folders, each read once
     links = [directory]
     while links:
-        # Links come after the folders themselves, which so are read under their own path.
+        # Links come last, so that folders are read under their own paths.
         top, links = links, []
         for folder in sorted(top, key=str):
             real = os.path.realpath(folder)
@@ -183,7 +183,7 @@ def _search(directory: Path, column: str) -> _Found:
                 is_data = stat.S_ISREG(mode) and kind_by_name(file)
                 taken = is_data and not _NOT_DATA.fullmatch(file.name)
                 (found.data if taken else found.others).append(str(file))
-    # A table beside the data, such as a list of sources, has no text.
+    # A table without the text column is not data, such as a list of sources.
     tables = {
         file
         for file in found.data
@@ -198,8 +198,8 @@ def _search(directory: Path, column: str) -> _Found:
 
 
 def _walk(folder: Path, read: set[str]) -> Iterator[Path]:
-    """What is in a folder and in the folders below it, except folders that are hidden or were read;
-    links are not followed."""
+    """Yield files in a folder and below it, without hidden folders and those read before; links are
+    not followed."""
     real = os.path.realpath(folder)
     if real in read:
         return

@@ -1,4 +1,4 @@
-"""What a person may choose when data is prepared. Imports nothing heavy."""
+"""Options of data preparation. Imports nothing heavy."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,12 +16,12 @@ OF_CHATS = (
     *("chat", "pairs", "turns", "template", "template_options", "date", "loss", "max_tokens"),
     *("too_long", "spelled"),
 )
-"""Options that say nothing of plain text."""
+"""Options that do not apply to plain text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """What decides the bytes of a prepared data set, besides its inputs."""
+    """Everything besides the inputs that determines the bytes of a prepared data set."""
 
     tokenizer: str | None = None
     """A tokenizer.json, the directory of one, or "bytes"."""

@@ -1,8 +1,8 @@
 """`perdure data prepare`: text → tokenised shards. See [Note: prepared data set] in shards.py.
 
-Inputs are cut into units in a fixed order. Workers tokenise units into files of their own, each
-finished by an atomic rename, so that a killed run goes on where it was. The units are then joined
-in order: the bytes do not depend on the number of workers, nor on interruptions.
+Inputs are cut into units in a fixed order. Workers tokenise units into files, each finished by an
+atomic rename, so that a killed run continues where it was. The units are then joined in order: the
+bytes depend neither on the number of workers nor on interruptions.
 """
 
 import hashlib
@@ -81,8 +81,8 @@ from trainer.data.tokenizer import (
     vocabulary_size,
 )
 
-# Characters, from all over the inputs: a tokenizer learns little more from more text, and training
-# holds every word of it in memory.
+# Characters, spread over the inputs: a tokenizer learns little from more text, and training holds
+# every word in memory.
 _BPE_TEXT_SIZE = 1 << 25
 _VALIDATION_FRACTION = 0.02
 _CHOICES = {
@@ -96,12 +96,12 @@ _CHOICES = {
     "spelled": Spelled,
 }
 _DECIDES = ("turns", "template_options", "date", "loss", "max_tokens", "too_long", "spelled")
-"""Options that are part of what a data set of chats is, with its bytes."""
+"""Options that, with its bytes, identify a data set of chats."""
 _LOOKED_AT = 20  # records
 _FLAGS = {"chats": "--chat", "pairs": "--pairs"}
 _TABLE_OF_CHATS = "prompt"
-"""Column by which a table of chats is known."""
-_WORK = ".work-4-"  # the number changes with what units hold
+"""Column that identifies a table of chats."""
+_WORK = ".work-4-"  # the number changes with the contents of units
 
 
 def prepare(
@@ -114,20 +114,20 @@ def prepare(
 ) -> dict[str, Any]:
     """Tokenise `inputs` into the directory `out`; returns its index.
 
-    A data set of the same inputs and options that is there already is left as it is. One process
-    at a time may prepare a directory.
+    An existing data set of the same inputs and options is unchanged. Only one process at a time may
+    prepare a directory.
 
     Args:
         inputs: files, directories, "-" for standard input, or the name of a corpus ("wikipedia",
             "stdlib").
-        out: made if need be.
+        out: created if missing.
         workers: processes that tokenise.
-        progress: tell a person on stderr, with a bar on a terminal.
+        progress: report on stderr, with a bar on a terminal.
         options: see PrepareOptions.
 
     Raises:
-        DataError: an input that cannot be read, a bad record with on_bad="fail", no document at
-            all, an `out` that holds something else or cannot be written.
+        DataError: an input cannot be read, a record is bad with on_bad="fail", there is no
+            document, or `out` holds something else or cannot be written.
     """
     settings, out = PrepareOptions(**options), Path(out)
     say = _say if progress else lambda line: None
@@ -175,7 +175,7 @@ def prepare(
 
 
 def what_to_type(inputs: Sequence[str]) -> str:
-    """What a command that names inputs alone lacks, by a look at the first of them.
+    """The command to use for inputs given without options, from a look at the first of them.
 
     Raises:
         DataError: an input cannot be read.
@@ -236,7 +236,7 @@ def _check_options(settings: PrepareOptions, workers: int) -> None:
 
 @dataclass(frozen=True)
 class _Template:
-    """A chat template, and what it is given."""
+    """A chat template, and its variables."""
 
     sources: dict[str, str]
     variables: dict[str, Any]
@@ -283,15 +283,15 @@ def _read_template(settings: PrepareOptions) -> _Template:
 
 
 def _resolve(name: str, out: Path, settings: PrepareOptions) -> str:
-    """A corpus by name, or what comes through a pipe → its file; anything else stays."""
+    """The file of a named corpus or of a pipe; other inputs unchanged."""
     if name in CORPORA and not Path(name).exists():
         return str(fetch_corpus(name, out / "corpus"))
     return str(spool(name, out, settings.field)) if is_pipe(name) else name
 
 
 def _plan_hash(inputs: InputFiles, settings: PrepareOptions, template: _Template | None) -> str:
-    """What is to be done: options, the bytes of tokenizer and chat template, and name, size, age
-    and split of each input."""
+    """Hash of the task: options, bytes of tokenizer and chat template, and name, size, age and
+    split of each input."""
     stats = []
     for file in inputs.files:
         status = os.stat(file)
@@ -313,7 +313,7 @@ def _plan_hash(inputs: InputFiles, settings: PrepareOptions, template: _Template
 
 
 def _finished(out: Path, plan_hash: str) -> dict[str, Any] | None:
-    """The index of the data set in `out`; None when files of it are missing or truncated."""
+    """The index of the data set in `out`; None if its files are missing or truncated."""
     index = read_index(out)
     if index.get("plan") != plan_hash:
         raise DataError(
@@ -366,7 +366,7 @@ def _prepare(
 
 
 def _spelled_out(noted: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What a person should know of special tokens in texts."""
+    """Notes for the user about special tokens in texts."""
     found: Counter[str] = Counter()
     for part in noted:
         found.update(part["spelled"])
@@ -402,7 +402,7 @@ def _make_tokenizer(units: list[Pieces], settings: PrepareOptions, work: Path) -
 
 
 def _training_texts(units: list[Pieces], settings: PrepareOptions) -> Iterator[str]:
-    """The beginning of every unit: everything, or _BPE_TEXT_SIZE characters from all over."""
+    """Yield the beginning of every unit: everything, or _BPE_TEXT_SIZE characters in all."""
     units = [tuple(piece for piece in unit if not piece.form.held_out) for unit in units]
     total = sum(piece.size for unit in units for piece in unit)
     for unit in units:
@@ -471,7 +471,7 @@ def _join(
 
 
 def _lines_before(units: list[Pieces]) -> list[list[int]]:
-    """For each piece of each unit, the lines (rows) of its file that come before it."""
+    """For each piece of each unit, the lines (rows) before it in its file."""
     known: tuple[Piece, int] | None = None
     found: list[list[int]] = []
     for unit in units:
@@ -485,7 +485,7 @@ def _lines_before(units: list[Pieces]) -> list[list[int]]:
 def _write_records(
     jobs: list[TokeniseTask], before: list[list[int]], results: list[list[dict[str, Any]]]
 ) -> None:
-    """For each unit and split a file with the line of each document in its input file: units know
+    """Write for each unit and split the line of each document in its input file; units know only
     the line in the piece."""
     for job, starts, result in zip(jobs, before, results, strict=True):
         for split in SPLITS:
@@ -502,7 +502,7 @@ def _account(
     results: list[list[dict[str, Any]]],
     forms: dict[str, Form],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What came out of each input file, and the rejected records with their lines in it."""
+    """Counts for each input file, and the rejected records with their lines in it."""
     sources: dict[str, dict[str, Any]] = {
         file: {
             "file": file,

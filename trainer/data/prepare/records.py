@@ -1,4 +1,5 @@
-"""Pieces of input files → documents, or the reasons why there are none; in bounded memory."""
+"""Reads pieces of input files as documents, or the reasons why there are none, in bounded
+memory."""
 
 import codecs
 import json
@@ -25,26 +26,26 @@ class Record:
     """One document or a part of it, or the reason why there is none; neither for a blank line."""
 
     line: int
-    """Where it stands in the piece, from 1: line, or row of a parquet or arrow file, or value of a
-    json file."""
+    """Its place in the piece, from 1: line, or row of a parquet or arrow file, or value of a json
+    file."""
     text: str = ""
     value: dict[str, Any] | None = None
-    """All fields, in place of a text, where no field was asked for."""
+    """All fields, instead of a text, if no field was requested."""
     problem: str = ""
     goes_on: bool = False
-    """Whether the next record is more of the same document."""
+    """Whether the next record continues the document."""
 
 
 def read_piece(
     piece: Piece, field: str | None, told: Callable[[int], None] = lambda count: None
 ) -> Iterator[Record]:
-    """Documents of a piece, in file order.
+    """Yield the documents of a piece, in file order.
 
     Args:
         piece: from `cut_units`.
-        field: of each json object, or column of csv, parquet and arrow, that holds the text; None:
-            all fields are wanted, of what is no plain text.
-        told: is called now and then with the bytes of the piece that were read so far.
+        field: with the text, of each json object, or column of csv, parquet and arrow; None: all
+            fields, of any form except plain text.
+        told: called now and then with the bytes of the piece read so far.
 
     Raises:
         DataError: the whole file cannot be read: damaged, or without the column.
@@ -110,7 +111,7 @@ def _json_record(line: bytes, number: int, field: str | None) -> Record:
 
 
 def _record_of(value: Any, number: int, field: str | None) -> Record:
-    """A json value → a record."""
+    """The record of a json value."""
     if not isinstance(value, dict):
         what = f"an object with text in {field!r}" if field else "an object"
         return Record(number, problem=f"{_called(value)}, not {what}")
@@ -124,11 +125,11 @@ def _record_of(value: Any, number: int, field: str | None) -> Record:
 
 
 def _inside(value: Any, field: str) -> Any:
-    """What `field` names in a value: a key of an object, or, where there is none of that name, a
-    path of keys with dots between. In a list it names something in each element.
+    """The value that `field` names: a key of an object or, without such a key, a path of keys with
+    dots. In a list it applies to each element.
 
     Raises:
-        KeyError: it names nothing.
+        KeyError: there is none.
     """
     if isinstance(value, list):
         return [_inside(one, field) for one in value]
@@ -149,7 +150,7 @@ def _text_of(value: Any, number: int, what: str) -> Record:
     Args:
         value: text, its UTF-8 bytes, or lists of these.
         number: of the record.
-        what: begin of a sentence that ends in what the value is instead.
+        what: beginning of a sentence that ends in the kind of the value.
     """
     parts, stack = [], [value]
     while stack:
@@ -181,11 +182,11 @@ def _called(value: Any) -> str:
 
 
 def _instead(names: Iterable[str]) -> str:
-    """What to do about a record, or a table, that has other fields than the one with the text."""
+    """Advice for a record or table without the text field."""
     names = list(names)
     if not names:
         return "it is empty"
-    # By name alone: a table shows no more.
+    # By names only: a table shows no more.
     kind = form_of({name: [] for name in names})
     way = {"chats": "these are chats; use --chat", "pairs": "these are pairs; use --pairs"}
     return f"it has {_names(names)}; {way.get(kind, 'see --field')}"
@@ -197,7 +198,7 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _json_values(path: Path, blocks: Iterable[bytes], field: str | None) -> Iterator[Record]:
-    """Values that stand one after the other over any number of lines, or in arrays."""
+    """Yield values in sequence over any number of lines, or in arrays."""
     decoder, decode = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")()
     buffer, position, number, depth, tried = "", 0, 0, 0, 0
     for block in _and_an_end(blocks):
@@ -207,9 +208,9 @@ def _json_values(path: Path, blocks: Iterable[bytes], field: str | None) -> Iter
         except UnicodeDecodeError as error:
             raise DataError(f"{path}: not UTF-8, after {number} values: {error.reason}") from error
         if not final and len(buffer) < 2 * tried:
-            continue  # a long value is not looked at again for every block
+            continue  # avoids parsing a long value again for every block
         while True:
-            # Values of an array, and the array itself, are told apart from what is between them.
+            # Skips separators between values, and counts brackets.
             while position < len(buffer) and (letter := buffer[position]) in " \t\r\n,[]":
                 depth += (letter == "[") - (letter == "]")
                 position += 1
@@ -237,7 +238,7 @@ def _and_an_end(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _csv(path: Path, blocks: Iterable[bytes], field: str | None) -> Iterator[Record]:
-    """Rows of a table, by the line in which they begin."""
+    """Yield rows of a table, by the line in which they begin."""
     rows = read_rows(path, blocks, field or _CSV_OF_CHATS)
     _, names = next(rows, (0, []))
     place = names.index(_column_of(path, field, names, nested=False)) if field else 0
@@ -277,7 +278,8 @@ def _parquet(
 def _arrow(
     path: Path, piece: Piece, field: str | None, told: Callable[[int], None]
 ) -> Iterator[Record]:
-    """A file of Arrow's stream format, as `datasets.save_to_disk` writes, or of its file format."""
+    """Yield rows of a file in Arrow's stream format, as `datasets.save_to_disk` writes, or in its
+    file format."""
     pyarrow = import_pyarrow(path)
     row = 0
     try:
@@ -298,7 +300,7 @@ def _arrow(
 
 
 def _column_of(path: Path, field: str, names: list[str], nested: bool = True) -> str:
-    """The column that holds a field: of its name, or, if `nested`, of the begin of its path.
+    """The column of a field: of its name or, if `nested`, of the beginning of its path.
 
     Raises:
         DataError: there is none.
@@ -312,7 +314,7 @@ def _column_of(path: Path, field: str, names: list[str], nested: bool = True) ->
 
 
 def _rows(batch: Any, before: int, field: str | None, column: str | None) -> Iterator[Record]:
-    """Records of a batch of pyarrow, which comes after so many rows."""
+    """Yield records of a pyarrow batch that follows `before` rows."""
     if field is None or column is None:
         columns = [_values(batch.column(place)) for place in range(batch.num_columns)]
         for number, cells in enumerate(zip(*columns, strict=True), before + 1):
@@ -331,7 +333,8 @@ def _rows(batch: Any, before: int, field: str | None, column: str | None) -> Ite
 
 
 def _values(cells: Iterable[Any]) -> Iterator[Any]:
-    """Cells of a column as Python has them; a record with the problem for one that is not UTF-8."""
+    """Yield cells of a column as Python values; a record with the problem for one that is not
+    UTF-8."""
     for cell in cells:
         try:
             yield cell.as_py()
@@ -340,8 +343,8 @@ def _values(cells: Iterable[Any]) -> Iterator[Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A value without the keys that are null in its objects: a table has one schema for all rows,
-    and fills up with nulls what an object does not have."""
+    """A value without null keys in its objects: a table has one schema for all rows, and fills
+    missing keys with null."""
     if isinstance(value, dict):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value

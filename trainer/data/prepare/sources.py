@@ -1,8 +1,7 @@
-"""Input files, and how they are cut: txt, md, csv, json, also compressed, parquet, arrow.
+"""Cuts input files into pieces: txt, md, csv, json, also compressed, parquet, arrow.
 
-Files are cut into pieces that begin and end with a document, and pieces gathered into units, which
-workers take one by one. Units, and the documents in them, have a fixed order that does not depend
-on who reads them.
+Pieces begin and end with a document, and are gathered into units, which workers take one by one.
+Units, and documents in them, have a fixed order, independent of the workers.
 """
 
 import json
@@ -19,7 +18,7 @@ from trainer.data.prepare.text import choose_split, content_sizes, next_border, 
 from trainer.data.shards import DataError
 
 UNIT_BYTES = 32 << 20
-"""Most that a unit holds, where its parts can be separated."""
+"""Most bytes of a unit, where its parts can be separated."""
 _SMALLEST_UNIT, _UNITS = 2 << 20, 256
 KINDS = "txt, md, csv, tsv, json, jsonl (each also .gz, .bz2, .xz, .zst), parquet or arrow"
 
@@ -32,10 +31,10 @@ Kind: TypeAlias = Literal["text", "json lines", "json", "csv", "parquet", "arrow
 
 @dataclass(frozen=True)
 class Form:
-    """What a file holds, and what a document is in it."""
+    """The contents of a file, and the extent of a document in it."""
 
     kind: Kind
-    """json: values one after the other over any number of lines, or arrays of them."""
+    """json: values in sequence over any number of lines, or arrays of them."""
     split: Split = "auto"
     """How text is cut; never auto."""
     window: int = 0
@@ -62,7 +61,7 @@ Pieces: TypeAlias = tuple[Piece, ...]
 
 
 def kind_by_name(path: Path) -> Literal["text", "json", "csv", "parquet", "arrow", ""]:
-    """What a file holds, by the ending of its name; "" if that is not known."""
+    """Kind of a file by its extension; "" if unknown."""
     ending = bare_suffix(path)
     if ending in _JSON:
         return "json"
@@ -74,17 +73,17 @@ def kind_by_name(path: Path) -> Literal["text", "json", "csv", "parquet", "arrow
 
 
 def bare_suffix(path: Path) -> str:
-    """Ending of a file's name, in small letters, without that of its compression."""
+    """Extension of a file in lower case, without that of its compression."""
     return (path.with_suffix("") if compression(path) else path).suffix.lower()
 
 
 def look_at(files: Sequence[str], split: Split, held_out: Collection[str] = ()) -> dict[str, Form]:
-    """What each file holds, and what a document is in it, by its name and a look into it.
+    """The form of each file, from its name and its beginning.
 
     Args:
-        files: of known endings.
+        files: with known extensions.
         split: how text is cut.
-        held_out: those of the files that make the validation split.
+        held_out: the files of the validation split.
 
     Raises:
         DataError: a file cannot be read.
@@ -108,8 +107,8 @@ def look_at(files: Sequence[str], split: Split, held_out: Collection[str] = ()) 
 
 
 def _has_json_lines(path: Path) -> bool:
-    """Whether there is one value a line. Only what shows that there is not counts against it: an
-    array, or an object of which the first lines are none."""
+    """Whether there is one value per line: assumed unless the file begins with an array, or with an
+    object whose first lines are none."""
     head = b"".join(islice(read_blocks(path), 1)).lstrip()
     if not head.startswith(b"{"):
         return not head.startswith(b"[")
@@ -125,7 +124,7 @@ def _is_object(line: bytes) -> bool:
 
 
 def describe(forms: dict[str, Form]) -> Iterator[str]:
-    """What was chosen, a line each, for a person."""
+    """Yield a line per choice, for the user."""
     texts = Counter((form.split, form.window) for form in forms.values() if form.kind == "text")
     for (split, window), count in texts.items():
         example = next(
@@ -150,7 +149,7 @@ def cut_units(forms: dict[str, Form]) -> list[Pieces]:
         DataError: a parquet file cannot be opened.
     """
     total = sum(Path(file).stat().st_size for file in forms)
-    # Enough of them to be shared by workers, and for little to be lost by a kill; not too many.
+    # Small enough to be shared by workers and lost by a kill, but not too many.
     most = min(UNIT_BYTES, max(_SMALLEST_UNIT, total // _UNITS))
     units: list[Pieces] = []
     gathered: list[Piece] = []
@@ -190,7 +189,7 @@ def _cut(file: str, form: Form, most: int) -> Iterator[Piece]:
 
 
 def lines_before(piece: Piece, known: tuple[Piece, int] | None = None) -> int:
-    """Lines (rows of a parquet file) that come before a piece in its file; `known` before an
+    """Lines (rows of a parquet file) before a piece in its file; `known`: the count before an
     earlier one."""
     path = Path(piece.file)
     start, lines = 0, 0
@@ -218,7 +217,7 @@ def open_parquet(path: Path) -> Any:
 
 
 def import_pyarrow(path: Path) -> Any:
-    """pyarrow, with its parquet and ipc parts.
+    """pyarrow with its parquet and ipc modules.
 
     Raises:
         DataError: it is not installed; `path` needs it.

@@ -1,15 +1,15 @@
-"""Chats → tokens, and which of them are trained.
+"""Encodes chats as tokens, and marks those that are trained.
 
-[Note: trained as served] Trained is what a model has to produce when it is served. For the
-assistant's message i of a chat, P is the rendering of what comes before it, with the generation
-prompt; Q the rendering up to and with it. Trained are the tokens of Q without those at its begin
-that P has too. Its end of turn is among them. A template may render a message otherwise once others
-follow: if the chat does not begin with the tokens of Q, the message is not stable in it, and Q is a
-document of its own.
+[Note: trained as served] A model is trained on what it must produce when it is served. For the
+assistant's message i of a chat, P is the rendering of what precedes it, with the generation prompt;
+Q the rendering up to and including it. Trained are the tokens of Q without those that it shares
+with P at its beginning. The end of turn is among them. A template may render a message differently
+once others follow. If the chat does not begin with the tokens of Q, the message is not stable in
+it, and Q becomes a document of its own.
 
-P and Q are not encoded whole. Text from an added token on is encoded by itself, so both are
-compared with the chat from the last added token on that they have in common; for most templates
-that is a generation prompt of a few tokens, which is encoded once for all chats.
+P and Q are not encoded whole. Text from an added token on is encoded independently, so both are
+compared with the chat from their last common added token on. For most templates that is a
+generation prompt of a few tokens, encoded once for all chats.
 """
 
 import bisect
@@ -41,24 +41,22 @@ from trainer.data.tokenizer import special_tokens
 _SPELLED = re.compile(f"({SPELLED_BEGIN}.*?{SPELLED_END})", re.DOTALL)
 _WITHOUT_MARKS = dict.fromkeys(map(ord, MARKS))
 _KEPT_TAIL = 256
-"""Characters of a piece of text whose tokens are kept."""
+"""Longest piece of text, in characters, whose tokens are cached."""
 _COMPARED = 32
 """Chats of a unit whose generation blocks are compared with what a model is served."""
 
 
 class Encoded:
-    """Tokens of a text, and where they lie in it."""
+    """Tokens of a text, and their places in it."""
 
     def __init__(self, ids: list[int], places: Callable[[int], tuple[int, int] | None]) -> None:
-        """
-        Args:
-            ids: of the tokens.
-            places: number of a token → its first character, and one past its last.
-        """
+        """Args:
+        ids: of the tokens.
+        places: index of a token → its first character, and one past its last."""
         self.ids, self._places = ids, places
 
     def begin(self, token: int) -> int:
-        """The first character of a token."""
+        """First character of a token."""
         return (self._places(token) or (0, 0))[0]
 
     def end(self, token: int) -> int:
@@ -66,11 +64,12 @@ class Encoded:
         return (self._places(token) or (0, 0))[1]
 
     def token_at(self, place: int) -> int:
-        """The first token that ends after a character; as many as there are if none does."""
+        """Index of the first token that ends after a character; the number of tokens if none
+        does."""
         return bisect.bisect_right(range(len(self.ids)), place, key=self.end)
 
     def inside(self, spans: Iterable[tuple[int, int]]) -> NDArray[np.bool_]:
-        """Whether each token has a character in one of some spans, which are not empty."""
+        """Whether each token has a character in one of some non-empty spans."""
         found = np.zeros(len(self.ids), bool)
         for first, last in spans:
             stop = bisect.bisect_left(range(len(self.ids)), last, key=self.begin)
@@ -84,32 +83,32 @@ class Document:
 
     ids: NDArray
     trained: NDArray[np.bool_]
-    """Whether each token is a label. The first never is: nothing comes before it."""
+    """Whether each token is a label. The first never is, as nothing precedes it."""
     place: str = ""
-    """Names the message that it ends in, where it is not the whole chat."""
+    """Name of the message that it ends in, if it is not the whole chat."""
 
 
 class ChatEncoder:
-    """Text → tokens, with letters that spell a special token as letters."""
+    """Encodes text as tokens; letters that spell a special token can stay letters."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """`tokenizer` is this encoder's from now on."""
-        # What a template wants at the begin and the end it writes itself; and offsets stay whole.
+        """Takes over `tokenizer` and changes it."""
+        # A template writes its own begin and end tokens, and offsets must stay whole.
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
         tokenizer.encode_special_tokens = False
         self._tokenizer = tokenizer
         self.borders = frozenset(tokenizer.get_added_tokens_decoder())
-        """Tokens before which a text can be cut without a change of its tokens."""
+        """Tokens before which a text can be cut without changing its tokens."""
         names = sorted(special_tokens(tokenizer), key=len, reverse=True)
         self._spelled = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self.special = frozenset(map(tokenizer.token_to_id, names))
         self._tail = lru_cache(maxsize=4096)(self._ids)
 
     def spelled_in(self, chat: Chat) -> str:
-        """The first special token that a text of a chat spells; "" if there is none.
+        """The first special token that a text of a chat spells; "" without any.
 
         Raises:
-            ChatError: there is something in its texts that no text may have.
+            ChatError: a text has characters that no text may have.
         """
         texts = "\n".join(texts_of([chat.messages, chat.tools]))
         try:
@@ -122,7 +121,7 @@ class ChatEncoder:
         return found[0] if found else ""
 
     def as_letters(self, chat: Chat) -> Chat:
-        """A chat whose texts spell no special token: marks make the letters stay letters."""
+        """A chat with marks around texts that spell special tokens, so that they stay letters."""
 
         def change(text: str) -> str:
             return self._spelled.sub(lambda found: f"{SPELLED_BEGIN}{found[0]}{SPELLED_END}", text)
@@ -141,13 +140,13 @@ class ChatEncoder:
         ]
 
     def _with_letters(self, text: str) -> Encoded:
-        """Tokens of a text in which marks say what is letters."""
+        """Tokens of a text with marks around letters."""
         ids: list[int] = []
         places: list[tuple[int, int]] = []
         begin = 0
         for piece in _SPELLED.split(text):
             letters = int(piece.startswith(SPELLED_BEGIN))
-            # A mark without the other, where a template takes a text apart, is no text.
+            # An unpaired mark, where a template takes a text apart, is dropped.
             bare = piece[1:-1] if letters else piece.translate(_WITHOUT_MARKS)
             self._tokenizer.encode_special_tokens = bool(letters)
             encoding = self._tokenizer.encode(bare, add_special_tokens=False)
@@ -162,8 +161,8 @@ class ChatEncoder:
         return self.encode([text])[0].ids
 
     def common(self, whole: Encoded, text: str, other: str) -> tuple[int, int]:
-        """How many tokens at the begin of a text are those of another text, and how many the other
-        one has besides.
+        """Number of leading tokens that a text shares with another, and further tokens of the
+        other.
 
         Args:
             whole: tokens of `text`.
@@ -172,7 +171,7 @@ class ChatEncoder:
         """
         ids = whole.ids
         same = len(other) if text.startswith(other) else _alike(text, other)
-        # The last added token that both have. From its begin on they may differ.
+        # Back to the last common added token: after it the encodings may differ.
         first = whole.token_at(same) - 1
         while first > 0 and ids[first] not in self.borders:
             first -= 1
@@ -188,7 +187,7 @@ class ChatEncoder:
 
 
 def _alike(one: str, other: str) -> int:
-    """How many characters two texts have in common at their begin."""
+    """Number of leading characters that two texts share."""
     least, most = 0, min(len(one), len(other))
     while least < most:
         middle = (least + most + 1) // 2
@@ -201,39 +200,37 @@ def _alike(one: str, other: str) -> int:
 
 T = TypeVar("T")
 Finding: TypeAlias = Generator[str, Encoded, T]
-"""What yields texts and is sent their tokens."""
+"""A generator that yields texts and is sent their tokens."""
 
 
 class SpanFinder:
-    """Chats → documents, and what is to be told of them."""
+    """Converts chats to documents, and counts what the user should know."""
 
     def __init__(
         self, template: ChatTemplate, encoder: ChatEncoder, loss: Loss, spelled: Spelled
     ) -> None:
-        """
-        Args:
-            template: which renders the chats.
-            encoder: which encodes them.
-            loss: see PrepareOptions.
-            spelled: see PrepareOptions.
-        """
+        """Args:
+        template: renders the chats.
+        encoder: encodes them.
+        loss: see PrepareOptions.
+        spelled: see PrepareOptions."""
         self._template, self._encoder = template, encoder
         self._loss, self._spelled = loss, spelled
         self._left_to_compare = _COMPARED
         self.counts: Counter[str] = Counter()
-        """chats; unstable: chats of a document for each answer, with the characters of these (each)
-        and of the chats (whole); led: answers that do not begin as their prompt ends; endless:
-        documents without a special token that is trained; blocks: chats whose generation blocks
-        are other than what is served."""
+        """chats; unstable: chats with a document for each answer, with the characters of these
+        (each) and of the chats (whole); led: answers that do not begin as their prompt ends;
+        endless: documents without a trained special token; blocks: chats whose generation blocks
+        differ from what is served."""
         self.examples: dict[str, str] = {}
         """The first example of led and blocks."""
 
     def documents(self, chats: Iterable[tuple[Chat, Turns]]) -> list[list[Document] | ChatError]:
-        """What each of some chats is trained as, or why it cannot be. Their texts are encoded
+        """The documents of each chat, or why it cannot be trained. Their texts are encoded
         together, which is faster.
 
         Args:
-            chats: each with what of it is trained, see PrepareOptions.
+            chats: each with its trained turns, see PrepareOptions.
         """
         working = [self._documents(chat, turns) for chat, turns in chats]
         results: list[list[Document] | ChatError] = [[]] * len(working)
@@ -280,14 +277,14 @@ class SpanFinder:
         return documents
 
     def _whole(self, chat: Chat, turns: Turns) -> Finding[list[Document]]:
-        """A chat in one document; where it is not stable and `turns` is auto, in several."""
+        """A chat in one document; in several if it is not stable and `turns` is auto."""
         marked = self._template.marked(chat.messages, chat.tools)
         text = without_blocks(marked)
         if self._template.has_blocks:
             whole = yield text
             return [self._document(whole, self._by_blocks(chat, marked, text, whole))]
         upto = self._upto(chat, text)
-        # Most that are not stable show it in their letters, and need not be encoded whole.
+        # Most unstable chats differ in their letters already, and need not be encoded whole.
         unstable = next((turn for turn in upto if not text.startswith(upto[turn])), None)
         if unstable is None:
             whole = yield text
@@ -305,8 +302,8 @@ class SpanFinder:
         return (yield from self._each(chat, upto))
 
     def _upto(self, chat: Chat, text: str) -> dict[int, str]:
-        """By the number of each trained answer, the rendering up to and with it; `text` is that of
-        the whole chat."""
+        """Index of each trained answer → rendering up to and including it; `text` is the whole
+        chat's."""
         last = len(chat.messages) - 1
         return {
             turn: text
@@ -316,7 +313,7 @@ class SpanFinder:
         }
 
     def _by_blocks(self, chat: Chat, marked: str, text: str, whole: Encoded) -> NDArray[np.bool_]:
-        """Tokens of a whole chat that generation blocks say are trained."""
+        """Trained tokens of a whole chat by its generation blocks."""
         trained = whole.inside(blocks_in(marked))
         if len(chat.trained) < sum(one["role"] == ASSISTANT for one in chat.messages):
             return trained & self._served(chat, text, whole, self._upto(chat, text))[0]
@@ -331,13 +328,13 @@ class SpanFinder:
     def _served(
         self, chat: Chat, text: str, whole: Encoded, upto: Mapping[int, str]
     ) -> tuple[NDArray[np.bool_], int | None]:
-        """Tokens of a whole chat that are trained, and the first answer that is not stable in it.
+        """Trained tokens of a whole chat, and the first answer that is not stable in it.
 
         Args:
             chat: to be trained.
             text: its rendering.
             whole: tokens of `text`.
-            upto: of `_upto`.
+            upto: from `_upto`.
         """
         trained = np.zeros(len(whole.ids), bool)
         unstable = None
@@ -358,9 +355,9 @@ class SpanFinder:
 
         Args:
             chat: with the answer.
-            turn: number of the answer.
-            text: rendering up to and with it, if that is known, and there are no blocks.
-            alone: it is the only document of its chat.
+            turn: index of the answer.
+            text: rendering up to and including it, if known and without blocks.
+            alone: whether it is the only document of its chat.
         """
         marked = text or self._template.marked(chat.messages[: turn + 1], chat.tools)
         text = without_blocks(marked)
@@ -369,18 +366,18 @@ class SpanFinder:
         trained = np.zeros(len(whole.ids), bool)
         trained[begin:] = True
         if self._template.has_blocks:
-            # A block belongs to this answer if it ends after the prompt of the answer.
+            # A block belongs to this answer if it ends after the answer's prompt.
             blocks = [one for one in blocks_in(marked) if whole.token_at(one[1] - 1) >= begin]
             served, trained = trained, whole.inside(blocks)
             self._compare(text, whole, served, trained)
         return self._document(whole, trained, "" if alone else f"message {turn}: ")
 
     def _begin(self, chat: Chat, turn: int, text: str, whole: Encoded, stop: int) -> int:
-        """The first token of an answer that its prompt does not have.
+        """First token of an answer that its prompt does not have.
 
         Args:
             chat: with the answer.
-            turn: number of the answer.
+            turn: index of the answer.
             text: rendering up to the answer, or beyond it.
             whole: tokens of `text`.
             stop: one past the last token of the answer.
@@ -397,7 +394,7 @@ class SpanFinder:
     def _compare(
         self, text: str, whole: Encoded, served: NDArray[np.bool_], blocks: NDArray[np.bool_]
     ) -> None:
-        """Note where generation blocks are other than what is served."""
+        """Count chats whose generation blocks differ from what is served."""
         differ = np.flatnonzero(served != blocks)
         if differ.size:
             first = int(differ[0])
@@ -419,10 +416,10 @@ class SpanFinder:
 
 
 def told(counts: Counter[str], examples: dict[str, str]) -> Iterator[str]:
-    """What a person should know of chats, a line each.
+    """Yield notes for the user about chats.
 
     Args:
-        counts: of all `SpanFinder.counts`.
+        counts: sum of all `SpanFinder.counts`.
         examples: of them.
     """
     chats = counts["chats"]
@@ -451,7 +448,7 @@ def told(counts: Counter[str], examples: dict[str, str]) -> Iterator[str]:
 
 
 def summed(parts: Sequence[dict[str, Any]]) -> tuple[Counter[str], dict[str, str]]:
-    """Counts and first examples of parts, as their results hold them."""
+    """Counts and first examples over the results of all parts."""
     counts: Counter[str] = Counter()
     examples: dict[str, str] = {}
     for part in parts:

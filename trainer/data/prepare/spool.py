@@ -1,4 +1,4 @@
-"""Standard input, or a pipe, as an input file."""
+"""Copies standard input, or a pipe, into an input file."""
 
 import hashlib
 import os
@@ -15,9 +15,9 @@ from trainer.data.prepare.writer import synced
 from trainer.data.shards import DataError
 
 FOLDER = ".stdin"
-"""Folder in the directory of a data set, while it is prepared."""
+"""Folder in the directory of a data set while it is prepared."""
 _STDIN = ("-", "/dev/stdin")
-# How files begin, and the endings of their names.
+# Magic bytes of files, and the extensions of their names.
 _BINARY = {b"PAR1": ".parquet", b"ARROW1": ".arrow"}
 _COMPRESSED = {
     b"\x1f\x8b": ".gz",
@@ -39,19 +39,19 @@ def is_pipe(name: str) -> bool:
 
 
 def spool(name: str, directory: Path, column: str) -> Path:
-    """Copy what comes through a pipe into a file, which workers can share and begin again.
+    """Copy a pipe into a file, which workers can share and read again.
 
     Args:
         name: see `is_pipe`.
         directory: of the data set.
-        column: the field that holds the text, by which a table is known.
+        column: the field with the text, which identifies a table.
 
     Returns:
-        The file. Its name and age depend on its content alone, so that the same content is the same
-        input when the command is given again.
+        The file. Its name and age depend only on its content, so that equal content is equal input
+        when the command is repeated.
 
     Raises:
-        DataError: nothing came.
+        DataError: the pipe was empty.
     """
     folder = directory / FOLDER
     own_directory(folder)
@@ -84,7 +84,7 @@ def _compression(path: Path) -> str:
 
 
 def _ending(path: Path, column: str) -> str:
-    """The ending of a name that says what a file holds, by a look into it."""
+    """The extension that fits the content of a file."""
     head = next(read_blocks(path), b"")
     for magic, ending in _BINARY.items():
         if head.startswith(magic):

@@ -1,4 +1,4 @@
-"""Rows of csv and tsv files, in bounded memory."""
+"""Reads rows of csv and tsv files, in bounded memory."""
 
 import csv
 from collections.abc import Iterable, Iterator
@@ -19,13 +19,13 @@ def read_header(path: Path, column: str) -> list[str]:
 
 
 def read_rows(path: Path, blocks: Iterable[bytes], column: str) -> Iterator[tuple[int, list[str]]]:
-    """Rows of a table, with the line in which each begins; the first has the names of the columns.
+    """Yield rows of a table, with the line in which each begins; the first has the column names.
 
-    A cell may be quoted, and hold line ends then. Bytes that are not UTF-8 become surrogates.
+    A quoted cell may hold line ends. Bytes that are not UTF-8 become surrogates.
 
     Raises:
-        DataError: a quote is not closed, or something stands after a closed one: where the next row
-            begins is not known then.
+        DataError: a quote is not closed, or text follows a closed one: the begin of the next row is
+            then unknown.
     """
     lines = _text_lines(path, blocks)
     first = next(lines, "")
@@ -44,8 +44,8 @@ def read_rows(path: Path, blocks: Iterable[bytes], column: str) -> Iterator[tupl
 
 
 def split_header(line: str, column: str) -> tuple[str, list[str]]:
-    """What separates the cells of a table, and the names of its columns, by its first line: the
-    first of comma, semicolon, tab and bar at which there is the `column`, else a comma."""
+    """Delimiter and column names of a table from its first line: the first of comma, semicolon, tab
+    and bar that yields the `column`, else a comma."""
     found = {delimiter: _cells(line, delimiter) for delimiter in ",;\t|"}
     delimiter = next((d for d, names in found.items() if column in names), ",")
     return delimiter, found[delimiter]

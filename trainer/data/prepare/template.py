@@ -1,7 +1,7 @@
-"""Chat templates: Jinja programs of other people, rendered in a sandbox and within bounds.
+"""Chat templates: untrusted Jinja programs, rendered in a sandbox and within limits.
 
-What a template sees is what transformers gives it: messages, tools, the tokenizer's special tokens,
-`add_generation_prompt`, and the options of whoever prepares the data.
+A template gets what transformers gives it: messages, tools, the tokenizer's special tokens,
+`add_generation_prompt`, and the user's options.
 """
 
 import json
@@ -25,33 +25,34 @@ from elastic.node.files import read_bytes
 from trainer.data.prepare.blocks import LONGEST_LINE
 from trainer.data.shards import DataError
 
-# Noncharacters of Unicode: no text has them, and every filter of a template leaves them alone.
+# Unicode noncharacters: no text has them, and template filters keep them.
 SPELLED_BEGIN, SPELLED_END = "\ufdd0", "\ufdd1"
-"""Around letters that spell a special token."""
+"""Marks around letters that spell a special token."""
 _BLOCK_BEGIN, _BLOCK_END = "\ufdd2", "\ufdd3"
 _BORDERS = re.compile(f"([{_BLOCK_BEGIN}{_BLOCK_END}])")
 MARKS = SPELLED_BEGIN + SPELLED_END + _BLOCK_BEGIN + _BLOCK_END
 
 SECONDS = 10
-"""CPU time of one rendering. A second later the process is killed: a single operation on huge
-numbers hears no exception."""
+"""CPU time of one rendering. A second later the process is killed, because an operation on huge
+numbers cannot be interrupted by an exception."""
 MOST_CHARACTERS = LONGEST_LINE
-"""Longest text that a chat may become."""
+"""Longest text of a rendered chat."""
 ROOM = 4 << 30
-"""Address space in bytes that a process may take besides what it has."""
+"""Bytes of address space that a process may add to its present size."""
 _NAMES = ("default", "tool_use")
 
 
 class RenderError(Exception):
-    """A template does not render a chat; the message says why, in one line."""
+    """A template cannot render a chat; the message says why, in one line."""
 
 
 class _TooLong(BaseException):
-    """Raised out of the template; no `except Exception` inside of it catches this."""
+    """Time limit exceeded. A BaseException, so that no `except Exception` inside catches it."""
 
 
 class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}`, which say what an assistant has written."""
+    """The tag `{% generation %} … {% endgeneration %}`, which marks what an assistant has
+    written."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -69,12 +70,13 @@ _OF_DICTS = frozenset(dir(dict))
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox. Powers and products are computed by `call_binop`, not when it compiles."""
+    """The sandbox. `call_binop` computes powers and products at run time, never during
+    compilation."""
 
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Refuse what makes a large result of small factors at once."""
+        """Refuse operations that make a large result of small factors."""
         if operator == "**":
             raise jinja2.exceptions.SecurityError("it computes a power, which no template needs")
         if operator == "*" and any(hasattr(one, "__len__") for one in (left, right)):
@@ -85,8 +87,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """What Jinja's gives, sooner for what templates ask for most. Of a dict it first has the
-        attribute fail; of a loop and a namespace nothing is unsafe but what begins with _."""
+        """As in Jinja, with a fast path for common cases: dict keys first, and attributes of loops
+        and namespaces, where only names with _ are unsafe."""
         kind = type(obj)
         if kind is dict and attribute not in _OF_DICTS:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
@@ -99,9 +101,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's, without names that begin with an underscore."""
+    """Jinja's namespace without names that begin with an underscore."""
 
-    # A template may name an attribute `self`.
+    # `*args`: a template may set an attribute `self`
     def __init__(*args: Any, **named: Any) -> None:
         attributes = dict(*args[1:], **named)
         for name in attributes:
@@ -119,16 +121,15 @@ def _check_name(name: Any) -> None:
 
 
 class ChatTemplate:
-    """A compiled chat template, or two: the one called tool_use is for chats with tools."""
+    """A compiled chat template, or two: tool_use is for chats with tools."""
 
     def __init__(
         self, sources: Mapping[str, str], variables: Mapping[str, Any], day: str | None
     ) -> None:
-        """
-        Args:
+        """Args:
             sources: "default", and perhaps "tool_use".
             variables: special tokens and options.
-            day: YYYY-MM-DD, which `strftime_now` tells; None: a template that asks is refused.
+            day: YYYY-MM-DD for `strftime_now`; None: templates that call it are refused.
 
         Raises:
             DataError: a source is no template.
@@ -143,20 +144,20 @@ class ChatTemplate:
             raise DataError(f"the chat template: {_said(error)}") from error
         self._variables = {**environment.globals, **variables}
         self.has_blocks = any("endgeneration" in source for source in sources.values())
-        """Whether it says itself what an assistant has written."""
+        """Whether it marks what an assistant has written."""
 
     def marked(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool = False
     ) -> str:
-        """The text of a chat, with marks around generation blocks.
+        """Render a chat, with marks around generation blocks.
 
         Args:
             messages: of the chat.
             tools: that the assistant may call, if any.
-            prompt: end in what makes the assistant speak.
+            prompt: whether to end with the generation prompt.
 
         Raises:
-            RenderError: the template does not take this chat.
+            RenderError: the template refuses this chat.
         """
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         template = self._templates[name]
@@ -165,7 +166,7 @@ class ChatTemplate:
         parts, size = [], 0
         try:
             with bounded():
-                # What `generate` does, but for the globals, which are there already.
+                # As `generate` does, with globals that are set already.
                 for part in template.root_render_func(template.new_context(given, shared=True)):
                     size += len(part)
                     if size > MOST_CHARACTERS:
@@ -186,20 +187,20 @@ class ChatTemplate:
         return "".join(parts)
 
     def text(self, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool = False) -> str:
-        """`marked` without the marks of blocks."""
+        """`marked` without the marks."""
         return without_blocks(self.marked(messages, tools, prompt))
 
 
 def without_blocks(marked: str) -> str:
-    """A rendered chat without the marks of generation blocks."""
+    """A rendered chat without marks of generation blocks."""
     if _BLOCK_BEGIN not in marked:
         return marked
     return marked.replace(_BLOCK_BEGIN, "").replace(_BLOCK_END, "")
 
 
 def blocks_in(marked: str) -> list[tuple[int, int]]:
-    """(begin, end) of each generation block, in characters of the text without marks. Blocks that
-    are empty are left out; one inside of another is part of it."""
+    """(begin, end) of each non-empty generation block, in characters of the text without marks;
+    nested blocks belong to the outer one."""
     found: list[tuple[int, int]] = []
     place = depth = begin = 0
     for piece in _BORDERS.split(marked):
@@ -217,10 +218,10 @@ def blocks_in(marked: str) -> list[tuple[int, int]]:
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Limit the CPU time of what is done in it, in a process that is confined.
+    """Limit the CPU time of the block, in a confined process.
 
     Raises:
-        DataError: the time is over.
+        DataError: the time limit is exceeded.
     """
     try:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
@@ -238,8 +239,8 @@ def bounded() -> Iterator[None]:
 
 
 def confine() -> None:
-    """Prepare this process for the templates of others: where the time of `bounded` is over, that
-    is an error, and memory is limited. In its main thread."""
+    """Prepare this process for untrusted templates: exceeding the time of `bounded` raises, and
+    memory is limited. Call it in the main thread."""
 
     def stop(*_: Any) -> NoReturn:
         raise _TooLong
@@ -254,7 +255,7 @@ def confine() -> None:
 
 
 def read_template(given: str | None, home: Path | None) -> dict[str, str]:
-    """Sources of a chat template by name: of the file `given`, else of a tokenizer's directory.
+    """Sources of a chat template by name: from the file `given`, else from a tokenizer's directory.
 
     Args:
         given: --template.
@@ -289,10 +290,10 @@ def read_template(given: str | None, home: Path | None) -> dict[str, str]:
 
 
 def special_variables(home: Path | None) -> dict[str, str]:
-    """Special tokens by their names in templates, such as eos_token.
+    """Special tokens by their variable names in templates, such as eos_token.
 
     Raises:
-        DataError: a file that should name them cannot be read.
+        DataError: a file with them cannot be read.
     """
     found = {}
     for key, value in (_config(home) if home else {}).items():
@@ -303,7 +304,7 @@ def special_variables(home: Path | None) -> dict[str, str]:
 
 
 def unknown_tokens(sources: Mapping[str, str], variables: Mapping[str, Any]) -> list[str]:
-    """Special tokens that a template writes, and nobody has named: nothing stands there then."""
+    """Special tokens that a template uses and no file names; they render as nothing."""
     environment = _environment(None)
     used = set()
     for source in sources.values():
@@ -334,7 +335,7 @@ def _environment(day: str | None) -> _Environment:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        # Jinja's own escapes what is special in HTML.
+        # Jinja's own escapes HTML characters.
         return json.dumps(
             value,
             ensure_ascii=ensure_ascii,
@@ -351,10 +352,10 @@ def _environment(day: str | None) -> _Environment:
 
 
 def _checked(where: Any, sources: dict[str, str]) -> dict[str, str]:
-    """Sources that parse.
+    """Sources, after parsing them.
 
     Raises:
-        DataError: one does not.
+        DataError: one does not parse.
     """
     for source in sources.values():
         try:

@@ -1,5 +1,4 @@
-"""Plain text → documents: how a file is cut, chosen by a look at it, and the cutting itself, in
-bounded memory whatever the file is."""
+"""Cuts plain text into documents, in a way chosen from its beginning, in bounded memory."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,10 +9,11 @@ from typing import BinaryIO
 from trainer.data.prepare.blocks import BLOCK_BYTES, compression, read_blocks
 from trainer.data.prepare.options import Split
 
-# Enough for a validation split of 2 % to get some: none of 256 documents falls into it once in 176.
+# Enough for a validation split of 2 %: it is empty for 256 documents once in 176 times.
 _ENOUGH_DOCUMENTS = 256
 _SMALLEST_WINDOW, _LARGEST_WINDOW = 2 << 10, 1 << 20
-# Blank lines end documents, not paragraphs, and line ends not sentences, where so much is between.
+# Mean lengths above which blank lines, or line ends, end documents rather than paragraphs or
+# sentences.
 _LONG_BLOCK, _LONG_LINE, _SEVERAL = 2000, 1000, 8
 
 _BORDERS = {
@@ -26,15 +26,15 @@ _SEPARATOR_AT_LINE_BORDER = re.compile(
     rb"^<\|end(?:oftext|_of_text)\|>|<\|end(?:oftext|_of_text)\|>[ \t\r]*$", re.MULTILINE
 )
 _FORM_FEED_AT_LINE_BORDER = re.compile(rb"^\f|\f[ \t\r]*$", re.MULTILINE)
-# Where a window may end, the best first: before a heading, at a blank line, a line end, a space.
+# Ends of a window, the best first: before a heading, at a blank line, a line end, a space.
 _WINDOW_ENDS = tuple(map(re.compile, (rb"\n\s*\n(?=#)", rb"\n[ \t\r]*\n", rb"\n", rb"\s")))
 
 
 def window_bytes(sizes: Sequence[int]) -> int:
-    """Length of the windows into which text without borders is cut.
+    """Bytes of the windows into which text without borders is cut.
 
-    The largest power of two from 2 KiB to 1 MiB at which files of these sizes, in bytes, give 256
-    documents: a file of less than one and a half windows stays whole.
+    The largest power of two from 2 KiB to 1 MiB that gives 256 documents for files of these sizes,
+    in bytes. A file below one and a half windows stays whole.
     """
     window = _LARGEST_WINDOW
     while (
@@ -48,8 +48,8 @@ def window_bytes(sizes: Sequence[int]) -> int:
 def content_sizes(paths: Sequence[Path]) -> dict[Path, int]:
     """Bytes of text in each file.
 
-    A compressed file is read for that: only so far that more would change neither `window_bytes`
-    nor `choose_split`.
+    A compressed file is read only until more would change neither `window_bytes` nor
+    `choose_split`.
     """
     sizes = {}
     documents = 0
@@ -68,7 +68,7 @@ def content_sizes(paths: Sequence[Path]) -> dict[Path, int]:
 
 
 def choose_split(path: Path, size: int, window: int) -> Split:
-    """What the documents of a text file are, by a look at its beginning."""
+    """The kind of documents in a text file, from its beginning."""
     head = b""
     for block in read_blocks(path):
         head += block
@@ -95,14 +95,14 @@ def _mean_length(parts: Sequence[bytes]) -> float:
 
 
 def next_border(file: BinaryIO, target: int, size: int, split: Split, window: int) -> int:
-    """The first place from byte `target` on at which a document ends, or `size`, the file's end."""
+    """First place from byte `target` on where a document ends, or `size`, the file's end."""
     if target >= size or split == "file":
         return size
     if split == "window":
         file.seek(target)
         buffer = file.read(window // 4)
         return target + _window_end(buffer, 0, len(buffer))
-    place = target - 1  # the line before may end here
+    place = target - 1  # the previous line may end here
     file.seek(place)
     buffer = b""
     while block := file.read(BLOCK_BYTES):
@@ -110,7 +110,7 @@ def next_border(file: BinaryIO, target: int, size: int, split: Split, window: in
         found = _BORDERS[split].search(buffer)
         if found and found.end() < len(buffer):
             return place + found.end()
-        # A border may begin near the end of what was read, and go on after it.
+        # A border may begin near the end of the buffer, and continue after it.
         keep = found.start() if found else max(0, len(buffer) - 64)
         place, buffer = place + keep, buffer[keep:]
     return size
@@ -119,11 +119,12 @@ def next_border(file: BinaryIO, target: int, size: int, split: Split, window: in
 def cut_documents(
     blocks: Iterable[bytes], split: Split, window: int
 ) -> Iterator[tuple[int, bytes, bool]]:
-    """Documents of a text that comes in blocks.
+    """Yield the documents of a text that comes in blocks.
 
     Yields:
-        (line, content, goes on): where the content begins, from 1; and whether it is only a part of
-        its document, whose next part follows. The parts are less than 4 MiB.
+        (line, content, goes on): line where the content begins, from 1; whether it is only a part
+            of
+        its document, whose next part follows. Parts are below 4 MiB.
     """
     buffer, position, line = b"", 0, 1
     for block in chain(blocks, [b""]):
@@ -148,11 +149,11 @@ def _border(
     buffer: bytes, position: int, split: Split, window: int, final: bool
 ) -> tuple[int, int] | None:
     """(end of the document that begins at `position`, begin of the next); None if it ends with the
-    text, or, unless `final`, perhaps later."""
+    text or, unless `final`, possibly later."""
     if split == "file":
         return None
     if split == "window":
-        # A last window is at least half a one; the others need not see the end to know that.
+        # The last window is at least half a window; others do not need to see the end.
         if len(buffer) - position < (window * 3 // 2 if final else window * 2):
             return None
         start = position + window
@@ -165,10 +166,10 @@ def _border(
 
 
 def _window_end(buffer: bytes, start: int, stop: int) -> int:
-    """The best place in [start, stop) at which to cut a text."""
+    """The best place in [start, stop) to cut a text."""
     for pattern in _WINDOW_ENDS:
         if found := pattern.search(buffer, start, stop):
             return found.end()
     while start < min(stop, len(buffer)) and buffer[start] & 0xC0 == 0x80:
-        start += 1  # not inside of a character
+        start += 1  # never inside a character
     return start

@@ -1,4 +1,4 @@
-"""Units of documents → units of tokens, in worker processes; the middle part of prepare.py."""
+"""Tokenises units of documents in worker processes; the middle part of prepare.py."""
 
 import hashlib
 import json
@@ -35,23 +35,24 @@ from trainer.data.shards import SPLITS, DataError
 from trainer.data.tokenizer import read_tokenizer, special_tokens
 
 PROGRESS = "progress"
-"""Name of the file in the work directory with the bytes that were read of each unit, as uint64."""
+"""File in the work directory with the bytes read of each unit, as uint64."""
 _BATCH = 512  # documents per call of the tokenizer
-_CHARACTERS = 1 << 17  # in one call of the tokenizer, or twice that; a token takes 150 bytes there
+# per call of the tokenizer, or up to twice that; a token takes 150 bytes there
+_CHARACTERS = 1 << 17
 _LISTED_REJECTS = 1000  # per unit; all are counted
 MOST_LINES = (1 << 32) - 1
-"""Documents from further down in a file count as from there."""
+"""Lines of a file above this are recorded as this."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokenizer in the work directory, and what follows from it."""
+    """The tokenizer in the work directory, and its properties."""
 
     file: str
     size: int
     eos_id: int
     start_ids: tuple[int, ...]
-    """What the tokenizer puts before a document."""
+    """Tokens that the tokenizer puts before a document."""
 
     @property
     def dtype(self) -> str:
@@ -71,20 +72,21 @@ class TokeniseTask:
     template: Mapping[str, str] = field(default_factory=dict)
     """Sources of the chat template, for chats and pairs."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """What else it is given."""
+    """Variables of the chat template."""
 
     def path(self, ending: str) -> Path:
-        """A file of this unit: json, or SPLIT.tokens, SPLIT.ends, SPLIT.lines with the line of each
-        document in its piece as uint32, and, of chats, SPLIT.trained with a byte for each token."""
+        """Path of a file of this unit: json, or SPLIT.tokens, SPLIT.ends, SPLIT.lines with the line
+        of each document in its piece as uint32, and for chats SPLIT.trained with a byte per
+        token."""
         return self.work / f"unit-{self.number:06}.{ending}"
 
 
 def _tokenise_unit(job: TokeniseTask) -> list[dict[str, Any]]:
-    """Tokenise one unit into files; another, written last, says that it is done.
+    """Tokenise one unit into files; the last one written marks it as done.
 
     Returns:
-        For each piece of the unit: counts of its documents, by split, and of its rejected records,
-        the first of these, and what else is noted, see `noted` of the writers.
+        For each piece of the unit: numbers of its documents, by split, and of its rejected records,
+        the first of these, and the result of the writer's `noted`.
     """
     done = job.path("json")
     if done.exists():
@@ -127,17 +129,17 @@ def _tokenise_unit(job: TokeniseTask) -> list[dict[str, Any]]:
 def _added(
     writer: "_TextWriter | _ChatWriter", records: Iterable[Record], held_out: bool
 ) -> Iterator[tuple[int, str]]:
-    """Add the records of a piece; yields lines of those that are left out, and why."""
+    """Add the records of a piece; yields lines of rejected ones, and why."""
     for record in records:
         yield from writer.add(record, held_out)
     yield from writer.end_piece()
 
 
 class _Output:
-    """Tokens of documents, in the files of a unit."""
+    """Writes tokens of documents to the files of a unit."""
 
     def __init__(self, job: TokeniseTask, stack: ExitStack, kinds: Sequence[str]) -> None:
-        """`kinds`: endings of the files of each split."""
+        """`kinds`: extensions of the files of each split."""
         self._dtype = job.vocabulary.dtype
         self._files = {
             (split, kind): stack.enter_context(synced(job.path(f"{split}.{kind}")))
@@ -157,11 +159,11 @@ class _Output:
         """Add a document, or a part of one.
 
         Args:
-            split: that it belongs to.
+            split: of the document.
             ids: of its tokens.
             line: of its record, in the piece.
             ends: whether it ends here.
-            trained: of each token, whether it is.
+            trained: whether each token is trained.
         """
         self._tokens[split] += len(ids)
         self._files[split, "tokens"].write(np.asarray(ids, self._dtype).tobytes())
@@ -173,7 +175,7 @@ class _Output:
 
 
 class _TextWriter:
-    """Documents of text → tokens and ends, in the files of a unit."""
+    """Writes documents of text as tokens and ends."""
 
     def __init__(self, job: TokeniseTask, stack: ExitStack) -> None:
         file = job.vocabulary.file
@@ -191,7 +193,7 @@ class _TextWriter:
 
     def add(self, record: Record, held_out: bool) -> list[tuple[int, str]]:
         """Add a document, or the next part of one; `held_out` ones belong to the validation split.
-        Returns its line and the problem, if there is one."""
+        Returns its line and problem, if there is one."""
         text, goes_on = record.text, record.goes_on
         problems = [(record.line, record.problem)] if record.problem else []
         begins = not self._split
@@ -212,12 +214,11 @@ class _TextWriter:
         return problems
 
     def end_piece(self) -> list[tuple[int, str]]:
-        """Nothing is left to be told of the records of a piece."""
+        """Does nothing: text has no pending records."""
         return []
 
     def noted(self) -> dict[str, Any]:
-        """Since the last call: documents, or parts of one, in which each special token is spelled
-        out."""
+        """Since the last call: documents, or parts of one, that spell each special token."""
         spelled, self._spelled = dict(self._spelled), Counter()
         return {"spelled": spelled}
 
@@ -235,7 +236,7 @@ class _TextWriter:
         )
         for (_, split, line, begins, ends), encoding in zip(self._batch, encodings, strict=True):
             ids, start = encoding.ids, list(vocabulary.start_ids)
-            # Chats come with both, where special tokens in a text are tokens.
+            # Rendered chats have both, if special tokens in texts are tokens.
             if begins and ids[: len(start)] != start:
                 ids = start + ids
             if ends and ids[-1:] != [vocabulary.eos_id]:
@@ -247,7 +248,7 @@ class _TextWriter:
 
 @dataclass
 class _Added:
-    """A record, until its documents are written."""
+    """A record whose documents are not written yet."""
 
     record: Record
     held_out: bool
@@ -256,7 +257,7 @@ class _Added:
 
 
 class _ChatWriter:
-    """Chats, or pairs of them, → tokens, ends and what is trained, in the files of a unit."""
+    """Writes chats, or pairs of them, as tokens, ends and trained marks."""
 
     def __init__(self, job: TokeniseTask, stack: ExitStack) -> None:
         settings, file = job.settings, job.vocabulary.file
@@ -271,7 +272,7 @@ class _ChatWriter:
 
     def add(self, record: Record, held_out: bool) -> list[tuple[int, str]]:
         """Add a chat, or a pair; `held_out` ones belong to the validation split. Returns lines of
-        records that were added, and why they, or some of their documents, are left out."""
+        records added so far, and why they, or some of their documents, are rejected."""
         added = _Added(record, held_out)
         try:
             added.chats = self._chats(record.value) if record.value else []
@@ -287,7 +288,7 @@ class _ChatWriter:
         return self.end_piece() if full else []
 
     def end_piece(self) -> list[tuple[int, str]]:
-        """Write what was added; returns what `add` does."""
+        """Write what was added; returns as `add`."""
         batch, self._batch, self._characters = self._batch, [], 0
         found = iter(self._finder.documents([chat for added in batch for chat in added.chats]))
         problems = []
@@ -301,7 +302,7 @@ class _ChatWriter:
         return problems
 
     def _chats(self, value: dict[str, Any]) -> list[tuple[Chat, Turns]]:
-        """The chats of a record, each with what of it is trained."""
+        """The chats of a record, each with its trained turns."""
         if not self._settings.pairs:
             return [(read_chat(value), self._settings.turns)]
         return [
@@ -310,11 +311,12 @@ class _ChatWriter:
         ]
 
     def _put(self, added: "_Added", documents: Sequence[Document]) -> list[str]:
-        """Write the documents of a record; returns why some are left out."""
+        """Write the documents of a record; returns why some are rejected."""
         share, most = self._settings.validation_fraction or 0.0, self._settings.max_tokens
         split = "validation" if added.held_out else "train"
         if share and not added.held_out:
-            # By the record, so that it does not depend on the template, and pairs stay together.
+            # By the record, so that the split does not depend on the template, and pairs stay
+            # together.
             split = _split_of(json.dumps(added.record.value, sort_keys=True, default=str), share)
         if self._settings.pairs and most is not None and documents:
             size = sum(len(document.ids) for document in documents)
@@ -334,7 +336,7 @@ class _ChatWriter:
         return wrong
 
     def _too_long(self, document: Document, most: int | None) -> str:
-        """Why a document is left out that may have `most` tokens; "" if it is not."""
+        """Why a document above `most` tokens is rejected; "" if it is not."""
         size = len(document.ids)
         if most is None or size <= most:
             return ""
@@ -358,17 +360,17 @@ class _ChatWriter:
         return noted
 
     def flush(self) -> None:
-        """Nothing is left to be written."""
+        """Does nothing: `end_piece` has written all."""
 
 
 @lru_cache(maxsize=1)
 def _tokenizer(file: str, modified: int, letters: bool) -> Tokenizer:
-    """From a file of that age; to read one may take longer than a unit.
+    """A cached tokenizer: reading one may take longer than a unit.
 
     Args:
         file: tokenizer.json.
         modified: age of the file.
-        letters: a document that spells out a special token means the letters, not the token.
+        letters: whether a text that spells a special token means letters.
     """
     tokenizer = read_tokenizer(file)
     tokenizer.encode_special_tokens = letters
@@ -377,12 +379,12 @@ def _tokenizer(file: str, modified: int, letters: bool) -> Tokenizer:
 
 @lru_cache(maxsize=1)
 def _encoder(file: str, modified: int) -> ChatEncoder:
-    """From a file of that age."""
+    """A cached encoder of a tokenizer file of that age."""
     return ChatEncoder(read_tokenizer(file))
 
 
 def segments(text: str) -> list[str]:
-    """A text in parts of at most _CHARACTERS, cut at the ends of lines, else before spaces."""
+    """A text in parts of at most _CHARACTERS, cut at line ends, else before spaces."""
     parts, start = [], 0
     while len(text) - start > _CHARACTERS:
         least, most = start + _CHARACTERS // 2, start + _CHARACTERS
@@ -393,16 +395,15 @@ def segments(text: str) -> list[str]:
 
 
 def _split_of(text: str, validation_fraction: float) -> str:
-    """The split of a document: by a hash of its text (of its first MiB or two, where it is read in
-    parts), so that it stays where it is when the corpus grows, and equal documents stay
-    together."""
+    """The split of a document, by a hash of its text (of its first MiB or two, if read in parts).
+    So it is stable when the corpus grows, and equal documents stay together."""
     digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
     share = int.from_bytes(digest, "little") / 2**64
     return "validation" if share < validation_fraction else "train"
 
 
 def tokenise(jobs: list[TokeniseTask], workers: int, progress: bool) -> list[list[dict[str, Any]]]:
-    """Do all jobs, those done before excepted; returns what `_tokenise_unit` says of each."""
+    """Run all jobs that are not done; returns the result of `_tokenise_unit` for each."""
     results: list[list[dict[str, Any]]] = [[]] * len(jobs)
     total = sum(piece.size for job in jobs for piece in job.unit)
     file = jobs[0].work / PROGRESS
@@ -416,7 +417,7 @@ def tokenise(jobs: list[TokeniseTask], workers: int, progress: bool) -> list[lis
 
 @contextmanager
 def _shown(file: Path, total: int) -> Iterator[None]:
-    """A bar on stderr, while the block runs, of what the file says was read."""
+    """Show a progress bar on stderr while the block runs, from the bytes in the file."""
     over = threading.Event()
 
     def show() -> None:
@@ -436,7 +437,7 @@ def _shown(file: Path, total: int) -> Iterator[None]:
 
 
 def _run(jobs: list[TokeniseTask], workers: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    # A template is computed in a process that may be ended.
+    # Templates run in a process that can be killed.
     if workers <= 1 and not jobs[0].template:
         for job in jobs:
             yield job.number, _tokenise_unit(job)
@@ -454,9 +455,9 @@ def _run(jobs: list[TokeniseTask], workers: int) -> Iterator[tuple[int, list[dic
 
 
 def _start_worker(confined: bool) -> None:
-    """Let this process end when its parent does, however that ends; on Ctrl-C without a word.
-    `confined`: it renders chat templates."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    """End this process when its parent ends, and silently on Ctrl-C. `confined`: whether it renders
+    chat templates."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # parallelism comes from processes
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
 

@@ -1,4 +1,4 @@
-"""Files of a prepared data set as they come to disk: whole and synced, or not at all."""
+"""Writes files of a prepared data set: synced and whole, or not at all."""
 
 import hashlib
 import json
@@ -31,9 +31,9 @@ _ENDS = 1 << 16  # documents at a time
 
 @contextmanager
 def synced(path: Path) -> Iterator[BinaryIO]:
-    """A file that is on disk, not only in memory, when the block ends well."""
+    """A file that is on disk, not only in memory, when the block ends without error."""
     path.unlink(missing_ok=True)
-    with path.open("xb") as file:  # not where a link leads that somebody has put there
+    with path.open("xb") as file:  # x: never through a link that another user has placed
         yield file
         file.flush()
         os.fsync(file.fileno())
@@ -70,14 +70,14 @@ def write_data_set(
 
     Args:
         out: directory; older shards in it are removed.
-        parts: of each split, as `write_shards` takes them.
+        parts: of each split, see `write_shards`.
         dtype: of the tokens.
-        vocab_size: one more than the largest id.
-        eos_id: what ends a document.
-        start_ids: what begins one.
+        vocab_size: largest id plus one.
+        eos_id: token that ends a document.
+        start_ids: tokens that begin one.
         tokenizer: content of tokenizer.json.
-        about: where it comes from; more keys for the index.
-        shard_tokens: as for `write_shards`.
+        about: further keys of the index, such as sources.
+        shard_tokens: see `write_shards`.
         chats: kind and chats of the index; empty for plain documents.
     """
     splits = {}
@@ -114,9 +114,9 @@ def write_data_set(
 
 
 def to_json(value: Any, indent: int | None = None) -> bytes:
-    """JSON in UTF-8, ended by a line end."""
+    """JSON in UTF-8 with a line end."""
     text = json.dumps(value, indent=indent, ensure_ascii=False) + "\n"
-    return text.encode("utf-8", "backslashreplace")  # names of files may hold bytes that are not
+    return text.encode("utf-8", "backslashreplace")  # file names may hold other bytes
 
 
 def write_shards(
@@ -129,12 +129,12 @@ def write_shards(
     """Join parts into shards that each end with a document.
 
     Args:
-        parts: in order, files of tokens, of ends of the documents in them as uint64, and perhaps of
-            what is trained, a byte of 0 or 1 a token, and of the documents' records, as uint32.
+        parts: in order, files of tokens, of document ends in them as uint64, and perhaps of trained
+            marks, a byte of 0 or 1 per token, and of the documents' records, as uint32.
         out: directory; older shards of the split in it are removed.
         split: beginning of the file names.
         dtype: of the tokens.
-        shard_tokens: a shard is full with the document that brings it to so many tokens.
+        shard_tokens: a shard ends with the document that reaches this number of tokens.
 
     Returns:
         The shards' entries in index.json.
@@ -169,24 +169,22 @@ def write_shards(
 
 
 class _ShardWriter:
-    """One shard while it grows."""
+    """One shard being written."""
 
     def __init__(self, out: Path, name: str, width: int, kinds: Sequence[str]) -> None:
-        """
-        Args:
-            out: directory.
-            name: of the shard.
-            width: bytes of a token.
-            kinds: endings of its files.
-        """
+        """Args:
+        out: directory.
+        name: of the shard.
+        width: bytes of a token.
+        kinds: extensions of its files."""
         self.tokens = self.documents = self._trained = 0
         self._out, self._name, self._width = out, name, width
         self._files = {kind: (out / f"{name}.{kind}").open("xb") for kind in kinds}
-        self._bits = np.empty(0, np.uint8)  # fewer than a byte of them
+        self._bits = np.empty(0, np.uint8)  # bits of an incomplete byte
 
     def add(self, files: Mapping[str, BinaryIO], ends: NDArray) -> None:
-        """Append whole documents: what comes next in the files of tokens, of what is trained and of
-        records; `ends` count from there."""
+        """Append whole documents: the next parts of the files of tokens, trained marks and records;
+        `ends` count from there."""
         size = int(ends[-1])
         for block in _blocks_of(files["tokens"], size * self._width):
             self._files["tokens"].write(block)
@@ -227,7 +225,7 @@ class _ShardWriter:
 
 
 def _blocks_of(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """The next `size` bytes of a file."""
+    """Yield the next `size` bytes of a file."""
     while size:
         block = file.read(min(size, _BLOCK_BYTES))
         if not block:
