@@ -1,4 +1,4 @@
-"""`python -m trainer.cli`: `perdure` where it is not installed."""
+"""Runs `perdure` as `python -m trainer.cli`, where it is not installed."""
 
 from trainer.cli.main import main
 

@@ -32,7 +32,7 @@ exit codes: 0 every promise was kept; 1 one was not; 2 wrong recipe or plan
 
 
 def add_chaos_command(commands: Commands) -> None:
-    """Add the command to a parser."""
+    """Add `perdure chaos`."""
     what = "kill, stop and add nodes of a run on this machine, and prove that nothing is lost"
     chaos = add_command(commands, "chaos", what, CHAOS_EXAMPLES)
     add_recipe(chaos)

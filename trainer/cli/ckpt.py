@@ -18,8 +18,7 @@ from trainer.cli.parser import (
 
 EXIT_DIFFERENT = 1
 RULES = {"keep": int, "keep_every": int, "keep_best": int, "best_by": str}
-"""What `prune` goes by: fields of CheckpointOptions. Those that are not given are as the run was
-trained with."""
+"""Fields of CheckpointOptions that `prune` applies; omitted ones are as the run was trained."""
 
 CKPT_EXAMPLES = """\
 examples:
@@ -39,7 +38,7 @@ exit codes: 0 done (diff: equal); 1 diff: they differ; 2 wrong input, or a damag
 
 
 def add_ckpt_command(commands: Commands) -> None:
-    """Add the commands to a parser."""
+    """Add `perdure ckpt`."""
     what = "look at, compare, convert, delete checkpoints"
     ckpt = add_command(commands, "ckpt", what, CKPT_EXAMPLES)
     commands = ckpt.add_subparsers(required=True, metavar="COMMAND")
@@ -165,7 +164,7 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 
 def _retention(state: dict[str, Any], arguments: argparse.Namespace) -> Any:
-    """The rules that were given, else those that the run was trained with."""
+    """Return the given retention rules, or else those of the run's recipe."""
     from checkpointing import StorageError
 
     given = {name: getattr(arguments, name) for name in RULES}
@@ -225,8 +224,9 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _use_one_thread() -> None:
-    """Pieces fit a processor's cache: several threads would mostly wait for each other, on a busy
-    machine ten times as long."""
+    """Limit torch to one thread."""
     import torch
 
+    # Pieces fit a processor's cache: threads would mostly wait for each other, on a busy machine
+    # ten times as long.
     torch.set_num_threads(1)

@@ -35,7 +35,7 @@ examples:
 
 
 def add_data_command(commands: Commands) -> None:
-    """Add the commands to a parser."""
+    """Add `perdure data`."""
     data = add_command(commands, "data", "prepare and inspect data sets", DATA_EXAMPLES)
     commands = data.add_subparsers(required=True, metavar="COMMAND")
     prepare = add_command(commands, "prepare", "turn text into tokenised shards", DATA_EXAMPLES)

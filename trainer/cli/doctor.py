@@ -17,7 +17,7 @@ exit codes: 0 training can start here; 1 it cannot; 2 wrong recipe
 
 
 def add_doctor_command(commands: Commands) -> None:
-    """Add the command to a parser."""
+    """Add `perdure doctor`."""
     doctor = add_command(
         commands, "doctor", "what this machine has, and what is missing for what", EXAMPLES
     )

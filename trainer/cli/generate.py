@@ -32,11 +32,11 @@ SAMPLING = {
     "top_k": (int, "sample among the k likeliest"),
     "seed": (int, "of the draws"),
 }
-"""Argument of `generate`, which has its default → its type and meaning."""
+"""Argument of `generate` with a default → its type and meaning."""
 
 
 def add_generate_command(commands: Commands) -> None:
-    """Add the command to a parser."""
+    """Add `perdure generate`."""
     generate = add_command(commands, "generate", "continue a text", GENERATE_EXAMPLES)
     generate.add_argument(
         "checkpoint", type=local_path, help="run, checkpoint or Hugging Face directory"
@@ -48,7 +48,7 @@ def add_generate_command(commands: Commands) -> None:
 
 
 def add_eval_command(commands: Commands) -> None:
-    """Add the command to a parser."""
+    """Add `perdure eval`."""
     what = "write what checkpoints of a run make of prompts or tasks, as lines of JSON"
     command = add_command(commands, "eval", what, EVAL_EXAMPLES)
     command.add_argument("run_directory", type=local_path, metavar="RUN", help="run directory")
@@ -139,7 +139,7 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 
 def _of_prompts(arguments: argparse.Namespace, device: str) -> tuple[str, list[Any], Any]:
-    """(name of a line, what is wanted, what makes it), as `add_lines` takes them."""
+    """Return (noun for a line, wanted objects, maker) for `add_lines`, to sample from prompts."""
     from trainer.tools.generate import GenerateError, Sampling
     from trainer.tools.samples import read_prompts, samples
 
@@ -153,7 +153,8 @@ def _of_prompts(arguments: argparse.Namespace, device: str) -> tuple[str, list[A
 
 
 def _of_tasks(arguments: argparse.Namespace, device: str) -> tuple[str, list[Any], Any]:
-    """Kind of result, tasks and their evaluator, for tasks of lm-evaluation-harness."""
+    """Return (noun for a line, wanted objects, maker) for `add_lines`, to evaluate tasks of
+    lm-evaluation-harness."""
     from trainer.tools.generate import GenerateError
 
     if given := [name for name in SAMPLING if name in arguments]:

@@ -20,7 +20,7 @@ asks for it by name.
 
 
 def add_import_command(commands: Commands) -> None:
-    """Add the commands to a parser."""
+    """Add `perdure import-…`."""
     for name, what, meta, file, option in (
         (
             "import-deepspeed",

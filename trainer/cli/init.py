@@ -21,7 +21,7 @@ with a comment at each key, to be changed by hand.
 
 
 def add_init_command(commands: Commands) -> None:
-    """Add the command to a parser."""
+    """Add `perdure init`."""
     init = add_command(commands, "init", "write a recipe for a model, data and a machine", EXAMPLES)
     init.add_argument("--model", help="directory of Hugging Face's, or a name of recipe ls")
     init.add_argument("--data", help="directory written by perdure data prepare")
@@ -56,10 +56,10 @@ def _init(arguments: argparse.Namespace) -> int:
 
 
 def _said(given: str | None, option: str, question: str, default: str = "") -> str:
-    """What was given, or is answered on a terminal.
+    """Return the value of an option, or ask for it on a terminal.
 
     Raises:
-        RecipeError: neither, and there is no default.
+        RecipeError: there is neither value, terminal nor default.
     """
     answer = given
     if answer is None and sys.stdin.isatty():

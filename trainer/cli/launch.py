@@ -33,11 +33,11 @@ OPTIONS = (
     *("time", "container", "allocations", "image", "form", "volume", "bucket", "package"),
     *("grace", "queue", "interface"),
 )
-"""Options that go into the written file as they are."""
+"""Options that are copied into the written file."""
 
 
 def add_launch_command(commands: Commands) -> None:
-    """Add the command to a parser."""
+    """Add `perdure launch`."""
     launch = add_command(
         commands, "launch", "write what starts a run on a cluster, and submit it", EXAMPLES
     )
@@ -103,7 +103,7 @@ def _add_kind(kinds: Commands, name: str, what: str) -> argparse.ArgumentParser:
 
 
 def word(text: str) -> str:
-    """The type of an option that stands unquoted in scripts: an image, a queue, an interface."""
+    """An argparse type: a value that may stand unquoted in scripts, such as an image or a queue."""
     if not re.fullmatch(r"[\w./:@#,+][\w./:@#,+-]*", text, re.ASCII):
         raise argparse.ArgumentTypeError(f"{text!r} has characters that no such name has")
     return text
@@ -189,8 +189,8 @@ def _launch(arguments: argparse.Namespace) -> int:
 
 
 def _submit(kind: str, command: list[str], name: str) -> NoReturn:
-    """Become the command that takes the file over, so that its exit code and signals are its
-    own."""
+    """Replace this process by the command that submits the file, so that exit code and signals are
+    that command's."""
     if kind == "k8s":
         _make_secret(name)
     sys.stdout.flush()
@@ -198,10 +198,10 @@ def _submit(kind: str, command: list[str], name: str) -> NoReturn:
 
 
 def _make_secret(name: str) -> None:
-    """Have Kubernetes keep a secret of the job's nodes, unless it has one of this name.
+    """Create a Kubernetes secret for the job's nodes, unless one of this name exists.
 
     Raises:
-        RecipeError: kubectl says why not.
+        RecipeError: kubectl failed, with its message.
     """
     kubectl = partial(subprocess.run, capture_output=True, text=True, check=False)
     if kubectl(["kubectl", "get", "secret", name]).returncode == 0:

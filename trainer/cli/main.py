@@ -28,10 +28,13 @@ from trainer.text import show_only_visible
 
 
 def main() -> None:
-    """Entry point of the console command."""
+    """Run the console command `perdure`."""
     # What this starts does not look for modules in the working directory first.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
-    if sys.argv[1:2] in (["train"], ["store"]):  # of others, output is all there is
+    if sys.argv[1:2] in (
+        ["train"],
+        ["store"],
+    ):  # training outlives its terminal; the output of other commands is all they do
         tolerate_lost_output()
     show_only_visible()
     arguments = parse(sys.argv[1:])
@@ -50,8 +53,8 @@ def main() -> None:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The arguments of a command, with `run`, which runs it. Exits with code 2 where they are
-    wrong."""
+    """Parse a command line to arguments, with the command's function as `run`. Exits with code 2 on
+    errors."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(words)
     # argparse takes positional arguments in one go; overrides may also stand after options.

@@ -1,5 +1,5 @@
-"""The parser of `perdure`: says what may have been meant, and which versions these are. What its
-commands have in common: a recipe, and flags made from dataclasses."""
+"""The parser of `perdure`: suggests the likely meaning of typos, prints versions, and adds the
+arguments that commands share."""
 
 import argparse
 import ast
@@ -20,22 +20,22 @@ from trainer.recipe import RecipeError
 from trainer.recipe.paths import no_url
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
-"""What `add_subparsers` gives."""
+"""The result of `add_subparsers`."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that names the command, the option, or the choice of one, that a mistyped
-    one resembles. Python's own does so from 3.14 on, if asked."""
+    """An ArgumentParser that suggests the command, option or choice that a mistyped one resembles,
+    as Python's own does from 3.14 on."""
 
     def error(self, message: str) -> NoReturn:
-        """Print usage and message; exit code 2."""
+        """Print usage and message, and exit with code 2."""
         wrong = re.search(r"invalid choice: '(.*?)'.* \(choose from (.*)\)$", message)
         if wrong:
             message += _meant(wrong[1], re.findall(r"[\w-]+", wrong[2]))
         super().error(message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse an option that this command does not have, before what is missing without it."""
+        """Reject unknown options before missing arguments."""
         words = list(sys.argv[1:] if args is None else args)
         known = self._option_string_actions
         for word in itertools.takewhile(lambda word: word != "--", words):
@@ -54,13 +54,13 @@ def _meant(word: str, known: Iterable[str]) -> str:
 
 
 class Version(argparse.Action):
-    """Prints the versions, and imports nothing of what it names."""
+    """Prints package versions without importing the packages."""
 
     def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **options)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        """Print and leave."""
+        """Print versions and exit."""
         python = sys.version.split()[0]
         torch = _version("torch")
         parser.exit(message=f"perdure {_version('perdure')} (Python {python}, torch {torch})\n")
@@ -76,7 +76,7 @@ def _version(distribution: str) -> str:
 def add_command(
     commands: Commands, name: str, what: str, examples: str = ""
 ) -> argparse.ArgumentParser:
-    """The parser of a new command."""
+    """Add and return the parser of a command."""
     return commands.add_parser(
         name,
         help=what,
@@ -87,21 +87,21 @@ def add_command(
 
 
 def local_path(text: str) -> Path:
-    """The type of an argument that is a path of a filesystem, and no URL."""
+    """An argparse type: a path of a filesystem, not a URL."""
     if what := no_url(text):
         raise argparse.ArgumentTypeError(what)
     return Path(text)
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """A recipe, and overrides of it."""
+    """Add the arguments for a recipe and its overrides."""
     parser.add_argument("recipe", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="recipe overrides")
 
 
 def add_fields(parser: argparse.ArgumentParser, options: type, *names: str) -> None:
-    """A flag for each field of a dataclass: its type, its default, and its docstring as help. With
-    `names` only for those, none of type bool, and one that is not given stays None."""
+    """Add a flag for each field of a dataclass: its type, default, and docstring as help. With
+    `names`, only for those, none of type bool; omitted flags are None."""
     tree: Any = ast.parse(inspect.getsource(options))
     meanings = {}
     for pair in pairwise(tree.body[0].body):
@@ -132,7 +132,7 @@ def add_fields(parser: argparse.ArgumentParser, options: type, *names: str) -> N
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """The type of an option that counts, from `least` on."""
+    """Return an argparse type: an integer of at least `least`."""
 
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -146,7 +146,7 @@ whole_number = at_least(0)
 
 
 def add_step(add_argument: Callable[..., object]) -> None:
-    """Which checkpoint of a run is meant: `--step`, added by a method of a parser or group."""
+    """Add `--step`, the checkpoint of a run, through the `add_argument` of a parser or group."""
 
     def which(text: str) -> int | str:
         return text if text == "best" else whole_number(text)
@@ -156,11 +156,11 @@ def add_step(add_argument: Callable[..., object]) -> None:
 
 
 def write_output(file: Path, text: str) -> None:
-    """Write what a command was asked for. What is no file, such as /dev/stdout, is written to; a
-    file is replaced, which follows no link that somebody else has put there.
+    """Write a command's output. A special file, such as /dev/stdout, is written to; a regular file
+    is replaced, without following a link that another user may have placed there.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     if file.exists() and not file.is_file():
         file.write_text(text, encoding="utf-8")
@@ -169,10 +169,10 @@ def write_output(file: Path, text: str) -> None:
 
 
 def write_new(file: Path, text: str, otherwise: str) -> None:
-    """Write a file that is not there yet.
+    """Write a new file.
 
     Raises:
-        RecipeError: it is (`otherwise` says what to do then), or cannot be written.
+        RecipeError: the file exists (`otherwise` names the remedy), or cannot be written.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ exit codes: 0 something fits; 1 nothing does; 2 wrong recipe or machine
 
 
 def add_plan_command(commands: Commands) -> None:
-    """Add the command to a parser."""
+    """Add `perdure plan`."""
     what = "which strategy fits which GPUs, and what it costs, before renting them"
     plan = add_command(commands, "plan", what, PLAN_EXAMPLES)
     add_recipe(plan)
@@ -45,7 +45,7 @@ def add_plan_command(commands: Commands) -> None:
 
 
 def _in_steps(recipe: Recipe) -> Recipe:
-    """The recipe with steps instead of epochs, where its data are here."""
+    """Convert the recipe's epochs to steps, if its data is present."""
     from trainer.data.shards import DataError
     from trainer.tasks.task import open_streams
 

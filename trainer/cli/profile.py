@@ -27,11 +27,11 @@ checkpoint, which is deleted in the end.
 To trace a run as it is, on many nodes too: tracking.profile_steps=5 with any `perdure train`.
 """
 WARM_UP = 4
-"""Steps before the first traced one: memory, caches and compilation warm up, and the profiler."""
+"""Steps before the first traced one, in which memory, caches, compilation and profiler warm up."""
 
 
 def add_profile_command(commands: Commands) -> None:
-    """Add the command to a parser."""
+    """Add `perdure profile`."""
     what = "trace some steps of a recipe, and tell where their time goes"
     command = add_command(commands, "profile", what, PROFILE_EXAMPLES)
     add_recipe(command)
@@ -49,10 +49,7 @@ def add_profile_command(commands: Commands) -> None:
 
 
 def short_run(recipe: Recipe, out: Path, steps: int) -> list[str]:
-    """Overrides that make a run of a recipe which ends after the traced steps.
-
-    The learning rate is constant, as a schedule may need more steps than there are.
-    """
+    """Return overrides for a run that ends after the traced steps."""
     return [
         f"run.dir={out}",
         f"run.steps={WARM_UP + steps + 1}",

@@ -13,7 +13,7 @@ from trainer.recipe.reference_page import recipe_reference
 from trainer.text import table
 
 SCHEMA = "schema.json"
-"""As the first line of a shipped recipe calls it, for editors."""
+"""First line of a shipped recipe, which names the schema for editors."""
 EXAMPLES = """\
 examples:
   perdure recipe ls
@@ -24,7 +24,7 @@ examples:
 
 
 def add_recipe_command(commands: Commands) -> None:
-    """Add the command to a parser."""
+    """Add `perdure recipe`."""
     recipe = add_command(
         commands, "recipe", "recipes that come with Perdure, and every key of one", EXAMPLES
     )

@@ -20,7 +20,7 @@ exit codes: 0 it is what the ledger says; 1 it is not, or the files of the run c
 
 
 def add_replay_command(commands: Commands) -> None:
-    """Add the command to a parser."""
+    """Add `perdure replay`."""
     what = "compute past steps of a run again: whether its ledger holds, and why a step went so"
     command = add_command(commands, "replay", what, REPLAY_EXAMPLES)
     command.add_argument("run_directory", type=local_path, metavar="RUN", help="run directory")

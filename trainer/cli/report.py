@@ -19,7 +19,7 @@ examples:
 
 
 def add_report_command(commands: Commands) -> None:
-    """Add the command to a parser."""
+    """Add `perdure report`."""
     report = add_command(commands, "report", "what happened in a run, and whether nothing is lost")
     _add_runs(report)
     report.add_argument(
@@ -40,7 +40,7 @@ def add_report_command(commands: Commands) -> None:
 
 
 def add_watch_command(commands: Commands) -> None:
-    """Add the command to a parser."""
+    """Add `perdure watch`."""
     watch = add_command(
         commands, "watch", "follow runs: in the terminal, or as a page", WATCH_EXAMPLES
     )
@@ -57,7 +57,7 @@ def add_watch_command(commands: Commands) -> None:
 
 
 def add_runs_command(commands: Commands) -> None:
-    """Add the command to a parser."""
+    """Add `perdure runs`."""
     runs = add_command(commands, "runs", "list runs: state, step, loss, speed, failures, age")
     runs.add_argument(
         "folder", type=local_path, nargs="?", default=Path("runs"), metavar="DIR",
@@ -122,7 +122,7 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 
 def _wait_for(directories: Sequence[Path]) -> None:
-    """Wait until runs have begun that have not."""
+    """Wait until all runs have begun."""
     from elastic.record.history import last_start
 
     for directory in directories:

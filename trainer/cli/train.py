@@ -37,7 +37,7 @@ good (do not requeue); 130 Ctrl-C (once: state saved); 1 anything else
 
 
 def add_train_command(commands: Commands) -> None:
-    """Add the command to a parser."""
+    """Add `perdure train`."""
     train = add_command(commands, "train", "train a recipe, or go on with it", TRAIN_EXAMPLES)
     add_recipe(train)
     train.add_argument(
@@ -73,7 +73,7 @@ def add_train_command(commands: Commands) -> None:
 
 
 def add_store_command(commands: Commands) -> None:
-    """Add the command to a parser."""
+    """Add `perdure store`."""
     store = add_command(commands, "store", "host the store of jobs, outside of their nodes")
     store.add_argument("--port", type=int, default=29400, help="default 29400; 0 for a free one")
     store.set_defaults(run=_store)
@@ -119,7 +119,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _launch(arguments: argparse.Namespace, ranks: int) -> int:
-    """Hand over to torch's elastic agent, as torchrun does; returns the exit code of the run."""
+    """Run torch's elastic agent, as torchrun does, and return the exit code of the run."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError

@@ -1,4 +1,4 @@
-"""Files of interactions and triples → one collaborative knowledge graph. numpy only."""
+"""Reads interactions and triples into one collaborative knowledge graph, with numpy only."""
 
 import hashlib
 from collections.abc import Sequence
@@ -14,52 +14,53 @@ from trainer.data.shards import DataError
 from trainer.recipe.kgat_options import GraphData
 
 Pairs = NDArray[np.int64]
-"""(N, 2): user, item; sorted, each pair once."""
+"""(N, 2): user, item; sorted and unique."""
 
 
 @dataclass(frozen=True)
 class Interactions:
-    """Who had to do with which item, and what is known of the items."""
+    """Interactions of users with items, and facts about the items."""
 
     users: int
     items: int
     entities: int
-    """Items included: entity i < `items` is item i."""
+    """Number of entities, items included: entity i < `items` is item i."""
     kg_relations: int
     train: Pairs
     held_out: Pairs
-    """What is to be predicted."""
+    """Interactions to predict."""
     masked: Pairs
-    """Known besides `train`, and so left out of the ranking."""
+    """Interactions besides `train` that are excluded from the ranking."""
     triples: NDArray[np.int64]
-    """(T, 3): head entity, relation, tail entity; sorted, each once."""
+    """(T, 3): head entity, relation, tail entity; sorted and unique."""
     user_names: Sequence[str] | None = None
     item_names: Sequence[str] | None = None
-    """What the files call users and items, where they do not number them themselves."""
+    """Names of users and items in the files, unless the files use numbers."""
 
 
 @dataclass(frozen=True)
 class Edges:
     """The collaborative knowledge graph (section 3 of Wang et al. 2019): interactions and triples,
     every edge in both directions, sorted by head, tail, relation. Nodes are the users, then the
-    entities. Relation 0 is interaction, those of the triples follow, then the inverse of each."""
+    entities. Relation 0 is interaction, followed by those of the triples, then the inverse of
+    each."""
 
     nodes: int
     relations: int
     heads: NDArray[np.int64]
-    """(E,), as are the other three."""
+    """(E,), like the other three."""
     kinds: NDArray[np.int64]
     """Relation of each edge."""
     tails: NDArray[np.int64]
     reverse: NDArray[np.int64]
-    """Place of the inverse of each edge."""
+    """Index of the inverse of each edge."""
 
 
 def read_interactions(options: GraphData) -> Interactions:
     """Read a data set in either format.
 
     Raises:
-        DataError: a file is missing or malformed; names it, its line, and what should be there.
+        DataError: a file is missing or malformed; names file, line, and the expected content.
     """
     directory = Path(options.path)
     kind = options.format
@@ -82,7 +83,7 @@ def read_interactions(options: GraphData) -> Interactions:
 
 
 def build_edges(data: Interactions) -> Edges:
-    """Join interactions and triples to one graph."""
+    """Join interactions and triples in one graph."""
     kinds = 1 + data.kg_relations
     head = np.concatenate([data.train[:, 0], data.users + data.triples[:, 0]])
     kind = np.concatenate([np.zeros(len(data.train), np.int64), 1 + data.triples[:, 1]])
@@ -99,7 +100,7 @@ def build_edges(data: Interactions) -> Edges:
 
 
 def fingerprint(data: Interactions) -> str:
-    """SHA-256 of everything that is trained on."""
+    """Return the SHA-256 of all training and evaluation data."""
     digest = hashlib.sha256(repr((data.users, data.items, data.entities)).encode())
     for array in (data.train, data.triples):
         digest.update(array.tobytes())
@@ -134,12 +135,12 @@ def _read_kgat(directory: Path, options: GraphData) -> Interactions:
 
 
 def _largest(*arrays: NDArray[np.int64]) -> int:
-    """The largest of all numbers; -1 if there is none."""
+    """Return the largest number in all arrays; -1 if they are empty."""
     return max(int(array.max(initial=-1)) for array in arrays)
 
 
 def _read_lists(path: Path) -> Pairs:
-    """Lines of `user item item …`; a line may name no item."""
+    """Read lines of `user item item …`; a line may have no items."""
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
@@ -168,8 +169,8 @@ def _read_numbers(path: Path, columns: int) -> NDArray[np.int64]:
 
 
 def _read_recbole(directory: Path, options: GraphData) -> Interactions:
-    """All interactions, whatever their rating. Where several items link to one entity, the triples
-    of that entity are those of the first of them."""
+    """Read RecBole files, and take every interaction whatever its rating. Where several items link
+    to one entity, the first of them gets that entity's triples."""
     user, item = _read_columns(_existing(directory, "*.inter"), "user_id", "item_id")
     facts = _read_columns(_existing(directory, "*.kg"), "head_id", "relation_id", "tail_id")
     links = _read_columns(_existing(directory, "*.link"), "item_id", "entity_id")
@@ -204,8 +205,8 @@ def _read_recbole(directory: Path, options: GraphData) -> Interactions:
 
 
 def _split(pairs: Pairs, seed: int) -> tuple[Pairs, Pairs, Pairs]:
-    """Training, validation and test part: of a user's n interactions, in a random order, the last
-    n // 10 are for testing and the n // 10 before them for validation."""
+    """Split pairs into training, validation and test: of a user's n interactions in random order,
+    the last n // 10 are for testing and the n // 10 before them for validation."""
     shuffled = pairs[Permutation(len(pairs), seed)(np.arange(len(pairs)))]
     shuffled = shuffled[np.argsort(shuffled[:, 0], kind="stable")]
     counts = np.bincount(shuffled[:, 0])
@@ -220,7 +221,7 @@ def _split(pairs: Pairs, seed: int) -> tuple[Pairs, Pairs, Pairs]:
 
 
 def _read_columns(path: Path, *names: str) -> list[list[str]]:
-    """Columns of a tab-separated file whose first line is `name:type …`."""
+    """Read the columns of a tab-separated file whose first line is `name:type …`."""
     header, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
     found = [field.split(":")[0] for field in header.split("\t")]
     missing = [name for name in names if name not in found]
@@ -241,12 +242,12 @@ def _read_columns(path: Path, *names: str) -> list[list[str]]:
 
 
 def _unique(rows: NDArray) -> NDArray[np.int64]:
-    """Sorted rows, each once."""
+    """Sort rows, and drop duplicates."""
     return np.unique(rows.astype(np.int64), axis=0) if len(rows) else rows.astype(np.int64)
 
 
 def _existing(directory: Path, pattern: str) -> Path:
-    """The one file of that name, or of that kind."""
+    """Return the only file that matches a name or pattern."""
     paths = sorted(directory.glob(pattern))
     if len(paths) != 1:
         found = f"{len(paths)} of them are" if paths else "none is"

@@ -25,19 +25,19 @@ warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta"
 Array = NDArray[np.int64]
 
 TOP = 20
-"""Recommendations that recall and ndcg look at."""
+"""Length of the recommendation list for recall and ndcg."""
 DEPTH = 100
-"""Longest list that the authors' evaluator makes; see `ranking_metrics`."""
+"""Longest list in the authors' evaluator; see `ranking_metrics`."""
 SLOPE = 0.2
-"""Slope of LeakyReLU below 0: TensorFlow's, and so the authors'."""
+"""Slope of LeakyReLU below 0: TensorFlow's default, which the authors use."""
 CHUNK = 1 << 18
 """Edges whose attention is computed at a time."""
 
 
 class Adjacency:
-    """The graph as tensors, on whatever device it is asked for.
+    """The graph as tensors, cached per device.
 
-    Not buffers: they are the same on every rank and in every step, so neither DDP nor checkpoints
+    They are not buffers: equal on every rank and in every step, so neither DDP nor checkpoints
     should carry them.
     """
 
@@ -73,7 +73,7 @@ class Adjacency:
         self.popularity = torch.from_numpy(popularity.astype(np.float32))
 
     def to(self, device: torch.device) -> "Adjacency":
-        """Itself, moved."""
+        """Move the tensors in place, and return self."""
         if self.starts.device != device:
             for name, value in vars(self).items():
                 if isinstance(value, Tensor):
@@ -110,7 +110,7 @@ def _sparse(graph: Adjacency, weights: Tensor) -> Tensor:
 
 
 class Aggregator(nn.Module):
-    """One propagation layer (equations 6 to 8). Its output has `width` columns."""
+    """One propagation layer (equations 6 to 8) with `width` output columns."""
 
     def __init__(self, kind: str, inputs: int, width: int) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Aggregator(nn.Module):
 
 
 class KGAT(nn.Module):
-    """The model, for one rank and any. All arithmetic is float32."""
+    """The KGAT model in float32, replicated on every rank."""
 
     some_unused = True
     """A CF step has no gradient for what TransR needs, a KG step none for the aggregators."""
@@ -155,9 +155,9 @@ class KGAT(nn.Module):
         self._graph = graph
 
     def forward(self, **batch: Tensor) -> Tensor | dict[str, Tensor]:
-        """What is asked for shows in the batch (see `trainer.kgat.stream`): of interactions
-        the mean BPR loss, of edges the mean TransR loss, of users to evaluate `ranking_metrics`,
-        and of nothing that attention be computed anew."""
+        """Dispatch on the batch (see `trainer.kgat.stream`): interactions give the mean BPR loss,
+        edges the mean TransR loss, users `ranking_metrics`, and an empty batch recomputes
+        attention."""
         if "positives" in batch:
             return self._interaction_loss(**batch)
         if "heads" in batch:
@@ -167,12 +167,12 @@ class KGAT(nn.Module):
         return self._update_attention()
 
     def _nodes(self) -> Tensor:
-        """(N, D)."""
+        """Return embeddings of all nodes, (N, D)."""
         return torch.cat([self.user_embedding.weight, self.entity_embedding.weight])
 
     def _represent(self, places: Tensor) -> Tensor:
-        """Representations of the users and items at `places` (M,): (M, D + sum of layers), the
-        embedding and what each layer made of it (section 3.3)."""
+        """Return representations (M, D + sum of layers) of the users and items at `places` (M,):
+        the embedding, concatenated with each layer's output (section 3.3)."""
         nodes, options = self._nodes(), self.options
         weights = F.dropout(self.attention, options.node_dropout, self.training)
         parts = [F.embedding(places, nodes)]
@@ -187,7 +187,7 @@ class KGAT(nn.Module):
     def _interaction_loss(
         self, users: Tensor, positives: Tensor, negatives: Tensor, dropout_seed: Tensor
     ) -> Tensor:
-        """Equations 12 and 13: BPR, and the squares of what it compares."""
+        """Return the BPR loss with L2 regularisation (equations 12 and 13)."""
         # One propagation serves a whole global batch, however many micro-batches that is; so all
         # of them draw the same dropout. The last step ended with a synchronisation: item() is free.
         torch.manual_seed(int(dropout_seed.item()))
@@ -202,7 +202,7 @@ class KGAT(nn.Module):
     def _edge_loss(
         self, heads: Tensor, relations: Tensor, tails: Tensor, negative_tails: Tensor
     ) -> Tensor:
-        """Equations 1 and 2: TransR (Lin et al., AAAI 2015), ranked pairwise."""
+        """Return the pairwise TransR loss (equations 1 and 2; Lin et al., AAAI 2015)."""
         # By relation, so that each projection is one product; free of waiting like item() above.
         relations, order = relations.sort(stable=True)
         counts = torch.bincount(relations, minlength=self._graph.relations).tolist()
@@ -221,13 +221,14 @@ class KGAT(nn.Module):
         )
 
     def _projections(self) -> tuple[Tensor, ...]:
-        """(D, K) of each relation."""
+        """Return the projection matrix (D, K) of each relation."""
         width = self.options.embedding_dim
         return self.relation_projection.weight.unflatten(1, (width, -1)).unbind()
 
     @torch.no_grad()
     def _update_attention(self) -> Tensor:
-        """Equations 4 and 5: (E,), the weights of each head's edges add up to 1."""
+        """Recompute attention (E,) by equations 4 and 5; the weights of each head's edges sum to
+        1."""
         nodes = self._nodes()
         graph = self._graph.to(nodes.device)
         scores = torch.empty_like(self.attention)
@@ -247,7 +248,7 @@ class KGAT(nn.Module):
         return self.attention
 
     def _evaluate(self, users: Tensor, known: Tensor, wanted: Tensor) -> dict[str, Tensor]:
-        """Mean recall and ndcg over these users of the model, and of ranking all items by their
+        """Return mean recall and ndcg over these users, of the model and of ranking items by
         popularity."""
         popularity = self._graph.to(users.device).popularity
         items = self.user_embedding.num_embeddings + torch.arange(
@@ -262,12 +263,8 @@ class KGAT(nn.Module):
 
 
 def ranking_metrics(scores: Tensor, known: Tensor, wanted: Tensor) -> Tensor:
-    """recall@20 and ndcg@20, each a mean over users, as (2,) float32.
-
-    As the authors' evaluator defines them. All items are ranked but the `known` ones of a user.
-    Recall is the share of `wanted` among the first 20. The discounted gain of the first 20, with
-    1 / log2(1 + rank) for a hit, is divided by the one that they would have if the hits among the
-    first 100 came first; the usual ndcg divides by that of all wanted items, and is lower.
+    """Return recall@20 and ndcg@20 as the authors' evaluator defines them, means over users, (2,)
+    float32.
 
     Args:
         scores: (B, I); the highest comes first.
@@ -290,16 +287,16 @@ def ranking_metrics(scores: Tensor, known: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _half_squares(*vectors: Tensor) -> Tensor:
-    """Half the squared norm of the vectors (B, width) of a sample, on average over samples."""
+    """Return half the squared norm of a sample's vectors (B, width), averaged over samples."""
     return torch.stack([vector.square().sum(dim=1).mean() for vector in vectors]).sum() / 2
 
 
 def initial_tensor(
     name: str, shape: tuple[int, ...], graph: Adjacency, options: Kgat, seed: int
 ) -> Tensor:
-    """A parameter or buffer of KGAT, whole, on the CPU, a function of its name and the seed: Xavier
-    uniform matrices (each relation's projection is one), zero biases, and attention that weighs all
-    edges of a head alike."""
+    """Return the initial value of a parameter or buffer of KGAT on the CPU, a function of its name
+    and the seed: Xavier uniform matrices (one per relation for projections), zero biases, and
+    attention that weighs all edges of a head alike."""
     if name == "attention":
         return 1 / graph.starts.diff().float()[graph.heads]
     if len(shape) == 1:

@@ -1,14 +1,4 @@
-"""Samples of a collaborative knowledge graph, by position: for training, and for evaluation.
-
-[Note: phases] KGAT alternates two kinds of steps. An epoch is a CF phase, in which every sample is
-an interaction with an item that the user did not choose beside it, and a KG phase, in which every
-sample is a handful of edges with a wrong tail beside each. Each is as long as it takes to see all
-interactions, and all edges, as with the authors. Both are whole global batches, so every step
-belongs to one of them. Positions within the CF phases of all epochs, put one after another, run
-through the interactions again and again, each time in another order, and leave none out; likewise
-those of the KG phases through the edges. What stands at a position depends on the data, the seed
-and `global_batch`.
-"""
+"""Samples a collaborative knowledge graph by position, for training and evaluation."""
 
 from collections.abc import Callable, Sequence
 
@@ -23,11 +13,11 @@ from trainer.recipe.seeds import stable_seed
 
 Batch = dict[str, torch.Tensor]
 TRIES = 1000
-"""For a random tail that is wrong."""
+"""Attempts to draw a wrong tail at random."""
 
 
 class GraphStream:
-    """Training samples. See [Note: phases].
+    """Training samples by position, see [Note: phases].
 
     Args:
         data: what is sampled.
@@ -118,9 +108,10 @@ class GraphStream:
         purpose: str,
         is_true: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.bool_]],
     ) -> NDArray[np.int64]:
-        """For each of `numbers` one of range(size), uniformly among those that are not true.
+        """Draw for each of `numbers` one of range(size), uniformly among those that are not true.
 
-        `is_true` is asked about rows, and what was drawn for each.
+        Args:
+            is_true: predicate on (rows, values drawn for them).
         """
         key = stable_seed(self._seed, purpose)
         result, rows = np.empty_like(numbers), np.arange(len(numbers))
@@ -136,7 +127,7 @@ class GraphStream:
         )
 
     def _pair_key(self, users: NDArray[np.int64], items: NDArray[np.int64]) -> NDArray[np.int64]:
-        """One number for each pair; in the order of pairs."""
+        """Encode each pair as one number that preserves the order of pairs."""
         return users * self._data.items + items
 
     def _edge_key(
@@ -146,7 +137,7 @@ class GraphStream:
 
 
 class UserStream:
-    """The users that something is held out of, with what is to be predicted, in their order."""
+    """The users with held-out items, in order."""
 
     def __init__(self, data: Interactions) -> None:
         self._items = data.items
@@ -160,8 +151,8 @@ class UserStream:
         return "users"
 
     def fetch(self, positions: Sequence[int]) -> Batch:
-        """users (B,); known and wanted (B, K) int64: items of each, filled up with the number of
-        items, which is none."""
+        """Return users (B,); known and wanted items (B, K) int64 of each, padded with the number of
+        items."""
         users = self._users[np.asarray(positions)]
         return _tensors(
             users=users,
@@ -171,7 +162,7 @@ class UserStream:
 
 
 Lists = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Where the list of each user begins (users + 1,), and all lists, one after another."""
+"""Offset of each user's list (users + 1,), and all lists concatenated."""
 
 
 def _by_user(pairs: NDArray[np.int64], users: int) -> Lists:
@@ -190,7 +181,7 @@ def _padded(lists: Lists, users: NDArray[np.int64], filler: int) -> NDArray[np.i
 
 
 def _contains(ordered: NDArray[np.int64], values: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which values are among the ordered ones."""
+    """Whether each value is in the sorted array."""
     places = np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)
     return ordered[places] == values
 

@@ -1,2 +1,2 @@
-"""What people start beside training: compare, report, generate, launch, init, doctor, import from
-DeepSpeed, accelerate and Trainer."""
+"""The commands beside training: compare, report, generate, launch, init, doctor, and the imports of
+DeepSpeed, accelerate and Trainer configurations."""

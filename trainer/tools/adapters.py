@@ -1,4 +1,4 @@
-"""The model under an adapter, and whether it is the one that the adapter was trained over."""
+"""Finds the base model of an adapter, and checks that the adapter was trained over it."""
 
 from pathlib import Path
 
@@ -13,16 +13,15 @@ from trainer.run.identity import weights_digest
 
 
 def base_of(directory: Path, given: Path | None = None) -> Path:
-    """The directory of the model under an adapter.
+    """Return the directory of an adapter's base model, after checking its fingerprint.
 
     Args:
-        directory: of the adapter: a checkpoint of ours, what was exported of one, or what PEFT
-            wrote.
-        given: take this one, instead of that which adapter_config.json names.
+        directory: the adapter: a checkpoint of Perdure, an export of one, or a directory of PEFT.
+        given: a base model to use instead of the one that adapter_config.json names.
 
     Raises:
-        StorageError: there is none.
-        WrongModel: the adapter names its fingerprint, and it is another model.
+        StorageError: the base model is missing.
+        WrongModel: the adapter names the fingerprint of another model.
         DamagedCheckpoint: the adapter's files are damaged.
     """
     file = directory / CONFIG

@@ -1,4 +1,4 @@
-"""What this machine has for training, and what is missing for what."""
+"""Reports what this machine offers for training, and what is missing for which feature."""
 
 import ctypes
 import fcntl
@@ -30,9 +30,9 @@ from trainer.text import table
 
 STORE_PORT = 29400
 ENOUGH_FILES = 4096
-"""Open files of a process that a store of some hundred nodes, and a loader of many shards, need."""
+"""Open files per process that a store of some hundred nodes, and a loader of many shards, need."""
 LITTLE_SHARED_MEMORY = 1 << 30
-"""Bytes of /dev/shm below which it is a container's default, and no one's choice."""
+"""Bytes of /dev/shm below which the size is a container's default rather than a choice."""
 DRIVER_SECONDS = 30.0
 PURPOSES = {
     "parquet": "data in parquet and arrow",
@@ -42,29 +42,29 @@ PURPOSES = {
     "fp8": "precision.matmul",
     "flash": "FlashAttention-4, on Hopper and Blackwell",
 }
-"""What extras of the package are for."""
+"""Extra of the package → the feature that needs it."""
 
 State = Literal["ok", "note", "WRONG"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check of the machine."""
 
     name: str
     state: State
-    """note: training can start, but something goes without it. WRONG: training cannot start."""
+    """NOTE: training can start, but a feature is missing. WRONG: training cannot start."""
     what: str
     cure: str = ""
-    """What to do; empty if nothing is to be done."""
+    """The remedy; empty where none is needed."""
 
 
 def examine(recipe: Recipe | None = None) -> Iterator[Finding]:
-    """Look at this machine, for a recipe or for any.
+    """Check this machine, in general or for one recipe.
 
     Args:
-        recipe: whose run directory is tried, and whose extras are needed; None: the working
-            directory is tried, and no extra is needed.
+        recipe: its run directory and the extras it needs are checked; None: the working directory
+            is checked, and no extra is required.
     """
     yield _ok("python", f"{platform.python_version()}, {sys.executable}")
     yield from _torch(recipe)
@@ -84,7 +84,8 @@ def examine(recipe: Recipe | None = None) -> Iterator[Finding]:
 
 
 def report(findings: list[Finding]) -> str:
-    """Findings as a table, with what to do under each, and whether training can start."""
+    """Format findings as a table, each with its remedy, and a last line that says whether training
+    can start."""
     lines = table([[one.state, one.name, one.what] for one in findings])
     indent = " " * (len("WRONG") + 2)
     shown = [
@@ -99,7 +100,7 @@ def report(findings: list[Finding]) -> str:
 
 
 def can_start(findings: list[Finding]) -> bool:
-    """Whether nothing is wrong that keeps training from starting."""
+    """Whether no finding prevents training from starting."""
     return all(one.state != "WRONG" for one in findings)
 
 
@@ -126,7 +127,7 @@ def _torch(recipe: Recipe | None) -> Iterator[Finding]:
 
 
 def _gpus(recipe: Recipe | None, built: str | None, count: int) -> Finding:
-    """GPUs, between the driver of the machine and the build of torch."""
+    """Compare the GPUs that the driver reports with those that this build of torch can use."""
     driver, wanted = _driver(), "cpu" if recipe is None else recipe.run.device
     if count and wanted != "cpu":
         return _ok("GPUs", f"{count}: {driver or 'nvidia-smi does not answer'}")
@@ -143,7 +144,7 @@ def _gpus(recipe: Recipe | None, built: str | None, count: int) -> Finding:
 
 
 def _driver() -> str:
-    """What nvidia-smi lists; empty without a driver."""
+    """Return the GPUs that nvidia-smi lists; empty without a driver."""
     if not Path("/dev/nvidiactl").exists() or not (tool := shutil.which("nvidia-smi")):
         return ""
     command = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
@@ -178,7 +179,8 @@ def _room() -> Iterator[Finding]:
 
 
 def _folder(directory: Path) -> Iterator[Finding]:
-    """What a run directory has to be able to do, tried in it or its nearest parent."""
+    """Check the file operations that a run directory needs, in it or its nearest existing
+    parent."""
     place = directory.absolute()
     while not os.path.lexists(place):
         place = place.parent
@@ -199,7 +201,7 @@ def _folder(directory: Path) -> Iterator[Finding]:
 
 
 def _lacking(scratch: Path) -> Iterator[tuple[str, str]]:
-    """(what a filesystem does not do, what to do)."""
+    """Return pairs: an operation that the filesystem does not support, and the remedy."""
     file, other = scratch / "a", scratch / "b"
     with file.open("wb") as opened:
         opened.write(b"x")
@@ -296,7 +298,7 @@ def _compiler(recipe: Recipe | None) -> Iterator[Finding]:
 
 
 def _needed_extras(recipe: Recipe) -> set[str]:
-    """Extras without which this recipe cannot train."""
+    """Return the extras without which this recipe cannot train."""
     scheme = urlsplit(recipe.checkpoint.directory or "").scheme
     used = {
         "tensorboard": recipe.tracking.tensorboard,
@@ -307,8 +309,8 @@ def _needed_extras(recipe: Recipe) -> set[str]:
 
 
 def _requirements() -> dict[str, str]:
-    """extra → what pip installs for it, of those in PURPOSES; none where Perdure is run from a
-    checkout without being installed."""
+    """Map each extra in PURPOSES to its pip requirements; empty where Perdure runs from a checkout
+    without being installed."""
     try:
         lines = requires("perdure") or ()
     except PackageNotFoundError:

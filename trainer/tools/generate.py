@@ -1,4 +1,5 @@
-"""Sample text from a checkpoint: one of ours, or any Hugging Face directory of a known family."""
+"""Samples text from a checkpoint: one of Perdure, or any Hugging Face directory of a known
+family."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,12 +30,13 @@ from trainer.tools.adapters import base_of
 
 
 class GenerateError(ValueError):
-    """There is nothing to sample from, or the prompt does not fit; the message says what to do."""
+    """Sampling is impossible: no model, or a prompt that does not fit; the message names the
+    remedy."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn, see `generate`.
+    """How tokens are drawn; the fields are those of `generate`.
 
     Raises:
         GenerateError: a number is out of range.
@@ -65,22 +67,20 @@ def generate(
     device: str | torch.device = "cpu",
     family: str | None = None,
 ) -> Iterator[str]:
-    """Continue `prompt`, piece by piece as tokens are drawn.
-
-    Weights are float32 on the CPU and bfloat16 on a GPU. Each token costs a whole forward pass
-    over the text so far: this is for looking at a model, not for serving it.
+    """Continue `prompt`, yielding text as tokens are drawn.
 
     Args:
-        checkpoint_dir: directory with config.json, tokenizer.json and safetensors; or with an
-            adapter, whose adapter_config.json names the directory of the model under it.
-        prompt: text, which may spell out special tokens; when it is empty, sampling starts after
-            what the tokenizer puts before a text, or an end-of-document token.
-        max_new_tokens: at most so many, fewer at an end-of-document token or at the model's
-            max_position_embeddings.
+        checkpoint_dir: directory with config.json, tokenizer.json and safetensors; or an adapter,
+            whose adapter_config.json names the directory of the base model.
+        prompt: text, in which special tokens may be spelled out; sampling from an empty prompt
+            starts after the tokens that the tokenizer puts before a text, or after an
+            end-of-document token.
+        max_new_tokens: upper limit; sampling ends earlier at an end-of-document token or at the
+            model's max_position_embeddings.
         temperature: divides the logits; 0 takes the likeliest token.
-        top_k: draw among so many likeliest tokens; None among all.
-        seed: of the draws, which are made on the CPU whatever the device.
-        device: where the model runs.
+        top_k: number of likeliest tokens to draw among; None: all.
+        seed: seed of the draws, which are made on the CPU on every device.
+        device: device of the model.
         family: `model.family` of the recipe that trained it.
 
     Returns:
@@ -107,7 +107,7 @@ def continuations(
     device: str | torch.device = "cpu",
     family: str | None = None,
 ) -> list[Iterator[str]]:
-    """The pieces of the continuation of each prompt, all by one model; see `generate`."""
+    """Yield the continuation of each prompt in pieces, from one loaded model; see `generate`."""
     opened = open_model(checkpoint_dir, device=device, family=family)
     encoded = [_encode(prompt, opened) for prompt in prompts]
     return [_decode_pieces(opened.tokenizer, ids, opened.new_ids(ids, sampling)) for ids in encoded]
@@ -115,18 +115,18 @@ def continuations(
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model in memory, with what turns texts into its tokens and back."""
+    """A model in memory, with its tokenizer."""
 
     directory: Path
     model: TextModel
     tokenizer: Tokenizer
     eos_ids: list[int]
-    """Tokens that end a text."""
+    """Token ids that end a text."""
     limit: int
-    """Most tokens that it takes."""
+    """The model's context length in tokens."""
 
     def new_ids(self, prompt_ids: list[int], sampling: Sampling) -> Iterator[int]:
-        """Tokens that follow those of a prompt, up to one that ends the text."""
+        """Yield the token ids that continue a prompt, up to one that ends the text."""
         device = next(self.model.parameters()).device
         generator = torch.Generator().manual_seed(sampling.seed)
         ids = torch.tensor([prompt_ids], device=device)
@@ -144,7 +144,8 @@ class OpenedModel:
 def open_model(
     checkpoint_dir: str | Path, *, device: str | torch.device = "cpu", family: str | None = None
 ) -> OpenedModel:
-    """Load the model of a directory, with its adapter added; arguments and errors as `generate`."""
+    """Load the model of a directory, with its adapter merged; arguments and errors as in
+    `generate`."""
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise GenerateError(f"device={device}: torch finds no GPU here; use device=cpu")
@@ -166,10 +167,10 @@ def open_model(
 
 
 def _encode(prompt: str, opened: OpenedModel) -> list[int]:
-    """The tokens of a prompt, as `perdure data prepare` begins a document.
+    """Tokenize a prompt as `perdure data prepare` tokenizes the beginning of a document.
 
     Raises:
-        GenerateError: there are none, or as many as the model takes.
+        GenerateError: the prompt has no tokens, or fills the model's context.
     """
     tokenizer, where, limit = opened.tokenizer, opened.directory, opened.limit
     prompt_ids = [*start_ids(tokenizer), *tokenizer.encode(prompt, add_special_tokens=False).ids]
@@ -185,11 +186,11 @@ def _encode(prompt: str, opened: OpenedModel) -> list[int]:
 
 
 def empty_model(directory: Path, family: Family | None = None) -> TextModel:
-    """The model of a checkpoint directory on the meta device: Perdure's, where it has a family for
-    it, else that of transformers.
+    """Build the model of a checkpoint directory on the meta device: Perdure's implementation where
+    its family has one, otherwise that of transformers.
 
     Raises:
-        ConfigError, RecipeError: there is none.
+        ConfigError, RecipeError: neither implements the architecture.
     """
     try:
         architecture = read_config(directory, family)
@@ -203,11 +204,11 @@ def empty_model(directory: Path, family: Family | None = None) -> TextModel:
 
 
 def load_weights(model: TextModel, directory: Path, device: torch.device) -> None:
-    """Give a model on the meta device its weights, float32 on the CPU, else bfloat16."""
+    """Load weights into a model on the meta device: float32 on the CPU, otherwise bfloat16."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
 
     def materialise(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_meta:  # a buffer that was computed as the model was built
+        if not tensor.is_meta:  # buffers computed in the constructor are in no file
             return tensor.to(device)
         kind = dtype if tensor.is_floating_point() else tensor.dtype
         return torch.empty_like(tensor, dtype=kind, device=device)
@@ -226,10 +227,10 @@ def load_weights(model: TextModel, directory: Path, device: torch.device) -> Non
 
 @torch.no_grad()
 def add_to(model: TextModel, adapter: StoredAdapter) -> None:
-    """Add an adapter to the weights of a model, in place, in float32.
+    """Merge an adapter into the weights of a model, in place, in float32.
 
     Raises:
-        GenerateError: it is of another model.
+        GenerateError: the adapter belongs to another model.
     """
     named = dict(model.named_parameters())
     for name in (*adapter.tensors.pairs, *adapter.tensors.whole):
@@ -248,7 +249,7 @@ def add_to(model: TextModel, adapter: StoredAdapter) -> None:
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """One token id from logits (V,)."""
+    """Draw one token id from logits (V,)."""
     if temperature == 0:
         return int(logits.argmax())
     values, ids = logits.topk(min(top_k or len(logits), len(logits)))
@@ -259,7 +260,8 @@ def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch
 def _decode_pieces(
     tokenizer: Tokenizer, prompt_ids: list[int], new_ids: Iterator[int]
 ) -> Iterator[str]:
-    """Text that each new token adds; a character spread over tokens waits for its last byte."""
+    """Yield the text that each new token adds; a character split over tokens is held back until its
+    last byte."""
     ids = list(prompt_ids)
     shown = len(tokenizer.decode(ids))
     for token in new_ids:

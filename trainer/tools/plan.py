@@ -1,4 +1,4 @@
-"""A `Plan` as text and as JSON."""
+"""Formats a `Plan` as text and as JSON."""
 
 import dataclasses
 import json
@@ -23,9 +23,9 @@ SOURCES = {
     "bubble": "simulation",
     **dict.fromkeys(("s/step", "MFU", "hours", "cost", "hidden"), "roofline"),
 }
-"""Where the figures of a column come from, as `prediction.HOW` says."""
+"""Origin of a column's figures, as in `prediction.HOW` → its description."""
 WIDTH = 120
-"""Columns of text, but for commands, which are to be pasted."""
+"""Columns of text; commands are left unwrapped, so that they can be pasted."""
 MOMENTS = {
     "forward": "when the loss is computed",
     "head": "in the backward pass of the output head",
@@ -39,13 +39,12 @@ MOMENTS = {
 def plan_text(
     plan: Plan, command: str, *, everything: bool = False, price: float | None = None
 ) -> str:
-    """The tables, the recommendation, and what it rests on.
+    """Format the tables, the recommendation, and the assumptions behind them.
 
     Args:
-        plan: to print.
         command: `perdure train RECIPE …`, to which overrides are added.
-        everything: a line for each micro-batch and way to reduce, not for the best ones alone.
-        price: of one GPU for an hour, in any currency.
+        everything: print every micro-batch and way to reduce, rather than the best ones only.
+        price: cost of one GPU for an hour, in any currency.
     """
     shown = plan.tried if everything else plan.candidates
     rows = _merged(shown)
@@ -66,7 +65,8 @@ def plan_text(
 
 
 def _merged(candidates: Sequence[Candidate]) -> list[tuple[list[str], Candidate]]:
-    """(labels, candidate): those that do and need the same are one, as many are on one GPU."""
+    """Group candidates with equal figures, as many coincide on one GPU: pairs of (labels,
+    candidate)."""
     found: list[tuple[list[str], Candidate]] = []
     for candidate in candidates:
         for labels, first in found:
@@ -91,12 +91,12 @@ def _same(one: Candidate, other: Candidate) -> bool:
 
 
 def _short(label: str) -> str:
-    """ "ZeRO-3 +CPU" for ZeRO-3, CPU offload."""
+    """Shorten a label: "ZeRO-3 +CPU" for ZeRO-3, CPU offload."""
     return label.replace(", ", " +").removesuffix(" offload")
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Columns in which no row has a figure are left out."""
+    """Format rows as a table, without the columns in which no row has a figure."""
     columns = [name for name in rows[0] if any(row[name] != "-" for row in rows)]
     cells = [columns, *([row[name] for name in columns] for row in rows)]
     lines = table(cells, right=range(2, len(columns)))
@@ -123,7 +123,7 @@ def _machine(plan: Plan) -> str:
 
 
 def _name(labels: Sequence[str], candidate: Candidate) -> dict[str, str]:
-    """What both tables begin with."""
+    """Return the cells that begin a row of both tables."""
     p, strategy = candidate.prediction, candidate.recipe.strategy
     between = " … " if len(labels) > 2 else ", "
     return {
@@ -174,8 +174,8 @@ def _where_it_goes(labels: Sequence[str], candidate: Candidate, plan: Plan) -> d
 
 
 def _bill(candidate: Candidate, plan: Plan, price: float | None) -> dict[str, float]:
-    """Hours of a whole run without a stop, those of all its GPUs together, and with a price its
-    cost; nothing where only its epochs are known."""
+    """Return hours of a whole run without interruptions, its GPU hours, and with a price its cost;
+    empty where only the number of epochs is known."""
     if not plan.recipe.run.steps:
         return {}
     hours = plan.recipe.run.steps * (candidate.prediction.seconds_per_step or 0.0) / 3600
@@ -266,7 +266,8 @@ def _remarks(plan: Plan) -> list[str]:
 
 
 def _placements(plan: Plan, best: Candidate) -> list[str]:
-    """What lies inside a node and what goes across, of the recipe as it is and of the best way."""
+    """Describe which ranks share a node and what crosses nodes, for the recipe as written and for
+    the best candidate."""
     lines = []
     for what, candidate in (("of the recipe as it is", plan.own), (f"of {best.label}", best)):
         strategy = candidate.recipe.strategy
@@ -299,7 +300,8 @@ def _more_nodes(plan: Plan) -> str:
 
 
 def recommended(candidate: Candidate) -> dict[str, Any]:
-    """Recipe sections: the batch's micro_batch, and the whole strategy without its defaults."""
+    """Return the recipe sections of a candidate: the batch's micro_batch, and the strategy without
+    its defaults."""
     strategy = {
         field.name: value
         for field in dataclasses.fields(Strategy)
@@ -347,7 +349,7 @@ def _fill(text: str) -> str:
 
 
 def assumptions(plan: Plan) -> list[str]:
-    """What the figures rest on, one sentence each."""
+    """State the assumptions behind the figures, one sentence each."""
     machine = plan.machine
     columns = {
         source: ", ".join(name for name, one in SOURCES.items() if one == source)
@@ -383,7 +385,8 @@ def assumptions(plan: Plan) -> list[str]:
 
 
 def plan_json(plan: Plan, price: float | None = None) -> dict[str, Any]:
-    """All figures: bytes, seconds, hours; `cost` with a price of one GPU for an hour."""
+    """Return all figures as JSON values in bytes, seconds and hours; `cost` if the price of a GPU
+    hour is known."""
 
     def candidate_json(candidate: Candidate) -> dict[str, Any]:
         return {

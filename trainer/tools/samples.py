@@ -1,5 +1,5 @@
-"""What the committed steps of a run make of prompts or tasks, as lines of JSON. It runs in a
-process of its own, and training knows nothing of it."""
+"""Writes what a run's checkpoints generate for prompts, or score on tasks, as JSON lines. It runs
+in a process of its own, independent of training."""
 
 import json
 import os
@@ -20,17 +20,20 @@ from elastic.record.lines import Lines, read_line
 from trainer.tools.generate import GenerateError, Sampling, continuations
 
 Wanted: TypeAlias = Mapping[str, Any]
-"""What a line is about, such as a prompt: part of the line, by which it is known again."""
+"""The object that a line is about, such as a prompt; its fields are part of the line and identify
+it."""
 
 LOOK_SECONDS = 1.0
 TAIL_BYTES = 1 << 16
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Prompts, each once: of a .jsonl file the `prompt` of each line, else the lines that hold any.
+    """Read distinct prompts: the `prompt` of each line of a .jsonl file, or the non-empty lines of
+    a text.
 
     Raises:
-        GenerateError: the file cannot be read, holds no prompts, or a line is no such object.
+        GenerateError: the file cannot be read, holds no prompts, or has a line that is no such
+            object.
     """
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -54,18 +57,18 @@ def add_lines(
     out: Path,
     make: Callable[[Path, Sequence[Wanted]], Iterable[Mapping[str, Any]]],
 ) -> Iterator[tuple[int, int]]:
-    """Append to `out` a line for each checkpoint and each thing that is wanted of it: `step`, what
-    is wanted, and what is made of it. Lines that are there already are not made again.
+    """Append to `out` one line per checkpoint and object in `wanted`: `step`, the object's fields,
+    and the result of `make`. Lines already in the file are not computed again.
 
     Args:
         steps: checkpoints.
-        wanted: JSON objects, all with the same keys.
+        wanted: JSON objects with the same keys.
         out: file of JSON lines.
-        make: (a checkpoint, some of `wanted`) → what is added to each, in order.
+        make: (checkpoint, part of `wanted`) → fields to add to each object, in order.
 
     Yields:
-        (step, lines written) of each checkpoint that had something to write. One that is deleted
-        or found damaged meanwhile is passed over, with 0 lines.
+        (step, number of lines written) of each checkpoint with something to write. A checkpoint
+        that was deleted or found damaged meanwhile is skipped, with 0 lines.
 
     Raises:
         GenerateError: a line cannot be written.
@@ -95,7 +98,7 @@ def add_lines(
 def samples(
     sampling: Sampling, device: str, family: str | None = None
 ) -> Callable[[Path, Sequence[Wanted]], Iterator[dict[str, str]]]:
-    """What `add_lines` makes of prompts: the `text` that a checkpoint writes after each."""
+    """Return the `make` of `add_lines` for prompts, which adds the generated `text`."""
 
     def make(path: Path, wanted: Sequence[Wanted]) -> Iterator[dict[str, str]]:
         prompts = [one["prompt"] for one in wanted]
@@ -106,14 +109,11 @@ def samples(
 
 
 def follow(run: Path) -> Iterator[list[Path]]:
-    """The checkpoints of a run, oldest first, each once, as they are committed; ends when the run
-    has ended with code 0.
-
-    Args:
-        run: its directory.
+    """Yield the checkpoints of a run as they are committed, oldest first, until the run has ended
+    with exit code 0.
 
     Raises:
-        GenerateError: there is no such directory.
+        GenerateError: the directory does not exist.
     """
     if not run.is_dir():
         raise GenerateError(f"{run}: there is no such run yet; start it, then follow it")
@@ -143,8 +143,8 @@ def has_ended(run: Path) -> bool:
 
 
 def _written(out: Path, keys: Sequence[str]) -> set[tuple[Any, ...]]:
-    """(step, values of `keys`) of the lines of a file. One that a killed process left unfinished is
-    none."""
+    """Return (step, values of `keys`) of each line of a file, without a last line that a killed
+    process left unfinished."""
     found: set[tuple[Any, ...]] = set()
     with suppress(FileNotFoundError), out.open(encoding="utf-8", errors="replace") as file:
         for line in file:

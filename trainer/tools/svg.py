@@ -1,4 +1,4 @@
-"""Pictures as SVG: elements, and what bars and labels have in common."""
+"""Builds SVG pictures: elements, bars and labels."""
 
 import math
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ INK, SOFT, LINE = "#222222", "#666666", "#999999"
 
 
 def tag(name: str, inside: str = "", /, **attributes: object) -> str:
-    """An element. Lengths are rounded; `_` in the name of an attribute stands for `-`."""
+    """Format an element. Lengths are rounded; `_` in an attribute's name becomes `-`."""
     words = []
     for key, value in attributes.items():
         shown = f"{value:.1f}" if isinstance(value, float) else escape(str(value))
@@ -17,19 +17,19 @@ def tag(name: str, inside: str = "", /, **attributes: object) -> str:
 
 
 def text(x: float, y: float, words: str, anchor: str = "start", **attributes: object) -> str:
-    """Text, of which `anchor` (start, middle, end) stands at x."""
+    """A text element, whose `anchor` (start, middle, end) is at x."""
     return tag("text", escape(words), x=float(x), y=float(y), text_anchor=anchor, **attributes)
 
 
 def label(
     x: float, y: float, words: str, anchor: str = "start", color: str = INK, size: int = 12
 ) -> str:
-    """Text that says how it looks."""
+    """A text element with colour and size."""
     return text(x, y, words, anchor, fill=color, font_size=size)
 
 
 def bar(x: float, y: float, width: float, height: float, tip: str, **attributes: object) -> str:
-    """A rectangle that says what it is when it is pointed at."""
+    """A rectangle that shows `tip` under the mouse pointer."""
     title = tag("title", escape(tip))
     return tag("rect", title, x=float(x), y=y, width=float(width), height=height, **attributes)
 
@@ -40,7 +40,7 @@ def line(x1: float, y1: float, x2: float, y2: float, **attributes: object) -> st
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers that span `low` to `high`."""
+    """Return round numbers that span `low` to `high`."""
     if high <= low:
         low, high = low - (abs(low) / 2 or 0.5), low + (abs(low) / 2 or 0.5)
     raw = (high - low) / wanted
@@ -51,7 +51,7 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 def document(width: int, height: int, body: Iterable[str]) -> str:
-    """A whole picture, on white."""
+    """A whole picture on a white background."""
     ground = tag("rect", width=width, height=height, fill="#ffffff")
     return tag(
         "svg", "\n".join(["", ground, *body, ""]), xmlns="http://www.w3.org/2000/svg",

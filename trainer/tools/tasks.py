@@ -1,9 +1,9 @@
-"""What tasks of lm-evaluation-harness find of a checkpoint. It needs the package lm-eval, an extra.
+"""Evaluates checkpoints on tasks of lm-evaluation-harness. Requires the package lm-eval, an extra.
 
-[Note: harness] A task asks for log-probabilities of texts after others, or for continuations. The
-model is that of `perdure generate`, so adapters are added as they were trained, over nf4 too, and
-every family of Perdure can be asked. Texts become tokens as the harness does it for models of
-transformers, so that values can be compared.
+[Note: harness] A task requests log-probabilities of texts after contexts, or continuations. The
+model is that of `perdure generate`, so adapters are merged as they were trained, over nf4 too, and
+every family of Perdure can be evaluated. Texts are tokenized as in the harness's own class for
+transformers models, so that scores are comparable.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,23 +21,23 @@ from trainer.tools.generate import GenerateError, OpenedModel, Sampling, open_mo
 from trainer.tools.samples import Wanted
 
 ROWS = 8
-"""Texts that are computed together."""
+"""Texts per forward pass."""
 RESAMPLED = 1000
-"""Draws by which the error of a value is estimated, where no formula gives it."""
+"""Bootstrap draws for the standard error of a metric without a formula for it."""
 USUAL_NEW_TOKENS = 256
-"""Tokens of a continuation at most, where the task says nothing."""
+"""Maximum length of a continuation in tokens, where the task names none."""
 
 
 def find_tasks(names: Sequence[str], include_path: Path | None) -> TaskManager:
-    """What knows the tasks of these names.
+    """Return a task manager that knows the tasks of these names.
 
     Args:
-        names: of tasks, or of groups of tasks.
-        include_path: directory with tasks of your own; where it has all of them, others are not
-            looked for.
+        names: tasks, or groups of tasks.
+        include_path: directory of additional tasks; if it has all of `names`, the harness's own are
+            not indexed.
 
     Raises:
-        GenerateError: nobody knows one of them.
+        GenerateError: a name is unknown.
     """
     given = {"include_path": str(include_path)} if include_path else {}
     manager = TaskManager(**given, include_defaults=False) if include_path else TaskManager()
@@ -54,11 +54,11 @@ def find_tasks(names: Sequence[str], include_path: Path | None) -> TaskManager:
 def results(
     manager: TaskManager, device: str, family: str | None = None
 ) -> Callable[[Path, Sequence[Wanted]], Iterator[dict[str, Any]]]:
-    """What `add_lines` makes of tasks: `results`, by the name of each task the numbers that the
-    harness gives, by its names of them."""
+    """Return the `make` of `add_lines` for tasks, which adds `results`: task → metric → value,
+    under the harness's names."""
 
     def make(path: Path, wanted: Sequence[Wanted]) -> Iterator[dict[str, Any]]:
-        model = _Asked(open_model(path, device=device, family=family))
+        model = _HarnessModel(open_model(path, device=device, family=family))
         for one in wanted:
             try:
                 found = simple_evaluate(
@@ -84,8 +84,8 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-class _Asked(LM):
-    """A model as the harness asks it."""
+class _HarnessModel(LM):
+    """An opened model behind the harness's interface."""
 
     def __init__(self, opened: OpenedModel) -> None:
         super().__init__()
@@ -98,12 +98,13 @@ class _Asked(LM):
         self._prefix = known[0]
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        """The log-probability of each continuation after its context, and whether its tokens are
-        the likeliest."""
+        """Return the log-probability of each continuation after its context, and whether its tokens
+        are the likeliest."""
         return self._log_probs([self._pair(*request.args) for request in requests])
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
-        """The log-probability of each whole text, with as much context as the model takes."""
+        """Return the log-probability of each whole text, with as much context as the model
+        takes."""
         found = []
         for (text,) in (request.args for request in requests):
             windows = get_rolling_token_windows(
@@ -114,14 +115,15 @@ class _Asked(LM):
         return found
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
-        """A continuation of each context, up to the first of the texts that are to stop it."""
+        """Continue each context up to the first of the request's stop texts."""
         return [self._continued(*request.args) for request in requests]
 
     def _encode(self, text: str) -> list[int]:
         return self._opened.tokenizer.encode(text, add_special_tokens=False).ids
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokens of both. Spaces between belong to the continuation, as tokens begin with them."""
+        """Tokenize both texts. Spaces between them belong to the continuation, as tokens begin with
+        spaces."""
         if not context:
             return [self._prefix], self._encode(continuation)
         bare = context.rstrip()
@@ -130,8 +132,8 @@ class _Asked(LM):
 
     @torch.inference_mode()
     def _log_probs(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """The log-probability of tokens after others, for each pair of (tokens before, tokens), and
-        whether they are the likeliest. What is longer than the model takes loses its begin."""
+        """Return the log-probability of the second tokens after the first, for each pair, and
+        whether they are the likeliest. A text longer than the context loses its beginning."""
         model, limit = self._opened.model, self._opened.limit
         device = next(model.parameters()).device
         rows = [(before + after)[-limit - 1 :] for before, after in pairs]
@@ -139,7 +141,7 @@ class _Asked(LM):
         order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
         for first in range(0, len(order), ROWS):
             some = order[first : first + ROWS]
-            # Padding at the end is seen by nobody.
+            # Padding on the right: causal attention never reaches it from a token that counts.
             ids = torch.zeros(len(some), max(len(rows[n]) for n in some) - 1, dtype=torch.int64)
             for row, number in zip(ids, some, strict=True):
                 row[: len(rows[number]) - 1] = torch.tensor(rows[number][:-1])

@@ -1,4 +1,4 @@
-"""Ranks on this machine, for commands that need some."""
+"""Starts ranks on this machine, for commands that need some."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from typing import IO
 from elastic.process import remaining, signal_family, usable_cores
 
 GONE_SECONDS = 5.0
-"""How long processes that are killed may take to go."""
+"""Seconds that killed processes may take to exit."""
 
 
 def run_ranks(
@@ -23,14 +23,15 @@ def run_ranks(
     errors: IO[bytes] | int = subprocess.STDOUT,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """Run a worker under torchrun to the end; nothing of it is left then, however this ends.
+    """Run a worker under torchrun to its end; no process remains afterwards, even after an
+    exception.
 
     Args:
         worker: arguments of Python, such as `-m trainer`.
-        ranks: of this machine.
-        output: where they print; None: where this process does.
-        errors: likewise, of what goes to stderr.
-        environment: added to that of this process.
+        ranks: processes to start.
+        output: file of their stdout; None: the stdout of this process.
+        errors: file of their stderr; None: the stderr of this process.
+        environment: variables added to those of this process.
 
     Returns:
         The exit code of torchrun.
@@ -47,7 +48,9 @@ def run_ranks(
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=errors,
-        start_new_session=True,  # Ctrl-C is for this process; it ends the others
+        # a group of its own: Ctrl-C reaches this process alone, which then ends the ranks in
+        # order
+        start_new_session=True,
     )
     try:
         return process.wait()
@@ -59,5 +62,5 @@ def run_ranks(
 
 
 def stop_on_sigterm() -> None:
-    """SIGTERM ends this process as Ctrl-C does: with all that it started."""
+    """Make SIGTERM end this process as Ctrl-C does, with all its children."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -1,5 +1,5 @@
-"""`perdure compare`: a recipe trained for a few steps under each strategy, for real, one after
-another on this machine, and what each of them cost."""
+"""`perdure compare`: trains a recipe for a few steps under each strategy, one after another on this
+machine, and measures what each costs."""
 
 import math
 import re
@@ -25,7 +25,7 @@ from trainer.tools.report.report import read_metrics
 from trainer.tools.torchrun import run_ranks
 
 INTERRUPTED = "not measured: interrupted"
-"""Problem of the strategies that were still to come."""
+"""`Outcome.problem` of the strategies that Ctrl-C left unrun."""
 
 # Largest relative difference of a loss. fp32: sums in another order; 6e-7 was seen over 50 steps.
 # bf16 and fp16: FSDP casts all parameters, autocast under DDP and ZeRO-1 leaves norms in float32;
@@ -35,23 +35,24 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}
 
 @dataclass
 class Outcome:
-    """What one strategy came to. Bytes and seconds; those of memory are of the rank with most."""
+    """The measurements of one strategy, in bytes and seconds; memory is that of the rank with
+    most."""
 
     name: str
     problem: str = ""
-    """Why there are no figures."""
+    """The reason why there are no figures."""
     failed: bool = False
-    """It could have run, and did not."""
+    """The strategy was runnable, and its run failed."""
     step_seconds: list[float] = field(default_factory=list)
-    """One for each timed step."""
+    """Duration of each timed step."""
     rate: float | None = None
-    """What is consumed per second over all ranks, by the median step."""
+    """Units consumed per second over all ranks, at the median step."""
     unit: str = "tokens"
-    """What the rate counts."""
+    """The unit of the rate, such as tokens."""
     losses: dict[int, float] = field(default_factory=dict)
-    """By step, as far as logged."""
+    """Step → loss, of the logged steps."""
     difference: float | None = None
-    """Largest relative difference of a loss to the first strategy's."""
+    """Largest relative difference of a loss from the first strategy's."""
     ranks: list[RankRecord] = field(default_factory=list)
     peak: int | None = None
     parameters: int | None = None
@@ -60,22 +61,23 @@ class Outcome:
     optimizer_state: int | None = None
     host: int | None = None
     communication: float | None = None
-    """Share of the time, mean of the ranks."""
+    """Share of the time spent in communication, mean of the ranks."""
     bubble: float | None = None
-    """Share of idle time of a pipeline, in the timed steps, as metrics.jsonl has it."""
+    """Share of the timed steps for which a pipeline idled, from metrics.jsonl."""
     communication_bytes: float | None = None
-    """Sent per step by a rank, as `RankRecord.sent`."""
+    """Bytes that a rank sends per step, as `RankRecord.sent`."""
     checkpoint_stall: float | None = None
-    """What one checkpoint cost the trainer: time between steps, and slower steps after it."""
+    """Seconds that one checkpoint cost training: the time between steps, and slower steps after
+    it."""
     checkpoint_seconds: float | None = None
     checkpoint_bytes: int | None = None
     predicted: dict[str, Any] = field(default_factory=dict)
     """Fields of the plan's `Prediction`."""
     unplanned: str = ""
-    """Why there are none."""
+    """The reason why `predicted` is empty."""
 
     def quantile(self, share: float) -> float | None:
-        """The nearest of the step seconds to a quantile."""
+        """Return the step duration nearest to a quantile."""
         if not self.step_seconds:
             return None
         ordered = sorted(self.step_seconds)
@@ -83,7 +85,7 @@ class Outcome:
 
     @property
     def final_loss(self) -> float | None:
-        """Loss of the last step that was logged."""
+        """Loss of the last logged step."""
         return self.losses[max(self.losses)] if self.losses else None
 
 
@@ -96,16 +98,16 @@ def run_comparison(
     steps: int,
     out: Path,
 ) -> list[Outcome]:
-    """Run every strategy, and print a line for each; what cannot run says why. After Ctrl-C the
-    rest is INTERRUPTED.
+    """Run every strategy, and print a line for each; a strategy that cannot run is reported with
+    the reason. After Ctrl-C the remaining ones are INTERRUPTED.
 
     Args:
         recipe_path: YAML file.
-        overrides: of the recipe.
-        names: a key of `BASES`, and keys of `MODIFIERS` after a `+`.
-        ranks: to start on this machine.
-        steps: timed ones.
-        out: folder that is made: `runs` and `logs`.
+        overrides: changes to the recipe.
+        names: strategies: a key of `BASES`, followed by keys of `MODIFIERS`, each after a `+`.
+        ranks: ranks to start on this machine.
+        steps: timed steps.
+        out: folder to create, with `runs` and `logs`.
 
     Raises:
         RecipeError: wrong recipe, an unknown name, or `out` is there.
@@ -149,7 +151,8 @@ def run_comparison(
 
 
 def _checked(one: StrategyRecipe, task: Task, ranks: int) -> StrategyRecipe:
-    """With what hinders it on so many ranks, if anything does."""
+    """Return a strategy, with the problem that prevents it from running on so many ranks, if
+    any."""
     try:
         if one.recipe:
             check_inputs(one.recipe, task, 0, ranks, ranks)
@@ -178,7 +181,7 @@ def _run(one: StrategyRecipe, ranks: int, steps: int, out: Path) -> Outcome:
 
 
 def _why(log: Path, code: int) -> str:
-    """The last error that a rank told of; the launcher's own says nothing."""
+    """Return the last error that a rank printed; the launcher's own message names no cause."""
     lines = log.read_text(errors="replace").splitlines()
     errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?(error|[\w.]*Error): ", line)]
     errors = [line for line in errors if "ChildFailedError" not in line]
@@ -186,7 +189,7 @@ def _why(log: Path, code: int) -> str:
 
 
 def launch(worker: Sequence[str], ranks: int, log: Path, run: Path) -> int:
-    """Run a worker under torchrun to the end, and delete the checkpoints of its run.
+    """Run a worker under torchrun to its end, and delete the checkpoints of its run.
 
     Returns:
         The exit code of torchrun.
@@ -204,15 +207,15 @@ def launch(worker: Sequence[str], ranks: int, log: Path, run: Path) -> int:
 
 
 def read_run(name: str, run: Path, steps: int) -> Outcome:
-    """The figures of a run that ended well.
+    """Read the figures of a run that ended with code 0.
 
     Args:
-        name: of the strategy.
-        run: its directory.
-        steps: timed ones.
+        name: the strategy.
+        run: run directory.
+        steps: timed steps.
 
     Raises:
-        LedgerError, KeyError: the run left less than a whole one leaves.
+        LedgerError, KeyError: the run's records are incomplete.
     """
     by_number = {step.step: step for step in read_history(run).attempts[-1].steps}
     save_at = WARM_UP + steps

@@ -1,5 +1,5 @@
-"""A comparison → table (Markdown that reads well on a console), JSON, CSV and a picture (SVG). Pure
-but for `write_report`."""
+"""Formats a comparison as a table (Markdown that reads well on a console), JSON, CSV and SVG. Only
+`write_report` touches files."""
 
 import csv
 import io
@@ -27,12 +27,12 @@ PARTS_KINDS = {
     "communication_bytes": "sent per step",
     "checkpoint_bytes": "checkpoint",
 }
-"""Field of `Outcome` and of `Prediction` → title: what is measured and planned besides the peak."""
+"""Field of both `Outcome` and `Prediction` → title, of all figures but the peak."""
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """A Markdown table of what ran, and a line for each strategy that did not, or whose pipeline
-    has a bubble."""
+    """Format a Markdown table of the strategies that ran, and a line for each that did not, or
+    whose pipeline idles."""
     shown = [one for one in outcomes if not one.problem]
     cells = [_cells(one) for one in shown]
     columns = [*cells[0]] if cells else []
@@ -51,8 +51,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def parts_table(outcomes: Sequence[Outcome]) -> str:
-    """A Markdown table of what memory, the network and a checkpoint hold as measured, and in
-    brackets what `perdure plan` says, where it says something; empty if nothing ran."""
+    """Format a Markdown table of memory, network and checkpoint bytes as measured, with the
+    prediction of `perdure plan` in brackets; empty if nothing ran."""
     shown = [one for one in outcomes if not one.problem]
 
     def cell(one: Outcome, kind: str) -> str:
@@ -65,7 +65,7 @@ def parts_table(outcomes: Sequence[Outcome]) -> str:
 
 
 def _cells(one: Outcome) -> dict[str, str]:
-    """By column."""
+    """Map each column's title to the cell of an outcome."""
     spread = ""
     low, middle, high = (one.quantile(share) for share in (0.1, 0.5, 0.9))
     if low is not None and middle is not None and high is not None:
@@ -110,7 +110,7 @@ strategy's.
 
 
 def conditions(recipe: Recipe, ranks: int, steps: int) -> dict[str, Any]:
-    """Where, when and with what it was measured."""
+    """Return the date, machine, torch version, rank count and recipe of the measurement."""
     device = recipe.run.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -126,7 +126,7 @@ def conditions(recipe: Recipe, ranks: int, steps: int) -> dict[str, Any]:
 
 
 def describe(where: dict[str, Any]) -> str:
-    """Conditions in a line."""
+    """Format the conditions in one line."""
     recipe = where["recipe"]
     tokens = bool(recipe["data"]["sources"])
     adapter = recipe["model"].get("adapter")
@@ -141,7 +141,7 @@ def describe(where: dict[str, Any]) -> str:
 
 
 def write_report(outcomes: Sequence[Outcome], where: dict[str, Any], out: Path) -> list[Path]:
-    """Write compare.md, .json, .csv and .svg into a folder; returns their paths."""
+    """Write compare.md, .json, .csv and .svg into a folder, and return their paths."""
     tables = [text for text in (table(outcomes), parts_table(outcomes)) if text]
     texts = {
         "md": "\n\n".join([describe(where), *tables, LEGEND]),
@@ -156,12 +156,12 @@ def write_report(outcomes: Sequence[Outcome], where: dict[str, Any], out: Path) 
 
 
 def record(one: Outcome) -> dict[str, Any]:
-    """An outcome as JSON values; steps are strings there."""
+    """Convert an outcome to JSON values; steps become string keys."""
     return {**asdict(one), "final_loss": one.final_loss}
 
 
 def comma_separated(outcomes: Sequence[Outcome]) -> str:
-    """One line per strategy, in bytes and seconds."""
+    """Format one CSV line per strategy, in bytes and seconds."""
     rows = []
     for one in outcomes:
         values = {
@@ -193,7 +193,7 @@ COMPUTE, COMMUNICATION = "#76a5c4", "#e15759"
 
 
 def picture(outcomes: Sequence[Outcome], caption: str) -> str:
-    """An SVG: for each strategy that ran a bar of memory and one of time."""
+    """Draw an SVG with a bar of memory and one of time for each strategy that ran."""
     shown = [one for one in outcomes if not one.problem]
     height = TOP + ROW * len(shown) + 40
     most = max([value for one in shown for value in (one.peak, _planned(one)) if value], default=1)

@@ -1,10 +1,9 @@
-"""What `perdure compare` runs: a strategy's name → the recipe that trains with it for a few steps.
-Imports no torch.
+"""Turns a strategy's name into the recipe that trains with it for a few steps. Imports no torch.
 
-[Note: steps of a comparison] Steps are, in this order: warm-up, timed, after the save, measured.
-Speed is that of the timed steps alone. A checkpoint begins after the last of them; the steps that
-follow tell what it cost. The measured ones, last, run under torch's profiler
-(trainer/run/profile.py) and are slower for it.
+[Note: steps of a comparison] A run has four kinds of steps, in this order: warm-up, timed, after
+the save, traced. Speed is that of the timed steps. A checkpoint begins after the last of them, and
+the steps that follow show its cost. The traced steps run last, because torch's profiler
+(trainer/run/profile.py) slows them down.
 """
 
 import re
@@ -40,9 +39,9 @@ MODIFIERS: dict[str, tuple[str, ...]] = {
 }
 SIZES = tuple(sizes(Strategy()))
 LAYOUT = re.compile(rf"({'|'.join(SIZES)})([1-9]\d*)")
-"""A modifier that says how many ranks compute together: tp2, pp4."""
+"""Pattern of a modifier that says how many ranks share a computation: tp2, pp4."""
 LAYOUT_BASE = "zero2"
-"""Base of a name that begins with a layout: it gathers weights once a step, whatever the passes."""
+"""Base of a name that begins with a layout: it gathers weights once a step, however many passes."""
 _PLAIN = (
     "strategy.zero=null",
     "strategy.shard_size=null",
@@ -62,23 +61,23 @@ DEFAULT = (
 
 @dataclass(frozen=True)
 class StrategyRecipe:
-    """A strategy, and the recipe to run it with."""
+    """A strategy, and the recipe that runs it."""
 
     name: str
     arguments: tuple[str, ...]
     """Recipe file and overrides."""
     recipe: Recipe | None
     problem: str = ""
-    """Why it cannot run."""
+    """The reason why it cannot run."""
 
 
 def candidate(
     name: str, recipe_path: str, overrides: Sequence[str], ranks: int, steps: int, run: Path
 ) -> StrategyRecipe:
-    """The strategy of a name over a number of ranks.
+    """Build the recipe of a named strategy for a number of ranks.
 
     Raises:
-        RecipeError: there is no such name, or the recipe is wrong whatever the strategy.
+        RecipeError: the name is unknown, or the recipe is wrong under every strategy.
     """
     words = name.split("+")
     base, modifiers = (words[0], words[1:]) if words[0] in BASES else (LAYOUT_BASE, words)
@@ -114,7 +113,7 @@ def candidate(
 
 
 def _settings(recipe: Recipe, steps: int, run: Path) -> list[str]:
-    """Overrides that make a short run of its own out of any recipe."""
+    """Return the overrides that turn any recipe into a short run of its own."""
     save_at = WARM_UP + steps
     last = save_at + AFTER_SAVE + MEASURED
     settings = [f"run.dir={run}", f"run.steps={last}", "run.epochs=0"]

@@ -1,6 +1,6 @@
-"""`perdure import-…`: another trainer's configuration → a recipe.
+"""`perdure import-…`: translates another trainer's configuration to a recipe.
 
-DeepSpeed's JSON, accelerate's YAML and Hugging Face's TrainingArguments go through one mechanism: a
-table of the keys that no recipe key stands for (`*_keys.py`), a module that translates the others,
-and `Source`, which sees to it that each key is accounted for.
+DeepSpeed's JSON, accelerate's YAML and Hugging Face's TrainingArguments share one mechanism: a
+table of the keys without a counterpart in recipes (`*_keys.py`), a module that translates the
+others, and `ForeignConfig`, which makes sure that each key is accounted for.
 """

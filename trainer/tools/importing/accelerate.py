@@ -1,7 +1,7 @@
-"""An accelerate configuration (the YAML of `accelerate launch`) → a recipe, each key accounted for.
+"""Translates an accelerate configuration (the YAML of `accelerate launch`) to a recipe.
 
-It says how a run is started and spread, and nothing about the optimizer: TrainingArguments do, from
-a file of theirs or by their defaults. Its DeepSpeed part is translated as a ds_config.
+The configuration describes launch and distribution; optimizer values come from TrainingArguments, a
+file or their defaults. Its DeepSpeed part is translated as a ds_config.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ REFUSED = {
         TRAINED_ON,
     ),
 }  # fmt: skip
-"""`distributed_type` → why it cannot be imported."""
+"""`distributed_type` → the reason why it cannot be imported."""
 
 SECTIONS = {
     "FSDP": "fsdp_config",
@@ -57,7 +57,7 @@ SECTIONS = {
     "MEGATRON_LM": "megatron_lm_config",
     "fp8": "fp8_config",
 }
-"""`distributed_type` or `mixed_precision` → the section that is read with it alone."""
+"""`distributed_type` or `mixed_precision` → the section that only applies with it."""
 
 FP8 = {
     "AO": "",
@@ -65,7 +65,7 @@ FP8 = {
     "MSAMP": "MS-AMP also keeps optimizer state and gradients in 8 bits; here they are float32",
     None: "there whichever backend is installed, here torchao's scaling by tensor",
 }
-"""`fp8_backend` → how precision.matmul differs."""
+"""`fp8_backend` → how precision.matmul differs from it."""
 
 
 def import_accelerate(
@@ -76,14 +76,14 @@ def import_accelerate(
     training_arguments: str | Path | None = None,
     allow_unknown: bool = False,
 ) -> Imported:
-    """Translate an accelerate configuration.
+    """Translate an accelerate configuration to a recipe.
 
     Args:
         path: YAML file, or JSON by its name.
-        overrides: `key.sub=value` of the recipe, over what the configuration says.
-        ranks: that it is run on, where it does not say.
-        training_arguments: JSON file of Hugging Face's TrainingArguments that it is used with.
-        allow_unknown: list unknown keys as unknown, instead of an error.
+        overrides: `key.sub=value` of the recipe, applied over the configuration.
+        ranks: number of ranks, where the configuration names none.
+        training_arguments: JSON file of the Hugging Face TrainingArguments used with it.
+        allow_unknown: report unknown keys instead of raising an error.
 
     Raises:
         RecipeError: no YAML, an unknown key, a value of the wrong type, keys that contradict each
@@ -120,7 +120,7 @@ def import_accelerate(
 
 def fsdp_of_arguments(arguments: ForeignConfig) -> None:
     """Translate `fsdp` and `fsdp_config` of TrainingArguments: true, or words as in transformers 4,
-    such as "full_shard auto_wrap offload"; without them Trainer uses DDP."""
+    such as "full_shard auto_wrap offload"; Trainer uses DDP where both are missing."""
     made, held = arguments.made, arguments.left.get("fsdp")
     legacy = [] if held is True or not held else arguments.take("fsdp", words)
     _parallelism(arguments, made.replicas, "")
@@ -139,7 +139,7 @@ def fsdp_of_arguments(arguments: ForeignConfig) -> None:
 
 
 def _launch(source: ForeignConfig, ranks: int | None) -> int | None:
-    """The command that starts as many ranks; returns how many."""
+    """Record the command that starts as many ranks, and return their number."""
     where = source.take("compute_environment", str, "LOCAL_MACHINE")
     if where != "LOCAL_MACHINE":
         problem = f"{where} is not imported; run the recipe under torchrun on its machines"
@@ -168,7 +168,7 @@ def _launch(source: ForeignConfig, ranks: int | None) -> int | None:
 
 
 def _distribute(source: ForeignConfig) -> str:
-    """`distributed_type`, if it is one that Perdure has."""
+    """Return `distributed_type`, if Perdure has a counterpart."""
     kind = source.take("distributed_type", str)
     if kind is None:
         raise source.error("distributed_type", "is missing; accelerate needs it too")
@@ -182,7 +182,7 @@ def _distribute(source: ForeignConfig) -> str:
 
 
 def _mixed_precision(source: ForeignConfig) -> str:
-    """ "no", "fp16", "bf16" or "fp8"; the last is put."""
+    """Return "no", "fp16", "bf16" or "fp8", and put the recipe key for "fp8"."""
     old = source.take("fp16", a_boolean_or_word, False)
     kinds = one_of("no", "fp16", "bf16", "fp8")
     mixed: str = source.take("mixed_precision", kinds, "fp16" if old else "no")
@@ -202,7 +202,8 @@ def _fp8(source: ForeignConfig) -> None:
 
 
 def _put_precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str) -> None:
-    """Precision outside DeepSpeed: TrainingArguments override accelerate, as Trainer does."""
+    """Put the precision of a run without DeepSpeed: as in Trainer, TrainingArguments override
+    accelerate."""
     said = mixed_precision(arguments)
     dtype = said or {"fp8": "bf16", "no": "fp32"}.get(mixed, mixed)
     if mixed == "fp8":
@@ -218,7 +219,7 @@ def _put_precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str) 
 def _data_parallel(
     source: ForeignConfig, arguments: ForeignConfig, spread: str, ranks: int | None, mixed: str
 ) -> None:
-    """DDP, FSDP, Megatron-LM or one process."""
+    """Translate DDP, FSDP, Megatron-LM or a single process."""
     made = source.made
     made.replicas = ranks
     if spread == "FSDP":
@@ -236,14 +237,14 @@ def _data_parallel(
 
 
 def _sharding_of(name: str) -> tuple[str, str]:
-    """FSDP1's word → `strategy.sharding`, and what differs."""
+    """Map a word of FSDP1 to `strategy.sharding`, and what differs."""
     if name == "HYBRID_SHARD_ZERO2":
         return "HYBRID_SHARD", "parameters are freed after the forward pass here, kept there"
     return name, ""
 
 
 def _fsdp(source: ForeignConfig, version: int) -> None:
-    """`fsdp_config`: what is sharded, offloaded and recomputed."""
+    """Translate `fsdp_config`: sharding, offloading and activation checkpointing."""
     made = source.made
     strategy, reshard = f"{FSDP}sharding_strategy", f"{FSDP}reshard_after_forward"
     named = one_of(*FSDP1)
@@ -278,7 +279,7 @@ def _is_word(value: Any) -> bool:
 
 
 def _parallelism(source: ForeignConfig, ranks: int | None, spread: str) -> None:
-    """`parallelism_config`: which ranks compute together, and which share parameters."""
+    """Translate `parallelism_config`: the sizes of each kind of parallelism."""
     made = source.made
     sizes = {
         name: int(source.take(f"{PARALLEL}{name}_size", a_whole_number, 1) or 1)
@@ -315,7 +316,7 @@ def _parallelism(source: ForeignConfig, ranks: int | None, spread: str) -> None:
 
 
 def _megatron(source: ForeignConfig, ranks: int | None) -> None:
-    """`megatron_lm_config`: the sizes of a split model, and what its switches mean."""
+    """Translate `megatron_lm_config`: the sizes of a split model, and its switches."""
     made, together = source.made, 1
     for name, target in (
         ("tp_degree", "strategy.tp"),
@@ -370,8 +371,8 @@ def _deepspeed(
     mixed: str,
     allow_unknown: bool,
 ) -> bool:
-    """`deepspeed_config`, whose keys are a ds_config's by other names, or the ds_config that it
-    names; returns whether TrainingArguments may give the optimizer values."""
+    """Translate `deepspeed_config`, whose keys are a ds_config's under other names, or the
+    ds_config that it names; return whether TrainingArguments may supply the optimizer's values."""
     made = source.made
     inline = source.below("deepspeed_config.")
     named = source.left.get("deepspeed_config.deepspeed_config_file")
@@ -419,7 +420,7 @@ def _deepspeed(
 
 
 def _compile(source: ForeignConfig) -> None:
-    """`dynamo_config`, or `dynamo_backend` as accelerate spelled it first."""
+    """Translate `dynamo_config`, or the older `dynamo_backend`."""
     for key in ("dynamo_backend", "dynamo_config.dynamo_backend"):
         backend = source.take(key, str, "NO")
         if backend.upper() not in ("NO", "EAGER"):

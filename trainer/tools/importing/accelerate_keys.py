@@ -1,6 +1,6 @@
-"""The keys of an accelerate configuration that no recipe key stands for, and why; some of them only
-where `trainer.tools.importing.accelerate` has no use for their value. Names are those of accelerate
-0.11 to 1.15. A key that ends in a dot stands for all keys below it."""
+"""The keys of an accelerate configuration without a counterpart in recipes, each with the reason;
+for some only where `trainer.tools.importing.accelerate` has no use for their value. Names are those
+of accelerate 0.11 to 1.15. A key that ends in a dot covers all keys below it."""
 
 from trainer.tools.importing.source import Table, reasons
 
@@ -11,7 +11,7 @@ _SECTIONS = {
     "fp8.": "fp8_config.fp8_",
     "megatron.": "megatron_lm_config.megatron_lm_",
 }
-"""Short for a section, and for what the names of its keys begin with."""
+"""Abbreviation of a section → the prefix of its keys' names."""
 
 
 def _whole(key: str) -> str:
@@ -112,8 +112,8 @@ torch.compile decides about dynamic shapes
 
 
 def spelled_out(key: str) -> str:
-    """A key of a section as accelerate's launcher completes it: "fsdp_config.version" is the same
-    as "fsdp_config.fsdp_version"."""
+    """Complete the key of a section as accelerate's launcher does: "fsdp_config.version" becomes
+    "fsdp_config.fsdp_version"."""
     for long in _SECTIONS.values():
         section = long[: long.index(".") + 1]
         if key.startswith(section) and not key.startswith(long):
@@ -128,4 +128,4 @@ TABLE = Table(
     aliases={},
     complete=spelled_out,
 )
-"""What is known about the keys of an accelerate configuration."""
+"""Rules for the keys of an accelerate configuration."""

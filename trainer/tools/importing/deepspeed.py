@@ -1,8 +1,8 @@
-"""A DeepSpeed configuration (ds_config.json) → a recipe, with every key accounted for.
+"""Translates a DeepSpeed configuration (ds_config.json) to a recipe, with every key accounted for.
 
-What a recipe needs and a ds_config does not say (model, data, length of the run) stays open, as a
-line to fill in. "auto" is what Hugging Face's Trainer puts there: the value of its
-TrainingArguments. They also give the optimizer and the schedule of a ds_config that has none.
+Settings that a ds_config lacks (model, data, length of the run) become lines to fill in. "auto"
+stands for the value of Hugging Face's TrainingArguments, which also supply optimizer and schedule
+where a ds_config has none.
 """
 
 import math
@@ -38,7 +38,7 @@ SIZES = (
     ("tensor_parallel.autotp_size", "strategy.tp", ""),
     ("sequence_parallel_size", "strategy.cp", "Ulysses there, a ring here"),
 )
-"""Ranks that share a replica of the model: key, recipe key, note."""
+"""Key of a size of parallelism, its recipe key, a note."""
 
 SWITCHES: tuple[tuple[str, bool, str, Any, str, str], ...] = (
     ("compile.enabled", True, "strategy.compile", True, "", ""),
@@ -46,14 +46,14 @@ SWITCHES: tuple[tuple[str, bool, str, Any, str, str], ...] = (
     ("tensorboard.enabled", True, "tracking.tensorboard", True, "tensorboard.job_name", "name"),
     ("wandb.enabled", True, "tracking.wandb", "online", "wandb.project", "project"),
 )
-"""Key, its value that means on, recipe key and value; a key that then counts, and its place in
+"""Key, the value that means on, recipe key and value; a key that then counts, and its place in
 `tracking`."""
 
 TORCH = {
     "Adadelta": 1.0, "Adafactor": 0.01, "Adagrad": 0.01, "Adamax": 2e-3, "ASGD": 0.01,
     "NAdam": 2e-3, "RAdam": 1e-3, "RMSprop": 0.01, "Rprop": 0.01, "SGD": 1e-3,
 }  # fmt: skip
-"""Optimizers of torch that DeepSpeed takes by their names, and their learning rates."""
+"""torch optimizers that DeepSpeed accepts by name → their default learning rates."""
 
 
 Method: TypeAlias = tuple[str, str, float, list[float] | None, float | None, str]
@@ -69,11 +69,11 @@ OPTIMIZERS: dict[str, Method] = {
         for name, lr in TORCH.items()
     },
 }
-"""Name in DeepSpeed, in small letters → recipe key and its value; DeepSpeed's learning rate, betas
-and eps; a note."""
+"""DeepSpeed's name in lower case → recipe key and its value; DeepSpeed's learning rate, betas and
+eps; a note."""
 
 SHAPES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
-"""Schedulers of DeepSpeed in small letters → `schedule.name`."""
+"""DeepSpeed scheduler in lower case → `schedule.name`."""
 
 
 def import_deepspeed(
@@ -84,15 +84,16 @@ def import_deepspeed(
     training_arguments: str | Path | None = None,
     allow_unknown: bool = False,
 ) -> Imported:
-    """Translate a ds_config.
+    """Translate a ds_config to a recipe.
 
     Args:
         path: JSON file.
-        overrides: `key.sub=value` of the recipe, over what the ds_config says.
-        ranks: that the ds_config is run on; tells the global batch where it names the micro-batch
-            only.
-        training_arguments: JSON file of Hugging Face's TrainingArguments that it is used with.
-        allow_unknown: list unknown keys as unknown, as DeepSpeed itself does with most of them.
+        overrides: `key.sub=value` of the recipe, applied over the ds_config.
+        ranks: number of ranks; determines the global batch where the ds_config only names the
+            micro-batch.
+        training_arguments: JSON file of the Hugging Face TrainingArguments used with it.
+        allow_unknown: report unknown keys instead of raising an error; DeepSpeed itself ignores
+            most of them.
 
     Raises:
         RecipeError: no JSON, an unknown key, a value of the wrong type, keys that contradict each
@@ -115,8 +116,8 @@ def import_deepspeed(
 def deepspeed_of_arguments(
     arguments: ForeignConfig, ranks: int | None, allow_unknown: bool
 ) -> bool:
-    """Translate the ds_config that TrainingArguments hold or name; returns whether they still
-    decide the optimizer's values."""
+    """Translate the ds_config that TrainingArguments hold or name; return whether they still supply
+    the optimizer's values."""
     held = arguments.left.get("deepspeed")
     if not held:
         return True
@@ -141,15 +142,15 @@ def translate(
     by_trainer: bool = True,
     mixed: str | None = None,
 ) -> bool:
-    """Translate the keys of a ds_config that have a counterpart, and leave to TrainingArguments
-    what is "auto" or comes from Trainer.
+    """Translate the keys of a ds_config that have a counterpart; "auto" and Trainer's own keys are
+    left to TrainingArguments.
 
     Args:
-        by_trainer: whether Hugging Face's Trainer is what reads it.
-        mixed: accelerate's `mixed_precision`, which "auto" means then.
+        by_trainer: whether Hugging Face's Trainer reads the file.
+        mixed: accelerate's `mixed_precision`, the meaning of "auto" there.
 
     Returns:
-        Whether TrainingArguments may still give the optimizer values.
+        Whether TrainingArguments may still supply the optimizer's values.
     """
     source.drop_switched_off()
     _strategy(source)
@@ -198,8 +199,8 @@ def _strategy(source: ForeignConfig) -> None:
 
 
 def _offload(source: ForeignConfig, stage: int) -> str:
-    """Where DeepSpeed would put optimizer state or parameters: "", "cpu" or "nvme". The one place
-    that knows how a recipe spells that."""
+    """Return where DeepSpeed would put optimizer state or parameters: "", "cpu" or "nvme". This
+    function alone knows the recipe's spelling."""
     found: dict[str, str] = {}
     for what, old, least in (("optimizer", "cpu_offload", 1), ("param", "cpu_offload_param", 3)):
         for key, kind in ((f"{ZERO}offload_{what}.device", a_device), (ZERO + old, a_boolean)):
@@ -225,7 +226,7 @@ def _offload(source: ForeignConfig, stage: int) -> str:
 
 
 def _parallelism(source: ForeignConfig, ranks: int | None) -> int | None:
-    """Tensor and sequence parallelism; returns how many replicas of the model the ranks make."""
+    """Translate tensor and sequence parallelism, and return the number of model replicas."""
     together = 1
     for key, target, note in SIZES:
         size = source.take(key, a_whole_number, 0)
@@ -282,8 +283,8 @@ def _precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str | Non
 
 
 def _optimizer(source: ForeignConfig, arguments: ForeignConfig) -> tuple[float | None, str]:
-    """Its parameters; returns the learning rate, if there is one, and for an optimizer that is not
-    known here why its learning rates mean nothing."""
+    """Translate the optimizer's parameters; return its learning rate, if set, and for an unknown
+    optimizer the reason why its learning rates do not carry over."""
     clip = source.take("gradient_clipping", a_number)
     legacy = source.take(PARAMS + "max_grad_norm", a_number)
     if None not in (clip, legacy) and clip != legacy:
@@ -339,7 +340,8 @@ def _optimizer(source: ForeignConfig, arguments: ForeignConfig) -> tuple[float |
 
 
 def _decay(source: ForeignConfig, arguments: ForeignConfig, value: str) -> None:
-    """Weight decay: the default of DeepSpeed's optimizer `value`, and on what it works."""
+    """Translate weight decay: `value` by default in DeepSpeed's optimizer, and the parameters it
+    affects."""
     key, usual, differs = PARAMS + "weight_decay", 0.0, ""
     decay = source.take(key, a_number)
     if decay == "auto":
@@ -362,7 +364,7 @@ def _schedule(
     foreign: str,
     by_trainer: bool,
 ) -> None:
-    """Its shape, and its peak over that of AdamW; not over that of another optimizer."""
+    """Translate the schedule's shape, and its peak where the optimizer is AdamW."""
     made = source.made
     kind = source.take("scheduler.type", str)
     shape = SHAPES.get((kind or "").lower())
@@ -452,5 +454,5 @@ def _batch(source: ForeignConfig, arguments: ForeignConfig, by_trainer: bool) ->
 
 
 def _number(value: Any) -> float | None:
-    """A number; None for "auto"."""
+    """Convert a value to a number; None for "auto"."""
     return None if value == "auto" else value

@@ -1,8 +1,8 @@
-"""The keys of a DeepSpeed configuration that no recipe key stands for, and why; some of them only
-where `trainer.tools.importing.deepspeed` has no use for their value.
+"""The keys of a DeepSpeed configuration without a counterpart in recipes, each with the reason; for
+some only where `trainer.tools.importing.deepspeed` has no use for their value.
 
-Names are those of DeepSpeed 0.10 to 0.19 and of the older spellings it still reads. A key that ends
-in a dot stands for all keys below it. What is in no table here, nor translated, is unknown.
+Names are those of DeepSpeed 0.10 to 0.19 and the older spellings it still reads. A key that ends in
+a dot covers all keys below it. A key neither translated nor listed here is unknown.
 """
 
 from trainer.tools.importing.source import Table, reasons
@@ -13,7 +13,7 @@ def _inline(key: str) -> str:
 
 
 def _whole(key: str) -> str:
-    """The key itself: `zero.` and `params.` are short for its longest prefixes."""
+    """Expand the abbreviations `zero.` and `params.` of the longest prefixes."""
     for short, whole in (("zero.", "zero_optimization."), ("params.", "optimizer.params.")):
         key = whole + key.removeprefix(short) if key.startswith(short) else key
     return key
@@ -32,7 +32,7 @@ zero.gather_16bit_weights_on_model_save          zero.stage3_gather_16bit_weight
 zero.stage3_gather_fp16_weights_on_model_save    zero.stage3_gather_16bit_weights_on_model_save
 zero.module_granularity_threshold                zero.stage3_module_granularity_threshold
 """
-"""Other spelling, and the one used here."""
+"""Other spelling → the one used here."""
 
 _INLINE = """\
 zero_stage                     zero.stage
@@ -45,7 +45,7 @@ offload_param_nvme_path        zero.offload_param.nvme_path
 zero3_save_16bit_model         zero.stage3_gather_16bit_weights_on_model_save
 seq_parallel_communication_data_type    seq_parallel_communication_data_type
 """
-"""The spelling of accelerate below `deepspeed_config`, and the one used here."""
+"""accelerate's spelling below `deepspeed_config` → the one used here."""
 
 _NO_MEANING_INLINE = """\
 torchrun starts the ranks
@@ -212,7 +212,7 @@ TABLE = Table(
     differs=reasons(_DIFFERS, _whole),
     aliases={_whole(old): _whole(new) for old, new in map(str.split, _RENAMED.splitlines())},
 )
-"""What is known about the keys of a ds_config."""
+"""Rules for the keys of a ds_config."""
 
 INLINE = Table(
     owner="accelerate",
@@ -221,4 +221,4 @@ INLINE = Table(
     differs=TABLE.differs,
     aliases={_inline(old): _whole(new) for old, new in map(str.split, _INLINE.splitlines())},
 )
-"""Keys of a ds_config as accelerate writes them, below `deepspeed_config`."""
+"""Rules for the keys of a ds_config inside accelerate's `deepspeed_config`."""

@@ -1,4 +1,4 @@
-"""A recipe in the making, with what became of each key of the configuration it is made from."""
+"""Collects a recipe under construction, and records what became of each key of its source."""
 
 import json
 import math
@@ -22,28 +22,28 @@ NEEDED: dict[str, tuple[Any, str]] = {
     "batch.global_batch": (64, "sequences per optimizer step, over all ranks"),
     "optimizer.lr": (1e-4, "peak learning rate"),
 }
-"""What a recipe cannot do without → (an example, its meaning)."""
+"""Required key of a recipe → (an example, its meaning)."""
 
 ABSENT = object()
-"""The value, in a report, of a key that the file does not have."""
+"""The value that a report shows for a key missing from the file."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """What became of one key."""
+    """The fate of one key of the configuration."""
 
     key: str
     value: Any
     became: str
-    """A recipe key, or nothing: none stands for it."""
+    """A recipe key; empty: none corresponds."""
     why: str
     differs: bool = False
-    """Whether the run trains otherwise than the configuration says, or by a default that a recipe
-    does not have."""
+    """Whether training deviates from the configuration, or from a default that a recipe does not
+    have."""
 
     @property
     def kind(self) -> str:
-        """The part of the report that this line is in."""
+        """The section of the report that shows this line."""
         kept = "translated" if self.became else "no meaning here"
         return "differs" if self.differs else kept
 
@@ -57,31 +57,31 @@ class Line:
 
 @dataclass
 class Imported:
-    """A recipe in the making."""
+    """A recipe under construction."""
 
     file: str
-    """The configuration."""
+    """The configuration file."""
     tree: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Section → key → value."""
     notes: dict[str, str] = field(default_factory=dict)
     """Recipe key → comment on its line."""
     origins: Origins = field(default_factory=dict)
-    """Recipe key → where its value was written."""
+    """Recipe key → where its value came from."""
     given: set[str] = field(default_factory=set)
-    """Recipe keys whose values the configuration gives, rather than a default of its trainer."""
+    """Recipe keys set by the configuration itself, rather than by its trainer's default."""
     lines: list[Line] = field(default_factory=list)
     overridden: dict[str, Any] = field(default_factory=dict)
-    """Sections and keys that the user says, over the configuration."""
+    """Sections and keys that the user's overrides set."""
     replicas: int | None = None
-    """How many copies of the model the ranks make, where the configuration tells."""
+    """Number of model replicas, where the configuration determines it."""
     accumulation: int | None = None
-    """Passes per optimizer step, where the configuration tells."""
+    """Forward passes per optimizer step, where the configuration determines it."""
     _overrides: tuple[str, ...] = ()
     launch: str = ""
-    """The command that starts the run as the configuration was started, if it says how."""
+    """The Perdure command equivalent to the configuration's own launch, if it describes one."""
 
     def set(self, key: str, value: Any, origin: str, note: str = "", given: bool = True) -> None:
-        """Give a recipe key its value, from a key of a file: "file: key"."""
+        """Set a recipe key, whose value came from `origin`, "file: key"."""
         section, name = key.split(".")
         self.tree.setdefault(section, {})[name] = value
         self.origins[section, name] = origin
@@ -90,21 +90,21 @@ class Imported:
             self.given.add(key)
 
     def get(self, key: str) -> Any:
-        """The value of a recipe key so far, or None."""
+        """Return the value of a recipe key so far, or None."""
         section, name = key.split(".")
         return self.tree.get(section, {}).get(name)
 
     @property
     def steps(self) -> int | None:
-        """The length of the run, as far as it is known."""
+        """The length of the run in steps, if known."""
         steps = self.overridden.get("run", {}).get("steps", self.get("run.steps"))
         return steps if isinstance(steps, int) and steps else None
 
     def override(self, overrides: Sequence[str]) -> None:
-        """Read the user's `key.sub=value`, which `finish` puts over the configuration.
+        """Parse the user's `key.sub=value`, which `finish` applies over the configuration.
 
         Raises:
-            RecipeError: an override that leads nowhere.
+            RecipeError: an override names no recipe key.
         """
         for override in overrides:
             if "." not in override.partition("=")[0]:
@@ -114,7 +114,7 @@ class Imported:
         self._overrides = tuple(overrides)
 
     def finish(self) -> None:
-        """Put the overrides over the configuration, and check the recipe."""
+        """Apply the overrides, and check the recipe."""
         for place, line in enumerate(self.lines):  # their values are known by now
             section, dot, name = line.became.partition(".")
             if dot and name in self.tree.get(section, {}):
@@ -128,7 +128,7 @@ class Imported:
 
     @property
     def open(self) -> list[str]:
-        """Keys of NEEDED that still have no value."""
+        """Keys of NEEDED without a value."""
         model = self.tree.get("model", {})
         given = {f"{section}.{key}" for section, keys in self.tree.items() for key in keys}
         if model.get("architecture") or model.get("factory"):
@@ -138,10 +138,10 @@ class Imported:
         return [key for key in NEEDED if key not in given]
 
     def check(self) -> None:
-        """Refuse what could not run however the open keys are filled in.
+        """Check that the recipe can run once the open keys are filled in.
 
         Raises:
-            RecipeError: naming the key of the configuration, or the override.
+            RecipeError: the message names the key of the configuration, or the override.
         """
         tree = {section: dict(keys) for section, keys in self.tree.items()}
         for key in self.open:
@@ -153,7 +153,8 @@ class Imported:
         validate(tree, self.origins, self.file)
 
     def recipe(self) -> str:
-        """The recipe as YAML; open keys are comments, which `perdure train` asks for by name."""
+        """Format the recipe as YAML, with open keys as comments; `perdure train` names them as
+        missing."""
         sections = dict.fromkeys([*(key.split(".")[0] for key in NEEDED), *self.tree])
         text = [f"# Made from {Path(self.file).name}; at the end, what became of each of its keys."]
         for section in sections:
@@ -169,8 +170,8 @@ class Imported:
         return "\n".join([*text, "", *(f"# {line}".rstrip() for line in self.report()), ""])
 
     def report(self) -> list[str]:
-        """Every key of the configuration with what became of it, every default of its trainer that
-        differs, and what is open; lines of text."""
+        """Describe what became of every key of the configuration, every differing default of its
+        trainer, and the open keys; lines of text."""
         width = max((len(line.shown) for line in self.lines), default=0)
         width = min(width, 60)
         text = []
@@ -187,7 +188,7 @@ class Imported:
 
 @cache
 def recipe_default(key: str) -> Any:
-    """What a recipe has for a key that it does not name; None if it must name it."""
+    """Return the default of a recipe key; None if it is required."""
     if key == "strategy.sharding":
         return "FULL_SHARD"  # what null means
     section, name = key.split(".")
@@ -200,6 +201,6 @@ def recipe_default(key: str) -> Any:
 
 
 def inline(value: Any) -> str:
-    """A value as YAML on one line."""
+    """Format a value as YAML on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
     return text.removesuffix("...\n").strip()

@@ -1,4 +1,4 @@
-"""The keys of another trainer's configuration: read, typed, and each accounted for once."""
+"""Reads another trainer's configuration: keys are typed, and each is accounted for exactly once."""
 
 import difflib
 import json
@@ -15,31 +15,31 @@ from trainer.recipe.yaml_tree import listed, read_tree
 from trainer.tools.importing.imported import ABSENT, Imported, Line, inline, recipe_default
 
 Kind: TypeAlias = Callable[[Any], Any]
-"""Gives a value its type, or raises ValueError that says what is wanted."""
+"""Converts a value, or raises ValueError with the expected type."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """What is known about the keys of one kind of file besides their translation."""
+    """Rules for the keys of one kind of file that are not translated."""
 
     owner: str
-    """The program whose defaults hold where the file says nothing, such as "DeepSpeed"."""
+    """The program whose defaults apply to missing keys, such as "DeepSpeed"."""
     no_meaning: Mapping[str, str]
-    """Key, or prefix that ends in a dot → why nothing in a recipe stands for it."""
+    """Key, or prefix that ends in a dot → the reason why a recipe needs no counterpart."""
     differs: Mapping[str, str]
-    """Key, or prefix that ends in a dot → how a run without it trains otherwise, unless its value
-    says that it is off."""
+    """Key, or prefix that ends in a dot → how training without it deviates, unless its value means
+    off."""
     aliases: Mapping[str, str]
     """Other spelling of a key, or of a prefix that ends in a dot → the one used here."""
     automatic: bool = False
-    """Whether a value may be "auto": Trainer fills it in."""
+    """Whether a value may be "auto", which Trainer fills in."""
     complete: Callable[[str], str] = str
-    """Makes a key that may be shortened whole."""
+    """Expands an abbreviated key."""
 
 
 def reasons(text: str, whole: Callable[[str], str] = str) -> dict[str, str]:
-    """Key → reason. A line of `text` is a reason, or is indented and holds the keys it is of;
-    `whole` completes a key."""
+    """Parse key → reason. Each line of `text` is a reason, followed by indented lines with its
+    keys; `whole` expands a key."""
     found, reason = {}, ""
     for line in text.splitlines():
         if line.startswith(" "):
@@ -50,10 +50,10 @@ def reasons(text: str, whole: Callable[[str], str] = str) -> dict[str, str]:
 
 
 def read_json(path: str | Path, what: str) -> dict[str, Any]:
-    """The object that a JSON file holds; `what` is what the file is, for errors.
+    """Read the object in a JSON file; `what` describes the file in errors.
 
     Raises:
-        RecipeError: no file, no JSON, or a key that stands twice.
+        RecipeError: the file is missing, is no JSON, or repeats a key.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -79,10 +79,10 @@ def read_json(path: str | Path, what: str) -> dict[str, Any]:
 
 
 def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
-    """The mapping that a YAML file holds; `what` is what the file is, for errors.
+    """Read the mapping in a YAML file; `what` describes the file in errors.
 
     Raises:
-        RecipeError: no file, no YAML, or a key that stands twice.
+        RecipeError: the file is missing, is no YAML, or repeats a key.
     """
     tree, origins, problems = read_tree(path, what=what)
     if problems:
@@ -91,11 +91,11 @@ def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
 
 
 def beside(named: str, file: str, key: str) -> Path:
-    """The file that a key of `file` names: from the working directory, as its trainer reads it, or
-    beside that file.
+    """Find the file that a key of `file` names: relative to the working directory, as its trainer
+    does, or to the folder of `file`.
 
     Raises:
-        RecipeError: there is none.
+        RecipeError: neither exists.
     """
     for path in (Path(named), Path(file).parent / named):
         if path.is_file():
@@ -104,7 +104,8 @@ def beside(named: str, file: str, key: str) -> Path:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"fp16": {"enabled": true}} → {"fp16.enabled": True}; an empty section is one key."""
+    """Flatten {"fp16": {"enabled": true}} to {"fp16.enabled": True}; an empty section remains one
+    key."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         key = prefix + name
@@ -116,7 +117,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class ForeignConfig:
-    """The keys of a file; each is taken once, and told where it went."""
+    """The keys of a configuration file; each is read once, and its fate recorded."""
 
     def __init__(
         self,
@@ -128,8 +129,8 @@ class ForeignConfig:
         assumed: Mapping[str, Any] | None = None,
         prefix: str = "",
     ) -> None:
-        """Values have dotted names, as `flat` makes them, all with a `prefix` that says nothing;
-        `assumed` are those of keys that the file does not have."""
+        """`values` has dotted names, as `flat` returns them, all with an uninformative `prefix`;
+        `assumed` holds defaults of missing keys."""
         self.file, self.table, self.made, self.assumed = file, table, made, dict(assumed or {})
         self.label = "" if file == made.file else f"{Path(file).name}: "
         """Stands before its keys in the report, where they are of a second file."""
@@ -150,12 +151,12 @@ class ForeignConfig:
         """Whether some value is left to Hugging Face's Trainer."""
 
     def error(self, key: str, problem: str) -> RecipeError:
-        """A RecipeError that names a key."""
+        """Return a RecipeError that names a key."""
         return RecipeError(f"{self.file}: {self.spelled.get(key, key)}: {problem}")
 
     def take(self, key: str, kind: Kind, default: Any = None) -> Any:
-        """The value of a key, or "auto", or the default if it is not there or null; the caller
-        accounts for it."""
+        """Return the converted value of a key, "auto", or the default where it is missing or null;
+        the caller records its fate."""
         self.asked.add(key)
         value = self.left.get(key)
         value = self.assumed.get(key) if value is None else value
@@ -169,8 +170,8 @@ class ForeignConfig:
             raise self.error(key, wanted) from None
 
     def became(self, key: str, target: str, why: str = "", *, differs: bool = False) -> None:
-        """Account for a key: which recipe key it became ("": none), what to say of it, and whether
-        something else is trained than the file says."""
+        """Record the fate of a key: the recipe key that it became ("": none), a remark, and whether
+        training deviates from the file."""
         if key in self.left:
             value = self.left.pop(key)
             name = self.label + self.spelled[key]
@@ -179,25 +180,25 @@ class ForeignConfig:
     def settle(
         self, keys: Iterable[str], target: str, why: str = "", *, differs: bool = False
     ) -> None:
-        """Account for several keys alike."""
+        """Record the same fate for several keys."""
         for key in list(keys):
             self.became(key, target, why, differs=differs)
 
     def below(self, prefix: str) -> list[str]:
-        """Keys that begin so, and are not accounted for yet."""
+        """Return the keys with a prefix that are not accounted for yet."""
         return [key for key in self.left if key.startswith(prefix)]
 
     def has(self, key: str) -> bool:
-        """Whether the file gives this key a value of its own."""
+        """Whether the file sets this key."""
         return self.left.get(key) not in (None, "auto")
 
     def put(self, key: str, target: str, value: Any, note: str = "", differs: str = "") -> None:
-        """Account for a key that became a recipe key; of one that is not there, its default did,
-        which is a difference of its own where a recipe's default is another.
+        """Set a recipe key from a key of the file, and record that. For a missing key its default
+        is set, and recorded as a difference where a recipe's default is another.
 
         Args:
-            note: what else there is to say.
-            differs: what is trained otherwise all the same.
+            note: a further remark.
+            differs: what deviates in training nevertheless.
         """
         given, present = self.has(key), key in self.left
         said = note = "; ".join(filter(None, [note, differs]))
@@ -219,8 +220,8 @@ class ForeignConfig:
     def move(
         self, key: str, target: str, kind: Kind, default: Any, note: str = "", differs: str = ""
     ) -> Any:
-        """`take` and `put` in one: the value. One that is "auto" is not put, and None: Trainer's
-        arguments give it."""
+        """`take` and `put` in one step, and return the value. "auto" is not put and returns None,
+        since TrainingArguments supply it."""
         value = self.take(key, kind, default)
         if value == "auto":
             return self.leave(key, target)
@@ -228,17 +229,17 @@ class ForeignConfig:
         return value
 
     def leave(self, key: str, target: str) -> None:
-        """Account for a key that is "auto", and leave its recipe key to Trainer's arguments."""
+        """Record a key that is "auto", and leave its recipe key to TrainingArguments."""
         self.became(key, target, AUTO)
 
     def drop_switched_off(self) -> None:
-        """Sections with `enabled: false` say nothing more."""
+        """Record the remaining keys of sections with `enabled: false` as without effect."""
         for key in [key for key in self.left if key.endswith(".enabled")]:
             if self.take(key, a_boolean) is False:
                 self.settle(self.below(key.removesuffix("enabled")), "", "switched off")
 
     def drop_rest(self, allow_unknown: bool) -> None:
-        """Name the reason for every key that nobody took."""
+        """Record every remaining key with the reason from the table."""
         table = self.table
         known = {*self.asked, *table.no_meaning, *table.differs, *table.aliases}
         for key in list(self.left):
@@ -269,13 +270,13 @@ AUTO = "auto: TrainingArguments say it"
 
 
 def is_off(value: Any) -> bool:
-    """Whether a value of a configuration says that a thing is not used."""
+    """Whether a value switches a feature off."""
     words = ("none", "no", "false", "off", "auto", "", "0")
     return value in (None, False, 0, {}, []) or (isinstance(value, str) and value.lower() in words)
 
 
 def a_number(value: Any, *, whole: bool = False, above: float = -math.inf) -> float:
-    """One number."""
+    """A `Kind`: one number."""
     wanted = ("a whole number" if whole else "a number") + (f" above {above}" * (above == 0))
     with suppress(TypeError, ValueError):
         number = math.nan if isinstance(value, bool) else float(value)
@@ -290,14 +291,14 @@ a_positive_number = partial(a_number, whole=True, above=0)
 
 
 def a_pair(value: Any) -> list[float]:
-    """Two numbers."""
+    """A `Kind`: two numbers."""
     if not isinstance(value, list) or len(value) != 2:
         raise ValueError("two numbers")
     return [a_number(item) for item in value]
 
 
 def a_boolean(value: Any) -> bool | str:
-    """True or false, or "auto" in any case."""
+    """A `Kind`: true or false, or "auto" in any case."""
     word = value.lower() if isinstance(value, str) else json.dumps(value)
     if word not in ("true", "false", "auto"):
         raise ValueError("true, false")
@@ -305,21 +306,21 @@ def a_boolean(value: Any) -> bool | str:
 
 
 def a_device(value: Any) -> str:
-    """Where something is offloaded to."""
+    """A `Kind`: the target of offloading."""
     if value not in ("none", "cpu", "nvme"):
         raise ValueError("none, cpu, nvme")
     return value
 
 
 def a_boolean_or_word(value: Any) -> bool:
-    """True or false, also as the words that accelerate writes: "yes", "no"."""
+    """A `Kind`: true or false, or the words that accelerate writes, "yes" and "no"."""
     if isinstance(value, str) and value.lower() in ("yes", "no"):
         return value.lower() == "yes"
     return bool(a_boolean(value))
 
 
 def words(value: Any) -> list[str]:
-    """Words: a string with spaces between them, or a list."""
+    """A `Kind`: words, as a string separated by spaces or as a list."""
     found = value.split() if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
         raise ValueError("a word, or a list of words")
@@ -327,7 +328,7 @@ def words(value: Any) -> list[str]:
 
 
 def one_of(*names: str) -> Kind:
-    """One of several words, in any case; gives it as it is spelled here."""
+    """Return a `Kind`: one of several words in any case, converted to the spelling given here."""
 
     def a_word(value: Any) -> str:
         for name in names:

@@ -1,7 +1,7 @@
-"""Hugging Face's TrainingArguments → a recipe: from a JSON file, or their defaults alone.
+"""Translates Hugging Face's TrainingArguments, from a JSON file or their defaults, to a recipe.
 
 They fill in what another file of the same run, a ds_config or an accelerate configuration, leaves
-open. Where both say something, they must agree, as Trainer demands too.
+open. Where both set a value, they must agree, as in Trainer.
 """
 
 import json
@@ -43,9 +43,9 @@ ADAMW = {
         "its optimizer state is float32 here, and is not paged; strategy.offload moves it",
     ),
 }  # fmt: skip
-"""Names of `optim` that are AdamW → how ours differs."""
+"""Names of `optim` that are AdamW → how Perdure's differs."""
 TORCH = {"sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop"}
-"""Names of `optim` → optimizers of torch that take no betas here."""
+"""Names of `optim` → torch optimizers for which a recipe takes no betas."""
 
 SHAPES = {
     "linear": "linear", "cosine": "cosine", "constant": "constant", "polynomial": "linear",
@@ -62,21 +62,21 @@ OPERATING: tuple[tuple[str, Any, str, Kind, str], ...] = (
     ("dataloader_num_workers", 0, "data.workers", a_whole_number, ""),
     ("ddp_timeout", 1800, "elastic.timeout_seconds", a_number, ""),
 )
-"""How a run is kept going: only from a file, for its default changes nothing that is trained."""
+"""Keys of operation, translated only from a file, as their defaults do not affect training."""
 
 
 def import_training_arguments(
     path: str | Path, overrides: Sequence[str] = (), *, ranks: int | None = None,
     allow_unknown: bool = False,
 ) -> Imported:  # fmt: skip
-    """Translate TrainingArguments, as `TrainingArguments.to_json_string` writes them, and the
+    """Translate TrainingArguments, as `TrainingArguments.to_json_string` writes them, with the
     ds_config or `fsdp_config` in them.
 
     Args:
         path: JSON file.
-        overrides: `key.sub=value` of the recipe, over what the file says.
-        ranks: GPUs that the file was used with; tells the global batch.
-        allow_unknown: list unknown keys as unknown, instead of an error.
+        overrides: `key.sub=value` of the recipe, applied over the file.
+        ranks: number of GPUs that the file was used with; determines the global batch.
+        allow_unknown: report unknown keys instead of raising an error.
 
     Raises:
         RecipeError: no JSON, an unknown key, a value of the wrong type, keys that contradict each
@@ -99,7 +99,7 @@ def import_training_arguments(
 
 
 def read_arguments(path: str | Path | None, made: Imported) -> ForeignConfig:
-    """TrainingArguments of a JSON file; of none, their defaults."""
+    """Read TrainingArguments from a JSON file; without one, return their defaults."""
     if path is None:
         return ForeignConfig("TrainingArguments", {}, TABLE, made)
     tree = read_json(path, WHAT)
@@ -114,7 +114,7 @@ def read_arguments(path: str | Path | None, made: Imported) -> ForeignConfig:
 
 
 def _nested(value: str, file: str, key: str) -> Any:
-    """An argument that may also be JSON in a string; `fsdp_config` also a path."""
+    """Return an argument that may also be JSON in a string; `fsdp_config` may be a path too."""
     if value.lstrip().startswith("{"):
         try:
             return json.loads(value)
@@ -124,15 +124,15 @@ def _nested(value: str, file: str, key: str) -> Any:
 
 
 def is_file(arguments: ForeignConfig) -> bool:
-    """Whether these are from a file, rather than defaults alone."""
+    """Whether the arguments come from a file, rather than being defaults."""
     return arguments.file != "TrainingArguments"
 
 
 def mixed_precision(arguments: ForeignConfig) -> str | None:
-    """What `bf16` and `fp16` say; None if neither is on.
+    """Return "bf16" or "fp16" as the arguments say; None if neither is on.
 
     Raises:
-        RecipeError: both are.
+        RecipeError: both are on.
     """
     on = [name for name in ("bf16", "fp16") if arguments.take(name, a_boolean, False) is True]
     if len(on) > 1:
@@ -141,10 +141,11 @@ def mixed_precision(arguments: ForeignConfig) -> str | None:
 
 
 def fill(arguments: ForeignConfig, *, optimizes: bool = True) -> None:
-    """Give the recipe what TrainingArguments say and no other file has said; account for each of
-    their keys that has a counterpart.
+    """Set the recipe keys that TrainingArguments determine and no other file has set; record each
+    key with a counterpart.
 
-    `optimizes`: whether the optimizer is one that they can give values.
+    Args:
+        optimizes: whether they may supply the optimizer's values.
     """
     made = arguments.made
     if arguments.has("max_steps") and (steps := arguments.take("max_steps", a_whole_number)) > 0:
@@ -195,7 +196,7 @@ def fill(arguments: ForeignConfig, *, optimizes: bool = True) -> None:
 def _agree(
     arguments: ForeignConfig, key: str, target: str, value: Any, note: str = "", differs: str = ""
 ) -> None:
-    """Put a value, unless another file gave the recipe key: then both must say the same."""
+    """Set a recipe key, or check that another file set it to the same value."""
     made = arguments.made
     there = made.get(target)
     if there is None:
@@ -272,7 +273,7 @@ def _schedule(arguments: ForeignConfig) -> None:
 
 
 def _shape(arguments: ForeignConfig, kind: str) -> None:
-    """The schedule that `lr_scheduler_type` names, with its options."""
+    """Return the schedule that `lr_scheduler_type` names, with its options."""
     made, shape, differs = arguments.made, SHAPES[kind], ""
     peak = made.get("optimizer.lr")
 
@@ -312,8 +313,8 @@ def _shape(arguments: ForeignConfig, kind: str) -> None:
 
 
 def _warmup(arguments: ForeignConfig) -> None:
-    """Steps of warm-up: a number of them, or a share of the run below 1 (`warmup_ratio` before
-    transformers 5)."""
+    """Return the steps of warm-up, set as a number or a share of the run below 1 (`warmup_ratio`
+    before transformers 5)."""
     steps = arguments.take("warmup_steps", a_number, 0)
     share = arguments.take("warmup_ratio", a_number, 0) if steps < 1 else 0
     key = "warmup_ratio" if share else "warmup_steps"
@@ -348,7 +349,7 @@ def _batch(arguments: ForeignConfig) -> None:
 
 
 def _operate(arguments: ForeignConfig) -> None:
-    """How the run is saved, logged and watched."""
+    """Translate saving, logging and tracking."""
     made = arguments.made
     for key, default, target, kind, note in OPERATING:
         arguments.put(key, target, arguments.take(key, kind, default), note)
@@ -393,7 +394,8 @@ def _operate(arguments: ForeignConfig) -> None:
 
 
 def _every(arguments: ForeignConfig, what: str, target: str, usual: str) -> None:
-    """`logging_steps` and its like: steps, or a share of the run, if the strategy is steps."""
+    """Translate `logging_steps` and its like, in steps or as a share of the run, where the strategy
+    is steps."""
     made = arguments.made
     strategy, steps = f"{what}_strategy", f"{what}_steps"
     kind = arguments.take(strategy, one_of("no", "steps", "epoch", "best"), usual)

@@ -1,6 +1,6 @@
-"""The keys of TrainingArguments that no recipe key stands for, and why; some of them only where
-`trainer.tools.importing.training_arguments` has no use for their value. Names are those of
-transformers 4.30 to 5.24, and some that TRL adds."""
+"""The keys of TrainingArguments without a counterpart in recipes, each with the reason; for some
+only where `trainer.tools.importing.training_arguments` has no use for their value. Names are those
+of transformers 4.30 to 5.24, and some that TRL adds."""
 
 from collections.abc import Mapping
 
@@ -93,7 +93,8 @@ tracking knows TensorBoard and W&B; others are tracking.sinks
 
 
 def _spread(reasons_of_accelerate: Mapping[str, str]) -> dict[str, str]:
-    """Keys of `fsdp_config` and `parallelism_config`, whose words accelerate shares."""
+    """Return the keys of `fsdp_config` and `parallelism_config`, whose reasons are those of
+    accelerate."""
     sections = ("fsdp_config.", "parallelism_config.")
     return {key: why for key, why in reasons_of_accelerate.items() if key.startswith(sections)}
 
@@ -105,4 +106,4 @@ TABLE = Table(
     aliases={"evaluation_strategy": "eval_strategy"},
     complete=spelled_out,
 )
-"""What is known about the keys of TrainingArguments."""
+"""Rules for the keys of TrainingArguments."""

@@ -19,37 +19,37 @@ from trainer.tools.plan import recommended
 LONGEST, SHORTEST = 4096, 128
 """Tokens of a sequence, unless the model or the data ask for less."""
 SEQUENCES = 1024
-"""An epoch has so many before sequences get longer."""
+"""Sequences that an epoch must hold before the sequence length is raised."""
 LARGEST_BATCH, SMALLEST_BATCH = 256, 8
 STEPS = 100
-"""An epoch has so many before batches get larger."""
+"""Steps that an epoch must hold before the batch is enlarged."""
 PADDED = 128
-"""A vocabulary's size is a multiple of this, for tensor cores and for any number of shards."""
+"""The vocabulary size is rounded up to a multiple of this, for tensor cores and for sharding."""
 CPU = "cpu"
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a person says of a run."""
+    """The user's choices for a run."""
 
     model: str
-    """Directory of Hugging Face's, or name of a shipped recipe with an architecture."""
+    """Hugging Face directory, or name of a shipped recipe with an architecture."""
     data: str
     """Directory of prepared data."""
     gpus: str
-    """GPUs of a node as `perdure plan` takes them, or CPU."""
+    """GPUs of a node in the notation of `perdure plan`, or CPU."""
     nodes: int
 
 
 def draft(wishes: Wishes, file: str) -> str:
-    """Returns the text of a recipe.
+    """Return the text of a recipe.
 
     Args:
-        wishes: what it is for.
-        file: that it is to be written to; its run directory is called alike.
+        file: path that it will be written to; the run directory gets the same name.
 
     Raises:
-        RecipeError, DataError, ConfigError: a wish that cannot be fulfilled, and what to do.
+        RecipeError, DataError, ConfigError: a wish cannot be fulfilled; the message names the
+            remedy.
     """
     index, model = _index(wishes.data), _model(wishes.model)
     cpu = wishes.gpus == CPU
@@ -96,7 +96,7 @@ def draft(wishes: Wishes, file: str) -> str:
 
 
 def this_machine() -> str:
-    """The GPUs of this machine, as `Wishes.gpus` has them."""
+    """Return the GPUs of this machine, in the notation of `Wishes.gpus`."""
     import torch
 
     if not torch.cuda.is_available():
@@ -107,12 +107,13 @@ def this_machine() -> str:
 
 
 def prepared_here() -> list[str]:
-    """Prepared data below the working directory, where the documents have it."""
+    """Return the prepared data below the working directory, at the path that the documentation
+    uses."""
     return sorted(str(path.parent) for path in Path("data").glob("*/index.json"))
 
 
 def with_architecture() -> dict[str, dict[str, Any]]:
-    """Architectures of the shipped recipes, by name."""
+    """Return the architectures of the shipped recipes, by name."""
     trees = {
         name: yaml.safe_load(path.read_text(encoding="utf-8"))["model"]
         for name, path in shipped_recipes().items()
@@ -139,7 +140,7 @@ def _index(data: str) -> dict[str, Any]:
 
 
 def _model(model: str) -> dict[str, Any]:
-    """What the template says of a model: `directory`, or `shipped` and `architecture`."""
+    """Return the template's values for a model: `directory`, or `shipped` and `architecture`."""
     own = {"directory": "", "shipped": "", "architecture": {}}
     if Path(model).is_dir():
         architecture = read_config(model)
@@ -167,10 +168,10 @@ def _model(model: str) -> dict[str, Any]:
 
 
 def _planned(plan: Plan) -> dict[str, Any]:
-    """What the template takes of a plan.
+    """Return the template's values for a plan.
 
     Raises:
-        RecipeError: nothing fits.
+        RecipeError: no strategy fits into memory.
     """
     machine, best = plan.machine, plan.best
     where = f"{machine.nodes} node(s) of {machine.gpus_per_node} GPU(s)"
@@ -196,13 +197,13 @@ def _planned(plan: Plan) -> dict[str, Any]:
 
 
 def _power_of_two(wanted: int, least: int, most: int) -> int:
-    """`wanted`, brought between `least` and `most` (which counts more), and rounded down to a power
-    of two."""
+    """Clamp `wanted` to `least` and `most` (the latter wins), and round it down to a power of
+    two."""
     return 1 << (max(min(wanted, most), min(least, most), 1).bit_length() - 1)
 
 
 def _render(values: dict[str, Any]) -> str:
-    """Fill in the template, in which " ## " begins the comment at a key, and align these."""
+    """Fill in the template, and align the comments, which " ## " begins."""
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True,

@@ -1,1 +1,1 @@
-"""Files that start a run elsewhere, written as by hand: a batch script, manifests, a task."""
+"""Generates files that start a run elsewhere: a batch script, manifests, a cloud task."""

@@ -1,8 +1,8 @@
-"""What is launched where, and the file that does it.
+"""Generates the file that launches a run on a cluster.
 
-A template is the file itself, with what differs filled in by Jinja. Values from a command line or
-a recipe are quoted for where they stand: `| shell` in scripts, `| yaml` in YAML. Values without a
-filter are numbers, and words that `word` or `run_name` has let through.
+Templates are Jinja. Values from a command line or a recipe are quoted for their context: `| shell`
+in scripts, `| yaml` in YAML. Values without a filter are numbers, or words that `word` or
+`run_name` has validated.
 """
 
 import json
@@ -23,11 +23,11 @@ TEMPLATES = {
     "skypilot": "skypilot.yaml",
     "local": "local.sh",
 }
-"""File in `templates/`, by kind of launch."""
+"""Kind of launch → file in `templates/`."""
 WORKSPACE = PurePosixPath("/workspace")
-"""Where nodes in the cloud see the volume, or bucket, that they share."""
+"""Mount point of the shared volume or bucket on cloud nodes."""
 LONGEST_NAME = 40
-"""Characters of a name of a run: names of pods, of at most 63, begin with it."""
+"""Characters of a run's name; pod names, which begin with it, have at most 63."""
 
 
 @dataclass(frozen=True)
@@ -35,48 +35,47 @@ class LaunchedRun:
     """A run to be launched."""
 
     name: str
-    """What it is called there: lower-case letters, digits and hyphens."""
+    """Its name on the cluster: lower-case letters, digits and hyphens."""
     path: str
     """Recipe file."""
     text: str
     """Contents of that file."""
     overrides: Sequence[str]
     least: int
-    """Nodes with which training begins."""
+    """Minimum number of nodes."""
     most: int
-    """Nodes that may take part."""
+    """Maximum number of nodes."""
     gpus: int
-    """GPUs of a node; 0: it has none."""
+    """GPUs of a node; 0: none."""
     gpu_name: str
-    """Name of such a GPU; empty where nobody has said it."""
+    """Name of such a GPU; empty if unknown."""
     ranks: int | None
-    """Ranks of a node; None: one per GPU, without GPUs two."""
+    """Ranks of a node; None: one per GPU, or two without GPUs."""
     written_by: str
-    """The command that writes the file."""
+    """The command that writes the file, for its header."""
     file: str
-    """Where it is written to."""
+    """Path of the written file."""
 
     @property
     def recipe(self) -> str:
-        """The recipe, for comments."""
+        """The recipe file's name, for comments."""
         return Path(self.path).name
 
     @property
     def words(self) -> list[str]:
-        """Recipe and overrides, as `perdure train` takes them."""
+        """Recipe and overrides, as arguments of `perdure train`."""
         return [self.path, *self.overrides]
 
 
 def render(kind: str, job: LaunchedRun, **options: Any) -> str:
-    """The file that launches a job.
+    """Return the text of the file that launches a job.
 
     Args:
-        kind: one of TEMPLATES.
-        job: that it launches.
-        options: what the template takes besides.
+        kind: a key of TEMPLATES.
+        options: further values for the template.
 
     Raises:
-        RecipeError: a word of the command line has characters that no comment can have.
+        RecipeError: an argument has characters that a comment cannot hold.
     """
     if not (job.written_by + job.path).isprintable():
         raise RecipeError(
@@ -97,7 +96,7 @@ def render(kind: str, job: LaunchedRun, **options: Any) -> str:
 
 
 def submission(kind: str, file: Path) -> list[str]:
-    """The command that hands a written file over."""
+    """Return the command that submits a written file."""
     return {
         "slurm": ["sbatch", str(file)],
         "k8s": ["kubectl", "apply", "--filename", str(file)],
@@ -107,23 +106,22 @@ def submission(kind: str, file: Path) -> list[str]:
 
 
 def run_name(recipe: Recipe) -> str:
-    """What a run is called outside, by `tracking.name` or the last part of `run.dir`."""
+    """Derive a name for the cluster from `tracking.name` or the last part of `run.dir`."""
     said = recipe.tracking.name or Path(recipe.run.dir).name
     slug = re.sub(r"[^a-z0-9]+", "-", said.lower())[:LONGEST_NAME].strip("-")
     return f"perdure-{slug or 'run'}"  # begins with a letter, and is no word that YAML knows
 
 
 def check_world(recipe: Recipe, least: int, most: int, ranks: int) -> None:
-    """Refuse nodes on which the recipe cannot train, before they are waited for.
+    """Check that the recipe can train on these nodes, before they are waited for.
 
     Args:
-        recipe: to be launched.
-        least: nodes with which training begins.
-        most: nodes that may take part.
-        ranks: of each node.
+        least: minimum number of nodes.
+        most: maximum number of nodes.
+        ranks: ranks of each node.
 
     Raises:
-        RecipeError: they do not divide as the strategy needs, or there are too few sequences.
+        RecipeError: the strategy cannot divide the ranks, or there are too few sequences.
     """
     from trainer.parallel.mesh import least_nodes, mesh_shape
     from trainer.recipe.strategies import exact
@@ -134,11 +132,11 @@ def check_world(recipe: Recipe, least: int, most: int, ranks: int) -> None:
 
 
 def check_inside(recipe: Recipe) -> None:
-    """Refuse paths that nodes in the cloud do not share: all but those in WORKSPACE, from which
-    relative ones begin.
+    """Check that all paths of the recipe are shared by cloud nodes: in WORKSPACE, where relative
+    paths begin.
 
     Raises:
-        RecipeError: a line for each such path.
+        RecipeError: one line for each path outside it.
     """
     lines = []
     for key, path in _paths(recipe):
@@ -154,8 +152,8 @@ def check_inside(recipe: Recipe) -> None:
 
 
 def in_bucket(recipe: Recipe, bucket: str, nodes: int) -> list[str]:
-    """Overrides with which a recipe trains on a machine that shares nothing but a bucket, mounted
-    at WORKSPACE: checkpoints go into it directly, and so are there when their save has ended.
+    """Return overrides for a machine that only shares a bucket, mounted at WORKSPACE: checkpoints
+    are written to it directly, so that they are there as soon as their save has ended.
 
     Raises:
         RecipeError: there are several nodes.
@@ -174,7 +172,7 @@ def in_bucket(recipe: Recipe, bucket: str, nodes: int) -> list[str]:
 
 
 def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Pairs of (key, path): what all nodes read or write."""
+    """Return (key, path) of everything that all nodes read or write."""
     yield "run.dir", recipe.run.dir
     for key, path in (
         ("checkpoint.directory", recipe.checkpoint.directory),

@@ -1,4 +1,4 @@
-"""Numbers of a step, as computed again and as the ledger has them. Imports no torch."""
+"""Compares the numbers of a recomputed step with its ledger line. Imports no torch."""
 
 import math
 from collections.abc import Iterator
@@ -8,53 +8,60 @@ from typing import Literal
 from elastic.record.history import StepLine
 
 Proof = Literal["bits", "rounding", "none"]
-"""How far numbers must agree: in every bit; but for rounding; or not at all, as code or machine are
-of another kind."""
+"""How far numbers must agree: in every bit; up to rounding; or not at all, because code or machine
+differ."""
 
 NORM = 10
-"""The norm of a gradient may differ so many times as much as the loss: it sums squares, and moves
-with the weights."""
+"""Factor by which a gradient norm may differ more than the loss: it sums squares, and depends on
+the weights."""
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a step gave."""
+    """The numbers of one step."""
 
     loss: float
     norm: float
     skipped: str
-    """What was wrong, see [Note: verdicts] of ledger.py; "" if it changed the weights."""
+    """The verdict that skipped the step, see [Note: verdicts] of ledger.py; "" if it changed the
+    weights."""
     consumed: str | None
-    """Digest of what the ranks took; None: the data has none."""
+    """Digest of the sequences that the ranks consumed; None: the data supports none."""
 
 
-def differences(found: Numbers, line: StepLine, proof: Proof, tolerance: float) -> Iterator[str]:
-    """In what a step is not what the ledger says, in a clause each.
+def differences(
+    recomputed: Numbers, line: StepLine, proof: Proof, tolerance: float
+) -> Iterator[str]:
+    """Yield a clause for each number in which a step differs from its ledger line.
 
     Args:
-        found: computed again.
-        line: of the ledger.
+        found: the recomputed numbers.
+        line: the ledger line.
         proof: how far they must agree.
         tolerance: largest relative difference of losses that rounding explains.
     """
-    if line.consumed and found.consumed and line.consumed != found.consumed:
-        yield f"it took {found.consumed}, and the ledger says {line.consumed}"
+    if line.consumed and recomputed.consumed and line.consumed != recomputed.consumed:
+        yield f"it took {recomputed.consumed}, and the ledger says {line.consumed}"
     if proof == "none":
         return
     exact = proof == "bits"
-    if (found.skipped != line.skipped) if exact else (bool(found.skipped) != bool(line.skipped)):
-        yield f"it is {_verdict(found.skipped)}, and the ledger says {_verdict(line.skipped)}"
+    if (
+        (recomputed.skipped != line.skipped)
+        if exact
+        else (bool(recomputed.skipped) != bool(line.skipped))
+    ):
+        yield f"it is {_verdict(recomputed.skipped)}, and the ledger says {_verdict(line.skipped)}"
     for name, ours, theirs, most in (
-        ("loss", found.loss, line.loss, tolerance),
-        ("norm", found.norm, line.norm, NORM * tolerance),
+        ("loss", recomputed.loss, line.loss, tolerance),
+        ("norm", recomputed.norm, line.norm, NORM * tolerance),
     ):
         if theirs is not None and relative(ours, theirs) > (0 if exact else most):
             yield f"its {name} is {ours!r}, and the ledger says {theirs!r}"
 
 
 def relative(ours: float, theirs: float) -> float:
-    """How far two numbers are apart, relative to the second. What is not finite is all alike: the
-    ledger keeps no more of a loss."""
+    """Return the relative difference of two numbers to the second. Non-finite numbers count as
+    equal, as the ledger does not tell them apart."""
     if not (math.isfinite(ours) and math.isfinite(theirs)):
         return 0.0 if math.isfinite(ours) == math.isfinite(theirs) else math.inf
     if ours == theirs:

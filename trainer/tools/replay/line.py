@@ -1,5 +1,5 @@
-"""The line of a run (see elastic/record/history.py): who did each step, what the ledger says of it,
-and from which state it can be computed again. Imports no torch."""
+"""The line of a run (see elastic/record/history.py): which attempt computed each step, what the
+ledger recorded, and from which stored state it can be recomputed. Imports no torch."""
 
 import random
 from collections.abc import Collection, Sequence
@@ -14,20 +14,20 @@ from elastic.record.history import Attempt, History, LedgerError, StepLine
 
 
 class StepSpan(NamedTuple):
-    """Steps that are computed one after the other."""
+    """A range of steps that are recomputed in one go."""
 
     begin: int
-    """Step of the state that is loaded; 0: the weights that the run began with."""
+    """Step of the loaded state; 0: the initial weights of the run."""
     end: int
-    """The last one that is computed."""
+    """The last recomputed step."""
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """The steps that made the newest weights of a run."""
+    """The steps that led to the newest weights of a run."""
 
     attempts: Sequence[tuple[Attempt, int]]
-    """Who did them, oldest first; each with the newest of its steps that is one of them."""
+    """The attempts that computed them, oldest first, each with its newest step on the line."""
 
     @property
     def last(self) -> int:
@@ -35,7 +35,7 @@ class Lineage:
         return self.attempts[-1][1]
 
     def attempt_of(self, step: int) -> Attempt:
-        """Who did a step.
+        """Return the attempt that computed a step.
 
         Raises:
             LedgerError: the ledger does not say.
@@ -48,11 +48,12 @@ class Lineage:
         )
 
     def recorded(self, step: int) -> StepLine | None:
-        """What the ledger says of a step; None where it has no line."""
+        """Return the ledger line of a step; None if it is missing."""
         return next((one for one in self.attempt_of(step).steps if one.step == step), None)
 
     def stretch(self, step: int, end: int) -> tuple[Attempt, int]:
-        """Who did a step, and up to which step, `end` at most, the run had the same recipe."""
+        """Return the attempt that computed a step, and the last step, at most `end`, with the same
+        recipe."""
         first, until = self.attempt_of(step), step
         for attempt, newest in self.attempts:
             if newest < step:
@@ -64,7 +65,7 @@ class Lineage:
 
     @property
     def rollbacks(self) -> dict[int, int]:
-        """Step after which weights were taken back → step whose weights were loaded."""
+        """Step after which weights were rolled back → step whose weights were loaded."""
         return {
             one.step: one.to
             for attempt, newest in self.attempts
@@ -86,7 +87,8 @@ class Lineage:
         }
 
     def names_of(self, step: int) -> set[str]:
-        """Attempts that may have saved the state of a step: who did it, and who began from it."""
+        """Return the attempts that may have saved the state of a step: the one that computed it,
+        and those that resumed from it."""
         return {
             attempt.start.attempt
             for attempt, newest in self.attempts
@@ -95,7 +97,7 @@ class Lineage:
 
 
 def line_of(history: History) -> Lineage:
-    """The line of the newest attempt of a run.
+    """Return the line of the newest attempt of a run.
 
     Raises:
         LedgerError: no step is done.
@@ -112,17 +114,17 @@ def line_of(history: History) -> Lineage:
 
 @dataclass(frozen=True)
 class States:
-    """What is stored of a run."""
+    """The stored checkpoints of a run."""
 
     steps: Sequence[int]
-    """Checkpoints of steps on its line, as far as their small files tell."""
+    """Steps on its line with a checkpoint, judged by the checkpoints' small files."""
     damaged: Sequence[str] = field(default_factory=list)
-    """Why others are none, a line each."""
+    """Why other checkpoints are unusable, a line each."""
 
 
 def stored_states(directory: Place, line: Lineage) -> States:
-    """Look at the checkpoints of a run, without their tensors. One that another attempt than those
-    on the line has computed is left out: its rounding may be another."""
+    """Find the checkpoints of a run without reading tensors. Checkpoints of attempts off the line
+    are left out, as their rounding may differ."""
     steps, damaged = [], []
     for path in list_steps(directory):
         step = parse_step(path.name)
@@ -138,9 +140,10 @@ def stored_states(directory: Place, line: Lineage) -> States:
 
 
 def beginning(line: Lineage, stored: Collection[int], step: int) -> int:
-    """The newest state before a step from which it can be computed; 0: that of the beginning.
+    """Return the newest state before a step from which it can be recomputed; 0: the initial
+    weights.
 
-    A roll-back on the way loads a state that must be stored, or be passed on the way itself.
+    A roll-back on the way needs a state that is stored, or that the replay itself passes.
     """
     for begin in sorted((one for one in stored if one < step), reverse=True):
         backs = [to for after, to in line.rollbacks.items() if begin < after < step]
@@ -150,14 +153,14 @@ def beginning(line: Lineage, stored: Collection[int], step: int) -> int:
 
 
 def span_into(line: Lineage, stored: Collection[int], step: int) -> StepSpan:
-    """The steps to compute so that the weights after a step are compared with a save, too: what is
-    wrong with moments shows in no step that is computed from them at once."""
+    """Return the span for a step, extended to the next save: wrong moments do not show in the first
+    step computed from them, but in the digest of that save."""
     end = min((saved for saved in line.digests if saved >= step), default=line.last)
     return StepSpan(beginning(line, stored, step), end)
 
 
 def drawn(line: Lineage, stored: Collection[int], steps: Collection[int]) -> list[StepSpan]:
-    """The spans of some steps, none of them twice."""
+    """Return disjoint spans that cover the drawn steps."""
     ends: dict[int, int] = {}
     for begin, end in (span_into(line, stored, step) for step in steps):
         ends[begin] = max(end, ends.get(begin, 0))
@@ -165,6 +168,6 @@ def drawn(line: Lineage, stored: Collection[int], steps: Collection[int]) -> lis
 
 
 def draw(line: Lineage, count: int, seed: int) -> list[int]:
-    """So many steps of a run, all of them if it has fewer, in order."""
+    """Draw `count` steps of a run, or all if it has fewer, in ascending order."""
     steps = range(1, line.last + 1)
     return sorted(random.Random(seed).sample(steps, min(count, len(steps))))

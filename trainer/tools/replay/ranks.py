@@ -1,6 +1,6 @@
-"""What each rank of a replay does: it computes steps of a run again, and compares them with the
-ledger. Rank 0 tells. `python -m trainer.tools.replay.ranks` is a rank; its `Request` stands in the
-environment, as it has a secret."""
+"""Recomputes steps of a run on one rank of a replay, and compares them with the ledger. Rank 0
+prints. `python -m trainer.tools.replay.ranks` runs a rank; its `Request` is in the environment,
+because a command line would show the secret."""
 
 import json
 import math
@@ -40,12 +40,12 @@ from trainer.tools.replay.request import OUTCOME, REQUEST, ReplayOutcome, Reques
 from trainer.tools.replay.why import why
 
 SHOWN = 5
-"""Problems of a span that are told one by one."""
+"""Problems of a span that are printed."""
 
 
 @dataclass
 class Walk:
-    """One span on its way."""
+    """The progress of recomputing one span."""
 
     request: Request
     sources: Sources
@@ -54,47 +54,48 @@ class Walk:
     outcome: ReplayOutcome
     span: StepSpan
     proof: Proof = "bits"
-    """How far the state of now must agree with the run's."""
+    """How far the current state must agree with the run's."""
     kept: set[int] = field(default_factory=set)
-    """Steps whose states are kept in `states`."""
+    """Steps whose states are in `states`."""
     compared: int = 0
-    """Steps."""
+    """Number of compared steps."""
     found: int = 0
-    """Problems."""
+    """Number of problems."""
     furthest: float = 0.0
     """Largest relative difference of a loss so far."""
 
     @property
     def states(self) -> Path:
-        """Where states are kept that are needed again."""
+        """Folder of the states that later steps of the span load."""
         return self.sources.scratch / f"after-{self.span.begin}"
 
     def keep(self, run: Run) -> None:
-        """Keep the state of the step just done. On all ranks."""
+        """Save the state of the step just done, once. Collective."""
         if run.progress.step not in self.kept:
             keep_state(run, self.states)
             self.kept.add(run.progress.step)
 
     def problems(self, found: Iterable[str]) -> None:
-        """Note problems, of many the first: what follows from a wrong state is wrong, too."""
+        """Record the first SHOWN problems, and count the rest."""
+        # A wrong state makes all later steps wrong: the first problems tell.
         for problem in found:
             self.found += 1
             if self.found <= SHOWN:
                 self.outcome.problem(problem)
 
     def say(self, text: str) -> None:
-        """Tell people, on rank 0."""
+        """Print on rank 0."""
         if self.world.is_main:
             print(text, flush=True)
 
 
 def recompute(request: Request, outcome: ReplayOutcome) -> None:
-    """Compute the spans of a request, and note in `outcome` what is found. On all ranks, which have
-    not joined each other yet.
+    """Recompute the spans of a request, and record the result in `outcome`. Collective; joins the
+    ranks first.
 
     Raises:
-        RecipeError, DataError, CheckpointError, LedgerError: what keeps a step from being computed
-            that is to be looked at; in an audit, what one rank alone has met.
+        RecipeError, DataError, CheckpointError, LedgerError: the requested step cannot be
+            recomputed; in an audit, one rank alone failed.
     """
     torch.set_grad_enabled(True)
     run = Path(request.run)
@@ -108,23 +109,23 @@ def recompute(request: Request, outcome: ReplayOutcome) -> None:
             continue
         try:
             _walk(walk)
-            told = _told_of(walk)
+            result = _summary(walk)
         except AwayError as error:
-            told = _named(span) + ": not compared"
+            result = _named(span) + ": not compared"
             outcome.miss(str(error))
         except known_errors() as error:
             if _gone(walk):
                 outcome.miss(f"{_named(span)}: the run has deleted that checkpoint meanwhile")
                 continue
-            told = _named(span) + ": refused"
+            result = _named(span) + ": refused"
             outcome.problem(f"{_named(span)}: {error}")
             if isinstance(error, DataError) and world.world_size > 1:
                 raise  # this rank alone may have read it, and the others wait for it
-        walk.say(told)
+        walk.say(result)
 
 
 def _walk(walk: Walk) -> None:
-    """Compute a span, through all starts of the run that are on the way."""
+    """Recompute a span, rebuilding the run for each attempt on the way."""
     line, span, at = walk.line, walk.span, walk.span.begin
     first = walk.sources.recipe_of(line.attempt_of(at + 1))
     storage = states = walk.sources.states_of(first)
@@ -137,7 +138,7 @@ def _walk(walk: Walk) -> None:
 
 
 def _gone(walk: Walk) -> bool:
-    """Whether the checkpoint that a span begins from is no more."""
+    """Whether the checkpoint that a span begins from was deleted."""
     with suppress(*known_errors()):
         recipe = walk.sources.recipe_of(walk.line.attempt_of(walk.span.begin + 1))
         names = {path.name for path in list_steps(walk.sources.states_of(recipe))}
@@ -148,8 +149,7 @@ def _gone(walk: Walk) -> bool:
 def _stretch(
     walk: Walk, attempt: Attempt, begin: int, until: int, states: Place, storage: Place
 ) -> None:
-    """Compute steps that have one recipe, from the state of `begin` in `states`. What it makes of
-    the run is gone when it returns."""
+    """Recompute steps that share a recipe, from the state of step `begin` in `states`."""
     recipe = walk.sources.recipe_of(attempt)
     with rebuilt(walk.sources, attempt, recipe, states, begin, walk.world) as (run, kind):
         _steps(walk, run, kind, until, storage)
@@ -158,7 +158,11 @@ def _stretch(
 
 
 def _steps(walk: Walk, run: Run, kind: Mapping[str, str], until: int, storage: Place) -> None:
-    """Compute steps of one rebuilt run, and compare each. `kind`: what computes them here."""
+    """Recompute and compare steps of one rebuilt run.
+
+    Args:
+        kind: code, torch and hardware of this replay.
+    """
     line, backs = walk.line, walk.line.rollbacks
     targets = {to for after, to in backs.items() if to < after <= walk.span.end}
     with _inputs(run) as inputs:
@@ -188,7 +192,7 @@ def _steps(walk: Walk, run: Run, kind: Mapping[str, str], until: int, storage: P
 
 @contextmanager
 def _inputs(run: Run) -> Iterator[Inputs]:
-    """The micro-batches of this rank from now on."""
+    """Yield this rank's micro-batches from the current position on."""
     batches = load(
         run.task.stream,
         requests(run.plan, run.mesh.dp_rank, run.progress.sequences),
@@ -203,7 +207,7 @@ def _inputs(run: Run) -> Iterator[Inputs]:
 
 
 def _provable(walk: Walk, run: Run, attempt: Attempt, kind: Mapping[str, str]) -> Proof:
-    """How far a step of an attempt must agree with what this world computes from its state."""
+    """Return how far a step of an attempt must agree with what this world computes."""
     start, world = attempt.start, run.world
     unlike = [
         f"{key} was {then}, here {kind.get(key, 'none')}"
@@ -232,36 +236,36 @@ def _weaker(one: Proof, other: Proof) -> Proof:
 # --- comparing -------------------------------------------------------------------------------
 
 
-def _compare(walk: Walk, run: Run, step: int, first: int, found: Numbers) -> list[str]:
-    """Compare a step, whose first sequence is `first`, with the ledger; returns the clauses in
-    which it differs."""
+def _compare(walk: Walk, run: Run, step: int, first: int, recomputed: Numbers) -> list[str]:
+    """Compare a step, whose first sequence is `first`, with the ledger; return a clause per
+    difference."""
     line = walk.line.recorded(step)
     if line is None:  # it was lost with a process, or else `History.problems` tells
         return []
     after = first + run.plan.global_batch
-    told = list(differences(found, line, walk.proof, TOLERANCE[run.recipe.precision.dtype]))
+    clauses = list(differences(recomputed, line, walk.proof, TOLERANCE[run.recipe.precision.dtype]))
     if (first, after) != (line.first, line.after_last):
-        told.insert(
+        clauses.insert(
             0,
             f"its sequences are {first} to {after - 1}, and the ledger says {line.first} to "
             f"{line.after_last - 1}",
         )
     if line.loss is not None and walk.proof != "none":
-        walk.furthest = max(walk.furthest, relative(found.loss, line.loss))
+        walk.furthest = max(walk.furthest, relative(recomputed.loss, line.loss))
     walk.compared += 1
-    walk.problems(f"step {step}: {one}" for one in told)
-    return told
+    walk.problems(f"step {step}: {one}" for one in clauses)
+    return clauses
 
 
 def _check_state(walk: Walk, run: Run, step: int) -> None:
-    """Compare weights and moments after a step with the digests that its save left in the
+    """Compare weights and moments after a step with the digests that its save wrote to the
     ledger."""
     if walk.proof != "bits":
         return
     tensors, _ = run.model.kept_by(run.optimizer, run.mesh.merged)
     found = digests_in_memory(dist.group.WORLD, model=run.model.saved, optimizer=tensors)
     walk.problems(
-        f"step {step}: the {what} after it have another digest, {ours}, than its save has told, "
+        f"step {step}: the {what} after it have another digest, {ours}, than its save recorded, "
         f"{theirs}"
         for what, ours, theirs in zip(found._fields, found, walk.line.digests[step], strict=True)
         if ours != theirs
@@ -269,11 +273,11 @@ def _check_state(walk: Walk, run: Run, step: int) -> None:
 
 
 def _check_stored(walk: Walk, storage: Place) -> None:
-    """Compare the checkpoints at both ends of a span with the digests that their saves left in the
-    ledger. On all ranks; rank 0 reads."""
+    """Compare the checkpoints at both ends of a span with the digests in the ledger. Collective;
+    rank 0 reads."""
 
     def look() -> list[str]:
-        told = []
+        problems = []
         for step in walk.span:
             if step not in walk.line.digests or step not in walk.request.stored:
                 continue
@@ -284,7 +288,7 @@ def _check_stored(walk: Walk, storage: Place) -> None:
                 if path in list_steps(storage):  # else the run has deleted it meanwhile
                     raise
                 continue
-            told += [
+            problems += [
                 f"the checkpoint of step {step} holds other {what} than its save wrote: their "
                 f"digest is {ours}, and the ledger says {theirs}"
                 for what, ours, theirs in zip(
@@ -292,7 +296,7 @@ def _check_stored(walk: Walk, storage: Place) -> None:
                 )
                 if ours != theirs
             ]
-        return told
+        return problems
 
     with failing_alike():
         walk.problems(RankGroup(dist.group.WORLD).on_main(look))
@@ -303,7 +307,7 @@ def _named(span: StepSpan) -> str:
     return f"steps {span.begin + 1} to {span.end} from {origin}"
 
 
-def _told_of(walk: Walk) -> str:
+def _summary(walk: Walk) -> str:
     how = {
         "bits": "compared bit by bit",
         "rounding": f"compared but for rounding, losses differ by {walk.furthest:.1e} at most",
@@ -317,7 +321,7 @@ def _told_of(walk: Walk) -> str:
 
 
 def _look(walk: Walk, run: Run, inputs: Inputs, step: int) -> None:
-    """Compute the gradients of a step, tell of them, and explain them if that is asked for."""
+    """Compute and print the gradients of a step, and explain them if requested."""
     line = walk.line.recorded(step)
     batches, _ = inputs.take()
     micro_batches = run.plan.micro_batches(run.mesh.dp_rank, run.progress.sequences)
@@ -325,7 +329,7 @@ def _look(walk: Walk, run: Run, inputs: Inputs, step: int) -> None:
     numbers = Numbers(found.loss, found.norm, _skipped(run, found, line), found.consumed)
     own = {name: p.grad for name, p in run.model.parameters.items() if p.grad is not None}
     digest, _ = digests_in_memory(dist.group.WORLD, model=own, optimizer={})
-    told = _compare(walk, run, step, run.progress.sequences, numbers)
+    clauses = _compare(walk, run, step, run.progress.sequences, numbers)
     if line is None:
         walk.outcome.miss(f"the ledger has no line of step {step}")
     attempt = walk.line.attempt_of(step)
@@ -341,14 +345,14 @@ def _look(walk: Walk, run: Run, inputs: Inputs, step: int) -> None:
         ("verdict", verdict),
     ):
         walk.say(f"  {name:<18} {value}")
-    walk.say(f"  {'compared':<18} {_sentence(walk, line is not None, told)}")
+    walk.say(f"  {'compared':<18} {_sentence(walk, line is not None, clauses)}")
     if walk.request.why:
         for text in why(run, found, walk.line, walk.sources):
             walk.say(text)
 
 
 def _skipped(run: Run, found: Gradients, line: object) -> str:
-    """What is wrong with a step, as the ledger names it; "" if nothing is. On all ranks."""
+    """Return the verdict on a step in the ledger's words; "" if it is fine. Collective."""
     if not math.isfinite(found.loss):
         return "loss"
     if not math.isfinite(found.norm):
@@ -357,12 +361,12 @@ def _skipped(run: Run, found: Gradients, line: object) -> str:
     return "weights" if suspected and not_finite_anywhere(run) else ""
 
 
-def _sentence(walk: Walk, recorded: bool, told: Sequence[str]) -> str:
-    """What a comparison with the ledger has shown."""
+def _sentence(walk: Walk, recorded: bool, clauses: Sequence[str]) -> str:
+    """Describe the result of a comparison with the ledger."""
     if not recorded:
         return "not at all: the ledger has no line of this step"
-    if told:
-        return "; ".join(told)
+    if clauses:
+        return "; ".join(clauses)
     if walk.proof == "none":
         return "not at all: it cannot be compared, see below"
     if walk.proof == "bits":
@@ -378,7 +382,7 @@ def _sentence(walk: Walk, recorded: bool, told: Sequence[str]) -> str:
 
 
 def replay_alone(request: Request) -> ReplayOutcome:
-    """A replay whose only rank is this process; raises as `recompute`."""
+    """Replay in this process as the only rank; errors as in `recompute`."""
     outcome = ReplayOutcome()
     try:
         recompute(request, outcome)
@@ -388,7 +392,7 @@ def replay_alone(request: Request) -> ReplayOutcome:
 
 
 def main() -> NoReturn:
-    """Run one rank; never returns."""
+    """Run one rank, and exit."""
     die_with_parent()
     request, outcome, code = Request.from_json(os.environ[REQUEST]), ReplayOutcome(), EXIT_DONE
     try:

@@ -1,4 +1,5 @@
-"""A run as it was after one of its steps, on other ranks. Writes nothing into its directory."""
+"""Rebuilds a run as it was after one of its steps, on other ranks, without writing into its
+directory."""
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,27 +35,29 @@ from trainer.tasks.task import build_task
 
 
 class AwayError(RecipeError):
-    """What a step is to be computed from is not there, so nothing is proved by it."""
+    """An input that the recomputation needs is missing, so the step is neither confirmed nor
+    refuted."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What a run is rebuilt from."""
+    """The inputs from which a run is rebuilt."""
 
     run: Path
-    """Its directory."""
+    """Run directory."""
     data: Sequence[str]
-    """Where its data sets lie now, in the order of the recipe; empty: where the recipe says."""
+    """Current locations of the data sets, in the order of the recipe; empty: those of the
+    recipe."""
     scratch: Path
-    """Folder of this replay."""
+    """Scratch folder of this replay."""
 
     def recipe_of(self, attempt: Attempt) -> Recipe:
-        """The recipe that an attempt trained with, with paths that hold here. An attempt that names
-        none is older than the folder of recipes, and had recipe.yaml.
+        """Return the recipe of an attempt, with paths valid here. An attempt that names none
+        predates the folder of recipes, and used recipe.yaml.
 
         Raises:
-            AwayError: the recipe or its data is not there, or this version cannot read the recipe.
-            RecipeError: the recipe is another one than the attempt began with.
+            AwayError: the recipe or its data is missing, or this version cannot read the recipe.
+            RecipeError: the recipe is not the one that the attempt began with.
         """
         start = attempt.start
         path = recipe_file(self.run, start.recipe) if start.recipe else self.run / "recipe.yaml"
@@ -71,12 +74,12 @@ class Sources:
         return self._here(recipe, attempt)
 
     def states_of(self, recipe: Recipe) -> Place:
-        """Where the checkpoints of the run lie."""
+        """Return the directory of the run's checkpoints."""
         return location(recipe.checkpoint_directory).absolute()
 
     def _here(self, recipe: Recipe, attempt: Attempt) -> Recipe:
-        """The recipe for this machine: relative paths start from where the run was started, else
-        from here."""
+        """Adapt the recipe to this machine: relative paths begin at the run's working directory, or
+        else at this one."""
 
         def found(path: str) -> str:
             there = Path(attempt.start.directory) / path
@@ -121,25 +124,24 @@ class Sources:
 def rebuilt(
     sources: Sources, attempt: Attempt, recipe: Recipe, states: Place, step: int, world: World
 ) -> Iterator[tuple[Run, Mapping[str, str]]]:
-    """A run as an attempt had it after a step. On all ranks.
+    """Rebuild a run as an attempt had it after a step. Collective.
 
     Args:
-        sources: of the run.
-        attempt: which goes on from that step.
-        recipe: of the attempt, as `Sources.recipe_of` gives it.
-        states: directory that holds the state of the step.
-        step: 0: fresh weights.
-        world: of this replay.
+        attempt: the attempt that computed the next step.
+        recipe: its recipe, from `Sources.recipe_of`.
+        states: directory with the state of the step.
+        step: 0: initial weights.
+        world: ranks of this replay.
 
-    Returns:
-        The run; and what computes it here: code, torch, cpu, gpu.
+    Yields:
+        The run; and code, torch, cpu and gpu of this replay.
 
     Raises:
         RecipeError, DataError, CheckpointError: recipe, data and state contradict each other.
     """
     keep_caches_closed(sources.scratch, recipe.strategy.compile)
     given = recipe
-    if recipe.batch.micro_batch == "auto":  # which rounds otherwise, and no more
+    if recipe.batch.micro_batch == "auto":  # another size than the run's only changes rounding
         size = noted(recipe, world) or 1
         recipe = replace(recipe, batch=replace(recipe.batch, micro_batch=size))
     task = build_task(recipe)
@@ -168,7 +170,7 @@ def rebuilt(
             elsewhere = replace(recipe, run=replace(recipe.run, dir=str(sources.scratch)))
             Reference(elsewhere, task, init_from).compute(model, world, mesh, pulse)
         progress, _ = restore(
-            checkpointer, model, optimizer, recipe, task, init_from, begun=begun, step=step
+            checkpointer, model, optimizer, recipe, task, init_from, at_beginning=begun, step=step
         )
         start = replace(
             attempt.start,
@@ -182,11 +184,11 @@ def rebuilt(
             progress, checkpointer, start, Log(recipe, start, silent=True), pulse, Recall(None),
             frozenset(tensors_not_finite(fixed)),
         ), computed_by(identity, world.device)  # fmt: skip
-    gc.collect()  # wrapped models hold themselves
+    gc.collect()  # wrapped models are reference cycles; GPU memory is needed at once
 
 
 def _reader(recipe: Recipe, directory: Place) -> TensorCheckpointer:
-    """What loads states of a run, and changes none."""
+    """Open a checkpointer that only loads."""
     return TensorCheckpointer(
         str(directory),
         recipe.checkpoint,
@@ -197,7 +199,7 @@ def _reader(recipe: Recipe, directory: Place) -> TensorCheckpointer:
 
 
 def keep_state(run: Run, directory: Path) -> None:
-    """Save the state of the step just done in a folder of this replay. On all ranks."""
+    """Save the state of the step just done in a folder of this replay. Collective."""
     options = replace(
         run.recipe.checkpoint,
         directory=None, every=0, keep=0, keep_every=0, keep_best=0, when_busy="wait", slots=1,
@@ -210,11 +212,10 @@ def keep_state(run: Run, directory: Path) -> None:
 
 
 def go_back(run: Run, directory: Place, step: int) -> None:
-    """Do to a run what `roll_back` does, with the state of a step that lies in `directory`. On all
-    ranks.
+    """Load weights and moments of a step from `directory`, as `roll_back` does. Collective.
 
     Raises:
-        CheckpointError: it does not lie there.
+        CheckpointError: the step is not there.
     """
     targets = run.model.targets_of(run.optimizer)
     with _reader(run.recipe, directory) as checkpointer:

@@ -1,5 +1,4 @@
-"""`perdure replay`: plans what is to be computed again, starts ranks for it, and says what came
-out."""
+"""`perdure replay`: plans a recomputation, starts its ranks, and prints the result."""
 
 import json
 import os
@@ -34,20 +33,21 @@ from trainer.tools.torchrun import run_ranks, stop_on_sigterm
 
 @dataclass(frozen=True)
 class Options:
-    """How steps are computed again."""
+    """Settings of a recomputation."""
 
     ranks: int | None = None
-    """None: see `_ranks`."""
+    """Number of ranks; None: `_ranks` decides."""
     data: Sequence[Path] = ()
-    """Where the data sets lie now, in the order of the recipe; empty: where the recipe says."""
+    """Current locations of the data sets, in the order of the recipe; empty: those of the
+    recipe."""
 
 
 def replay(run: Path, step: int, options: Options, *, why: bool) -> int:
-    """Compute a step of a run again, say whether it is what the ledger says, and perhaps explain
-    it. Returns the exit code.
+    """Recompute a step of a run, compare it with the ledger, and explain it if requested. Return
+    the exit code.
 
     Raises:
-        LedgerError, RecipeError, DataError, CheckpointError: it cannot be computed.
+        LedgerError, RecipeError, DataError, CheckpointError: the step cannot be recomputed.
     """
     line = line_of(read_history(run))
     if not 0 < step <= line.last:
@@ -57,47 +57,47 @@ def replay(run: Path, step: int, options: Options, *, why: bool) -> int:
     for damage in states.damaged:
         print(f"note: {damage}")
     span = StepSpan(beginning(line, states.steps, step), step)
-    return _told(plan.compute([span], states.steps, look_at=step, why=why))
+    return _print_outcome(plan.compute([span], states.steps, look_at=step, why=why))
 
 
 def audit(run: Path, count: int, seed: int | None, options: Options) -> int:
-    """Compute some steps of a run again, up to the next save each, and say whether the ledger
-    holds. Returns the exit code.
+    """Recompute randomly drawn steps of a run, each up to the next save, and report whether the
+    ledger holds. Return the exit code.
 
     Args:
-        run: its directory.
-        count: steps that are drawn.
-        seed: by which they are drawn; None: by chance.
-        options: how they are computed.
+        run: run directory.
+        count: number of steps to draw.
+        seed: seed of the draw; None: random.
 
     Raises:
-        LedgerError, RecipeError, CheckpointError: there is nothing to compute.
+        LedgerError, RecipeError, CheckpointError: nothing can be recomputed.
     """
     history = read_history(run)
-    if history.problems:  # so that it is not known what to compute
-        return _told(ReplayOutcome(history.problems))
+    if history.problems:  # a contradictory ledger does not define what to recompute
+        return _print_outcome(ReplayOutcome(history.problems))
     line = line_of(history)
     seed = secrets.randbits(32) if seed is None else seed
     steps = draw(line, count, seed)
     print(f"audit of {run}: steps {', '.join(map(str, steps))} of {line.last}, by --seed {seed}")
     _take_threads(line.attempt_of(steps[-1]).start)
     if contradictions := _other_recipes(run, line):
-        return _told(ReplayOutcome(contradictions))
+        return _print_outcome(ReplayOutcome(contradictions))
     plan = _planned(run, line, steps[-1], options, audit=True)
     states = stored_states(plan.storage, line)
     outcome = plan.compute(drawn(line, states.steps, steps), states.steps)
     outcome.problems[:0] = states.damaged
-    return _told(outcome, "the ledger holds: what was computed again is what it says")
+    return _print_outcome(outcome, "the ledger holds: what was computed again is what it says")
 
 
 def _take_threads(start: StartLine) -> None:
-    """Have torch, which is not loaded yet, use as many threads as an attempt did."""
+    """Set the thread count of an attempt for torch, which must not be loaded yet."""
+    # The order of CPU reductions, and so rounding, depends on the number of threads.
     if start.threads:
         os.environ["OMP_NUM_THREADS"] = str(start.threads)
 
 
 def _other_recipes(run: Path, line: Lineage) -> list[str]:
-    """Recipes in the directory of a run that are not those that it trained with."""
+    """Describe recipes in the run directory that differ from those it trained with."""
     from trainer.run.provenance import digest_of, recipe_file
 
     found = []
@@ -115,11 +115,11 @@ def _other_recipes(run: Path, line: Lineage) -> list[str]:
 def _planned(
     run: Path, line: Lineage, step: int, options: Options, *, audit: bool = False
 ) -> "_Plan":
-    """What is known before ranks are started. `step`: the one whose recipe decides how many there
-    are, and of which device.
+    """Prepare a recomputation before ranks start; the recipe of `step` determines number and device
+    of ranks.
 
     Raises:
-        RecipeError: that recipe, or its data, is away; or so many ranks cannot compute it.
+        RecipeError: that recipe or its data is missing, or the ranks cannot divide its work.
     """
     attempt = line.attempt_of(step)
     _take_threads(attempt.start)
@@ -136,11 +136,11 @@ def _planned(
 
 @dataclass(frozen=True)
 class _Plan:
-    """Everything that ranks are started for, and with."""
+    """A recomputation that is ready to start."""
 
     line: Lineage
     start: StartLine
-    """StartLine line of the attempt that had the recipe."""
+    """Ledger line of the start of the attempt that had the recipe."""
     recipe: Recipe
     states: str
     run: Path
@@ -149,7 +149,7 @@ class _Plan:
 
     @property
     def storage(self) -> Place:
-        """Where the checkpoints of the run lie."""
+        """The directory of the run's checkpoints."""
         return location(self.states)
 
     def compute(
@@ -160,10 +160,10 @@ class _Plan:
         look_at: int = 0,
         why: bool = False,
     ) -> ReplayOutcome:
-        """Say what it will cost, and have it computed.
+        """Print the expected cost, and recompute.
 
         Raises:
-            RecipeError, DataError, CheckpointError: it cannot be.
+            RecipeError, DataError, CheckpointError: recomputation is impossible.
         """
         print(self._cost(spans), flush=True)
         with TemporaryDirectory(prefix="perdure-replay-") as scratch:
@@ -185,7 +185,7 @@ class _Plan:
             return self._by_ranks(replace(request, secret=secrets.token_hex(32)))
 
     def _by_ranks(self, request: Request) -> ReplayOutcome:
-        """StartLine ranks of this machine, and read what they leave."""
+        """Start ranks on this machine, and read the outcome that they write."""
         stop_on_sigterm()
         scratch, threads = Path(request.scratch), self.start.threads
         environment = {REQUEST: request.to_json()}
@@ -202,7 +202,7 @@ class _Plan:
         return ReplayOutcome(errors=[f"the ranks ended with code {code}, see above"])
 
     def _cost(self, spans: Sequence[StepSpan]) -> str:
-        """What is computed, from where, and how long the run took for that."""
+        """Describe the steps, their starting states, and the time that the run took for them."""
         steps = sum(end - begin for begin, end in spans)
         lines = [self.line.recorded(n) for one in spans for n in range(one.begin + 1, one.end + 1)]
         seconds = sum(line.seconds for line in lines if line)
@@ -214,9 +214,9 @@ class _Plan:
 
 
 def _ranks(recipe: Recipe, start: StartLine, audit: bool) -> int:
-    """Ranks for steps of an attempt, unless somebody says how many. In exact mode as few as hold
-    the model, or in an audit another number than the run had; else as many as the run had, so that
-    rounding is alike, if this machine has room for them."""
+    """Choose the number of ranks. In exact mode: the fewest that hold the model, or in an audit a
+    number other than the run's. Otherwise the run's own number, for equal rounding, if this machine
+    has room."""
     import torch
 
     from elastic.group.batch_plan import most_ranks
@@ -232,8 +232,8 @@ def _ranks(recipe: Recipe, start: StartLine, audit: bool) -> int:
     return other if audit and fits else least
 
 
-def _told(outcome: ReplayOutcome, holds: str = "") -> int:
-    """Print what came out; returns the exit code."""
+def _print_outcome(outcome: ReplayOutcome, holds: str = "") -> int:
+    """Print an outcome, and return the exit code."""
     for problem in outcome.problems:
         print(f"problem: {problem}")
     for what in outcome.missing:

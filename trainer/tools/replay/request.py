@@ -1,4 +1,4 @@
-"""What the ranks of a replay are asked for, and what they answer. Imports no torch."""
+"""The request to the ranks of a replay, and their answer. Imports no torch."""
 
 import json
 from collections.abc import Sequence
@@ -7,63 +7,63 @@ from dataclasses import asdict, dataclass, field
 from trainer.tools.replay.line import StepSpan
 
 REQUEST = "PERDURE_REPLAY"
-"""Environment variable of a rank: its `Request`."""
+"""Environment variable with a rank's `Request`."""
 OUTCOME = "outcome.json"
-"""What the ranks leave in the scratch folder: an `ReplayOutcome`."""
+"""Name of the `ReplayOutcome` file that the ranks leave in the scratch folder."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a replay is asked for."""
+    """The work of the ranks of a replay."""
 
     run: str
-    """Directory of the run, absolute."""
+    """Absolute run directory."""
     scratch: str
-    """Folder of this replay."""
+    """Scratch folder of this replay."""
     device: str
     """cpu or cuda."""
     timeout: float
     """Seconds that a rank waits for another."""
     spans: Sequence[StepSpan]
-    """To be computed, in order."""
+    """Spans to recompute, in order."""
     stored: Sequence[int] = ()
-    """Steps of the run's line of which there are checkpoints."""
+    """Steps of the run's line with a checkpoint."""
     data: Sequence[str] = ()
-    """Where the data sets lie now, in the order of the recipe; empty: where the recipe says."""
+    """Current locations of the data sets, in the order of the recipe; empty: those of the
+    recipe."""
     look_at: int = 0
-    """Step, the last of the only span, whose gradients are told; it changes no weights. 0: an
-    audit, in which all steps of the spans are compared, and weights at each save."""
+    """The last step of the only span, whose gradients are printed without updating weights. 0: an
+    audit, which compares all steps of the spans, and the weights at each save."""
     why: bool = False
     """Explain that step."""
     secret: str = ""
-    """By which ranks know each other, hexadecimal; "" for a single one."""
+    """Hexadecimal secret with which the ranks authenticate each other; "" for a single rank."""
 
     @classmethod
     def from_json(cls, text: str) -> "Request":
-        """From what `to_json` gave."""
+        """Parse the output of `to_json`."""
         values = json.loads(text)
         return cls(**{**values, "spans": [StepSpan(*one) for one in values["spans"]]})
 
     def to_json(self) -> str:
-        """As text."""
         return json.dumps(asdict(self))
 
 
 @dataclass
 class ReplayOutcome:
-    """How it went."""
+    """The result of a replay."""
 
     problems: list[str] = field(default_factory=list)
-    """Contradictions between what was computed and what the run says."""
+    """Contradictions between recomputation and ledger."""
     missing: list[str] = field(default_factory=list)
-    """What could not be compared, and why."""
+    """Comparisons that were impossible, with the reason."""
     errors: list[str] = field(default_factory=list)
-    """Why nothing was computed."""
+    """Reasons why nothing was recomputed."""
 
     def problem(self, what: str) -> None:
         """Add a contradiction, once."""
         self.problems += [what] if what not in self.problems else []
 
     def miss(self, what: str) -> None:
-        """Add what could not be compared, once."""
+        """Add an impossible comparison, once."""
         self.missing += [what] if what not in self.missing else []

@@ -1,10 +1,10 @@
-"""Why a step gave what it gave: its documents by loss, gradient and share of the gradient, the
-parameters whose gradients were largest, and the steps around it.
+"""Explains a step: its documents ranked by loss, gradient norm and share of the gradient, the
+parameters with the largest gradients, and the neighbouring steps.
 
-[Note: share] The gradient g of a step is the sum of those of its documents, each weighted by its
-share of the labels. The share of document d is <g_d, g> / |g|^2: these sum to 1, but for what a
-model adds to its loss by itself. A document with a large loss may have a small share, as its
-gradient points elsewhere; so there are three lists.
+[Note: share] The gradient g of a step is the sum of its documents' gradients g_d, each weighted by
+its share of the labels. The share of document d is <g_d, g> / |g|^2: shares sum to 1, apart from
+terms that a model adds to its loss. A document with a large loss may have a small share, because
+its gradient points elsewhere; hence three lists.
 """
 
 import math
@@ -43,56 +43,53 @@ from trainer.tools.replay.line import Lineage
 from trainer.tools.replay.rebuild import Sources
 
 LISTED = 5
-"""Documents of each list, and parameters."""
+"""Length of each list of documents and of the list of parameters."""
 AROUND = 3
-"""Steps before, and after, that are shown beside it."""
+"""Steps shown before and after the explained one."""
 SHOWN_TOKENS, SHOWN_LETTERS = 60, 70
 """Tokens of a document that are decoded, and letters of these that are shown."""
 
 
 @dataclass(frozen=True)
 class DocumentShare:
-    """What a step took of a document: the inputs of one sequence that are of it. Or a sample of the
-    user's own data."""
+    """The inputs of one sequence that belong to one document, or one sample of the user's own
+    data."""
 
     position: int
-    """Place of the sequence in the order of the data."""
+    """Position of the sequence in the order of the data."""
     source: int
     number: int
-    """Which document, or sample, of its source this is."""
+    """Index of the document, or sample, in its source."""
     batch: Mapping[str, Any]
-    """Inputs of the model in which its labels alone count."""
+    """Inputs of the model in which only this document's labels count."""
     labels: int
-    """How many there are."""
+    """Number of these labels."""
     ids: Sequence[int] = ()
     """Its first tokens."""
 
 
 @dataclass(frozen=True)
 class Weighed:
-    """What a part gave."""
+    """Loss and gradient of one part of a step."""
 
     part: DocumentShare
     loss: float
     """Mean over its labels."""
     norm: float
-    """Norm of its own gradient, as it counts in the step's."""
+    """Norm of its own gradient, weighted as in the step."""
     share: float
-    """See [Note: share]."""
+    """Share of the step's gradient, see [Note: share]."""
 
 
 def why(run: Run, found: Gradients, line: Lineage, sources: Sources) -> Iterator[str]:
-    """What explains a step, in lines. On all ranks, with its gradients in the model, which are gone
-    afterwards.
+    """Return the lines that explain a step. Collective; replaces the gradients in the model.
 
     Args:
-        run: as it was before the step.
-        found: what the step gave.
-        line: of the run.
-        sources: of the run.
+        run: its state before the step.
+        found: loss and gradients of the step.
 
     Raises:
-        RecipeError: its data has no documents that can be told apart.
+        RecipeError: its data has no separable documents.
     """
     step = run.progress.step + 1
     # DDP's gradients lie in memory that the next backward pass writes to.
@@ -127,8 +124,7 @@ def why(run: Run, found: Gradients, line: Lineage, sources: Sources) -> Iterator
 
 
 def _last_if_nan(value: float) -> float:
-    """A key that puts what is infinite first, and what is no number first of all: such a document
-    explains most."""
+    """Sort key that puts NaN first and infinity second: such documents explain most."""
     return math.inf if math.isnan(value) else value
 
 
@@ -136,7 +132,7 @@ def _last_if_nan(value: float) -> float:
 
 
 def _parts(run: Run) -> Iterator[DocumentShare]:
-    """What the step to come takes of documents, or samples."""
+    """Return the parts (documents or samples) of the next step."""
     stream, begin = run.task.stream, run.progress.sequences
     if getattr(stream, "paired", False) or not isinstance(stream, TokenStream | SampleStream):
         raise RecipeError(
@@ -170,8 +166,8 @@ def _weigh(
     norm: float,
     labels: int,
 ) -> Weighed:
-    """Compute the loss and the gradient of a part by itself. On all ranks: those that have a share
-    of the batch each compute the same, and the first counts."""
+    """Compute loss and gradient of one part alone. Collective: every rank that shares the batch
+    computes it, and the first one's result counts."""
     model, recipe, device = run.model, run.recipe, run.world.device
     weight = part.labels / labels * run.progress.loss_scale.value
     weight *= run.mesh.dp_rank == 0
@@ -184,7 +180,7 @@ def _weigh(
         result = call(inputs)
         if not isinstance(result, dict):
             return result
-        # What a family adds beside the loss of labels is of no document.
+        # Terms that a family adds to the loss of labels belong to no document.
         loss = result.get("cross_entropy", result["loss"])
         losses.append(loss.detach().double())
         return loss * weight
@@ -207,7 +203,7 @@ def _weigh(
 
 
 def _gradients(run: Run) -> dict[str, torch.Tensor]:
-    """The gradients in the model that count on this rank, by FQN."""
+    """Map FQN → gradient, of the gradients in the model that count on this rank."""
     pipeline = run.model.pipeline
     elsewhere = pipeline.counted_elsewhere if pipeline else None
     return {
@@ -218,7 +214,7 @@ def _gradients(run: Run) -> dict[str, torch.Tensor]:
 
 
 def _shards(gradient: torch.Tensor) -> int:
-    """Into how many parts a tensor is cut over the ranks that hold it."""
+    """Return the number of shards of a tensor."""
     if not isinstance(gradient, DTensor):
         return 1
     sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
@@ -226,7 +222,7 @@ def _shards(gradient: torch.Tensor) -> int:
 
 
 def _largest(run: Run, whole: Mapping[str, torch.Tensor], scale: float) -> list[tuple[str, float]]:
-    """The parameters whose gradients have the largest norms, and these. On all ranks."""
+    """Return the parameters with the largest gradient norms, with these norms. Collective."""
     squares = {
         name: float(local_tensor(gradient).double().square().sum())
         * scale**2
@@ -241,7 +237,7 @@ def _largest(run: Run, whole: Mapping[str, torch.Tensor], scale: float) -> list[
 
 
 class _Names:
-    """How documents of a run are told to people."""
+    """Formats documents of a run for people."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -249,7 +245,7 @@ class _Names:
         self._opened: dict[int, tuple[TokenDataset, Tokenizer]] = {}
 
     def table(self, weighed: Sequence[Weighed]) -> list[str]:
-        """Lines, one for each of some parts."""
+        """Format a table of parts."""
         head = ["loss", "norm", "share", "labels", "document", "record", "text"]
         rows = [
             [
@@ -264,7 +260,7 @@ class _Names:
         return table([head, *rows], right={0, 1, 2, 3}, indent="  ")
 
     def _named(self, part: DocumentShare) -> tuple[str, str, str]:
-        """Document, record, and the beginning of the text."""
+        """Format source, record, and the beginning of a part's text."""
         if not self._paths:
             return f"sample {part.number}", str(self._run.recipe.data.factory), ""
         path = self._paths[part.source]
@@ -284,7 +280,7 @@ class _Names:
 
 
 def _around(run: Run, step: int, line: Lineage, sources: Sources) -> list[str]:
-    """What the ledger and the recipes say of the steps around one, in a table."""
+    """Format a table of what ledger and recipes say of the neighbouring steps."""
     steps = [one for one in range(step - AROUND, step + AROUND + 1) if 1 <= one <= line.last]
     rows = []
     for _, group in groupby(steps, key=lambda one: line.stretch(one, one)[0].start.recipe):
@@ -306,7 +302,7 @@ def _around(run: Run, step: int, line: Lineage, sources: Sources) -> list[str]:
 
 
 def _mixture(run: Run, line: Lineage, step: int) -> str:
-    """How many sequences a step took of each source, where there are several."""
+    """Count the sequences of a step by source, where there are several."""
     record, stream = line.recorded(step), run.task.stream
     if record is None or not isinstance(stream, TokenStream) or len(run.recipe.data.sources) < 2:
         return ""
@@ -317,7 +313,7 @@ def _mixture(run: Run, line: Lineage, step: int) -> str:
 
 
 def _remarks(line: Lineage, step: int) -> str:
-    """What is special about a step."""
+    """Describe special events at a step."""
     attempt, record = line.attempt_of(step), line.recorded(step)
     found = []
     if step == attempt.start.step + 1 and step > 1:

@@ -1,12 +1,11 @@
-"""What the ranks of a run have consumed, by its ledger, against what its data says that it must be.
+"""Compares the sequences that a run consumed, by its ledger, with what its data prescribes.
 
-[Note: consumption] Each rank hashes the sequences that it hands to the model: which sample stands
-at which position, and the tokens in it. The sum over all ranks rides on the all-reduce of the step
-and stands in the ledger. Ranks that compute the same sequences together (tp, pp, cp) all take part,
-each with a weight of its own, and these weights sum to 1 (`Mesh.witness`). So the sum can be
-computed again from recipe and data alone. A rank that had another order, other data, or sequences
-that were not its own is found out, by step; which rank it was, a sum does not tell. What becomes of
-the tokens later, in the model, is not in it.
+[Note: consumption] Each rank hashes the sequences that it hands to the model: the sample at each
+position, and its tokens. The sum over ranks rides on the step's all-reduce, and is written to the
+ledger. Ranks that compute the same sequences together (tp, pp, cp) all take part, with weights that
+sum to 1 (`Mesh.witness`). So the sum can be recomputed from recipe and data alone. A rank with
+another order, other data, or sequences of another rank is detected, with its step; a sum does not
+tell which rank it was. Errors after the tokens reach the model are not covered.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,31 +31,29 @@ MOST_SAMPLES, MOST_TOKENS = 5_000_000, 100_000_000
 
 @dataclass
 class Findings:
-    """What a comparison of a ledger with recipes and data gave."""
+    """The result of comparing a ledger with recipes and data."""
 
     problems: list[str] = field(default_factory=list)
     """Contradictions."""
     missing: dict[str, list[Attempt]] = field(default_factory=dict)
-    """What could not be compared, as it is not there → the attempts that it matters for."""
+    """Missing input → the attempts that could not be compared without it."""
     proved: list[str] = field(default_factory=list)
 
     def miss(self, what: str, attempts: Sequence[Attempt]) -> None:
-        """Note that `what` is not there to compare some attempts with."""
+        """Record that `what` is missing for comparing some attempts."""
         self.missing.setdefault(what, []).extend(attempts)
 
     @property
     def left_out(self) -> list[str]:
-        """One line for each thing that is not there."""
+        """Describe each missing input in a line."""
         return [f"{what} ({_numbers_of(attempts)})" for what, attempts in self.missing.items()]
 
 
 def check_consumption(run: Path, history: History) -> Findings:
-    """Compare the steps on the line of the newest attempt with the recipes that they were trained
-    with and the data that these name.
+    """Compare the steps on the line of the newest attempt with their recipes and data.
 
     Args:
-        run: directory of the run, which holds the recipes.
-        history: its ledger.
+        run: run directory, which holds the recipes.
     """
     found = Findings()
     newest = history.attempts[-1].start.recipe
@@ -87,7 +84,8 @@ def check_consumption(run: Path, history: History) -> Findings:
 
 @dataclass
 class _Counts:
-    """Steps on the line: that have a digest, whose samples and tokens were compared, without."""
+    """Counts of steps on the line: with a digest, with samples compared, with tokens compared,
+    without a digest."""
 
     steps: int = 0
     located: int = 0
@@ -96,8 +94,8 @@ class _Counts:
 
 
 def _recipe(run: Path, digest: str, attempts: Sequence[Attempt], found: Findings) -> Recipe | None:
-    """The recipe that some attempts trained with; None, and why, if it cannot be had. An attempt
-    that names none is older than the folder of recipes, and had recipe.yaml."""
+    """Read the recipe of some attempts; return None, and record the reason, if that fails. An
+    attempt that names none predates the folder of recipes, and used recipe.yaml."""
     path = recipe_file(run, digest) if digest else run / "recipe.yaml"
     who = _numbers_of(attempts)
     try:
@@ -132,7 +130,7 @@ def _compare(
     found: Findings,
     counts: _Counts,
 ) -> None:
-    """Compare what the ranks took in some attempts with the data of their recipe."""
+    """Compare the consumption of some attempts with the data of their recipe."""
     steps = [
         (attempt.number, step)
         for attempt in attempts
@@ -180,8 +178,8 @@ def _compare(
 
 
 def _where_it_lies(recipe: Recipe, directory: str) -> tuple[Recipe, str]:
-    """The recipe with its sources where they lie now, and the first that is away, or "". Relative
-    paths start from the working directory of the run, or from here."""
+    """Return the recipe with the current paths of its sources, and the first missing one, or "".
+    Relative paths begin at the run's working directory, or else at this one."""
     sources = []
     for source in recipe.data.sources:
         places = [Path(directory) / source.path, Path(source.path)]
@@ -214,7 +212,7 @@ def _of_one_source(order: Order) -> Locate:
 
 
 def _spread(steps: Steps, most: int, each: int) -> Steps:
-    """As many steps, evenly, as hold at most `most`, with `each` a sequence."""
+    """Choose evenly spaced steps with at most `most` sequences, `each` per step."""
     total = sum(step.after_last - step.first for _, step in steps) * each
     return steps[:: max(1, -(-total // most))]
 

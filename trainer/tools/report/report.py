@@ -1,4 +1,4 @@
-"""A run directory → what happened in it, as text. Imports no torch."""
+"""Reports, as text, what happened in a run, from its directory. Imports no torch."""
 
 import json
 import os
@@ -20,7 +20,7 @@ SHOWN_ATTEMPTS = 40
 
 
 def report(run: Path) -> str:
-    """Summary of a run.
+    """Summarize a run.
 
     Raises:
         LedgerError: `run` is not the directory of a run that has begun.
@@ -58,11 +58,12 @@ def report(run: Path) -> str:
 
 
 def check(history: History, run: Path | None = None) -> tuple[bool | None, str]:
-    """Whether the record of a run is whole and every sequence was consumed exactly once; and the
-    proof, or the problems, as text. None: there is no problem, but not all could be compared.
+    """Check that the record of a run is complete and that every sequence was consumed exactly once;
+    return the verdict, and the proof or the problems as text. None: no problem, but some
+    comparisons were impossible.
 
-    With `run`, the directory, also whether the ranks took what its recipes and data say (which
-    imports torch).
+    With the directory `run`, consumption is also compared with recipes and data, which imports
+    torch.
     """
     problems, missing, proved = list(history.problems), [], []
     has_recipe = any(attempt.start.recipe for attempt in history.attempts)
@@ -86,7 +87,7 @@ def check(history: History, run: Path | None = None) -> tuple[bool | None, str]:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Records of metrics.jsonl; none where there is no file. A torn line is left out."""
+    """Read the records of metrics.jsonl, without a torn last line; empty if there is no file."""
     try:
         descriptor = open_to_read(run / "metrics.jsonl", follow=True)
     except OSError:
@@ -96,7 +97,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def unit_of(run: Path) -> str:
-    """What `tokens` in the records of a run count, as `Task.unit` says: samples, unless it is on
+    """Return the unit of `tokens` in a run's records, as `Task.unit`: samples, unless it trains on
     prepared tokens."""
     try:
         data = read_tree(run / "recipe.yaml")[0].get("data")
@@ -153,7 +154,7 @@ def _throughput_line(history: History, metrics: Sequence[Mapping[str, Any]], uni
 
 
 def _validation_lines(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How often the run was validated, and where the loss was lowest; nothing where never."""
+    """Report the number of validations, and the lowest loss; empty without any."""
     losses = [
         (record["validation_loss"], record["step"])
         for record in metrics
@@ -167,7 +168,7 @@ def _validation_lines(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _changes_lines(history: History) -> list[str]:
-    """What starts on the line of the newest attempt changed; roll-backs on it."""
+    """Report the changes of recipe between attempts on the newest line, and its roll-backs."""
     lines = []
     for attempt in history.attempts:
         if attempt.start.changed and attempt.number in history.kept:
@@ -221,7 +222,7 @@ def _attempts_table(history: History, trust: Reliability) -> str:
 
 
 def clock(seconds: float) -> str:
-    """A duration: milliseconds, seconds, minutes or hours, as fits."""
+    """Format a duration in milliseconds, seconds, minutes or hours, as fits."""
     if seconds < 1:
         return f"{seconds * 1e3:.0f} ms"
     if seconds < 60:
@@ -232,7 +233,7 @@ def clock(seconds: float) -> str:
 
 
 def date(moment: float) -> str:
-    """A Unix time, as people write it; empty where no calendar has it."""
+    """Format a Unix time; empty outside the calendar's range."""
     try:
         return datetime.fromtimestamp(moment).strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError, OSError):

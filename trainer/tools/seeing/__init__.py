@@ -1,2 +1,2 @@
-"""Runs, seen: one page as a file or live, a page in the terminal, a table of many. All of it only
-reads what runs write."""
+"""Views of runs: an HTML page, static or live, a terminal view, a table of many runs. All of them
+only read what runs write."""

@@ -1,9 +1,9 @@
-"""What was read of a large file, kept in columns, so that it is read on from there.
+"""Caches the columns read from a large file, so that reading continues where it stopped.
 
-[Note: cache] It lies with the reader, in `$XDG_CACHE_HOME/perdure`, never with the run: a run may
-be read-only, or writable by others, and nothing here may be proved from what these wrote. A cache
-that is damaged, of another version, of another user or of another file is left alone, and the file
-is read from its beginning. `perdure report --check` uses none.
+[Note: cache] The cache belongs to the reader, in `$XDG_CACHE_HOME/perdure`, not to the run: a run
+may be read-only, or writable by others, whose files must not serve as proof. A cache that is
+damaged, of another version, of another user or of another file is ignored, and the file is read
+from its beginning. `perdure report --check` uses none.
 """
 
 import hashlib
@@ -20,22 +20,22 @@ from elastic.node.files import open_to_read
 
 VERSION = 1
 WORTH_BYTES = 4 << 20
-"""A smaller file is read as fast without."""
+"""Minimum size of a file worth caching."""
 _MOST_BYTES = 4 << 30
 _SAMPLE_BYTES = 1 << 16
 KEPT = 32
-"""Files of the cache; the oldest go first."""
+"""Maximum number of cache files; the oldest are deleted."""
 
 
 def cache_directory() -> Path:
-    """Where the reader keeps it."""
+    """Return the cache directory of this user."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(home) / "perdure" / "seeing"
 
 
 def recall(source: Path) -> tuple[dict[str, Any], list[bytes]] | None:
-    """What was kept of a file: (what `keep` was told, its columns); None if there is nothing, or
-    the file does not begin with what had been read."""
+    """Return the `told` and columns last kept for a file; None if there are none, or if the file no
+    longer begins with the bytes that were read."""
     try:
         with os.fdopen(open_to_read(_place(source)), "rb") as file:
             status = os.fstat(file.fileno())
@@ -59,8 +59,8 @@ def recall(source: Path) -> tuple[dict[str, Any], list[bytes]] | None:
 
 
 def keep(source: Path, offset: int, told: Mapping[str, Any], columns: Sequence[bytes]) -> None:
-    """Keep what was read of the first `offset` bytes of a file. Raises no OSError: a cache is no
-    need."""
+    """Cache what the first `offset` bytes of a file contain. Raises no OSError, as a cache is
+    optional."""
     with suppress(OSError, ValueError):
         text = json.dumps(told, separators=(",", ":")).encode()
         data = b"".join([len(text).to_bytes(8, "little"), text, *columns])
@@ -93,11 +93,11 @@ def _place(source: Path) -> Path:
 
 
 def _fingerprint(source: Path, offset: int) -> str:
-    """Names a file that begins with the bytes that were read: by inode, and what lies at the
-    beginning and before `offset`.
+    """Identify the read part of a file by inode, and by the bytes at its beginning and before
+    `offset`.
 
     Raises:
-        ValueError: it is shorter.
+        ValueError: the file is shorter.
     """
     with os.fdopen(open_to_read(source, follow=True), "rb") as file:
         status = os.fstat(file.fileno())

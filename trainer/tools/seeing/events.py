@@ -1,4 +1,4 @@
-"""What happened in a run, in words: when, at which step, to whom, why, what it cost."""
+"""Describes the events of a run: time, step, rank, cause and cost."""
 
 import re
 from collections.abc import Mapping
@@ -12,9 +12,8 @@ from trainer.tools.report.report import clock
 
 
 def events_of(history: History) -> list[dict[str, Any]]:
-    """All that happened, the oldest first. Each has `time` (Unix), `step`, `kind`, `text`,
-    `failed`, `ended` (an attempt), `cost`, `rank`, `node`, `attempt`, and `evidence`, pairs of
-    texts."""
+    """Return all events, oldest first. Each has `time` (Unix), `step`, `kind`, `text`, `failed`,
+    `ended` (an attempt), `cost`, `rank`, `node`, `attempt`, and `evidence`, pairs of texts."""
     found: list[dict[str, Any]] = []
     recoveries = reliability(history).recoveries
     for attempt in history.attempts:
@@ -27,17 +26,17 @@ def events_of(history: History) -> list[dict[str, Any]]:
 
 
 def steps_lost(before: Attempt, after: Attempt) -> int:
-    """Steps that the one has done and the other does again."""
+    """Return the number of steps that the second attempt computes again."""
     return max(0, before.last_step - after.start.step)
 
 
 def count_of(number: int, what: str) -> str:
-    """A number of things."""
+    """Format a count with its noun."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _within(attempt: Attempt) -> list[dict[str, Any]]:
-    """What happened in an attempt that did not end it."""
+    """Return the events that did not end an attempt."""
     found = []
 
     def add(after: float, step: int, kind: str, text: str, failed: bool, cost: str = "") -> None:

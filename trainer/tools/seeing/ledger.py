@@ -1,4 +1,4 @@
-"""A ledger that is followed, and read on from where it was read before, see cache.py."""
+"""Follows a growing ledger, and continues from what cache.py kept of an earlier reading."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -8,7 +8,7 @@ from trainer.tools.seeing import cache
 
 
 class LedgerView:
-    """The ledger of a run, followed.
+    """The ledger of a run that is read again and again.
 
     Args:
         run: directory.
@@ -22,23 +22,23 @@ class LedgerView:
 
     @property
     def path(self) -> Path:
-        """Where the file lies."""
+        """The ledger file."""
         return self._reader.path
 
     @property
     def version(self) -> str:
-        """Another one whenever there is a line that is not a step's."""
+        """A value that changes with every new line other than a step's."""
         return f"{self._reader.inode}-{len(self._reader.others)}"
 
     def read(self) -> History:
-        """See LedgerReader."""
+        """Read new lines, as `LedgerReader.read`."""
         history = self._reader.read()
         if self._reader.offset - self._kept >= cache.WORTH_BYTES:
             self._keep()
         return history
 
     def newest_lines(self, count: int) -> list[str]:
-        """The last lines that are not a step's."""
+        """Return the last `count` lines other than those of steps."""
         newest = self._reader.others[-count:]
         return [line.decode(errors="replace").strip()[:2000] for _, line in newest]
 

@@ -1,5 +1,5 @@
-"""The page of runs: one HTML file that asks no other host for anything. As a file it has its data
-inside; live, it asks the server that it came from."""
+"""Builds the HTML page of runs: one file that loads nothing from other hosts. A static page embeds
+its data; a live one queries the server it came from."""
 
 import hashlib
 import json
@@ -15,32 +15,33 @@ from trainer.tools.seeing.view import POINTS, RunView, differing_keys, look_at
 
 ASSETS = Path(__file__).with_name("assets")
 EVERY_SECONDS = 2.0
-"""Between two questions of a live page."""
+"""Seconds between two queries of a live page."""
 
 
 def report_html(paths: Sequence[Path]) -> str:
-    """The page of some runs, as they are now.
+    """Return a static page of the current state of runs.
 
     Raises:
-        LedgerError: one is not the directory of a run that has begun.
+        LedgerError: a path is not the directory of a run that has begun.
     """
     runs = look_at(paths)
     return page(title(runs), {"live": False, **first_data(runs)})
 
 
 def first_data(runs: Sequence[RunView]) -> dict[str, Any]:
-    """What the page begins with: all of each run, and the keys in which their recipes differ."""
+    """Return the initial data of a page: everything about each run, and the keys in which their
+    recipes differ."""
     told = [run.all(max(500, POINTS // len(runs))) for run in runs]
     return {"runs": told, "differing": differing_keys([one.pop("keys") for one in told])}
 
 
 def title(runs: Sequence[RunView]) -> str:
-    """What the page is called."""
+    """Return the title of a page."""
     return ", ".join(run.name for run in runs)
 
 
 def page(name: str, data: Mapping[str, Any]) -> str:
-    """The HTML. `data` is what page.js reads: see `first_data`, or where to ask for it."""
+    """Return the HTML. `data` is the input of page.js: `first_data`, or the address to query."""
     parts = {
         "policy": escape(policy(live=bool(data["live"]))),
         "title": escape(name),
@@ -48,20 +49,21 @@ def page(name: str, data: Mapping[str, Any]) -> str:
         "data": embedded(data),
         "script": _script(),
     }
-    # In one pass: what is put in is not looked at again.
+    # In one pass, so that inserted data is not searched for placeholders.
     return re.sub(r"\{(\w+)\}", lambda place: parts[place[1]], _text("page.html"))
 
 
 def embedded(data: Mapping[str, Any]) -> str:
-    """JSON that ends no script element and begins no comment: in it `<` is written `\\u003c`."""
+    """Format JSON for a script element: `<` is written `\u003c`, so that data cannot end the
+    element or open a comment."""
     text = json.dumps(data, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 @cache
 def policy(*, live: bool) -> str:
-    """The Content-Security-Policy: only this page's own script and style run, and only its own
-    server is asked."""
+    """Return the Content-Security-Policy: only this page's own script and style may run, and only
+    its own server may be queried."""
     parts = {
         "default-src": "'none'",
         "script-src": _hash(_script()),

@@ -1,4 +1,4 @@
-"""metrics.jsonl in columns, followed while it grows."""
+"""Follows metrics.jsonl while it grows, and keeps it in columns."""
 
 import json
 import math
@@ -17,13 +17,14 @@ from trainer.run.trackers import METRICS
 from trainer.tools.seeing import cache
 
 MOST_KEYS = 200
-"""Metrics that are followed; those that come first."""
+"""Maximum number of metrics; the first ones that appear are kept."""
 _SAMPLES_BYTES, _LONGEST = 64 << 20, 4000
 """Limits of samples.jsonl, and of the characters of a text in it."""
 
 
 class Records:
-    """The records of a run. A file that was replaced or cut is read from its beginning.
+    """The records of a run in columns. A file that was replaced or cut is read again from its
+    beginning.
 
     Args:
         run: directory.
@@ -44,7 +45,7 @@ class Records:
         return len(self.step)
 
     def read(self) -> None:
-        """Take in what is new. A last line without its end is left for later."""
+        """Read new records. A last line without a newline is left for the next call."""
         try:
             descriptor = open_to_read(self.path, follow=True)
         except OSError:  # not there yet
@@ -86,25 +87,25 @@ class Records:
             column.append(math.nan if value is None else float(value))
 
     def names(self) -> list[str]:
-        """The metrics that there are."""
+        """Return the names of all metrics."""
         return list(self._columns)
 
     def column(self, name: str) -> np.ndarray:
-        """Values by record; NaN where a record has none, or one that was not finite."""
+        """Return a metric's values by record; NaN where a record has none, or a non-finite one."""
         values = self._columns.get(name, array("d"))
         padded = np.full(len(self), math.nan)
         padded[: len(values)] = np.array(values)
         return padded
 
     def last(self, name: str) -> float | None:
-        """The newest value; None without any."""
+        """Return the newest value of a metric; None without any."""
         for value in reversed(self._columns.get(name, array("d"))):
             if not math.isnan(value):
                 return float(value)
         return None
 
     def after(self, offset: int) -> int:
-        """Index of the first record that ends beyond so many bytes of the file."""
+        """Return the index of the first record that ends beyond `offset` bytes of the file."""
         return int(np.searchsorted(np.array(self._ends), offset, side="right"))
 
     # --- cache -------------------------------------------------------------------------------
@@ -130,8 +131,8 @@ class Records:
 
 
 def thinned(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """At most about `most` points, in their order: of every stretch the lowest and the highest, so
-    that a spike stays visible. Points that are not finite are left out."""
+    """Reduce a curve to about `most` points, in order: the lowest and the highest of every
+    interval, so that spikes stay visible. Non-finite points are dropped."""
     there = np.isfinite(y) & np.isfinite(x)
     x, y = x[there], y[there]
     if len(x) <= most:
@@ -153,8 +154,8 @@ def _extremes(y: np.ndarray, size: int, whole: int) -> Iterator[np.ndarray]:
 
 
 def read_samples(run: Path, most: int = 2000) -> list[dict[str, Any]]:
-    """What a run has made of its prompts, by step: `step`, and pairs of prompt and text. From the
-    newest lines of samples.jsonl (`step`, `prompt`, `text`); nothing where there is none."""
+    """Return generated samples by step, from the newest lines of samples.jsonl: `step`, and pairs
+    of prompt and text; empty without the file."""
     try:
         with os.fdopen(open_to_read(run / "samples.jsonl", follow=True), "rb") as file:
             lines = file.read(_SAMPLES_BYTES).splitlines()[-most:]

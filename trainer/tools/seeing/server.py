@@ -1,4 +1,4 @@
-"""The live page: a small HTTP server that only reads. Runs know nothing of it."""
+"""Serves the live page over HTTP, read-only and independent of the runs."""
 
 import hmac
 import json
@@ -19,7 +19,7 @@ from trainer.tools.seeing.page import EVERY_SECONDS, first_data, page, policy, t
 from trainer.tools.seeing.view import RunView, look_at
 
 LOOK_SECONDS = 1.0
-"""Between two looks at the files of a run, however many pages ask."""
+"""Minimum seconds between two reads of a run's files, however many pages query."""
 LOOPBACK = ("127.0.0.1", "localhost")
 IDLE_SECONDS, MOST_CONNECTIONS = 30.0, 32
 """A connection that says nothing for so long is closed, and no more are served at once: others are
@@ -27,16 +27,17 @@ told so."""
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the page of some runs, and what is new in them. `with` it, `serve_forever`.
+    """HTTP server of a page of runs and its updates; use as a context manager, then
+    `serve_forever`.
 
     Args:
         paths: directories of the runs.
-        host: address to listen at.
-        port: 0: any that is free.
+        host: address to listen on.
+        port: 0: any free port.
 
     Raises:
-        LedgerError: one is not the directory of a run that has begun.
-        OSError: the address cannot be had.
+        LedgerError: a path is not the directory of a run that has begun.
+        OSError: the address is unavailable.
     """
 
     daemon_threads = True
@@ -52,23 +53,23 @@ class Server(ThreadingHTTPServer):
 
     @property
     def link(self) -> str:
-        """What to open in a browser."""
+        """The URL to open in a browser."""
         named = socket.gethostname() if self.host in ("0.0.0.0", "::", "") else self.host
         shown = f"[{named}]" if ":" in named else named
         return f"http://{shown}:{self.server_address[1]}/?token={self.token}"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A browser that has gone is no error."""
+        """Ignore disconnected browsers."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     def answer(self, path: str, query: Mapping[str, list[str]]) -> tuple[str, str]:
-        """(type, text) for a request.
+        """Return (content type, text) for a request.
 
         Raises:
-            LookupError: there is no such page or run.
-            ValueError: a number is none.
-            LedgerError: the ledger is gone.
+            LookupError: the page or run does not exist.
+            ValueError: a parameter is no number.
+            LedgerError: the ledger was deleted.
         """
 
         def number(name: str, otherwise: int) -> int:
@@ -102,14 +103,14 @@ def _look(run: RunView) -> None:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET alone, and only to who has the token."""
+    """Answers GET requests that carry the token."""
 
     server: Server
     timeout = IDLE_SECONDS
     server_version, sys_version = "perdure", ""
 
     def do_GET(self) -> None:
-        """See BaseHTTPRequestHandler."""
+        """Answer a request, or reply with an HTTP error."""
         try:
             asked = urlsplit(self.path)
             query = parse_qs(asked.query, max_num_fields=20)
@@ -147,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the token stands in each request."""
+        """Print nothing, as each request contains the token."""
 
 
 def serve(paths: Sequence[Path], host: str, port: int) -> None:

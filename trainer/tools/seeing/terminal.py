@@ -1,4 +1,4 @@
-"""A run in the terminal, and a table of many."""
+"""Shows a run in the terminal, and a table of many runs."""
 
 import math
 import sys
@@ -35,17 +35,17 @@ CURVES = {
 
 
 def watch(paths: Sequence[Path], *, once: bool) -> None:
-    """Show some runs, until they have ended or Ctrl-C; `once`, and where standard output is no
-    terminal: as they are now.
+    """Show runs until they have ended or Ctrl-C; only their current state with `once`, or if
+    standard output is no terminal.
 
     Raises:
-        LedgerError: one is not the directory of a run that has begun.
+        LedgerError: a path is not the directory of a run that has begun.
     """
     runs, console = look_at(paths), _console()
     if once or not console.is_terminal:
         console.print(_screen(runs, console.width))
         return
-    # On the alternate screen, cut to its height: what scrolls away could not be drawn again.
+    # On the alternate screen, cut to its height: lines that scroll away could not be redrawn.
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             live.update(_screen(runs, console.width), refresh=True)
@@ -58,7 +58,7 @@ def watch(paths: Sequence[Path], *, once: bool) -> None:
 
 
 def list_runs(folder: Path) -> int:
-    """Print a table of all folders with a ledger below one; returns how many there are."""
+    """Print a table of all runs below a folder, and return their number."""
     console = _console()
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("run", overflow="fold")
@@ -79,8 +79,8 @@ def list_runs(folder: Path) -> int:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Folders with a ledger, the one that was written last first. Links are not followed, and
-    checkpoints are not looked into."""
+    """Return the folders with a ledger, newest first. Links are not followed, and checkpoints are
+    skipped."""
     found: list[tuple[float, Path]] = []
     todo = [(folder, 0)]
     while todo and len(found) < MOST_RUNS:
@@ -136,7 +136,7 @@ def _screen(runs: Iterable[RunView], width: int) -> RenderableType:
 
 
 def parts(run: RunView, width: int) -> list[RenderableType]:
-    """What is shown of a run, on so many columns."""
+    """Render a run, `width` columns wide."""
     state = run.state()
     head = _text(run.name, "bold")
     head.append(f"  {state.name}", STATES.get(state.name, "yellow"))
@@ -170,7 +170,7 @@ def _card(run: RunView, width: int) -> Text:
 
 
 def _ribbon(run: RunView, width: int) -> Text:
-    """One bar of wall time; what is down takes a column, however long it was."""
+    """Draw wall time as a bar; each downtime takes one column, however long it was."""
     parts = [part for one in run.ribbon() for part in one["parts"] if part[2] > part[1]]
     up = sum(end - begin for kind, begin, end in parts if kind != "down")
     room = max(10, width - 2)
@@ -214,7 +214,7 @@ def _curves(run: RunView, width: int) -> list[Text]:
 
 
 def sparks(values: Sequence[float], width: int) -> str:
-    """A curve of so many characters at most, each the mean of a stretch."""
+    """Draw a curve of at most `width` characters, each the mean of an interval."""
     size = max(1.0, len(values) / width)
     stretches = [
         values[int(n * size) : max(int(n * size) + 1, int((n + 1) * size))]
@@ -229,10 +229,11 @@ def sparks(values: Sequence[float], width: int) -> str:
 
 
 def _console() -> Console:
-    """A console beneath `show_only_visible`: colours are ours; `_text` guards what files say."""
+    """Return a console that writes to `show_only_visible`, so that colours pass while `_text`
+    removes control characters of files."""
     return Console(file=beneath(sys.stdout), highlight=False)
 
 
 def _text(words: str, style: str = "") -> Text:
-    """Words of any origin: in one line, without what steers a terminal. `Text` reads no markup."""
+    """Turn words of any origin into one line of `Text` without control characters or markup."""
     return Text(visible(words, kept=""), style)

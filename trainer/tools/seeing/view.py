@@ -1,5 +1,4 @@
-"""A run as the page and the terminal show it: plain values, made of its ledger, its records and its
-recipe."""
+"""Summarizes a run for page and terminal, as plain values from its ledger, records and recipe."""
 
 import math
 import os
@@ -32,7 +31,7 @@ from trainer.tools.seeing.ledger import LedgerView
 from trainer.tools.seeing.records import Records, read_samples, thinned
 
 POINTS = 4000
-"""The most that a curve has."""
+"""Maximum number of points of a curve."""
 SHOWN_EVENTS, SHOWN_ATTEMPTS = 300, 400
 """The newest."""
 LATE_STEPS, LATE_SECONDS, STARTING_SECONDS = 10, 30.0, 600.0
@@ -41,12 +40,12 @@ for so long."""
 _RECENT = 100
 _RECIPE_BYTES, _LOG_BYTES = 256 << 10, 64 << 10
 AXES = ("step", "time", "tokens")
-"""What curves can be drawn over."""
+"""Names of the horizontal axes."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What a run does now."""
+    """Whether a run is active."""
 
     name: str
     """running, starting, waiting, finished, stopped, paused or dead."""
@@ -54,10 +53,10 @@ class State:
 
 
 class RunView:
-    """A run that is looked at, again and again.
+    """A run that is read again and again.
 
     Args:
-        path: its directory.
+        path: run directory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,10 +66,10 @@ class RunView:
         self.now = 0.0
 
     def look(self) -> None:
-        """Take in what is new.
+        """Read new data.
 
         Raises:
-            LedgerError: it has not begun, or is no run.
+            LedgerError: the run has not begun, or the path is no run.
         """
         self.history = self.ledger.read()
         self.records.read()
@@ -79,7 +78,7 @@ class RunView:
     # --- parts of the page --------------------------------------------------------------------
 
     def state(self) -> State:
-        """Whether it runs, by what it wrote last and when."""
+        """Judge from the last writes whether the run is active."""
         newest = self.history.attempts[-1]
         silent = max(0.0, self.now - _written_at(self.ledger.path))
         if newest.end:
@@ -103,7 +102,7 @@ class RunView:
         return State("dead", f"no step for {clock(silent)}: it was killed, hangs, or waits")
 
     def card(self) -> list[list[str]]:
-        """(what, value, remark) of what matters, the most important first."""
+        """Return (name, value, remark) of the key figures, most important first."""
         history, records = self.history, self.records
         account, trust = goodput(history), reliability(history)
         start = history.attempts[-1].start
@@ -140,7 +139,7 @@ class RunView:
         return rows
 
     def facts(self) -> list[list[str]]:
-        """(what, value) of what the run is."""
+        """Return (name, value) of the run's properties."""
         start, recipe = self.history.attempts[-1].start, self.recipe()
         made = start.computed_by
         facts = [
@@ -164,14 +163,13 @@ class RunView:
         return [fact for fact in facts if fact[1]]
 
     def proof(self) -> dict[str, Any]:
-        """Whether every sequence was consumed exactly once."""
+        """Return whether every sequence was consumed exactly once."""
         problems = self.history.problems
         text = "\n".join(problems[:20]) if problems else self.history.summary()
         return {"fine": not problems, "text": text}
 
     def ribbon(self) -> list[dict[str, Any]]:
-        """The attempts: from when to when, on how many ranks, and where the time went in spans of
-        (what, from, to)."""
+        """Return each attempt's times, ranks, and spans of (activity, from, to)."""
         history, spans = self.history, []
         idle = {begin for begin, _ in idle_spans(history)}
         for attempt in history.attempts[-SHOWN_ATTEMPTS:]:
@@ -204,12 +202,12 @@ class RunView:
         return spans
 
     def events(self) -> list[dict[str, Any]]:
-        """The newest of what happened, the oldest first; see events.py."""
+        """Return the newest events, in order of time; see events.py."""
         return events_of(self.history)[-SHOWN_EVENTS:]
 
     def curves(self, most: int = POINTS, begin: int = 0) -> dict[str, list[list[float]]]:
-        """(steps, values) by metric, each of at most about `most` points, of the records from
-        number `begin` on."""
+        """Return (steps, values) of each metric from record `begin` on, in at most about `most`
+        points."""
         steps = np.array(self.records.step)[begin:].astype(float)
         found = {}
         for name in self.records.names():
@@ -219,7 +217,7 @@ class RunView:
         return found
 
     def stretch(self, low: float, high: float, most: int = POINTS) -> dict[str, list[list[float]]]:
-        """The same of the steps from `low` to `high`."""
+        """Return the curves of steps `low` to `high`."""
         steps = np.array(self.records.step).astype(float)
         inside = (steps >= low) & (steps <= high)
         found = {}
@@ -230,7 +228,7 @@ class RunView:
         return found
 
     def more_curves(self) -> dict[str, list[list[float]]]:
-        """Curves that the ledger has: ranks, and seconds for which saves held up training."""
+        """Return the ledger's curves: rank counts, and seconds for which saves stalled training."""
         ranks: list[list[float]] = [[], []]
         stall: list[list[float]] = [[], []]
         for attempt in self.history.attempts[-SHOWN_ATTEMPTS:]:
@@ -248,8 +246,8 @@ class RunView:
         return found
 
     def axis(self, most: int = 1000) -> dict[str, list[float]]:
-        """Steps, and what the other axes say there: seconds up, tokens. Rising, to look up others
-        between them; no tokens where none are counted."""
+        """Return steps with the values of the other axes, seconds of uptime and tokens, in
+        ascending order for interpolation; without tokens where none are counted."""
         count = len(self.records)
         chosen = np.unique(np.linspace(0, max(0, count - 1), min(count, most)).astype(int))
         steps = np.array(self.records.step).astype(float)[chosen]
@@ -263,28 +261,28 @@ class RunView:
         }
 
     def _up(self, times: np.ndarray) -> np.ndarray:
-        """Unix times → seconds that the run was up until then."""
+        """Convert Unix times to seconds of uptime."""
         idle = np.zeros_like(times)
         for begin, end in idle_spans(self.history):
             idle += np.clip(times, begin, end) - begin
         return np.maximum(times - self.history.attempts[0].began - idle, 0.0)
 
     def recipe(self) -> dict[str, Any]:
-        """The keys of recipe.yaml, flat; none where it cannot be read."""
+        """Return the flat keys of recipe.yaml; empty if it is unreadable."""
         try:
             return dict(_flat(read_tree(self.path / "recipe.yaml")[0]))
         except RecipeError:
             return {}
 
     def recipe_text(self) -> str:
-        """recipe.yaml as it stands."""
+        """Return the text of recipe.yaml."""
         with suppress(OSError):
             return read_bytes(self.path / "recipe.yaml", _RECIPE_BYTES).decode(errors="replace")
         return ""
 
     def log(self) -> list[str]:
-        """The newest lines of a *.log in the run directory; else those of the ledger that tell of
-        no step."""
+        """Return the newest lines of a *.log in the run directory, or of the ledger without
+        steps."""
         with suppress(OSError):
             logs = [path for path in self.path.glob("*.log") if path.is_file()]
             if logs:
@@ -295,8 +293,7 @@ class RunView:
         return self.ledger.newest_lines(60)
 
     def _left(self) -> float | None:
-        """Seconds to the last step, at the pace of the last ones; None if nothing is left or
-        known."""
+        """Estimate the seconds to the last step from the latest pace; None if unknown or done."""
         newest = self.history.attempts[-1]
         steps, planned = newest.steps, newest.start.steps
         if newest.end or not planned or len(steps) < 2 or planned <= newest.last_step:
@@ -306,7 +303,7 @@ class RunView:
         return pace * (planned - newest.last_step)
 
     def all(self, most: int = POINTS) -> dict[str, Any]:
-        """All that the page shows, and where a reader of what follows goes on."""
+        """Return everything that a page shows, and the cursor for updates."""
         state = self.state()
         return {
             "name": self.name,
@@ -329,7 +326,7 @@ class RunView:
         }
 
     def cursor(self) -> dict[str, Any]:
-        """Where a reader of what follows goes on."""
+        """Return the position from which `since` continues."""
         return {
             "file": str(self.records.inode),
             "since": self.records.offset,
@@ -337,7 +334,7 @@ class RunView:
         }
 
     def since(self, file: str, offset: int, seen: str) -> dict[str, Any]:
-        """What is new after a cursor: all, where the file is another one."""
+        """Return what is new after a cursor, or everything if the file was replaced."""
         records = self.records
         if file != str(records.inode) or not 0 <= offset <= records.offset:
             return {**self.all(), "restart": True}
@@ -363,10 +360,10 @@ class RunView:
 
 
 def look_at(paths: Sequence[Path]) -> list[RunView]:
-    """Runs, looked at, each with a name of its own as far as two folders tell.
+    """Return views of runs, named by as many of their last two folders as distinguish them.
 
     Raises:
-        LedgerError: one has not begun, or is no run.
+        LedgerError: a run has not begun, or a path is no run.
     """
     runs = [RunView(path) for path in paths]
     for run in runs:
@@ -378,7 +375,7 @@ def look_at(paths: Sequence[Path]) -> list[RunView]:
 
 
 def differing_keys(runs: Sequence[Mapping[str, str]]) -> list[list[str]]:
-    """(key, value in each run) of the keys of recipes that are not alike, but for run.dir."""
+    """Return (key, value in each run) of recipe keys with different values, except run.dir."""
     keys = dict.fromkeys(key for run in runs for key in run)
     rows = [[key, *(run.get(key, "") for run in runs)] for key in keys if key != "run.dir"]
     return [row for row in rows if len(set(row[1:])) > 1]
@@ -419,7 +416,7 @@ def _positive(value: Any) -> float | None:
 
 
 def _digits(values: np.ndarray, digits: int = 6) -> list[float]:
-    """With so many significant digits at least, as whole numbers where they are."""
+    """Format values with at least so many significant digits, or as integers if they all are."""
     shown: list[float] = []
     for value in values.tolist():
         if value == int(value) and abs(value) < 2**53:
