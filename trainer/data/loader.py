@@ -95,7 +95,6 @@ class TokenStream:
             sources: (directory, weight) of each data set.
             split: "train" or "validation".
             seq_len: tokens per sequence.
-            seed: of the order.
             shuffle: endless keyed random order; else file order, once.
             documents: form of document boundaries; None: without.
             reader: see `TokenDataset`.

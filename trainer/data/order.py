@@ -100,7 +100,6 @@ class Order:
         """Args:
             sizes: samples in each source, at least 1.
             weights: relative shares of the sources, one for each; [1.0] for a single one.
-            seed: of the run.
 
         Raises:
             ValueError: there is no source, an empty one, or a weight that is missing, not positive,

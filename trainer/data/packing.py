@@ -170,7 +170,6 @@ def best_fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], 
     Args:
         lengths: (N,) of the documents. Those longer than `room` are left out, and those below two
             tokens, which have no label.
-        room: of a bin.
 
     Returns:
         (documents of all bins, concatenated; begin of each bin in them, and the end).

@@ -35,7 +35,6 @@ class SampleStream:
             name: of the data set, as messages continue after "data.factory: ".
             dataset: with at least one sample.
             collate: items → batch; None: `stack`.
-            seed: of the run.
             shuffle: endless keyed random order; else the order of the data set, once.
 
         Raises:

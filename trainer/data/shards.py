@@ -427,7 +427,6 @@ def _open_ends(path: Path, shard: dict[str, Any]) -> NDArray:
     """Map the .ends file of a shard into memory.
 
     Args:
-        path: the file.
         shard: its entry in index.json.
 
     Raises:
@@ -456,7 +455,6 @@ def _open_bits(path: Path, shard: dict[str, Any]) -> NDArray[np.uint8]:
     """Map the .trained file of a shard into memory.
 
     Args:
-        path: the file.
         shard: its entry in index.json.
 
     Raises:

@@ -21,8 +21,6 @@ class GraphStream:
 
     Args:
         data: what is sampled.
-        edges: of its graph.
-        seed: of the run.
         global_batch: samples per step.
         triples_per_sample: edges in a sample of the KG phase; 0: there is no KG phase.
     """

@@ -66,7 +66,6 @@ def choose_attention(
 
     Args:
         requested: `model.attention` of the recipe.
-        dtype: of the computation.
         head_dim: H.
         capability: of the GPU; None on the CPU.
         length: T.
@@ -126,7 +125,6 @@ def locate(
     Args:
         cu_seqlens: see `trainer.data.documents`.
         shape: (B, T).
-        dtype: of the computation.
         head_dim: H.
         requested: see `choose_attention`, which may raise ValueError.
         window: tokens that each token sees, itself included; None: all before it.

@@ -90,7 +90,6 @@ def choose_kernel(
     Args:
         gpu: that computes.
         requested: `model.attention` of the recipe; all but "auto" use torch's own kernels.
-        dtype: of the computation.
         head_dim: H.
         documents: whether attention stays inside documents.
         exact: `run.determinism: exact`.

@@ -38,7 +38,6 @@ def files_beside(
     Args:
         init_from: the checkpoint that the run begins with, if any.
         data: prepared data set, with the tokenizer.
-        index: of this data set.
         architecture: of the model; needed without `init_from`.
         family: of the model; None: a bundled family.
 

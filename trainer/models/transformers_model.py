@@ -73,7 +73,6 @@ class TransformersModel(nn.Module):
     def __init__(self, built: "Built", blocks: Sequence[nn.Module]) -> None:
         """Args:
             built: from `build_theirs`.
-            blocks: its layers.
 
         Raises:
             RecipeError: the module cannot be trained here.
@@ -235,7 +234,6 @@ def _apart(runs: Tensor | None, name: str) -> Iterator[None]:
 
     Args:
         runs: (B, T), see `document_runs`; None: no change.
-        name: of the model.
 
     Raises:
         RecipeError: on leaving, if no mask was created.

@@ -73,8 +73,6 @@ def parts_of(name: str, how: Format, *, square: bool) -> list[Part]:
     """The tensors that store a moment.
 
     Args:
-        name: of the moment.
-        how: its format.
         square: whether it is never negative.
     """
     if how == "int8":
@@ -296,7 +294,6 @@ def opened(
     """Open numbers of pieces in float32, to be changed in place, and then closed.
 
     Args:
-        pieces: of parameters.
         tensors: stored tensors, by part of the format, then by piece.
         how: their format.
         square: whether they are never negative.

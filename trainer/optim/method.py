@@ -315,7 +315,6 @@ def update(
 
     Args:
         optimizer: to be stepped.
-        portions: of its parameter groups.
         factor: of clipping and of the loss scale, for the gradients.
         seed: of this step, for stochastic rounding.
     """

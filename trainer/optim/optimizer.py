@@ -28,7 +28,6 @@ def build_optimizer(
 
     Args:
         parameters: by FQN.
-        options: of the recipe.
         exact: whether updates must not depend in any bit on where shards end.
         compiles: see `MethodOptimizer`.
         zeros_like: creates state in its storage; not used for a factory's optimizer.
@@ -101,7 +100,6 @@ def state_of(
 
     Args:
         parameters: whole; only shape and dtype count, so they may be on the meta device.
-        options: of the recipe.
 
     Raises:
         RecipeError: as `build_optimizer`.

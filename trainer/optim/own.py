@@ -48,7 +48,6 @@ def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> tor
 
     Args:
         parameters: by FQN.
-        options: of the recipe.
 
     Raises:
         RecipeError: the optimizer cannot be saved and resumed; says why.

@@ -15,7 +15,6 @@ def build_schedule(recipe: Recipe, tried: int = 3) -> Rate:
     """The recipe's schedule.
 
     Args:
-        recipe: of the run.
         tried: number of steps, including the first and the last, whose rate is checked at once.
 
     Raises:

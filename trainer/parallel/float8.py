@@ -64,7 +64,6 @@ def check_matmul(
 
     Args:
         recipe: to be checked.
-        blocks: of its model.
         capability: lowest of the local GPUs; None: unknown.
 
     Raises:

@@ -49,7 +49,6 @@ def check_parallel(recipe: Recipe, model: nn.Module, shards: int) -> None:
     """Refuse a model that the ranks of `tp`, `pp`, `cp` and `ep` cannot compute together.
 
     Args:
-        recipe: of the run.
         model: whole; may be on the meta device.
         shards: see `mesh_shape`.
 

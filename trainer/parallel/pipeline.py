@@ -306,7 +306,6 @@ def neighbour_turns(rank: int, ranks: int, around: bool) -> list[tuple[int, ...]
     without a partner in a turn creates a group alone, as all ranks must create groups together.
 
     Args:
-        rank: of the pipeline.
         ranks: in the pipeline.
         around: whether the last and the first rank are neighbours too.
     """

@@ -43,7 +43,6 @@ def schedule(name: Name, ranks: int, per_rank: int, count: int) -> list[Order]:
         name: `gpipe`, all forwards before all backwards (Huang et al. 2019); `1f1b`, alternating as
             early as possible (PipeDream-flush, Narayanan et al. 2021); `interleaved_1f1b`, with
             several stages per rank (ibid.); `zero_bubble`, ZB-H1 (Qi et al. 2023).
-        ranks: of the pipeline.
         per_rank: stages of each rank.
         count: of micro-batches, any number.
     """

@@ -334,7 +334,6 @@ def largest_micro_batch(
         world_size: ranks.
         local_world_size: ranks on each node.
         memory: bytes of a GPU, or on CPUs of a node.
-        device: of the ranks.
         blueprint: of the recipe's model, if built already.
 
     Raises:

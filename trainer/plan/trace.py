@@ -54,10 +54,8 @@ def trace(
     """Trace a pass. A stage's part of it is derived from a pass of a whole model.
 
     Args:
-        blueprint: of the model.
         micro_batch: sequences.
         recompute: `strategy.activation_checkpointing`.
-        dtype: of the computation.
         autocast: whether parameters keep their dtype and are cast by operators, as under DDP; else
             they have `dtype`, as FSDP gathers them.
         device: kind of kernels for attention and norms.

@@ -93,7 +93,6 @@ def counted(recipe: Recipe, sequences: int) -> Recipe:
     """The recipe with `run.steps` computed from `run.epochs`, if that is set.
 
     Args:
-        recipe: of a run.
         sequences: in one epoch.
 
     Raises:

@@ -8,7 +8,6 @@ def stable_seed(seed: int, purpose: str, *numbers: int) -> int:
     """A 63-bit seed, equal on all machines and Python versions.
 
     Args:
-        seed: of the run.
         purpose: of the stream, such as "dropout" or a parameter's FQN.
         numbers: which draw, such as (step, rank).
     """

@@ -31,7 +31,6 @@ class FailureReport:
 
     Args:
         pulse: of this rank; its agent reads the error there.
-        rank: of this process.
         recall: errors after which this process runs another attempt are not reported.
         wait: seconds to wait before printing an error that another rank may print as well.
     """

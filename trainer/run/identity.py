@@ -51,7 +51,6 @@ def identify(recipe: Recipe, data: str | None) -> dict[str, str]:
     """Return all that determines a step: key → value, or its digest if it is long.
 
     Args:
-        recipe: of the run.
         data: fingerprint of its training data, which includes the tokenizer's; None: not known yet,
             see `with_data`.
     """

@@ -87,7 +87,6 @@ class Log:
     rank has one; only that of rank 0 writes. A context manager.
 
     Args:
-        recipe: of the run.
         start: the ledger's line about this attempt. Later records in metrics.jsonl are dropped,
             because their steps are computed again; the ledger keeps them.
         unwritten: ledger lines that came with the loaded state.
@@ -231,7 +230,6 @@ class Log:
 
         Args:
             step: the present one.
-            outcome: of the save.
             known: the console shows its failure already.
             stall: seconds for which training stood still, if measured.
         """
@@ -281,9 +279,6 @@ def step_line(
 
     Args:
         step: steps done.
-        steps: of the run.
-        values: of the record.
-        unit: of the speed.
         columns: width of the terminal, to which parts are dropped; None: no terminal, and the line
             ends with the time of day.
     """

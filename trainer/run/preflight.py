@@ -43,7 +43,6 @@ def check_inputs(
     Args:
         recipe: to be checked.
         task: built from it.
-        rank: of this process.
         world_size: least number of ranks that will run.
         local_world_size: ranks on each node.
 
@@ -127,8 +126,6 @@ def check_growth(recipe: Recipe, model: nn.Module, worlds: range) -> None:
     """Refuse a vocabulary that a larger world could not cut: the job would end when it grows to it.
 
     Args:
-        recipe: of the run.
-        model: of the recipe.
         worlds: possible world sizes; the step is a node's ranks.
 
     Raises:

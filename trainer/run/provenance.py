@@ -83,9 +83,7 @@ def check_resume(
     recipe's.
 
     Args:
-        state: of the checkpoint.
         recipe: to resume with.
-        task: of the recipe.
         path: name of the checkpoint in messages.
         init_from: digest of the weights in `model.init_from`, "" without any; None: not compared.
 
@@ -177,7 +175,6 @@ def keep_recipe(directory: Path, text: str) -> None:
     """Create the run directory, and write the recipe into it under its digest. On rank 0.
 
     Args:
-        directory: of the run.
         text: of the resolved recipe, from `dump_recipe`.
 
     Raises:
@@ -225,9 +222,6 @@ def changes_of_start(
     On rank 0, before the start line is written.
 
     Args:
-        run: its directory.
-        recipe: of this start.
-        digest: of the recipe.
         computed_by: code and machines of this start.
         state: of the loaded checkpoint, used where the run directory has no record.
         restart: whether this start belongs to a launch that began before; its last attempt then

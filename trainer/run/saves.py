@@ -123,8 +123,6 @@ def load_beginning(
 
     Args:
         model: receives the weights.
-        recipe: of the run.
-        task: of the recipe.
         resumed: the model has the weights of a checkpoint, and keeps them; only the frozen weights
             under an adapter, which no checkpoint holds, are loaded.
     """

@@ -39,7 +39,6 @@ class Speed:
         """Add a step; at the end of a log interval, record the interval.
 
         Args:
-            result: of the step.
             odd: the step took longer for a known reason, and is excluded from the averages.
         """
         run = self._run

@@ -304,7 +304,6 @@ def summary(
 
     Args:
         profiles: of all ranks.
-        title: of the page.
         every: steps between checkpoints.
         top: operators to show.
     """

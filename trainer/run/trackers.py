@@ -54,7 +54,6 @@ class Tail:
     """Reads records of a file that grows, or is replaced by one without its last records.
 
     Args:
-        path: of the file.
         after: time of the last record that is known already.
     """
 
@@ -89,8 +88,6 @@ def to_sink(sink: Sink, run_dir: Path, after: float) -> Iterator[float]:
     kill.
 
     Args:
-        sink: of the run.
-        run_dir: of the run.
         after: time of the last record that the sink has.
     """
     kept, rewind = getattr(sink, "kept", None), getattr(sink, "rewind", None)

@@ -38,7 +38,6 @@ def last_row(directory: Path, run_id: str, up_to: float = math.inf) -> Row | Non
 
     Args:
         directory: W&B's, with a folder for each start and resume of the run.
-        run_id: of the run.
         up_to: a W&B step.
     """
     found = []
@@ -58,7 +57,6 @@ def cut_torn(directory: Path, run_id: str, own: Path) -> None:
 
     Args:
         directory: W&B's.
-        run_id: of the run.
         own: the file being written. Files changed within 2 s of it may be in use, too.
     """
     if not own.exists():
@@ -78,7 +76,6 @@ def read_rows(path: Path, offset: int) -> tuple[list[Row], int]:
     """Read the rows after an offset; returns them and the offset of the first incomplete record.
 
     Args:
-        path: of the file.
         offset: start of a block, or a returned offset.
 
     Raises:

@@ -74,8 +74,6 @@ def check_decoder_inputs(batch: dict[str, Any], vocab_size: int, multiple: int) 
     """Refuse data that a bundled decoder cannot read.
 
     Args:
-        batch: of the data set.
-        vocab_size: of the decoder.
         multiple: divisor of a sequence: the number of ranks that cut it.
 
     Raises:

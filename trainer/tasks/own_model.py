@@ -36,7 +36,6 @@ def check_signature(recipe: Recipe, model: nn.Module, names: Iterable[str]) -> N
     Args:
         recipe: names the model.
         model: a user's, or one for a user's data.
-        names: of the inputs.
 
     Raises:
         RecipeError: with the signature and the inputs.
@@ -361,8 +360,6 @@ def refusing_misfits(
     failures end the run for good, as the same step would fail again.
 
     Args:
-        recipe: of the run.
-        pulse: of this rank.
         first: whether nothing was trained yet, and nothing has failed.
 
     Raises:

@@ -1,10 +1,12 @@
 """Converts records of all known forms to chats; pure.
 
-| form | keys | |---|---| | messages | `messages`, of role and content, with `tools`; also as
-`conversations` | | ShareGPT | `conversations`, of from and value, with `system`, `tools` | | Alpaca
-| `instruction`, `input`, `output`, with `system`, `history` | | prompt and completion | `prompt`,
-`completion`, each a text or messages | | pairs | `prompt`, `chosen`, `rejected`, each a text or
-messages; the prompt may be in both |
+| form | keys |
+|---|---|
+| messages | `messages`, of role and content, with `tools`; also as `conversations` |
+| ShareGPT | `conversations`, of from and value, with `system`, `tools` |
+| Alpaca | `instruction`, `input`, `output`, with `system`, `history` |
+| prompt and completion | `prompt`, `completion`, each a text or messages |
+| pairs | `prompt`, `chosen`, `rejected`, each a text or messages; the prompt may be in both |
 """
 
 import json

@@ -149,7 +149,6 @@ def _text_of(value: Any, number: int, what: str) -> Record:
 
     Args:
         value: text, its UTF-8 bytes, or lists of these.
-        number: of the record.
         what: beginning of a sentence that ends in the kind of the value.
     """
     parts, stack = [], [value]

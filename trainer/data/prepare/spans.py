@@ -167,7 +167,6 @@ class ChatEncoder:
         Args:
             whole: tokens of `text`.
             text: the first text.
-            other: the second.
         """
         ids = whole.ids
         same = len(other) if text.startswith(other) else _alike(text, other)
@@ -332,7 +331,6 @@ class SpanFinder:
 
         Args:
             chat: to be trained.
-            text: its rendering.
             whole: tokens of `text`.
             upto: from `_upto`.
         """
@@ -420,7 +418,6 @@ def told(counts: Counter[str], examples: dict[str, str]) -> Iterator[str]:
 
     Args:
         counts: sum of all `SpanFinder.counts`.
-        examples: of them.
     """
     chats = counts["chats"]
     if counts["unstable"]:

@@ -43,7 +43,6 @@ def spool(name: str, directory: Path, column: str) -> Path:
 
     Args:
         name: see `is_pipe`.
-        directory: of the data set.
         column: the field with the text, which identifies a table.
 
     Returns:

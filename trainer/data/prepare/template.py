@@ -152,7 +152,6 @@ class ChatTemplate:
         """Render a chat, with marks around generation blocks.
 
         Args:
-            messages: of the chat.
             tools: that the assistant may call, if any.
             prompt: whether to end with the generation prompt.
 

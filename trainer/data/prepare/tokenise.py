@@ -159,8 +159,6 @@ class _Output:
         """Add a document, or a part of one.
 
         Args:
-            split: of the document.
-            ids: of its tokens.
             line: of its record, in the piece.
             ends: whether it ends here.
             trained: whether each token is trained.

@@ -71,7 +71,6 @@ def write_data_set(
     Args:
         out: directory; older shards in it are removed.
         parts: of each split, see `write_shards`.
-        dtype: of the tokens.
         vocab_size: largest id plus one.
         eos_id: token that ends a document.
         start_ids: tokens that begin one.
@@ -133,7 +132,6 @@ def write_shards(
             marks, a byte of 0 or 1 per token, and of the documents' records, as uint32.
         out: directory; older shards of the split in it are removed.
         split: beginning of the file names.
-        dtype: of the tokens.
         shard_tokens: a shard ends with the document that reaches this number of tokens.
 
     Returns:

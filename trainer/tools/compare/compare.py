@@ -210,7 +210,6 @@ def read_run(name: str, run: Path, steps: int) -> Outcome:
     """Read the figures of a run that ended with code 0.
 
     Args:
-        name: the strategy.
         run: run directory.
         steps: timed steps.
 
