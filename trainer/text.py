@@ -87,7 +87,7 @@ class _Visible:
     def write(self, text: str) -> int:
         """See io.TextIOBase."""
         self._stream.write(visible(text, self._kept))
-        return len(text)
+        return len(text)  # callers compare with what they passed
 
     def writelines(self, lines: Any) -> None:
         """See io.IOBase."""

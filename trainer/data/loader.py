@@ -137,6 +137,7 @@ class TokenStream:
             except ValueError as error:
                 raise DataError(f"data.sources: {error}") from error
         parts = [ORDER_VERSION, seq_len, weights, [dataset.fingerprint for dataset in datasets]]
+        # Left out otherwise, so that streams without bins keep their fingerprint.
         if any(isinstance(packing, Bins) for packing in packings):
             packed = [isinstance(packing, Bins) for packing in packings]
             parts += [PACKING_VERSION, packed]

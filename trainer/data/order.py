@@ -44,6 +44,7 @@ class Permutation:
             rounds: for tests only.
         """
         self.size = size
+        # Both halves of a Feistel network need a bit.
         bits = max(2, (size - 1).bit_length())
         self._low_bits = _U(bits - bits // 2)
         self._low = _U((1 << (bits - bits // 2)) - 1)
@@ -79,6 +80,7 @@ class Permutation:
 
 
 def _mix(half: NDArray[np.uint64], key: np.uint64 | NDArray[np.uint64]) -> NDArray[np.uint64]:
+    # murmur3's finaliser; products wrap modulo 2**64.
     mixed = (half ^ key) * _U(0xFF51AFD7ED558CCD)
     mixed ^= mixed >> _U(33)
     mixed *= _U(0xC4CEB9FE1A85EC53)
@@ -119,12 +121,14 @@ class Order:
                 )
         self._ends = np.cumsum(self._counts)
         self._starts = self._ends - self._counts
+        # The second key part, 1 + source here and 0 below, keeps both kinds apart.
         self._epoch = lru_cache(maxsize=64)(
             lambda source, epoch: Permutation(self._sizes[source], seed, 1 + source, epoch)
         )
         self._block = lru_cache(maxsize=64)(lambda block: Permutation(BLOCK, seed, 0, block))
 
     def __reduce__(self) -> tuple:
+        # The caches hold lambdas, which cannot be pickled. Counts as weights give the same counts.
         return Order, (self._sizes, [float(count) for count in self._counts], self._seed)
 
     def locate(
@@ -202,4 +206,5 @@ def random_integers(positions: NDArray, size: int, *key: int) -> NDArray[np.int6
         state = splitmix64(state ^ (part & _MASK))
     with np.errstate(over="ignore"):
         high = _mix(np.asarray(positions).astype(np.uint64), _U(state)) >> _U(32)
+        # Lemire 2019: no division, and a bias of at most size / 2**32.
         return ((high * _U(size)) >> _U(32)).astype(np.int64)

@@ -84,6 +84,7 @@ def read_index(directory: str | Path) -> dict[str, Any]:
     way_out = f"remove {directory} and prepare the data again"
     try:
         index = read_object(_patient(path.read_bytes)())
+        # The format decides which other keys must exist.
         _check(index, {"format": count})
         if index["format"] in KINDS:
             kinds = _INDEX if index["format"] == FORMAT else _INDEX_OF_CHATS
@@ -300,6 +301,7 @@ class TokenDataset:
         numbers = []
         for shard, offset, size in self._pieces(start, length):
             ends = self._ends_of(shard)
+            # Ends are exclusive: a document that ends at `offset` lies before the window.
             first = int(np.searchsorted(ends, offset, side="right"))
             last = int(np.searchsorted(ends, offset + size, side="left"))
             inside = np.asarray(ends[first:last], dtype=np.int64)
@@ -417,8 +419,10 @@ def _open_shard(path: Path, dtype: np.dtype, mode: str) -> Callable[[int, int], 
     if mode == "ram":
         whole = _read(path, descriptor, dtype, 0, size // dtype.itemsize)
     else:
+        # mmap refuses empty files.
         mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) if size else b""
         whole = np.frombuffer(mapped, dtype=dtype)
+    # The mapping outlives its descriptor.
     os.close(descriptor)
     return lambda start, length: whole[start : start + length]
 

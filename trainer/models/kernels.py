@@ -174,9 +174,11 @@ def kernel_in_use(kernel: AttentionKernel) -> Iterator[AttentionKernel]:
                     note=f"{kernel.name} is installed, but fails to load: {reason}",
                 )
                 return
+            # The activation is process-wide; a later attempt may need torch's own kernel.
             stack.callback(attention.restore_flash_attention_impl)
         if kernel.without_cudnn:
             of_torch = attention.SDPBackend
+            # The context allows what is listed: everything but cuDNN.
             others = [of_torch.FLASH_ATTENTION, of_torch.EFFICIENT_ATTENTION, of_torch.MATH]
             stack.enter_context(attention.sdpa_kernel(others))
         yield kernel

@@ -157,6 +157,7 @@ class TransformersModel(nn.Module):
             return 0.0
         config, theirs = self.config, self._theirs[0]
         looked_up = theirs.get_input_embeddings().weight
+        # An embedding is looked up, not multiplied, unless the head shares its weight.
         products = [p for p in self.parameters() if p is not looked_up or p is self._head[0].weight]
         frozen = sum(weights_in(p) for p in products if not p.requires_grad)
         heads = getattr(config, "num_attention_heads", 0)
@@ -461,6 +462,7 @@ def _check_head(theirs: Any, head: Head, block: nn.Module) -> None:
     parts = name.split(".")
     above = [theirs.get_submodule(".".join(parts[:depth])) for depth in range(1, len(parts))]
     width = head.weight.shape[1]
+    # Both signs and several magnitudes, so that a nonlinear head shows.
     hidden = torch.linspace(-3, 3, 2 * width).view(1, 2, width)
     try:
         for module in above:

@@ -76,6 +76,7 @@ def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> tor
 @contextmanager
 def _leaving_no_trace() -> Iterator[None]:
     """Inside, trials neither advance the run's random generators nor compile."""
+    # fork_rng covers torch's generators only.
     kept = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(), set_stance("force_eager"):
@@ -145,6 +146,7 @@ def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer, build
     }
     other = build(copies)
     with _stepping(options):
+        # Through JSON, as in a checkpoint: tuples and integer keys do not survive it.
         targets = own_targets(other, copies, json.loads(json.dumps(kept.trees)), {})
         for key, tensor in targets.tensors.items():
             tensor.copy_(kept.tensors[key])
@@ -187,6 +189,7 @@ def _try_sharded(
     with _stepping(options):
         for number in range(SHARDED_STEPS):
             _step(reference, _those(whole, chosen), number, options.lr)
+        # A step that draws random numbers draws others per shard, so results are not comparable.
         seeded = torch.get_rng_state()
         torch.manual_seed(SHARDED_STEPS - 1)
         draws = not torch.equal(seeded, torch.get_rng_state())

@@ -215,6 +215,7 @@ def _stage_of(
     whole = _divided(_units_of_part(blueprint, True, True, cut), apart, together)
     if not isinstance(blueprint.traced, Decoder):
         return Stage(first, last, blocks, whole)
+    # All blocks are equal, so one traced block stands for each.
     rest = _units_of_part(blueprint, first, last, cut)[0]
     tied: tuple[Shape, ...] = ()
     if first != last and blueprint.traced.model.architecture.tie_word_embeddings:
@@ -285,6 +286,7 @@ def counted(stages: Sequence[Stage]) -> list[tuple[tuple[Shape, ...], int]]:
     """Distinct units of some stages with their counts: most blocks are equal."""
     counts: dict[int, tuple[tuple[Shape, ...], int]] = {}
     for unit in (unit for stage in stages for unit in stage.units):
+        # By identity: equal blocks share one tuple, and hashing its shapes would be slow.
         counts[id(unit)] = unit, counts.get(id(unit), (unit, 0))[1] + 1
     return [*counts.values()]
 

@@ -177,6 +177,7 @@ def describe_machine(
         gpu=gpu,
         peak_flops=(tflops or peak_tflops(gpu, dtype)) * 1e12,
         net=_rate("--net", net) if net else cards,
+        # A link no faster than PCIe is PCIe.
         hop=HOP if gpu.link > gpu.pcie else HOP_OVER_PCIE,
         storage=_rate("--storage", storage) if storage else None,
         node_memory=_size("--host-memory", memory) if memory else None,

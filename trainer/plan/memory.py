@@ -114,6 +114,7 @@ def memory_of(
             state = _state_bytes(units, layout.replicas)
             gathered = gather_bytes(trained_of(shapes), layout.replicas)
         moments = ddp_moments(stages[0], layout, traces[0], max(gathered, rounding))
+    # Held throughout the step; with offload only the buffers stay on the device.
     standing = buffers + (0 if offloaded else parameters + state)
     pinned = sum(_pinned_bytes(some, layout.shards) for some in (shapes, trained_of(shapes)))
     in_memory = pinned + state if to_host else 0
@@ -157,6 +158,7 @@ def _passes(
         own = {"F": 0, "W": trace.kept + trace.put_off}.get(kind, trace.saved)
         beside = forward + put_off - own + sum(resting.values()) - resting[number] + message
         by_stage[number][which] = max(beside, by_stage[number].get(which, 0))
+        # F forward; B whole backward; I gradients of inputs, W of weights, where these are split.
         match kind:
             case "F":
                 forward += trace.saved
@@ -215,4 +217,5 @@ def _state_bytes(units: Sequence[tuple[Sequence[Shape], int]], ranks: int) -> in
 
 
 def _pinned_bytes(shapes: Sequence[Shape], ranks: int) -> int:
+    # CUDA's allocator of pinned memory rounds up to powers of two.
     return sum(1 << (bytes_of([shape], ranks) - 1).bit_length() for shape in shapes)

@@ -23,6 +23,7 @@ _OURS = tuple(f"{_HOME / name}{os.sep}" for name in ("trainer", "elastic", "chec
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _STDLIB = f"{sysconfig.get_path('stdlib')}{os.sep}"
 _TORCH = f"-packages{os.sep}torch{os.sep}"
+# Only these are certain: any other error may come from a busy machine or a lost peer.
 _WRONG = (
     *(TypeError, ValueError, LookupError, NameError, AttributeError, ImportError, AssertionError),
     *(FileNotFoundError, NotADirectoryError, PermissionError, NotImplementedError, SyntaxError),
@@ -111,6 +112,7 @@ def import_factory(key: str, name: str) -> Any:
             found = importlib.import_module(module)
     except RecipeError as error:
         missing = error.__cause__
+        # Whether the named module itself, or a package above it, is missing.
         inside = isinstance(missing, ModuleNotFoundError) and f"{module}.".startswith(
             f"{missing.name}."
         )
@@ -194,5 +196,6 @@ def place_in(error: BaseException | None) -> str:
     others = [frame for frame in called if not frame.filename.startswith((*_OURS, "<"))]
     installed = [frame for frame in others if _INSTALLED.search(frame.filename)]
     own = [frame for frame in others if frame not in installed and _STDLIB not in frame.filename]
+    # A user's own file is the most helpful place; an installed package comes next.
     users = own or [frame for frame in installed if _TORCH not in frame.filename]
     return f"{users[-1].filename}:{users[-1].lineno}" if users else ""

@@ -25,6 +25,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "data.sources", "the list is empty; name at least one prepared data set"
     kinds = ("architecture", "init_from", "factory", "kgat")
     given = [key for key in kinds if getattr(model, key)]
+    # KGAT may start from a checkpoint of BPR-MF, which has the same embeddings.
     if len(given) != 1 and given != ["init_from", "kgat"]:
         found = " and ".join(given) or "none of them"
         yield "model", f"give exactly one of {', '.join(kinds)}; found {found}"
@@ -63,6 +64,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if len(lengths) != 1:
         found = "both; set one to 0" if lengths else "neither"
         yield "run.steps", f"give exactly one of run.steps and run.epochs; found {found}"
+    # A length in epochs becomes steps only once the data is open; `counted` checks it then.
     elif run.steps:
         yield from length_contradictions(recipe, f"run.steps={run.steps}")
     if schedule.name != "wsd" and schedule.decay_steps:
@@ -256,6 +258,7 @@ def _optimizer_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from _master_contradictions(recipe)
     if schedule.factory_options and not schedule.factory:
         yield "schedule.factory_options", "only means something together with schedule.factory"
+    # The defaults: another value was written by the user.
     shape = {"name": "cosine", "warmup_steps": 0, "decay_steps": 0, "min_lr_ratio": 0.1}
     if schedule.factory and any(getattr(schedule, key) != value for key, value in shape.items()):
         yield "schedule.factory", f"excludes {', '.join(shape)}; remove these, or the factory"

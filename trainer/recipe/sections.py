@@ -329,6 +329,7 @@ class Schedule:
             for length in (self.warmup_steps, self.decay_steps)
         )
         if isinstance(warmup, Fraction):
+            # One step must be left after the warm-up.
             warmup = min(math.ceil(warmup), steps - 1)
         if isinstance(decay, Fraction):
             decay = max(math.floor(decay), 1) if decay else 0

@@ -103,6 +103,7 @@ def read_tree(
 def _read(path: str | Path) -> str:
     """The text of a file, or of a pipe such as a shell's `<(…)`."""
     with open(path, "rb") as file:
+        # /dev/zero never ends; standard input may be a device too.
         if stat.S_ISCHR(os.fstat(file.fileno()).st_mode) and str(path) != "/dev/stdin":
             raise OSError(errno.ENXIO, "it is a device")
         data = file.read(MAX_BYTES + 1)
@@ -145,6 +146,7 @@ class _Reader:
     def plain(self, node: yaml.Node, path: Key) -> Any:
         """The value of a node; of equal keys the first counts."""
         self._values += 1
+        # Counted again here, where aliases expand: nested ones multiply.
         _require_few(len(path), self._values, node.start_mark)
         self._origins[path] = self._origin(node.start_mark)
         if isinstance(node, yaml.MappingNode):
@@ -208,7 +210,9 @@ def apply_override(tree: dict[str, Any], override: str, origins: Origins) -> lis
         what = "write overrides as key.sub=value, such as optimizer.lr=3e-4"
         return [Problem(origin, (), what)]
     parts: Key = tuple(
-        int(part) if part.isdecimal() and len(part) < 10 else part for part in key.split(".")
+        # int() refuses thousands of digits, and no list is that long.
+        int(part) if part.isdecimal() and len(part) < 10 else part
+        for part in key.split(".")
     )
     if len(parts) > MAX_NESTING:
         return [Problem(origin, (), f"the key has more than {MAX_NESTING} parts")]
@@ -234,6 +238,7 @@ def apply_override(tree: dict[str, Any], override: str, origins: Origins) -> lis
         return [Problem(origin, (), f"{dotted(parts[:-1])} has {len(here)} items")]
     here[last] = value
     for depth in range(1, len(parts) + 1):
+        # Sections that the override created also need an origin, for messages.
         origins.setdefault(parts[:depth], origin)
     origins[parts] = origin
     return problems

@@ -36,24 +36,24 @@ class Validator:
         self._judge(found)
         return 0.0
 
-    def after_step(self, asked: float) -> float:
+    def after_step(self, requested: float) -> float:
         """Validate the step just done if that is due. `finish` makes up for a pass that a leaving
         node interrupted.
 
-        Args:
+
             request: the sum of `pause_request` so far.
 
         Returns the sum including requests during the pass.
         """
         run, evaluation = self._run, self._run.task.validation
         if not evaluation or not run.due(run.recipe.run.evaluate_every):
-            return asked
+            return requested
         with self._speed.aside():
-            found = evaluate(run, evaluation) if asked < PAUSE_TO_LEAVE else None
+            found = evaluate(run, evaluation) if requested < PAUSE_TO_LEAVE else None
         self._pending = found is None
         if found is not None:
             self._judge(found)
-            return asked
+            return requested
         when = "yet" if run.done or run.recipe.run.stop_after else "at all"
         run.log.say(f"step {run.progress.step} is not validated {when}: a node leaves")
         return PAUSE_TO_LEAVE

@@ -105,6 +105,7 @@ class EventReader:
         try:
             values = read_line(line)
             return self._event(values.pop("kind"), values)
+        # Lines of another version, or a torn one, must not end the hook's process.
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
 
@@ -129,6 +130,7 @@ class EventReader:
 
     def _start(self, values: dict[str, Any]) -> Start | Restart:
         first = not self._began
+        # Other lines give their time relative to this.
         self._began[values["attempt"]] = values["at"]
         ranks = values["step"], values["at"], values["world_size"], values["nodes"]
         if first:

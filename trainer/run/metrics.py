@@ -76,6 +76,7 @@ class Startup:
 def _process_start() -> float:
     """Unix time when this process was started (Linux; elsewhere: now)."""
     try:
+        # Field 22, counted after the command's name, which may contain spaces and brackets.
         ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
         return time.time() - (clock() - ticks / os.sysconf("SC_CLK_TCK"))
     except OSError:
@@ -253,6 +254,7 @@ class Log:
         print `line`."""
         if self.silent:
             return
+        # Trackers take only records with a later time; a clock may be set back.
         self._latest = max(time.time(), math.nextafter(self._latest, math.inf))
         record: dict[str, Any] = {"step": step, "time": self._latest, **_finite(values)}
         record |= {"event": event} if event else {}
@@ -381,5 +383,6 @@ def keep_records(path: Path, last_step: int) -> float:
             latest = max(latest, record["time"])
             if record["step"] <= last_step:
                 kept.append(line.rstrip("\n") + "\n")
+    # Replaced as a whole: a kill in between leaves the old or the new file.
     write_whole(path, "".join(kept))
     return latest

@@ -252,6 +252,7 @@ def _check_sharded(parameters: Mapping[str, nn.Parameter], options: Optimizer) -
     from trainer.optim.optimizer import build_optimizer
 
     import_module("torch.testing._internal.distributed.fake_pg")  # makes "fake" known
+    # The fake backend runs collectives of two ranks in this one process, without effect.
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
     try:
         mesh = init_device_mesh("cpu", (2,))

@@ -63,8 +63,11 @@ class Progress:
         """Record the validation loss of the step just done, None or NaN if it was not finite, and
         update the best loss."""
         self.validation_loss, self.validated = loss, self.step
+        # Before the comparison, which resets it; a loss that is not finite counts as no
+        # improvement.
         self.passes_since_best += 1
         lowest = math.inf if self.best_loss is None else self.best_loss
+        # False for NaN and infinity.
         if loss is not None and -math.inf < loss < lowest:
             self.best_loss, self.best_step, self.passes_since_best = loss, self.step, 0
 

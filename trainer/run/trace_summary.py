@@ -101,6 +101,7 @@ def read_trace(path: Path) -> RankProfile:
     if not steps:
         raise ValueError(f"{path}: no step was traced")
     traced = merge(steps)
+    # Warm-up, and what follows the last step, belongs to no step.
     within = [event for event in events if steps[0][0] <= event["ts"] < steps[-1][1]]
     named: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for event in within:
@@ -185,6 +186,7 @@ def _operators(events: Sequence[dict[str, Any]], steps: int, on_gpu: bool) -> li
         while stack and stack[-1][0] <= event["ts"]:
             stack.pop()
         if stack and not on_gpu:
+            # The caller's own time excludes this operator.
             own[stack[-1][1]] -= event["dur"]
         own[event["name"]] += event["dur"]
         calls[event["name"]] += 1

@@ -38,6 +38,7 @@ def open_samples(recipe: Recipe) -> tuple[SampleStream, SampleStream | None]:
         return SampleStream(named, dataset, samples.collate, seed=seed, shuffle=shuffle)
 
     train = stream(samples.train, "training", True)
+    # Data sets of Hugging Face carry a `_fingerprint`.
     said = samples.fingerprint or getattr(samples.train, "_fingerprint", None)
     train.fingerprint = fingerprint(name, data.factory_options, train.sequences, said)
     if train.sequences < recipe.batch.global_batch:

@@ -143,6 +143,7 @@ def build_task(recipe: Recipe) -> Task:
             stream,
             validation,
             {},
+            # Per parameter and token: 2 FLOPs forward, 4 backward.
             6.0 * parameters,
             parameters,
             trained,
@@ -228,6 +229,7 @@ def _counts(model: nn.Module) -> tuple[int, int]:
     """(parameters, trained parameters)."""
     parameters = [*model.parameters()]
     trained = sum(p.numel() for p in parameters if p.requires_grad)
+    # A packed nf4 parameter has fewer elements than weights.
     every = weights_in if isinstance(model, Decoder | TransformersModel) else nn.Parameter.numel
     return sum(map(every, parameters)), trained
 
@@ -329,6 +331,7 @@ def _build_kgat(recipe: Recipe, options: Kgat, graph: GraphData) -> Task:
         relations=edges.relations,
         popularity=np.bincount(data.train[:, 1], minlength=data.items),
     )
+    # No values yet: `fill` draws each tensor once its place is known.
     with torch.device("meta"):
         model = KGAT(data.users, data.entities, adjacency, options)
     stream = GraphStream(data, edges, seed, recipe.batch.global_batch, graph.triples_per_sample)
@@ -368,6 +371,7 @@ def _build_kgat(recipe: Recipe, options: Kgat, graph: GraphData) -> Task:
         flops_per_token=0.0,
         parameter_count=parameters,
         trained_count=trained,
+        # A checkpoint of BPR-MF holds these two only.
         pretrained=("user_embedding.weight", "entity_embedding.weight"),
         unit="samples",
         after_step=update_attention,
@@ -380,6 +384,7 @@ def _named_values(means: Mapping[str, float]) -> dict[str, float]:
 
 def _loss_values(means: Mapping[str, float]) -> dict[str, float]:
     loss = means["loss"]
+    # exp overflows a float64 above 709.
     perplexity = math.exp(loss) if loss < 700 else math.inf
     return {"validation_loss": loss, "validation_perplexity": perplexity, **_named_values(means)}
 

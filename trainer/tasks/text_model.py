@@ -67,6 +67,7 @@ def reason_for_theirs(recipe: Recipe) -> str | None:
 def _of_transformers(recipe: Recipe, reason: str) -> "tuple[TransformersModel, Fill, list[str]]":
     """`_decoder` for a module of transformers."""
     built = build_theirs(Path(recipe.model.init_from or ""), reason)
+    # All problems are collected, so that one attempt shows them all.
     model, refusals = TransformersModel(built, repeated_blocks(built.module)), Refusals()
     for key in ("tp", "pp", "cp", "ep"):
         with refusals:
@@ -128,6 +129,7 @@ def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill, list[str]]":
         architecture = _read_init_config(recipe, family)
         family = family or family_of(architecture.model_type)
     named = recipe.model.family or architecture.model_type
+    # On meta, so that no rank ever holds the whole model.
     with torch.device("meta"), refusing("model.family", named):
         decoder = Decoder(architecture, recipe.model.attention, family)
     if any(not isinstance(block, nn.Module) for block in decoder.blocks):

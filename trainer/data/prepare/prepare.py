@@ -337,8 +337,10 @@ def _prepare(
     workers: int,
     progress: bool,
 ) -> dict[str, Any]:
+    # Without its index the directory is no data set while files change.
     (out / "index.json").unlink(missing_ok=True)
     work = out / f"{_WORK}{plan_hash[:16]}"
+    # Left by an interrupted command with other inputs or options.
     for stale in out.glob(".work-*"):
         if stale != work:
             shutil.rmtree(stale)
@@ -386,7 +388,9 @@ def _make_tokenizer(units: list[Pieces], settings: PrepareOptions, work: Path) -
     if settings.tokenizer and settings.tokenizer != "bytes":
         given = tokenizer_file(settings.tokenizer)
         home, content = given.parent, given.read_bytes()
+        # Read before it is copied, so that errors name the user's file.
         read_tokenizer(given)
+    # Trained by an interrupted command; units are already tokenised with it.
     elif file.exists():
         content = file.read_bytes()
     elif settings.train_bpe:

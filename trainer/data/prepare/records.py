@@ -151,6 +151,7 @@ def _text_of(value: Any, number: int, what: str) -> Record:
         value: text, its UTF-8 bytes, or lists of these.
         what: beginning of a sentence that ends in the kind of the value.
     """
+    # An explicit stack: untrusted lists may nest deeper than Python recurses.
     parts, stack = [], [value]
     while stack:
         match stack.pop():
@@ -248,6 +249,7 @@ def _csv(path: Path, blocks: Iterable[bytes], field: str | None) -> Iterator[Rec
             yield Record(line, problem=f"a row of {len(row)} cells, but {len(names)} columns")
         else:
             wanted = row[place] if field else "".join(row)
+            # read_rows decodes invalid bytes to lone surrogates (surrogateescape).
             if escaped := re.search("[\udc80-\udcff]", wanted):
                 yield Record(line, problem=f"not UTF-8 (byte 0x{ord(escaped[0]) & 0xFF:02x})")
             elif field:
@@ -283,6 +285,7 @@ def _arrow(
     row = 0
     try:
         with pyarrow.OSFile(str(path), "rb") as file:
+            # The file format begins with this; the stream format does not.
             if file.read(6) == b"ARROW1":
                 reader = pyarrow.ipc.open_file(file)
                 batches = map(reader.get_batch, range(reader.num_record_batches))

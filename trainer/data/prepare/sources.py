@@ -178,6 +178,7 @@ def _cut(file: str, form: Form, most: int) -> Iterator[Piece]:
         start = 0
         with path.open("rb") as content:
             while start < size:
+                # Avoids a tiny last piece.
                 rest = size - start <= most * 3 // 2
                 end = size if rest else next_border(content, start + most, size, split, form.window)
                 yield Piece(file, form, start, end, end - start)

@@ -187,6 +187,7 @@ class ChatEncoder:
 
 def _alike(one: str, other: str) -> int:
     """Number of leading characters that two texts share."""
+    # Bisection: slices are compared in C, single characters would not be.
     least, most = 0, min(len(one), len(other))
     while least < most:
         middle = (least + most + 1) // 2
@@ -315,9 +316,11 @@ class SpanFinder:
         """Trained tokens of a whole chat by its generation blocks."""
         trained = whole.inside(blocks_in(marked))
         if len(chat.trained) < sum(one["role"] == ASSISTANT for one in chat.messages):
+            # Blocks mark all answers, also those that the record excludes from training.
             return trained & self._served(chat, text, whole, self._upto(chat, text))[0]
         if self._left_to_compare:
             self._left_to_compare -= 1
+            # The comparison only serves a note.
             with suppress(ChatError, RenderError):
                 served, unstable = self._served(chat, text, whole, self._upto(chat, text))
                 if unstable is None:

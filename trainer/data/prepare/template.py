@@ -272,6 +272,7 @@ def read_template(given: str | None, home: Path | None) -> dict[str, str]:
     found = _config(home).get("chat_template") if home else None
     if isinstance(found, str):
         return _checked(config, {"default": found})
+    # Files of transformers 4 may list several named templates.
     if isinstance(found, list):
         named = [one for one in found if isinstance(one, dict)]
         sources = {
