@@ -208,6 +208,7 @@ def _make_secret(name: str) -> None:
         return
     made = kubectl(
         ["kubectl", "create", "secret", "generic", name, "--from-file=secret=/dev/stdin"],
+        # Through stdin: other users of this machine can read arguments.
         input=secrets.token_hex(32),
     )
     if made.returncode:

@@ -102,6 +102,7 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 def add_fields(parser: argparse.ArgumentParser, options: type, *names: str) -> None:
     """Add a flag for each field of a dataclass: its type, default, and docstring as help. With
     `names`, only for those, none of type bool; omitted flags are None."""
+    # Only the source has the docstrings of fields.
     tree: Any = ast.parse(inspect.getsource(options))
     meanings = {}
     for pair in pairwise(tree.body[0].body):

@@ -84,7 +84,7 @@ def _train(arguments: argparse.Namespace) -> int:
         signal.signal(number, leave_at_once)
     os.environ["PERDURE_LAUNCHED_AT"] = str(time.time())
     os.environ.setdefault("PERDURE_PRELOAD", "trainer.run.worker")
-    # A store or a peer that is gone is told in a line of ours; not in a page of C++ frames.
+    # # Perdure reports a lost store or peer in one line; torch would add a page of C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if arguments.secret:
         os.environ[SECRET_FILE] = arguments.secret
@@ -93,7 +93,7 @@ def _train(arguments: argparse.Namespace) -> int:
         print(dump_recipe(recipe), end="", flush=True)
     if not (arguments.rdzv_endpoint or arguments.nnodes == "1"):
         raise RecipeError("--nnodes: several nodes need --rdzv-endpoint HOST:PORT")
-    # The next imports take seconds, on a busy machine many.
+    # # Printed first, as importing torch takes seconds, on a busy machine many.
     if arguments.dry_run:
         print("# loading PyTorch", file=sys.stderr, flush=True)
     else:
@@ -126,6 +126,7 @@ def _launch(arguments: argparse.Namespace, ranks: int) -> int:
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
+    # torchrun would give each rank a single thread.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     endpoint = arguments.rdzv_endpoint or "127.0.0.1:0"  # a free port, for this node alone
     torchrun = ["--rdzv-backend", "perdure", "--rdzv-endpoint", endpoint]
@@ -146,6 +147,7 @@ def _launch(arguments: argparse.Namespace, ranks: int) -> int:
     except ChildFailedError as failed:
         codes = {failure.exitcode for failure in failed.failures.values()}
         known = {EXIT_WRONG_INPUT, EXIT_DO_NOT_REQUEUE, EXIT_REQUEUE, EXIT_INTERRUPTED} & codes
+        # A rank that names a cause outweighs peers that failed because of it.
         return min(known, default=EXIT_FAILED)
     except RendezvousError as error:
         print(f"error: {error}", file=sys.stderr)

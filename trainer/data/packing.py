@@ -47,7 +47,7 @@ class Windows:
         self.counted = dataset.masked
         """Whether sequences differ in their number of labels."""
         self.labels = self.sequences * seq_len
-        """Tokens that are labels in one epoch, nearly."""
+        """Approximate number of labels in one epoch."""
         if dataset.masked:
             self.labels = min(self.labels, dataset.trained)
 
@@ -65,10 +65,10 @@ class Windows:
             numbers = dataset.document_ids(start, length)
             numbers = numbers - numbers[0]  # numbered within the sequence
         if not dataset.masked:
+            # One digest for both, as labels are the inputs shifted.
             return Sequenced(row[:-1], row[1:], numbers, crc32(row.data))
         counts = dataset.read_trained(start + 1, length)
         labels = np.where(counts, row[1:], IGNORED_LABEL)
-        """Approximate number of labels in one epoch."""
         return Sequenced(row[:-1], labels, numbers, crc32(labels.data, crc32(row.data)))
 
     def documents_of(self, sample: int) -> NDArray[np.int64]:
@@ -92,7 +92,6 @@ class Bins:
         lengths = dataset.lengths()
         self._ends = np.cumsum(lengths)
         items, starts = best_fit(lengths.reshape(-1, self.together).sum(1), seq_len)
-        """Documents, or pairs, in all sequences."""
         members = items[:, None] * self.together + np.arange(self.together)
         self._documents, self._starts = members.ravel(), starts * self.together
         self.sequences = len(self._starts) - 1
@@ -101,7 +100,7 @@ class Bins:
         self._order = Permutation(max(1, self.sequences))(np.arange(self.sequences))
         kept = lengths[self._documents]
         self.items = len(items)
-        """Documents, or pairs of them, in all sequences."""
+        """Documents, or pairs, in all sequences."""
         self.left_out = len(lengths) // self.together - self.items
         """Documents, or pairs, longer than a sequence and in none."""
         self.tokens = int(kept.sum())
@@ -138,8 +137,8 @@ class Bins:
             begin = int(self._ends[document - 1]) if document else 0
             size = int(self._ends[document]) - begin
             tokens = ids[place : place + size] = _known(dataset, begin, size)
-            """Tokens in all sequences, without padding."""
             counts = dataset.read_trained(begin + 1, size - 1)
+            # A document's last token has no label: the next one belongs to another document.
             labels[place : place + size - 1][counts] = tokens[1:][counts]
             place += size
             numbers[place:] = count + 1

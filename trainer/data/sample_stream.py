@@ -157,6 +157,7 @@ def _by_name(batch: Any, arguments: Sequence[str]) -> Any:
     """A batch by the names of `forward`'s arguments, from a tuple or list in their order."""
     if not isinstance(batch, tuple | list):
         return batch
+    # A named tuple names its parts itself.
     if hasattr(batch, "_asdict"):
         return batch._asdict()
     if len(batch) > len(arguments):

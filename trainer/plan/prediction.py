@@ -117,6 +117,7 @@ def predict(
         auto: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
         device = auto if recipe.run.device == "auto" else recipe.run.device
     strategy, layout = recipe.strategy, layout_of(recipe, world_size, local_world_size, device)
+    # Reduced to the keys that count, so that the cache serves all other strategies.
     runs = _runs(blueprint, only(strategy, *MODEL_PARALLEL), layout.shards)
     if gpu_memory is None:
         here = device == "cuda" and not machine and torch.cuda.is_available()
@@ -208,6 +209,7 @@ def _pieces(
             in_two=pp.splits_backward(strategy),
             compiled=strategy.compile,
         )
+        # Equal stages are one object, and traced once.
         for stage in dict.fromkeys(stages)
     }
     return Pieces(stages, [traces[stage] for stage in stages], orders)

@@ -211,6 +211,7 @@ class Tape(LiveTensors):
 
     def _note_end(self, given: Any) -> int:
         hidden = next(leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
+        # Weak, so that the tape itself keeps nothing alive.
         self._ends.append(weakref.ref(storage_of(hidden)))
         return hidden.nbytes
 

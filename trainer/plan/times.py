@@ -137,6 +137,7 @@ def _times_of_rank(
         if not moving:
             return 0.0
         exposed = max(moving / units, moving - computing)
+        # Hidden collectives take multiprocessors from the computation.
         return times * (exposed + TAKEN_SHARE * moved * (1 - exposed / moving))
 
     first, second, third = gathered / gathers, again / max(1, backs), reduced / layout.reductions
@@ -257,6 +258,7 @@ def simulated(
     machine operations, and free messages."""
     costs: dict[int, dict[Kind, float]] = {}
     for trace in pieces.traces:
+        # Equal stages share a trace.
         if id(trace) in costs:
             continue
         works = trace.forward, trace.backward, trace.weights
@@ -269,6 +271,7 @@ def simulated(
         costs[id(trace)] = {
             "F": forward + waits[0],
             "B": backward + waits[1],
+            # In a split backward, only the gradients of inputs wait for other ranks.
             "I": backward - weights + waits[1],
             "W": weights,
         }

@@ -103,6 +103,7 @@ def _taped(
 ) -> Tape:
     """See `trace`; `gpu`: whether it has flash attention, and its bytes; `untied`: whether a tied
     output head becomes a weight of its own."""
+    # Hooks, casts and cut layers change it; later traces need the original.
     model = copy.deepcopy(blueprint.traced)
     if untied and isinstance(model, Decoder) and model.lm_head is None:
         sizes = model.model.architecture
@@ -135,6 +136,7 @@ def _taped(
     try:
         with ExitStack() as stack:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            # Fake tensors on the CPU stand in for any device.
             model.to_empty(device="cpu")
             inputs = {
                 name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "labels")

@@ -161,4 +161,5 @@ class Architecture:
     def rotary_size(self) -> int:
         """Elements of each head that rotate."""
         share = (self.options or {}).get("partial_rotary_factor")
+        # Rounded down, as in transformers.
         return int(self.head_dim * share) if isinstance(share, float | int) else self.head_dim

@@ -40,6 +40,7 @@ def run_state(recipe: Recipe, task: Task, world: World, init_from: str | None) -
     """The part of trainer_state.json that is constant during a run. `init_from`: digest of the
     initial weights."""
     adapter, base = recipe.model.adapter, recipe.model.init_from
+    # steps were computed from epochs, and a recipe with both would be refused.
     given = replace(recipe, run=replace(recipe.run, steps=0)) if recipe.run.epochs else recipe
     under = {"path": os.path.abspath(base or ""), "fingerprint": init_from}
     return {

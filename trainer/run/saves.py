@@ -92,6 +92,7 @@ def restore(
     # the scale belongs to the dtype
     if state["recipe"]["precision"]["dtype"] != recipe.precision.dtype:
         progress.loss_scale = scale
+    # Rank 0 reads for all: run.stop_after must decide alike on every rank.
     if progress.lacks_pass(recipe.run):
         ranks = RankGroup(dist.group.WORLD)
         for loss in ranks.on_main(lambda: _validation_loss_in_ledger(recipe, progress)):
@@ -253,7 +254,7 @@ class Saves:
         """Save the step just done if a save is due, and log saves that have ended. `wanted`: rank 0
         has requested one."""
         run, progress = self._run, self._run.progress
-        self._pending = self._is_best() or self._owed or wanted or run.due(self._every)
+        self._pending = self._is_best() or self._pending or wanted or run.due(self._every)
         # While steps are skipped, the checkpoint before them must stay, to roll back to.
         worth_saving = run.done or (
             not progress.skipped_in_row and progress.step >= self._caught_up
@@ -323,6 +324,7 @@ def contents(run: Run) -> dict[str, Any]:
             **({UNWRITTEN: unwritten} if (unwritten := run.log.unwritten) else {}),
         },
         "files": run.task.files,
+        # A weight that held NaN from the start is no failure of this run.
         "finite": model.tensors.keys() - run.unchecked,
     }
 

@@ -322,6 +322,7 @@ def check_forward(
     if failed:
         try:
             with torch.no_grad():
+                # Without gradients: only whether it fails counts, and activations take memory.
                 problem = loss_problem(call({}, inputs))
         except Exception as error:
             if _fails_anywhere(error) and place_in(error) == place_in(failed):

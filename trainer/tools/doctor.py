@@ -53,7 +53,7 @@ class Finding:
 
     name: str
     state: State
-    """NOTE: training can start, but a feature is missing. WRONG: training cannot start."""
+    """note: training can start, but a feature is missing. WRONG: training cannot start."""
     what: str
     cure: str = ""
     """The remedy; empty where none is needed."""
@@ -109,7 +109,8 @@ def _ok(name: str, what: str) -> Finding:
 
 
 def _torch(recipe: Recipe | None) -> Iterator[Finding]:
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # which makes no context
+    # # NVML counts GPUs without a CUDA context, which would take memory on each
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     try:
         import torch
         import torch.distributed as dist
@@ -187,6 +188,7 @@ def _folder(directory: Path) -> Iterator[Finding]:
     kind = filesystem(place)
     shared = "nodes can share it" if is_shared(kind) else "of this machine alone"
     try:
+        # Tried: mount options do not tell what a filesystem supports.
         with tempfile.TemporaryDirectory(prefix=".perdure-doctor-", dir=place) as scratch:
             lacking = list(_lacking(Path(scratch)))
         free = shutil.disk_usage(place).free / 1e9
@@ -220,6 +222,7 @@ def _lacking(scratch: Path) -> Iterator[tuple[str, str]]:
             f"no hard links ({error.strerror}): no secret can be made in it",
             "name a file of yours: perdure train --secret FILE",
         )
+    # Checkpoints and records are committed by renames.
     os.replace(file, scratch / "c")
 
 
@@ -256,6 +259,7 @@ def _network() -> Iterator[Finding]:
     host = socket.gethostname()
     try:
         addresses = {found[4][0] for found in socket.getaddrinfo(host, None)}
+        # Other nodes cannot reach a name that resolves to loopback.
         loopback = all(str(one).startswith("127.") or one == "::1" for one in addresses)
         what = f"{host} is {', '.join(sorted(map(str, addresses)))}"
     except OSError as error:

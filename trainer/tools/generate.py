@@ -128,6 +128,7 @@ class OpenedModel:
     def new_ids(self, prompt_ids: list[int], sampling: Sampling) -> Iterator[int]:
         """Yield the token ids that continue a prompt, up to one that ends the text."""
         device = next(self.model.parameters()).device
+        # On the CPU, so that all devices draw the same tokens.
         generator = torch.Generator().manual_seed(sampling.seed)
         ids = torch.tensor([prompt_ids], device=device)
         for _ in range(min(sampling.max_new_tokens, self.limit - len(prompt_ids))):

@@ -315,6 +315,7 @@ def recommended(candidate: Candidate) -> dict[str, Any]:
 
 
 def _yaml(value: Any) -> str:
+    # JSON is YAML, so it can quote all other values.
     plain = isinstance(value, str) and re.fullmatch(r"[\w./-]+", value)
     return value if plain else json.dumps(value)
 

@@ -406,6 +406,7 @@ def tokenise(jobs: list[TokeniseTask], workers: int, progress: bool) -> list[lis
     total = sum(piece.size for job in jobs for piece in job.unit)
     file = jobs[0].work / PROGRESS
     with file.open("ab") as slots:
+        # Opened to append, so that a resumed command keeps the progress of finished units.
         slots.truncate(8 * len(jobs))
     with _shown(file, total) if progress and sys.stderr.isatty() else nullcontext():
         for number, result in _run(jobs, min(workers, len(jobs))):
@@ -462,6 +463,7 @@ def _start_worker(confined: bool) -> None:
     def watch() -> None:
         if parent:
             wait([parent.sentinel])
+        # sys.exit would end this thread only.
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

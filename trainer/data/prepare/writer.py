@@ -46,6 +46,7 @@ def atomic(path: Path) -> Iterator[BinaryIO]:
     with synced(temporary) as file:
         yield file
     temporary.replace(path)
+    # A rename survives a power failure only once its directory is synced.
     directory = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(directory)

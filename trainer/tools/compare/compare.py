@@ -198,6 +198,7 @@ def launch(worker: Sequence[str], ranks: int, log: Path, run: Path) -> int:
         with log.open("wb") as output:
             return run_ranks(worker, ranks, output=output)
     finally:
+        # The strategies still to come need the disk, and the memory of slots.
         checkpoints = run / "checkpoints"
         collect_memory(str(location(str(checkpoints)).absolute()))
         shutil.rmtree(checkpoints, ignore_errors=True)
@@ -225,6 +226,7 @@ def read_run(name: str, run: Path, steps: int) -> Outcome:
     tokens_per_step = logged[-1]["tokens"] / logged[-1]["step"]
     saves = [record for record in records if record.get("checkpoint_step") == save_at]
     ranks = read_records(run)
+    # Without the first record, whose interval includes warm-up.
     bubbles = [record["bubble"] for record in logged if "bubble" in record][1:]
 
     def most(kind: str) -> Any:
@@ -258,7 +260,9 @@ def stall(steps: Mapping[int, StepLine], save_at: int, usual: float) -> float:
     def pause_after(number: int) -> float:
         return steps[number + 1].after - steps[number + 1].seconds - steps[number].after
 
+    # Data and logging take time between steps without any save.
     usual_pause = median(pause_after(number) for number in range(WARM_UP + 1, save_at))
+    # The save runs beside these steps and slows them down.
     following = range(save_at + 1, save_at + AFTER_SAVE + 1)
     slower = sum(steps[number].seconds - usual for number in following)
     return max(0.0, pause_after(save_at) - usual_pause) + max(0.0, slower)

@@ -245,14 +245,14 @@ def _time_bar(one: Outcome, left: float, y: float, scale: float) -> list[str]:
     low, middle, high = ((one.quantile(share) or 0.0) * scale for share in (0.1, 0.5, 0.9))
     share, median = one.communication or 0.0, one.quantile(0.5) or 0.0
     rate = f"{one.rate:,.0f} {one.unit}/s" if one.rate else ""
-    busy, told = middle * share, f"{median * 1e3:,.0f} ms"
+    busy, duration = middle * share, f"{median * 1e3:,.0f} ms"
     tip = f"a collective under way: {share:.0%}"
     across = y + BAR / 2
     return [
         svg.bar(left, y, busy, BAR, tip, fill=COMMUNICATION),
-        svg.bar(left + busy, y, middle - busy, BAR, f"median {told}", fill=COMPUTE),
+        svg.bar(left + busy, y, middle - busy, BAR, f"median {duration}", fill=COMPUTE),
         svg.line(left + low, across, left + high, across, stroke=svg.INK, stroke_width=1.5),
-        svg.label(left + max(middle, high) + 6, y + 13, f"{told.removesuffix(' ms')} · {rate}"),
+        svg.label(left + max(middle, high) + 6, y + 13, f"{duration.removesuffix(' ms')} · {rate}"),
     ]
 
 

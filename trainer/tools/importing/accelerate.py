@@ -299,9 +299,9 @@ def _parallelism(source: ForeignConfig, ranks: int | None, spread: str) -> None:
         problem = f"{ranks} ranks are no multiple of tp x cp x sp = {together}"
         raise source.error("num_processes", problem)
     made.replicas = ranks // together if ranks else None
-    told = source.has(f"{PARALLEL}dp_replicate_size") and source.has(f"{PARALLEL}dp_shard_size")
+    both_sizes = all(source.has(f"{PARALLEL}{name}_size") for name in ("dp_replicate", "dp_shard"))
     product = together * sizes["dp_replicate"] * sizes["dp_shard"]
-    if told and ranks and product != ranks and spread == "FSDP":
+    if both_sizes and ranks and product != ranks and spread == "FSDP":
         problem = f"{ranks} ranks, but the sizes of parallelism_config make {product}"
         raise source.error("num_processes", problem)
     if sizes["dp_replicate"] > 1:

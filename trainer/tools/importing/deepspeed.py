@@ -207,6 +207,7 @@ def _offload(source: ForeignConfig, stage: int) -> str:
             device = source.take(key, kind, "none")
             if device not in ("none", "auto", False) and stage >= least:
                 found[key] = "cpu" if device is True else device
+    # Both go to one place here; "nvme" sorts after "cpu".
     device = max(found.values(), default="")
     if device:
         note = "parameters, gradients and optimizer state"

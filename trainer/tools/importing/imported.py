@@ -143,6 +143,7 @@ class Imported:
         Raises:
             RecipeError: the message names the key of the configuration, or the override.
         """
+        # A copy, as the examples only serve this check.
         tree = {section: dict(keys) for section, keys in self.tree.items()}
         for key in self.open:
             section, name = key.split(".")
@@ -203,4 +204,5 @@ def recipe_default(key: str) -> Any:
 def inline(value: Any) -> str:
     """Format a value as YAML on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
+    # safe_dump ends a scalar with a document mark.
     return text.removesuffix("...\n").strip()

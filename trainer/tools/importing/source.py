@@ -57,6 +57,7 @@ def read_json(path: str | Path, what: str) -> dict[str, Any]:
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # json itself would silently keep the last of equal keys.
         names = [name for name, _ in pairs]
         for name in names:
             if names.count(name) > 1:
@@ -136,7 +137,7 @@ class ForeignConfig:
         """Stands before its keys in the report, where they are of a second file."""
         self.spelled: dict[str, str] = {}
         """Key as it is used here → as it is written in the file."""
-        self.asked: set[str] = set()
+        self.requested: set[str] = set()
         self.left: dict[str, Any] = {}
         aliases = table.aliases
         for written, value in values.items():
@@ -144,6 +145,7 @@ class ForeignConfig:
             key = aliases.get(bare, bare)
             for old in (alias for alias in aliases if alias.endswith(".")):
                 key = aliases[old] + key.removeprefix(old) if key.startswith(old) else key
+            # Two spellings of one key.
             if key in self.left and self.left[key] != value:
                 raise self.error(key, f"is the same as {written}, but they differ; keep one")
             self.left[key], self.spelled[key] = value, written
@@ -157,7 +159,7 @@ class ForeignConfig:
     def take(self, key: str, kind: Kind, default: Any = None) -> Any:
         """Return the converted value of a key, "auto", or the default where it is missing or null;
         the caller records its fate."""
-        self.asked.add(key)
+        self.requested.add(key)
         value = self.left.get(key)
         value = self.assumed.get(key) if value is None else value
         if value is None or (value == "auto" and self.table.automatic):
@@ -201,21 +203,21 @@ class ForeignConfig:
             differs: what deviates in training nevertheless.
         """
         given, present = self.has(key), key in self.left
-        said = note = "; ".join(filter(None, [note, differs]))
+        remark = note = "; ".join(filter(None, [note, differs]))
         usual = recipe_default(target)
         other = not given and value != usual
         if not given:
             theirs = AUTO if self.left.get(key) == "auto" else f"a default of {self.table.owner}"
             note = "; ".join(filter(None, [note, theirs]))
             ours = "none" if usual is None else inline(usual)
-            said = note + (f", where a recipe has {ours}" if other else "")
+            remark = note + (f", where a recipe has {ours}" if other else "")
         name = self.label + self.spelled.get(key, key)
         self.made.set(target, value, f"{self.file}: {self.spelled.get(key, key)}", note, given)
         became = f"{target}={inline(value)}"
         if present:
-            self.became(key, became, said, differs=bool(differs) or other)
+            self.became(key, became, remark, differs=bool(differs) or other)
         elif differs or other:
-            self.made.lines.append(Line(name, ABSENT, became, said, True))
+            self.made.lines.append(Line(name, ABSENT, became, remark, True))
 
     def move(
         self, key: str, target: str, kind: Kind, default: Any, note: str = "", differs: str = ""
@@ -241,9 +243,11 @@ class ForeignConfig:
     def drop_rest(self, allow_unknown: bool) -> None:
         """Record every remaining key with the reason from the table."""
         table = self.table
-        known = {*self.asked, *table.no_meaning, *table.differs, *table.aliases}
+        known = {*self.requested, *table.no_meaning, *table.differs, *table.aliases}
         for key in list(self.left):
             ends = [key[: end + 1] for end, letter in enumerate(key) if letter == "."]
+            # From the most specific rule to the least: the key, then its prefixes from the longest
+            # on.
             places = (key, *reversed(ends), f"{key}.")
             differs = next((table.differs[k] for k in places if k in table.differs), None)
             reason = next((table.no_meaning[k] for k in places if k in table.no_meaning), None)
@@ -279,6 +283,7 @@ def a_number(value: Any, *, whole: bool = False, above: float = -math.inf) -> fl
     """A `Kind`: one number."""
     wanted = ("a whole number" if whole else "a number") + (f" above {above}" * (above == 0))
     with suppress(TypeError, ValueError):
+        # To Python true is 1; here it is a mistake.
         number = math.nan if isinstance(value, bool) else float(value)
         if math.isfinite(number) and number > above and (number.is_integer() or not whole):
             return int(number) if whole else number

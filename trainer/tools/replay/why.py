@@ -170,6 +170,7 @@ def _weigh(
     computes it, and the first one's result counts."""
     model, recipe, device = run.model, run.recipe, run.world.device
     weight = part.labels / labels * run.progress.loss_scale.value
+    # All replicas enter the collectives; only the first one's gradient counts.
     weight *= run.mesh.dp_rank == 0
     losses: list[torch.Tensor] = []
 
@@ -191,6 +192,7 @@ def _weigh(
     mine = losses[0] if losses and run.mesh.dp_rank == 0 and run.mesh.counts else None
     total = torch.zeros(3, dtype=torch.float64, device=device)
     for name, gradient in _gradients(run).items():
+        # Each rank adds its part; replicated parts are added once per copy.
         copies = run.mesh.holders // _shards(gradient)
         own = local_tensor(gradient).double() / run.progress.loss_scale.value
         total[0] += (own * (local_tensor(whole[name]).double() * scale)).sum().to(device) / copies

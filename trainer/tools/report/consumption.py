@@ -65,6 +65,7 @@ def check_consumption(run: Path, history: History) -> Findings:
         )
     by_recipe: dict[str, list[Attempt]] = {}
     for attempt in history.attempts:
+        # Steps that a restart discarded were computed again, and are compared there.
         if any(history.survives(attempt, step) for step in attempt.steps):
             by_recipe.setdefault(attempt.start.recipe, []).append(attempt)
     counts = _Counts()

@@ -39,6 +39,7 @@ def recall(source: Path) -> tuple[dict[str, Any], list[bytes]] | None:
     try:
         with os.fdopen(open_to_read(_place(source)), "rb") as file:
             status = os.fstat(file.fileno())
+            # Another user's file could claim anything about the run.
             if status.st_uid != os.geteuid() or status.st_size > _MOST_BYTES:
                 return None
             header = json.loads(file.readline())
@@ -48,21 +49,21 @@ def recall(source: Path) -> tuple[dict[str, Any], list[bytes]] | None:
         if _fingerprint(source, header["offset"]) != header["source"]:
             return None
         size = int.from_bytes(data[:8], "little")
-        told = json.loads(data[8 : 8 + size])
+        facts = json.loads(data[8 : 8 + size])
         columns, at = [], 8 + size
         for length in header["columns"]:
             columns.append(data[at : at + length])
             at += length
-        return (told, columns) if at == len(data) and isinstance(told, dict) else None
+        return (facts, columns) if at == len(data) and isinstance(facts, dict) else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
-def keep(source: Path, offset: int, told: Mapping[str, Any], columns: Sequence[bytes]) -> None:
+def keep(source: Path, offset: int, facts: Mapping[str, Any], columns: Sequence[bytes]) -> None:
     """Cache what the first `offset` bytes of a file contain. Raises no OSError, as a cache is
     optional."""
     with suppress(OSError, ValueError):
-        text = json.dumps(told, separators=(",", ":")).encode()
+        text = json.dumps(facts, separators=(",", ":")).encode()
         data = b"".join([len(text).to_bytes(8, "little"), text, *columns])
         header = {
             "version": VERSION,
@@ -73,6 +74,7 @@ def keep(source: Path, offset: int, told: Mapping[str, Any], columns: Sequence[b
         }
         place = _place(source)
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Renamed when complete, so that no reader sees half of it.
         aside = place.with_name(f".{place.name}.{secrets.token_hex(8)}")
         try:
             with open(aside, "xb", opener=_for_me) as file:

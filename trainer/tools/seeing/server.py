@@ -46,6 +46,7 @@ class Server(ThreadingHTTPServer):
         self.host, self.runs = host, look_at(paths)
         self.token = secrets.token_urlsafe(16)
         self.lock = threading.Lock()
+        # Each connection has a thread, and the machine may be training.
         self.slots = threading.BoundedSemaphore(MOST_CONNECTIONS)
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -75,6 +76,7 @@ class Server(ThreadingHTTPServer):
         def number(name: str, otherwise: int) -> int:
             return int(query.get(name, [str(otherwise)])[0])
 
+        # Views change while they are read, and requests come from many threads.
         with self.lock:
             if path == "/":
                 for run in self.runs:
@@ -90,11 +92,12 @@ class Server(ThreadingHTTPServer):
             _look(run)
             if "from" in query:
                 low, high = float(query["from"][0]), float(query["to"][0])
-                told: object = {"curves": run.stretch(low, high)}
+                reply: object = {"curves": run.stretch(low, high)}
             else:
                 file, seen = (query.get(name, [""])[0] for name in ("file", "seen"))
-                told = run.since(file, number("since", -1), seen)
-        return "application/json", json.dumps(told, allow_nan=False, separators=(",", ":"))
+                reply = run.since(file, number("since", -1), seen)
+        # Strict: browsers reject NaN.
+        return "application/json", json.dumps(reply, allow_nan=False, separators=(",", ":"))
 
 
 def _look(run: RunView) -> None:
@@ -118,6 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.BAD_REQUEST, "text/plain", "this is no address of a page")
             return
         token = query.get("token", [""])[0]
+        # In constant time, which does not reveal how many characters match.
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
             self._send(HTTPStatus.FORBIDDEN, "text/plain", "open the link that the command printed")
             return
@@ -157,6 +161,7 @@ def serve(paths: Sequence[Path], host: str, port: int) -> None:
     Raises:
         LedgerError, OSError: see `Server`.
     """
+    # Training on this machine comes first.
     os.nice(10)
     with Server(paths, host, port) as server:
         print(f"open {server.link}")

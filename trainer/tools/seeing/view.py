@@ -96,6 +96,7 @@ class RunView:
             if silent < STARTING_SECONDS:
                 return State("starting", f"does its first step, for {clock(silent)}")
             return State("dead", f"has begun no step for {clock(silent)}")
+        # The median: a step beside a save is slower than usual.
         usual = LATE_STEPS * float(np.median(newest.steps.column("seconds")[-_RECENT:]))
         if silent < max(usual, LATE_SECONDS):
             return State("running", f"last step {clock(silent)} ago")
@@ -253,6 +254,7 @@ class RunView:
         steps = np.array(self.records.step).astype(float)[chosen]
         up = self._up(np.array(self.records.time)[chosen])
         tokens = self.records.column("tokens")
+        # Records without a count, such as validations, take the one before.
         known = np.maximum.accumulate(np.nan_to_num(tokens, nan=0.0))[chosen]
         return {
             "step": _digits(np.maximum.accumulate(steps)),
@@ -339,7 +341,7 @@ class RunView:
         if file != str(records.inode) or not 0 <= offset <= records.offset:
             return {**self.all(), "restart": True}
         state = self.state()
-        told: dict[str, Any] = {
+        update: dict[str, Any] = {
             "state": [state.name, state.text],
             "now": self.now,
             "card": self.card(),
@@ -349,14 +351,14 @@ class RunView:
             "cursor": self.cursor(),
         }
         ribbon = self.ribbon()
-        told["last"] = ribbon[-1:]
+        update["last"] = ribbon[-1:]
         if seen != self.ledger.version:
-            told |= {
+            update |= {
                 "ribbon": ribbon, "events": self.events(), "facts": self.facts(),
                 "attempts": len(self.history.attempts), "log": self.log(),
                 "more": self.more_curves(), "samples": read_samples(self.path),
             }  # fmt: skip
-        return told
+        return update
 
 
 def look_at(paths: Sequence[Path]) -> list[RunView]:
@@ -419,6 +421,7 @@ def _digits(values: np.ndarray, digits: int = 6) -> list[float]:
     """Format values with at least so many significant digits, or as integers if they all are."""
     shown: list[float] = []
     for value in values.tolist():
+        # JavaScript holds larger integers inexactly.
         if value == int(value) and abs(value) < 2**53:
             shown.append(int(value))
         else:
