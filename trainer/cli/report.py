@@ -126,11 +126,11 @@ def _wait_for(directories: Sequence[Path]) -> None:
     from elastic.record.history import last_start
 
     for directory in directories:
-        told = False
+        announced = False
         while last_start(directory, trained=False) is None:
-            if not told:
+            if not announced:
                 print(f"{directory}: has not begun yet; waiting for it", flush=True)
-            told = True
+            announced = True
             time.sleep(1)
 
 

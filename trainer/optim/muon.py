@@ -51,6 +51,7 @@ def _update(
 
     def mix(into: torch.Tensor, other: torch.Tensor, share: float) -> None:
         if exact:
+            # lerp_ may fuse its multiplication and addition, depending on the kernel.
             into.mul_(1 - share).add_(other * share)
         else:
             into.lerp_(other, share)

@@ -32,6 +32,8 @@ def checked(
     """Check keys and types. Problems are added to `problems` and `wrong`, and their keys removed
     or, if required, filled in, so that the rest can be checked; None if that fails."""
     tree = copy.deepcopy(tree)
+    # A mended key may uncover errors below it; later rounds may see errors of the mending itself,
+    # so only those of the first are reported.
     for attempt in range(4):
         try:
             return adapter(kind).validate_python(tree)  # type: ignore[arg-type]

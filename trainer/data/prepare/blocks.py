@@ -129,6 +129,7 @@ def split_lines(blocks: Iterable[bytes]) -> Iterator[bytes | None]:
                 yield b"".join(parts) if length <= LONGEST_LINE else None
                 parts, length = [], 0
             length += len(part)
+            # The rest of an overlong line is skipped without being held.
             parts = [*parts, part] if length <= LONGEST_LINE else []
     if length:
         yield b"".join(parts) if length <= LONGEST_LINE else None

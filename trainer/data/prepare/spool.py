@@ -64,6 +64,7 @@ def spool(name: str, directory: Path, column: str) -> Path:
         raise DataError(f"{name}: nothing came through this pipe")
     file = part.rename(folder / f"stdin-{digest.hexdigest()[:16]}{_compression(part)}")
     file = file.rename(file.with_name(file.stem + _ending(file, column) + file.suffix))
+    # The plan's hash includes the age of each input; equal content must be equal input.
     os.utime(file, (0, 0))
     return file
 

@@ -36,6 +36,7 @@ def read_rows(path: Path, blocks: Iterable[bytes], column: str) -> Iterator[tupl
     try:
         for row in rows:
             yield line, [name.strip() for name in row] if line == 1 else row
+            # A quoted cell may span lines.
             line = rows.line_num + 1
     except csv.Error as error:
         raise DataError(

@@ -15,6 +15,7 @@ def ranks(strategy: Strategy) -> int:
 
 def chunks(strategy: Strategy) -> int:
     """Chunks of a sequence: two per rank of a ring."""
+    # An early and a late one, so that causal attention is equal work for all ranks.
     return 2 * strategy.cp if strategy.cp > 1 else 1
 
 

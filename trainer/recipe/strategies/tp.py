@@ -52,4 +52,5 @@ def describe(strategy: Strategy) -> str:
 
 def bytes_sent(strategy: Strategy, reduced: float) -> float:
     """Bytes that each rank sends in a ring to all-reduce activations of `reduced` bytes."""
+    # A reduce-scatter and an all-gather.
     return 2 * (1 - 1 / strategy.tp) * reduced

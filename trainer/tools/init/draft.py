@@ -88,6 +88,7 @@ def draft(wishes: Wishes, file: str) -> str:
         "plan": ["On CPU cores, with float32: every CPU has it."],
     }
     if machine:
+        # The draft itself is planned, so that the plan holds for the recipe as written.
         plan = make_plan(_read(_render(values)), machine, "cuda")
         values |= _planned(plan)
     text = _render(values)

@@ -90,6 +90,7 @@ def render(kind: str, job: LaunchedRun, **options: Any) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["shell"] = lambda value: shlex.quote(str(value))
+    # JSON strings are YAML strings.
     environment.filters["yaml"] = lambda value: json.dumps(str(value), ensure_ascii=False)
     text = environment.get_template(TEMPLATES[kind]).render(job=job, **options)
     return re.sub(r" +$", "", text, flags=re.M)

@@ -45,32 +45,34 @@ class LedgerView:
     def _keep(self) -> None:
         reader = self._reader
         self._kept = reader.offset
-        told, columns = [], []
+        described, columns = [], []
         for attempt in reader.attempts:
             one, data = attempt.steps.dump()
-            told.append(one)
+            described.append(one)
             columns += data
         others = [[number, line.decode("latin-1")] for number, line in reader.others]
         begun = {"inode": reader.inode, "offset": reader.offset, "number": reader.number}
-        cache.keep(reader.path, reader.offset, {**begun, "others": others, "steps": told}, columns)
+        cache.keep(
+            reader.path, reader.offset, {**begun, "others": others, "steps": described}, columns
+        )
 
     def _recall(self, size: int) -> None:
         found = cache.recall(self._reader.path)
         if not found:
             return
-        told, columns = found
+        facts, columns = found
         reader = LedgerReader(self._reader.path)
         with suppress(ValueError, KeyError, TypeError, IndexError):  # then all of it is read
-            reader.begin(told["inode"])
-            for number, text in told["others"]:
+            reader.begin(facts["inode"])
+            for number, text in facts["others"]:
                 reader.take(text.encode("latin-1"), number)
             each = len(columns) // max(1, len(reader.attempts))
             for place, (attempt, one) in enumerate(
-                zip(reader.attempts, told["steps"], strict=True)
+                zip(reader.attempts, facts["steps"], strict=True)
             ):
                 attempt.steps.fill(one, columns[place * each : (place + 1) * each])
                 attempt.settle()
-            reader.offset, reader.number = told["offset"], told["number"]
+            reader.offset, reader.number = facts["offset"], facts["number"]
             if 0 < reader.offset <= size:
                 self._reader, self._kept = reader, reader.offset
 

@@ -31,8 +31,8 @@ def report_html(paths: Sequence[Path]) -> str:
 def first_data(runs: Sequence[RunView]) -> dict[str, Any]:
     """Return the initial data of a page: everything about each run, and the keys in which their
     recipes differ."""
-    told = [run.all(max(500, POINTS // len(runs))) for run in runs]
-    return {"runs": told, "differing": differing_keys([one.pop("keys") for one in told])}
+    shown = [run.all(max(500, POINTS // len(runs))) for run in runs]
+    return {"runs": shown, "differing": differing_keys([one.pop("keys") for one in shown])}
 
 
 def title(runs: Sequence[RunView]) -> str:

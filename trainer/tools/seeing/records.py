@@ -112,22 +112,22 @@ class Records:
 
     def _keep(self) -> None:
         self._kept = self.offset
-        told = {"offset": self.offset, "names": list(self._columns)}
+        facts = {"offset": self.offset, "names": list(self._columns)}
         columns = [self.step.tobytes(), self.time.tobytes(), self._ends.tobytes()]
         columns += [self.column(name).tobytes() for name in self._columns]
-        cache.keep(self.path, self.offset, told, columns)
+        cache.keep(self.path, self.offset, facts, columns)
 
     def _recall(self) -> None:
         found = cache.recall(self.path)
         if not found:
             return
-        told, (step, time, ends, *columns) = found
+        facts, (step, time, ends, *columns) = found
         for column, data in ((self.step, step), (self.time, time), (self._ends, ends)):
             column.frombytes(data)
-        for name, data in zip(told["names"], columns, strict=True):
+        for name, data in zip(facts["names"], columns, strict=True):
             self._columns[name] = array("d")
             self._columns[name].frombytes(data)
-        self.offset = self._kept = told["offset"]
+        self.offset = self._kept = facts["offset"]
 
 
 def thinned(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:

@@ -174,11 +174,12 @@ def _ribbon(run: RunView, width: int) -> Text:
     parts = [part for one in run.ribbon() for part in one["parts"] if part[2] > part[1]]
     up = sum(end - begin for kind, begin, end in parts if kind != "down")
     room = max(10, width - 2)
-    bar, owed = Text(), 0.0
+    bar, pending = Text(), 0.0
     for kind, begin, end in parts:
-        owed += 1.0 if kind == "down" else room * (end - begin) / up if up else 0.0
-        count = int(owed)
-        owed -= count
+        pending += 1.0 if kind == "down" else room * (end - begin) / up if up else 0.0
+        # Fractions of a column carry over to the next part.
+        count = int(pending)
+        pending -= count
         block, color = PARTS[kind]
         bar.append(block * count, color)
     bar.truncate(room)
