@@ -27,7 +27,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[l
 
 
 def table(rows: Sequence[Sequence[str]], right: Container[int] = (), indent: str = "") -> list[str]:
-    """One line per row."""
+    """Format rows as lines of aligned cells."""
     return [indent + "  ".join(row).rstrip() for row in aligned(rows, right)]
 
 

@@ -75,7 +75,7 @@ def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> tor
 
 @contextmanager
 def _leaving_no_trace() -> Iterator[None]:
-    """Inside, trials neither advance the run's random generators nor compile."""
+    """Keep trials from advancing the run's random generators, and from compiling."""
     # fork_rng covers torch's generators only.
     kept = random.getstate(), np.random.get_state()
     try:

@@ -173,7 +173,7 @@ class ParallelModel:
 
     @property
     def beside_loss(self) -> Sequence[str]:
-        """Names that another pipeline stage returns beside the loss, in order."""
+        """Names of the scalars that another pipeline stage returns beside the loss, in order."""
         return self.pipeline.beside_loss if self.pipeline else ()
 
     @contextmanager

@@ -72,7 +72,7 @@ def _fsdp_groups(model: nn.Module) -> Iterator[Any]:
 
 
 def _take_groups_of_fsdp(group: Any) -> None:
-    """Give FSDP the groups that its meshes now find by name."""
+    """Replace FSDP's process groups by those of its rejoined meshes."""
     for info in (group.mesh_info, group.post_forward_mesh_info):
         if info and info.shard_mesh_dim is not None:
             info.shard_process_group = info.mesh.get_group(info.shard_mesh_dim)

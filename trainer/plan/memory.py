@@ -18,10 +18,10 @@ from trainer.recipe.strategies import offload, sharding
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the first rank, which no other's exceed."""
+    """Predicted bytes of the first rank, which needs at least as much as any other."""
 
     parameters: int
-    """Whole or sharded."""
+    """Bytes of the parameters, whole or sharded."""
     gradients: int
     """Bytes at the optimizer's step."""
     optimizer_state: int

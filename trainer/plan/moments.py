@@ -94,11 +94,11 @@ class Resting(NamedTuple):
     """Bytes that a stage keeps while another stage of its rank computes."""
 
     gathered: int
-    """From a forward pass until gradients are reduced."""
+    """Bytes kept from a forward pass until gradients are reduced."""
     between: int
-    """From the first backward pass on."""
+    """Bytes kept from the first backward pass on."""
     after: int
-    """After the last backward pass, in place of both."""
+    """Bytes kept after the last backward pass, in place of both others."""
 
 
 def adds_gradients(recipe: Recipe, layout: Layout) -> bool:
@@ -194,7 +194,8 @@ class Held:
         return (self._layout.reductions if before else 1) - self._in_place
 
     def _all_reduced(self, before: bool, done: int) -> int:
-        """Bytes of such shards, after `done` blocks of a pass that reduces."""
+        """Bytes of all-reduced shards that are not the gradients themselves, after `done` blocks of
+        a pass that reduces."""
         apart = self._apart(before)
         found = self._units if apart > 1 else self._units[1 : done + 1] if apart else ()
         shards = self._layout.shards
@@ -297,20 +298,20 @@ class Held:
         ]
 
     def _from_the_last(self) -> Sequence[Sequence[Shape]]:
-        """Units that `Trace.weights_peaks` tells of."""
+        """Units in the order of `Trace.weights_peaks`: the head, then blocks from the last on."""
         head, *blocks = self._units
         return [head] * self._stage.last + blocks[::-1]
 
     def _first_ends(self) -> Moment:
-        """The last unit's gradients are cast, after the first pass of several; those of the others
-        have been."""
+        """Moment at the end of the first of several passes: the last unit's gradients are cast,
+        those of the others have been."""
         root = self._units[0]
         last, held = (root, 0) if root else (self._parts[-1], self.trace.after_block)
         others = self._whole - self._accumulated(last)
         return Moment("end", 0, held, self._gathered + others + self._casting(last))
 
     def _casting(self, unit: Sequence[Shape]) -> int:
-        """Most while gradients are cast to the format of the reduction, one by one."""
+        """Peak while gradients are cast to the dtype of the reduction, one by one."""
         unit = trained_of(unit)
         if self._compute == self._reduced:
             return self._accumulated(unit)
@@ -322,9 +323,9 @@ class Held:
         return most
 
     def _reducing(self, unit: Sequence[Shape], before: bool) -> int:
-        """Most while a unit is reduced: its gradients are copied into a buffer, and that is reduced
-        into another, beside the last of the gradients, which torch still refers to; one rank does
-        not, but with replicas divides by 1 in between, which makes a third."""
+        """Peak while a unit is reduced: its gradients are copied into a buffer, which is reduced
+        into another, beside the last gradients, to which torch still refers. A group of one rank
+        does not reduce, but with replicas divides by 1, which takes a third buffer."""
         unit = trained_of(unit)
         buffer = self._buffer_of(unit)
         ranks = unit[0].over(self._layout.shards) if unit else 1

@@ -77,7 +77,7 @@ class Prediction(Memory):
     communication_seconds: float | None = None
     """Seconds per step without any overlap."""
     network_seconds: float | None = None
-    """The part of it between nodes."""
+    """The part of `communication_seconds` between nodes."""
     transfer_seconds: float | None = None
     """Seconds per step between host and device without any overlap."""
     exposed_seconds: float | None = None

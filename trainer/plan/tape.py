@@ -65,7 +65,7 @@ class Trace:
     """For divided experts: bytes after their backward in the last block, and in another block as of
     `first_backward`; without their gradients."""
     rest: tuple[int, int]
-    """Peak of the rest of that block's backward."""
+    """For divided experts: peaks of the rest of backward in these blocks."""
     forward: Work
     backward: Work
     """Work of backward, including recomputation."""
@@ -74,14 +74,14 @@ class Trace:
     hidden: int = 0
     """Bytes of a stage's output."""
     kept: int = 0
-    """For postponed gradients of weights: the part of `saved` that stays until then."""
+    """Part of `saved` that stays until postponed gradients of weights are computed."""
     put_off: int = 0
-    """Gradients that stay until then."""
+    """Bytes of gradients that stay until the postponed gradients of weights are computed."""
     weights_peaks: tuple[int, ...] = ()
-    """Peaks of computing them: of the head, if the stage has it, then of each block from the last
-    on; without the gradients of those before."""
+    """Peaks of computing postponed gradients of weights: of the head, if the stage has it, then of
+    each block from the last on; without the gradients of those before."""
     weights: Work = ()
-    """Their part of `backward`."""
+    """Work of postponed gradients of weights, a part of `backward`."""
 
 
 _IN_BLOCKS = {
@@ -95,7 +95,7 @@ class _Phase:
     experts: int = 0
     """Bytes after backward of divided experts."""
     rest: int = 0
-    """Peak after that."""
+    """Peak after backward of divided experts."""
     work: list[Kernel] = field(default_factory=list)
     fused: Fused | None = None
     """Operators of an incomplete compiled kernel."""
@@ -125,14 +125,14 @@ class Tape(LiveTensors):
         """Bytes when the weights of the head, the last block and the first one begin, by phase, and
         at the end. A frozen head has no such phase."""
         self._keeps_output = self._keeps_gradients = self._apart = False
-        """Whether what comes out of the blocks does."""
+        """Whether the blocks' output stays from the first part of backward to the second."""
         self._in_backward = False
         self._first_alive = self._first_saved = self._head_saved = 0
         self._after_block = self._after_head = self._forward_entry = self._entry = self._hidden = 0
         self._ends: list[weakref.ref[torch.UntypedStorage]] = []
         """Storages of the input and the output of the blocks."""
         self._kept = (True, True)
-        """Whether autograd keeps these two."""
+        """Whether autograd keeps the input and the output of the blocks."""
         self._enter("start")
 
     def follow(

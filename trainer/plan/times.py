@@ -46,16 +46,16 @@ class Times:
     update: float
     """Norm, clipping and optimizer; with offload also sums of gradients on the host."""
     transfers: float
-    """Between host and device with strategy.offload, without any overlap."""
+    """Transfers between host and device with strategy.offload, without any overlap."""
     communication: float
-    """Without any overlap."""
+    """All communication, without any overlap."""
     network: float
-    """The part of it between nodes."""
+    """The part of `communication` between nodes."""
     exposed: float
     """Communication and transfers that computation does not hide, and the time that they take from
     it."""
     waiting: float = 0.0
-    """For other stages of a pipeline."""
+    """Waiting for other stages of a pipeline."""
 
     @property
     def step(self) -> float:

@@ -71,7 +71,7 @@ class Collective:
 
 
 class Traffic(NamedTuple):
-    """Collectives of a step that share the data, by what they overlap with."""
+    """Data-parallel collectives of a step, by the computation that hides them."""
 
     forward: tuple[Collective, ...]
     """Parameters gathered in forward."""

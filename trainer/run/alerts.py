@@ -32,7 +32,7 @@ class Alerts:
         self._holds = [False] * len(self._alerts)
         self._warned = False
         self._standing: LedgerSummary | None = LedgerSummary(run_dir)
-        """None once the failures before this process are counted."""
+        """Counts of the ledger before this process; None once `_failures` has them."""
         self._step, self._failures = 0, 0.0
         self._newest, self._heard = 0.0, time.monotonic()
 

@@ -73,15 +73,8 @@ class Validator:
 
 @torch.no_grad()
 def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str, float] | None:
-    """Means over the validation set of what the model returns of it; None if a node was told to go
-    meanwhile (`heed`), on which the ranks agree before each micro-batch. Called on all ranks.
-
-    The validation set is cut into numbered micro-batches of one fixed shape, and the number of
-    data-parallel ranks only decides which computes which. A rank that has none left repeats the
-    first one with weight 0, so that every rank enters the same collectives. Sums are float64, in
-    which the few float32 addends are exact: the same weights give the same value at every size.
-    Means are taken over samples, or what was counted of them.
-    """
+    """Return the means of the model's scalars over the validation set; None if, with `heed`, a node
+    was told to leave meanwhile, on which the ranks agree before each micro-batch. On all ranks."""
     stream, count = evaluation.stream, evaluation.count
     model, pulse, step, device = run.model, run.pulse, run.progress.step, run.world.device
     size, rank, ranks = run.recipe.micro_batch, run.mesh.dp_rank, run.mesh.dp_size

@@ -73,10 +73,10 @@ class Trackio:
 
 
 def mlflow(run_dir: Path) -> Mlflow:
-    """For `tracking.sinks`."""
+    """Create the sink for `tracking.sinks` that logs to MLflow."""
     return Mlflow(run_dir)
 
 
 def trackio(run_dir: Path) -> Trackio:
-    """For `tracking.sinks`."""
+    """Create the sink for `tracking.sinks` that logs to trackio."""
     return Trackio(run_dir)

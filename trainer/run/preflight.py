@@ -336,7 +336,7 @@ def _check_device(recipe: Recipe, local_world_size: int) -> None:
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if recipe.run.device == "cuda" and not found:
         raise RecipeError(
-            "run.device: cuda is asked for, but torch finds no GPU here; check nvidia-smi and that "
+            "run.device: cuda is requested, but torch finds no GPU here; check nvidia-smi and that "
             "torch is a CUDA build, or set run.device=cpu"
         )
     if found and local_world_size > found:

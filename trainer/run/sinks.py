@@ -333,7 +333,6 @@ _HELP = {
     "steps_lost": "Steps that had to be done again",
     "goodput": "Share of the time in steps whose result survived, 0 to 1",
 }
-"""Help texts of values."""
 
 
 def _labels(pairs: Mapping[str, Any]) -> str:

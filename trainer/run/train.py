@@ -81,7 +81,8 @@ def train(run: Run, startup: Startup) -> int:
 
 
 def first_step_done(run: Run, startup: Startup) -> None:
-    """Allow the recall of this process, if the recipe does, and log the end of the start."""
+    """After the first step, allow reuse of this process in later attempts, if the recipe does, and
+    log the startup times."""
     run.recall.enable()
     startup.mark("first step")
     run.log.started(startup)

@@ -27,7 +27,7 @@ from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.factory import CIRCUMSTANCES, OwnCodeError, failure, is_wrong, place_in
 
 _ELSEWHERE = re.compile(r"fake|meta tensor|NoneType", re.IGNORECASE)
-"""Words of errors that a pass on real tensors and all ranks may not have."""
+"""Words of errors that fake tensors or missing ranks may cause."""
 
 
 def check_signature(recipe: Recipe, model: nn.Module, names: Iterable[str]) -> None:

@@ -341,8 +341,8 @@ def _build_kgat(recipe: Recipe, options: Kgat, graph: GraphData) -> Task:
         return initial_tensor(name, shape, adjacency, options, seed)
 
     def update_attention(model: "ParallelModel", consumed: int) -> None:
-        """At the end of each epoch, from the embeddings that its KG phase left (Algorithm of the
-        authors' code); nothing to do where there is none."""
+        """Recompute attention at the end of each epoch, from the embeddings that its KG phase left,
+        as in the authors' code."""
         if graph.triples_per_sample and consumed % stream.sequences == 0:
             with torch.no_grad():
                 model({})

@@ -23,7 +23,7 @@ from tests.trainer.data.chat_families import (
     tokenizer,
 )
 from trainer.data.prepare.chats import ChatError, form_of, read_chat, read_pair
-from trainer.data.prepare.spans import ChatEncoder, SpanFinder, told
+from trainer.data.prepare.spans import ChatEncoder, SpanFinder, notes_for_user
 from trainer.data.prepare.template import ChatTemplate
 
 
@@ -47,7 +47,7 @@ def find(encoder):
         if isinstance(documents, ChatError):
             raise documents
         if noted is not None:
-            noted += told(finder.counts, finder.examples)
+            noted += notes_for_user(finder.counts, finder.examples)
         return documents
 
     return find

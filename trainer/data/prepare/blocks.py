@@ -29,7 +29,7 @@ def read_blocks(
     path: Path,
     start: int = 0,
     end: int | None = None,
-    told: Callable[[int], None] = lambda count: None,
+    report: Callable[[int], None] = lambda count: None,
 ) -> Iterator[bytes]:
     """Yield the content of a file in non-empty blocks, without a byte order mark.
 
@@ -37,7 +37,7 @@ def read_blocks(
         path: compressed files are decompressed.
         start: first byte; 0 for a compressed file.
         end: one past the last byte; None for all. Unused for a compressed file.
-        told: called with the bytes of the file on disk read so far.
+        report: called with the bytes of the file on disk read so far.
 
     Raises:
         DataError: it cannot be read, or does not match its extension.
@@ -48,7 +48,7 @@ def read_blocks(
             blocks = _decompressed(path, file, kind) if kind else _plain(file, start, end)
             first = start == 0
             for block in blocks:
-                told(file.tell() - start)
+                report(file.tell() - start)
                 content = block.removeprefix(BOM) if first else block
                 first = False
                 if content:

@@ -31,7 +31,7 @@ _MOST_DEPTH = 100
 
 
 class ChatError(ValueError):
-    """A record is no chat; the message continues after its place."""
+    """A record is no chat. The message follows the record's file and line."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ from trainer.data.prepare.sources import (
     lines_before,
     look_at,
 )
-from trainer.data.prepare.spans import summed, told
+from trainer.data.prepare.spans import notes_for_user, summed
 from trainer.data.prepare.spool import FOLDER, is_pipe, spool
 from trainer.data.prepare.template import read_template, special_variables, unknown_tokens
 from trainer.data.prepare.tokenise import (
@@ -360,7 +360,9 @@ def _prepare(
     ]
     results = tokenise(jobs, workers, progress)
     noted = [counts["noted"] for unit in results for counts in unit]
-    for line in (told(*summed(noted)) if template else _spelled_out(noted)) if progress else ():
+    for line in (
+        (notes_for_user(*summed(noted)) if template else _spelled_out(noted)) if progress else ()
+    ):
         _say(line)
     index = _join(jobs, results, forms, out, vocabulary, settings, template, plan_hash)
     shutil.rmtree(work)

@@ -23,7 +23,8 @@ _TOO_LONG = f"more than {LONGEST_LINE >> 20} MiB; cut it, or give it as a txt fi
 
 @dataclass(frozen=True)
 class Record:
-    """One document or a part of it, or the reason why there is none; neither for a blank line."""
+    """One document, a part of one, or a rejected record with its problem; a blank line has neither
+    text nor problem."""
 
     line: int
     """Its place in the piece, from 1: line, or row of a parquet or arrow file, or value of a json
@@ -37,7 +38,7 @@ class Record:
 
 
 def read_piece(
-    piece: Piece, field: str | None, told: Callable[[int], None] = lambda count: None
+    piece: Piece, field: str | None, report: Callable[[int], None] = lambda count: None
 ) -> Iterator[Record]:
     """Yield the documents of a piece, in file order.
 
@@ -45,18 +46,18 @@ def read_piece(
         piece: from `cut_units`.
         field: with the text, of each json object, or column of csv, parquet and arrow; None: all
             fields, of any form except plain text.
-        told: called now and then with the bytes of the piece read so far.
+        report: called now and then with the bytes of the piece read so far.
 
     Raises:
         DataError: the whole file cannot be read: damaged, or without the column.
     """
     path = Path(piece.file)
     if piece.form.kind == "parquet":
-        return _parquet(path, piece, field, told)
+        return _parquet(path, piece, field, report)
     if piece.form.kind == "arrow":
-        return _arrow(path, piece, field, told)
+        return _arrow(path, piece, field, report)
     end = piece.end if piece.form.kind in ("text", "json lines") else None
-    blocks = read_blocks(path, piece.start, end, told)
+    blocks = read_blocks(path, piece.start, end, report)
     match piece.form.kind:
         case "text":
             return _text(blocks, piece)
@@ -259,7 +260,7 @@ def _csv(path: Path, blocks: Iterable[bytes], field: str | None) -> Iterator[Rec
 
 
 def _parquet(
-    path: Path, piece: Piece, field: str | None, told: Callable[[int], None]
+    path: Path, piece: Piece, field: str | None, report: Callable[[int], None]
 ) -> Iterator[Record]:
     file = open_parquet(path)
     column = _column_of(path, field, file.schema_arrow.names) if field else None
@@ -271,13 +272,13 @@ def _parquet(
         for batch in file.iter_batches(_ROWS, row_groups=groups, columns=wanted):
             yield from _rows(batch, row, field, column)
             row += batch.num_rows
-            told(piece.size * row // max(rows, 1))
+            report(piece.size * row // max(rows, 1))
     except (ValueError, OSError) as error:
         raise DataError(f"{path}: row group {piece.start} cannot be read: {error}") from error
 
 
 def _arrow(
-    path: Path, piece: Piece, field: str | None, told: Callable[[int], None]
+    path: Path, piece: Piece, field: str | None, report: Callable[[int], None]
 ) -> Iterator[Record]:
     """Yield rows of a file in Arrow's stream format, as `datasets.save_to_disk` writes, or in its
     file format."""
@@ -296,7 +297,7 @@ def _arrow(
             for batch in batches:
                 yield from _rows(batch, row, field, column)
                 row += batch.num_rows
-                told(file.tell())
+                report(file.tell())
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: not an arrow file, or damaged: {error}") from error
 

@@ -416,7 +416,7 @@ class SpanFinder:
         return Document(ids, trained, place)
 
 
-def told(counts: Counter[str], examples: dict[str, str]) -> Iterator[str]:
+def notes_for_user(counts: Counter[str], examples: dict[str, str]) -> Iterator[str]:
     """Yield notes for the user about chats.
 
     Args:

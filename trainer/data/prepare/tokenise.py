@@ -98,14 +98,14 @@ def _tokenise_unit(job: TokeniseTask) -> list[dict[str, Any]]:
         of_text = job.settings.kind == "documents"
         writer = _TextWriter(job, stack) if of_text else _ChatWriter(job, stack)
 
-        def told(count: int) -> None:
+        def report(count: int) -> None:
             os.pwrite(progress.fileno(), struct.pack("<Q", read + count), 8 * job.number)
 
         for piece in job.unit:
             rejected = 0
             before = dict(writer.documents)
             rejects: list[dict[str, Any]] = []
-            records = read_piece(piece, job.settings.field if of_text else None, told)
+            records = read_piece(piece, job.settings.field if of_text else None, report)
             for line, problem in _added(writer, records, piece.form.held_out):
                 if job.settings.on_bad == "fail":
                     raise DataError(
@@ -120,7 +120,7 @@ def _tokenise_unit(job: TokeniseTask) -> list[dict[str, Any]]:
             counts = {"by_split": by_split, "rejected": rejected}
             results.append({**counts, "rejects": rejects, "noted": writer.noted()})
         writer.flush()
-        told(0)
+        report(0)
     with atomic(done) as output:
         output.write(json.dumps(results).encode())
     return results
@@ -216,7 +216,8 @@ class _TextWriter:
         return []
 
     def noted(self) -> dict[str, Any]:
-        """Since the last call: documents, or parts of one, that spell each special token."""
+        """Return and reset the counts of documents, or parts of one, that spell each special
+        token."""
         spelled, self._spelled = dict(self._spelled), Counter()
         return {"spelled": spelled}
 
@@ -350,7 +351,7 @@ class _ChatWriter:
         return f"{size}, more than --max-tokens {most}; --too-long cut keeps the first"
 
     def noted(self) -> dict[str, Any]:
-        """Since the last call: see `SpanFinder`."""
+        """Return and reset the counts and examples of `SpanFinder`."""
         finder = self._finder
         noted = {"counts": dict(finder.counts), "examples": dict(finder.examples)}
         finder.counts.clear()

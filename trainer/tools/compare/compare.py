@@ -254,8 +254,8 @@ def read_run(name: str, run: Path, steps: int) -> Outcome:
 
 
 def stall(steps: Mapping[int, StepLine], save_at: int, usual: float) -> float:
-    """Seconds that a checkpoint after step `save_at` cost: what passed until the next step began
-    beyond what usually does, and by how much the steps that followed were slower than usual."""
+    """Return the seconds that a checkpoint after step `save_at` cost: the longer pause before the
+    next step, and the slowdown of the steps that follow."""
 
     def pause_after(number: int) -> float:
         return steps[number + 1].after - steps[number + 1].seconds - steps[number].after
@@ -272,7 +272,7 @@ def stall(steps: Mapping[int, StepLine], save_at: int, usual: float) -> float:
 
 
 def compare_losses(outcomes: Sequence[Outcome]) -> None:
-    """Fill in `difference`: to the first outcome that has losses."""
+    """Fill in `Outcome.difference`, relative to the first outcome with losses."""
     reference = next((one.losses for one in outcomes if one.losses), {})
     for one in outcomes:
         common = one.losses.keys() & reference.keys()
@@ -283,7 +283,8 @@ def compare_losses(outcomes: Sequence[Outcome]) -> None:
 
 
 def problems(outcomes: Sequence[Outcome], tolerance: float) -> list[str]:
-    """What is not as it should be, in a sentence each."""
+    """Describe failed strategies, and losses that differ by more than `tolerance`, in a sentence
+    each."""
     found = [f"{one.name}: {one.problem}" for one in outcomes if one.failed]
     first = next((one.name for one in outcomes if one.losses), "")
     found += [
