@@ -153,7 +153,7 @@ _ABOUT = {
     **{"start_ids": [count], "documents": count, "rejected": count, "plan": a_text},
     "sources": [{"file": a_text, "bytes": count, "documents": count, "rejected": count}],
 }
-"""Optional keys."""
+"""Optional keys of index.json, and the checks of their values."""
 
 
 def _check(value: Any, kind: Any, where: str = "") -> None:
@@ -404,7 +404,8 @@ def check_size(path: Path, expected: int) -> None:
 
 
 def detect_reader(directory: Path) -> Literal["mmap", "pread"]:
-    """pread on network filesystems, where each page fault is a round trip; else mmap."""
+    """Return pread for network filesystems, where each page fault is a round trip, and mmap for
+    others."""
     kind = filesystem(directory)
     return "pread" if kind == "fuse" or is_shared(kind) else "mmap"
 

@@ -60,7 +60,7 @@ class Head(nn.Module):
         self.weight, self.bias = given.weight, given.bias
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(B, T, D) → the same."""
+        """Return `hidden` (B, T, D) unchanged."""
         return hidden
 
 

@@ -35,7 +35,7 @@ from trainer.recipe import RecipeError
 PORTION_BYTES = 8 << 20
 """Bytes of weights updated at a time, in whole pages. Gradients and moments are added to them."""
 BUFFERS = 3
-"""One buffer is read into, one computed in, one written from."""
+"""Buffers of an update: one being read into, one computed in, one written from."""
 WRITES_AHEAD = 4
 """Gradient writes under way before backward waits for the first of them."""
 

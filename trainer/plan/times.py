@@ -65,7 +65,8 @@ class Times:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The stages of a pipeline with their traces; without one, the work of every rank."""
+    """The stages of a pipeline with their traces; without a pipeline, the one stage that every rank
+    computes."""
 
     stages: Sequence[Stage]
     """All stages, in order."""

@@ -76,7 +76,8 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def length_contradictions(recipe: Recipe, length: str) -> Iterator[tuple[str, str]]:
-    """Yield, as `contradictions`, what does not fit `run.steps`, which messages call `length`."""
+    """Yield (key, problem and remedy) for settings that need another `run.steps`; messages call it
+    `length`."""
     steps, schedule, after = recipe.run.steps, recipe.schedule, recipe.tracking.profile_after
     if recipe.tracking.profile_steps and after >= steps:
         yield "tracking.profile_after", f"{after} leaves none of {length} to profile; lower it"

@@ -199,7 +199,8 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _json_values(path: Path, blocks: Iterable[bytes], field: str | None) -> Iterator[Record]:
-    """Yield values in sequence over any number of lines, or in arrays."""
+    """Yield a record for each JSON value, in sequence over any number of lines, or inside
+    arrays."""
     decoder, decode = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")()
     buffer, position, number, depth, tried = "", 0, 0, 0, 0
     for block in _and_an_end(blocks):

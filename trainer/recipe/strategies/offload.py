@@ -13,12 +13,12 @@ def used(strategy: Strategy) -> bool:
 
 
 def to_host(strategy: Strategy) -> bool:
-    """Whether they are in host memory."""
+    """Whether parameters, gradients and optimizer state are in host memory."""
     return strategy.offload == "cpu"
 
 
 def to_disk(strategy: Strategy) -> bool:
-    """Whether they are in files."""
+    """Whether parameters, gradients and optimizer state are in files."""
     return strategy.offload == "nvme"
 
 
