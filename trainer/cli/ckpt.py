@@ -172,6 +172,7 @@ def _retention(state: dict[str, Any], arguments: argparse.Namespace) -> Any:
     try:
         trained = state.get("recipe", {}).get("checkpoint", {"keep": 0})
         rules = {name: trained[name] for name in RULES if name in trained} | rules
+        # They come from a file that anyone may have written.
         if any(type(value) is not RULES[name] for name, value in rules.items()):
             raise ValueError(f"{rules}")
         return CheckpointOptions(**rules)

@@ -193,6 +193,7 @@ def _submit(kind: str, command: list[str], name: str) -> NoReturn:
     that command's."""
     if kind == "k8s":
         _make_secret(name)
+    # exec would discard Python's buffers.
     sys.stdout.flush()
     os.execvp(command[0], command)
 

@@ -31,6 +31,7 @@ def cu_seqlens_of(document_ids: Tensor) -> Tensor:
     first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     starts = first.flatten().nonzero().flatten()
     room = room_for_documents(rows, length)
+    # Doubled, so that few shapes occur: compiled code recompiles for each.
     while room < len(starts):
         room *= 2
     padded = torch.full((room + 1,), rows * length, dtype=torch.int32, device=starts.device)

@@ -141,6 +141,7 @@ class Bins:
             # A document's last token has no label: the next one belongs to another document.
             labels[place : place + size - 1][counts] = tokens[1:][counts]
             place += size
+            # What follows is another document; at last the padding.
             numbers[place:] = count + 1
         return Sequenced(ids, labels, numbers, crc32(labels.data, crc32(ids.data)))
 

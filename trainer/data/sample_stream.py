@@ -112,6 +112,7 @@ class SampleStream:
         purpose = "sample" if self._shuffle else "validation sample"
         seed = stable_seed(self._seed, purpose, position)
         torch.default_generator.manual_seed(seed)  # the CPU's only: a GPU may be computing
+        # numpy takes 32 bits.
         np.random.seed(seed & 0xFFFFFFFF)
         random.seed(seed)
         try:

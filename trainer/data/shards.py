@@ -88,6 +88,7 @@ def read_index(directory: str | Path) -> dict[str, Any]:
         _check(index, {"format": count})
         if index["format"] in KINDS:
             kinds = _INDEX if index["format"] == FORMAT else _INDEX_OF_CHATS
+            # Data sets of older versions lack some of these.
             _check(index, {key: kind for key, kind in _ABOUT.items() if key in index} | kinds)
             for split in SPLITS:
                 for number, shard in enumerate(index["splits"][split]["shards"]):

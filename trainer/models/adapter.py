@@ -88,6 +88,7 @@ def add_adapters(model: TextModel, options: Adapter, dtype: str = "bf16") -> Non
             continue
         parameter.requires_grad_(False)
         if parameter.is_floating_point():
+            # No update is added to a frozen weight, so none can be lost to rounding.
             parameter.data = parameter.data.to(torch.bfloat16 if narrow else torch.float32)
     for name in layers:
         parent, _, key = name.rpartition(".")

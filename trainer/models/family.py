@@ -167,6 +167,7 @@ class Family:
             if default is None:
                 continue
             kinds = (int, float) if isinstance(default, float) else type(default)
+            # bool is a subclass of int.
             if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(default, bool):
                 raise RecipeError(
                     f"model.architecture.options.{key}: {value!r} is no {type(default).__name__}, "

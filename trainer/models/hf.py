@@ -147,6 +147,7 @@ def _architecture(config: dict[str, Any], family: Family | None) -> Architecture
     if any(kind != "full_attention" for kind in kinds):
         raise _unsupported("layer_types", config["layer_types"], "'full_attention' throughout")
 
+    # config.json may leave out values that equal transformers' defaults.
     config = {**_COMMON_DEFAULTS, **family.defaults, **config}
     heads = _positive(config, "num_attention_heads", int)
     if config["num_key_value_heads"] is None:
@@ -351,6 +352,7 @@ def tokenizer_files(tokenizer_json: str | Path, eos_id: int) -> dict[str, bytes]
 def _positive(config: Mapping[str, Any], key: str, kind: type) -> Any:
     value = config.get(key)
     accepted = (int, float) if kind is float else (int,)
+    # bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, accepted) or value <= 0:
         words = "a number above 0" if kind is float else "a whole number above 0"
         raise _malformed(key, value, words)

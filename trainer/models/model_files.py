@@ -60,6 +60,7 @@ def files_beside(
         stops = stop_ids(files, init_from)
         if not stops:
             known = _object(files, GENERATION_CONFIG, init_from)
+            # Without a stop token, generation would run to its length limit.
             files[GENERATION_CONFIG] = _json({**known, "eos_token_id": eos})
         elif eos not in stops and "kind" not in index:  # the template ends chats
             notes.append(
@@ -150,6 +151,7 @@ def _with_tokenizer(
         f"{data}: was prepared with other tokens than those of {directory}; checkpoints get its "
         "tokenizer, and no chat template"
     )
+    # A chat template writes tokens that the other tokenizer lacks.
     kept = {name: content for name, content in files.items() if not name.startswith(ABOUT_TOKENS)}
     return {**kept, **prepared}
 

@@ -131,6 +131,7 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
         ConfigError: the config.json of `model.init_from` cannot be used.
     """
     model, blocks, flops = bare_model(recipe)
+    # The model of a factory has values, which planning does not need.
     model = model.to("meta")
     traced = model
     if recipe.model.factory:  # each trace changes a copy, so the model must allow one

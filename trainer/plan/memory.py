@@ -86,6 +86,7 @@ def memory_of(
             count * sum(shape.sharded(layout.shards) for shape in trained_of(unit))
             for unit, count in units
         )
+        # Only one portion at a time is in float32.
         rounding = ROUNDING_BYTES * min(PORTION["cpu" if device == "cpu" else "cuda"], owned)
     activations = traces[0].saved
     if layout.by_fsdp or order:

@@ -247,7 +247,8 @@ def _of_node(
     on_host: int,
     on_disk: int,
 ) -> dict[str, Any]:
-    """Fields of a checkpoint, and of a node whose ranks each have `on_host` and `on_disk` bytes."""
+    """Fields of `Prediction` about a checkpoint, and about a node whose ranks each have `on_host`
+    and `on_disk` bytes."""
     adapter = recipe.model.adapter  # checkpoints hold only the adapter
     units = [trained_of(unit) if adapter else unit for unit in blueprint.units]
     saved = sum(shape.saved_bytes for unit in units for shape in unit)

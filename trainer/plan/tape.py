@@ -229,14 +229,14 @@ class Tape(LiveTensors):
         self._phase = self._phases[phase]
 
     def _leave(self, block: nn.Module, following: str) -> None:
-        """Backward of a block is done: FSDP would reduce its gradients now."""
+        """Mark the end of a block's backward, where FSDP would reduce its gradients."""
         _drop_all(block)
         if following == "tail":
             self._after_block = self.total()
         self._enter(following)
 
     def forward_ends(self) -> None:
-        """The loss exists, and autocast's casts are gone."""
+        """Mark the end of forward: the loss exists, and autocast's casts are freed."""
         self._end_kernel()
         self._saved = self.total()
         self._first_saved, self._head_saved = self.total("first"), self.total("head")
@@ -246,7 +246,7 @@ class Tape(LiveTensors):
         self._enter("head back")
 
     def backward_ends(self) -> None:
-        """All gradients exist."""
+        """Mark the end of backward."""
         self._end_kernel()
 
     def backward_in_two(self, loss: torch.Tensor, model: nn.Module) -> None:

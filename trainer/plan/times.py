@@ -106,6 +106,7 @@ def times_of(
         for rank in ranks
     )
     busy = slowest.compute + within
+    # The simulation includes all ranks; the time in which the slowest does not compute, it waits.
     return replace(slowest, waiting=max(0.0, simulation.seconds - busy))
 
 
@@ -185,6 +186,7 @@ def _offload(
     if not offload.used(recipe.strategy):
         return 0.0, traffic / (machine.gpu.bandwidth * BANDWIDTH_SHARE)
     sums = ADDITION_TRAFFIC * (layout.reductions - 1) * owned
+    # All ranks of a node share its memory.
     update = (traffic + sums) * machine.gpus_per_node / HOST_BANDWIDTH
     often = gathering_passes(recipe, layout)
     gathers = 2 * layout.passes if recipe.gathers_twice else often

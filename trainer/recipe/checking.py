@@ -31,6 +31,7 @@ def checked(
 ) -> T | None:
     """Check keys and types. Problems are added to `problems` and `wrong`, and their keys removed
     or, if required, filled in, so that the rest can be checked; None if that fails."""
+    # Mending changes it.
     tree = copy.deepcopy(tree)
     # A mended key may uncover errors below it; later rounds may see errors of the mending itself,
     # so only those of the first are reported.

@@ -29,6 +29,7 @@ class Refusals:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> bool:
+        # Any other error is a fault of ours, and ends the command at once.
         if not isinstance(error, Exception) or not isinstance(error, known_errors()):
             return False
         self._found[str(error)] = error

@@ -255,6 +255,7 @@ def give_next_tokens(recipe: Recipe, model: nn.Module) -> list[str]:
         labels = named.get("labels")
         return given, named if labels is None else {**named, "shift_labels": labels.contiguous()}
 
+    # transformers shifts `labels`, and takes `shift_labels` as they are.
     model.register_forward_pre_hook(add, with_kwargs=True)
     if not recipe.data.document_mask:
         return []
@@ -267,6 +268,7 @@ def give_next_tokens(recipe: Recipe, model: nn.Module) -> list[str]:
 def shifts_labels(model: nn.Module) -> bool:
     """Whether a transformers model takes its inputs as labels, and shifts them: its forward calls
     `loss_function`, which is ForCausalLMLoss."""
+    # transformers wraps forward in decorators.
     passes = (inspect.unwrap(one.forward) for one in type(model).mro() if hasattr(one, "forward"))
     codes = (getattr(one, "__code__", None) for one in passes)
     if not any("loss_function" in code.co_names for code in codes if code):

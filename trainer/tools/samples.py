@@ -80,6 +80,7 @@ def add_lines(
         if not missing:
             continue
         try:
+            # Keeps the run from deleting the checkpoint meanwhile.
             with reading_lock(location(path)):
                 open_step(location(path))
                 found = list(make(path, missing))

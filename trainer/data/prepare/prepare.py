@@ -138,6 +138,7 @@ def prepare(
         found = find_inputs(names, known, settings.splits == "by-name")
         if found.broken and settings.on_bad == "fail":
             raise DataError(f"cannot be followed: {', '.join(found.broken)}; mend or remove it")
+        # A validation split by file names replaces the default share.
         if settings.validation_fraction is None:
             share = 0.0 if found.validation else _VALIDATION_FRACTION
             settings = replace(settings, validation_fraction=share)
@@ -322,6 +323,7 @@ def _finished(out: Path, plan_hash: str) -> dict[str, Any] | None:
         )
     try:
         for split in SPLITS:
+            # Opening it checks the size of every file.
             TokenDataset(out, split)
     except DataError:
         return None

@@ -222,6 +222,7 @@ def read_run(name: str, run: Path, steps: int) -> Outcome:
     timed = [by_number[number].seconds for number in range(WARM_UP + 1, save_at + 1)]
     records = read_metrics(run)
     logged = [record for record in records if "loss" in record]
+    # metrics.jsonl has null for a loss that is not finite.
     losses = {r["step"]: math.inf if r["loss"] is None else r["loss"] for r in logged}
     tokens_per_step = logged[-1]["tokens"] / logged[-1]["step"]
     saves = [record for record in records if record.get("checkpoint_step") == save_at]

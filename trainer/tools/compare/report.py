@@ -196,6 +196,7 @@ def picture(outcomes: Sequence[Outcome], caption: str) -> str:
     """Draw an SVG with a bar of memory and one of time for each strategy that ran."""
     shown = [one for one in outcomes if not one.problem]
     height = TOP + ROW * len(shown) + 40
+    # Measured and planned bytes share a scale, so that bars and marks can be compared.
     most = max([value for one in shown for value in (one.peak, _planned(one)) if value], default=1)
     slowest = max([one.quantile(0.9) or 0.0 for one in shown], default=1) or 1
     right = LEFT + PANEL + GAP

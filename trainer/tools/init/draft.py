@@ -150,6 +150,7 @@ def _model(model: str) -> dict[str, Any]:
             "directory": model,
             "what": what,
             "longest": architecture.max_position_embeddings,
+            # Fine-tuning takes a rate far below that of pre-training.
             "lr": "1.0e-5",
         }
     known = with_architecture()

@@ -93,6 +93,7 @@ def render(kind: str, job: LaunchedRun, **options: Any) -> str:
     # JSON strings are YAML strings.
     environment.filters["yaml"] = lambda value: json.dumps(str(value), ensure_ascii=False)
     text = environment.get_template(TEMPLATES[kind]).render(job=job, **options)
+    # Templates leave spaces where an optional word is missing.
     return re.sub(r" +$", "", text, flags=re.M)
 
 

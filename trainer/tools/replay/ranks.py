@@ -171,6 +171,7 @@ def _steps(walk: Walk, run: Run, kind: Mapping[str, str], until: int, storage: P
             if run.progress.step in targets:
                 walk.keep(run)
             attempt, expected = line.attempt_of(step), line.recorded(step)
+            # A rounding difference stays in all later states.
             walk.proof = _weaker(walk.proof, _provable(walk, run, attempt, kind))
             if step == walk.request.look_at:
                 _look(walk, run, inputs, step)

@@ -139,6 +139,7 @@ def rebuilt(
     Raises:
         RecipeError, DataError, CheckpointError: recipe, data and state contradict each other.
     """
+    # The replay writes nothing into the run's directory, not even compiled code.
     keep_caches_closed(sources.scratch, recipe.strategy.compile)
     given = recipe
     if recipe.batch.micro_batch == "auto":  # another size than the run's only changes rounding
@@ -167,6 +168,7 @@ def rebuilt(
         if recipe.objective.referenced and not Reference(recipe, task, init_from).find(world, mesh):
             begun = True
             load_beginning(model, recipe, task)
+            # The file with the numbers goes to the scratch folder, not into the run.
             elsewhere = replace(recipe, run=replace(recipe.run, dir=str(sources.scratch)))
             Reference(elsewhere, task, init_from).compute(model, world, mesh, pulse)
         progress, _ = restore(

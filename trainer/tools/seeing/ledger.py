@@ -50,6 +50,7 @@ class LedgerView:
             one, data = attempt.steps.dump()
             described.append(one)
             columns += data
+        # latin-1 decodes any byte, and back without loss.
         others = [[number, line.decode("latin-1")] for number, line in reader.others]
         begun = {"inode": reader.inode, "offset": reader.offset, "number": reader.number}
         cache.keep(

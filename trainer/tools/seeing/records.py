@@ -83,6 +83,7 @@ class Records:
                     continue
                 column = self._columns[name] = array("d")
             if len(column) < count:
+                # A metric may begin late, and not every record has all of them.
                 column.extend([math.nan] * (count - len(column)))
             column.append(math.nan if value is None else float(value))
 

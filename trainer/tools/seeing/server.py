@@ -40,6 +40,7 @@ class Server(ThreadingHTTPServer):
         OSError: the address is unavailable.
     """
 
+    # Ctrl-C must not wait for open pages.
     daemon_threads = True
 
     def __init__(self, paths: Sequence[Path], host: str, port: int) -> None:
@@ -143,6 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(data)))
+        # The address has the token; nothing of it should stay on a disk.
         self.send_header("Cache-Control", "no-store")
         self.send_header("Content-Security-Policy", policy(live=True))
         self.send_header("X-Content-Type-Options", "nosniff")

@@ -96,6 +96,7 @@ def find_runs(folder: Path) -> list[Path]:
             todo += [
                 (one, depth + 1)
                 for one in entries
+                # Links may lead in circles.
                 if one.is_dir() and not one.is_symlink() and _may_hold_runs(one.name)
             ]
     return [path for _, path in sorted(found, reverse=True)]

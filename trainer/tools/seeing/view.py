@@ -89,6 +89,7 @@ class RunView:
                 return State("stopped", how.text)
             if code == EXIT_INTERRUPTED:
                 return State("paused", "stopped by Ctrl-C; the same command resumes")
+            # When a node joins or leaves, the ranks start again by themselves.
             if how.kind in ("join", "leave") and silent < STARTING_SECONDS:
                 return State("waiting", f"waits for its nodes, for {clock(silent)}")
             return State("paused" if how.kind in ("join", "leave", "asked") else "dead", how.text)
