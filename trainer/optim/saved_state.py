@@ -79,6 +79,7 @@ def own_targets(
     names = {parameter: name for name, parameter in parameters.items()}
 
     def put() -> None:
+        # The present recipe determines the scales; `put` restores the saved ones.
         scales = [group.get("lr_scale", 1.0) for group in optimizer.param_groups]
         targets.put()
         for group, scale in zip(optimizer.param_groups, scales, strict=True):

@@ -147,6 +147,7 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
         least = partial(_least_seconds, recipe, machine, blueprint)
         known = {one.label for one in found}
         layouts = [one for one in _layouts(recipe, machine, blueprint) if one[0] not in known]
+        # The most promising first, so that their times rule out later ones untraced.
         for label, strategy in sorted(layouts, key=lambda layout: least(layout[1])):
             limit = best.prediction.seconds_per_step if best else None
             recomputes = [
@@ -235,6 +236,7 @@ def _layouts(
                     pp_schedule="interleaved_1f1b" if stages > 1 else "1f1b", ep=ep,
                     compile=recipe.strategy.compile,
                 )  # fmt: skip
+                # State alone: a lower bound that needs no trace.
                 too_large = state / sharded > (1 - ROOM) * machine.gpu.memory
                 changed = _changed(recipe, strategy, 1)
                 if not (too_large or _refused(changed)):
@@ -273,6 +275,7 @@ def _least_seconds(
     if strategy.name == "ddp":
         return computing
     changed = dataclasses.replace(recipe, strategy=strategy)
+    # The largest micro-batch, as this is a lower bound.
     gathers = passes / max(MICRO_BATCHES) * (2 if changed.gathers_twice else 1)
     shards = strategies.sharding.group(changed, shards, machine.gpus_per_node // stride)
     apart = strategies.ep.ranks(strategy)
@@ -352,6 +355,7 @@ def largest_micro_batch(
     sizes, ranks = _micro_batches(recipe, world_size), strategies.pp.ranks(recipe.strategy)
     if ranks > 1:
         sizes = [n for n in sizes if n == 1 or sizes[-1] / n >= PASSES_PER_RANK * ranks]
+    # Memory grows with the micro-batch, so bisection finds the last that fits.
     return sizes[max(0, bisect_left(sizes, True, key=too_large) - 1)]
 
 

@@ -12,4 +12,5 @@ def stable_seed(seed: int, purpose: str, *numbers: int) -> int:
         numbers: which draw, such as (step, rank).
     """
     text = "/".join(map(str, (seed, purpose, *numbers))).encode()
+    # 63 bits fit an int64.
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

@@ -82,6 +82,7 @@ def build(
         abandon_when_recalled(checkpointer, recall),
         attention_kernel(recipe, task, world.device) as attention,
     ):
+        # The writer process starts while the model is built.
         checkpointer.start_early()
         if last:
             task, optimizer = last.task, last.optimizer

@@ -122,6 +122,7 @@ def check_agreement(recipe: Recipe, identity: Mapping[str, str], device: torch.d
     """
     kind = computed_by(identity, device)
     ours = {**identity, **machine(device)} if exact.used(recipe) else dict(identity)
+    # 60 bits, so that the negatives fit an int64, too.
     numbers = [int(digest(values)[:15], 16) for values in (ours, kind)]
     # Numbers and their negatives under MAX show in one all-reduce whether all ranks are equal. The
     # largest random draw names the attempt.

@@ -203,7 +203,7 @@ def _folder(directory: Path) -> Iterator[Finding]:
 
 
 def _lacking(scratch: Path) -> Iterator[tuple[str, str]]:
-    """Return pairs: an operation that the filesystem does not support, and the remedy."""
+    """Yield pairs: an operation that the filesystem does not support, and the remedy."""
     file, other = scratch / "a", scratch / "b"
     with file.open("wb") as opened:
         opened.write(b"x")

@@ -107,7 +107,8 @@ def continuations(
     device: str | torch.device = "cpu",
     family: str | None = None,
 ) -> list[Iterator[str]]:
-    """Yield the continuation of each prompt in pieces, from one loaded model; see `generate`."""
+    """Return for each prompt an iterator over the pieces of its continuation, all from one loaded
+    model; see `generate`."""
     opened = open_model(checkpoint_dir, device=device, family=family)
     encoded = [_encode(prompt, opened) for prompt in prompts]
     return [_decode_pieces(opened.tokenizer, ids, opened.new_ids(ids, sampling)) for ids in encoded]

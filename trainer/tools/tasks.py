@@ -138,6 +138,7 @@ class _HarnessModel(LM):
         device = next(model.parameters()).device
         rows = [(before + after)[-limit - 1 :] for before, after in pairs]
         found = [(0.0, True)] * len(rows)
+        # Rows of similar length share a batch, which keeps padding short.
         order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
         for first in range(0, len(order), ROWS):
             some = order[first : first + ROWS]
@@ -150,6 +151,7 @@ class _HarnessModel(LM):
                 row = rows[number]
                 count = min(len(pairs[number][1]), len(row) - 1)
                 target = torch.tensor(row[-count:], device=device)
+                # Only the scored positions: logits of a whole batch would take gigabytes.
                 logits = model.head(states[len(row) - 1 - count : len(row) - 1]).float()
                 likely = logits.log_softmax(1)
                 value = likely.gather(1, target[:, None]).sum().item()

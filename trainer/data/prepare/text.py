@@ -123,8 +123,7 @@ def cut_documents(
 
     Yields:
         (line, content, goes on): line where the content begins, from 1; whether it is only a part
-            of
-        its document, whose next part follows. Parts are below 4 MiB.
+        of its document, whose next part follows. Parts are below 4 MiB.
     """
     buffer, position, line = b"", 0, 1
     for block in chain(blocks, [b""]):

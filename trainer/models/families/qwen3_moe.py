@@ -213,6 +213,7 @@ def move_biases(model: nn.Module) -> None:
             loads[number] = router.load
     if dist.is_initialized():
         dist.all_reduce(loads)  # integers: the sum is equal for any number of ranks
+    # float32 would round large counts.
     moves = (loads.double().mean(dim=-1, keepdim=True) - loads).sign()
     for number, router in routers.items():
         bias = getattr(router.gate, BIAS)

@@ -254,13 +254,13 @@ def _optimizer(arguments: ForeignConfig) -> None:
 def _schedule(arguments: ForeignConfig) -> None:
     made = arguments.made
     kind = arguments.take("lr_scheduler_type", str, "linear")
-    told = ("lr_scheduler_type", *arguments.below("lr_scheduler_kwargs"))
+    scheduler_keys = ("lr_scheduler_type", *arguments.below("lr_scheduler_kwargs"))
     if made.get("schedule.name") is not None:
-        arguments.settle(told, "", "the scheduler of the other file counts")
+        arguments.settle(scheduler_keys, "", "the scheduler of the other file counts")
     elif kind not in SHAPES:
         why = f"{kind} has no counterpart; schedule.factory names a schedule of your own"
         made.set("schedule.name", "constant", f"{arguments.file}: lr_scheduler_type", why)
-        arguments.settle(told, "schedule.name=constant", why, differs=True)
+        arguments.settle(scheduler_keys, "schedule.name=constant", why, differs=True)
     else:
         _shape(arguments, kind)
     if made.get("schedule.warmup_steps") is not None:
@@ -273,7 +273,7 @@ def _schedule(arguments: ForeignConfig) -> None:
 
 
 def _shape(arguments: ForeignConfig, kind: str) -> None:
-    """Return the schedule that `lr_scheduler_type` names, with its options."""
+    """Translate the schedule that `lr_scheduler_type` names, with its options."""
     made, shape, differs = arguments.made, SHAPES[kind], ""
     peak = made.get("optimizer.lr")
 
@@ -313,8 +313,8 @@ def _shape(arguments: ForeignConfig, kind: str) -> None:
 
 
 def _warmup(arguments: ForeignConfig) -> None:
-    """Return the steps of warm-up, set as a number or a share of the run below 1 (`warmup_ratio`
-    before transformers 5)."""
+    """Translate the warm-up, a number of steps or a share of the run below 1 (`warmup_ratio` before
+    transformers 5)."""
     steps = arguments.take("warmup_steps", a_number, 0)
     share = arguments.take("warmup_ratio", a_number, 0) if steps < 1 else 0
     key = "warmup_ratio" if share else "warmup_steps"

@@ -174,7 +174,7 @@ def in_bucket(recipe: Recipe, bucket: str, nodes: int) -> list[str]:
 
 
 def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Return (key, path) of everything that all nodes read or write."""
+    """Yield (key, path) of everything that all nodes read or write."""
     yield "run.dir", recipe.run.dir
     for key, path in (
         ("checkpoint.directory", recipe.checkpoint.directory),

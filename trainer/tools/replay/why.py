@@ -82,7 +82,7 @@ class Weighed:
 
 
 def why(run: Run, found: Gradients, line: Lineage, sources: Sources) -> Iterator[str]:
-    """Return the lines that explain a step. Collective; replaces the gradients in the model.
+    """Yield the lines that explain a step. Collective; replaces the gradients in the model.
 
     Args:
         run: its state before the step.
@@ -132,7 +132,7 @@ def _last_if_nan(value: float) -> float:
 
 
 def _parts(run: Run) -> Iterator[DocumentShare]:
-    """Return the parts (documents or samples) of the next step."""
+    """Yield the parts (documents or samples) of the next step."""
     stream, begin = run.task.stream, run.progress.sequences
     if getattr(stream, "paired", False) or not isinstance(stream, TokenStream | SampleStream):
         raise RecipeError(

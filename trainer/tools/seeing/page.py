@@ -84,7 +84,8 @@ def _style() -> str:
 
 
 def _script() -> str:
-    licence = f"/* uPlot:\n{_text('uPlot.LICENSE')}\n*/\n"  # which goes where it goes
+    # # the licence has to accompany every copy
+    licence = f"/* uPlot:\n{_text('uPlot.LICENSE')}\n*/\n"
     return licence + _text("uPlot.iife.min.js") + "\n" + _text("page.js")
 
 
