@@ -119,6 +119,7 @@ class TokenStream:
             if documents or dataset.masked:
                 dataset.check_ends()
         packings = [packing_of(dataset, seq_len, pack) for dataset in datasets]
+        # 1 and 1.0 must give the same fingerprint.
         weights = [float(weight) for _, weight in sources]
         order = None
         if shuffle:

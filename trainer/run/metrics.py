@@ -126,6 +126,7 @@ class Log:
         if note := wandb_note(recipe.tracking):
             self.say(note)
         self._end_trackers = [
+            # In processes of their own, so that a slow tracker delays no step.
             accompany(["trainer.run.trackers", str(run_dir.absolute()), *words])
             for words in _trackers(recipe.tracking)
         ]

@@ -238,6 +238,7 @@ def _limits() -> Iterator[Finding]:
         return
     names = ", ".join(sorted(path.name for path in adapters.iterdir()))
     try:
+        # NCCL loads it in the same way.
         ctypes.CDLL("libibverbs.so.1")
     except OSError:
         cure = "apt-get install libibverbs1 ibverbs-providers"

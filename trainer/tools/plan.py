@@ -49,6 +49,7 @@ def plan_text(
     shown = plan.tried if everything else plan.candidates
     rows = _merged(shown)
     merged = len(rows) < len(shown)
+    # The recipe as it is comes first, unless a candidate equals it.
     if not any(plan.own is candidate for candidate in plan.candidates):
         rows.insert(0, ([plan.own.label], plan.own))
     parts = [

@@ -197,6 +197,7 @@ def _normal(message: Message, where: str) -> Message:
         raise ChatError(f"{where} has no content")
     thought = next((message[key] for key in _REASONING if key in message), None)
     if thought is not None:
+        # Some templates read one key, some the other.
         message = {"thinking": thought, **message, "reasoning_content": thought}
     if "tool_calls" in message:
         calls = message["tool_calls"]

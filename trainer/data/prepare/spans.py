@@ -102,6 +102,7 @@ class ChatEncoder:
         names = sorted(special_tokens(tokenizer), key=len, reverse=True)
         self._spelled = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self.special = frozenset(map(tokenizer.token_to_id, names))
+        # Tails are mostly generation prompts, equal in all chats.
         self._tail = lru_cache(maxsize=4096)(self._ids)
 
     def spelled_in(self, chat: Chat) -> str:

@@ -251,6 +251,7 @@ def _fsdp(source: ForeignConfig, version: int) -> None:
 
     def a_strategy(value: Any) -> str:
         number = str(value)
+        # accelerate writes the strategy by name or by number.
         return FSDP1[int(number) - 1] if number in "12345" else str(named(value))
 
     if made.get("strategy.sharding"):
@@ -376,6 +377,7 @@ def _deepspeed(
     made = source.made
     inline = source.below("deepspeed_config.")
     named = source.left.get("deepspeed_config.deepspeed_config_file")
+    # Accounted for below, by the ds_config or by `rest`.
     values = {key: source.left.pop(key) for key in inline}
     if named and named != "none":
         path = beside(str(named), source.file, "deepspeed_config.deepspeed_config_file")

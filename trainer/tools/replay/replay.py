@@ -198,6 +198,7 @@ class _Plan:
             )
         if answer.is_file():
             return ReplayOutcome(**json.loads(answer.read_text()))
+        # Without an outcome, only the ranks' log tells why they broke off.
         print(log.read_text(errors="replace"), file=sys.stderr)
         return ReplayOutcome(errors=[f"the ranks ended with code {code}, see above"])
 

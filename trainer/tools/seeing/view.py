@@ -339,6 +339,7 @@ class RunView:
     def since(self, file: str, offset: int, seen: str) -> dict[str, Any]:
         """Return what is new after a cursor, or everything if the file was replaced."""
         records = self.records
+        # A file that was replaced or cut shares nothing with what the page shows.
         if file != str(records.inode) or not 0 <= offset <= records.offset:
             return {**self.all(), "restart": True}
         state = self.state()
