@@ -48,8 +48,8 @@ from trainer.tools.compare.compare import (
     run_comparison,
     stall,
 )
-from trainer.tools.compare.report import parts_table, table
-from trainer.tools.compare.strategies import AFTER_SAVE, candidate
+from trainer.tools.compare.compared_strategies import AFTER_SAVE, candidate
+from trainer.tools.compare.comparison_report import parts_table, table
 
 MARK = "PERDURE_TEST_COMPARE"
 # Shards are padded to rows that every rank has: 257 rows over 4 ranks are 260.

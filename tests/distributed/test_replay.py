@@ -121,7 +121,7 @@ def by_ranks(workspace, tmp_path, monkeypatch):
             str(workspace / run), str(scratch), "cpu", 60, [span], look_at=look_at, secret="ab" * 32
         )
         monkeypatch.setenv(REQUEST, request.to_json())
-        job = Job(workspace, ranks, recipe="-", program=("trainer.tools.replay.ranks",))
+        job = Job(workspace, ranks, recipe="-", program=("trainer.tools.replay.recompute",))
         code, output = job.wait()
         assert code == 0, output
         return json.loads((scratch / OUTCOME).read_text()), output

@@ -54,8 +54,8 @@ def _compare(arguments: argparse.Namespace) -> int:
         problems,
         run_comparison,
     )
-    from trainer.tools.compare.report import conditions, parts_table, table, write_report
-    from trainer.tools.compare.strategies import DEFAULT
+    from trainer.tools.compare.compared_strategies import DEFAULT
+    from trainer.tools.compare.comparison_report import conditions, parts_table, table, write_report
     from trainer.tools.torchrun import stop_on_sigterm
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)

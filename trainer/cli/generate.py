@@ -116,7 +116,7 @@ def _eval(arguments: argparse.Namespace) -> int:
 
     from checkpointing.storage.place import local
     from checkpointing.tools.inspect import find_checkpoint
-    from trainer.tools.samples import add_lines, follow
+    from trainer.tools.eval_lines import add_lines, follow
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.follow:
@@ -140,8 +140,8 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 def _of_prompts(arguments: argparse.Namespace, device: str) -> tuple[str, list[Any], Any]:
     """Return (noun for a line, wanted objects, maker) for `add_lines`, to sample from prompts."""
+    from trainer.tools.eval_lines import read_prompts, samples
     from trainer.tools.generate import GenerateError, Sampling
-    from trainer.tools.samples import read_prompts, samples
 
     for option in ("include_path", "limit"):
         if getattr(arguments, option) is not None:
@@ -164,7 +164,7 @@ def _of_tasks(arguments: argparse.Namespace, device: str) -> tuple[str, list[Any
     if not names:
         raise GenerateError("--tasks: names none; give some, such as --tasks arc_easy,hellaswag")
     try:
-        from trainer.tools.tasks import find_tasks, results
+        from trainer.tools.harness import find_tasks, results
     except ImportError as error:
         raise GenerateError(
             f"--tasks: lm-eval cannot be used ({error}); pip install 'perdure[eval]'"

@@ -138,24 +138,24 @@ def _gpus(text: str) -> tuple[int, str]:
 
 def _launch(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    from trainer.tools.launch import files
+    from trainer.tools.launch import launch_files
 
     kind, (least, most), own = arguments.kind, arguments.nodes, list(arguments.overrides)
     gpus, gpu_name = arguments.gpus or (0 if recipe.run.device == "cpu" else DEFAULT_GPUS, "")
     if kind in ("k8s", "skypilot"):
-        files.check_inside(recipe)
+        launch_files.check_inside(recipe)
         for key, name in recipe.own_code.items():
             print(f"note: {key}: {name} has to be importable there", file=sys.stderr)
     if kind == "skypilot" and gpus and not gpu_name:
         raise RecipeError(f"--gpus: SkyPilot rents GPUs by name; write {gpus}xH100")
     if kind == "skypilot" and arguments.bucket:
-        own += files.in_bucket(recipe, arguments.bucket, most)
+        own += launch_files.in_bucket(recipe, arguments.bucket, most)
     if kind == "local" and most > 1 and arguments.submit:
         raise RecipeError("--submit: several nodes are started by hand, on each of them")
-    files.check_world(recipe, least, most, arguments.nproc_per_node or gpus or 2)
-    name = files.run_name(recipe)
+    launch_files.check_world(recipe, least, most, arguments.nproc_per_node or gpus or 2)
+    name = launch_files.run_name(recipe)
     out = arguments.out or (Path(name + ENDINGS[kind]) if arguments.submit else None)
-    job = files.LaunchedRun(
+    job = launch_files.LaunchedRun(
         name=name,
         path=arguments.recipe,
         text=Path(arguments.recipe).read_text(encoding="utf-8"),
@@ -169,11 +169,11 @@ def _launch(arguments: argparse.Namespace) -> int:
         file=shlex.quote(str(out or f"FILE{ENDINGS[kind]}")),
     )
     options = {key: value for key, value in vars(arguments).items() if key in OPTIONS}
-    text = files.render(kind, job, programs=str(Path(sys.executable).parent), **options)
+    text = launch_files.render(kind, job, programs=str(Path(sys.executable).parent), **options)
     if out is None:
         print(text, end="")
         return EXIT_DONE
-    command = files.submission(kind, out)
+    command = launch_files.submission(kind, out)
     if arguments.submit and not shutil.which(command[0]):
         raise RecipeError(
             f"--submit: there is no {command[0]} here; use --out, and submit it there"

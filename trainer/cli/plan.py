@@ -64,7 +64,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from trainer.plan.costs import describe_machine
     from trainer.plan.search import make_plan
     from trainer.tasks.task import check_plannable
-    from trainer.tools.plan import plan_json, plan_text
+    from trainer.tools.plan_text import plan_json, plan_text
 
     check_plannable(recipe)  # before what is asked of the machine
     recipe = _in_steps(recipe)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from checkpointing.format.nf4 import BLOCK, NF4, packed_shape
 from checkpointing.format.peft import scale_of, write_config
-from trainer.models import nf4
+from trainer.models import nf4_linear
 from trainer.models.transformers_model import TextModel
 from trainer.recipe import RecipeError
 from trainer.recipe.sections import Adapter
@@ -58,7 +58,7 @@ class LoraLinear(nn.Linear):
 
     def frozen(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """W x + bias; (…, in) → (…, out)."""
-        return (nf4.linear if self.in_nf4 else F.linear)(x, self.weight, bias)
+        return (nf4_linear.linear if self.in_nf4 else F.linear)(x, self.weight, bias)
 
     def low_rank(self, x: Tensor) -> Tensor:
         """scale · B A x, (…, in) → (…, out)."""

@@ -18,7 +18,7 @@ from trainer.data.documents import cu_seqlens_of
 from trainer.models.attention import Documents, Requested, attend, locate
 from trainer.models.family import Family, TensorPlan, family_of
 from trainer.models.loss import HeadLoss
-from trainer.models.nf4 import weights_in
+from trainer.models.nf4_linear import weights_in
 from trainer.models.preference import Preference, sums_by_answer
 from trainer.models.rotary import Rope, rope_table, rotate
 from trainer.recipe.architecture import Architecture

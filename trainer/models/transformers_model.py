@@ -32,7 +32,7 @@ from checkpointing.storage.steps import hugging_face_tensors
 from trainer.models.decoder import Decoder
 from trainer.models.hf import ConfigError, read_json
 from trainer.models.loss import HeadLoss, capped
-from trainer.models.nf4 import weights_in
+from trainer.models.nf4_linear import weights_in
 from trainer.models.preference import Preference, sums_by_answer
 from trainer.models.ties import ties_of
 from trainer.recipe import RecipeError

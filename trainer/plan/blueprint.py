@@ -12,7 +12,7 @@ from torch import nn
 
 from trainer.models import Decoder
 from trainer.models.adapter import LoraLinear, add_adapters
-from trainer.models.nf4 import weights_in
+from trainer.models.nf4_linear import weights_in
 from trainer.optim.optimizer import StateTensor, state_of
 from trainer.parallel.expert import stacked_modules
 from trainer.parallel.parallelize import cut_layers, keep_weights
@@ -20,7 +20,7 @@ from trainer.recipe import Recipe, Strategy
 from trainer.recipe.factory import refusing
 from trainer.recipe.sections import Adapter, Optimizer
 from trainer.recipe.strategies import ep, only, sizes, tp
-from trainer.tasks.blocks import repeated_blocks
+from trainer.tasks.model_blocks import repeated_blocks
 from trainer.tasks.task import bare_model
 from trainer.tasks.text_model import documents_for
 

@@ -59,7 +59,7 @@ from trainer.plan.blueprint import (
     parts_of,
     trained_of,
 )
-from trainer.plan.layout import Layout
+from trainer.plan.rank_layout import Layout
 from trainer.plan.tape import Trace
 from trainer.recipe import Recipe
 from trainer.recipe.strategies import exact

@@ -18,9 +18,9 @@ from trainer.parallel.schedules import (
 )
 from trainer.plan.blueprint import Blueprint, Stage, read_blueprint, stage_of, trained_of
 from trainer.plan.costs import Machine
-from trainer.plan.layout import Layout, layout_of
-from trainer.plan.memory import Memory, memory_of, messages_beside
 from trainer.plan.moments import adds_gradients
+from trainer.plan.rank_layout import Layout, layout_of
+from trainer.plan.rank_memory import Memory, memory_of, messages_beside
 from trainer.plan.tape import Trace
 from trainer.plan.times import Pieces, Times, simulated, times_of
 from trainer.plan.trace import USUAL_GPU, trace

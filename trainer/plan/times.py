@@ -22,7 +22,7 @@ from trainer.plan.costs import (
     UPDATE_TRAFFIC,
     Machine,
 )
-from trainer.plan.layout import Layout
+from trainer.plan.rank_layout import Layout
 from trainer.plan.tape import Trace
 from trainer.plan.traffic import (
     Collective,

@@ -23,7 +23,7 @@ from trainer.plan.blueprint import Blueprint, Stage
 from trainer.plan.cuda_kernels import cuda_kernels
 from trainer.plan.tape import Tape, Trace
 from trainer.recipe import RecipeError, Strategy, strategies
-from trainer.tasks.blocks import repeated_blocks
+from trainer.tasks.model_blocks import repeated_blocks
 
 USUAL_GPU = 80e9
 """Bytes of a GPU, if not given."""

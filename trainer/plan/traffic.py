@@ -13,7 +13,7 @@ from trainer.parallel.mesh import PIPELINE, REPLICATE, SHARD
 from trainer.parallel.parallelize import DTYPES
 from trainer.plan.blueprint import Stage, counted, gathered_bytes, trained_of
 from trainer.plan.costs import NETWORK_SHARE, PLATEAU, Machine
-from trainer.plan.layout import Layout
+from trainer.plan.rank_layout import Layout
 from trainer.plan.tape import Trace
 from trainer.recipe import Recipe
 from trainer.recipe.strategies import exact, sharding

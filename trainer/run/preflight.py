@@ -26,7 +26,7 @@ from trainer.recipe.sections import Optimizer
 from trainer.recipe.strategies import cp, exact, tp
 from trainer.run.provenance import check_resume
 from trainer.run.sinks import wandb_mode
-from trainer.tasks.blocks import name_blocks
+from trainer.tasks.model_blocks import name_blocks
 from trainer.tasks.own_data import inputs_of
 from trainer.tasks.own_model import check_forward
 from trainer.tasks.task import Task, bare_model, build_task, optimizer_options

@@ -23,14 +23,14 @@ from trainer.kgat.stream import GraphStream, UserStream
 from trainer.models import Decoder, Family
 from trainer.models.adapter import adapter_config
 from trainer.models.model_files import CONFIG, files_beside, files_without_tokenizer, of_bf16
-from trainer.models.nf4 import weights_in
+from trainer.models.nf4_linear import weights_in
 from trainer.models.transformers_model import TextModel, TransformersModel
 from trainer.recipe import Optimizer, ParameterGroup, Recipe, RecipeError
 from trainer.recipe.architecture import Architecture
 from trainer.recipe.factory import call_factory
 from trainer.recipe.kgat_options import GraphData, Kgat
 from trainer.recipe.strategies import tp
-from trainer.tasks.blocks import repeated_blocks
+from trainer.tasks.model_blocks import repeated_blocks
 from trainer.tasks.own_data import check_decoder_inputs, first_batch, inputs_of, open_samples
 from trainer.tasks.own_model import (
     arguments_of,

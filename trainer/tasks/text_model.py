@@ -25,7 +25,7 @@ from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.architecture import Architecture
 from trainer.recipe.errors import Refusals
 from trainer.recipe.factory import refusing
-from trainer.tasks.blocks import repeated_blocks
+from trainer.tasks.model_blocks import repeated_blocks
 from trainer.tasks.own_model import keep_in_float32
 
 if TYPE_CHECKING:

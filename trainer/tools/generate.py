@@ -25,7 +25,7 @@ from trainer.models.model_files import CONFIG, GENERATION_CONFIG, stop_ids
 from trainer.models.stacks import apart
 from trainer.models.ties import tie_again, ties_of
 from trainer.models.transformers_model import TextModel, TransformersModel, build_theirs
-from trainer.tasks.blocks import repeated_blocks
+from trainer.tasks.model_blocks import repeated_blocks
 from trainer.tools.adapters import base_of
 
 

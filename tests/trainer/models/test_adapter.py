@@ -17,7 +17,7 @@ from trainer.models import Decoder
 from trainer.models.adapter import LoraLinear, add_adapters, draw
 from trainer.models.families.qwen3_moe import FAMILY as MOE
 from trainer.models.family import family_of
-from trainer.models.nf4 import weights_in
+from trainer.models.nf4_linear import weights_in
 from trainer.parallel.tensor import kinds_of
 from trainer.recipe import RecipeError, load_recipe
 from trainer.recipe.architecture import Architecture

@@ -21,7 +21,7 @@ from trainer.parallel.fsdp import fsdp_units
 from trainer.parallel.mesh import build_mesh, is_sharded_by_fsdp
 from trainer.parallel.parallelize import parallelize
 from trainer.recipe import load_recipe
-from trainer.tasks.blocks import repeated_blocks
+from trainer.tasks.model_blocks import repeated_blocks
 from trainer.tasks.task import bare_model
 
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -27,7 +27,7 @@ from trainer.plan.costs import (
     TAKEN_SHARE,
     describe_machine,
 )
-from trainer.plan.layout import layout_of
+from trainer.plan.rank_layout import layout_of
 from trainer.plan.search import (
     ROOM,
     _enough_nodes,
@@ -39,7 +39,7 @@ from trainer.plan.times import exchange_seconds
 from trainer.plan.trace import trace
 from trainer.plan.traffic import Collective, traffic_of
 from trainer.recipe import RecipeError, Strategy, load_recipe
-from trainer.tools.plan import plan_json, plan_text
+from trainer.tools.plan_text import plan_json, plan_text
 
 ROOT = Path(__file__).parents[3]
 

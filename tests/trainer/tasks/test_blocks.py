@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from trainer.tasks.blocks import name_blocks, repeated_blocks
+from trainer.tasks.model_blocks import name_blocks, repeated_blocks
 
 
 class Block(nn.Module):

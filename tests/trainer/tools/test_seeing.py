@@ -21,8 +21,8 @@ from tests.trainer.tools.a_run import write_run
 from trainer.cli.main import parse
 from trainer.text import visible
 from trainer.tools.seeing import cache
+from trainer.tools.seeing.metric_columns import Records, thinned
 from trainer.tools.seeing.page import ASSETS, report_html
-from trainer.tools.seeing.records import Records, thinned
 from trainer.tools.seeing.server import Server
 from trainer.tools.seeing.terminal import find_runs, sparks
 from trainer.tools.seeing.view import RunView

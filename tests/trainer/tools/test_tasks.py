@@ -52,7 +52,7 @@ def test_answers_are_those_of_transformers(step):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from trainer.tools.tasks import _HarnessModel
+    from trainer.tools.harness import _HarnessModel
 
     theirs = HFLM(pretrained=str(step), device="cpu", dtype="float32", batch_size=3)
     ours = _HarnessModel(open_model(step))

@@ -20,7 +20,7 @@ from trainer.recipe import RecipeError
 from trainer.run.preflight import check_inputs, check_optimizer
 from trainer.run.profile import RankRecord, read_records
 from trainer.tasks.task import Task, build_task
-from trainer.tools.compare.strategies import AFTER_SAVE, WARM_UP, StrategyRecipe, candidate
+from trainer.tools.compare.compared_strategies import AFTER_SAVE, WARM_UP, StrategyRecipe, candidate
 from trainer.tools.report.report import read_metrics
 from trainer.tools.torchrun import run_ranks
 

@@ -12,8 +12,7 @@ from trainer.tools.importing import deepspeed
 from trainer.tools.importing.accelerate_keys import TABLE
 from trainer.tools.importing.deepspeed_keys import INLINE
 from trainer.tools.importing.deepspeed_keys import TABLE as DEEPSPEED
-from trainer.tools.importing.imported import Imported
-from trainer.tools.importing.source import (
+from trainer.tools.importing.foreign_config import (
     ForeignConfig,
     a_boolean_or_word,
     a_positive_number,
@@ -25,6 +24,7 @@ from trainer.tools.importing.source import (
     read_yaml,
     words,
 )
+from trainer.tools.importing.imported import Imported
 from trainer.tools.importing.training_arguments import (
     fill,
     mixed_precision,

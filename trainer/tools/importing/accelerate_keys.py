@@ -2,7 +2,7 @@
 for some only where `trainer.tools.importing.accelerate` has no use for their value. Names are those
 of accelerate 0.11 to 1.15. A key that ends in a dot covers all keys below it."""
 
-from trainer.tools.importing.source import Table, reasons
+from trainer.tools.importing.foreign_config import Table, reasons
 
 _SECTIONS = {
     "fsdp.": "fsdp_config.fsdp_",

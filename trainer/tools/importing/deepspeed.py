@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 
 from trainer.recipe import ZERO_STAGES
 from trainer.tools.importing.deepspeed_keys import TABLE
-from trainer.tools.importing.imported import ABSENT, Imported, Line
-from trainer.tools.importing.source import (
+from trainer.tools.importing.foreign_config import (
     ForeignConfig,
     a_boolean,
     a_device,
@@ -25,6 +24,7 @@ from trainer.tools.importing.source import (
     flat,
     read_json,
 )
+from trainer.tools.importing.imported import ABSENT, Imported, Line
 from trainer.tools.importing.training_arguments import (
     fill,
     is_file,

@@ -5,7 +5,7 @@ Names are those of DeepSpeed 0.10 to 0.19 and the older spellings it still reads
 a dot covers all keys below it. A key neither translated nor listed here is unknown.
 """
 
-from trainer.tools.importing.source import Table, reasons
+from trainer.tools.importing.foreign_config import Table, reasons
 
 
 def _inline(key: str) -> str:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.recipe import RecipeError
-from trainer.tools.importing.imported import Imported, inline
-from trainer.tools.importing.source import (
+from trainer.tools.importing.foreign_config import (
     ForeignConfig,
     Kind,
     a_boolean,
@@ -25,6 +24,7 @@ from trainer.tools.importing.source import (
     read_json,
     words,
 )
+from trainer.tools.importing.imported import Imported, inline
 from trainer.tools.importing.training_arguments_keys import TABLE
 
 WHAT = "TrainingArguments file"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from trainer.tools.importing.accelerate_keys import TABLE as ACCELERATE
 from trainer.tools.importing.accelerate_keys import spelled_out
-from trainer.tools.importing.source import Table, reasons
+from trainer.tools.importing.foreign_config import Table, reasons
 
 _NO_MEANING = """\
 `perdure train` trains, and goes on from the newest checkpoint in run.dir

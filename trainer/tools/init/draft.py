@@ -14,7 +14,7 @@ from trainer.plan.gpus import listed_name
 from trainer.plan.search import Plan, make_plan
 from trainer.recipe import Recipe, RecipeError, shipped_recipes, validate
 from trainer.recipe.reference_page import yaml_scalar
-from trainer.tools.plan import recommended
+from trainer.tools.plan_text import recommended
 
 LONGEST, SHORTEST = 4096, 128
 """Tokens of a sequence, unless the model or the data ask for less."""

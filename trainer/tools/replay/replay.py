@@ -179,7 +179,7 @@ class _Plan:
                 why=why,
             )
             if self.ranks == 1:
-                from trainer.tools.replay.ranks import replay_alone
+                from trainer.tools.replay.recompute import replay_alone
 
                 return replay_alone(request)
             return self._by_ranks(replace(request, secret=secrets.token_hex(32)))
@@ -191,7 +191,7 @@ class _Plan:
         environment = {REQUEST: request.to_json()}
         environment |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
         log, answer = scratch / "errors.log", scratch / OUTCOME
-        worker = ["-m", "trainer.tools.replay.ranks"]
+        worker = ["-m", "trainer.tools.replay.recompute"]
         with log.open("wb") as errors:
             code = run_ranks(
                 worker, self.ranks, output=None, errors=errors, environment=environment

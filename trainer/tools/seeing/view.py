@@ -26,9 +26,9 @@ from elastic.record.reliability import (
 )
 from trainer.recipe.yaml_tree import RecipeError, read_tree
 from trainer.tools.report.report import clock, unit_of
-from trainer.tools.seeing.events import count_of, events_of, steps_lost
-from trainer.tools.seeing.ledger import LedgerView
-from trainer.tools.seeing.records import Records, read_samples, thinned
+from trainer.tools.seeing.event_texts import count_of, events_of, steps_lost
+from trainer.tools.seeing.ledger_view import LedgerView
+from trainer.tools.seeing.metric_columns import Records, read_samples, thinned
 
 POINTS = 4000
 """Maximum number of points of a curve."""
@@ -204,7 +204,7 @@ class RunView:
         return spans
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the newest events, in order of time; see events.py."""
+        """Return the newest events, in order of time; see event_texts.py."""
         return events_of(self.history)[-SHOWN_EVENTS:]
 
     def curves(self, most: int = POINTS, begin: int = 0) -> dict[str, list[list[float]]]:

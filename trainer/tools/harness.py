@@ -17,8 +17,8 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from trainer.data.prepare.template import special_variables
+from trainer.tools.eval_lines import Wanted
 from trainer.tools.generate import GenerateError, OpenedModel, Sampling, open_model
-from trainer.tools.samples import Wanted
 
 ROWS = 8
 """Texts per forward pass."""

@@ -9,8 +9,8 @@ from trainer.optim.groups import moments as kept_by
 from trainer.parallel.offload import BUFFERS, PORTION_BYTES, copies
 from trainer.parallel.schedules import Action, Order, incoming
 from trainer.plan.blueprint import Shape, Stage, bytes_of, counted, trained_of
-from trainer.plan.layout import Layout
 from trainer.plan.moments import Held, Moment, Pass, Unsharded, ddp_moments, gather_bytes
+from trainer.plan.rank_layout import Layout
 from trainer.plan.tape import Trace
 from trainer.recipe import Recipe
 from trainer.recipe.strategies import offload, sharding

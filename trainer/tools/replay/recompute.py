@@ -1,5 +1,5 @@
 """Recomputes steps of a run on one rank of a replay, and compares them with the ledger. Rank 0
-prints. `python -m trainer.tools.replay.ranks` runs a rank; its `Request` is in the environment,
+prints. `python -m trainer.tools.replay.recompute` runs a rank; its `Request` is in the environment,
 because a command line would show the secret."""
 
 import json
