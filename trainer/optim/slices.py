@@ -243,8 +243,10 @@ def _ends(
                     return None
                 found[f"{name} {key}"] = kept
         for place, group in enumerate(optimizer.param_groups):
-            told = {key: one for key, one in group.items() if key not in ("params", "param_names")}
-            for key, one in _leaves(told):
+            entries = {
+                key: one for key, one in group.items() if key not in ("params", "param_names")
+            }
+            for key, one in _leaves(entries):
                 if isinstance(one, torch.Tensor) and one.dim():
                     return None
                 found[f"group {place} {key}"] = one

@@ -352,7 +352,7 @@ def _trackers(tracking: Tracking) -> list[list[str]]:
         "alerts": tracking.alerts,
     }
     return [
-        *([kind] for kind, asked in bundled.items() if asked),
+        *([kind] for kind, requested in bundled.items() if requested),
         *(["sinks", name] for name in tracking.sinks),
         *(["hooks", name] for name in tracking.hooks),
     ]

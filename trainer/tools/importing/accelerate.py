@@ -89,18 +89,18 @@ def import_accelerate(
         RecipeError: no YAML, an unknown key, a value of the wrong type, keys that contradict each
             other, a device that Perdure does not train on; one line that names file and key.
     """
-    made = Imported(str(path))
-    made.override(overrides)
+    imported = Imported(str(path))
+    imported.override(overrides)
     tree = (read_json if Path(path).suffix == ".json" else read_yaml)(path, WHAT)
-    source = ForeignConfig(str(path), flat(tree), TABLE, made)
-    arguments = read_arguments(training_arguments, made)
+    source = ForeignConfig(str(path), flat(tree), TABLE, imported)
+    arguments = read_arguments(training_arguments, imported)
     ranks = _launch(source, ranks)
     spread, optimizes = _distribute(source), True
     mixed = _mixed_precision(source)
     if spread == "DEEPSPEED":
-        made.replicas = ranks
+        imported.replicas = ranks
         _parallelism(source, ranks, "DEEPSPEED")
-        optimizes = _deepspeed(source, arguments, made.replicas, mixed, allow_unknown)
+        optimizes = _deepspeed(source, arguments, imported.replicas, mixed, allow_unknown)
     else:
         _data_parallel(source, arguments, spread, ranks, mixed)
     _compile(source)
@@ -114,26 +114,26 @@ def import_accelerate(
     source.drop_rest(allow_unknown)
     fill(arguments, optimizes=optimizes)
     arguments.drop_rest(allow_unknown)
-    made.finish()
-    return made
+    imported.finish()
+    return imported
 
 
 def fsdp_of_arguments(arguments: ForeignConfig) -> None:
     """Translate `fsdp` and `fsdp_config` of TrainingArguments: true, or words as in transformers 4,
     such as "full_shard auto_wrap offload"; Trainer uses DDP where both are missing."""
-    made, held = arguments.made, arguments.left.get("fsdp")
+    imported, held = arguments.made, arguments.left.get("fsdp")
     legacy = [] if held is True or not held else arguments.take("fsdp", words)
-    _parallelism(arguments, made.replicas, "")
+    _parallelism(arguments, imported.replicas, "")
     if not held:
         arguments.put("fsdp", "strategy.name", "ddp")
         arguments.settle(arguments.below("fsdp_config."), "", "only with fsdp")
         return
-    made.set("strategy.name", "fsdp", f"{arguments.file}: fsdp")
+    imported.set("strategy.name", "fsdp", f"{arguments.file}: fsdp")
     sharding = next((word.upper() for word in legacy if word.upper() in FSDP1), None)
     if sharding:
-        made.set("strategy.sharding", *_sharding_of(sharding)[:1], f"{arguments.file}: fsdp")
+        imported.set("strategy.sharding", *_sharding_of(sharding)[:1], f"{arguments.file}: fsdp")
     if "offload" in legacy:
-        made.set("strategy.offload", "cpu", f"{arguments.file}: fsdp")
+        imported.set("strategy.offload", "cpu", f"{arguments.file}: fsdp")
     arguments.became("fsdp", "strategy.name=fsdp")
     _fsdp(arguments, version=1 if legacy else 2)
 
@@ -220,8 +220,8 @@ def _data_parallel(
     source: ForeignConfig, arguments: ForeignConfig, spread: str, ranks: int | None, mixed: str
 ) -> None:
     """Translate DDP, FSDP, Megatron-LM or a single process."""
-    made = source.made
-    made.replicas = ranks
+    imported = source.made
+    imported.replicas = ranks
     if spread == "FSDP":
         source.put("distributed_type", "strategy.name", "fsdp")
         version = int(source.take(f"{FSDP}version", a_whole_number, 1))
@@ -231,8 +231,8 @@ def _data_parallel(
         _megatron(source, ranks)
     else:
         source.put("distributed_type", "strategy.name", "ddp", "" if ranks != 1 else "one process")
-    if spread == "MULTI_CPU" and made.get("run.device") is None:
-        made.set("run.device", "cpu", f"{source.file}: distributed_type")
+    if spread == "MULTI_CPU" and imported.get("run.device") is None:
+        imported.set("run.device", "cpu", f"{source.file}: distributed_type")
     _put_precision(source, arguments, mixed)
 
 
@@ -245,7 +245,7 @@ def _sharding_of(name: str) -> tuple[str, str]:
 
 def _fsdp(source: ForeignConfig, version: int) -> None:
     """Translate `fsdp_config`: sharding, offloading and activation checkpointing."""
-    made = source.made
+    imported = source.made
     strategy, reshard = f"{FSDP}sharding_strategy", f"{FSDP}reshard_after_forward"
     named = one_of(*FSDP1)
 
@@ -254,7 +254,7 @@ def _fsdp(source: ForeignConfig, version: int) -> None:
         # accelerate writes the strategy by name or by number.
         return FSDP1[int(number) - 1] if number in "12345" else str(named(value))
 
-    if made.get("strategy.sharding"):
+    if imported.get("strategy.sharding"):
         source.settle((strategy, reshard), "", "the sharding is given already")
     elif version == 2:
         freed = source.take(reshard, a_boolean_or_word, True)
@@ -281,7 +281,7 @@ def _is_word(value: Any) -> bool:
 
 def _parallelism(source: ForeignConfig, ranks: int | None, spread: str) -> None:
     """Translate `parallelism_config`: the sizes of each kind of parallelism."""
-    made = source.made
+    imported = source.made
     sizes = {
         name: int(source.take(f"{PARALLEL}{name}_size", a_whole_number, 1) or 1)
         for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
@@ -299,7 +299,7 @@ def _parallelism(source: ForeignConfig, ranks: int | None, spread: str) -> None:
     if ranks and ranks % together:
         problem = f"{ranks} ranks are no multiple of tp x cp x sp = {together}"
         raise source.error("num_processes", problem)
-    made.replicas = ranks // together if ranks else None
+    imported.replicas = ranks // together if ranks else None
     both_sizes = all(source.has(f"{PARALLEL}{name}_size") for name in ("dp_replicate", "dp_shard"))
     product = together * sizes["dp_replicate"] * sizes["dp_shard"]
     if both_sizes and ranks and product != ranks and spread == "FSDP":
@@ -318,7 +318,7 @@ def _parallelism(source: ForeignConfig, ranks: int | None, spread: str) -> None:
 
 def _megatron(source: ForeignConfig, ranks: int | None) -> None:
     """Translate `megatron_lm_config`: the sizes of a split model, and its switches."""
-    made, together = source.made, 1
+    imported, together = source.made, 1
     for name, target in (
         ("tp_degree", "strategy.tp"),
         ("pp_degree", "strategy.pp"),
@@ -331,25 +331,25 @@ def _megatron(source: ForeignConfig, ranks: int | None) -> None:
             together *= size if target != "strategy.ep" else 1
     if ranks and ranks % together:
         raise source.error("num_processes", f"{ranks} ranks are no multiple of {together}")
-    made.replicas = ranks // together if ranks else None
+    imported.replicas = ranks // together if ranks else None
 
     def on(name: str) -> bool:
         return bool(source.take(MEGATRON + name, a_boolean_or_word, False))
 
-    made.set("strategy.name", "fsdp", f"{source.file}: distributed_type")
+    imported.set("strategy.name", "fsdp", f"{source.file}: distributed_type")
     source.became("distributed_type", "strategy.name=fsdp")
     if on("use_custom_fsdp"):
         source.put(MEGATRON + "use_custom_fsdp", "strategy.sharding", "FULL_SHARD")
-    elif on("use_distributed_optimizer") and together == 1 and not made.get("strategy.ep"):
+    elif on("use_distributed_optimizer") and together == 1 and not imported.get("strategy.ep"):
         key = MEGATRON + "use_distributed_optimizer"
         source.put(key, "strategy.sharding", "OPTIMIZER_STATE")
-    elif on("use_distributed_optimizer") or made.get("strategy.ep"):
+    elif on("use_distributed_optimizer") or imported.get("strategy.ep"):
         differs = "its optimizer state is sharded there, here also its gradients"
         key = MEGATRON + "use_distributed_optimizer"
         source.put(key, "strategy.sharding", "SHARD_GRAD_OP", differs=differs)
     else:
-        made.set("strategy.sharding", "NO_SHARD", f"{source.file}: distributed_type")
-    if on("sequence_parallelism") and made.get("strategy.tp"):
+        imported.set("strategy.sharding", "NO_SHARD", f"{source.file}: distributed_type")
+    if on("sequence_parallelism") and imported.get("strategy.tp"):
         source.put(MEGATRON + "sequence_parallelism", "strategy.sequence_parallel", True)
     if on("recompute_activations"):
         full = source.take(MEGATRON + "recompute_granularity", str) == "full"
@@ -358,7 +358,7 @@ def _megatron(source: ForeignConfig, ranks: int | None) -> None:
         source.put(key, "strategy.activation_checkpointing", kind)
     number: Callable[[Any], Any] = a_positive_number
     if passes := source.take(MEGATRON + "num_micro_batches", number):
-        made.accumulation = passes
+        imported.accumulation = passes
         why = "accumulation is what the global batch needs"
         source.became(MEGATRON + "num_micro_batches", "batch.global_batch", why)
     clip = MEGATRON + "gradient_clipping"
@@ -374,24 +374,24 @@ def _deepspeed(
 ) -> bool:
     """Translate `deepspeed_config`, whose keys are a ds_config's under other names, or the
     ds_config that it names; return whether TrainingArguments may supply the optimizer's values."""
-    made = source.made
+    imported = source.made
     inline = source.below("deepspeed_config.")
     named = source.left.get("deepspeed_config.deepspeed_config_file")
     # Accounted for below, by the ds_config or by `rest`.
     values = {key: source.left.pop(key) for key in inline}
     if named and named != "none":
         path = beside(str(named), source.file, "deepspeed_config.deepspeed_config_file")
-        ds = ForeignConfig(str(path), flat(read_json(path, "ds_config")), DEEPSPEED, made)
+        ds = ForeignConfig(str(path), flat(read_json(path, "ds_config")), DEEPSPEED, imported)
         ds.assumed["gradient_accumulation_steps"] = 1
         for key in ("bf16.enabled", "fp16.enabled"):
             if mixed != "no" and key not in ds.left:
                 ds.assumed[key] = key.startswith({"fp8": "bf16"}.get(mixed, mixed))
     else:
         ds = ForeignConfig(
-            made.file,
+            imported.file,
             values,
             INLINE,
-            made,
+            imported,
             assumed={
                 "zero_optimization.stage": 2,
                 "gradient_accumulation_steps": "auto",
@@ -402,19 +402,21 @@ def _deepspeed(
         )
     optimizes = deepspeed.translate(ds, arguments, ranks, mixed=mixed)
     ds.drop_rest(allow_unknown)
-    if ds.file != made.file:  # accelerate reads the file alone, beside a few words about the start
-        rest = ForeignConfig(made.file, values, INLINE, made)
+    if (
+        ds.file != imported.file
+    ):  # accelerate reads the file alone, beside a few words about the start
+        rest = ForeignConfig(imported.file, values, INLINE, imported)
         rest.settle(
             [key for key in rest.left if not key.startswith("deepspeed_config.")],
             "",
             f"{path.name} says it",
         )
         rest.drop_rest(allow_unknown)
-    dtype = made.get("precision.dtype")
+    dtype = imported.get("precision.dtype")
     agreed = {"fp8": "bf16", "no": "fp32"}.get(mixed, mixed) == dtype
     why = "" if agreed else "the ds_config or TrainingArguments say it"
     source.became("mixed_precision", f"precision.dtype={dtype}", why, differs=not agreed)
-    sharding = made.get("strategy.sharding")
+    sharding = imported.get("strategy.sharding")
     source.became(
         "distributed_type", f"strategy.sharding={sharding}" if sharding else "strategy.name=ddp"
     )

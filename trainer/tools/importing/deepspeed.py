@@ -99,18 +99,18 @@ def import_deepspeed(
         RecipeError: no JSON, an unknown key, a value of the wrong type, keys that contradict each
             other; one line that names file and key.
     """
-    made = Imported(str(path))
-    made.override(overrides)
-    arguments = read_arguments(training_arguments, made)
-    source = ForeignConfig(str(path), flat(read_json(path, "ds_config")), TABLE, made)
+    imported = Imported(str(path))
+    imported.override(overrides)
+    arguments = read_arguments(training_arguments, imported)
+    source = ForeignConfig(str(path), flat(read_json(path, "ds_config")), TABLE, imported)
     by_trainer = source.automatic or is_file(arguments) or not source.has("optimizer.type")
     optimizes = translate(source, arguments, ranks, by_trainer=by_trainer)
     source.drop_rest(allow_unknown)
     if by_trainer:
         fill(arguments, optimizes=optimizes)
         arguments.drop_rest(allow_unknown)
-    made.finish()
-    return made
+    imported.finish()
+    return imported
 
 
 def deepspeed_of_arguments(
@@ -168,7 +168,7 @@ def translate(
 
 
 def _strategy(source: ForeignConfig) -> None:
-    made = source.made
+    imported = source.made
     key, parts = f"{ZERO}stage", f"{ZERO}mics_shard_size"
     if isinstance(source.left.get(ZERO[:-1]), bool):  # as DeepSpeed spelled it in its first year
         source.left[key] = int(source.left.pop(ZERO[:-1]))
@@ -185,9 +185,9 @@ def _strategy(source: ForeignConfig) -> None:
         differs = ""
         if device and stage == 1:
             sharding, differs = ZERO_STAGES[2], "ZeRO-1 there; offloading needs sharded gradients"
-        elif made.get("strategy.sharding") == "HYBRID_SHARD":  # parallelism_config says so
+        elif imported.get("strategy.sharding") == "HYBRID_SHARD":  # parallelism_config says so
             sharding = "HYBRID_SHARD"
-        made.set("strategy.name", "fsdp", f"{source.file}: {key}")
+        imported.set("strategy.name", "fsdp", f"{source.file}: {key}")
         source.put(key, "strategy.sharding", sharding, f"ZeRO-{stage}", differs)
         if group > 0 and sharding == "HYBRID_SHARD":
             source.put(parts, "strategy.shard_size", group, "ranks per group")
@@ -240,7 +240,7 @@ def _parallelism(source: ForeignConfig, ranks: int | None) -> int | None:
 
 
 def _precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str | None) -> None:
-    made = source.made
+    imported = source.made
     dtypes = {"bf16": "bf16", "fp16": "fp16", "amp": "fp16", "torch_autocast": "bf16"}
     cast = str(source.take("torch_autocast.dtype", str, "bfloat16")).removeprefix("torch.")
     if cast in ("float16", "half", "fp16"):
@@ -261,7 +261,7 @@ def _precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str | Non
         note = "auto: --bf16 or --fp16 of your script decides, or fp32 where it gave neither"
         note = note if guess else "auto: your other file says it"
         key = f"{used[0] if used else 'bf16'}.enabled"
-        made.set("precision.dtype", dtype, f"{source.file}: {key}", note, given=False)
+        imported.set("precision.dtype", dtype, f"{source.file}: {key}", note, given=False)
         keys = ("bf16.enabled", "fp16.enabled")
         source.settle(keys, f"precision.dtype={dtype}", note, differs=guess)
     if dtype != "fp16":
@@ -280,7 +280,7 @@ def _precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str | Non
         if "fp16.loss_scale_window" not in source.left:
             why = "after 1000 good steps there, 2000 here, the scale doubles"
             name = f"{source.label}fp16.loss_scale_window"
-            made.lines.append(Line(name, ABSENT, "", why, differs=True))
+            imported.lines.append(Line(name, ABSENT, "", why, differs=True))
 
 
 def _optimizer(source: ForeignConfig, arguments: ForeignConfig) -> tuple[float | None, str]:
@@ -366,7 +366,7 @@ def _schedule(
     by_trainer: bool,
 ) -> None:
     """Translate the schedule's shape, and its peak where the optimizer is AdamW."""
-    made = source.made
+    imported = source.made
     kind = source.take("scheduler.type", str)
     shape = SHAPES.get((kind or "").lower())
     if not shape:
@@ -375,7 +375,7 @@ def _schedule(
             source.settle(source.below("scheduler."), "", why, differs=True)
             note = why if kind else "no scheduler there; if your script makes one, say it here"
             source.put("scheduler.type", "schedule.name", "constant", differs=note)
-            made.given.add("schedule.name")
+            imported.given.add("schedule.name")
         return
     warmup, steps, low, high = (
         f"scheduler.params.{name}"
@@ -414,7 +414,7 @@ def _schedule(
 
 
 def _batch(source: ForeignConfig, arguments: ForeignConfig, by_trainer: bool) -> None:
-    made, replicas = source.made, source.made.replicas
+    imported, replicas = source.made, source.made.replicas
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, passes = (source.take(name, a_positive_number) for name in names)
     automatic = by_trainer and (micro == "auto" or (micro is None and not isinstance(whole, int)))
@@ -429,7 +429,7 @@ def _batch(source: ForeignConfig, arguments: ForeignConfig, by_trainer: bool) ->
         wanted = ("" if all_known else "a multiple of ") + " x ".join(map(str, factors))
         raise source.error(names[0], f"{whole} is not {wanted}" + (" replicas" if replicas else ""))
     if source.has(names[2]) or names[2] in source.assumed:
-        made.accumulation = passes
+        imported.accumulation = passes
     accumulated = passes if isinstance(passes, int) else 1
     if isinstance(micro, int) and not automatic:
         source.put(names[1], "batch.micro_batch", micro, "the most one rank holds")
@@ -438,13 +438,13 @@ def _batch(source: ForeignConfig, arguments: ForeignConfig, by_trainer: bool) ->
             f"{whole} / ({accumulated} x {replicas} replicas)",
             whole // (accumulated * replicas),
         )
-        made.set("batch.micro_batch", micro, f"{source.file}: {names[0]}", note)
+        imported.set("batch.micro_batch", micro, f"{source.file}: {names[0]}", note)
     if isinstance(whole, int):
         note = "" if micro or replicas else "--ranks would tell batch.micro_batch, too"
         source.put(names[0], "batch.global_batch", whole, note)
     elif replicas and isinstance(micro, int):
         note = f"{micro} x {accumulated} x {replicas} replicas"
-        made.set(
+        imported.set(
             "batch.global_batch",
             micro * accumulated * replicas,
             f"{source.file}: {names[0]}",

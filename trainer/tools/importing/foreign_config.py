@@ -125,15 +125,15 @@ class ForeignConfig:
         file: str,
         values: Mapping[str, Any],
         table: Table,
-        made: Imported,
+        imported: Imported,
         *,
         assumed: Mapping[str, Any] | None = None,
         prefix: str = "",
     ) -> None:
         """`values` has dotted names, as `flat` returns them, all with an uninformative `prefix`;
         `assumed` holds defaults of missing keys."""
-        self.file, self.table, self.made, self.assumed = file, table, made, dict(assumed or {})
-        self.label = "" if file == made.file else f"{Path(file).name}: "
+        self.file, self.table, self.made, self.assumed = file, table, imported, dict(assumed or {})
+        self.label = "" if file == imported.file else f"{Path(file).name}: "
         """Stands before its keys in the report, where they are of a second file."""
         self.spelled: dict[str, str] = {}
         """Key as it is used here → as it is written in the file."""

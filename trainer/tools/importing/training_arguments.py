@@ -85,23 +85,23 @@ def import_training_arguments(
     from trainer.tools.importing.accelerate import fsdp_of_arguments
     from trainer.tools.importing.deepspeed import deepspeed_of_arguments
 
-    made = Imported(str(path))
-    made.override(overrides)
-    arguments = read_arguments(path, made)
-    made.replicas = ranks
+    imported = Imported(str(path))
+    imported.override(overrides)
+    arguments = read_arguments(path, imported)
+    imported.replicas = ranks
     optimizes = deepspeed_of_arguments(arguments, ranks, allow_unknown)
-    if made.get("strategy.name") is None:
+    if imported.get("strategy.name") is None:
         fsdp_of_arguments(arguments)
     fill(arguments, optimizes=optimizes)
     arguments.drop_rest(allow_unknown)
-    made.finish()
-    return made
+    imported.finish()
+    return imported
 
 
-def read_arguments(path: str | Path | None, made: Imported) -> ForeignConfig:
+def read_arguments(path: str | Path | None, imported: Imported) -> ForeignConfig:
     """Read TrainingArguments from a JSON file; without one, return their defaults."""
     if path is None:
-        return ForeignConfig("TrainingArguments", {}, TABLE, made)
+        return ForeignConfig("TrainingArguments", {}, TABLE, imported)
     tree = read_json(path, WHAT)
     values: dict[str, Any] = {}
     for key in ("lr_scheduler_kwargs", "fsdp_config", "deepspeed"):
@@ -110,7 +110,7 @@ def read_arguments(path: str | Path | None, made: Imported) -> ForeignConfig:
     for key, value in tree.items():
         nested = isinstance(value, dict) and key != "deepspeed"
         values |= flat({key: value}) if nested else {key: value}
-    return ForeignConfig(str(path), values, TABLE, made)
+    return ForeignConfig(str(path), values, TABLE, imported)
 
 
 def _nested(value: str, file: str, key: str) -> Any:
@@ -147,11 +147,11 @@ def fill(arguments: ForeignConfig, *, optimizes: bool = True) -> None:
     Args:
         optimizes: whether they may supply the optimizer's values.
     """
-    made = arguments.made
+    imported = arguments.made
     if arguments.has("max_steps") and (steps := arguments.take("max_steps", a_whole_number)) > 0:
         _agree(arguments, "max_steps", "run.steps", steps)
         arguments.became("num_train_epochs", "", "max_steps says how long the run is")
-    if made.steps:
+    if imported.steps:
         arguments.became("num_train_epochs", "", "run.steps says how long the run is")
     elif arguments.has("num_train_epochs"):
         differs = "each epoch is rounded up to whole steps there, the whole run here"
@@ -173,7 +173,7 @@ def fill(arguments: ForeignConfig, *, optimizes: bool = True) -> None:
     _agree(arguments, "max_grad_norm", "optimizer.clip_norm",
            arguments.take("max_grad_norm", a_number, 1.0))  # fmt: skip
     _schedule(arguments)
-    if made.get("precision.dtype") is None:
+    if imported.get("precision.dtype") is None:
         key = mixed_precision(arguments) or "bf16"
         arguments.put(key, "precision.dtype", mixed_precision(arguments) or "fp32")
     if arguments.take("average_tokens_across_devices", a_boolean, True) is False:
@@ -181,9 +181,9 @@ def fill(arguments: ForeignConfig, *, optimizes: bool = True) -> None:
         arguments.became("average_tokens_across_devices", "", why, differs=True)
     for name in ("bf16", "fp16"):
         on = arguments.take(name, a_boolean, False) is True
-        dtype = made.get("precision.dtype")
+        dtype = imported.get("precision.dtype")
         if on and dtype != name:
-            origin = made.origins["precision", "dtype"]
+            origin = imported.origins["precision", "dtype"]
             problem = f"is true, but {origin} makes precision.dtype={dtype}; keep one"
             raise arguments.error(name, problem)
         arguments.became(name, f"precision.dtype={dtype}" * on, "" if on else "switched off")
@@ -197,33 +197,33 @@ def _agree(
     arguments: ForeignConfig, key: str, target: str, value: Any, note: str = "", differs: str = ""
 ) -> None:
     """Set a recipe key, or check that another file set it to the same value."""
-    made = arguments.made
-    there = made.get(target)
+    imported = arguments.made
+    there = imported.get(target)
     if there is None:
         arguments.put(key, target, value, note, differs)
     elif there == value:
         arguments.became(key, f"{target}={inline(value)}")
-    elif target in made.given and arguments.has(key):
+    elif target in imported.given and arguments.has(key):
         section, name = target.split(".")
-        origin = made.origins[section, name]
+        origin = imported.origins[section, name]
         raise arguments.error(
             key, f"is {inline(value)}, but {origin} makes {target}={inline(there)}; keep one"
         )
     else:
-        why = f"not asked: the other file's trainer has {target}={inline(there)} by default"
+        why = f"not used: the other file's trainer has {target}={inline(there)} by default"
         arguments.became(key, "", why, differs=True)
 
 
 def _optimizer(arguments: ForeignConfig) -> None:
-    made = arguments.made
+    imported = arguments.made
     name = arguments.take("optim", str, "adamw_torch_fused")
-    bundled = made.get("optimizer.name") or (made.get("optimizer.factory") and "factory")
+    bundled = imported.get("optimizer.name") or (imported.get("optimizer.factory") and "factory")
     if bundled:
         arguments.became("optim", "", "the optimizer of the other file counts")
     elif name in ADAMW:
         arguments.put("optim", "optimizer.name", "adamw", differs=ADAMW[name])
         if ADAMW[name].startswith("optimizer.state_dtype"):
-            made.set("optimizer.state_dtype", "int8", f"{arguments.file}: optim", "", True)
+            imported.set("optimizer.state_dtype", "int8", f"{arguments.file}: optim", "", True)
     elif name in TORCH:
         arguments.put("optim", "optimizer.factory", f"torch.optim:{TORCH[name]}")
     else:
@@ -236,7 +236,7 @@ def _optimizer(arguments: ForeignConfig) -> None:
     _agree(arguments, "learning_rate", "optimizer.lr", rate)
     decay = arguments.take("weight_decay", a_number, 0.0)
     _agree(arguments, "weight_decay", "optimizer.weight_decay", decay)
-    if made.get("optimizer.factory"):
+    if imported.get("optimizer.factory"):
         for key in ("adam_beta1", "adam_beta2", "adam_epsilon"):
             arguments.became(key, "", "its optimizer has none")
         if arguments.has("optim_args"):
@@ -246,27 +246,27 @@ def _optimizer(arguments: ForeignConfig) -> None:
     second = arguments.has("adam_beta2") or not arguments.has("adam_beta1")
     _agree(arguments, "adam_beta2" if second else "adam_beta1", "optimizer.betas", betas)
     for key in ("adam_beta1", "adam_beta2"):
-        arguments.became(key, f"optimizer.betas={inline(made.get('optimizer.betas'))}")
+        arguments.became(key, f"optimizer.betas={inline(imported.get('optimizer.betas'))}")
     epsilon = arguments.take("adam_epsilon", a_number, 1e-8)
     _agree(arguments, "adam_epsilon", "optimizer.eps", epsilon)
 
 
 def _schedule(arguments: ForeignConfig) -> None:
-    made = arguments.made
+    imported = arguments.made
     kind = arguments.take("lr_scheduler_type", str, "linear")
     scheduler_keys = ("lr_scheduler_type", *arguments.below("lr_scheduler_kwargs"))
-    if made.get("schedule.name") is not None:
+    if imported.get("schedule.name") is not None:
         arguments.settle(scheduler_keys, "", "the scheduler of the other file counts")
     elif kind not in SHAPES:
         why = f"{kind} has no counterpart; schedule.factory names a schedule of your own"
-        made.set("schedule.name", "constant", f"{arguments.file}: lr_scheduler_type", why)
+        imported.set("schedule.name", "constant", f"{arguments.file}: lr_scheduler_type", why)
         arguments.settle(scheduler_keys, "schedule.name=constant", why, differs=True)
     else:
         _shape(arguments, kind)
-    if made.get("schedule.warmup_steps") is not None:
+    if imported.get("schedule.warmup_steps") is not None:
         why = "the scheduler of the other file counts"
         arguments.settle(("warmup_steps", "warmup_ratio"), "", why)
-    elif kind == "constant" and "schedule.name" in made.given:
+    elif kind == "constant" and "schedule.name" in imported.given:
         arguments.settle(("warmup_steps", "warmup_ratio"), "", "constant has no warm-up")
     else:
         _warmup(arguments)
@@ -274,8 +274,8 @@ def _schedule(arguments: ForeignConfig) -> None:
 
 def _shape(arguments: ForeignConfig, kind: str) -> None:
     """Translate the schedule that `lr_scheduler_type` names, with its options."""
-    made, shape, differs = arguments.made, SHAPES[kind], ""
-    peak = made.get("optimizer.lr")
+    imported, shape, differs = arguments.made, SHAPES[kind], ""
+    peak = imported.get("optimizer.lr")
 
     def option(name: str, default: float | None = None) -> Any:
         return arguments.take(f"lr_scheduler_kwargs.{name}", a_number, default)
@@ -301,7 +301,7 @@ def _shape(arguments: ForeignConfig, kind: str) -> None:
             differs = "decays along a cosine there, along a line here"
         decay = int(option("num_decay_steps", 1))
         origin = f"{arguments.file}: lr_scheduler_kwargs.num_decay_steps"
-        made.set("schedule.decay_steps", decay, origin)
+        imported.set("schedule.decay_steps", decay, origin)
     if shape != "constant":
         later = "each rate comes one step later there"
         differs = f"{differs}; {later}" if differs else later
@@ -325,23 +325,23 @@ def _warmup(arguments: ForeignConfig) -> None:
 
 
 def _batch(arguments: ForeignConfig) -> None:
-    made = arguments.made
+    imported = arguments.made
     micro = arguments.take("per_device_train_batch_size", a_positive_number, 8)
     differs = "counts examples there, packed sequences of data.seq_len tokens here"
     _agree(arguments, "per_device_train_batch_size", "batch.micro_batch", micro, differs=differs)
     passes = arguments.take("gradient_accumulation_steps", a_positive_number, 1)
     key = "gradient_accumulation_steps"
-    if made.accumulation not in (None, passes) and arguments.has(key):
+    if imported.accumulation not in (None, passes) and arguments.has(key):
         raise arguments.error(
-            key, f"is {passes}, but the other file has {made.accumulation}; keep one"
+            key, f"is {passes}, but the other file has {imported.accumulation}; keep one"
         )
-    passes = made.accumulation or passes
-    held = made.get("batch.micro_batch")
-    if made.get("batch.global_batch") is None and made.replicas and isinstance(held, int):
-        note = f"{held} x {passes} x {made.replicas} replicas"
-        whole = held * passes * made.replicas
-        made.set("batch.global_batch", whole, f"{arguments.file}: {key}", note)
-    if made.get("batch.global_batch") is None:
+    passes = imported.accumulation or passes
+    held = imported.get("batch.micro_batch")
+    if imported.get("batch.global_batch") is None and imported.replicas and isinstance(held, int):
+        note = f"{held} x {passes} x {imported.replicas} replicas"
+        whole = held * passes * imported.replicas
+        imported.set("batch.global_batch", whole, f"{arguments.file}: {key}", note)
+    if imported.get("batch.global_batch") is None:
         why = f"batch.global_batch is {held} x {passes} x replicas: tell --ranks, or fill it in"
         arguments.became(key, "", why)
     else:
@@ -350,7 +350,7 @@ def _batch(arguments: ForeignConfig) -> None:
 
 def _operate(arguments: ForeignConfig) -> None:
     """Translate saving, logging and tracking."""
-    made = arguments.made
+    imported = arguments.made
     for key, default, target, kind, note in OPERATING:
         arguments.put(key, target, arguments.take(key, kind, default), note)
     for what, target, usual in (
@@ -382,37 +382,39 @@ def _operate(arguments: ForeignConfig) -> None:
         arguments.became(key, "", "switched off")
     for name in arguments.take("report_to", words, []):
         if name in ("tensorboard", "all"):
-            made.set("tracking.tensorboard", True, f"{arguments.file}: report_to")
+            imported.set("tracking.tensorboard", True, f"{arguments.file}: report_to")
         if name in ("wandb", "all"):
-            made.set("tracking.wandb", "online", f"{arguments.file}: report_to")
-    used = [f"tracking.{key}" for key in ("tensorboard", "wandb") if made.get(f"tracking.{key}")]
+            imported.set("tracking.wandb", "online", f"{arguments.file}: report_to")
+    used = [
+        f"tracking.{key}" for key in ("tensorboard", "wandb") if imported.get(f"tracking.{key}")
+    ]
     arguments.became(
         "report_to", ", ".join(used), "" if used else "metrics.jsonl is always written"
     )
-    if made.get("tracking.wandb") and arguments.has("project"):
+    if imported.get("tracking.wandb") and arguments.has("project"):
         arguments.put("project", "tracking.project", arguments.take("project", str))
 
 
 def _every(arguments: ForeignConfig, what: str, target: str, usual: str) -> None:
     """Translate `logging_steps` and its like, in steps or as a share of the run, where the strategy
     is steps."""
-    made = arguments.made
+    imported = arguments.made
     strategy, steps = f"{what}_strategy", f"{what}_steps"
     kind = arguments.take(strategy, one_of("no", "steps", "epoch", "best"), usual)
     every = arguments.take(steps, a_number, 500 if what != "eval" else None)
     if every is None:  # evaluation is as frequent as logging, unless it says otherwise
-        every = made.get("run.log_every") or 500
+        every = imported.get("run.log_every") or 500
     if kind in ("epoch", "best"):
         why = f"Perdure counts steps: set {target}"
         arguments.settle((strategy, steps), "", why, differs=True)
         return
-    if 0 < every < 1 and kind == "steps" and not made.steps:
+    if 0 < every < 1 and kind == "steps" and not imported.steps:
         why = f"a share of the run: {target} counts steps; or say run.steps=N here"
         arguments.settle((strategy, steps), "", why, differs=True)
         return
     if 0 < every < 1:
-        every = math.ceil(every * (made.steps or 0))
-    off = (made.steps or 500) if what == "logging" else 0  # some lines there always are
+        every = math.ceil(every * (imported.steps or 0))
+    off = (imported.steps or 500) if what == "logging" else 0  # some lines there always are
     value = off if kind == "no" else int(every)
     arguments.put(steps, target, value)
     arguments.became(strategy, f"{target}={value}")

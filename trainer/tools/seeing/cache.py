@@ -34,7 +34,7 @@ def cache_directory() -> Path:
 
 
 def recall(source: Path) -> tuple[dict[str, Any], list[bytes]] | None:
-    """Return the `told` and columns last kept for a file; None if there are none, or if the file no
+    """Return the facts and columns last kept for a file; None if there are none, or if the file no
     longer begins with the bytes that were read."""
     try:
         with os.fdopen(open_to_read(_place(source)), "rb") as file:

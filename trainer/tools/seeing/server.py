@@ -22,8 +22,8 @@ LOOK_SECONDS = 1.0
 """Minimum seconds between two reads of a run's files, however many pages query."""
 LOOPBACK = ("127.0.0.1", "localhost")
 IDLE_SECONDS, MOST_CONNECTIONS = 30.0, 32
-"""A connection that says nothing for so long is closed, and no more are served at once: others are
-told so."""
+"""A connection that says nothing for so long is closed, and no more are served at once: others get
+an error."""
 
 
 class Server(ThreadingHTTPServer):
@@ -116,8 +116,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer a request, or reply with an HTTP error."""
         try:
-            asked = urlsplit(self.path)
-            query = parse_qs(asked.query, max_num_fields=20)
+            url = urlsplit(self.path)
+            query = parse_qs(url.query, max_num_fields=20)
         except ValueError:
             self._send(HTTPStatus.BAD_REQUEST, "text/plain", "this is no address of a page")
             return
@@ -130,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", "too many pages ask at once")
             return
         try:
-            kind, text = self.server.answer(asked.path, query)
+            kind, text = self.server.answer(url.path, query)
             self._send(HTTPStatus.OK, kind, text)
         except (LookupError, ValueError) as error:
             self._send(HTTPStatus.NOT_FOUND, "text/plain", f"there is no such thing: {error}")
