@@ -71,10 +71,10 @@ def files_beside(
     if files[TOKENIZER] == prepared[TOKENIZER] and "start_ids" in index:
         return files, notes
     begin = list(start_ids(parse_tokenizer(files[TOKENIZER], TOKENIZER)))
-    found = index.get("start_ids", [])
-    if begin != found:
+    prepared_begin = index.get("start_ids", [])
+    if begin != prepared_begin:
         notes.append(
-            f"{data}: its documents begin with {_tokens(found)}, but the tokenizer of the "
+            f"{data}: its documents begin with {_tokens(prepared_begin)}, but the tokenizer of the "
             f"checkpoints begins a text with {_tokens(begin)}; prepare the data again"
         )
     return files, notes
@@ -103,9 +103,9 @@ def stop_ids(files: Mapping[str, bytes], where: Path) -> list[int]:
         ConfigError: one of these files is no JSON object.
     """
     for name in (GENERATION_CONFIG, CONFIG):
-        found = _object(files, name, where).get("eos_token_id")
-        if found is not None:
-            ids = found if isinstance(found, list) else [found]
+        stop = _object(files, name, where).get("eos_token_id")
+        if stop is not None:
+            ids = stop if isinstance(stop, list) else [stop]
             return [token for token in ids if isinstance(token, int)]
     return []
 

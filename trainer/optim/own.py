@@ -224,12 +224,12 @@ def _try_sharded(
     if draws or dist.get_backend() == "fake":  # there are no numbers to compare
         return
     for fqn, one in whole.items():
-        found = cut[fqn].detach()
-        found = found.full_tensor() if isinstance(found, DTensor) else found
-        wanted = one.detach().to(found.device)
-        moved = (wanted - before[fqn].to(found.device)).abs().max().item() if one.numel() else 0.0
+        updated = cut[fqn].detach()
+        updated = updated.full_tensor() if isinstance(updated, DTensor) else updated
+        wanted = one.detach().to(updated.device)
+        moved = (wanted - before[fqn].to(updated.device)).abs().max().item() if one.numel() else 0.0
         least = ROUNDING * moved + 1e-6 * wanted.abs().max().item()
-        if not torch.allclose(found.float(), wanted.float(), rtol=0, atol=least, equal_nan=True):
+        if not torch.allclose(updated.float(), wanted.float(), rtol=0, atol=least, equal_nan=True):
             raise RecipeError(
                 f"optimizer.factory: {name} updates sharded parameters otherwise than whole ones "
                 f"(seen at a stand-in of {fqn}); use strategy.name=ddp, which shards none"
@@ -380,20 +380,20 @@ class _Completed(TorchFunctionMode):
     ) -> Any:
         first, given, name = args[0] if args else None, kwargs or {}, getattr(func, "__name__", "")
         if isinstance(first, DTensor) and _in_place(name) and has_empty_shards(first):
-            found = getattr(torch.Tensor, name[:-1])(*args, **given)
-            local_tensor(first).copy_(local_tensor(_placed(found, first.placements)))
+            result = getattr(torch.Tensor, name[:-1])(*args, **given)
+            local_tensor(first).copy_(local_tensor(_placed(result, first.placements)))
             return first
         try:
-            found = func(*args, **given)
+            result = func(*args, **given)
         except RuntimeError as error:  # alike on all ranks: shapes and placements tell
             if _in_place(name) or not _UNEVEN.search(str(error)):
                 raise
-            found = func(*tree_map_only(DTensor, _whole, args), **given)
-        if not isinstance(found, DTensor):
-            return found
+            result = func(*tree_map_only(DTensor, _whole, args), **given)
+        if not isinstance(result, DTensor):
+            return result
         if isinstance(first, DTensor) and name.startswith("new_"):
-            return _placed(found, placements_of(found.shape, first))
-        return _placed(found, [Replicate() if p.is_partial() else p for p in found.placements])
+            return _placed(result, placements_of(result.shape, first))
+        return _placed(result, [Replicate() if p.is_partial() else p for p in result.placements])
 
 
 def _in_place(name: str) -> bool:

@@ -33,18 +33,18 @@ def own_state(
     Raises:
         ValueError: see `optimizer_state`.
     """
-    found = optimizer_state(optimizer, parameters)
+    saved = optimizer_state(optimizer, parameters)
     if isinstance(optimizer, MethodOptimizer):
-        return OptimizerState(found.tensors, {})
+        return OptimizerState(saved.tensors, {})
     names = {parameter: name for name, parameter in parameters.items()}
-    trees: dict[str, Any] = {name: {"state": tree} for name, tree in found.trees.items()}
+    trees: dict[str, Any] = {name: {"state": tree} for name, tree in saved.trees.items()}
     made = getattr(optimizer, "groups_as_made", [{} for _ in optimizer.param_groups])
     for group, before in zip(optimizer.param_groups, made, strict=True):
         now = settings(group)
         changed = {key: one for key, one in now.items() if before.get(key, object) != one}
         for parameter in group["params"] if changed else ():
             trees.setdefault(names[parameter], {})["group"] = changed
-    return OptimizerState(found.tensors, trees)
+    return OptimizerState(saved.tensors, trees)
 
 
 def own_targets(
@@ -106,9 +106,9 @@ def put_settings(group: dict[str, Any], changed: Mapping[str, Any]) -> None:
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """JSON of the entries of a parameter group that the recipe does not determine. Classes and
     functions are left out: the factory sets them."""
-    found = {}
+    values = {}
     for key, value in group.items():
         with suppress(ValueError):
             if key not in ("params", "param_names", *RECIPES):
-                found[key] = to_json(value, key)
-    return found
+                values[key] = to_json(value, key)
+    return values

@@ -35,12 +35,12 @@ def build_schedule(recipe: Recipe, tried: int = 3) -> Rate:
 
     def checked(step: int) -> float:
         with refusing("schedule.factory", f"the rate of step {step} by {name}"):
-            found = rate(step)
-        value = float(found) if isinstance(found, Real) else math.nan
+            raw = rate(step)
+        value = float(raw) if isinstance(raw, Real) else math.nan
         if math.isfinite(value) and value >= 0:
             return value
         raise RecipeError(
-            f"schedule.factory: {name} gives {found!r} as the learning rate of step {step}; it "
+            f"schedule.factory: {name} gives {raw!r} as the learning rate of step {step}; it "
             "must be a finite number, no tensor, and at least 0"
         )
 

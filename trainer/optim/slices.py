@@ -163,14 +163,14 @@ def _alike(whole: Any, *parts: Any) -> bool:
         return all(_near(whole, part) for part in parts)
     if not whole.dim():
         return all(isinstance(p, torch.Tensor) and _near(whole.item(), p.item()) for p in parts)
-    found = torch.cat([*parts])
-    if found.shape != whole.shape or found.dtype != whole.dtype:
+    joined = torch.cat([*parts])
+    if joined.shape != whole.shape or joined.dtype != whole.dtype:
         return False
     if not whole.is_floating_point():
-        return torch.equal(found, whole)
+        return torch.equal(joined, whole)
     # Different rounding at the end of a row amounts to 1e-7.
     least = 1e-6 * whole.float().abs().max().item()
-    return torch.allclose(found.float(), whole.float(), rtol=1e-5, atol=least, equal_nan=True)
+    return torch.allclose(joined.float(), whole.float(), rtol=1e-5, atol=least, equal_nan=True)
 
 
 def _near(one: Any, other: Any) -> bool:
@@ -233,15 +233,15 @@ def _ends(
             optimizer.step()
         if has_own_state_dict(optimizer) or optimizer.state.keys() - {*parts.values()}:
             return None
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for name, part in parts.items():
-            found[name] = part.detach() - _rows(whole[name], cut)
+            results[name] = part.detach() - _rows(whole[name], cut)
             for key, kept in _leaves(optimizer.state.get(part, {})):
                 if isinstance(kept, torch.Tensor) and type(kept) is not torch.Tensor:
                     return None
                 if isinstance(kept, torch.Tensor) and kept.dim() and kept.shape != part.shape:
                     return None
-                found[f"{name} {key}"] = kept
+                results[f"{name} {key}"] = kept
         for place, group in enumerate(optimizer.param_groups):
             entries = {
                 key: one for key, one in group.items() if key not in ("params", "param_names")
@@ -249,8 +249,8 @@ def _ends(
             for key, one in _leaves(entries):
                 if isinstance(one, torch.Tensor) and one.dim():
                     return None
-                found[f"group {place} {key}"] = one
-        for name, one in found.items():
+                results[f"group {place} {key}"] = one
+        for name, one in results.items():
             ends.setdefault(name, []).append(one)
     return ends
 

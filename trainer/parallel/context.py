@@ -329,8 +329,8 @@ def block_gradients(
     made = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for here, there in block.pairs:
         given = _by_head(gradient[here], q[here], k[there], v[there], out[here])
-        found = kernel(*given, sums[None, :, here].contiguous(), 0.0, block.causal)
-        for room, where, some in zip(made, (here, there, there), found, strict=True):
+        results = kernel(*given, sums[None, :, here].contiguous(), 0.0, block.causal)
+        for room, where, some in zip(made, (here, there, there), results, strict=True):
             room[where] = some[0].transpose(0, 1)
     return made
 

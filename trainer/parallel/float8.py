@@ -78,9 +78,9 @@ def check_matmul(
     if recipe.run.device == "cpu" or not torch.cuda.is_available():
         raise RecipeError(f"precision.matmul: {matmul} needs {where}, and there is none; {instead}")
     if capability and capability < needed:
-        found = ".".join(map(str, capability))
+        shown = ".".join(map(str, capability))
         raise RecipeError(
-            f"precision.matmul: {matmul} needs {where} or above, and here it is {found}; {instead}"
+            f"precision.matmul: {matmul} needs {where} or above, and here it is {shown}; {instead}"
         )
     if find_spec("torchao") is None:
         raise RecipeError(

@@ -50,11 +50,11 @@ def loss_problem(result: Any) -> str | None:
             "a loss that has no gradient: it is detached, or made of a number (.item()), or under "
             "torch.no_grad; it should hang on the parameters"
         )
-    found = type(result).__name__
+    kind = type(result).__name__
     if isinstance(loss, float | int):
-        found = f"the loss as a {type(loss).__name__}, which has no gradient"
+        kind = f"the loss as a {type(loss).__name__}, which has no gradient"
     elif isinstance(loss, torch.Tensor):
-        found = f"a tensor of shape {tuple(loss.shape)}"
+        kind = f"a tensor of shape {tuple(loss.shape)}"
     elif isinstance(result, dict):
-        found = f"a dict without a scalar 'loss' (of {', '.join(map(repr, result)) or 'nothing'})"
-    return f"{found}; it should be the mean loss, a scalar: alone, as ['loss'], or as .loss"
+        kind = f"a dict without a scalar 'loss' (of {', '.join(map(repr, result)) or 'nothing'})"
+    return f"{kind}; it should be the mean loss, a scalar: alone, as ['loss'], or as .loss"

@@ -399,10 +399,10 @@ class _Messages:
         source = action.stage + (-1 if action.kind == "F" else 1)
         peer = source % self._links.ranks
         while action not in self._ready:
-            found, message, works = self._posted.pop(peer)
+            arrived, message, works = self._posted.pop(peer)
             self._wait(works)
             self._post(peer)  # the next message travels while this one is used
-            self._ready[found] = message
+            self._ready[arrived] = message
         # A message that the peer used before it sent this one has arrived there: free it.
         sent, reached = self._sent.get(peer), self._place[action._replace(stage=source)]
         while sent and sent[0][0] < reached:

@@ -105,10 +105,10 @@ def kinds_of(model: nn.Module, tp: int, shards: int = 1) -> dict[str, str]:
         if stacked or not (module._parameters or kind == "tokens"):
             continue
         if kind not in _CUT:
-            found = f"is to be {kind!r}" if kind else "has no pattern"
+            what = f"is to be {kind!r}" if kind else "has no pattern"
             named = name or f"what {type(model).__name__} has of parameters by itself"
             raise RecipeError(
-                f"strategy.tp: {named} {found} in the tensor_plan; the kinds are {', '.join(_CUT)}"
+                f"strategy.tp: {named} {what} in the tensor_plan; the kinds are {', '.join(_CUT)}"
             )
         if problem := _problem(kind, module, tp, shards):
             raise RecipeError(f"strategy.tp: {name} cannot be {kind}: {problem}")

@@ -128,8 +128,8 @@ def describe_machine(
     Raises:
         RecipeError: an option is malformed, or the GPU is unknown.
     """
-    found = re.fullmatch(r"(?:(\d+)\s*x\s*)?(.+)", gpus.strip(), re.IGNORECASE)
-    count, said = int(found[1] or 1) if found else 0, found[2] if found else ""
+    matched = re.fullmatch(r"(?:(\d+)\s*x\s*)?(.+)", gpus.strip(), re.IGNORECASE)
+    count, said = int(matched[1] or 1) if matched else 0, matched[2] if matched else ""
     size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*GB", said, re.IGNORECASE)
     name = listed_name(said) or ""
     if count < 1 or not (size or name):
@@ -188,19 +188,21 @@ def describe_machine(
 
 def _rate(option: str, text: str) -> float:
     """Parse bytes/s; bits with a small b, as network cards are sold."""
-    found = re.fullmatch(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*([kMGT])(b|B)(?:/s|ps)", text.strip())
-    if not found or not float(found[2]) or found[1] == "0":
+    matched = re.fullmatch(
+        r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*([kMGT])(b|B)(?:/s|ps)", text.strip()
+    )
+    if not matched or not float(matched[2]) or matched[1] == "0":
         raise RecipeError(
             f"{option}: {text!r} is not a rate; write 400Gb/s (bits) or 50GB/s (bytes), or "
             "8x400Gb/s for several"
         )
-    scale = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[found[3]]
-    return int(found[1] or 1) * float(found[2]) * scale / (8 if found[4] == "b" else 1)
+    scale = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[matched[3]]
+    return int(matched[1] or 1) * float(matched[2]) * scale / (8 if matched[4] == "b" else 1)
 
 
 def _size(option: str, text: str) -> float:
     """Parse a size in bytes."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GT])B", text.strip())
-    if not found or not float(found[1]):
+    matched = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GT])B", text.strip())
+    if not matched or not float(matched[1]):
         raise RecipeError(f"{option}: {text!r} is not a size; write 512GB or 2TB")
-    return float(found[1]) * {"G": 1e9, "T": 1e12}[found[2]]
+    return float(matched[1]) * {"G": 1e9, "T": 1e12}[matched[2]]

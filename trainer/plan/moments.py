@@ -197,9 +197,9 @@ class Held:
         """Bytes of all-reduced shards that are not the gradients themselves, after `done` blocks of
         a pass that reduces."""
         apart = self._apart(before)
-        found = self._units if apart > 1 else self._units[1 : done + 1] if apart else ()
+        units = self._units if apart > 1 else self._units[1 : done + 1] if apart else ()
         shards = self._layout.shards
-        return sum(bytes_of(trained_of(unit), shards, self._reduced) for unit in found)
+        return sum(bytes_of(trained_of(unit), shards, self._reduced) for unit in units)
 
     def _forward(self, before: bool, fresh: bool) -> list[Moment]:
         """Moments at the loss, in the last block, and where gathered units are copied out."""

@@ -99,12 +99,12 @@ def memory_of(
         ]
         alone = [Action("F", 0, 0), Action("B", 0, 0)] * layout.passes
         each = recipe.strategy.reduce_every_pass
-        activations, found = _passes(
+        activations, by_stage = _passes(
             order or alone, held, each, messages or [0] * len(order or alone)
         )
         moments = [Moment("update", gradients, 0, 0 if offloaded else rounding)] + [
             replace(moment, pass_=moment.pass_ + beside)
-            for of_stage, passes in zip(held, found, strict=True)
+            for of_stage, passes in zip(held, by_stage, strict=True)
             for which, beside in passes.items()
             for moment in of_stage.moments(which)
         ]

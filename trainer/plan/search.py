@@ -107,20 +107,20 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
     refusals: list[RecipeError] = []
 
     def candidates(label: str, *recipes: Recipe) -> list[Candidate]:
-        found = []
+        predicted = []
         for changed in recipes:
             try:
                 prediction = predict(
                     changed, world_size, local, machine=machine, device=device, blueprint=blueprint
                 )
-                found.append(Candidate(label, changed, prediction))
+                predicted.append(Candidate(label, changed, prediction))
             except RecipeError as error:  # another division of ranks may work
                 refusals.append(error)
-        return found
+        return predicted
 
     own = candidates("as it is", *_as_it_is(recipe, machine, device, blueprint, refusals))
     refused = "" if own else str(refusals[0])
-    found, everything = [], []
+    chosen, everything = [], []
     for label, strategy in _strategies(recipe, machine, blueprint):
         for recompute in RECOMPUTES:
             changed = dataclasses.replace(strategy, activation_checkpointing=recompute)
@@ -139,13 +139,13 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
                     # gradients.
                     del micro_batches[:-1]
             if tried:
-                found.append(_best(tried, machine) or min(tried, key=lambda c: c.prediction.peak))
+                chosen.append(_best(tried, machine) or min(tried, key=lambda c: c.prediction.peak))
                 everything += tried
     together = recipe.strategy.together > 1 or machine.world_size >= MANY
-    if together or not _best_on_gpus(found, machine):
-        best, cut = _best_on_gpus([*own, *found], machine), []
+    if together or not _best_on_gpus(chosen, machine):
+        best, cut = _best_on_gpus([*own, *chosen], machine), []
         least = partial(_least_seconds, recipe, machine, blueprint)
-        known = {one.label for one in found}
+        known = {one.label for one in chosen}
         layouts = [one for one in _layouts(recipe, machine, blueprint) if one[0] not in known]
         # The most promising first, so that their times rule out later ones untraced.
         for label, strategy in sorted(layouts, key=lambda layout: least(layout[1])):
@@ -162,16 +162,16 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
             if fastest := _best(tried, machine):
                 cut.append(fastest)
                 best = _best([*filter(None, [best]), fastest], machine)
-        found += sorted(cut, key=_order)[:SHOWN]
-    if not found:
+        chosen += sorted(cut, key=_order)[:SHOWN]
+    if not chosen:
         raise refusals[0]
-    own = own or found[:1]
-    best, simple = _best([*own, *found], machine), _best_on_gpus([*own, *found], machine)
+    own = own or chosen[:1]
+    best, simple = _best([*own, *chosen], machine), _best_on_gpus([*own, *chosen], machine)
     if best and simple and (1 - OFFLOAD_GAIN) * _order(simple)[0] <= _order(best)[0]:
         best = simple
     nodes = None if simple else _enough_nodes(recipe, machine, device, blueprint)
     return Plan(
-        recipe, machine, blueprint, own[0], refused, tuple(found), tuple(everything), best, nodes
+        recipe, machine, blueprint, own[0], refused, tuple(chosen), tuple(everything), best, nodes
     )
 
 

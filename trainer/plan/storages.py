@@ -22,13 +22,13 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 def storages(tensors: Iterable[torch.Tensor], device: torch.device) -> Storages:
     """Non-empty storages of tensors on a kind of device."""
-    found: Storages = {}
+    sizes: Storages = {}
     for storage in map(storage_of, tensors):
         if storage.device.type == device.type and storage.nbytes():
-            found[storage.data_ptr()] = storage.nbytes()
-    return found
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sizes
 
 
-def nbytes(found: Storages) -> int:
+def nbytes(sizes: Storages) -> int:
     """Sum of bytes."""
-    return sum(found.values())
+    return sum(sizes.values())

@@ -36,8 +36,8 @@ def parse_condition(text: str) -> Condition | None:
     text = text.strip()
     if text == "failure":
         return AfterFailure()
-    if found := re.fullmatch(r"no step for (\d+(?:\.\d+)?) ?(s|min|h)", text):
-        return Silent(float(found[1]) * _SECONDS[found[2]])
-    if found := re.fullmatch(rf"([\w@]+) *([<>]) *({_NUMBER})", text, re.ASCII):
-        return Beyond(found[1], found[2] == ">", float(found[3]))
+    if matched := re.fullmatch(r"no step for (\d+(?:\.\d+)?) ?(s|min|h)", text):
+        return Silent(float(matched[1]) * _SECONDS[matched[2]])
+    if matched := re.fullmatch(rf"([\w@]+) *([<>]) *({_NUMBER})", text, re.ASCII):
+        return Beyond(matched[1], matched[2] == ">", float(matched[3]))
     return None

@@ -109,7 +109,7 @@ def import_factory(key: str, name: str) -> Any:
     look_here_too()
     try:
         with refusing(key, f"importing {name}"):
-            found = importlib.import_module(module)
+            imported = importlib.import_module(module)
     except RecipeError as error:
         missing = error.__cause__
         # Whether the named module itself, or a package above it, is missing.
@@ -124,11 +124,13 @@ def import_factory(key: str, name: str) -> Any:
             "folder on PYTHONPATH?"
         ) from missing
     try:
-        return getattr(found, function)
+        return getattr(imported, function)
     except AttributeError:
-        names = [one for one in vars(found) if not one.startswith("_") and _is_own(found, one)]
+        names = [
+            one for one in vars(imported) if not one.startswith("_") and _is_own(imported, one)
+        ]
         near, known = _nearest(function, names), ", ".join(names[:8]) or "no names"
-        file = getattr(found, "__file__", None) or module
+        file = getattr(imported, "__file__", None) or module
         raise RecipeError(f"{key}: {file} has no {function}; {near}it has {known}") from None
 
 

@@ -17,8 +17,8 @@ _NO_STORES = ("file", "http", "https", "hf")
 
 def like_url(path: str) -> str:
     """The scheme of a text that looks like a URL; "" for a path. `./s3:/a` is a path."""
-    found = _LIKE_URL.match(path)
-    return found[1] or found[2] if found else ""
+    matched = _LIKE_URL.match(path)
+    return matched[1] or matched[2] if matched else ""
 
 
 def no_url(path: str) -> str | None:

@@ -27,8 +27,8 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     given = [key for key in kinds if getattr(model, key)]
     # KGAT may start from a checkpoint of BPR-MF, which has the same embeddings.
     if len(given) != 1 and given != ["init_from", "kgat"]:
-        found = " and ".join(given) or "none of them"
-        yield "model", f"give exactly one of {', '.join(kinds)}; found {found}"
+        shown = " and ".join(given) or "none of them"
+        yield "model", f"give exactly one of {', '.join(kinds)}; found {shown}"
     yield from _graph_contradictions(recipe)
     for key, name in recipe.own_code.items():
         if not PATTERN.fullmatch(name):
@@ -38,12 +38,12 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "model.family", "only for model.architecture and model.init_from; remove it"
     known = bundled_families()
     if model.architecture and not model.family and model.architecture.model_type not in known:
-        found, close = model.architecture.model_type, f"{', '.join(known)} come with Perdure"
-        for meant in difflib.get_close_matches(found, known, n=1, cutoff=0.5):
+        shown, close = model.architecture.model_type, f"{', '.join(known)} come with Perdure"
+        for meant in difflib.get_close_matches(shown, known, n=1, cutoff=0.5):
             close = f"did you mean {meant!r}?"
         yield (
             "model.architecture.model_type",
-            f"no family {found!r} ({close}); a family of your own is named in model.family",
+            f"no family {shown!r} ({close}); a family of your own is named in model.family",
         )
     yield from _adapter_contradictions(recipe)
     yield from _objective_contradictions(recipe)
@@ -62,8 +62,8 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "elastic.snapshot_every", "copies to slots: it needs checkpoint.slots: 1 or 2"
     lengths = [key for key in ("steps", "epochs") if getattr(run, key)]
     if len(lengths) != 1:
-        found = "both; set one to 0" if lengths else "neither"
-        yield "run.steps", f"give exactly one of run.steps and run.epochs; found {found}"
+        shown = "both; set one to 0" if lengths else "neither"
+        yield "run.steps", f"give exactly one of run.steps and run.epochs; found {shown}"
     # A length in epochs becomes steps only once the data is open; `counted` checks it then.
     elif run.steps:
         yield from length_contradictions(recipe, f"run.steps={run.steps}")

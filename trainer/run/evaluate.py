@@ -30,10 +30,10 @@ class Validator:
         run, evaluation = self._run, self._run.task.validation
         if not evaluation or run.done or not run.progress.lacks_pass(run.recipe.run):
             return 0.0
-        found = evaluate(run, evaluation)
-        if found is None:
+        values = evaluate(run, evaluation)
+        if values is None:
             return PAUSE_TO_LEAVE
-        self._judge(found)
+        self._judge(values)
         return 0.0
 
     def after_step(self, requested: float) -> float:
@@ -49,26 +49,26 @@ class Validator:
         if not evaluation or not run.due(run.recipe.run.evaluate_every):
             return requested
         with self._speed.aside():
-            found = evaluate(run, evaluation) if requested < PAUSE_TO_LEAVE else None
-        self._pending = found is None
-        if found is not None:
-            self._judge(found)
+            values = evaluate(run, evaluation) if requested < PAUSE_TO_LEAVE else None
+        self._pending = values is None
+        if values is not None:
+            self._judge(values)
             return requested
         when = "yet" if run.done or run.recipe.run.stop_after else "at all"
         run.log.say(f"step {run.progress.step} is not validated {when}: a node leaves")
         return PAUSE_TO_LEAVE
 
-    def _judge(self, found: Mapping[str, float]) -> None:
+    def _judge(self, values: Mapping[str, float]) -> None:
         """Record and log the results of a validation pass."""
-        self._run.progress.judge(found.get("validation_loss"))
-        self._run.log.validation(self._run.progress.step, found)
+        self._run.progress.judge(values.get("validation_loss"))
+        self._run.log.validation(self._run.progress.step, values)
 
     def finish(self) -> None:
         """Validate the last step if its pass was interrupted: its state is saved by now."""
         run, evaluation = self._run, self._run.task.validation
-        found = evaluate(run, evaluation, heed=False) if self._pending and evaluation else None
-        if found:
-            run.log.validation(run.progress.step, found)
+        values = evaluate(run, evaluation, heed=False) if self._pending and evaluation else None
+        if values:
+            run.log.validation(run.progress.step, values)
 
 
 @torch.no_grad()
@@ -91,10 +91,10 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
     def forward(number: int, batch: Mapping[str, torch.Tensor], call: Call) -> Passed:
         nonlocal total
         pulse.report(step, "evaluate")
-        found = call({key: tensor.to(device) for key, tensor in batch.items() if key != COUNTED})
-        if not isinstance(found, dict):
-            return found
-        means, cut = dict(found), some[number][0]
+        result = call({key: tensor.to(device) for key, tensor in batch.items() if key != COUNTED})
+        if not isinstance(result, dict):
+            return result
+        means, cut = dict(result), some[number][0]
         usual = batch.get(COUNTED, len(cut))
         weight = means.pop(COUNT, usual) * (bool(cut) and run.mesh.counts)
         sums = torch.stack([mean.double() for mean in run.validated.in_order(means)])
@@ -118,9 +118,9 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
         if total is None:
             total = torch.zeros(len(names) + 1, dtype=torch.float64, device=device)
         dist.all_reduce(total, group=run.mesh.group)
-        *found, counted = received(total)
+        *totals, counted = received(total)
     return evaluation.values(
-        {name: value / counted for name, value in zip(names, found, strict=True)}
+        {name: value / counted for name, value in zip(names, totals, strict=True)}
     )
 
 

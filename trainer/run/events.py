@@ -120,8 +120,8 @@ class EventReader:
         if kind == "rollback":
             return RollBack(values["step"], at, values["to"], values["source"])
         if kind == "validation":
-            found = {name: _number(value) for name, value in values["values"].items()}
-            return Validation(values["step"], at, found)
+            numbers = {name: _number(value) for name, value in values["values"].items()}
+            return Validation(values["step"], at, numbers)
         if kind == "save":
             return Save(values["step"], at, values["seconds"], values.get("error", ""))
         if kind == "end":

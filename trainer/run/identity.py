@@ -54,22 +54,22 @@ def identify(recipe: Recipe, data: str | None) -> dict[str, str]:
         data: fingerprint of its training data, which includes the tokenizer's; None: not known yet,
             see `with_data`.
     """
-    found = {
+    identity = {
         "code": _digest(_sources()),
         "torch": str(torch.__version__),  # torch's version is a subclass of str
         "run.device": _device(recipe.run.device),
         **{key: _short(value) for key, value in flat(resolved(recipe)) if decides(key)},
     }
     if exact.used(recipe):  # other kernels round differently
-        found |= machine(found["run.device"])
+        identity |= machine(identity["run.device"])
     if recipe.model.init_from:
         given = Path(recipe.model.init_from)
-        found["model.init_from"] = weights_digest(given)
+        identity["model.init_from"] = weights_digest(given)
         if (given / "config.json").is_file() and (reason := reason_for_theirs(recipe)):
-            found["transformers"] = check_installed(reason)
+            identity["transformers"] = check_installed(reason)
     for key, name in recipe.own_code.items():
-        found[f"{key} source"] = _digest(_module_source(name.split(":")[0]))
-    return found if data is None else with_data(found, data)
+        identity[f"{key} source"] = _digest(_module_source(name.split(":")[0]))
+    return identity if data is None else with_data(identity, data)
 
 
 def with_data(identity: Mapping[str, str], data: str) -> dict[str, str]:
@@ -85,12 +85,12 @@ def machine(device: str | torch.device) -> dict[str, str]:
         device: a GPU in use by this process, or a CPU; "cuda": all GPUs of the machine, without
             starting CUDA.
     """
-    found = {"cpu": _cpu()}
+    properties = {"cpu": _cpu()}
     if isinstance(device, torch.device) and device.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(device)
+        properties["gpu"] = torch.cuda.get_device_name(device)
     elif device == "cuda":
-        found["gpu"] = " + ".join(_driver_gpus()) or "unknown"
-    return found
+        properties["gpu"] = " + ".join(_driver_gpus()) or "unknown"
+    return properties
 
 
 def computed_by(identity: Mapping[str, str], device: torch.device) -> dict[str, str]:
@@ -230,10 +230,10 @@ def _short(value: Any) -> str:
 
 
 def _digest(parts: Iterable[bytes]) -> str:
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
     for part in parts:
-        found.update(len(part).to_bytes(8) + part)
-    return f"#{found.hexdigest()[:12]}"
+        hashed.update(len(part).to_bytes(8) + part)
+    return f"#{hashed.hexdigest()[:12]}"
 
 
 def _sources() -> Iterator[bytes]:

@@ -333,16 +333,16 @@ def default_ranks(device: str) -> int:
 def _check_device(recipe: Recipe, local_world_size: int) -> None:
     if recipe.run.device == "cpu":
         return
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if recipe.run.device == "cuda" and not found:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if recipe.run.device == "cuda" and not count:
         raise RecipeError(
             "run.device: cuda is requested, but torch finds no GPU here; check nvidia-smi and that "
             "torch is a CUDA build, or set run.device=cpu"
         )
-    if found and local_world_size > found:
+    if count and local_world_size > count:
         raise RecipeError(
-            f"run.device: {local_world_size} ranks on this node, but {found} GPU(s); start at most "
-            f"{found} with --nproc-per-node"
+            f"run.device: {local_world_size} ranks on this node, but {count} GPU(s); start at most "
+            f"{count} with --nproc-per-node"
         )
 
 

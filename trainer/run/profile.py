@@ -185,14 +185,14 @@ class _Holdings:
 
     def _after_forward(self, *_: Any) -> None:
         held = self._held["parameters"]
-        found = storages(self._model.module.parameters(), self._device)
-        found = {key: size for key, size in found.items() if key not in held}
-        self._gathered = max(self._gathered, found, key=nbytes)
+        sizes = storages(self._model.module.parameters(), self._device)
+        sizes = {key: size for key, size in sizes.items() if key not in held}
+        self._gathered = max(self._gathered, sizes, key=nbytes)
 
     def _before_update(self, *_: Any) -> None:
         gradients = [weight.grad for weight in self._weights if weight.grad is not None]
-        found = storages(gradients, self._device)
-        self._gradients = max(self._gradients, found, key=nbytes)
+        sizes = storages(gradients, self._device)
+        self._gradients = max(self._gradients, sizes, key=nbytes)
         self._gradients_on_host = max(self._gradients_on_host, self._on_host(gradients))
 
     def _on_host(self, tensors: Iterable[torch.Tensor]) -> int:

@@ -250,17 +250,17 @@ def changes(old: Mapping[str, Any], recipe: Recipe) -> dict[str, tuple[Any, Any]
     """Keys that determine steps and differ between a resolved recipe, possibly an older one, and
     `recipe` → (old, new)."""
     before, now = dict(flat(_with_defaults(old))), dict(flat(resolved(recipe)))
-    found = {
+    changed = {
         key: (before.get(key), now.get(key))
         for key in [*now, *(key for key in before if key not in now)]
         if decides(key) and before.get(key) != now.get(key)
     }
     if recipe.batch.micro_batch == "auto":  # a checkpoint has the number that the run chose
-        found.pop("batch.micro_batch", None)
+        changed.pop("batch.micro_batch", None)
     weights = "model.init_from"  # their path may change
     if before.get(weights) and not now.get(weights):
-        found[weights] = before[weights], None
-    return found
+        changed[weights] = before[weights], None
+    return changed
 
 
 def _with_defaults(old: Mapping[str, Any]) -> Mapping[str, Any]:

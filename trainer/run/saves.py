@@ -276,8 +276,8 @@ class Saves:
         """Whether `checkpoint.keep_best` needs the step just done: it has the lowest validation
         loss so far, and `run.stop_after` will end the run some passes later."""
         recipe, best = self._run.recipe, self._run.progress.best_step
-        found, self._best = best != self._best, best
-        return bool(found and recipe.run.stop_after and recipe.checkpoint.keep_best)
+        improved, self._best = best != self._best, best
+        return bool(improved and recipe.run.stop_after and recipe.checkpoint.keep_best)
 
 
 def caught_up(failed: int, resumed: int, snapshot_every: int) -> int:

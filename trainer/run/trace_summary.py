@@ -192,8 +192,8 @@ def _operators(events: Sequence[dict[str, Any]], steps: int, on_gpu: bool) -> li
         calls[event["name"]] += 1
         stack.append((event["ts"] + event["dur"], event["name"]))
     shown = [name for name in own if on_gpu or name.startswith(_COMPUTE)]
-    found = [Operator(name, calls[name] / steps, own[name] / steps / 1e6) for name in shown]
-    return sorted(found, key=lambda operator: -operator.seconds)
+    operators = [Operator(name, calls[name] / steps, own[name] / steps / 1e6) for name in shown]
+    return sorted(operators, key=lambda operator: -operator.seconds)
 
 
 def _messages(events: Sequence[dict[str, Any]]) -> list[tuple[str, int, list[int]]]:
@@ -212,14 +212,14 @@ def _messages(events: Sequence[dict[str, Any]]) -> list[tuple[str, int, list[int
         elements: int = math.prod(dims)
         return elements * _ITEMSIZES.get(kind, 0)
 
-    found = []
+    messages = []
     for event in events:
         if event["name"].startswith("c10d::"):
             dims, kinds = _tensors(event)
             first = dims[0][0] if dims and kinds[0] == "TensorList" and dims[0] else []
             sizes = [nbytes(each, kind) for each, kind in zip(dims, kinds, strict=True)]
-            found.append((event["name"], len(first), sizes))
-    return found
+            messages.append((event["name"], len(first), sizes))
+    return messages
 
 
 def _tensors(event: dict[str, Any]) -> tuple[list[list[Any]], list[str]]:

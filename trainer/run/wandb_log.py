@@ -64,11 +64,11 @@ def cut_torn(directory: Path, run_id: str, own: Path) -> None:
     now = own.stat().st_mtime  # by the filesystem's clock
     for path in _files(directory, run_id):
         with suppress(OSError), os.fdopen(os.open(path, _CHANGE), "r+b") as file:
-            found, start = os.fstat(file.fileno()), _tail(path)
+            size, start = os.fstat(file.fileno()), _tail(path)
             whole = read_rows(path, start)[1]
             if whole == start > 0:  # the record begins in an earlier block
                 whole = read_rows(path, 0)[1]
-            if path != own and now - found.st_mtime > _STILL_SECONDS and whole < found.st_size:
+            if path != own and now - size.st_mtime > _STILL_SECONDS and whole < size.st_size:
                 file.truncate(whole)
 
 

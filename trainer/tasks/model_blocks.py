@@ -19,13 +19,13 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     items = list(dict.fromkeys(_items(model)))
     counts = Counter(type(item) for item, _ in items)
     certain = {item: listed or counts[type(item)] > 1 for item, listed in items}
-    found = [
+    blocks = [
         inner
         for item, sure in certain.items()
         for inner in ([item] if sure else repeated_blocks(item))
     ]
-    found = found or list(certain)
-    return [item for item in found if any(item.children())] or found
+    blocks = blocks or list(certain)
+    return [item for item in blocks if any(item.children())] or blocks
 
 
 def _items(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:

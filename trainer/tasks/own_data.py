@@ -25,13 +25,13 @@ def open_samples(recipe: Recipe) -> tuple[SampleStream, SampleStream | None]:
         DataError: the data is malformed.
     """
     data, name = recipe.data, recipe.data.factory or ""
-    found = call_factory("data.factory", name, data.factory_options)
-    if type(found) is tuple and all(map(_is_data_set, found)):
+    returned = call_factory("data.factory", name, data.factory_options)
+    if type(returned) is tuple and all(map(_is_data_set, returned)):
         raise RecipeError(
-            f"data.factory: {name} returned {len(found)} data sets; return trainer.Samples("
+            f"data.factory: {name} returned {len(returned)} data sets; return trainer.Samples("
             "train, validation=…)"
         )
-    samples = found if isinstance(found, Samples) else Samples(found)
+    samples = returned if isinstance(returned, Samples) else Samples(returned)
 
     def stream(dataset: Any, part: str, shuffle: bool) -> SampleStream:
         named, seed = f"the {part} set of {name}", recipe.run.seed

@@ -341,8 +341,8 @@ def check_forward(
     # a failing backward is not refused: fake tensors may be its cause
     with suppress(Exception), mode:
         loss = means(result)["loss"]
-        found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-        gradients = dict(zip(trained, found, strict=True))
+        computed = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        gradients = dict(zip(trained, computed, strict=True))
     for name, gradient in gradients.items():
         if gradient is not None and gradient.is_sparse:
             raise RecipeError(f"model.factory: {name} gets a sparse gradient, {_NO_SPARSE}")

@@ -146,9 +146,9 @@ def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill, list[str]]":
         with refusing("model.family", f"draw of {named}"):
             drawn = draw(name, shape, architecture, seed)
         if getattr(drawn, "shape", None) != shape:
-            found = getattr(drawn, "shape", type(drawn).__name__)
+            actual = getattr(drawn, "shape", type(drawn).__name__)
             raise RecipeError(
-                f"model.family: draw of {named} gives {found} for {name}, not {shape}"
+                f"model.family: draw of {named} gives {actual} for {name}, not {shape}"
             )
         return drawn
 
