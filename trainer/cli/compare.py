@@ -80,9 +80,9 @@ def _compare(arguments: argparse.Namespace) -> int:
     print("\n" + "\n\n".join(tables) + "\n")
     paths = write_report(outcomes, where, out)
     print(f"written: {', '.join(os.path.relpath(path) for path in paths)}")
-    found = problems(outcomes, TOLERANCE[recipe.precision.dtype])
-    for problem in found:
+    shown_problems = problems(outcomes, TOLERANCE[recipe.precision.dtype])
+    for problem in shown_problems:
         print(f"problem: {problem}")
     if any(one.problem == INTERRUPTED for one in outcomes):
         return EXIT_INTERRUPTED
-    return EXIT_FAILED if found else EXIT_DONE
+    return EXIT_FAILED if shown_problems else EXIT_DONE

@@ -122,18 +122,18 @@ def _bucket(text: str) -> str:
 
 
 def _nodes(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text, re.ASCII)
-    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    matched = re.fullmatch(r"(\d+)(?::(\d+))?", text, re.ASCII)
+    least, most = (int(matched[1]), int(matched[2] or matched[1])) if matched else (0, 0)
     if not 1 <= least <= most:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of nodes; write 4, or 1:8")
     return least, most
 
 
 def _gpus(text: str) -> tuple[int, str]:
-    found = re.fullmatch(r"(\d+)(?:x([\w -]+))?", text, re.ASCII)
-    if not found:
+    matched = re.fullmatch(r"(\d+)(?:x([\w -]+))?", text, re.ASCII)
+    if not matched:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of GPUs; write 8, 8xH100, or 0")
-    return int(found[1]), (found[2] or "").strip()
+    return int(matched[1]), (matched[2] or "").strip()
 
 
 def _launch(arguments: argparse.Namespace) -> int:

@@ -370,12 +370,10 @@ class Decoder(nn.Module):
 
         Returns:
             Logits (B, T, V) in the dtype of the computation, or the mean cross-entropy in nats over
-                the
-            counted labels, a float32 scalar (0 without any). If the family has scalars
-                `beside_loss`, a
-            dict of these, `cross_entropy` and `loss`: in training the weighted sum, else the
-            cross-entropy. For pairs the dict of `preference`, or without its needed reference the
-            log-probabilities of the answers (2 P,) float64.
+            the counted labels, a float32 scalar (0 without any). If the family has scalars
+            `beside_loss`, a dict of these, `cross_entropy` and `loss`: in training the weighted sum,
+            else the cross-entropy. For pairs the dict of `preference`, or without its needed
+            reference the log-probabilities of the answers (2 P,) float64.
         """
         if document_ids is not None:
             cu_seqlens = cu_seqlens_of(document_ids)

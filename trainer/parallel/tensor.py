@@ -430,8 +430,8 @@ def _tokens(module: nn.Module, ranks: Together) -> Forward:
 
     def forward(x: Tensor) -> Any:
         share = Share(ranks.group, 1 / ranks.size, 1 / ranks.size)
-        found = compute(x if ranks.sequence else _Part.apply(x, ranks))
-        mixed, *statistics = found if isinstance(found, tuple) else (found,)
+        output = compute(x if ranks.sequence else _Part.apply(x, ranks))
+        mixed, *statistics = output if isinstance(output, tuple) else (output,)
         mixed = mixed if ranks.sequence else _Whole.apply(mixed, ranks)
         return (mixed, *map(share.over_tokens, statistics)) if statistics else mixed
 

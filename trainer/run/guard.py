@@ -44,17 +44,17 @@ def judge_step(
     return Verdict("skip", f"{reason}; skipped, weights unchanged ({skipped + 1} of {limit})")
 
 
-def judge_weights(step: int, updated: bool, found: str) -> Verdict:
+def judge_weights(step: int, updated: bool, where: str) -> Verdict:
     """Judge a step before or after which weights or optimizer state hold NaN or infinity.
 
     Args:
         step: number of the step, from 1.
         updated: whether this step's update, rather than an earlier one, caused it.
-        found: names of the tensors, and the ranks.
+        where: names of the tensors, and the ranks.
     """
     when = "its update left" if updated else "skipped: an update before it left"
     hint = "If it goes on: lower optimizer.lr, raise optimizer.eps, or clip gradients"
-    return Verdict("undo", f"step {step}: {when} {found}. {hint}")
+    return Verdict("undo", f"step {step}: {when} {where}. {hint}")
 
 
 def _finite(value: float) -> bool:

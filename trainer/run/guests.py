@@ -26,9 +26,11 @@ class Mlflow:
     def _begin(self, recipe: Mapping[str, Any], name: str) -> str:
         """Create the run; returns its id."""
         tracking = recipe["tracking"]
-        found = self._client.get_experiment_by_name(tracking["project"])
+        existing = self._client.get_experiment_by_name(tracking["project"])
         experiment = (
-            found.experiment_id if found else self._client.create_experiment(tracking["project"])
+            existing.experiment_id
+            if existing
+            else self._client.create_experiment(tracking["project"])
         )
         run = self._client.create_run(experiment, run_name=tracking["name"] or name).info.run_id
         for section, keys in recipe.items():

@@ -35,12 +35,12 @@ def base_of(directory: Path, given: Path | None = None) -> Path:
     state = read_state(directory) if (directory / TRAINER_STATE).is_file() else None
     wanted = trained_over(directory, state).get("fingerprint")
     try:
-        found = weights_digest(base)
+        actual = weights_digest(base)
     except CheckpointError as error:
         raise StorageError(f"the model under {directory}: {error}") from error
-    if isinstance(wanted, str) and wanted != found:
+    if isinstance(wanted, str) and wanted != actual:
         raise WrongModel(
             f"{directory}: was trained over other weights than those in {base} (fingerprint "
-            f"{printable(wanted)} there, {found} here); name the directory of those weights"
+            f"{printable(wanted)} there, {actual} here); name the directory of those weights"
         )
     return base

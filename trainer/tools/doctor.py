@@ -321,8 +321,8 @@ def _requirements() -> dict[str, str]:
     except PackageNotFoundError:
         return {}
     stated = [re.split(r" *; *extra == ", line) for line in lines]
-    found = {rest[0].strip("'\""): requirement for requirement, *rest in stated if rest}
-    return {extra: found[extra] for extra in PURPOSES if extra in found}
+    by_extra = {rest[0].strip("'\""): requirement for requirement, *rest in stated if rest}
+    return {extra: by_extra[extra] for extra in PURPOSES if extra in by_extra}
 
 
 def _extra(extra: str, requirement: str, *, needed: bool) -> Finding:

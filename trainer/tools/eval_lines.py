@@ -83,12 +83,12 @@ def add_lines(
             # Keeps the run from deleting the checkpoint meanwhile.
             with reading_lock(location(path)):
                 open_step(location(path))
-                found = list(make(path, missing))
+                results = list(make(path, missing))
         except DamagedCheckpoint:
             yield step, 0
             continue
         lines = Lines(out)
-        for one, more in zip(missing, found, strict=True):
+        for one, more in zip(missing, results, strict=True):
             lines.add(json.dumps({"step": step, **one, **more}, ensure_ascii=False))
         lines.close()
         if lines.waiting:
@@ -146,10 +146,10 @@ def has_ended(run: Path) -> bool:
 def _written(out: Path, keys: Sequence[str]) -> set[tuple[Any, ...]]:
     """Return (step, values of `keys`) of each line of a file, without a last line that a killed
     process left unfinished."""
-    found: set[tuple[Any, ...]] = set()
+    keys_written: set[tuple[Any, ...]] = set()
     with suppress(FileNotFoundError), out.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             with suppress(ValueError, TypeError, KeyError, RecursionError):
                 record = json.loads(line)
-                found.add((record["step"], *(record[key] for key in keys)))
-    return found
+                keys_written.add((record["step"], *(record[key] for key in keys)))
+    return keys_written

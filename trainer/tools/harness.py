@@ -61,7 +61,7 @@ def results(
         model = _HarnessModel(open_model(path, device=device, family=family))
         for one in wanted:
             try:
-                found = simple_evaluate(
+                scores = simple_evaluate(
                     model=model,
                     tasks=[one["task"]],
                     task_manager=manager,
@@ -71,7 +71,7 @@ def results(
                 )["results"]
             except (OSError, ValueError, ConnectionError) as error:
                 raise GenerateError(f"--tasks {one['task']}: {error}") from error
-            yield {"results": {name: _numbers(values) for name, values in found.items()}}
+            yield {"results": {name: _numbers(values) for name, values in scores.items()}}
 
     return make
 
@@ -105,14 +105,14 @@ class _HarnessModel(LM):
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
         """Return the log-probability of each whole text, with as much context as the model
         takes."""
-        found = []
+        sums = []
         for (text,) in (request.args for request in requests):
             windows = get_rolling_token_windows(
                 self._encode(text), self._prefix, self._opened.limit, context_len=1
             )
             pairs = [make_disjoint_window(window) for window in windows]
-            found.append(sum(value for value, _ in self._log_probs(pairs)))
-        return found
+            sums.append(sum(value for value, _ in self._log_probs(pairs)))
+        return sums
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
         """Continue each context up to the first of the request's stop texts."""
@@ -137,7 +137,7 @@ class _HarnessModel(LM):
         model, limit = self._opened.model, self._opened.limit
         device = next(model.parameters()).device
         rows = [(before + after)[-limit - 1 :] for before, after in pairs]
-        found = [(0.0, True)] * len(rows)
+        results = [(0.0, True)] * len(rows)
         # Rows of similar length share a batch, which keeps padding short.
         order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
         for first in range(0, len(order), ROWS):
@@ -155,8 +155,8 @@ class _HarnessModel(LM):
                 logits = model.head(states[len(row) - 1 - count : len(row) - 1]).float()
                 likely = logits.log_softmax(1)
                 value = likely.gather(1, target[:, None]).sum().item()
-                found[number] = value, bool((likely.argmax(1) == target).all())
-        return found
+                results[number] = value, bool((likely.argmax(1) == target).all())
+        return results
 
     def _continued(self, context: str, options: Mapping[str, Any]) -> str:
         stops = options.get("until") or []

@@ -68,15 +68,15 @@ def plan_text(
 def _merged(candidates: Sequence[Candidate]) -> list[tuple[list[str], Candidate]]:
     """Group candidates with equal figures, as many coincide on one GPU: pairs of (labels,
     candidate)."""
-    found: list[tuple[list[str], Candidate]] = []
+    groups: list[tuple[list[str], Candidate]] = []
     for candidate in candidates:
-        for labels, first in found:
+        for labels, first in groups:
             if _same(candidate, first):
                 labels.append(_short(candidate.label))
                 break
         else:
-            found.append(([_short(candidate.label)], candidate))
-    return found
+            groups.append(([_short(candidate.label)], candidate))
+    return groups
 
 
 def _same(one: Candidate, other: Candidate) -> bool:

@@ -114,35 +114,35 @@ def run_comparison(
     """
     if out.exists():
         raise RecipeError(f"{out}: is there already; delete it, or give another --out")
-    found = [
+    strategies = [
         candidate(name, recipe_path, overrides, ranks, steps, out / "runs" / name) for name in names
     ]
-    recipe = next((one.recipe for one in found if one.recipe), None)
+    recipe = next((one.recipe for one in strategies if one.recipe), None)
     if recipe:
         task = build_task(recipe)
         unit = task.unit
         print(f"{task.name}: {task.sizes}", flush=True)
-        found = [_checked(one, task, ranks) for one in found]
+        strategies = [_checked(one, task, ranks) for one in strategies]
         del task  # a user's own model takes memory
-    if not any(one.recipe for one in found):
+    if not any(one.recipe for one in strategies):
         whose: dict[str, list[str]] = {}
-        for one in found:
+        for one in strategies:
             whose.setdefault(one.problem, []).append(one.name)
         raise RecipeError("; ".join(f"{', '.join(of)}: {why}" for why, of in whose.items()))
     (out / "logs").mkdir(parents=True)
     outcomes: list[Outcome] = []
-    for number, one in enumerate(found, 1):
+    for number, one in enumerate(strategies, 1):
         began = time.monotonic()
         try:
             outcome = _run(one, ranks, steps, out)
         except KeyboardInterrupt:
-            outcomes += [Outcome(left.name, INTERRUPTED) for left in found[number - 1 :]]
+            outcomes += [Outcome(left.name, INTERRUPTED) for left in strategies[number - 1 :]]
             break
         outcome.unit = unit
         outcomes.append(outcome)
         seconds = time.monotonic() - began
         text = outcome.problem or f"{outcome.rate:,.0f} {unit}/s"
-        print(f"[{number}/{len(found)}] {one.name}: {text} ({seconds:.0f} s)", flush=True)
+        print(f"[{number}/{len(strategies)}] {one.name}: {text} ({seconds:.0f} s)", flush=True)
     compare_losses(outcomes)
     return outcomes
 
@@ -286,12 +286,12 @@ def compare_losses(outcomes: Sequence[Outcome]) -> None:
 def problems(outcomes: Sequence[Outcome], tolerance: float) -> list[str]:
     """Describe failed strategies, and losses that differ by more than `tolerance`, in a sentence
     each."""
-    found = [f"{one.name}: {one.problem}" for one in outcomes if one.failed]
+    sentences = [f"{one.name}: {one.problem}" for one in outcomes if one.failed]
     first = next((one.name for one in outcomes if one.losses), "")
-    found += [
+    sentences += [
         f"{one.name}: a loss differs from that of {first} by {one.difference:.1e}, "
         f"more than {tolerance:.0e}"
         for one in outcomes
         if one.difference is not None and not one.difference <= tolerance  # NaN too
     ]
-    return found
+    return sentences

@@ -121,7 +121,7 @@ def import_accelerate(
 def fsdp_of_arguments(arguments: ForeignConfig) -> None:
     """Translate `fsdp` and `fsdp_config` of TrainingArguments: true, or words as in transformers 4,
     such as "full_shard auto_wrap offload"; Trainer uses DDP where both are missing."""
-    imported, held = arguments.made, arguments.left.get("fsdp")
+    imported, held = arguments.imported, arguments.left.get("fsdp")
     legacy = [] if held is True or not held else arguments.take("fsdp", words)
     _parallelism(arguments, imported.replicas, "")
     if not held:
@@ -154,7 +154,7 @@ def _launch(source: ForeignConfig, ranks: int | None) -> int | None:
     port = source.take("main_process_port", a_whole_number) or 29400
     chosen = source.take("gpu_ids", str, "all")
     each = str(ranks // nodes) if ranks else "GPUS_PER_NODE"
-    source.made.launch = " ".join(
+    source.imported.launch = " ".join(
         [
             *([f"CUDA_VISIBLE_DEVICES={chosen.replace(' ', '')}"] if chosen != "all" else []),
             f"torchrun --rdzv-backend perdure --rdzv-endpoint {host}:{port}",
@@ -207,7 +207,7 @@ def _put_precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str) 
     said = mixed_precision(arguments)
     dtype = said or {"fp8": "bf16", "no": "fp32"}.get(mixed, mixed)
     if mixed == "fp8":
-        source.made.set("precision.dtype", dtype, f"{source.file}: mixed_precision")
+        source.imported.set("precision.dtype", dtype, f"{source.file}: mixed_precision")
     elif said:
         other = mixed not in (said, "no")
         why = f"{said} of TrainingArguments overrides it" if other else ""
@@ -220,7 +220,7 @@ def _data_parallel(
     source: ForeignConfig, arguments: ForeignConfig, spread: str, ranks: int | None, mixed: str
 ) -> None:
     """Translate DDP, FSDP, Megatron-LM or a single process."""
-    imported = source.made
+    imported = source.imported
     imported.replicas = ranks
     if spread == "FSDP":
         source.put("distributed_type", "strategy.name", "fsdp")
@@ -245,7 +245,7 @@ def _sharding_of(name: str) -> tuple[str, str]:
 
 def _fsdp(source: ForeignConfig, version: int) -> None:
     """Translate `fsdp_config`: sharding, offloading and activation checkpointing."""
-    imported = source.made
+    imported = source.imported
     strategy, reshard = f"{FSDP}sharding_strategy", f"{FSDP}reshard_after_forward"
     named = one_of(*FSDP1)
 
@@ -281,7 +281,7 @@ def _is_word(value: Any) -> bool:
 
 def _parallelism(source: ForeignConfig, ranks: int | None, spread: str) -> None:
     """Translate `parallelism_config`: the sizes of each kind of parallelism."""
-    imported = source.made
+    imported = source.imported
     sizes = {
         name: int(source.take(f"{PARALLEL}{name}_size", a_whole_number, 1) or 1)
         for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
@@ -318,7 +318,7 @@ def _parallelism(source: ForeignConfig, ranks: int | None, spread: str) -> None:
 
 def _megatron(source: ForeignConfig, ranks: int | None) -> None:
     """Translate `megatron_lm_config`: the sizes of a split model, and its switches."""
-    imported, together = source.made, 1
+    imported, together = source.imported, 1
     for name, target in (
         ("tp_degree", "strategy.tp"),
         ("pp_degree", "strategy.pp"),
@@ -374,7 +374,7 @@ def _deepspeed(
 ) -> bool:
     """Translate `deepspeed_config`, whose keys are a ds_config's under other names, or the
     ds_config that it names; return whether TrainingArguments may supply the optimizer's values."""
-    imported = source.made
+    imported = source.imported
     inline = source.below("deepspeed_config.")
     named = source.left.get("deepspeed_config.deepspeed_config_file")
     # Accounted for below, by the ds_config or by `rest`.

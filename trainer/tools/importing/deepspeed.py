@@ -124,10 +124,14 @@ def deepspeed_of_arguments(
     if isinstance(held, dict):
         arguments.left.pop("deepspeed")
         values = {f"deepspeed.{key}": value for key, value in flat(held).items()}
-        source = ForeignConfig(arguments.file, values, TABLE, arguments.made, prefix="deepspeed.")
+        source = ForeignConfig(
+            arguments.file, values, TABLE, arguments.imported, prefix="deepspeed."
+        )
     else:
         path = beside(str(held), arguments.file, "deepspeed")
-        source = ForeignConfig(str(path), flat(read_json(path, "ds_config")), TABLE, arguments.made)
+        source = ForeignConfig(
+            str(path), flat(read_json(path, "ds_config")), TABLE, arguments.imported
+        )
         arguments.became("deepspeed", "strategy", f"{path.name} says it")
     optimizes = translate(source, arguments, ranks)
     source.drop_rest(allow_unknown)
@@ -154,7 +158,7 @@ def translate(
     """
     source.drop_switched_off()
     _strategy(source)
-    source.made.replicas = _parallelism(source, ranks)
+    source.imported.replicas = _parallelism(source, ranks)
     _precision(source, arguments, mixed)
     peak, foreign = _optimizer(source, arguments)
     _schedule(source, arguments, peak, foreign, by_trainer)
@@ -168,7 +172,7 @@ def translate(
 
 
 def _strategy(source: ForeignConfig) -> None:
-    imported = source.made
+    imported = source.imported
     key, parts = f"{ZERO}stage", f"{ZERO}mics_shard_size"
     if isinstance(source.left.get(ZERO[:-1]), bool):  # as DeepSpeed spelled it in its first year
         source.left[key] = int(source.left.pop(ZERO[:-1]))
@@ -201,24 +205,26 @@ def _strategy(source: ForeignConfig) -> None:
 def _offload(source: ForeignConfig, stage: int) -> str:
     """Return where DeepSpeed would put optimizer state or parameters: "", "cpu" or "nvme". This
     function alone knows the recipe's spelling."""
-    found: dict[str, str] = {}
+    devices: dict[str, str] = {}
     for what, old, least in (("optimizer", "cpu_offload", 1), ("param", "cpu_offload_param", 3)):
         for key, kind in ((f"{ZERO}offload_{what}.device", a_device), (ZERO + old, a_boolean)):
             device = source.take(key, kind, "none")
             if device not in ("none", "auto", False) and stage >= least:
-                found[key] = "cpu" if device is True else device
+                devices[key] = "cpu" if device is True else device
     # Both go to one place here; "nvme" sorts after "cpu".
-    device = max(found.values(), default="")
+    device = max(devices.values(), default="")
     if device:
         note = "parameters, gradients and optimizer state"
-        source.made.set("strategy.offload", device, f"{source.file}: {next(iter(found))}", note)
-        source.settle(found, f"strategy.offload={device}", note)
+        source.imported.set(
+            "strategy.offload", device, f"{source.file}: {next(iter(devices))}", note
+        )
+        source.settle(devices, f"strategy.offload={device}", note)
     if device == "nvme":
         paths = [f"{ZERO}offload_{what}.nvme_path" for what in ("optimizer", "param")]
         given = {key: at for key in paths if (at := source.left.get(key)) not in (None, "auto")}
         origin, path = next(iter(given.items()), (paths[0], "/local_nvme"))
         note = "a directory on a local disk"
-        source.made.set("strategy.offload_directory", path, f"{source.file}: {origin}", note)
+        source.imported.set("strategy.offload_directory", path, f"{source.file}: {origin}", note)
         for key in paths:
             other = given.get(key, path) != path
             why = "one directory holds all that is offloaded" if other else ""
@@ -240,7 +246,7 @@ def _parallelism(source: ForeignConfig, ranks: int | None) -> int | None:
 
 
 def _precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str | None) -> None:
-    imported = source.made
+    imported = source.imported
     dtypes = {"bf16": "bf16", "fp16": "fp16", "amp": "fp16", "torch_autocast": "bf16"}
     cast = str(source.take("torch_autocast.dtype", str, "bfloat16")).removeprefix("torch.")
     if cast in ("float16", "half", "fp16"):
@@ -323,7 +329,7 @@ def _optimizer(source: ForeignConfig, arguments: ForeignConfig) -> tuple[float |
         muon: dict[str, Any] = {"adjust_lr": "original"}
         if (momentum := source.take(PARAMS + "momentum", a_number)) is not None:
             muon["momentum"] = 0.95 if momentum == "auto" else momentum
-        source.made.set("optimizer.muon", muon, f"{source.file}: optimizer.type")
+        source.imported.set("optimizer.muon", muon, f"{source.file}: optimizer.type")
         source.became(PARAMS + "momentum", "optimizer.muon.momentum")
         if isinstance(adam := source.take(PARAMS + "adam_lr", a_number), float):
             scale = f"{adam / peak:g}" if peak else "of your choice"
@@ -334,7 +340,7 @@ def _optimizer(source: ForeignConfig, arguments: ForeignConfig) -> tuple[float |
         options = {key.removeprefix(PARAMS): source.left[key] for key in given}
         if options:
             origin = f"{source.file}: {given[0]}"
-            source.made.set("optimizer.factory_options", options, origin)
+            source.imported.set("optimizer.factory_options", options, origin)
         source.settle(given, "optimizer.factory_options")
         source.settle(source.below(PARAMS), "", f"the default of {value}")
     return peak, ""
@@ -366,7 +372,7 @@ def _schedule(
     by_trainer: bool,
 ) -> None:
     """Translate the schedule's shape, and its peak where the optimizer is AdamW."""
-    imported = source.made
+    imported = source.imported
     kind = source.take("scheduler.type", str)
     shape = SHAPES.get((kind or "").lower())
     if not shape:
@@ -414,7 +420,7 @@ def _schedule(
 
 
 def _batch(source: ForeignConfig, arguments: ForeignConfig, by_trainer: bool) -> None:
-    imported, replicas = source.made, source.made.replicas
+    imported, replicas = source.imported, source.imported.replicas
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, passes = (source.take(name, a_positive_number) for name in names)
     automatic = by_trainer and (micro == "auto" or (micro is None and not isinstance(whole, int)))

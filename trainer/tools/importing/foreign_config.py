@@ -40,13 +40,13 @@ class Table:
 def reasons(text: str, whole: Callable[[str], str] = str) -> dict[str, str]:
     """Parse key → reason. Each line of `text` is a reason, followed by indented lines with its
     keys; `whole` expands a key."""
-    found, reason = {}, ""
+    by_key, reason = {}, ""
     for line in text.splitlines():
         if line.startswith(" "):
-            found.update({whole(key): reason for key in line.split()})
+            by_key.update({whole(key): reason for key in line.split()})
         else:
             reason = line
-    return found
+    return by_key
 
 
 def read_json(path: str | Path, what: str) -> dict[str, Any]:
@@ -107,14 +107,14 @@ def beside(named: str, file: str, key: str) -> Path:
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten {"fp16": {"enabled": true}} to {"fp16.enabled": True}; an empty section remains one
     key."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for name, value in tree.items():
         key = prefix + name
         if isinstance(value, dict) and value:
-            found |= flat(value, f"{key}.")
+            leaves |= flat(value, f"{key}.")
         else:
-            found[key] = value
-    return found
+            leaves[key] = value
+    return leaves
 
 
 class ForeignConfig:
@@ -132,7 +132,12 @@ class ForeignConfig:
     ) -> None:
         """`values` has dotted names, as `flat` returns them, all with an uninformative `prefix`;
         `assumed` holds defaults of missing keys."""
-        self.file, self.table, self.made, self.assumed = file, table, imported, dict(assumed or {})
+        self.file, self.table, self.imported, self.assumed = (
+            file,
+            table,
+            imported,
+            dict(assumed or {}),
+        )
         self.label = "" if file == imported.file else f"{Path(file).name}: "
         """Stands before its keys in the report, where they are of a second file."""
         self.spelled: dict[str, str] = {}
@@ -177,7 +182,7 @@ class ForeignConfig:
         if key in self.left:
             value = self.left.pop(key)
             name = self.label + self.spelled[key]
-            self.made.lines.append(Line(name, value, target, why, differs))
+            self.imported.lines.append(Line(name, value, target, why, differs))
 
     def settle(
         self, keys: Iterable[str], target: str, why: str = "", *, differs: bool = False
@@ -212,12 +217,12 @@ class ForeignConfig:
             ours = "none" if usual is None else inline(usual)
             remark = note + (f", where a recipe has {ours}" if other else "")
         name = self.label + self.spelled.get(key, key)
-        self.made.set(target, value, f"{self.file}: {self.spelled.get(key, key)}", note, given)
+        self.imported.set(target, value, f"{self.file}: {self.spelled.get(key, key)}", note, given)
         became = f"{target}={inline(value)}"
         if present:
             self.became(key, became, remark, differs=bool(differs) or other)
         elif differs or other:
-            self.made.lines.append(Line(name, ABSENT, became, remark, True))
+            self.imported.lines.append(Line(name, ABSENT, became, remark, True))
 
     def move(
         self, key: str, target: str, kind: Kind, default: Any, note: str = "", differs: str = ""
@@ -326,10 +331,10 @@ def a_boolean_or_word(value: Any) -> bool:
 
 def words(value: Any) -> list[str]:
     """A `Kind`: words, as a string separated by spaces or as a list."""
-    found = value.split() if isinstance(value, str) else value
-    if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
+    parts = value.split() if isinstance(value, str) else value
+    if not isinstance(parts, list) or not all(isinstance(word, str) for word in parts):
         raise ValueError("a word, or a list of words")
-    return found
+    return parts
 
 
 def one_of(*names: str) -> Kind:

@@ -147,7 +147,7 @@ def fill(arguments: ForeignConfig, *, optimizes: bool = True) -> None:
     Args:
         optimizes: whether they may supply the optimizer's values.
     """
-    imported = arguments.made
+    imported = arguments.imported
     if arguments.has("max_steps") and (steps := arguments.take("max_steps", a_whole_number)) > 0:
         _agree(arguments, "max_steps", "run.steps", steps)
         arguments.became("num_train_epochs", "", "max_steps says how long the run is")
@@ -197,7 +197,7 @@ def _agree(
     arguments: ForeignConfig, key: str, target: str, value: Any, note: str = "", differs: str = ""
 ) -> None:
     """Set a recipe key, or check that another file set it to the same value."""
-    imported = arguments.made
+    imported = arguments.imported
     there = imported.get(target)
     if there is None:
         arguments.put(key, target, value, note, differs)
@@ -215,7 +215,7 @@ def _agree(
 
 
 def _optimizer(arguments: ForeignConfig) -> None:
-    imported = arguments.made
+    imported = arguments.imported
     name = arguments.take("optim", str, "adamw_torch_fused")
     bundled = imported.get("optimizer.name") or (imported.get("optimizer.factory") and "factory")
     if bundled:
@@ -252,7 +252,7 @@ def _optimizer(arguments: ForeignConfig) -> None:
 
 
 def _schedule(arguments: ForeignConfig) -> None:
-    imported = arguments.made
+    imported = arguments.imported
     kind = arguments.take("lr_scheduler_type", str, "linear")
     scheduler_keys = ("lr_scheduler_type", *arguments.below("lr_scheduler_kwargs"))
     if imported.get("schedule.name") is not None:
@@ -274,7 +274,7 @@ def _schedule(arguments: ForeignConfig) -> None:
 
 def _shape(arguments: ForeignConfig, kind: str) -> None:
     """Translate the schedule that `lr_scheduler_type` names, with its options."""
-    imported, shape, differs = arguments.made, SHAPES[kind], ""
+    imported, shape, differs = arguments.imported, SHAPES[kind], ""
     peak = imported.get("optimizer.lr")
 
     def option(name: str, default: float | None = None) -> Any:
@@ -325,7 +325,7 @@ def _warmup(arguments: ForeignConfig) -> None:
 
 
 def _batch(arguments: ForeignConfig) -> None:
-    imported = arguments.made
+    imported = arguments.imported
     micro = arguments.take("per_device_train_batch_size", a_positive_number, 8)
     differs = "counts examples there, packed sequences of data.seq_len tokens here"
     _agree(arguments, "per_device_train_batch_size", "batch.micro_batch", micro, differs=differs)
@@ -350,7 +350,7 @@ def _batch(arguments: ForeignConfig) -> None:
 
 def _operate(arguments: ForeignConfig) -> None:
     """Translate saving, logging and tracking."""
-    imported = arguments.made
+    imported = arguments.imported
     for key, default, target, kind, note in OPERATING:
         arguments.put(key, target, arguments.take(key, kind, default), note)
     for what, target, usual in (
@@ -398,7 +398,7 @@ def _operate(arguments: ForeignConfig) -> None:
 def _every(arguments: ForeignConfig, what: str, target: str, usual: str) -> None:
     """Translate `logging_steps` and its like, in steps or as a share of the run, where the strategy
     is steps."""
-    imported = arguments.made
+    imported = arguments.imported
     strategy, steps = f"{what}_strategy", f"{what}_steps"
     kind = arguments.take(strategy, one_of("no", "steps", "epoch", "best"), usual)
     every = arguments.take(steps, a_number, 500 if what != "eval" else None)

@@ -185,15 +185,15 @@ def _planned(plan: Plan) -> dict[str, Any]:
             f"{machine.gpu.memory / 1e9:.3g} are needed at least{more}; take more or larger GPUs, "
             "or a smaller model"
         )
-    found, settings = best.prediction, recommended(best)
+    prediction, settings = best.prediction, recommended(best)
     return {
         "micro_batch": settings["batch"]["micro_batch"],
         "strategy": settings["strategy"],
         "plan": [
             f"Planned for {where} with {machine.gpu.memory / 1e9:.0f} GB: {best.label}, recompute",
             f"{best.recipe.strategy.activation_checkpointing}. Predicted, not measured: "
-            f"{found.peak / 1e9:.2g} GB a GPU, {found.seconds_per_step:.3g} s a step, "
-            f"{found.mfu:.0%} MFU.",
+            f"{prediction.peak / 1e9:.2g} GB a GPU, {prediction.seconds_per_step:.3g} s a step, "
+            f"{prediction.mfu:.0%} MFU.",
         ],
     }
 

@@ -35,7 +35,7 @@ def differences(
     """Yield a clause for each number in which a step differs from its ledger line.
 
     Args:
-        found: the recomputed numbers.
+        recomputed: the numbers of the step.
         line: the ledger line.
         proof: how far they must agree.
         tolerance: largest relative difference of losses that rounding explains.

@@ -102,14 +102,14 @@ def line_of(history: History) -> Lineage:
     Raises:
         LedgerError: no step is done.
     """
-    found = [
+    attempts = [
         (attempt, history.kept[attempt.number])
         for attempt in history.attempts
         if attempt.number in history.kept
     ]
-    if not found[-1][1]:
+    if not attempts[-1][1]:
         raise LedgerError("no step of the run is done yet")
-    return Lineage(found)
+    return Lineage(attempts)
 
 
 @dataclass(frozen=True)

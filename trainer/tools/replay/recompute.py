@@ -180,8 +180,8 @@ def _steps(walk: Walk, run: Run, kind: Mapping[str, str], until: int, storage: P
                 run.checkpointer.not_finite = "the ledger says so"
             first, result = run.progress.sequences, train_step(run, inputs)
             loss, norm = result.loss, result.grad_norm
-            found = Numbers(loss, norm, result.skipped, result.consumed)
-            _compare(walk, run, step, first, found)
+            recomputed = Numbers(loss, norm, result.skipped, result.consumed)
+            _compare(walk, run, step, first, recomputed)
             if step in backs:
                 to = backs[step]
                 go_back(run, walk.states if to in walk.kept else storage, to)
@@ -264,11 +264,13 @@ def _check_state(walk: Walk, run: Run, step: int) -> None:
     if walk.proof != "bits":
         return
     tensors, _ = run.model.kept_by(run.optimizer, run.mesh.merged)
-    found = digests_in_memory(dist.group.WORLD, model=run.model.saved, optimizer=tensors)
+    digests = digests_in_memory(dist.group.WORLD, model=run.model.saved, optimizer=tensors)
     walk.problems(
         f"step {step}: the {what} after it have another digest, {ours}, than its save recorded, "
         f"{theirs}"
-        for what, ours, theirs in zip(found._fields, found, walk.line.digests[step], strict=True)
+        for what, ours, theirs in zip(
+            digests._fields, digests, walk.line.digests[step], strict=True
+        )
         if ours != theirs
     )
 
@@ -284,7 +286,7 @@ def _check_stored(walk: Walk, storage: Place) -> None:
                 continue
             path = storage / step_name(step)
             try:
-                found = stored_digests(path)
+                digests = stored_digests(path)
             except CheckpointError:
                 if path in list_steps(storage):  # else the run has deleted it meanwhile
                     raise
@@ -293,7 +295,7 @@ def _check_stored(walk: Walk, storage: Place) -> None:
                 f"the checkpoint of step {step} holds other {what} than its save wrote: their "
                 f"digest is {ours}, and the ledger says {theirs}"
                 for what, ours, theirs in zip(
-                    found._fields, found, walk.line.digests[step], strict=True
+                    digests._fields, digests, walk.line.digests[step], strict=True
                 )
                 if ours != theirs
             ]
@@ -326,8 +328,8 @@ def _look(walk: Walk, run: Run, inputs: Inputs, step: int) -> None:
     line = walk.line.recorded(step)
     batches, _ = inputs.take()
     micro_batches = run.plan.micro_batches(run.mesh.dp_rank, run.progress.sequences)
-    found = gradients(run, batches, consumed(batches, micro_batches, run.mesh.witness))
-    numbers = Numbers(found.loss, found.norm, _skipped(run, found, line), found.consumed)
+    result = gradients(run, batches, consumed(batches, micro_batches, run.mesh.witness))
+    numbers = Numbers(result.loss, result.norm, _skipped(run, result, line), result.consumed)
     own = {name: p.grad for name, p in run.model.parameters.items() if p.grad is not None}
     digest, _ = digests_in_memory(dist.group.WORLD, model=own, optimizer={})
     clauses = _compare(walk, run, step, run.progress.sequences, numbers)
@@ -340,23 +342,23 @@ def _look(walk: Walk, run: Run, inputs: Inputs, step: int) -> None:
     )
     verdict = f"skipped, for its {numbers.skipped}" if numbers.skipped else "kept"
     for name, value in (
-        ("loss", repr(found.loss)),
-        ("gradient norm", f"{found.norm!r} ({found.norm.hex()})"),
+        ("loss", repr(result.loss)),
+        ("gradient norm", f"{result.norm!r} ({result.norm.hex()})"),
         ("gradients' digest", digest),
         ("verdict", verdict),
     ):
         walk.say(f"  {name:<18} {value}")
     walk.say(f"  {'compared':<18} {_sentence(walk, line is not None, clauses)}")
     if walk.request.why:
-        for text in why(run, found, walk.line, walk.sources):
+        for text in why(run, result, walk.line, walk.sources):
             walk.say(text)
 
 
-def _skipped(run: Run, found: Gradients, line: object) -> str:
+def _skipped(run: Run, result: Gradients, line: object) -> str:
     """Return the verdict on a step in the ledger's words; "" if it is fine. Collective."""
-    if not math.isfinite(found.loss):
+    if not math.isfinite(result.loss):
         return "loss"
-    if not math.isfinite(found.norm):
+    if not math.isfinite(result.norm):
         return "norm"
     suspected = getattr(line, "skipped", "") == "weights"
     return "weights" if suspected and not_finite_anywhere(run) else ""

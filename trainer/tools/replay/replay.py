@@ -100,16 +100,18 @@ def _other_recipes(run: Path, line: Lineage) -> list[str]:
     """Describe recipes in the run directory that differ from those it trained with."""
     from trainer.run.provenance import digest_of, recipe_file
 
-    found = []
+    contradictions = []
     for attempt, _ in line.attempts:
         path = recipe_file(run, attempt.start.recipe)
         known = attempt.start.recipe and path.is_file()
         if known and digest_of(read_text(path)) != attempt.start.recipe:
-            found.append(f"{path} is not the recipe that attempt {attempt.number} began with")
+            contradictions.append(
+                f"{path} is not the recipe that attempt {attempt.number} began with"
+            )
     newest, shown = line.attempts[-1][0].start.recipe, run / "recipe.yaml"
     if newest and shown.is_file() and digest_of(read_text(shown)) != newest:
-        found.append(f"{shown} is not the recipe that the newest attempt began with")
-    return found
+        contradictions.append(f"{shown} is not the recipe that the newest attempt began with")
+    return contradictions
 
 
 def _planned(

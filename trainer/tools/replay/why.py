@@ -81,12 +81,12 @@ class Weighed:
     """Share of the step's gradient, see [Note: share]."""
 
 
-def why(run: Run, found: Gradients, line: Lineage, sources: Sources) -> Iterator[str]:
+def why(run: Run, result: Gradients, line: Lineage, sources: Sources) -> Iterator[str]:
     """Yield the lines that explain a step. Collective; replaces the gradients in the model.
 
     Args:
         run: its state before the step.
-        found: loss and gradients of the step.
+        result: loss and gradients of the step.
 
     Raises:
         RecipeError: its data has no separable documents.
@@ -94,7 +94,7 @@ def why(run: Run, found: Gradients, line: Lineage, sources: Sources) -> Iterator
     step = run.progress.step + 1
     # DDP's gradients lie in memory that the next backward pass writes to.
     whole = {name: gradient.clone() for name, gradient in _gradients(run).items()}
-    scale = found.undivided / run.progress.loss_scale.value
+    scale = result.undivided / run.progress.loss_scale.value
     largest = _largest(run, whole, scale)
     parts = list(_parts(run))
     if run.world.is_main:
@@ -104,7 +104,7 @@ def why(run: Run, found: Gradients, line: Lineage, sources: Sources) -> Iterator
             flush=True,
         )
     labels = sum(part.labels for part in parts)
-    weighed = [_weigh(run, part, whole, scale, found.norm, max(1, labels)) for part in parts]
+    weighed = [_weigh(run, part, whole, scale, result.norm, max(1, labels)) for part in parts]
     names = _Names(run)
     shares = sum(one.share for one in weighed)
     for title, key in (
@@ -116,7 +116,7 @@ def why(run: Run, found: Gradients, line: Lineage, sources: Sources) -> Iterator
         yield f"\n{title}:"
         yield from names.table(ordered[:LISTED])
     yield "\nlargest gradients, by parameter:"
-    square = found.norm**2 or 1.0
+    square = result.norm**2 or 1.0
     rows = [[f"{norm:.4g}", f"{norm**2 / square:.1%}", name] for name, norm in largest]
     yield from table([["norm", "of |g|²", "parameter"], *rows], right={0, 1}, indent="  ")
     yield "\nthe steps around it:"
@@ -317,15 +317,15 @@ def _mixture(run: Run, line: Lineage, step: int) -> str:
 def _remarks(line: Lineage, step: int) -> str:
     """Describe special events at a step."""
     attempt, record = line.attempt_of(step), line.recorded(step)
-    found = []
+    remarks = []
     if step == attempt.start.step + 1 and step > 1:
         changed = ", ".join(
             f"{printable(key)} {printable(str(old))} → {printable(str(new))}"
             for key, (old, new) in attempt.start.changed.items()
         )
-        found.append(f"attempt {attempt.number} begins" + (f": {changed}" if changed else ""))
+        remarks.append(f"attempt {attempt.number} begins" + (f": {changed}" if changed else ""))
     if record and record.skipped:
-        found.append(f"skipped for its {printable(record.skipped)}")
+        remarks.append(f"skipped for its {printable(record.skipped)}")
     if step in line.rollbacks:
-        found.append(f"then rolled back to step {line.rollbacks[step]}")
-    return "; ".join(found)
+        remarks.append(f"then rolled back to step {line.rollbacks[step]}")
+    return "; ".join(remarks)

@@ -55,11 +55,11 @@ def check_consumption(run: Path, history: History) -> Findings:
     Args:
         run: run directory, which holds the recipes.
     """
-    found = Findings()
+    findings = Findings()
     newest = history.attempts[-1].start.recipe
     shown = run / "recipe.yaml"
     if newest and shown.is_file() and digest_of(read_text(shown)) != newest:
-        found.problems.append(
+        findings.problems.append(
             f"{shown} is not the recipe that the newest attempt began with, which is "
             f"{recipe_file(run, newest)}"
         )
@@ -70,17 +70,17 @@ def check_consumption(run: Path, history: History) -> Findings:
             by_recipe.setdefault(attempt.start.recipe, []).append(attempt)
     counts = _Counts()
     for digest, attempts in by_recipe.items():
-        recipe = _recipe(run, digest, attempts, found)
+        recipe = _recipe(run, digest, attempts, findings)
         if recipe:
-            _compare(recipe, attempts, history, found, counts)
-    if counts.located and not found.problems:
+            _compare(recipe, attempts, history, findings, counts)
+    if counts.located and not findings.problems:
         of = "the data says" if counts.read else "the order says"
         line = f"what the ranks took is what {of}: samples of {_share(counts.located, counts)}"
         line += f", tokens of {_share(counts.read, counts)}" if counts.read else ""
-        found.proved.append(line if counts.read else f"{line}; what they hold is not compared")
+        findings.proved.append(line if counts.read else f"{line}; what they hold is not compared")
     if counts.silent:
-        found.proved.append(f"no digest of what was taken: {counts.silent} steps")
-    return found
+        findings.proved.append(f"no digest of what was taken: {counts.silent} steps")
+    return findings
 
 
 @dataclass
@@ -94,30 +94,32 @@ class _Counts:
     silent: int = 0
 
 
-def _recipe(run: Path, digest: str, attempts: Sequence[Attempt], found: Findings) -> Recipe | None:
+def _recipe(
+    run: Path, digest: str, attempts: Sequence[Attempt], findings: Findings
+) -> Recipe | None:
     """Read the recipe of some attempts; return None, and record the reason, if that fails. An
     attempt that names none predates the folder of recipes, and used recipe.yaml."""
     path = recipe_file(run, digest) if digest else run / "recipe.yaml"
     who = _numbers_of(attempts)
     try:
         if digest and digest_of(read_text(path)) != digest:
-            found.problems.append(f"{path} is not the recipe that {who} began with")
+            findings.problems.append(f"{path} is not the recipe that {who} began with")
             return None
         recipe = load_recipe(path)
     except OSError as error:
-        found.miss(f"{path}: {error.strerror}", attempts)
+        findings.miss(f"{path}: {error.strerror}", attempts)
         return None
     except known_errors() as error:
-        found.miss(f"{path} cannot be read by this version: {error}", attempts)
+        findings.miss(f"{path} cannot be read by this version: {error}", attempts)
         return None
     for attempt in attempts:
         if digest and attempt.start.global_batch != recipe.batch.global_batch:
-            found.problems.append(
+            findings.problems.append(
                 f"attempt {attempt.number} (line {attempt.line}) has a global batch of "
                 f"{attempt.start.global_batch}, its recipe of {recipe.batch.global_batch}"
             )
         if digest and not recipe.data.graph and "consumed" not in attempt.start.records:
-            found.problems.append(
+            findings.problems.append(
                 f"attempt {attempt.number} (line {attempt.line}) does not record what the ranks "
                 "took, which its data makes every run record"
             )
@@ -128,7 +130,7 @@ def _compare(
     recipe: Recipe,
     attempts: Sequence[Attempt],
     history: History,
-    found: Findings,
+    findings: Findings,
     counts: _Counts,
 ) -> None:
     """Compare the consumption of some attempts with the data of their recipe."""
@@ -148,31 +150,33 @@ def _compare(
         order = Order([size_in(*claimed)], [1.0], recipe.run.seed) if len(claimed) == 1 else None
         if order:  # else `read_history` has found that they differ
             located = _spread(steps, MOST_SAMPLES, 1)
-            found.problems += _other_samples(located, _of_one_source(order))
+            findings.problems += _other_samples(located, _of_one_source(order))
             counts.located += len(located)
         return
     recipe, away = _where_it_lies(recipe, attempts[0].start.directory)
     if away:
-        found.miss(f"there is no data in {away}, which has no index.json", attempts)
+        findings.miss(f"there is no data in {away}, which has no index.json", attempts)
         return
     try:
         stream, _ = open_streams(recipe)
         for attempt in attempts:
             if attempt.start.data != stream.fingerprint:
-                found.problems.append(
+                findings.problems.append(
                     f"the data in {', '.join(source.path for source in recipe.data.sources)} is "
                     f"not what attempt {attempt.number} trained on: its fingerprint is another"
                 )
                 return
         located = _spread(steps, MOST_SAMPLES, 1)
         read = _spread(steps, MOST_TOKENS, stream.seq_len)
-        found.problems += _other_samples(located, stream.locate)
-        found.problems += _other_tokens(read, stream)
+        findings.problems += _other_samples(located, stream.locate)
+        findings.problems += _other_tokens(read, stream)
     except OSError as error:
-        found.miss(f"the data cannot be read: {error}", attempts)
+        findings.miss(f"the data cannot be read: {error}", attempts)
         return
     except known_errors() as error:
-        found.problems.append(f"the data is not what {_numbers_of(attempts)} trained on: {error}")
+        findings.problems.append(
+            f"the data is not what {_numbers_of(attempts)} trained on: {error}"
+        )
         return
     counts.located += len(located)
     counts.read += len(read)

@@ -71,9 +71,9 @@ def check(history: History, run: Path | None = None) -> tuple[bool | None, str]:
     if run and (has_recipe or has_digest):
         from trainer.tools.report.consumption import check_consumption
 
-        found = check_consumption(run, history)
-        problems += found.problems
-        missing, proved = found.left_out, found.proved
+        findings = check_consumption(run, history)
+        problems += findings.problems
+        missing, proved = findings.left_out, findings.proved
     left_out = [f"not compared: {what}" for what in missing]
     if problems:
         return False, "\n".join([*(f"problem: {problem}" for problem in problems), *left_out])

@@ -14,15 +14,15 @@ from trainer.tools.report.report import clock
 def events_of(history: History) -> list[dict[str, Any]]:
     """Return all events, oldest first. Each has `time` (Unix), `step`, `kind`, `text`, `failed`,
     `ended` (an attempt), `cost`, `rank`, `node`, `attempt`, and `evidence`, pairs of texts."""
-    found: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     recoveries = reliability(history).recoveries
     for attempt in history.attempts:
-        found += _within(attempt)
+        events += _within(attempt)
         how, following = ending(history, attempt), history.next(attempt)
         if how.kind != "open":
             cost = _cost(attempt, following, recoveries) if following else ""
-            found.append(_ended(attempt, how, cost))
-    return sorted(found, key=lambda event: event["time"])
+            events.append(_ended(attempt, how, cost))
+    return sorted(events, key=lambda event: event["time"])
 
 
 def steps_lost(before: Attempt, after: Attempt) -> int:
@@ -37,10 +37,10 @@ def count_of(number: int, what: str) -> str:
 
 def _within(attempt: Attempt) -> list[dict[str, Any]]:
     """Return the events that did not end an attempt."""
-    found = []
+    events = []
 
     def add(after: float, step: int, kind: str, text: str, failed: bool, cost: str = "") -> None:
-        found.append(
+        events.append(
             {
                 "time": attempt.loaded + after, "step": step, "kind": kind, "text": text,
                 "failed": failed, "ended": False, "cost": cost, "rank": None, "node": "",
@@ -65,7 +65,7 @@ def _within(attempt: Attempt) -> list[dict[str, Any]]:
         text = f"Weights went back from step {one.step} to {one.to}, read from {one.source}"
         cost = f"{count_of(one.step - one.to, 'step')} of training"
         add(done.after if done else 0.0, one.step, "rollback", text, True, cost)
-    return found
+    return events
 
 
 def _ended(attempt: Attempt, how: Ending, cost: str) -> dict[str, Any]:

@@ -58,10 +58,10 @@ class LedgerView:
         )
 
     def _recall(self, size: int) -> None:
-        found = cache.recall(self._reader.path)
-        if not found:
+        cached = cache.recall(self._reader.path)
+        if not cached:
             return
-        facts, columns = found
+        facts, columns = cached
         reader = LedgerReader(self._reader.path)
         with suppress(ValueError, KeyError, TypeError, IndexError):  # then all of it is read
             reader.begin(facts["inode"])

@@ -119,10 +119,10 @@ class Records:
         cache.keep(self.path, self.offset, facts, columns)
 
     def _recall(self) -> None:
-        found = cache.recall(self.path)
-        if not found:
+        cached = cache.recall(self.path)
+        if not cached:
             return
-        facts, (step, time, ends, *columns) = found
+        facts, (step, time, ends, *columns) = cached
         for column, data in ((self.step, step), (self.time, time), (self._ends, ends)):
             column.frombytes(data)
         for name, data in zip(facts["names"], columns, strict=True):

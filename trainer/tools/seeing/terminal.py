@@ -81,9 +81,9 @@ def list_runs(folder: Path) -> int:
 def find_runs(folder: Path) -> list[Path]:
     """Return the folders with a ledger, newest first. Links are not followed, and checkpoints are
     skipped."""
-    found: list[tuple[float, Path]] = []
+    ledgers: list[tuple[float, Path]] = []
     todo = [(folder, 0)]
-    while todo and len(found) < MOST_RUNS:
+    while todo and len(ledgers) < MOST_RUNS:
         path, depth = todo.pop()
         try:
             entries = list(path.iterdir())
@@ -91,7 +91,7 @@ def find_runs(folder: Path) -> list[Path]:
             continue
         ledger = next((one for one in entries if one.name == LEDGER and one.is_file()), None)
         if ledger:
-            found.append((ledger.stat().st_mtime, path))
+            ledgers.append((ledger.stat().st_mtime, path))
         if depth < DEPTH:
             todo += [
                 (one, depth + 1)
@@ -99,7 +99,7 @@ def find_runs(folder: Path) -> list[Path]:
                 # Links may lead in circles.
                 if one.is_dir() and not one.is_symlink() and _may_hold_runs(one.name)
             ]
-    return [path for _, path in sorted(found, reverse=True)]
+    return [path for _, path in sorted(ledgers, reverse=True)]
 
 
 def _may_hold_runs(name: str) -> bool:
@@ -204,10 +204,10 @@ def _events(run: RunView) -> list[Text]:
 
 def _curves(run: RunView, width: int) -> list[Text]:
     room, lines = max(10, min(60, width - 44)), []
-    found = run.curves(most=100_000)
+    curves = run.curves(most=100_000)
     for name, shown in CURVES.items():
-        if name in found:
-            values = found[name][1]
+        if name in curves:
+            values = curves[name][1]
             line = _text(f"{shown:>16} ", "bright_black")
             line.append(sparks(values, room), "cyan")
             line.append(f" {values[-1]:,.5g}")

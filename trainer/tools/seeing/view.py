@@ -211,23 +211,23 @@ class RunView:
         """Return (steps, values) of each metric from record `begin` on, in at most about `most`
         points."""
         steps = np.array(self.records.step)[begin:].astype(float)
-        found = {}
+        curves = {}
         for name in self.records.names():
             x, y = thinned(steps, self.records.column(name)[begin:], most)
             if len(x):
-                found[name] = [_digits(x), _digits(y)]
-        return found
+                curves[name] = [_digits(x), _digits(y)]
+        return curves
 
     def stretch(self, low: float, high: float, most: int = POINTS) -> dict[str, list[list[float]]]:
         """Return the curves of steps `low` to `high`."""
         steps = np.array(self.records.step).astype(float)
         inside = (steps >= low) & (steps <= high)
-        found = {}
+        curves = {}
         for name in self.records.names():
             x, y = thinned(steps[inside], self.records.column(name)[inside], most)
             if len(x):
-                found[name] = [_digits(x), _digits(y)]
-        return found
+                curves[name] = [_digits(x), _digits(y)]
+        return curves
 
     def more_curves(self) -> dict[str, list[list[float]]]:
         """Return the ledger's curves: rank counts, and seconds for which saves stalled training."""
@@ -241,11 +241,11 @@ class RunView:
                 if save.get("stall") is not None:
                     stall[0].append(save["step"])
                     stall[1].append(save["stall"])
-        found = {"ranks": ranks}
+        curves = {"ranks": ranks}
         if stall[0]:
             x, y = thinned(np.array(stall[0], float), np.array(stall[1], float), POINTS)
-            found["checkpoint_stall"] = [_digits(x), _digits(y)]
-        return found
+            curves["checkpoint_stall"] = [_digits(x), _digits(y)]
+        return curves
 
     def axis(self, most: int = 1000) -> dict[str, list[float]]:
         """Return steps with the values of the other axes, seconds of uptime and tokens, in
