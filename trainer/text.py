@@ -85,12 +85,10 @@ class _Visible:
         self._stream, self._kept = stream, kept
 
     def write(self, text: str) -> int:
-        """See io.TextIOBase."""
         self._stream.write(visible(text, self._kept))
         return len(text)  # callers compare with what they passed
 
     def writelines(self, lines: Any) -> None:
-        """See io.IOBase."""
         for line in lines:
             self.write(line)
 

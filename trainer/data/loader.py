@@ -256,7 +256,6 @@ class TokenStream:
         return TokenStream(self._packings, None, self.seq_len, self._documents, self.fingerprint)
 
     def describe(self, global_batch: int) -> str:
-        """See `Stream`."""
         tokens = global_batch * self.seq_len
         found = f"of {self.seq_len} tokens = {tokens:,} tokens per step"
         if self.paired:

@@ -105,7 +105,6 @@ class SampleStream:
         return self.fetch(positions), (sample_digest(numbers, *self.locate(numbers)), 0)
 
     def describe(self, global_batch: int) -> str:
-        """See `Stream`."""
         return f"from {self._name}"
 
     def _item(self, position: int, sample: int) -> Any:

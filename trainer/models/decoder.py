@@ -268,7 +268,6 @@ class Decoder(nn.Module):
 
     @property
     def stacks(self) -> Sequence[str]:
-        """See `Family.stacks`."""
         return self.family.stacks
 
     @property
@@ -371,7 +370,7 @@ class Decoder(nn.Module):
         Returns:
             Logits (B, T, V) in the dtype of the computation, or the mean cross-entropy in nats over
             the counted labels, a float32 scalar (0 without any). If the family has scalars
-            `beside_loss`, a dict of these, `cross_entropy` and `loss`: in training the weighted sum,
+            `beside_loss`, a dict of these, `cross_entropy` and `loss`: a weighted sum in training,
             else the cross-entropy. For pairs the dict of `preference`, or without its needed
             reference the log-probabilities of the answers (2 P,) float64.
         """
@@ -422,7 +421,6 @@ class Decoder(nn.Module):
         return states
 
     def flops_per_token(self, seq_len: int) -> float:
-        """See `Family.flops_per_token`."""
         architecture, named = self.model.architecture, dict(self.named_parameters())
         frozen = {name for name, p in named.items() if not p.requires_grad}
         if not architecture.tie_word_embeddings:

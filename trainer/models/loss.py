@@ -45,7 +45,6 @@ class HeadLoss(nn.Module):
         self._fused: Fused | None = None
 
     def compile(self, *arguments: Any, **options: Any) -> None:
-        """As `nn.Module.compile`."""
         self._fused = torch.compile(_pointwise, *arguments, **options)
 
     def forward(

@@ -379,11 +379,9 @@ class Unsharded:
 
     @property
     def resting(self) -> Resting:
-        """See `Held.resting`."""
         return Resting(0, self._whole, self._whole)
 
     def moments(self, which: Pass) -> list[Moment]:
-        """See `Held.moments`."""
         kind, trace, whole = which.kind, self.trace, self._whole
         before = whole if which.before else 0
         if kind == "F":

@@ -118,7 +118,6 @@ class _Loader(yaml.SafeLoader):
     _depth = _nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """See yaml.composer.Composer."""
         self._depth, self._nodes = self._depth + 1, self._nodes + 1
         _require_few(self._depth, self._nodes, self.peek_event().start_mark)
         node = super().compose_node(parent, index)

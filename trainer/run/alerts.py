@@ -37,7 +37,6 @@ class Alerts:
         self._newest, self._heard = 0.0, time.monotonic()
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        """See Sink."""
         self._step, self._newest, self._heard = step, values["time"], time.monotonic()
         for number, condition in enumerate(self._conditions):
             if isinstance(condition, Silent):

@@ -40,7 +40,6 @@ class Mlflow:
         return str(run)
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        """See Sink."""
         at = int(values["time"] * 1000)
         metrics = [
             self._metric(key.replace("@", "_at_"), value, at, step)
@@ -50,7 +49,6 @@ class Mlflow:
         self._client.log_batch(self._run, metrics=metrics)
 
     def close(self) -> None:
-        """See Sink."""
         self._client.set_terminated(self._run)
 
 
@@ -66,11 +64,9 @@ class Trackio:
         self._run = trackio.init(tracking["project"], name=name, config=recipe, resume="allow")
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        """See Sink."""
         self._run.log({key: value for key, value in values.items() if key != "time"}, step=step)
 
     def close(self) -> None:
-        """See Sink."""
         self._run.finish()
 
 

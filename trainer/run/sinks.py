@@ -91,14 +91,12 @@ class TensorBoard:
             self._writer.add_event(event_pb2.Event(wall_time=time.time(), summary=summary))
 
     def rewind(self, step: int) -> None:
-        """See Sink."""
         start = self._events.SessionLog(status=self._events.SessionLog.START)
         self._writer.add_event(
             self._events.Event(wall_time=time.time(), step=step, session_log=start)
         )
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        """See Sink."""
         points = [
             self._summaries.Summary.Value(tag=f"{group(key)}/{key}", simple_value=value)
             for key, value in values.items()
@@ -111,7 +109,6 @@ class TensorBoard:
         self._writer.flush()
 
     def close(self) -> None:
-        """See Sink."""
         self._writer.close()
 
 
@@ -199,7 +196,6 @@ class WeightsAndBiases:
         """When W&B last had all records, or wrote some."""
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        """See Sink."""
         row = {key: value for key, value in values.items() if key != "time"}
         if step != self._step or row.keys() & self._keys:  # W&B would keep only the later value
             self._row, self._step, self._ended = max(step, self._row + 1), step, self._given
@@ -226,7 +222,6 @@ class WeightsAndBiases:
         return after if self._kept is None else self._kept
 
     def close(self) -> None:
-        """See Sink."""
         hangs = threading.Timer(self._close_seconds, _end_core)
         hangs.daemon = True
         hangs.start()
@@ -286,7 +281,6 @@ class Prometheus:
         """Name → (help text, labels, newest value)."""
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        """See Sink."""
         newest = {"step": step, "record_time_seconds": values["time"], **values}
         del newest["time"]
         for key, value in newest.items():

@@ -35,7 +35,6 @@ class ScaledAttention(Attention):
         self.scale = (size / scalar) ** 0.5
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Attention.project`."""
         q, k, v = super().project(x)
         return q if self.scale == 1 else q * self.scale, k, v
 
@@ -52,7 +51,6 @@ class Gemma3Block(nn.Module):
         self.mlp = MLP(architecture, partial(F.gelu, approximate="tanh"))
 
     def forward(self, x: Tensor, rope: Rope | None, documents: Documents | None) -> Tensor:
-        """As `trainer.models.decoder.Block.forward`."""
         mixed = self.self_attn(self.input_layernorm(x), rope, documents)
         x = x + self.post_attention_layernorm(mixed)
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))

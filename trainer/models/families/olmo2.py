@@ -32,7 +32,6 @@ class Olmo2Block(nn.Module):
         self.post_feedforward_layernorm = RMSNorm(hidden, eps)
 
     def forward(self, x: Tensor, rope: Rope | None, documents: Documents | None) -> Tensor:
-        """As `trainer.models.decoder.Block.forward`."""
         x = x + self.post_attention_layernorm(self.self_attn(x, rope, documents))
         return x + self.post_feedforward_layernorm(self.mlp(x))
 

@@ -31,7 +31,6 @@ class FusedAttention(Attention):
         self.o_proj = nn.Linear(queries, architecture.hidden_size, bias=False)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Attention.project`."""
         every = self.qkv_proj(x)
         every = every.view(*every.shape[:2], -1, self.head_dim)
         # under tensor parallelism a rank has some of the heads
