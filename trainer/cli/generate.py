@@ -80,6 +80,7 @@ def add_eval_command(commands: Commands) -> None:
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     for name, (kind, what) in SAMPLING.items():
         option = "--" + name.replace("_", "-")
+        # Left out unless given, so that the defaults of `generate` hold.
         parser.add_argument(option, type=kind, default=argparse.SUPPRESS, help=what)
     parser.add_argument("--family", metavar="MODULE:NAME", help="model.family, of your own")
 

@@ -47,6 +47,7 @@ def main() -> None:
         print("stopped by Ctrl-C", file=sys.stderr)
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
+        # The reader is gone; Python's flush at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     sys.exit(code)

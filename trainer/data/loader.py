@@ -116,6 +116,7 @@ class TokenStream:
                     f"{path}: holds {dataset.kind}, and {sources[0][0]} {datasets[0].kind}, which "
                     "cannot be mixed; leave one of them out of data.sources"
                 )
+            # Damage shows at the start, rather than in the middle of a run.
             if documents or dataset.masked:
                 dataset.check_ends()
         packings = [packing_of(dataset, seq_len, pack) for dataset in datasets]

@@ -63,6 +63,7 @@ class Permutation:
             return np.zeros(np.shape(positions), dtype=np.int64)
         with np.errstate(over="ignore"):
             result = self._forward(np.asarray(positions).astype(np.uint64))
+            # The network covers about twice the range at most, so few values are left.
             outside = np.flatnonzero(result >= _U(self.size))
             while outside.size:
                 result[outside] = self._forward(result[outside])
@@ -156,6 +157,7 @@ class Order:
             mine = np.flatnonzero(sources == source)
             epoch, place = np.divmod(ranks[mine], self._sizes[source])
             epochs[mine] = epoch
+            # Positions may lie on both sides of an epoch's end.
             for number in np.unique(epoch):
                 now = epoch == number
                 samples[mine[now]] = self._epoch(int(source), int(number))(place[now])
@@ -169,6 +171,7 @@ class Order:
             now = blocks == block
             slots[now] = self._block(int(block))(places[now])
         sources = np.searchsorted(self._ends, slots, side="right")
+        # Each block has the same counts, so none of the earlier ones is walked.
         before = blocks * self._counts[sources] + slots - self._starts[sources]
         return sources, before
 

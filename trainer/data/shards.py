@@ -482,6 +482,7 @@ def _open_bits(path: Path, shard: dict[str, Any]) -> NDArray[np.uint8]:
 
 def _read(path: Path, descriptor: int, dtype: np.dtype, start: int, length: int) -> NDArray:
     tokens = np.empty(length, dtype=dtype)
+    # As bytes: a short read may end inside a token.
     left, offset = tokens.view(np.uint8).data, start * dtype.itemsize
     while left:  # reads may be short
         try:

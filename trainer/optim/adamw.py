@@ -77,6 +77,7 @@ def _fused(
 def _numbers(group: Mapping[str, Any], steps: torch.Tensor, factor: float) -> torch.Tensor:
     """See `Method.numbers`: the factors that are equal for all elements of a parameter."""
     beta1, beta2 = group["betas"]
+    # float32 would round the powers of long runs.
     counts = steps.double()
     decay = torch.full_like(counts, 1 - group["lr"] * group["weight_decay"])
     rate = group["lr"] / (1 - beta1**counts)

@@ -69,6 +69,7 @@ def update_rows(
 @cache
 def compiled() -> Callable[..., Any]:
     """`update_rows`, compiled for dynamic shapes."""
+    # Static shapes would compile anew for each size of parameter.
     return torch.compile(update_rows, dynamic=True)
 
 

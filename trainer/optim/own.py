@@ -265,6 +265,7 @@ def _called(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch
     if isinstance(factory, type):  # LBFGS, for example, would fail with a less clear error
         _check_kind(name, factory)
     given = named_groups(parameters, options)
+    # Rules of the recipe outweigh options of the factory.
     stated = any(rule.weight_decay is not None for rule in options.groups)
     for group in given:
         lr = options.factory_options.get("lr", options.lr)

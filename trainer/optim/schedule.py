@@ -36,6 +36,7 @@ def build_schedule(recipe: Recipe, tried: int = 3) -> Rate:
     def checked(step: int) -> float:
         with refusing("schedule.factory", f"the rate of step {step} by {name}"):
             raw = rate(step)
+        # Tensors are no Real: reading one could wait for a GPU.
         value = float(raw) if isinstance(raw, Real) else math.nan
         if math.isfinite(value) and value >= 0:
             return value

@@ -93,6 +93,7 @@ def refusing(key: str, what: str) -> Generator[None, None, None]:
         yield
     except RecipeError:
         raise
+    # A user's code may call sys.exit.
     except (Exception, SystemExit) as error:
         if not is_wrong(error):
             raise

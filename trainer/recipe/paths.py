@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from trainer.recipe.sections import Recipe
 
+# Also with a single slash, or after known schemes none: likely typos.
 _LIKE_URL = re.compile(
     r"\s*(?:([a-z][a-z0-9+.-]+):/|(s3a?|gs|gcs|abfss?|az|hf|file|https?):)", re.IGNORECASE
 )

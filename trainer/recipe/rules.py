@@ -193,6 +193,7 @@ def _matmul_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         if chosen:
             yield key, f"precision.matmul={recipe.precision.matmul} {problem}"
     length = recipe.data.seq_len
+    # The lengths of a user's samples are unknown here.
     if recipe.precision.matmul == "mxfp8" and not recipe.data.factory:
         multiple = 32 * strategies.cp.chunks(recipe.strategy)
         if length % multiple:

@@ -173,6 +173,7 @@ class _Reader:
             # YAML 1.1 reads on, off, yes and no as booleans; `wandb: off` is a string.
             return str(node.value)
         try:
+            # Builds plain values only, whatever tags a file has.
             value = yaml.SafeLoader("").construct_object(node)
             if isinstance(value, int) and abs(value) > _MAX_WHOLE:
                 raise ValueError("no such number is used anywhere")

@@ -259,6 +259,7 @@ def _build_on_samples(recipe: Recipe) -> Task:
     else:
         model, fill, of_model = build_text_model(recipe)
     for one in streams:
+        # The model tells how a tuple's parts are named, and whether it shifts labels.
         one.arguments, one.shifted = arguments_of(model), shifts_labels(model)
     tried = [inputs_of(first_batch(one)) for one in streams]
     inputs = tried[0]

@@ -115,6 +115,7 @@ def texts_of(value: Any, depth: int = 0) -> Iterator[str]:
     Raises:
         ChatError: it is nested too deeply.
     """
+    # Records are untrusted, and Python's recursion is limited.
     if depth > _MOST_DEPTH:
         raise ChatError("nested too deep")
     if isinstance(value, str):

@@ -347,6 +347,7 @@ def _prepare(
         if stale != work:
             shutil.rmtree(stale)
     out.mkdir(parents=True, exist_ok=True)
+    # Other users must not replace units before these are joined.
     own_directory(work)
     units = cut_units(forms)
     vocabulary = _make_tokenizer(units, settings, work)
@@ -367,6 +368,7 @@ def _prepare(
     ):
         _say(line)
     index = _join(jobs, results, forms, out, vocabulary, settings, template, plan_hash)
+    # Last: until here a repeated command continues from it.
     shutil.rmtree(work)
     return index
 
@@ -411,6 +413,7 @@ def _make_tokenizer(units: list[Pieces], settings: PrepareOptions, work: Path) -
 
 def _training_texts(units: list[Pieces], settings: PrepareOptions) -> Iterator[str]:
     """Yield the beginning of every unit: everything, or _BPE_TEXT_SIZE characters in all."""
+    # A tokenizer must not learn from the validation split.
     units = [tuple(piece for piece in unit if not piece.form.held_out) for unit in units]
     total = sum(piece.size for unit in units for piece in unit)
     for unit in units:

@@ -201,6 +201,7 @@ def _names(names: Iterable[str]) -> str:
 def _json_values(path: Path, blocks: Iterable[bytes], field: str | None) -> Iterator[Record]:
     """Yield a record for each JSON value, in sequence over any number of lines, or inside
     arrays."""
+    # Incremental, as a character may be split over blocks.
     decoder, decode = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")()
     buffer, position, number, depth, tried = "", 0, 0, 0, 0
     for block in _and_an_end(blocks):
@@ -270,6 +271,7 @@ def _parquet(
     row = 0
     try:
         wanted = [column] if column else None
+        # A row group may be larger than memory.
         for batch in file.iter_batches(_ROWS, row_groups=groups, columns=wanted):
             yield from _rows(batch, row, field, column)
             row += batch.num_rows

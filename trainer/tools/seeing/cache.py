@@ -109,6 +109,7 @@ def _fingerprint(source: Path, offset: int) -> str:
         file.seek(max(0, offset - _SAMPLE_BYTES))
         last = file.read(min(_SAMPLE_BYTES, offset))
     digest = hashlib.sha256(b"%d %d %d " % (status.st_dev, status.st_ino, offset))
+    # Both ends only: reading everything would cost what the cache saves.
     digest.update(first + last)
     return digest.hexdigest()
 
