@@ -66,7 +66,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from trainer.tasks.task import check_plannable
     from trainer.tools.plan_text import plan_json, plan_text
 
-    check_plannable(recipe)  # # before the options of the machine are parsed
+    check_plannable(recipe)  # before the options of the machine are parsed
     recipe = _in_steps(recipe)
     machine = describe_machine(
         arguments.gpus,

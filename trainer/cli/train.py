@@ -84,7 +84,7 @@ def _train(arguments: argparse.Namespace) -> int:
         signal.signal(number, leave_at_once)
     os.environ["PERDURE_LAUNCHED_AT"] = str(time.time())
     os.environ.setdefault("PERDURE_PRELOAD", "trainer.run.worker")
-    # # Perdure reports a lost store or peer in one line; torch would add a page of C++ frames.
+    # Perdure reports a lost store or peer in one line; torch would add a page of C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if arguments.secret:
         os.environ[SECRET_FILE] = arguments.secret
@@ -93,7 +93,7 @@ def _train(arguments: argparse.Namespace) -> int:
         print(dump_recipe(recipe), end="", flush=True)
     if not (arguments.rdzv_endpoint or arguments.nnodes == "1"):
         raise RecipeError("--nnodes: several nodes need --rdzv-endpoint HOST:PORT")
-    # # Printed first, as importing torch takes seconds, on a busy machine many.
+    # Printed first, as importing torch takes seconds, on a busy machine many.
     if arguments.dry_run:
         print("# loading PyTorch", file=sys.stderr, flush=True)
     else:

@@ -73,8 +73,7 @@ class Inputs:
     """The micro-batches of this rank, fetched one step at a time.
 
     On a GPU the micro-batches of the next step are fetched while the GPU computes this step. Only
-    the
-    part of fetching that goes on after the GPU is done counts as waiting.
+    the part of fetching that goes on after the GPU is done counts as waiting.
     """
 
     def __init__(self, batches: Iterator[dict[str, torch.Tensor]], passes: int) -> None:

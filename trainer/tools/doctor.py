@@ -109,7 +109,7 @@ def _ok(name: str, what: str) -> Finding:
 
 
 def _torch(recipe: Recipe | None) -> Iterator[Finding]:
-    # # NVML counts GPUs without a CUDA context, which would take memory on each
+    # NVML counts GPUs without a CUDA context, which would take memory on each
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     try:
         import torch

@@ -120,7 +120,7 @@ def follow(run: Path) -> Iterator[list[Path]]:
         raise GenerateError(f"{run}: there is no such run yet; start it, then follow it")
     seen: set[str] = set()
     while True:
-        ended = has_ended(run)  # # read before the steps, so that the last saved one is among them
+        ended = has_ended(run)  # read before the steps, so that the last saved one is among them
         there = list_steps(run / "checkpoints") if (run / "checkpoints").is_dir() else []
         new = [path for path in reversed(there) if path.name not in seen]
         seen |= {path.name for path in new}

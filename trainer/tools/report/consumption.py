@@ -146,7 +146,7 @@ def _compare(
         return
     counts.steps += len(steps)
     claimed = {attempt.start.data for attempt in attempts}
-    if recipe.data.factory:  # # its code is not run here, so what its samples hold is not compared
+    if recipe.data.factory:  # its code is not run here, so what its samples hold is not compared
         order = Order([size_in(*claimed)], [1.0], recipe.run.seed) if len(claimed) == 1 else None
         if order:  # else `read_history` has found that they differ
             located = _spread(steps, MOST_SAMPLES, 1)

@@ -84,7 +84,7 @@ def _style() -> str:
 
 
 def _script() -> str:
-    # # the licence has to accompany every copy
+    # the licence has to accompany every copy
     licence = f"/* uPlot:\n{_text('uPlot.LICENSE')}\n*/\n"
     return licence + _text("uPlot.iife.min.js") + "\n" + _text("page.js")
 
