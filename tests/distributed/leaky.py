@@ -7,5 +7,5 @@ from contextlib import nullcontext
 from trainer.models import transformers_model
 
 if __name__ == "__main__":
-    transformers_model._apart = lambda *_: nullcontext()  # type: ignore[assignment]
+    transformers_model._documents_hidden = lambda *_: nullcontext()  # type: ignore[assignment]
     runpy.run_module("trainer", run_name="__main__", alter_sys=True)

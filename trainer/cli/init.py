@@ -43,10 +43,10 @@ def _init(arguments: argparse.Namespace) -> int:
     data = prepared_here()
     names = ", ".join(with_architecture())
     wishes = Wishes(
-        model=_said(arguments.model, "--model", f"Model, a directory or one of {names}"),
-        data=_said(arguments.data, "--data", "Prepared data", data[0] if len(data) == 1 else ""),
-        gpus=arguments.gpus or _said(None, "--gpus", "GPUs of a node, or cpu", this_machine()),
-        nodes=_number(_said(arguments.nodes, "--nodes", "Nodes", "1")),
+        model=_answer(arguments.model, "--model", f"Model, a directory or one of {names}"),
+        data=_answer(arguments.data, "--data", "Prepared data", data[0] if len(data) == 1 else ""),
+        gpus=arguments.gpus or _answer(None, "--gpus", "GPUs of a node, or cpu", this_machine()),
+        nodes=_number(_answer(arguments.nodes, "--nodes", "Nodes", "1")),
     )
     name = re.sub(r"[^\w.-]", "-", Path(wishes.model).name)
     out = arguments.out or Path(f"{name}.yaml")
@@ -55,7 +55,7 @@ def _init(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _said(given: str | None, option: str, question: str, default: str = "") -> str:
+def _answer(given: str | None, option: str, question: str, default: str = "") -> str:
     """Return the value of an option, or ask for it on a terminal.
 
     Raises:

@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         """Print usage and message, and exit with code 2."""
         wrong = re.search(r"invalid choice: '(.*?)'.* \(choose from (.*)\)$", message)
         if wrong:
-            message += _meant(wrong[1], re.findall(r"[\w-]+", wrong[2]))
+            message += _suggestion(wrong[1], re.findall(r"[\w-]+", wrong[2]))
         super().error(message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -44,11 +44,11 @@ class Parser(argparse.ArgumentParser):
             option = word.partition("=")[0]
             is_option = re.fullmatch(r"--?[A-Za-z][\w-]*", option)  # and no value, such as -1
             if is_option and not any(name.startswith(option) for name in known):
-                self.error(f"unrecognized option: {option}{_meant(option, known)}")
+                self.error(f"unrecognized option: {option}{_suggestion(option, known)}")
         return super().parse_known_args(words, namespace)
 
 
-def _meant(word: str, known: Iterable[str]) -> str:
+def _suggestion(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean '{close[0]}'?" if close else ""
 

@@ -126,12 +126,12 @@ def _targets(model: TextModel, options: Adapter) -> list[str]:
             )
         return known
     for target in options.targets:
-        if not any(_ends(name, target) for name in known):
+        if not any(_is_suffix(name, target) for name in known):
             raise RecipeError(
                 f"model.adapter.targets: no linear layer of a block is called {target}; they are "
                 f"called {_listed(known)}; other modules are trained whole (model.adapter.also)"
             )
-    return [name for name in known if any(_ends(name, target) for target in options.targets)]
+    return [name for name in known if any(_is_suffix(name, target) for target in options.targets)]
 
 
 def _trained_whole(model: TextModel, options: Adapter, layers: Sequence[str]) -> set[str]:
@@ -140,7 +140,7 @@ def _trained_whole(model: TextModel, options: Adapter, layers: Sequence[str]) ->
     tied = model.tied_copies
     heads = {name.split(".")[-2] for name in tied}
     for wanted in options.also:
-        names = [name for name, _ in model.named_modules() if name and _ends(name, wanted)]
+        names = [name for name, _ in model.named_modules() if name and _is_suffix(name, wanted)]
         inside = {
             name
             for name, _ in model.named_parameters()
@@ -172,7 +172,7 @@ def _trained_whole(model: TextModel, options: Adapter, layers: Sequence[str]) ->
     return parameters
 
 
-def _ends(name: str, wanted: str) -> bool:
+def _is_suffix(name: str, wanted: str) -> bool:
     """Whether `wanted` is a name or a dotted suffix of it, as in PEFT."""
     return name == wanted or name.endswith(f".{wanted}")
 

@@ -183,7 +183,7 @@ class Backbone(nn.Module):
             documents = locate(cu_seqlens, *where)
         seen: dict[int | None, Documents | None] = {None: documents}
         for window in self.windows(input_ids.shape[1]):
-            ends = _ends(input_ids) if cu_seqlens is None else cu_seqlens
+            ends = _one_document_each(input_ids) if cu_seqlens is None else cu_seqlens
             seen[window] = locate(ends, *where, window)
         statistics = []
         for number, layer in self.layers._modules.items():
@@ -201,7 +201,7 @@ class Backbone(nn.Module):
         return {kind.window for kind in self.kinds if kind.window and kind.window < length}
 
 
-def _ends(input_ids: Tensor) -> Tensor:
+def _one_document_each(input_ids: Tensor) -> Tensor:
     """`cu_seqlens` of sequences (B, T) that are one document each."""
     rows, length = input_ids.shape
     return torch.arange(rows + 1, dtype=torch.int32, device=input_ids.device) * length
@@ -360,7 +360,7 @@ class Decoder(nn.Module):
             positions: (T,) integers, positions in the sequence; None: 0 to T - 1.
             documents: in place of both, where attention sees more than these tokens.
             statistics: (blocks, …), of the parts before this one.
-            whole: given if these tokens are a part of their sequences.
+            whole: on a rank that holds a part of each sequence (`strategy.cp`).
             segments: (B, T) int64, for P pairs: index of the answer of each label, in the order
                 chosen, rejected, chosen, rejected ….
             answer_labels: (2 P,), number of labels of each answer.

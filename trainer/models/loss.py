@@ -81,7 +81,7 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
         total = total + F.cross_entropy(
             some.float(), label, ignore_index=IGNORED_LABEL, reduction="sum"
         )
-    return total / _counted(labels)
+    return total / _label_count(labels)
 
 
 def head_cross_entropy(
@@ -122,7 +122,7 @@ def head_cross_entropy(
         fused,
         cap,
     )
-    return total / _counted(labels)
+    return total / _label_count(labels)
 
 
 def label_log_probs(
@@ -193,7 +193,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _counted(labels: Tensor) -> Tensor:
+def _label_count(labels: Tensor) -> Tensor:
     return (labels != IGNORED_LABEL).sum().clamp(min=1)  # without labels 0, not NaN
 
 

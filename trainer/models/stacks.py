@@ -43,7 +43,7 @@ def _name_of_rows(name: str, stacks: Sequence[str]) -> Callable[[int], str] | No
 
 
 def _rows(name: str, tensor: Tensor) -> dict[int, Tensor]:
-    """This rank's rows by number."""
+    """Index of each row that this rank holds → the row, a view."""
     local = local_tensor(tensor)
     if not isinstance(tensor, DTensor):
         return dict(enumerate(local))

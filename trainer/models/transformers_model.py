@@ -196,7 +196,7 @@ class TransformersModel(nn.Module):
         if document_ids is not None:
             runs, positions = document_runs(document_ids)
             options = {"position_ids": positions} if self._takes_positions else {}
-        with _apart(runs, self.name):
+        with _documents_hidden(runs, self.name):
             hidden = theirs(input_ids=input_ids, **options).logits
         return hidden.to(self._head[0].weight.dtype)
 
@@ -230,7 +230,7 @@ def document_runs(document_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def _apart(runs: Tensor | None, name: str) -> Iterator[None]:
+def _documents_hidden(runs: Tensor | None, name: str) -> Iterator[None]:
     """While entered, masks of transformers hide other documents.
 
     Args:

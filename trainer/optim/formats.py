@@ -236,16 +236,16 @@ def stored(values: Tensor, how: Format, drawn: Tensor, *, square: bool) -> list[
         roots = shares.sqrt().sqrt_().mul_(_SQUARE).floor_().clamp_(min=1)
         below, above = (roots * roots).square_(), (roots + 1).square_().square_()
         chance = (shares.mul_(_SQUARE**4) - below).div_(above.sub_(below))
-        codes = roots.add_(_up(chance, drawn)).sub_(1).to(torch.uint8)
+        codes = roots.add_(_rounds_up(chance, drawn)).sub_(1).to(torch.uint8)
     else:
         sizes = shares.abs()
         roots = sizes.sqrt().mul_(_MEAN).floor_()
         chance = sizes.mul_(_MEAN**2).sub_(roots * roots).div_(roots * 2 + 1)
-        codes = roots.add_(_up(chance, drawn)).mul_(shares.sign_()).to(torch.int8)
+        codes = roots.add_(_rounds_up(chance, drawn)).mul_(shares.sign_()).to(torch.int8)
     return [codes, scales.view(-1)]
 
 
-def _up(chance: Tensor, drawn: Tensor) -> Tensor:
+def _rounds_up(chance: Tensor, drawn: Tensor) -> Tensor:
     """Whether to round up, with probability `chance`."""
     return drawn < chance.mul_(1 << 16).sub_((1 << 15) + 0.5)
 

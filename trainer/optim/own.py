@@ -54,7 +54,7 @@ def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> tor
     """
 
     def build(given: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        return _called(given, options)
+        return _build(given, options)
 
     sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
     by_slices = False
@@ -188,7 +188,7 @@ def _try_sharded(
     reference, chosen = build(whole), _chosen(whole, parameters)
     with _stepping(options):
         for number in range(SHARDED_STEPS):
-            _step(reference, _those(whole, chosen), number, options.lr)
+            _step(reference, _select(whole, chosen), number, options.lr)
         # A step that draws random numbers draws others per shard, so results are not comparable.
         seeded = torch.get_rng_state()
         torch.manual_seed(SHARDED_STEPS - 1)
@@ -202,7 +202,7 @@ def _try_sharded(
     try:
         optimizer = place(cut)
         for number in range(SHARDED_STEPS):
-            _step(optimizer, _those(cut, chosen), number, options.lr)
+            _step(optimizer, _select(cut, chosen), number, options.lr)
     except Exception as error:
         if not _OF_SHARDS.search(str(error)):
             with _stepping(options):
@@ -247,7 +247,7 @@ def _chosen(whole: Parameters, parameters: Parameters) -> set[str]:
     return {*first.values()}
 
 
-def _those(parameters: Parameters, names: set[str]) -> dict[str, nn.Parameter]:
+def _select(parameters: Parameters, names: set[str]) -> dict[str, nn.Parameter]:
     return {fqn: one for fqn, one in parameters.items() if fqn in names}
 
 
@@ -259,7 +259,7 @@ def _stepping(options: Optimizer) -> AbstractContextManager[None]:
     return refusing("optimizer.factory", f"the step of {options.factory}")
 
 
-def _called(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
+def _build(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
     name, key = options.factory or "", "optimizer.factory"
     factory = import_factory(key, name)
     if isinstance(factory, type):  # LBFGS, for example, would fail with a less clear error

@@ -84,7 +84,7 @@ class SliceOptimizer(torch.optim.Optimizer):
                 continue
             shown = {
                 key: before[key]
-                if isinstance(value, torch.Tensor) and _holds(before.get(key), value)
+                if isinstance(value, torch.Tensor) and _wraps(before.get(key), value)
                 else _like(parameter, value)
                 for key, value in kept.items()
             }
@@ -95,7 +95,7 @@ def _entries(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: one for key, one in group.items() if key not in ("params", "param_names")}
 
 
-def _holds(shown: Any, kept: torch.Tensor) -> bool:
+def _wraps(shown: Any, kept: torch.Tensor) -> bool:
     """Whether `shown` wraps the tensor `kept`."""
     return shown is kept or (isinstance(shown, DTensor) and shown._local_tensor is kept)
 
@@ -145,24 +145,24 @@ def is_elementwise(parameters: Mapping[str, nn.Parameter], build: Build) -> bool
     for scale in SCALES:
         watched = _Reductions()
         with watched:
-            whole = _ends(parameters, build, scale, [slice(None)])
+            whole = _results_by_part(parameters, build, scale, [slice(None)])
         if whole is None or watched.seen:
             return False
-        cut = _ends(parameters, build, scale, halves)
+        cut = _results_by_part(parameters, build, scale, halves)
         if cut is None or whole.keys() != cut.keys():
             return False
-        if not all(_alike(*whole[name], *cut[name]) for name in whole):
+        if not all(_parts_match(*whole[name], *cut[name]) for name in whole):
             return False
     return True
 
 
-def _alike(whole: Any, *parts: Any) -> bool:
+def _parts_match(whole: Any, *parts: Any) -> bool:
     """Whether parts make up the whole, up to rounding; a single number must be equal in all
     parts."""
     if not isinstance(whole, torch.Tensor):
-        return all(_near(whole, part) for part in parts)
+        return all(_close(whole, part) for part in parts)
     if not whole.dim():
-        return all(isinstance(p, torch.Tensor) and _near(whole.item(), p.item()) for p in parts)
+        return all(isinstance(p, torch.Tensor) and _close(whole.item(), p.item()) for p in parts)
     joined = torch.cat([*parts])
     if joined.shape != whole.shape or joined.dtype != whole.dtype:
         return False
@@ -173,7 +173,7 @@ def _alike(whole: Any, *parts: Any) -> bool:
     return torch.allclose(joined.float(), whole.float(), rtol=1e-5, atol=least, equal_nan=True)
 
 
-def _near(one: Any, other: Any) -> bool:
+def _close(one: Any, other: Any) -> bool:
     if isinstance(one, float) and isinstance(other, float):
         return one == other or abs(one - other) <= 1e-6 * max(abs(one), abs(other))
     return bool(type(one) is type(other) and one == other)
@@ -205,7 +205,7 @@ def _sizes(tree: Any) -> list[int]:
     return [one.numel() for one in tree_iter(tree) if isinstance(one, torch.Tensor)]
 
 
-def _ends(
+def _results_by_part(
     parameters: Mapping[str, nn.Parameter], build: Build, scale: float, cuts: Sequence[slice]
 ) -> dict[str, list[Any]] | None:
     """Results of some steps of an optimizer on each part of the stand-ins' rows: updates, state and

@@ -69,7 +69,7 @@ def apply_activation_checkpointing(
         # A compiled graph updates buffers once.
         counting = compiled == "no" and bool(_persistent_buffers(block))
         if mode == "selective" or counting or deciding:
-            selective = partial(_kept if again else _selective, compiled)
+            selective = partial(_keeping_modes if again else _selective, compiled)
             contexts["context_fn"] = partial(
                 _contexts,
                 selective if mode == "selective" else None,
@@ -144,7 +144,7 @@ def _selective(compiled: str) -> tuple[TorchDispatchMode, ...]:
     return tuple(_Only(mode, seen) for mode in modes)
 
 
-def _kept(_compiled: str) -> tuple[TorchDispatchMode, ...]:
+def _keeping_modes(_compiled: str) -> tuple[TorchDispatchMode, ...]:
     results: list[Any] = []
     return _Keeping(results), _Repeating(results)
 

@@ -380,7 +380,7 @@ class Context:
         )
         whole = Share(
             self.group,
-            _counted(mine) / _counted(labels).clamp(min=1),
+            _label_count(mine) / _label_count(labels).clamp(min=1),
             some.shape[1] / ids.shape[1],
         )
         return module(
@@ -389,7 +389,7 @@ class Context:
         )  # fmt: skip
 
 
-def _counted(labels: Tensor) -> Tensor:
+def _label_count(labels: Tensor) -> Tensor:
     return (labels != IGNORED_LABEL).sum()
 
 

@@ -77,16 +77,16 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             spread = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
             parameter = nn.Parameter(spread, requires_grad=whole.requires_grad)
             module.register_parameter(key, parameter)
-        module.forward = _sent(module, module.forward, mesh)
+        module.forward = _with_exchange(module, module.forward, mesh)
 
 
-def _sent(module: nn.Module, compute: Compute, mesh: DeviceMesh) -> Compute:
+def _with_exchange(module: nn.Module, compute: Compute, mesh: DeviceMesh) -> Compute:
     """Wrap `compute`, which has this rank's experts, so that it computes the tokens of all
     experts."""
     ranks = mesh.size()
 
-    def meet(counts: Tensor, rows: int) -> tuple[list[int], list[int], Tensor, Tensor]:
-        """(rows to each rank, rows from each, their order by expert, rows of each own expert)."""
+    def exchange_counts(counts: Tensor, rows: int) -> tuple[list[int], list[int], Tensor, Tensor]:
+        """Rows to each rank, rows from each, their order by expert, rows of each own expert."""
         group = mesh.get_group()  # looked up anew: a kept model changes its groups (rejoin.py)
         arriving = torch.empty_like(counts)  # (E): from each rank, for each expert of this one
         dist.all_to_all_single(arriving, counts, group=group)
@@ -99,7 +99,7 @@ def _sent(module: nn.Module, compute: Compute, mesh: DeviceMesh) -> Compute:
     def forward(x: Tensor, counts: Tensor) -> Tensor:
         group = mesh.get_group()
         # A decision: recomputation has no second wait for the device.
-        sent, received, order, mine = decided(partial(meet, counts, len(x)))
+        sent, received, order, mine = decided(partial(exchange_counts, counts, len(x)))
         rows = _Exchange.apply(x, sent, received, group)
         with with_local(module):
             outputs = compute(rows[order], mine)

@@ -129,7 +129,7 @@ class OffloadFile:
             if fresh is not None and fresh is not kept:
                 local_tensor(kept).copy_(local_tensor(fresh))
                 parameter.grad = kept
-            self._later(self._flush, _bytes(kept))
+            self._submit(self._flush, _bytes(kept))
 
         for parameter in gradients:
             parameter.register_post_accumulate_grad_hook(move)
@@ -234,7 +234,7 @@ class OffloadFile:
         while done < length:
             done += call(self._direct, [data[done:]], offset + done)
 
-    def _later(self, work: Callable[..., None], *arguments: Any) -> None:
+    def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
         """Submit work to the writer, and wait for work submitted long before."""
         self._writes.append(self._writer.submit(work, *arguments))
         while len(self._writes) > WRITES_AHEAD:
@@ -242,13 +242,13 @@ class OffloadFile:
 
     def _fetch(self, place: torch.Tensor) -> None:
         """Make the kernel read the pages of `place` that are not in memory."""
-        if self._holds(place):
+        if self._contains(place):
             _libc.madvise(*_extent(place), mmap.MADV_WILLNEED)
 
     def _flush(self, place: torch.Tensor) -> None:
         """Write mapped memory to the disk, and drop it from the cache; a later use reads it
         again."""
-        if not self._holds(place):
+        if not self._contains(place):
             return
         if _libc.msync(*_extent(place), _WRITE_AND_WAIT):
             number = ctypes.get_errno()
@@ -256,7 +256,7 @@ class OffloadFile:
         # Clean pages are the first that the kernel would evict, so they are given up here.
         _libc.madvise(*_extent(place), mmap.MADV_DONTNEED)
 
-    def _holds(self, place: torch.Tensor) -> bool:
+    def _contains(self, place: torch.Tensor) -> bool:
         return 0 <= place.data_ptr() - self._bytes.data_ptr() < len(self._map)
 
 

@@ -144,7 +144,7 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
             traced = Decoder(shallow, recipe.model.attention, model.family)
         traced.preference = model.preference
         if recipe.model.adapter:
-            adapter = _alike(model, recipe.model.adapter)
+            adapter = _adapter_for_fewer_blocks(model, recipe.model.adapter)
             add_adapters(traced, adapter, recipe.precision.dtype)
     for one in (model, traced):
         keep_weights(one, recipe)
@@ -162,7 +162,7 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
     )
 
 
-def _alike(model: Decoder, adapter: Adapter) -> Adapter:
+def _adapter_for_fewer_blocks(model: Decoder, adapter: Adapter) -> Adapter:
     """The adapter options for the model with fewer blocks: layers by suffix, as indices differ."""
     layers = [name for name, one in model.named_modules() if isinstance(one, LoraLinear)]
     return dataclasses.replace(adapter, targets=tuple({n.rpartition(".")[2] for n in layers}))

@@ -186,18 +186,18 @@ def listed_name(text: str) -> str | None:
             return name
         for spelling in (name, f"{name} {gpu.sold_as:g}GB", gpu.device):
             for said in (spelling, spelling.removeprefix("RTX ")):
-                spellings.setdefault(_plain(said), name)
-    return spellings.get(_plain(text))
+                spellings.setdefault(_bare_name(said), name)
+    return spellings.get(_bare_name(text))
 
 
 def similar_name(text: str) -> str | None:
     """The key of GPUS that a mistyped name resembles, or None."""
-    known = {_plain(name): name for name in GPUS}
-    close = difflib.get_close_matches(_plain(text), known, n=1)
+    known = {_bare_name(name): name for name in GPUS}
+    close = difflib.get_close_matches(_bare_name(text), known, n=1)
     return known[close[0]] if close else None
 
 
-def _plain(name: str) -> str:
+def _bare_name(name: str) -> str:
     """A name without varying parts: case, spaces, the maker, the socket."""
     without_maker = re.sub(MAKER, "", name, count=1, flags=re.IGNORECASE)
     return re.sub(r"[\s_-]|sxm\d?", "", without_maker.casefold())

@@ -371,7 +371,7 @@ def _strategies(
 def _shardings(
     recipe: Recipe, machine: Machine, blueprint: Blueprint
 ) -> Iterator[tuple[str, Strategy]]:
-    plain = _plain(recipe)
+    plain = _shared_part(recipe)
     yield "DDP", dataclasses.replace(plain, name="ddp")
     if not strategies.exact.used(recipe):
         yield "ZeRO-1", dataclasses.replace(plain, sharding="OPTIMIZER_STATE")
@@ -413,7 +413,7 @@ def _refused(recipe: Recipe) -> bool:
     )
 
 
-def _plain(recipe: Recipe) -> Strategy:
+def _shared_part(recipe: Recipe) -> Strategy:
     """The part of the strategy that all candidates share."""
     parallel = strategies.only(recipe.strategy, strategies.tp, strategies.pp, strategies.cp)
     return dataclasses.replace(parallel, compile=recipe.strategy.compile)
@@ -473,7 +473,7 @@ def _enough_nodes(
     """Smallest doubling of the nodes on which ZeRO-3 with full recomputation fits without offload:
     with the smallest micro-batch, or with a single pass, which has no earlier gradients."""
     strategy = dataclasses.replace(
-        _plain(recipe), sharding="FULL_SHARD", activation_checkpointing="full", compile=False
+        _shared_part(recipe), sharding="FULL_SHARD", activation_checkpointing="full", compile=False
     )
     nodes = 2 * machine.nodes
     while nodes <= 1 << 16:

@@ -44,7 +44,7 @@ def checked(
             wrong |= {
                 (*path[:-1], meant)
                 for path, e in errors
-                if e["type"] == _UNKNOWN and (meant := _meant(kind, path))
+                if e["type"] == _UNKNOWN and (meant := _similar_key(kind, path))
             }
             known = set(wrong)
             for path, e in errors:
@@ -55,11 +55,11 @@ def checked(
                     named = (*path, what.split()[0]) if e["type"] == "value_error" else path
                     problems.append(Problem(origin_of(named, origins, file), path, what))
                 wrong.add(path)
-                _mend(kind, tree, path, e["type"] in _MISSING)
+                _repair_key(kind, tree, path, e["type"] in _MISSING)
     return None
 
 
-def _mend(kind: type, tree: dict[str, Any], path: Key, missing: bool) -> None:
+def _repair_key(kind: type, tree: dict[str, Any], path: Key, missing: bool) -> None:
     """Remove a key from a tree; fill in a missing one with a value of its type."""
     here: Any = tree
     for part in path[:-1]:
@@ -87,7 +87,7 @@ _BOUNDS = {
 }
 
 
-def _meant(kind: type, path: Key) -> str | None:
+def _similar_key(kind: type, path: Key) -> str | None:
     """The known key that an unknown one resembles."""
     close = difflib.get_close_matches(str(path[-1]), _keys_at(kind, path[:-1]), n=1, cutoff=0.5)
     return close[0] if close else None
@@ -98,7 +98,7 @@ def _explain(kind: type, problem: ErrorDetails, path: Key) -> str:
     if problem["type"] == _UNKNOWN:
         if left_out := _LEFT_OUT.get(str(path[-1])):
             return left_out
-        if meant := _meant(kind, path):
+        if meant := _similar_key(kind, path):
             return f"unknown key; did you mean '{meant}'?"
         return f"unknown key; known keys: {', '.join(_keys_at(kind, path[:-1]))}"
     if problem["type"] in _MISSING and len(problem["loc"]) > len(path):

@@ -41,8 +41,8 @@ class Alerts:
         for number, condition in enumerate(self._conditions):
             if isinstance(condition, Silent):
                 self._holds[number] = False
-            elif (now := self._now(condition, values)) is not None:
-                self._hold(number, now)
+            elif (now := self._reason_now(condition, values)) is not None:
+                self._set_state(number, now)
         self._failures = values.get("failures", self._failures)
 
     def kept(self, after: float) -> float:
@@ -53,13 +53,13 @@ class Alerts:
         silence = time.monotonic() - self._heard
         for number, condition in enumerate(self._conditions):
             if isinstance(condition, Silent) and silence > condition.seconds:
-                self._hold(number, f"no step for {silence:.0f} s")
+                self._set_state(number, f"no step for {silence:.0f} s")
         return max(after, self._newest)
 
     def close(self) -> None:
         """See Sink."""
 
-    def _now(self, condition: Condition | None, values: Mapping[str, float]) -> str | None:
+    def _reason_now(self, condition: Condition | None, values: Mapping[str, float]) -> str | None:
         """Why a condition holds by these values; "" if it does not; None if the values do not
         decide it."""
         if isinstance(condition, AfterFailure) and "failures" in values:
@@ -72,7 +72,7 @@ class Alerts:
             return f"{condition.key} {value:g}" if beyond or math.isnan(value) else ""
         return None
 
-    def _hold(self, number: int, what: str) -> None:
+    def _set_state(self, number: int, what: str) -> None:
         """Record whether a condition holds, and report it if it did not hold before."""
         before, self._holds[number] = self._holds[number], bool(what)
         if what and not before:

@@ -29,7 +29,7 @@ class LedgerSummary:
         decrease between calls; {} as long as the ledger has no start."""
         self._read()
         while self._ahead and self._ahead[0].at <= moment:
-            self._take(self._ahead.popleft())
+            self._add(self._ahead.popleft())
         if not self._began:
             return {}
         wall = max(moment - self._began, 0.0)
@@ -45,7 +45,7 @@ class LedgerSummary:
                 if event := self._reader.event(line):
                     self._ahead.append(event)
 
-    def _take(self, event: Event) -> None:
+    def _add(self, event: Event) -> None:
         if isinstance(event, Start | Restart):
             self._began = self._began or event.at
             self._counts["attempt"] += 1

@@ -42,7 +42,7 @@ def settled(recipe: Recipe, world: World) -> Recipe:
     """
     if recipe.batch.micro_batch != "auto":
         return recipe
-    noted, kind = _noted(recipe), _kind(world)
+    noted, kind = _recorded(recipe), _kind(world)
     number = torch.tensor(noted.get(kind) or _planned(recipe, world), device=world.device)
     # Devices may differ, and not all nodes may see the file.
     dist.all_reduce(number, dist.ReduceOp.MIN)
@@ -56,7 +56,7 @@ def settled(recipe: Recipe, world: World) -> Recipe:
 def noted(recipe: Recipe, world: World) -> int | None:
     """The number in the run directory that `settled` chose for such a world; None if there is none.
     Writes nothing."""
-    return _noted(recipe).get(_kind(world))
+    return _recorded(recipe).get(_kind(world))
 
 
 class HalvedError(MemoryError):
@@ -79,7 +79,7 @@ def halving(run: Run) -> Iterator[None]:
         auto = first and run.written.batch.micro_batch == "auto" and number > 1
         if not auto or not _is_out_of_memory(error):
             raise
-        if not _note(run.written, {**_noted(run.written), _kind(run.world): number // 2}):
+        if not _note(run.written, {**_recorded(run.written), _kind(run.world): number // 2}):
             raise  # without the file every start would fail alike
         raise HalvedError(
             f"out of memory with {number} sequences in a pass; the next start takes {number // 2} "
@@ -111,7 +111,7 @@ def _kind(world: World) -> str:
     return kind
 
 
-def _noted(recipe: Recipe) -> dict[str, int]:
+def _recorded(recipe: Recipe) -> dict[str, int]:
     """The numbers in the run directory for this recipe, by kind of world."""
     try:
         note = json.loads(read_text(Path(recipe.run.dir) / NOTE))

@@ -275,7 +275,7 @@ def describe_changes(changed: Mapping[str, Sequence[Any]], recipe: Recipe) -> st
     """A line about what a start changes; "" if nothing."""
     if not changed:
         return ""
-    parts = [f"{key} {_shown(old)} → {_shown(new)}" for key, (old, new) in changed.items()]
+    parts = [f"{key} {_short(old)} → {_short(new)}" for key, (old, new) in changed.items()]
     if len(parts) > MOST_NAMED:
         parts[MOST_NAMED:] = [f"and {len(parts) - MOST_NAMED} more, see ledger.jsonl"]
     line = f"changed since the run last trained: {', '.join(parts)}"
@@ -286,7 +286,7 @@ def describe_changes(changed: Mapping[str, Sequence[Any]], recipe: Recipe) -> st
     return line
 
 
-def _shown(value: Any) -> str:
+def _short(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     text = printable(text)
     return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 1]}…"

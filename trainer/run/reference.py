@@ -76,7 +76,7 @@ class Reference:
         if source == world.world_size:
             return False
         if written is not None:
-            self._take(written)
+            self._attach(written)
             self.lines.append(f"reference: log-probabilities of the answers are read, {self._path}")
         held = {
             split: torch.empty(stream.documents)
@@ -85,7 +85,7 @@ class Reference:
             for split, stream in self._streams.items()
         }
         broadcast(held.values(), source, mesh.group, world.device)
-        self._take({split: tensor.numpy() for split, tensor in held.items()})
+        self._attach({split: tensor.numpy() for split, tensor in held.items()})
         # Rank 0 may have moved to another node with another disk.
         if world.is_main and written is None and not (kept and self._path.exists()):
             self._write()
@@ -97,7 +97,7 @@ class Reference:
         if world.is_main:
             print(f"reference: log-probabilities of {pairs:,} pairs are computed once", flush=True)
         began = time.monotonic()
-        self._take(
+        self._attach(
             {
                 split: _log_probs(model, stream, self._recipe.micro_batch, world, mesh, pulse)
                 for split, stream in self._streams.items()
@@ -108,7 +108,7 @@ class Reference:
             self.lines.append(f"reference: computed in {seconds:.1f} s, kept in {self._path}")
             self._write()
 
-    def _take(self, found: Mapping[str, NDArray[np.float32]]) -> None:
+    def _attach(self, found: Mapping[str, NDArray[np.float32]]) -> None:
         for split, stream in self._streams.items():
             stream.reference = found[split]
 
@@ -122,15 +122,15 @@ class Reference:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            self._anew(f"cannot be read ({error})")
+            self._note_recomputed(f"cannot be read ({error})")
             return None
         values = memoryview(data)[length:]
         if other := [key for key, one in self._made_of.items() if made_of.get(key) != one]:
-            self._anew(f"is of another {' and '.join(other)}")
+            self._note_recomputed(f"is of another {' and '.join(other)}")
         elif made_of.get("sha256") != hashlib.sha256(values).hexdigest():
-            self._anew("is damaged")
+            self._note_recomputed("is damaged")
         elif len(values) != sum(sizes.values()):
-            self._anew("has another size than the data")
+            self._note_recomputed("has another size than the data")
         else:
             ends = np.cumsum([*sizes.values()]).tolist()
             return {
@@ -139,7 +139,7 @@ class Reference:
             }
         return None
 
-    def _anew(self, why: str) -> None:
+    def _note_recomputed(self, why: str) -> None:
         self.lines.append(f"note: {self._path} {why}, so the reference is computed anew")
 
     def _write(self) -> None:

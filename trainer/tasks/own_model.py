@@ -117,11 +117,11 @@ def _problem(tensor: torch.Tensor, saved: bool) -> str | None:
     if type(tensor.data) is not torch.Tensor:
         return None
     if saved and tensor.layout != torch.strided:
-        return f"has the layout {tensor.layout}; {_elsewhere(tensor, 'make it dense')}"
+        return f"has the layout {tensor.layout}; {_remedy(tensor, 'make it dense')}"
     if saved and (tensor.is_quantized or tensor.dtype not in STORED_DTYPES):
         return (
             f"is in {_short(tensor.dtype)}, which checkpoints do not hold; "
-            f"{_elsewhere(tensor, 'convert it')}"
+            f"{_remedy(tensor, 'convert it')}"
         )
     if trained and not tensor.numel():
         return f"has no element (its shape is {tuple(tensor.shape)}); leave it out, or freeze it"
@@ -140,7 +140,7 @@ def _problem(tensor: torch.Tensor, saved: bool) -> str | None:
     return None
 
 
-def _elsewhere(tensor: torch.Tensor, cure: str) -> str:
+def _remedy(tensor: torch.Tensor, cure: str) -> str:
     if isinstance(tensor, nn.Parameter):
         return cure
     return f"{cure}, or register it with persistent=False"

@@ -71,7 +71,7 @@ def _merged(candidates: Sequence[Candidate]) -> list[tuple[list[str], Candidate]
     groups: list[tuple[list[str], Candidate]] = []
     for candidate in candidates:
         for labels, first in groups:
-            if _same(candidate, first):
+            if _equal_figures(candidate, first):
                 labels.append(_short(candidate.label))
                 break
         else:
@@ -79,7 +79,7 @@ def _merged(candidates: Sequence[Candidate]) -> list[tuple[list[str], Candidate]
     return groups
 
 
-def _same(one: Candidate, other: Candidate) -> bool:
+def _equal_figures(one: Candidate, other: Candidate) -> bool:
     ways = [
         (
             candidate.recipe.strategy.activation_checkpointing,
@@ -142,7 +142,7 @@ def _what_it_takes(
     free, fits = candidate.free(plan.machine), candidate.lacking(plan.machine)
     if fits in ("", "over"):
         fits = f"{_gb(abs(free))} {fits or 'free'}"
-    name, bill = _name(labels, candidate), _bill(candidate, plan, price)
+    name, bill = _name(labels, candidate), _run_costs(candidate, plan, price)
     if candidate is plan.best:
         name["strategy"] += " *"
     return {
@@ -174,7 +174,7 @@ def _where_it_goes(labels: Sequence[str], candidate: Candidate, plan: Plan) -> d
     }
 
 
-def _bill(candidate: Candidate, plan: Plan, price: float | None) -> dict[str, float]:
+def _run_costs(candidate: Candidate, plan: Plan, price: float | None) -> dict[str, float]:
     """Return hours of a whole run without interruptions, its GPU hours, and with a price its cost;
     empty where only the number of epochs is known."""
     if not plan.recipe.run.steps:
@@ -241,7 +241,7 @@ def _advice(plan: Plan, command: str, price: float | None) -> str:
 
 
 def _whole_run(plan: Plan, best: Candidate, price: float | None) -> str:
-    bill = _bill(best, plan, price)
+    bill = _run_costs(best, plan, price)
     if not bill:
         return _fill(f"{plan.recipe.run.length}: the hours follow from data that are not here.")
     cost = f", which cost {_count(bill['cost'])} at {price:g} each" if "cost" in bill else ""
@@ -395,7 +395,7 @@ def plan_json(plan: Plan, price: float | None = None) -> dict[str, Any]:
             "label": candidate.label,
             **recommended(candidate),
             **dataclasses.asdict(candidate.prediction),
-            **_bill(candidate, plan, price),
+            **_run_costs(candidate, plan, price),
             "free": candidate.free(plan.machine),
             "fits": candidate.fits(plan.machine),
             "lacking": candidate.lacking(plan.machine),

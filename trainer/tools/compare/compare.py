@@ -168,7 +168,7 @@ def _run(one: StrategyRecipe, ranks: int, steps: int, out: Path) -> Outcome:
     run, log = out / "runs" / one.name, out / "logs" / f"{one.name}.log"
     code = launch(["-m", "trainer", *one.arguments], ranks, log, run)
     if code:
-        return Outcome(one.name, f"failed: {_why(log, code)}; see {log}", failed=True)
+        return Outcome(one.name, f"failed: {_last_error(log, code)}; see {log}", failed=True)
     try:
         outcome = read_run(one.name, run, steps)
     except (LedgerError, OSError, KeyError) as error:
@@ -180,7 +180,7 @@ def _run(one: StrategyRecipe, ranks: int, steps: int, out: Path) -> Outcome:
     return outcome
 
 
-def _why(log: Path, code: int) -> str:
+def _last_error(log: Path, code: int) -> str:
     """Return the last error that a rank printed; the launcher's own message names no cause."""
     lines = log.read_text(errors="replace").splitlines()
     errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?(error|[\w.]*Error): ", line)]

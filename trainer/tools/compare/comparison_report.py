@@ -197,7 +197,7 @@ def picture(outcomes: Sequence[Outcome], caption: str) -> str:
     shown = [one for one in outcomes if not one.problem]
     height = TOP + ROW * len(shown) + 40
     # Measured and planned bytes share a scale, so that bars and marks can be compared.
-    most = max([value for one in shown for value in (one.peak, _planned(one)) if value], default=1)
+    most = max([value for one in shown for value in (one.peak, _plan_of(one)) if value], default=1)
     slowest = max([one.quantile(0.9) or 0.0 for one in shown], default=1) or 1
     right = LEFT + PANEL + GAP
     body = [
@@ -213,7 +213,7 @@ def picture(outcomes: Sequence[Outcome], caption: str) -> str:
         body.append(svg.label(LEFT - 10, y + 13, one.name, anchor="end"))
         body += _memory_bar(one, y, PANEL / most)
         body += _time_bar(one, right, y, PANEL / slowest)
-    if any(map(_planned, shown)):
+    if any(map(_plan_of, shown)):
         note = "| as perdure plan says"
         body.append(svg.label(LEFT, height - 12, note, size=11, color=svg.SOFT))
     note = "line: 10 % to 90 % of the steps"
@@ -221,7 +221,7 @@ def picture(outcomes: Sequence[Outcome], caption: str) -> str:
     return svg.document(WIDTH, height, body)
 
 
-def _planned(one: Outcome) -> float | None:
+def _plan_of(one: Outcome) -> float | None:
     return one.predicted.get("peak")
 
 
@@ -235,7 +235,7 @@ def _memory_bar(one: Outcome, y: float, scale: float) -> list[str]:
         tip = f"{name}: {size / 1e6:,.1f} MB"
         parts.append(svg.bar(x, y, size * scale, BAR, tip, fill=color))
         x += size * scale
-    if planned := _planned(one):
+    if planned := _plan_of(one):
         place = LEFT + planned * scale
         parts.append(svg.line(place, y - 4, place, y + BAR + 4, stroke=svg.INK, stroke_width=2))
         x = max(x, place)

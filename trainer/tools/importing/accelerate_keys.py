@@ -14,7 +14,7 @@ _SECTIONS = {
 """Abbreviation of a section → the prefix of its keys' names."""
 
 
-def _whole(key: str) -> str:
+def _expand(key: str) -> str:
     for short, long in _SECTIONS.items():
         key = long + key.removeprefix(short) if key.startswith(short) else key
     return key
@@ -123,8 +123,8 @@ def spelled_out(key: str) -> str:
 
 TABLE = Table(
     owner="accelerate",
-    no_meaning=reasons(_NO_MEANING, _whole),
-    differs=reasons(_DIFFERS, _whole),
+    no_meaning=reasons(_NO_MEANING, _expand),
+    differs=reasons(_DIFFERS, _expand),
     aliases={},
     complete=spelled_out,
 )

@@ -12,7 +12,7 @@ def _inline(key: str) -> str:
     return f"deepspeed_config.{key}"
 
 
-def _whole(key: str) -> str:
+def _expand(key: str) -> str:
     """Expand the abbreviations `zero.` and `params.` of the longest prefixes."""
     for short, whole in (("zero.", "zero_optimization."), ("params.", "optimizer.params.")):
         key = whole + key.removeprefix(short) if key.startswith(short) else key
@@ -208,9 +208,9 @@ AdamW keeps no running maximum (AMSGrad)
 TABLE = Table(
     owner="DeepSpeed",
     automatic=True,
-    no_meaning=reasons(_NO_MEANING, _whole),
-    differs=reasons(_DIFFERS, _whole),
-    aliases={_whole(old): _whole(new) for old, new in map(str.split, _RENAMED.splitlines())},
+    no_meaning=reasons(_NO_MEANING, _expand),
+    differs=reasons(_DIFFERS, _expand),
+    aliases={_expand(old): _expand(new) for old, new in map(str.split, _RENAMED.splitlines())},
 )
 """Rules for the keys of a ds_config."""
 
@@ -219,6 +219,6 @@ INLINE = Table(
     automatic=True,
     no_meaning={**TABLE.no_meaning, **reasons(_NO_MEANING_INLINE, _inline)},
     differs=TABLE.differs,
-    aliases={_inline(old): _whole(new) for old, new in map(str.split, _INLINE.splitlines())},
+    aliases={_inline(old): _expand(new) for old, new in map(str.split, _INLINE.splitlines())},
 )
 """Rules for the keys of a ds_config inside accelerate's `deepspeed_config`."""

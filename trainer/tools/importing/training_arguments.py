@@ -358,7 +358,7 @@ def _operate(arguments: ForeignConfig) -> None:
         ("save", "checkpoint.every", "steps"),
         ("eval", "run.evaluate_every", "no"),
     ):
-        _every(arguments, what, target, usual)
+        _interval(arguments, what, target, usual)
     for key, target, kind in (
         ("output_dir", "run.dir", str),
         ("run_name", "tracking.name", str),
@@ -395,7 +395,7 @@ def _operate(arguments: ForeignConfig) -> None:
         arguments.put("project", "tracking.project", arguments.take("project", str))
 
 
-def _every(arguments: ForeignConfig, what: str, target: str, usual: str) -> None:
+def _interval(arguments: ForeignConfig, what: str, target: str, usual: str) -> None:
     """Translate `logging_steps` and its like, in steps or as a share of the run, where the strategy
     is steps."""
     imported = arguments.imported

@@ -90,7 +90,7 @@ def draft(wishes: Wishes, file: str) -> str:
     if machine:
         # The draft itself is planned, so that the plan holds for the recipe as written.
         plan = make_plan(_read(_render(values)), machine, "cuda")
-        values |= _planned(plan)
+        values |= _plan_values(plan)
     text = _render(values)
     _read(text)
     return text
@@ -169,7 +169,7 @@ def _model(model: str) -> dict[str, Any]:
     }
 
 
-def _planned(plan: Plan) -> dict[str, Any]:
+def _plan_values(plan: Plan) -> dict[str, Any]:
     """Return the template's values for a plan.
 
     Raises:

@@ -71,13 +71,13 @@ class Sources:
             recipe = load_recipe(path)
         except RecipeError as error:
             raise AwayError(f"{path} cannot be read by this version: {error}") from error
-        return self._here(recipe, attempt)
+        return self._adapted(recipe, attempt)
 
     def states_of(self, recipe: Recipe) -> Place:
         """Return the directory of the run's checkpoints."""
         return location(recipe.checkpoint_directory).absolute()
 
-    def _here(self, recipe: Recipe, attempt: Attempt) -> Recipe:
+    def _adapted(self, recipe: Recipe, attempt: Attempt) -> Recipe:
         """Adapt the recipe to this machine: relative paths begin at the run's working directory, or
         else at this one."""
 

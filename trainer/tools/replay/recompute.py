@@ -114,7 +114,7 @@ def recompute(request: Request, outcome: ReplayOutcome) -> None:
             result = _named(span) + ": not compared"
             outcome.miss(str(error))
         except known_errors() as error:
-            if _gone(walk):
+            if _checkpoint_deleted(walk):
                 outcome.miss(f"{_named(span)}: the run has deleted that checkpoint meanwhile")
                 continue
             result = _named(span) + ": refused"
@@ -137,7 +137,7 @@ def _walk(walk: Walk) -> None:
         at, states = until, walk.states
 
 
-def _gone(walk: Walk) -> bool:
+def _checkpoint_deleted(walk: Walk) -> bool:
     """Whether the checkpoint that a span begins from was deleted."""
     with suppress(*known_errors()):
         recipe = walk.sources.recipe_of(walk.line.attempt_of(walk.span.begin + 1))
@@ -174,7 +174,7 @@ def _steps(walk: Walk, run: Run, kind: Mapping[str, str], until: int, storage: P
             # A rounding difference stays in all later states.
             walk.proof = _weaker(walk.proof, _provable(walk, run, attempt, kind))
             if step == walk.request.look_at:
-                _look(walk, run, inputs, step)
+                _explain_step(walk, run, inputs, step)
                 return
             if expected and expected.skipped == "weights":  # a save has found that in the run
                 run.checkpointer.not_finite = "the ledger says so"
@@ -323,7 +323,7 @@ def _summary(walk: Walk) -> str:
 # --- one step --------------------------------------------------------------------------------
 
 
-def _look(walk: Walk, run: Run, inputs: Inputs, step: int) -> None:
+def _explain_step(walk: Walk, run: Run, inputs: Inputs, step: int) -> None:
     """Compute and print the gradients of a step, and explain them if requested."""
     line = walk.line.recorded(step)
     batches, _ = inputs.take()

@@ -120,7 +120,7 @@ def why(run: Run, result: Gradients, line: Lineage, sources: Sources) -> Iterato
     rows = [[f"{norm:.4g}", f"{norm**2 / square:.1%}", name] for name, norm in largest]
     yield from table([["norm", "of |g|²", "parameter"], *rows], right={0, 1}, indent="  ")
     yield "\nthe steps around it:"
-    yield from _around(run, step, line, sources)
+    yield from _neighbouring_steps(run, step, line, sources)
 
 
 def _last_if_nan(value: float) -> float:
@@ -281,7 +281,7 @@ class _Names:
 # --- the steps around ------------------------------------------------------------------------
 
 
-def _around(run: Run, step: int, line: Lineage, sources: Sources) -> list[str]:
+def _neighbouring_steps(run: Run, step: int, line: Lineage, sources: Sources) -> list[str]:
     """Format a table of what ledger and recipes say of the neighbouring steps."""
     steps = [one for one in range(step - AROUND, step + AROUND + 1) if 1 <= one <= line.last]
     rows = []
@@ -298,7 +298,7 @@ def _around(run: Run, step: int, line: Lineage, sources: Sources) -> list[str]:
             lr = f"{rate(one):.3e}" if rate else ""
             numbers = [f"{one}", loss, norm, lr, str(attempt.start.world_size)]
             mark = "→" if one == step else ""
-            rows.append([mark, *numbers, _mixture(run, line, one), _remarks(line, one)])
+            rows.append([mark, *numbers, _mixture(run, line, one), _special_events(line, one)])
     head = ["", "step", "loss", "norm", "lr", "ranks", "sequences by source", ""]
     return table([head, *rows], right={1, 2, 3, 4, 5}, indent="  ")
 
@@ -314,7 +314,7 @@ def _mixture(run: Run, line: Lineage, step: int) -> str:
     )
 
 
-def _remarks(line: Lineage, step: int) -> str:
+def _special_events(line: Lineage, step: int) -> str:
     """Describe special events at a step."""
     attempt, record = line.attempt_of(step), line.recorded(step)
     remarks = []

@@ -230,14 +230,14 @@ def _other_samples(steps: Steps, locate: Locate) -> Iterator[str]:
     for attempt, step in steps:
         positions = np.arange(step.first, step.after_last)
         if sample_digest(positions, *locate(positions)) != _numbers(step)[0]:
-            yield f"{_where(attempt, step)}: a rank took other sequences than these"
+            yield f"{_describe(attempt, step)}: a rank took other sequences than these"
 
 
 def _other_tokens(steps: Steps, stream: TokenStream) -> Iterator[str]:
     for attempt, step in steps:
         positions = range(step.first, step.after_last)
         if stream.fetch_with_digest(positions)[1][1] != _numbers(step)[1]:
-            yield f"{_where(attempt, step)}: a rank took other tokens than the data holds there"
+            yield f"{_describe(attempt, step)}: a rank took other tokens than the data holds there"
 
 
 def _numbers(step: StepLine) -> tuple[int, int]:
@@ -245,7 +245,7 @@ def _numbers(step: StepLine) -> tuple[int, int]:
     return int(digest[:8], 16), int(digest[8:], 16)
 
 
-def _where(attempt: int, step: StepLine) -> str:
+def _describe(attempt: int, step: StepLine) -> str:
     return (
         f"step {step.step} (attempt {attempt}, line {step.line}), sequences {step.first} to "
         f"{step.after_last - 1}"

@@ -81,7 +81,7 @@ class Server(ThreadingHTTPServer):
         with self.lock:
             if path == "/":
                 for run in self.runs:
-                    _look(run)
+                    _refresh(run)
                 data = {"live": True, "every": EVERY_SECONDS, **first_data(self.runs)}
                 return "text/html", page(title(self.runs), data)
             if path != "/data":
@@ -90,7 +90,7 @@ class Server(ThreadingHTTPServer):
             if not 0 <= place < len(self.runs):
                 raise LookupError(f"run {place}")
             run = self.runs[place]
-            _look(run)
+            _refresh(run)
             if "from" in query:
                 low, high = float(query["from"][0]), float(query["to"][0])
                 reply: object = {"curves": run.stretch(low, high)}
@@ -101,7 +101,7 @@ class Server(ThreadingHTTPServer):
         return "application/json", json.dumps(reply, allow_nan=False, separators=(",", ":"))
 
 
-def _look(run: RunView) -> None:
+def _refresh(run: RunView) -> None:
     if time.time() - run.now >= LOOK_SECONDS:
         run.look()
 

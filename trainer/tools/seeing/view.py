@@ -120,7 +120,7 @@ class RunView:
             rows.append(["perplexity", _number(perplexity), f"lowest loss {validation.min():.4f}"])
         steps = f"{history.step:,}"
         rows.append(["step", steps, f"of {start.steps:,}" if start.steps else ""])
-        if (left := self._left()) is not None:
+        if (left := self._seconds_left()) is not None:
             rows.append(["left", clock(left), "at the speed of the last steps"])
         unit = unit_of(self.path)
         if tokens := records.last("tokens"):
@@ -253,7 +253,7 @@ class RunView:
         count = len(self.records)
         chosen = np.unique(np.linspace(0, max(0, count - 1), min(count, most)).astype(int))
         steps = np.array(self.records.step).astype(float)[chosen]
-        up = self._up(np.array(self.records.time)[chosen])
+        up = self._uptime(np.array(self.records.time)[chosen])
         tokens = self.records.column("tokens")
         # Records without a count, such as validations, take the one before.
         known = np.maximum.accumulate(np.nan_to_num(tokens, nan=0.0))[chosen]
@@ -263,7 +263,7 @@ class RunView:
             "tokens": _digits(known, 9) if np.isfinite(tokens).any() else [],
         }
 
-    def _up(self, times: np.ndarray) -> np.ndarray:
+    def _uptime(self, times: np.ndarray) -> np.ndarray:
         """Convert Unix times to seconds of uptime."""
         idle = np.zeros_like(times)
         for begin, end in idle_spans(self.history):
@@ -295,7 +295,7 @@ class RunView:
                     return file.read().decode(errors="replace").splitlines()[-200:]
         return self.ledger.newest_lines(60)
 
-    def _left(self) -> float | None:
+    def _seconds_left(self) -> float | None:
         """Estimate the seconds to the last step from the latest pace; None if unknown or done."""
         newest = self.history.attempts[-1]
         steps, planned = newest.steps, newest.start.steps
