@@ -102,6 +102,7 @@ def choose_kernel(
     major = gpu.capability[0]
     new = major in (HOPPER, BLACKWELL)
     cudnn = new and not exact and head_dim % 8 == 0 and head_dim <= HEAD_DIMS["cuDNN"]
+    # Plain causal attention: torch's own dispatch chooses the kernel.
     if not (documents or ring or window):
         if cudnn and dtype in (torch.bfloat16, torch.float16):
             return AttentionKernel(f"scaled_dot_product_attention: {CUDNN}")

@@ -237,10 +237,12 @@ class MethodOptimizer(torch.optim.Optimizer):
             if method.counts:  # later rows of the parameter start from the same count
                 step = self.state[parameter]["step"]
                 kept["step"] = step if piece.last else step.clone()
+            # A method updates parameters with gradients: the float32 numbers take their place.
             stand_in = nn.Parameter(weight, requires_grad=False)
             stand_in.grad = slope
             state[stand_in] = kept
         method.update([*state], group, state, self.exact)(self.gradient_factor)
+        # Three numbers per element: for the weight and for at most two moments.
         drawn = self._noise(pieces)
         for numbers, words in zip((weights, *moments.values()), drawn, strict=False):
             numbers.close(words)

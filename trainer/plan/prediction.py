@@ -232,6 +232,7 @@ def _memory(
         buffers, messages = blueprint.buffers, []
         if order:  # buffers lie in blocks
             buffers = buffers * sum(stage.blocks for stage in stages) // blueprint.block_count
+            # A message holds the hidden states of one micro-batch.
             messages = [count * traces[0].hidden for count in counts[rank]]
         memories.append(memory_of(stages, traces, recipe, layout, device, buffers, order, messages))
     kinds = "parameters", "gradients", "optimizer_state", "buffers", "activations", "host", "disk"
@@ -253,6 +254,7 @@ def _of_node(
     units = [trained_of(unit) if adapter else unit for unit in blueprint.units]
     saved = sum(shape.saved_bytes for unit in units for shape in unit)
     checkpoint = saved + (0 if adapter else blueprint.buffers)
+    # A slot holds what the ranks of its node save, in about equal shares.
     slot = checkpoint * local_world_size // world_size
     memory, disk = local_world_size * on_host, local_world_size * on_disk
     if recipe.checkpoint.slot_directory is not None:

@@ -156,6 +156,7 @@ def _passes(
     for (kind, number, _), message in zip(order, messages, strict=True):
         trace, before = stages[number].trace, remaining[number] < backward[number]
         which = Pass(kind, before, kind in "BW" and remaining[number] == 1, fresh[number])
+        # What the pass itself holds is part of its trace.
         own = {"F": 0, "W": trace.kept + trace.put_off}.get(kind, trace.saved)
         beside = forward + put_off - own + sum(resting.values()) - resting[number] + message
         by_stage[number][which] = max(beside, by_stage[number].get(which, 0))
@@ -174,6 +175,7 @@ def _passes(
         fresh[number] = kind != "F"
         remaining[number] -= kind in "BW"
         rest, between = rests[number], remaining[number] < backward[number]
+        # Forward leaves units gathered; backward frees them only if it reduces gradients.
         gathered[number] = kind == "F" or (gathered[number] and not every_pass)
         resting[number] = rest.gathered * gathered[number] + rest.between * between
         if remaining[number] == 0:

@@ -425,7 +425,7 @@ def _dp_size(recipe: Recipe, world_size: int) -> int:
 
 
 def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
-    """Powers of two, and all sequences of a rank."""
+    """The micro-batches to try: powers of two, and all sequences of a rank at once."""
     per_rank = max(1, -(-recipe.batch.global_batch // _dp_size(recipe, world_size)))
     if strategies.exact.used(recipe):  # an exact run's result depends on its micro-batch
         return [recipe.micro_batch]

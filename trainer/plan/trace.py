@@ -101,8 +101,8 @@ def _taped(
     untied: bool,
     compiled: bool,
 ) -> Tape:
-    """See `trace`; `gpu`: whether it has flash attention, and its bytes; `untied`: whether a tied
-    output head becomes a weight of its own."""
+    """Trace all parts of the model, see `trace`. `gpu`: whether it has flash attention, and its
+    bytes; `untied`: whether a tied output head becomes a weight of its own."""
     # Hooks, casts and cut layers change it; later traces need the original.
     model = copy.deepcopy(blueprint.traced)
     if untied and isinstance(model, Decoder) and model.lm_head is None:

@@ -94,6 +94,7 @@ def traffic_of(stages: Sequence[Stage], recipe: Recipe, layout: Layout) -> Traff
     strategy, shards, passes = recipe.strategy, layout.shards, layout.passes
     units, replicas = counted(stages), layout.groups[REPLICATE]
     if not layout.by_fsdp:
+        # DDP all-reduces float32 gradients, bucket by bucket.
         payload = 4 * elements(stages, 1)
         calls = -(-payload // BUCKET_BYTES)
         updated: tuple[Collective, ...] = ()
@@ -124,6 +125,7 @@ def traffic_of(stages: Sequence[Stage], recipe: Recipe, layout: Layout) -> Traff
         payload = layout.reductions * reduced * trained
         calls *= layout.reductions
         reductions.append(Collective(payload, 1, ranks, stride, calls))
+        # Then each shard is all-reduced between the replicas.
         reductions.append(Collective(payload // ranks, 2, *replicas, calls))
     return Traffic(tuple(forward), tuple(backward), tuple(reductions))
 
@@ -138,6 +140,7 @@ def messages_of(stages: Sequence[Stage], traces: Sequence[Trace], layout: Layout
     """Messages of a pipeline rank in a step: hidden states and their gradients."""
     sides = sum((not stage.first) + (not stage.last) for stage in stages)
     calls = layout.passes * sides
+    # A factor of 2 over two ranks: each sends the payload itself.
     return Collective(calls * traces[0].hidden, 2, 2, layout.groups[PIPELINE].stride, calls)
 
 

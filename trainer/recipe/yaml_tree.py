@@ -85,6 +85,7 @@ def read_tree(
     origins: Origins = {}
     problems: list[Problem] = []
     try:
+        # Nodes rather than values: they know their lines.
         node = yaml.compose(text, Loader=_Loader)
         reader = _Reader(lambda mark: f"{path}:{mark.line + 1}", origins, problems)
         tree = reader.plain(node, ()) if node else {}

@@ -113,8 +113,9 @@ class Log:
         except OSError as error:  # a full disk must not keep a run from going on
             print(f"warning: {records} keeps records of steps that are done again: {error}")
         self._records = Lines(records, trusted=trusted)
-        self._told_mute = False
+        self._mute_reported = False
         """Whether the ledger has the line about dropped output."""
+        # Without a terminal a bar would fill log files with its refreshes.
         self._bar = tqdm(
             total=recipe.run.steps,
             initial=start.step,
@@ -194,12 +195,12 @@ class Log:
             step, first, after_last, seconds,
             loss=loss, norm=norm, skipped=skipped, consumed=consumed,
         )  # fmt: skip
-        self._tell_mute(mute)
+        self._report_mute(mute)
 
-    def _tell_mute(self, ranks: int) -> None:
+    def _report_mute(self, ranks: int) -> None:
         """Write once to the ledger that output is dropped: the console cannot show it."""
-        if ranks and not self._told_mute:
-            self._told_mute = True
+        if ranks and not self._mute_reported:
+            self._mute_reported = True
             what = f"output of {ranks} rank(s) or their agents was dropped; training goes on"
             here = {"here": why} if (why := lost_output()) else {}
             self._ledger.event("output lost", what=what, **here)
@@ -266,7 +267,7 @@ class Log:
     def end(self, code: int, reason: str) -> int:
         """Write to the ledger how this attempt ended; returns `code`."""
         if not self.silent:
-            self._tell_mute(bool(lost_output()))
+            self._report_mute(bool(lost_output()))
             self._ledger.end(code, reason)
         return code
 

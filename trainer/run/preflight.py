@@ -106,6 +106,7 @@ def check_launch(
     _check_world(refusals, recipe, model, blocks, world_size, local_world_size)
     if model:
         with refusals:
+            # A world grows by whole nodes.
             larger = range(world_size + local_world_size, most + 1, local_world_size)
             check_growth(recipe, model, larger)
     _check_places(refusals, recipe, task, 0)

@@ -192,9 +192,8 @@ def _log_probs(
                 log_probs_by_document[torch.from_numpy(places).to(device)] = log_probs.float()
             pulse.report(0, "data")
         pulse.report(0, "evaluate")
-        dist.all_reduce(
-            log_probs_by_document, group=mesh.group
-        )  # each number is nonzero on one rank
+        # Each number is nonzero on one rank only.
+        dist.all_reduce(log_probs_by_document, group=mesh.group)
     for module, training in modes.items():
         module.training = training
     # otherwise weights loaded next would not reach the gathered copies

@@ -87,6 +87,7 @@ class Speed:
         ranks = torch.zeros(
             (len(values), world.world_size), dtype=torch.float64, device=world.device
         )
+        # Each rank fills its own column, so the sum holds all columns.
         ranks[:, rank] = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(ranks, group=mesh.group)
         by_rank: list[list[float]] = received(ranks)
@@ -194,6 +195,7 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     for line in Path("/proc/self/status").read_text().splitlines():
+        # The peak of the resident set, in KiB.
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return 0

@@ -184,4 +184,5 @@ def documents_for(recipe: Recipe) -> Documents | None:
     if not recipe.data.document_mask:
         return None
     theirs = recipe.model.factory or reason_for_theirs(recipe)
+    # cu_seqlens spare a synchronisation with the GPU, but only decoders of Perdure take them.
     return "document_ids" if theirs else "cu_seqlens"

@@ -114,6 +114,7 @@ def _torch(recipe: Recipe | None) -> Iterator[Finding]:
     try:
         import torch
         import torch.distributed as dist
+    # OSError: a shared library is missing or damaged.
     except (ImportError, OSError) as error:
         yield Finding("torch", "WRONG", f"cannot be imported: {error}", "pip install torch")
         return

@@ -134,6 +134,7 @@ class OpenedModel:
         ids = torch.tensor([prompt_ids], device=device)
         for _ in range(min(sampling.max_new_tokens, self.limit - len(prompt_ids))):
             with torch.inference_mode():
+                # Of the last position only: logits of all would be (T, V).
                 logits = self.model.head(self.model.hidden(ids)[0, -1]).float().cpu()
             logits = logits[: self.tokenizer.get_vocab_size()]  # the rest is padding
             token = draw(logits, sampling.temperature, sampling.top_k, generator)
@@ -215,6 +216,7 @@ def load_weights(model: TextModel, directory: Path, device: torch.device) -> Non
         kind = dtype if tensor.is_floating_point() else tensor.dtype
         return torch.empty_like(tensor, dtype=kind, device=device)
 
+    # _apply replaces each parameter on its own, which unties shared ones.
     ties = ties_of(model)
     model._apply(materialise)
     tie_again(model, ties)
@@ -268,6 +270,7 @@ def _decode_pieces(
     shown = len(tokenizer.decode(ids))
     for token in new_ids:
         ids.append(token)
+        # Decoded as a whole: spaces and characters depend on the tokens before.
         text = tokenizer.decode(ids)
         if not text.endswith("\N{REPLACEMENT CHARACTER}") and len(text) > shown:
             yield text[shown:]

@@ -136,6 +136,7 @@ class _HarnessModel(LM):
         whether they are the likeliest. A text longer than the context loses its beginning."""
         model, limit = self._opened.model, self._opened.limit
         device = next(model.parameters()).device
+        # One token more than the limit: the last is only predicted.
         rows = [(before + after)[-limit - 1 :] for before, after in pairs]
         results = [(0.0, True)] * len(rows)
         # Rows of similar length share a batch, which keeps padding short.
@@ -164,6 +165,7 @@ class _HarnessModel(LM):
         temperature = float(options.get("temperature", 0)) if options.get("do_sample") else 0.0
         sampling = Sampling(int(options.get("max_gen_toks", USUAL_NEW_TOKENS)), temperature)
         room = max(1, self._opened.limit - sampling.max_new_tokens)
+        # The end of a long context, with room for the answer.
         ids = self._encode(context)[-room:] or [self._prefix]
         new: list[int] = []
         text = ""

@@ -61,6 +61,7 @@ def plan_text(
         _notes(plan, merged=merged),
     ]
     if plan.refused:
+        # After the tables, before the advice.
         parts.insert(4, _fill(f"As it is the recipe cannot run there: {plan.refused}."))
     return "\n\n".join(parts)
 
@@ -100,6 +101,7 @@ def _table(rows: Sequence[Mapping[str, str]]) -> str:
     """Format rows as a table, without the columns in which no row has a figure."""
     columns = [name for name in rows[0] if any(row[name] != "-" for row in rows)]
     cells = [columns, *([row[name] for name in columns] for row in rows)]
+    # The first two columns are words: strategy and recomputation.
     lines = table(cells, right=range(2, len(columns)))
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 

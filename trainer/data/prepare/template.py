@@ -70,8 +70,8 @@ _OF_DICTS = frozenset(dir(dict))
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox. `call_binop` computes powers and products at run time, never during
-    compilation."""
+    """jinja's sandbox, with bounded powers and products. They are computed in `call_binop` at run
+    time, never during compilation."""
 
     intercepted_binops = frozenset({"*", "**"})
 

@@ -59,8 +59,7 @@ class Walk:
     """Steps whose states are in `states`."""
     compared: int = 0
     """Number of compared steps."""
-    found: int = 0
-    """Number of problems."""
+    problem_count: int = 0
     furthest: float = 0.0
     """Largest relative difference of a loss so far."""
 
@@ -79,8 +78,8 @@ class Walk:
         """Record the first SHOWN problems, and count the rest."""
         # A wrong state makes all later steps wrong: the first problems tell.
         for problem in found:
-            self.found += 1
-            if self.found <= SHOWN:
+            self.problem_count += 1
+            if self.problem_count <= SHOWN:
                 self.outcome.problem(problem)
 
     def say(self, text: str) -> None:
@@ -164,6 +163,7 @@ def _steps(walk: Walk, run: Run, kind: Mapping[str, str], until: int, storage: P
         kind: code, torch and hardware of this replay.
     """
     line, backs = walk.line, walk.line.rollbacks
+    # The states to which a roll-back of the span returns.
     targets = {to for after, to in backs.items() if to < after <= walk.span.end}
     with _inputs(run) as inputs:
         while run.progress.step < until:
@@ -316,7 +316,7 @@ def _summary(walk: Walk) -> str:
         "rounding": f"compared but for rounding, losses differ by {walk.furthest:.1e} at most",
         "none": "not compared",
     }
-    problems = f"; {walk.found} problem(s), see below" if walk.found else ""
+    problems = f"; {walk.problem_count} problem(s), see below" if walk.problem_count else ""
     return f"{_named(walk.span)}: {walk.compared} step(s), {how[walk.proof]}{problems}"
 
 
@@ -402,6 +402,7 @@ def main() -> NoReturn:
         recompute(request, outcome)
     except known_errors() as error:
         outcome.errors, code = lines(error), EXIT_WRONG_INPUT
+    # Rank 0 reports for all, unless another rank fails alone.
     if code or read_environment()[0] == 0:
         write_whole(Path(request.scratch) / OUTCOME, json.dumps(asdict(outcome)))
     leave_world(code)

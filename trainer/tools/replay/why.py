@@ -286,6 +286,7 @@ def _neighbouring_steps(run: Run, step: int, line: Lineage, sources: Sources) ->
     steps = [one for one in range(step - AROUND, step + AROUND + 1) if 1 <= one <= line.last]
     rows = []
     for _, group in groupby(steps, key=lambda one: line.stretch(one, one)[0].start.recipe):
+        # groupby's groups end when the next one begins.
         some = list(group)
         rate = None
         with suppress(RecipeError):  # of another start, whose recipe may be gone

@@ -243,6 +243,7 @@ class RunView:
                     stall[1].append(save["stall"])
         curves = {"ranks": ranks}
         if stall[0]:
+            # A page draws at most POINTS, however long the run is.
             x, y = thinned(np.array(stall[0], float), np.array(stall[1], float), POINTS)
             curves["checkpoint_stall"] = [_digits(x), _digits(y)]
         return curves
