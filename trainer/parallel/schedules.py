@@ -184,6 +184,7 @@ def arranged(orders: Sequence[Order]) -> Arrangement:
                 on_other_stages = [place[need] for need in needed if need.stage != action.stage]
                 place[action] = len(steps)
                 steps.append((rank, action, on_other_stages[0] if on_other_stages else -1))
+                # Activations are held until B, or until W where backward is split.
                 ahead[rank] += {"F": 1, "I": 0}.get(action.kind, -1)
                 held[rank] = max(held[rank], ahead[rank])
         if len(steps) == before:
@@ -236,6 +237,7 @@ def incoming(orders: Sequence[Order]) -> list[dict[int, Order]]:
     for sender, order in enumerate(orders):
         for kind, stage, number in order:
             to = stage + {"F": 1, "W": stages}.get(kind, -1)
+            # Stages of one rank exchange no messages.
             if 0 <= to < stages and to % ranks != sender:
                 by_rank[to % ranks].setdefault(sender, []).append(Action(kind, to, number))
     return by_rank

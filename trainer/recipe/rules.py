@@ -218,7 +218,7 @@ def _tracking_contradictions(tracking: Tracking) -> Iterator[tuple[str, str]]:
                 f"{alert.when!r} is no condition; write loss > 8, failure, or no step for 10 min",
             )
         if not (alert.run or alert.post):
-            yield key, "tells nobody; give run: COMMAND, or post: URL"
+            yield key, "has no action; give run: COMMAND, or post: URL"
         if alert.post and not alert.post.startswith(("http://", "https://", "env:")):
             yield f"{key}.post", f"{alert.post!r} is no webhook; write https://…, or env:NAME"
     if tracking.prometheus and not tracking.prometheus.endswith(".prom"):

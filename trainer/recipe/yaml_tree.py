@@ -159,7 +159,7 @@ class _Reader:
                 key = str(key_node.value)
                 here, place = self._origin(key_node.start_mark), (*path, key)
                 if key in result:
-                    what = f"this key stands twice (first at {self._origins[place]}); keep one"
+                    what = f"this key occurs twice (first at {self._origins[place]}); keep one"
                     self._problems.append(Problem(here, place, what))
                     continue
                 result[key] = self.plain(value_node, place)

@@ -271,7 +271,7 @@ schedule: {name: wsd, warmup_steps: -1}
         (":4: model.architecture.vocab_size: ", "input should be a valid integer"),
         (":4: model.architecture.hidden_size: ", "required"),
         (":6: data.sources: ", "the list is empty"),
-        (":8: data.seq_len: ", "this key stands twice (first at "),
+        (":8: data.seq_len: ", "this key occurs twice (first at "),
         (":9: optimizer.betas.1: ", "must be below 1, but it is 1.5"),
         (":10: strategy.offload: ", "only with strategy.name: fsdp"),
         (":12: schedule.warmup_steps: ", "must be at least 0"),

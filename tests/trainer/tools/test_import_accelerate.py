@@ -420,7 +420,7 @@ def test_every_name_of_theirs_is_known(written, tmp_path):
             {"distributed_type": "FSDP", "fsdp_config": ["FULL_SHARD"]},
             r"fsdp_config: should be a section with keys, such as .*, but it is \[",
         ),
-        ("distributed_type: NO\ndistributed_type: NO\n", "stands twice"),
+        ("distributed_type: NO\ndistributed_type: NO\n", "occurs twice"),
         ("- a list", "a configuration of accelerate is a mapping"),
     ],
 )  # fmt: skip

@@ -445,7 +445,7 @@ def test_the_global_batch_is_the_product(tmp_path_factory, micro, passes, ranks)
     [
         ('{"a": 1,}', r"ds_config.json:1:\d+: not valid JSON"),
         ("[1]", "a ds_config is a JSON object"),
-        ('{"steps_per_print": 1, "steps_per_print": 2}', "steps_per_print: this key stands twice"),
+        ('{"steps_per_print": 1, "steps_per_print": 2}', "steps_per_print: this key occurs twice"),
         ({"zero_optimisation": {"stage": 2}}, "zero_optimisation.stage: unknown key; did you mean"),
         ({"zero_optimization": {"stage": 4}}, "should be 0, 1, 2 or 3, but it is 4"),
         ({"bf16": {"enabled": True, "immediate_grad": 1}}, "bf16.immediate_grad: unknown key; did"),

@@ -61,7 +61,7 @@ def read_json(path: str | Path, what: str) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         for name in names:
             if names.count(name) > 1:
-                raise RecipeError(f"{path}: {name}: this key stands twice; keep one")
+                raise RecipeError(f"{path}: {name}: this key occurs twice; keep one")
         return dict(pairs)
 
     try:

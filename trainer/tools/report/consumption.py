@@ -241,6 +241,7 @@ def _other_tokens(steps: Steps, stream: TokenStream) -> Iterator[str]:
 
 
 def _numbers(step: StepLine) -> tuple[int, int]:
+    # Eight hexadecimal digits for the samples, then eight for their tokens.
     digest = step.consumed or ""
     return int(digest[:8], 16), int(digest[8:], 16)
 
