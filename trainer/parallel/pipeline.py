@@ -372,9 +372,9 @@ class _Messages:
         self,
         links: _Links,
         orders: Sequence[Order],
-        room: Callable[[Action], Message],
+        message_buffer: Callable[[Action], Message],
     ) -> None:
-        self._links, self._room = links, room
+        self._links, self._message_buffer = links, message_buffer
         self._place = {action: place for order in orders for place, action in enumerate(order)}
         self._expected = {
             peer: iter(actions) for peer, actions in incoming(orders)[links.rank].items()
