@@ -1,19 +1,13 @@
 """The named peer: Hugging Face's Trainer with its own Qwen3, as its documentation trains on one
 GPU. Start it with torchrun and a recipe (see benchmarks/support/peer.py)."""
 
-import os
 from typing import Any
 
 import torch
-from transformers import (
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
 
 from benchmarks.support.peer import Clock, Job, run_peer
+from benchmarks.support.transformers_trainer import Told, training_arguments
 
 
 class Sequences(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
@@ -30,21 +24,9 @@ class Sequences(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
                 yield {"input_ids": ids.cpu(), "labels": ids.cpu()}
 
 
-class Told(TrainerCallback):
-    """Tells the clock of every step."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self._clock.step()
-
-
 def train(job: Job, clock: Clock) -> None:
     """All steps of the recipe. On one rank."""
-    recipe, cpu = job.recipe, job.device.type == "cpu"
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # or it would wrap the model in DDP
-        os.environ.pop(name)
+    recipe = job.recipe
     notes = ["its model, SDPA"]
     if recipe.data.document_mask:
         notes.append("no mask between documents: plain causal attention")
@@ -55,29 +37,11 @@ def train(job: Job, clock: Clock) -> None:
         attn_implementation="sdpa",
         use_cache=False,
     )
-    options = recipe.optimizer
     arguments = TrainingArguments(
-        output_dir=recipe.run.dir,
-        max_steps=recipe.run.steps,
-        per_device_train_batch_size=recipe.batch.micro_batch,
-        gradient_accumulation_steps=job.passes,
-        learning_rate=options.lr,
-        adam_beta1=options.betas[0],
-        adam_beta2=options.betas[1],
-        adam_epsilon=options.eps,
-        weight_decay=options.weight_decay,
-        max_grad_norm=options.clip_norm,
-        lr_scheduler_type="constant",
-        optim="adamw_torch_fused",
-        bf16=job.mixed,
+        **training_arguments(job),
         torch_compile=recipe.strategy.compile,
         gradient_checkpointing=recipe.strategy.activation_checkpointing == "full",
-        dataloader_num_workers=0 if cpu else 1,
-        logging_steps=recipe.run.log_every,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=cpu,
+        dataloader_num_workers=0 if job.device.type == "cpu" else 1,
     )
     trainer = Trainer(
         model=Qwen3ForCausalLM(config),

@@ -12,7 +12,7 @@ import torch
 from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
-from checkpointing.adapters.strategies import WithCheckpointers
+from checkpointing.adapters.strategies import Values, WithCheckpointers
 from checkpointing.errors import CheckpointError, WrongModel
 from checkpointing.format.layout import split_step
 from checkpointing.state import Stateful
@@ -101,22 +101,13 @@ class CheckpointedModelParallel(Checkpointed, ModelParallelStrategy):
     """Fabric's strategy for FSDP2 and tensor parallelism."""
 
 
-class _Values:
+class _ValuesByKey(Values):
     """All plain values of a state; Fabric restores them by key."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.values = values
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.values
 
     def refuse_state(self, state_dict: dict[str, Any]) -> None:
         if state_dict.keys() != self.values.keys():
             names = ", ".join(sorted(state_dict.keys() ^ self.values.keys()))
             raise WrongModel(f"only the checkpoint or only this state has {names}")
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.values = state_dict
 
 
 def _objects(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,4 +117,4 @@ def _objects(state: Mapping[str, Any]) -> dict[str, Any]:
     if VALUES in state:
         raise ValueError(f"state[{VALUES!r}]: call it otherwise; all plain values are called so")
     plain = {key: value for key, value in state.items() if key not in objects}
-    return {**objects, VALUES: _Values(plain)}
+    return {**objects, VALUES: _ValuesByKey(plain)}

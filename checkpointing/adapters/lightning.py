@@ -10,7 +10,7 @@ from pytorch_lightning.strategies import (
     SingleDeviceStrategy,
 )
 
-from checkpointing.adapters.strategies import WithCheckpointers
+from checkpointing.adapters.strategies import Values, WithCheckpointers
 from checkpointing.errors import CheckpointError
 from checkpointing.format.layout import split_step, step_name
 from checkpointing.format.values import from_json, to_json
@@ -82,7 +82,7 @@ class Checkpointed(WithCheckpointers):
         # As the Trainer does: loops, callbacks and schedules come from the first rank.
         of_first = checkpointer.on_main(lambda: to_json(values, "the Trainer's checkpoint"))
         checkpointer.guard(*self.optimizers)
-        checkpointer.save(step, self._state(_Values(from_json(of_first))))
+        checkpointer.save(step, self._state(Values(from_json(of_first))))
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
@@ -97,7 +97,7 @@ class Checkpointed(WithCheckpointers):
         directory, step = _place(checkpoint_path)
         checkpointer = self.checkpointer(directory)
         module = self.lightning_module
-        values = _Values({})
+        values = Values({})  # what the Trainer restores itself: loops, callbacks, schedules, …
         checkpointer.wait()  # a save of this program may be the newest checkpoint
         if module.trainer.state.fn.value == "fit":
             if checkpointer.load(self._state(values), step) is None:
@@ -136,7 +136,7 @@ class Checkpointed(WithCheckpointers):
             strategy: Any = super()
             strategy.teardown()
 
-    def _state(self, values: "_Values") -> dict[str, Any]:
+    def _state(self, values: Values) -> dict[str, Any]:
         """Returns the state in the form that `Checkpointer` takes."""
         optimizers = enumerate(self.optimizers)
         return {
@@ -156,19 +156,6 @@ class CheckpointedDDP(Checkpointed, DDPStrategy):
 
 class CheckpointedModelParallel(Checkpointed, ModelParallelStrategy):
     """The Trainer's strategy for FSDP2 and tensor parallelism."""
-
-
-class _Values:
-    """What the Trainer restores itself: its loops, callbacks, schedules, …"""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.values = values
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.values
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.values = state_dict
 
 
 def _place(path: str | Path) -> tuple[str, int | None]:

@@ -6,6 +6,19 @@ from typing import Any
 from checkpointing.checkpointer import Checkpointer
 
 
+class Values:
+    """Plain values that a strategy saves beside its modules and optimizers."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.values = state_dict
+
+
 class WithCheckpointers:
     """Mixin before a strategy among the bases of a class: has a `Checkpointer` for each directory.
 

@@ -3,10 +3,12 @@ it has, and what is under an adapter in nf4, in OUT-RANK.safetensors:
 python -m tests.distributed.lora_gradients OUT RECIPE.yaml 'key=value …' …"""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -18,6 +20,9 @@ from trainer.recipe import Recipe, load_recipe
 from trainer.run.saves import load_published
 from trainer.tasks.task import bare_model
 from trainer.tasks.text_model import documents_for
+
+if TYPE_CHECKING:
+    from tests.distributed.jobs import Job
 
 ROWS, LENGTH, VOCABULARY = 24, 16, 264
 
@@ -83,13 +88,33 @@ def gradients(recipe: Recipe, world: World) -> dict[str, Tensor]:
     }
 
 
-if __name__ == "__main__":
+def of_layouts(
+    start: "Callable[..., Job]", ranks: int, layouts: Sequence[str], folder: Path
+) -> list[dict[str, Tensor]]:
+    """What ranks leave under each of the layouts, which `start` starts."""
+    program = ("tests.distributed.lora_gradients", str(folder / "gradients"))
+    code, output = start(ranks, *layouts, program=program).wait()
+    assert code == 0, output
+    found: list[dict[str, Tensor]] = [{} for _ in layouts]
+    for rank in range(ranks):
+        for name, tensor in load_file(folder / f"gradients-{rank}.safetensors").items():
+            number, _, parameter = name.partition("/")
+            found[int(number)][parameter] = tensor
+    return found
+
+
+def leave(compute: Callable[[Recipe, World], Mapping[str, Tensor]]) -> None:
+    """Be a rank that leaves what it computes under each layout of its command line."""
     out, path, *layouts = sys.argv[1:]
     world = join_world("cpu", 60)
     left = {
-        f"{number}/{name}": gradient.contiguous()
+        f"{number}/{name}": tensor.contiguous()
         for number, layout in enumerate(layouts)
-        for name, gradient in gradients(load_recipe(path, layout.split()), world).items()
+        for name, tensor in compute(load_recipe(path, layout.split()), world).items()
     }
     save_file(left, f"{out}-{world.rank}.safetensors")
     leave_world(0)
+
+
+if __name__ == "__main__":
+    leave(gradients)

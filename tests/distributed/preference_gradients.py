@@ -1,24 +1,23 @@
 """A rank that leaves loss and gradients of one step on pairs under several layouts in
 OUT-RANK.safetensors: python -m tests.distributed.preference_gradients OUT RECIPE 'key=value …' …"""
 
-import sys
 from collections.abc import Mapping
 
 import numpy as np
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from checkpointing import load_model
 from elastic.group.batch_plan import plan_batch
-from elastic.world import World, join_world, leave_world
+from elastic.world import World
+from tests.distributed.lora_gradients import leave
 from trainer.data.loader import TokenStream
 from trainer.data.stream import COUNTED
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.passes import Call, Passed
-from trainer.recipe import Recipe, load_recipe
+from trainer.recipe import Recipe
 from trainer.tasks.task import build_task
 
 
@@ -59,12 +58,4 @@ def gradients(recipe: Recipe, world: World) -> dict[str, Tensor]:
 
 
 if __name__ == "__main__":
-    out, path, *layouts = sys.argv[1:]
-    world = join_world("cpu", 60)
-    left = {
-        f"{number}/{name}": one.contiguous()
-        for number, layout in enumerate(layouts)
-        for name, one in gradients(load_recipe(path, layout.split()), world).items()
-    }
-    save_file(left, f"{out}-{world.rank}.safetensors")
-    leave_world(0)
+    leave(gradients)

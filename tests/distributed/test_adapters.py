@@ -22,7 +22,7 @@ from checkpointing.format.nf4 import quantise, rounded
 from checkpointing.format.peft import name_in_file
 from checkpointing.tools.inspect import show, verify
 from tests.distributed.jobs import Job, losses, soak, wait_for_step
-from tests.distributed.lora_gradients import VOCABULARY, batch, values
+from tests.distributed.lora_gradients import VOCABULARY, batch, of_layouts, values
 from trainer.cli.main import parse
 from trainer.tools.generate import generate
 
@@ -133,18 +133,10 @@ def test_gradients_are_those_of_peft(workspace, start, base, oracle, tmp_path, r
     """Off by no more than twice what rounding takes PEFT itself from float64, in one process."""
     common = " ".join((*LORA, "data.document_mask=false"))
     given = [f"{common} {layout}".strip() for layout in layouts]
-    program = ("tests.distributed.lora_gradients", str(tmp_path / "gradients"))
-    code, output = start(ranks, *given, program=program).wait()
-    assert code == 0, output
-    found = {}
-    for rank in range(ranks):
-        found |= load_file(tmp_path / f"gradients-{rank}.safetensors")
+    found = of_layouts(start, ranks, given, tmp_path)
     expected = {whole: oracle(whole) for whole in {ALSO in layout for layout in layouts}}
-    for number, layout in enumerate(layouts):
+    for layout, ours in zip(layouts, found, strict=True):
         single, exact = expected[ALSO in layout]
-        ours = {
-            n.removeprefix(f"{number}/"): g for n, g in found.items() if n.startswith(f"{number}/")
-        }
         assert ours.keys() == exact.keys(), layout
 
         def off(gradients, exact=exact):
@@ -331,16 +323,8 @@ def test_over_nf4_bytes_and_gradients_are_those_of_one_process(
     single, exact = oracle(False, wide[1])
     common = " ".join((*OVER_NF4, "data.document_mask=false"))
     given = [f"{common} {layout}".strip() for layout in layouts]
-    program = ("tests.distributed.lora_gradients", str(tmp_path / "gradients"))
-    code, output = start(ranks, *given, program=program).wait()
-    assert code == 0, output
-    found = {}
-    for rank in range(ranks):
-        found |= load_file(tmp_path / f"gradients-{rank}.safetensors")
-    for number, layout in enumerate(layouts):
-        ours = {
-            n.removeprefix(f"{number}/"): g for n, g in found.items() if n.startswith(f"{number}/")
-        }
+    found = of_layouts(start, ranks, given, tmp_path)
+    for layout, ours in zip(layouts, found, strict=True):
         packed = {name: ours.pop(name) for name in [*ours] if "lora_" not in name}
         want = {name for name in ours if name.endswith("lora_A")}
         assert {name.replace("weight", "lora_A") for name in packed} == want

@@ -13,10 +13,9 @@ import torch
 from elastic.record.history import read_history
 from lab.local_nodes import LocalNodes
 from tests.checkpointing.faults import until
+from tests.distributed.forged import change_token
 from tests.distributed.jobs import ROOT, Forked, Job, losses, soak, starts, wait_for_step
 from trainer.cli.main import main
-from trainer.data.loader import TokenStream
-from trainer.data.shards import checksums, fingerprint
 from trainer.run.provenance import recipe_file
 from trainer.tools.report.report import check
 
@@ -187,29 +186,7 @@ def other_recipe(name, old, new):
 
 def other_token(*, sealed, claimed=False):
     """A forgery: a token of step 5 is another; the index is made anew, and the ledger names it."""
-
-    def forge(run):
-        data = run.parent / "data"
-        stream = TokenStream.open([(data, 1.0)], split="train", seq_len=32, seed=7, shuffle=True)
-        shard = data / "train-00000.tokens"
-        tokens = bytearray(shard.read_bytes())
-        tokens[2 * (int(stream.locate([4 * 8])[1][0]) * 32 + 3)] ^= 1
-        shard.write_bytes(tokens)
-        if sealed:
-            index = json.loads((data / "index.json").read_text())
-            entry = index["splits"]["train"]["shards"][0]
-            entry["tokens_sha256"], entry["tokens_crc32"] = checksums(shard)
-            index["fingerprint"] = fingerprint(index)
-            (data / "index.json").write_text(json.dumps(index))
-        if claimed:
-            stream = TokenStream.open(
-                [(data, 1.0)], split="train", seq_len=32, seed=7, shuffle=True
-            )
-            ledger = run / "ledger.jsonl"
-            text, claim = ledger.read_text(), starts(run.parent, run.name)[0]["data"]
-            ledger.write_text(text.replace(claim, stream.fingerprint))
-
-    return forge
+    return lambda run: change_token(run, sealed=sealed, claimed=claimed)
 
 
 FORGERIES = {

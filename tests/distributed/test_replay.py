@@ -21,10 +21,10 @@ from checkpointing.format.layout import BLOCK_BYTES, COMMIT_RECORD, CommitRecord
 from checkpointing.storage.steps import read_record
 from checkpointing.tools.digests import stored_digests
 from elastic.record.history import read_history
+from tests.distributed.forged import change_token
 from tests.distributed.jobs import MOE, Job, soak, starts, wait_for_step
 from trainer.data.loader import TokenStream
 from trainer.data.prepare.prepare import prepare
-from trainer.data.shards import checksums, fingerprint
 from trainer.run.provenance import digest_of, recipe_file
 from trainer.tools.replay.line import StepSpan
 from trainer.tools.replay.request import OUTCOME, REQUEST, Request
@@ -293,26 +293,8 @@ def of_recipe(old, new, *, whole=False):
 def of_token(*, sealed=False, claimed=False, consumed=False):
     """A token that step 5 took is another; as is the index; and what the ledger says of both."""
 
-    def opened(data):
-        return TokenStream.open([(data, 1.0)], split="train", seq_len=32, seed=7, shuffle=True)
-
     def forge(run):
-        data = run.parent / "data"
-        shard = data / "train-00000.tokens"
-        tokens = bytearray(shard.read_bytes())
-        tokens[2 * (int(opened(data).locate(np.array([32]))[1][0]) * 32 + 3)] ^= 1
-        shard.write_bytes(tokens)
-        if sealed:
-            index = json.loads((data / "index.json").read_text())
-            entry = index["splits"]["train"]["shards"][0]
-            entry["tokens_sha256"], entry["tokens_crc32"] = checksums(shard)
-            index["fingerprint"] = fingerprint(index)
-            (data / "index.json").write_text(json.dumps(index))
-        stream = opened(data)
-        if claimed:
-            ledger = run / "ledger.jsonl"
-            claim = starts(run.parent, run.name)[0]["data"]
-            ledger.write_text(ledger.read_text().replace(claim, stream.fingerprint))
+        stream = change_token(run, sealed=sealed, claimed=claimed)
         if consumed:
             digest = stream.fetch_with_digest(range(32, 40))[1]
             edited(run, 5, consumed=f"{digest[0]:08x}{digest[1]:08x}")

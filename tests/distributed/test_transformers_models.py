@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from lab.local_nodes import LocalNodes
 from tests.checkpointing.faults import until
 from tests.distributed.jobs import ROOT, Forked, losses, soak, starts, wait_for_step
-from tests.distributed.lora_gradients import batch, documents
+from tests.distributed.lora_gradients import batch, documents, of_layouts
 from tests.their_models import CONFIGS, VOCABULARY, publish, separate_loss
 from trainer.data.loader import TokenStream
 from trainer.data.prepare.prepare import prepare
@@ -118,10 +118,6 @@ def check_opens(checkpoint, model):
     assert (ours - theirs).abs().max() < 2e-2 * theirs.std()
 
 
-def is_of(name, number):
-    return name.startswith(f"{number}/")
-
-
 @soak
 @pytest.mark.timeout(240)
 def test_it_trains_and_goes_on_elsewhere(workspace, lines, published, train):
@@ -165,17 +161,11 @@ def test_gradients_of_layouts(
         references += [model] * len(layouts)
         start_from = f"model.architecture=null {common[-1]}"  # layouts are cut at spaces
         given += [f"{start_from} {layout}".strip() for layout in layouts]
-    program = ("tests.distributed.lora_gradients", str(tmp_path / "gradients"))
-    code, output = start(ranks, *given, program=program).wait()
-    assert code == 0, output
-    found = {}
-    for rank in range(ranks):
-        found |= load_file(tmp_path / f"gradients-{rank}.safetensors")
+    found = of_layouts(start, ranks, given, tmp_path)
     ids, labels = batch(VOCABULARY)
-    for number, (layout, model) in enumerate(zip(given, references, strict=True)):
+    for layout, model, ours in zip(given, references, found, strict=True):
         model.zero_grad()
         separate_loss(model, ids, labels, documents()).backward()
-        ours = {name.partition("/")[2]: one for name, one in found.items() if is_of(name, number)}
         check_gradients(ours, {n: p.grad for n, p in model.named_parameters()}, layout)
 
 

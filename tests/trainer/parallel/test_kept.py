@@ -6,12 +6,10 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 
 from elastic import World
-from tests.distributed.jobs import RECIPE
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.kept import rejoin
 from trainer.parallel.mesh import build_mesh, forget_meshes
 from trainer.parallel.parallelize import parallelize
-from trainer.recipe import load_recipe
 from trainer.tasks.task import bare_model
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -19,14 +17,6 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 def fill(name, shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(name)))
-
-
-@pytest.fixture
-def recipe(tmp_path):
-    """recipe(*overrides)"""
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE)
-    return lambda *overrides: load_recipe(path, overrides)
 
 
 @pytest.fixture

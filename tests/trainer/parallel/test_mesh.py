@@ -1,6 +1,7 @@
 """Where ranks are placed, and which layouts are refused; without any process."""
 
 import random
+from functools import partial
 from itertools import combinations, product
 
 import pytest
@@ -9,20 +10,15 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 
 from elastic.world import World
-from tests.distributed.jobs import RECIPE
 from trainer.data.loader import MASK
 from trainer.parallel.mesh import build_mesh, least_nodes, mesh_shape, placement, replica_ranks
-from trainer.recipe import RecipeError, load_recipe
+from trainer.recipe import RecipeError
 
 
 @pytest.fixture
-def recipe(tmp_path):
-    """recipe(*overrides)"""
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE)
-    return lambda *overrides: load_recipe(
-        path, ["model.architecture.num_hidden_layers=8", *overrides]
-    )
+def recipe(recipe):
+    """recipe(*overrides) → Recipe, of eight layers."""
+    return partial(recipe, "model.architecture.num_hidden_layers=8")
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from elastic import World
 from tests.checkpointing.worlds import run_ranks
-from tests.distributed.jobs import RECIPE, soak
+from tests.distributed.jobs import soak
 from tests.distributed.test_expert_parallel import MOE
 from trainer.models import init_parameter
 from trainer.parallel import parallelize as parallelizing
 from trainer.parallel.fsdp import fsdp_units
 from trainer.parallel.mesh import build_mesh, is_sharded_by_fsdp
 from trainer.parallel.parallelize import parallelize
-from trainer.recipe import load_recipe
 from trainer.tasks.blocks import repeated_blocks
 from trainer.tasks.task import bare_model
 
@@ -36,14 +35,6 @@ def world():
         generation=0, cause=None, device=CPU,
     )  # fmt: skip
     dist.destroy_process_group()
-
-
-@pytest.fixture
-def recipe(tmp_path):
-    """recipe(*overrides)"""
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE)
-    return lambda *overrides: load_recipe(path, overrides)
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.distributed.jobs import RECIPE
-from trainer.recipe import RecipeError, load_recipe, resolved
+from trainer.recipe import RecipeError, resolved
 from trainer.run.provenance import changes, check_resume, describe_changes
-
-
-@pytest.fixture
-def recipe(tmp_path):
-    """recipe(*overrides) → Recipe."""
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    return lambda *overrides: load_recipe(tmp_path / "recipe.yaml", overrides)
 
 
 def test_what_decides_a_step_is_named_and_nothing_else(recipe):
