@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.support import ROOT, arguments, json_lines, report, run
 
-BPR_MF = ["model.kgat.layers=[]", "data.graph.triples_per_sample=0"]
+BPR_MF = ["model.factory_options.layers=[]", "data.factory_options.triples_per_sample=0"]
 METRICS = ("recall@20", "ndcg@20")
 BASELINES = ("BPR-MF", "BPR-MF longer")
 
@@ -55,8 +55,8 @@ def main() -> None:
             steps = -(-steps // options.shorter)
             command = [sys.executable, "-m", "trainer.cli", "train", "--nproc-per-node", "1"]
             settings = [f"run.dir={name}-{seed}", f"run.seed={seed}", f"run.steps={steps}"]
-            settings += [f"data.graph.path={graph}", f"data.graph.split_seed={seed}"]
-            settings += [f"run.evaluate_every={steps}"]
+            settings += [f"data.factory_options.path={graph}", f"run.evaluate_every={steps}"]
+            settings += [f"data.factory_options.split_seed={seed}"]
             recipe = str(ROOT / "recipes" / case.recipe)
             run([*command, recipe, *settings, *overrides], directory)
             records = json_lines(directory / f"{name}-{seed}" / "metrics.jsonl")

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.data import Order, Samples
+    from trainer.data import Order, Samples, Stream
     from trainer.models.attention import Documents
     from trainer.models.decoder import MLP, TENSOR_PLAN, Attention, Block, RMSNorm
     from trainer.models.family import Family, LayerKind, init_parameter
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "recipe": "Recipe RecipeError load_recipe ParameterGroup",
     "plan": "Prediction predict",
-    "data": "Order Samples",
+    "data": "Order Samples Stream",
     "models.family": "Family LayerKind init_parameter",
     "recipe.architecture": "Architecture",
     "models.decoder": "Block Attention MLP RMSNorm TENSOR_PLAN",

@@ -348,7 +348,7 @@ def test_losses_that_differ_are_named(other):
 
 
 def test_table_names_the_unit_and_what_is_missing():
-    figures = {"unit": "samples", "rate": 1234.5, "unplanned": "model.kgat: not a language model"}
+    figures = {"unit": "samples", "rate": 1234.5, "unplanned": "data.factory: no tokens"}
     text = table([Outcome("ddp", **figures), Outcome("zero1", INTERRUPTED)])
     header, _, row, _, *notes = text.splitlines()
     assert "| samples/s |" in header

@@ -12,8 +12,12 @@ from tests.graphs import write_graph
 
 RECIPE = """\
 run: {dir: run, steps: 26, log_every: 1, evaluate_every: 13, seed: 3, device: cpu}
-model: {kgat: {embedding_dim: 16, relation_dim: 8, layers: [12, 8]}}
-data: {graph: {path: graph, triples_per_sample: 2}}
+model:
+  factory: trainer.kgat:KGAT
+  factory_options: {embedding_dim: 16, relation_dim: 8, layers: [12, 8]}
+data:
+  factory: trainer.kgat:open_graph
+  factory_options: {path: graph, triples_per_sample: 2}
 batch: {global_batch: 45, micro_batch: 30}
 optimizer: {lr: 0.02, betas: [0.9, 0.999], weight_decay: 0, clip_norm: 0}
 schedule: {name: constant}

@@ -139,9 +139,9 @@ def test_a_pipeline_keeps_enough_passes(workspace, sequences, expected):
 
 
 def test_what_cannot_be_planned_wants_a_number(workspace):
-    kgat = ["model={kgat: {}}", "data={graph: {path: data}}", "batch.micro_batch=auto"]
-    with pytest.raises(RecipeError, match=r"batch.micro_batch: model.kgat .* name a number"):
-        load_recipe(workspace / "recipe.yaml", kgat)
+    own = ["model={factory: a:b}", "data={factory: a:b}", "batch.micro_batch=auto"]
+    with pytest.raises(RecipeError, match=r"batch.micro_batch: data.factory .* name a number"):
+        load_recipe(workspace / "recipe.yaml", own)
     exact = ["run.determinism=exact", "batch.micro_batch=auto"]  # a world with more ranks than
     with pytest.raises(RecipeError, match=r"batch.micro_batch: an exact run.* name a number"):
         load_recipe(workspace / "recipe.yaml", exact)  # micro-batches could not go on with it

@@ -149,7 +149,7 @@ def _unlike_a_data_set(dataset: Any) -> str | None:
     if missing:
         return (
             f"without {missing[0]}; it should be a map-style data set, as "
-            "torch.utils.data.Dataset is, or a list"
+            "torch.utils.data.Dataset is, a list, or a trainer.Stream"
         )
     return None
 
@@ -260,5 +260,6 @@ def fingerprint(name: str, options: Mapping[str, Any], size: int, of_data: str |
 
 
 def size_in(found: str) -> int:
-    """How many samples the data set of a `fingerprint` has."""
-    return int(found.split(":")[1])
+    """How many samples the data set of a `fingerprint` has; 0 if it is that of another stream."""
+    kind, _, rest = found.partition(":")
+    return int(rest.partition(":")[0]) if kind == "samples" else 0

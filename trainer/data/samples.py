@@ -17,7 +17,8 @@ class Samples:
     """
 
     train: Any
-    """Data set that is trained on, in an order that the run decides."""
+    """Data set that is trained on, in an order that the run decides; or a `Stream`, which has its
+    own."""
 
     collate: Callable[[Sequence[Any]], Mapping[str, Any] | Sequence[Any]] | None = None
     """Items → one batch, one sample a row: tensors by the names of `forward`'s arguments, or a
@@ -25,7 +26,7 @@ class Samples:
     numbers of one shape, and are stacked."""
 
     validation: Any = None
-    """Data set of validation passes, taken whole and in its own order."""
+    """Data set, or `Stream`, of validation passes, taken whole and in its own order."""
 
     fingerprint: str | None = None
     """Says which data `train` is, if it cannot do so itself, as one of Hugging Face does. A

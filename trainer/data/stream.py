@@ -13,6 +13,7 @@ COUNTED = "perdure.counted"
 not its number of samples."""
 
 
+@runtime_checkable
 class Stream(Protocol):
     """Samples by position. `fetch` must be a pure function of the positions, so that no
     restart and no world size can change what a run is trained on."""

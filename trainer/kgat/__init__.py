@@ -1,1 +1,7 @@
-"""A recommender on interactions and a knowledge graph, from the paper KGAT."""
+"""KGAT, a recommender on interactions and a knowledge graph (Wang et al., KDD 2019): what a recipe
+names as `data.factory` and `model.factory`, see docs/kgat.md."""
+
+from trainer.kgat.model import KGAT
+from trainer.kgat.stream import open_graph
+
+__all__ = ["KGAT", "open_graph"]

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from trainer.data.order import Permutation
 from trainer.data.shards import DataError
-from trainer.recipe.kgat_options import GraphData
 
 Pairs = NDArray[np.int64]
 """(N, 2): user, item; sorted, each pair once."""
@@ -55,18 +54,19 @@ class Edges:
     """Place of the inverse of each edge."""
 
 
-def read_interactions(options: GraphData) -> Interactions:
-    """Read a data set in either format.
+def read_interactions(
+    path: str, format: str = "auto", evaluate_on: str = "test", split_seed: int = 0
+) -> Interactions:
+    """Read a data set in either format. The arguments are options of `trainer.kgat.open_graph`.
 
     Raises:
         DataError: a file is missing or malformed; names it, its line, and what should be there.
     """
-    directory = Path(options.path)
-    kind = options.format
-    if kind == "auto":
-        kind = "recbole" if any(directory.glob("*.inter")) else "kgat"
-    read = _read_recbole if kind == "recbole" else _read_kgat
-    data = read(directory, options)
+    directory = Path(path)
+    if format == "auto":
+        format = "recbole" if any(directory.glob("*.inter")) else "kgat"
+    read = _read_recbole if format == "recbole" else _read_kgat
+    data = read(directory, evaluate_on, split_seed)
     if not len(data.train) or not len(data.held_out):
         raise DataError(
             f"{directory}: {len(data.train)} interactions to train on and {len(data.held_out)} to "
@@ -109,11 +109,11 @@ def fingerprint(data: Interactions) -> str:
 # --- the format of the paper's authors ---------------------------------------------------------
 
 
-def _read_kgat(directory: Path, options: GraphData) -> Interactions:
-    if options.evaluate_on != "test":
+def _read_kgat(directory: Path, evaluate_on: str, _split_seed: int) -> Interactions:
+    if evaluate_on != "test":
         raise DataError(
             f"{directory}: train.txt and test.txt have no validation part; set "
-            "data.graph.evaluate_on=test"
+            "data.factory_options.evaluate_on=test"
         )
     train_file, test_file, kg_file = (
         _existing(directory, name) for name in ("train.txt", "test.txt", "kg_final.txt")
@@ -167,7 +167,7 @@ def _read_numbers(path: Path, columns: int) -> NDArray[np.int64]:
 # --- RecBole's atomic files ----------------------------------------------------------------------
 
 
-def _read_recbole(directory: Path, options: GraphData) -> Interactions:
+def _read_recbole(directory: Path, evaluate_on: str, split_seed: int) -> Interactions:
     """All interactions, whatever their rating. Where several items link to one entity, the triples
     of that entity are those of the first of them."""
     user, item = _read_columns(_existing(directory, "*.inter"), "user_id", "item_id")
@@ -187,8 +187,8 @@ def _read_recbole(directory: Path, options: GraphData) -> Interactions:
     relation_names, kinds = np.unique(relations, return_inverse=True)
     ends = [np.array([entity[name] for name in side], np.int64) for side in (heads, tails)]
 
-    train, validation, test = _split(_unique(np.column_stack([users, items])), options.split_seed)
-    testing = options.evaluate_on == "test"
+    train, validation, test = _split(_unique(np.column_stack([users, items])), split_seed)
+    testing = evaluate_on == "test"
     return Interactions(
         users=len(user_names),
         items=len(item_names),
@@ -251,9 +251,9 @@ def _existing(directory: Path, pattern: str) -> Path:
     if len(paths) != 1:
         found = f"{len(paths)} of them are" if paths else "none is"
         raise DataError(
-            f"data.graph.path: expected one {pattern} in {directory}, but {found} there; a data "
-            "set is train.txt, test.txt and kg_final.txt, or RecBole's .inter, .kg and .link file "
-            "(docs/kgat.md says where to get one)"
+            f"data.factory_options.path: expected one {pattern} in {directory}, but {found} there; "
+            "a data set is train.txt, test.txt and kg_final.txt, or RecBole's .inter, .kg and "
+            ".link file (docs/kgat.md says where to get one)"
         )
     return paths[0]
 

@@ -5,18 +5,25 @@ directions, R relations in both directions, D embedding_dim, K relation_dim, B s
 micro-batch, I items.
 """
 
+import json
 import math
 import warnings
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from pydantic import ConfigDict, validate_call
 from torch import Tensor, nn
 
-from trainer.recipe.kgat_options import Kgat
+from trainer.data import Samples
+from trainer.kgat.graph import Edges
+from trainer.kgat.stream import GraphStream
+from trainer.recipe import Recipe, RecipeError
+from trainer.recipe.bounds import Amount, Positive, Share
 from trainer.recipe.seeds import stable_seed
 
 # What is used of them, the product with a dense matrix, has been in torch since 1.8.
@@ -41,35 +48,16 @@ class Adjacency:
     should carry them.
     """
 
-    def __init__(
-        self,
-        heads: Array,
-        kinds: Array,
-        tails: Array,
-        reverse: Array,
-        *,
-        nodes: int,
-        relations: int,
-        popularity: Array,
-    ) -> None:
-        """
-        Args:
-            heads: (E,) int64, ascending.
-            kinds: (E,) int64, relation of each edge.
-            tails: (E,) int64.
-            reverse: (E,) int64, place of the inverse of each edge.
-            nodes: N.
-            relations: R.
-            popularity: (I,) int64, interactions of each item in training.
-        """
-        self.nodes, self.relations = nodes, relations
-        self.counts = np.bincount(kinds, minlength=relations).tolist()
+    def __init__(self, edges: Edges, popularity: Array) -> None:
+        """`popularity`: (I,) int64, interactions of each item in training."""
+        self.nodes, self.relations = edges.nodes, edges.relations
+        self.counts = np.bincount(edges.kinds, minlength=edges.relations).tolist()
         """Edges of each relation."""
         # The first edge of each head, and one past the last: rows of a CSR matrix.
-        self.starts = torch.from_numpy(np.searchsorted(heads, np.arange(nodes + 1)))
-        self.heads, self.tails = torch.from_numpy(heads), torch.from_numpy(tails)
-        self.reverse = torch.from_numpy(reverse)
-        self.by_relation = torch.from_numpy(np.argsort(kinds, kind="stable"))
+        self.starts = torch.from_numpy(np.searchsorted(edges.heads, np.arange(edges.nodes + 1)))
+        self.heads, self.tails = torch.from_numpy(edges.heads), torch.from_numpy(edges.tails)
+        self.reverse = torch.from_numpy(edges.reverse)
+        self.by_relation = torch.from_numpy(np.argsort(edges.kinds, kind="stable"))
         self.popularity = torch.from_numpy(popularity.astype(np.float32))
 
     def to(self, device: torch.device) -> "Adjacency":
@@ -133,26 +121,82 @@ class KGAT(nn.Module):
 
     some_unused = True
     """A CF step has no gradient for what TransR needs, a KG step none for the aggregators."""
+    init_from_tensors = ("user_embedding.weight", "entity_embedding.weight")
+    """What KGAT takes from `model.init_from`, such as a BPR-MF; the rest is drawn."""
 
-    def __init__(self, users: int, entities: int, graph: Adjacency, options: Kgat) -> None:
+    @validate_call(config=ConfigDict(allow_inf_nan=False))
+    def __init__(
+        self,
+        recipe: Recipe,
+        data: Samples | None,
+        *,
+        embedding_dim: Positive = 64,
+        relation_dim: Positive = 64,
+        layers: tuple[Positive, ...] = (64, 32, 16),
+        aggregator: Literal["bi-interaction", "gcn", "graphsage"] = "bi-interaction",
+        node_dropout: Share = 0.1,
+        message_dropout: Share = 0.1,
+        l2: Amount = 1e-5,
+        kg_l2: Amount = 1e-5,
+    ) -> None:
+        """`model.factory`: the model for a graph, with initial weights. docs/kgat.md says what its
+        options mean; their defaults are the paper's.
+
+        Raises:
+            RecipeError: the data is no graph, or KGAT cannot be trained as the recipe says.
+        """
         super().__init__()
-        self.options = options
-        width = options.embedding_dim
-        self.user_embedding = nn.Embedding(users, width)
-        self.entity_embedding = nn.Embedding(entities, width)
-        self.relation_embedding = nn.Embedding(graph.relations, options.relation_dim)
-        self.relation_projection = nn.Embedding(graph.relations, width * options.relation_dim)
-        widths = [width, *options.layers]
-        self.aggregators = nn.ModuleList(
-            Aggregator(options.aggregator, inputs, outputs) for inputs, outputs in pairwise(widths)
-        )
-        self.ranked = users + len(graph.popularity)
+        stream = data and data.train
+        if not isinstance(stream, GraphStream):
+            raise RecipeError("model.factory: KGAT needs data.factory: trainer.kgat:open_graph")
+        _check(recipe)
+        edges, sizes = stream.edges, stream.data
+        self._epoch = stream.sequences if stream.triples_per_sample else 0
+        self.node_dropout, self.message_dropout = node_dropout, message_dropout
+        self.l2, self.kg_l2 = l2, kg_l2
+        self.user_embedding = nn.Embedding(sizes.users, embedding_dim)
+        self.entity_embedding = nn.Embedding(sizes.entities, embedding_dim)
+        self.relation_embedding = nn.Embedding(edges.relations, relation_dim)
+        self.relation_projection = nn.Embedding(edges.relations, embedding_dim * relation_dim)
+        # In an nn.ModuleList each would be a unit of FSDP, and a KG step calls none of them.
+        self.aggregators = nn.Module()
+        for place, widths in enumerate(pairwise([embedding_dim, *layers])):
+            self.aggregators.add_module(str(place), Aggregator(aggregator, *widths))
+        self.ranked = sizes.users + sizes.items
         """Users and items, the first nodes: what is recommended, to whom."""
         # Computed from weights of the past, so it cannot be computed again when a run resumes:
         # part of checkpoints.
-        self.register_buffer("attention", torch.empty(len(graph.heads)))
+        self.register_buffer("attention", torch.empty(len(edges.heads)))
         self.attention: Tensor
-        self._graph = graph
+        self._graph = Adjacency(edges, np.bincount(sizes.train[:, 1], minlength=sizes.items))
+        self._draw(recipe.run.seed, embedding_dim + relation_dim)
+        config = {
+            "model_type": "kgat", "users": sizes.users, "items": sizes.items,
+            "entities": sizes.entities, "relations": edges.relations,
+            "embedding_dim": embedding_dim, "relation_dim": relation_dim, "layers": layers,
+            "aggregator": aggregator, "node_dropout": node_dropout,
+            "message_dropout": message_dropout, "l2": l2, "kg_l2": kg_l2,
+        }  # fmt: skip
+        self.checkpoint_files = {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
+        for name, names in (("users.txt", sizes.user_names), ("items.txt", sizes.item_names)):
+            if names:
+                self.checkpoint_files[name] = "".join(f"{line}\n" for line in names).encode()
+
+    @torch.no_grad()
+    def _draw(self, seed: int, sides: int) -> None:
+        """Give each tensor initial values, which its name and the seed decide: Xavier uniform
+        matrices (each relation's projection is one, of `sides` rows and columns together), zero
+        biases, and attention that weighs all edges of a head alike."""
+        for name, tensor in self.state_dict().items():
+            if name == "attention":
+                tensor.copy_(1 / self._graph.starts.diff().float()[self._graph.heads])
+            elif tensor.dim() == 1:
+                tensor.zero_()
+            else:
+                projects = name == "relation_projection.weight"
+                bound = math.sqrt(6 / (sides if projects else sum(tensor.shape)))
+                generator = torch.Generator().manual_seed(stable_seed(seed, name))
+                tensor.uniform_(-bound, bound, generator=generator)
 
     def forward(self, **batch: Tensor) -> Tensor | dict[str, Tensor]:
         """What is asked for shows in the batch (see `trainer.kgat.stream`): of interactions
@@ -166,6 +210,13 @@ class KGAT(nn.Module):
             return self._evaluate(**batch)
         return self._update_attention()
 
+    def after_step(self, samples: int, forward: Callable[[], object]) -> None:
+        """Compute the attention anew at the end of each epoch, from the embeddings that its KG
+        phase left (Algorithm of the authors' code); without such a phase there is nothing to do.
+        `samples`: consumed so far; `forward` calls this module in its strategy."""
+        if self._epoch and samples % self._epoch == 0:
+            forward()
+
     def _nodes(self) -> Tensor:
         """(N, D)."""
         return torch.cat([self.user_embedding.weight, self.entity_embedding.weight])
@@ -173,14 +224,14 @@ class KGAT(nn.Module):
     def _represent(self, places: Tensor) -> Tensor:
         """Representations of the users and items at `places` (M,): (M, D + sum of layers), the
         embedding and what each layer made of it (section 3.3)."""
-        nodes, options = self._nodes(), self.options
-        weights = F.dropout(self.attention, options.node_dropout, self.training)
+        nodes, aggregators = self._nodes(), list(self.aggregators.children())
+        weights = F.dropout(self.attention, self.node_dropout, self.training)
         parts = [F.embedding(places, nodes)]
-        for aggregator in self.aggregators:
+        for aggregator in aggregators:
             neighbours = Propagate.apply(self._graph.to(nodes.device), weights, nodes)
-            if aggregator is self.aggregators[-1]:  # no layer comes that would ask for the others
+            if aggregator is aggregators[-1]:  # no layer comes that would ask for the others
                 nodes, neighbours = nodes[: self.ranked], neighbours[: self.ranked]
-            nodes = F.dropout(aggregator(nodes, neighbours), options.message_dropout, self.training)
+            nodes = F.dropout(aggregator(nodes, neighbours), self.message_dropout, self.training)
             parts.append(F.normalize(F.embedding(places, nodes), dim=1))
         return torch.cat(parts, dim=1)
 
@@ -195,9 +246,7 @@ class KGAT(nn.Module):
         places = torch.cat([users, first_item + positives, first_item + negatives])
         user, positive, negative = self._represent(places).chunk(3)
         margin = (user * (positive - negative)).sum(dim=1)
-        return F.softplus(-margin).mean() + self.options.l2 * _half_squares(
-            user, positive, negative
-        )
+        return F.softplus(-margin).mean() + self.l2 * _half_squares(user, positive, negative)
 
     def _edge_loss(
         self, heads: Tensor, relations: Tensor, tails: Tensor, negative_tails: Tensor
@@ -216,13 +265,12 @@ class KGAT(nn.Module):
         relation = self.relation_embedding(relations)
         distance = (head + relation - tail).square().sum(dim=1)
         wrong = (head + relation - negative).square().sum(dim=1)
-        return F.softplus(distance - wrong).mean() + self.options.kg_l2 * _half_squares(
-            head, relation, tail, negative
-        )
+        squares = _half_squares(head, relation, tail, negative)
+        return F.softplus(distance - wrong).mean() + self.kg_l2 * squares
 
     def _projections(self) -> tuple[Tensor, ...]:
         """(D, K) of each relation."""
-        width = self.options.embedding_dim
+        width = self.user_embedding.embedding_dim
         return self.relation_projection.weight.unflatten(1, (width, -1)).unbind()
 
     @torch.no_grad()
@@ -261,6 +309,23 @@ class KGAT(nn.Module):
         return dict(zip(names, torch.cat([ours, usual]).unbind(), strict=True))
 
 
+def _check(recipe: Recipe) -> None:
+    """Refuse a recipe by which KGAT cannot be trained.
+
+    Raises:
+        RecipeError: with the first key.
+    """
+    precision = recipe.precision
+    for key, wrong, why in (
+        ("precision.dtype", precision.dtype != "fp32", "computes in fp32 only; set fp32"),
+        ("precision.master", precision.master != "fp32", "has float32 weights; set fp32"),
+        ("strategy.compile", recipe.strategy.compile, "has sparse products, which do not compile"),
+        ("run.stop_after", recipe.run.stop_after, "has no validation loss; remove it"),
+    ):
+        if wrong:
+            raise RecipeError(f"{key}: KGAT {why}")
+
+
 def ranking_metrics(scores: Tensor, known: Tensor, wanted: Tensor) -> Tensor:
     """recall@20 and ndcg@20, each a mean over users, as (2,) float32.
 
@@ -292,20 +357,3 @@ def ranking_metrics(scores: Tensor, known: Tensor, wanted: Tensor) -> Tensor:
 def _half_squares(*vectors: Tensor) -> Tensor:
     """Half the squared norm of the vectors (B, width) of a sample, on average over samples."""
     return torch.stack([vector.square().sum(dim=1).mean() for vector in vectors]).sum() / 2
-
-
-def initial_tensor(
-    name: str, shape: tuple[int, ...], graph: Adjacency, options: Kgat, seed: int
-) -> Tensor:
-    """A parameter or buffer of KGAT, whole, on the CPU, a function of its name and the seed: Xavier
-    uniform matrices (each relation's projection is one), zero biases, and attention that weighs all
-    edges of a head alike."""
-    if name == "attention":
-        return 1 / graph.starts.diff().float()[graph.heads]
-    if len(shape) == 1:
-        return torch.zeros(shape)
-    generator = torch.Generator().manual_seed(stable_seed(seed, name))
-    rows = options.embedding_dim + options.relation_dim
-    sides = rows if name == "relation_projection.weight" else sum(shape)
-    bound = math.sqrt(6 / sides)
-    return torch.empty(shape).uniform_(-bound, bound, generator=generator)

@@ -11,19 +11,46 @@ and `global_batch`.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import validate_call
 
+from trainer.data import Samples
 from trainer.data.order import ORDER_VERSION, Order, random_integers
 from trainer.data.shards import DataError
-from trainer.kgat.graph import Edges, Interactions, fingerprint
+from trainer.kgat.graph import Edges, Interactions, build_edges, fingerprint, read_interactions
+from trainer.recipe import Recipe
+from trainer.recipe.bounds import Count
 from trainer.recipe.seeds import stable_seed
 
 Batch = dict[str, torch.Tensor]
 TRIES = 1000
 """For a random tail that is wrong."""
+
+
+@validate_call
+def open_graph(
+    recipe: Recipe,
+    path: str,
+    *,
+    format: Literal["auto", "kgat", "recbole"] = "auto",
+    triples_per_sample: Count = 4,
+    evaluate_on: Literal["test", "validation"] = "test",
+    split_seed: int = 0,
+) -> Samples:
+    """`data.factory`: interactions of users with items, and a knowledge graph about the items.
+    docs/kgat.md says what its options mean.
+
+    Raises:
+        DataError: a file is missing or malformed.
+    """
+    data = read_interactions(path, format, evaluate_on, split_seed)
+    seed, global_batch = recipe.run.seed, recipe.batch.global_batch
+    train = GraphStream(data, build_edges(data), seed, global_batch, triples_per_sample)
+    return Samples(train, validation=UserStream(data))
 
 
 class GraphStream:
@@ -45,8 +72,8 @@ class GraphStream:
         global_batch: int,
         triples_per_sample: int,
     ) -> None:
-        self._data, self._edges, self._seed = data, edges, seed
-        self._global_batch, self._triples = global_batch, triples_per_sample
+        self.data, self.edges, self._seed = data, edges, seed
+        self._global_batch, self.triples_per_sample = global_batch, triples_per_sample
         self._cf_steps, self._kg_steps = -(-len(data.train) // global_batch), 0
         if triples_per_sample:
             self._kg_steps = -(-len(edges.heads) // (global_batch * triples_per_sample))
@@ -61,10 +88,10 @@ class GraphStream:
         self._facts = np.sort(self._edge_key(edges.heads, edges.kinds, edges.tails))
 
     def describe(self, global_batch: int) -> str:
-        text = f"(one interaction each); an epoch is {self._cf_steps} CF steps"
-        if self._triples:
-            text += f" and {self._kg_steps} KG steps of {global_batch * self._triples:,} edges"
-        return text
+        sizes = f"{self.data.users:,} users, {self.data.items:,} items, {len(self._facts):,} edges"
+        kg = f" and {self._kg_steps} KG steps of {global_batch * self.triples_per_sample:,} edges"
+        text = f"(one interaction each) of {sizes}; an epoch is {self._cf_steps} CF steps"
+        return text + (kg if self._kg_steps else "")
 
     def fetch(self, positions: Sequence[int]) -> Batch:
         """A CF batch of B positions: users, positives, negatives, (B,) int64 (items as entities),
@@ -81,24 +108,22 @@ class GraphStream:
             step = int(numbers[0]) // self._global_batch
             batch["dropout_seed"] = torch.tensor(stable_seed(self._seed, "graph dropout", step))
             return batch
-        before = epochs * self._kg + places - self._cf
-        return self._edge_batch(
-            (before[:, None] * self._triples + np.arange(self._triples)).reshape(-1)
-        )
+        before, each = epochs * self._kg + places - self._cf, self.triples_per_sample
+        return self._edge_batch((before[:, None] * each + np.arange(each)).reshape(-1))
 
     def _interaction_batch(self, numbers: NDArray[np.int64]) -> Batch:
         _, _, samples = self._interactions.locate(numbers)
-        users, items = self._data.train[samples].T
+        users, items = self.data.train[samples].T
         negatives = self._negatives(
             numbers,
-            self._data.items,
+            self.data.items,
             "negative items",
             lambda rows, drawn: _contains(self._chosen, self._pair_key(users[rows], drawn)),
         )
         return _tensors(users=users, positives=items, negatives=negatives)
 
     def _edge_batch(self, numbers: NDArray[np.int64]) -> Batch:
-        edges = self._edges
+        edges = self.edges
         _, _, samples = self._edge_order.locate(numbers)
         heads, kinds, tails = (side[samples] for side in (edges.heads, edges.kinds, edges.tails))
         wrong = self._negatives(
@@ -131,18 +156,18 @@ class GraphStream:
             if not rows.size:
                 return result
         raise DataError(
-            f"data.graph.path: {purpose}: found none in {TRIES} tries that is not in the data; "
-            "a node is joined to almost all others"
+            f"data.factory_options.path: {purpose}: found none in {TRIES} tries that is not in the "
+            "data; a node is joined to almost all others"
         )
 
     def _pair_key(self, users: NDArray[np.int64], items: NDArray[np.int64]) -> NDArray[np.int64]:
         """One number for each pair; in the order of pairs."""
-        return users * self._data.items + items
+        return users * self.data.items + items
 
     def _edge_key(
         self, heads: NDArray[np.int64], kinds: NDArray[np.int64], tails: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        return (heads * self._edges.relations + kinds) * self._edges.nodes + tails
+        return (heads * self.edges.relations + kinds) * self.edges.nodes + tails
 
 
 class UserStream:

@@ -129,7 +129,7 @@ class ParallelModel:
             if self.context:
                 return means(self.context(self.module, inputs))
             result = self.module(**inputs)
-        # What has no backward may be other than a loss: an evaluation is recall@20 of KGAT, say.
+        # What has no backward may be other than a loss: an evaluation is a recall@20, say.
         if torch.is_grad_enabled() and (problem := loss_problem(result)):
             raise RecipeError(f"model.factory: forward returns {problem}")
         return means(result)

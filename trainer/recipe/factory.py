@@ -15,7 +15,10 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
-from trainer.recipe.yaml_tree import RecipeError
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from trainer.recipe.yaml_tree import RecipeError, dotted
 
 PATTERN = re.compile(r"[\w.]+:[\w.]+")
 _HOME = Path(__file__).parents[2]
@@ -39,7 +42,9 @@ class OwnCodeError(RecipeError):
     """The user's code failed in a run that had begun, and will do so at every start."""
 
 
-def call_factory(key: str, name: str, options: Mapping[str, Any], *given: Any) -> Any:
+def call_factory(
+    key: str, name: str, options: Mapping[str, Any], *given: Any, **offered: Any
+) -> Any:
     """What the function returns.
 
     Args:
@@ -47,6 +52,7 @@ def call_factory(key: str, name: str, options: Mapping[str, Any], *given: Any) -
         name: module:function.
         options: keyword arguments.
         given: what it gets besides.
+        offered: what it gets by keyword where a parameter without a default has that name.
 
     Raises:
         RecipeError: it is not there, does not take these options, fails for what is wrong, or
@@ -55,11 +61,18 @@ def call_factory(key: str, name: str, options: Mapping[str, Any], *given: Any) -
     factory = import_factory(key, name)
     if not callable(factory):
         raise RecipeError(f"{key}: {name} is of type {type(factory).__name__}, no function")
+    if offered:
+        required = {one.name for one in _parameters(factory) if one.default is one.empty}
+        options = {**{one: value for one, value in offered.items() if one in required}, **options}
     try:
         with refusing(key, name):
             result = factory(*given, **options)
     except RecipeError as error:
         call = error.__cause__
+        called = getattr(factory, "__qualname__", "none")  # or its __init__, by validate_call
+        if isinstance(call, ValidationError) and call.title.startswith(called):
+            wrong = (f"{dotted(one['loc'])}: {_explain(one)}" for one in call.errors())
+            raise RecipeError("\n".join(f"{key}_options.{one}" for one in wrong)) from call
         if not isinstance(call, TypeError) or place_in(call):
             raise
         parts = [*(f"a {type(one).__name__}" for one in given), *(f"{one}=" for one in options)]
@@ -68,6 +81,30 @@ def call_factory(key: str, name: str, options: Mapping[str, Any], *given: Any) -
     if result is None:
         raise RecipeError(f"{key}: {returned_none(name, factory)}")
     return result
+
+
+def with_defaults(key: str, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a function with the defaults of those that are left out, as JSON values."""
+    import json  # imported only where a run is resumed
+
+    parameters = _parameters(import_factory(key, name))
+    defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
+    return dict(json.loads(json.dumps({**defaults, **options}, default=str)))
+
+
+def _parameters(factory: Any) -> list[inspect.Parameter]:
+    """The named parameters of a function or class; none, if Python does not know them."""
+    try:
+        every = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [one for one in every if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+
+
+def _explain(problem: ErrorDetails) -> str:
+    what = f"{problem['msg'][0].lower()}{problem['msg'][1:]}"
+    # Where an argument is missing, pydantic shows all others.
+    return what if "missing" in problem["type"] else f"{what}, but it is {problem['input']!r:.80}"
 
 
 def returned_none(name: str, factory: Any) -> str:
@@ -89,9 +126,11 @@ def refusing(key: str, what: str) -> Generator[None, None, None]:
     Raises:
         RecipeError: with the place in the user's code.
     """
+    from trainer.recipe.errors import known_errors  # imported only where there is such code
+
     try:
         yield
-    except RecipeError:
+    except known_errors():  # each says by itself what is wrong
         raise
     except (Exception, SystemExit) as error:
         if not is_wrong(error):

@@ -9,7 +9,7 @@ what to do.
 import dataclasses
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from trainer.recipe.rules import contradictions
 from trainer.recipe.sections import Recipe
 from trainer.recipe.strategies import sharding
 from trainer.recipe.yaml_tree import (
+    Key,
     Origins,
     Problem,
     RecipeError,
@@ -35,13 +36,14 @@ def shipped_recipes() -> dict[str, Path]:
     return {file.stem: file for file in sorted(files)}
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, kept: bool = False) -> Recipe:
     """Read, override and validate a recipe.
 
     Args:
         path: YAML file.
         overrides: `key.sub=value` strings, applied in order; list items by number
             (`data.sources.0.path=…`). Values are YAML.
+        kept: a run has kept it, so it may have keys of older versions.
 
     Raises:
         RecipeError: a line for each problem, with file, line, key and remedy.
@@ -53,7 +55,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             f"recipe copy {name} {shlex.quote(str(Path(path).with_suffix('.yaml')))}"
         )
     tree, origins, problems = read_tree(path, overrides)
-    return validate(tree, origins, str(path), problems)
+    return validate(renewed(tree)[0] if kept else tree, origins, str(path), problems)
 
 
 def validate(
@@ -71,7 +73,8 @@ def validate(
         RecipeError: a line for each problem, with file, line, key and remedy.
     """
     tree = {section: {} if keys is None else keys for section, keys in tree.items()}
-    found = list(problems)
+    tree, former = renewed(tree)
+    found = [*problems, *(Problem(origin_of(k, origins, file), k, what) for k, what in former)]
     wrong = {problem.key for problem in found}
     recipe = checked(Recipe, tree, origins, file, found, wrong)
     if recipe:
@@ -85,6 +88,26 @@ def validate(
     if found or not recipe:
         raise RecipeError(listed(found, origins))
     return recipe
+
+
+_FORMER = (("model", "kgat", "trainer.kgat:KGAT"), ("data", "graph", "trainer.kgat:open_graph"))
+"""(section, key of older versions, the factory that has its keys as options now)."""
+
+
+def renewed(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[Key, str]]]:
+    """A tree of plain values with what stands now for keys of older versions, and (key, what to
+    write) for each. Resolved recipes of these versions have all keys, most of them null."""
+    new, former = dict(tree), list[tuple[Key, str]]()
+    for section, key, factory in _FORMER:
+        keys = new.get(section)
+        if not isinstance(keys, Mapping) or key not in keys:
+            continue
+        new[section] = {name: value for name, value in keys.items() if name != key}
+        if (options := keys[key]) is not None:
+            new[section] |= {"factory": factory, "factory_options": options}
+            what = f"write {section}.factory: {factory}, and its keys in {section}.factory_options"
+            former.append(((section, key), what))
+    return new, former
 
 
 def resolved(recipe: Recipe) -> dict[str, Any]:
@@ -105,9 +128,9 @@ def recipe_schema() -> dict[str, Any]:
 
 
 def _resolve_synonyms(recipe: Recipe) -> Recipe:
-    """`strategy.zero` → `strategy.sharding`, see `sharding.resolved`; a sample of a
-    graph, or of the user's own data, counts as one token."""
-    if (recipe.data.graph or recipe.data.factory) and not recipe.data.seq_len:
+    """`strategy.zero` → `strategy.sharding`, see `sharding.resolved`; a sample of the user's own
+    data counts as one token."""
+    if recipe.data.factory and not recipe.data.seq_len:
         recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, seq_len=1))
     return dataclasses.replace(recipe, strategy=sharding.resolved(recipe.strategy))
 

@@ -39,7 +39,6 @@ def wrong_paths(recipe: "Recipe") -> Iterator[tuple[str, str]]:
         "run.dir": recipe.run.dir,
         "model.init_from": recipe.model.init_from,
         **{f"data.sources.{place}.path": one.path for place, one in enumerate(data.sources)},
-        "data.graph.path": data.graph and data.graph.path,
         "strategy.offload_directory": recipe.strategy.offload_directory,
         "checkpoint.slot_directory": recipe.checkpoint.slot_directory,
         "tracking.prometheus": tracking.prometheus,

@@ -21,19 +21,18 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield from wrong_paths(recipe)
     if recipe.data.seq_len < 1:
         yield "data.seq_len", f"must be at least 1, but it is {recipe.data.seq_len}"
-    if not recipe.data.sources and not recipe.data.graph and not recipe.data.factory:
+    if not recipe.data.sources and not recipe.data.factory:
         yield "data.sources", "the list is empty; name at least one prepared data set"
-    kinds = ("architecture", "init_from", "factory", "kgat")
+    kinds = ("architecture", "init_from", "factory")
     given = [key for key in kinds if getattr(model, key)]
-    if len(given) != 1 and given != ["init_from", "kgat"]:
+    if len(given) != 1 and given != ["init_from", "factory"]:
         found = " and ".join(given) or "none of them"
         yield "model", f"give exactly one of {', '.join(kinds)}; found {found}"
-    yield from _graph_contradictions(recipe)
     for key, name in recipe.own_code.items():
         if not PATTERN.fullmatch(name):
             what = "NAME" if key == "model.family" else "function"
             yield key, f"write it as package.module:{what}, not {name!r}"
-    if model.family and (model.factory or model.kgat):
+    if model.family and model.factory:
         yield "model.family", "only for model.architecture and model.init_from; remove it"
     known = bundled_families()
     if model.architecture and not model.family and model.architecture.model_type not in known:
@@ -53,7 +52,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield from _optimizer_contradictions(recipe)
     if model.implementation != "auto":
         yield from _implementation_contradictions(recipe)
-    if model.attention != "auto" and (model.factory or model.kgat):
+    if model.attention != "auto" and model.factory:
         yield "model.attention", "only for model.architecture and model.init_from; remove it"
     if model.factory_options and not model.factory:
         yield "model.factory_options", "only means something together with model.factory"
@@ -69,8 +68,6 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "schedule.decay_steps", f"only for schedule.name: wsd, but it is {schedule.name}"
     if run.stop_after and not run.evaluate_every:
         yield "run.stop_after", "counts validation passes; set run.evaluate_every"
-    if run.stop_after and model.kgat:
-        yield "run.stop_after", "model.kgat has no validation loss; remove it"
 
 
 def length_contradictions(recipe: Recipe, length: str) -> Iterator[tuple[str, str]]:
@@ -114,7 +111,7 @@ def counted(recipe: Recipe, sequences: int) -> Recipe:
 
 def _implementation_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     model = recipe.model
-    if not model.init_from or model.kgat:
+    if not model.init_from or model.factory:
         yield "model.implementation", "only for the model of model.init_from; remove it"
     elif model.family and model.implementation == "transformers":
         yield "model.family", "is Perdure's to compute; remove it, or set model.implementation=auto"
@@ -124,9 +121,8 @@ def _adapter_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     model, adapter, strategy = recipe.model, recipe.model.adapter, recipe.strategy
     if adapter is None:
         return
-    if model.kgat or model.factory:
-        named = "kgat" if model.kgat else "factory"
-        yield "model.adapter", f"a model of model.{named} has no adapters yet; remove it"
+    if model.factory:
+        yield "model.adapter", "a model of model.factory has no adapters yet; remove it"
     elif not model.init_from:
         yield (
             "model.adapter",
@@ -172,7 +168,6 @@ def _objective_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
     for key, chosen, problem in (
         ("model.factory", bool(model.factory), "finds no output head in such a model"),
-        ("model.kgat", bool(model.kgat), "is for language models"),
         ("data.factory", bool(recipe.data.factory), "needs prepared pairs in data.sources"),
         ("data.pack", recipe.data.pack == "stream", "needs whole pairs; set auto"),
         ("data.document_mask", not recipe.data.document_mask, "needs answers apart; set true"),
@@ -185,14 +180,10 @@ def _matmul_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """What does not go with products in 8 bits."""
     if recipe.precision.matmul is None:
         return
-    for key, chosen, problem in (
-        ("precision.dtype", recipe.precision.dtype != "bf16", "goes with bf16; set that"),
-        ("model.kgat", bool(recipe.model.kgat), "finds no layers there; remove it"),
-    ):
-        if chosen:
-            yield key, f"precision.matmul={recipe.precision.matmul} {problem}"
-    length = recipe.data.seq_len
-    if recipe.precision.matmul == "mxfp8" and not recipe.data.factory:
+    matmul, length = recipe.precision.matmul, recipe.data.seq_len
+    if recipe.precision.dtype != "bf16":
+        yield "precision.dtype", f"precision.matmul={matmul} goes with bf16; set that"
+    if matmul == "mxfp8" and not recipe.data.factory:
         multiple = 32 * strategies.cp.chunks(recipe.strategy)
         if length % multiple:
             yield (
@@ -228,14 +219,14 @@ def _tracking_contradictions(tracking: Tracking) -> Iterator[tuple[str, str]]:
 
 def _own_data_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     data = recipe.data
-    if data.pack != "auto" and (data.factory or data.graph):
+    if data.pack != "auto" and data.factory:
         yield "data.pack", "only for data.sources; remove it"
     if data.factory_options and not data.factory:
         yield "data.factory_options", "only means something together with data.factory"
     if not data.factory:
         return
-    if data.sources or data.graph or data.seq_len != 1:
-        yield "data.factory", "excludes data.sources, data.seq_len and data.graph; remove them"
+    if data.sources or data.seq_len != 1:
+        yield "data.factory", "excludes data.sources and data.seq_len; remove them"
     if recipe.batch.micro_batch == "auto":
         yield "batch.micro_batch", "data.factory cannot be planned; name a number instead of auto"
 
@@ -277,28 +268,6 @@ def _master_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             recipe.strategy.reduce_every_pass,
             "adds up gradients of passes in the format of the weights; set false",
         ),
-        ("model.kgat", bool(recipe.model.kgat), "computes with float32 weights; remove it"),
     ):
         if chosen:
             yield key, f"with precision.master=bf16_stochastic: {problem}, or precision.master=fp32"
-
-
-def _graph_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    data, strategy = recipe.data, recipe.strategy
-    if bool(recipe.model.kgat) != bool(data.graph):
-        yield "data.graph", "goes with model.kgat: give both, or neither"
-    if not data.graph:
-        return
-    if data.sources or data.seq_len != 1:
-        yield "data.graph", "excludes data.sources and data.seq_len; remove them"
-    if recipe.batch.micro_batch == "auto":
-        yield "batch.micro_batch", "model.kgat cannot be planned; name a number instead of auto"
-    if recipe.precision.dtype != "fp32":
-        yield "precision.dtype", "model.kgat computes in fp32 only; set precision.dtype=fp32"
-    if strategy.compile:
-        yield "strategy.compile", "model.kgat has sparse products, which do not compile; remove it"
-    if strategy.activation_checkpointing != "none":
-        yield (
-            "strategy.activation_checkpointing",
-            "model.kgat has no blocks to recompute; remove it",
-        )

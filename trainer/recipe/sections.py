@@ -14,7 +14,6 @@ from checkpointing.options import CheckpointOptions
 from elastic.options import ElasticOptions
 from trainer.recipe.architecture import Architecture
 from trainer.recipe.bounds import Amount, Count, Positive, Share
-from trainer.recipe.kgat_options import GraphData, Kgat
 from trainer.recipe.objective import Objective
 
 Sharding = Literal["NO_SHARD", "OPTIMIZER_STATE", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"]
@@ -105,8 +104,8 @@ class Adapter:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The model: exactly one of `architecture`, `init_from`, `factory` and `kgat`, which may come
-    with `init_from`."""
+    """The model: exactly one of `architecture`, `init_from` and `factory`, which may come with
+    `init_from`."""
 
     architecture: Architecture | None = None
     """A decoder, in the words of a Hugging Face config.json, with fresh weights."""
@@ -117,7 +116,7 @@ class Model:
 
     init_from: str | None = None
     """Directory of a Hugging Face checkpoint (config.json and safetensors, sharded or not) whose
-    architecture and weights the run starts from."""
+    architecture and weights the run starts from. With `factory` it gives weights alone."""
 
     implementation: Literal["auto", "perdure", "transformers"] = "auto"
     """What computes the model of `init_from`. perdure: a family of Perdure's own. transformers: the
@@ -140,10 +139,6 @@ class Model:
     only. sdpa: one additive mask. auto: the first of them that works, with FlashAttention-3 or -4
     where that is installed; on CPUs sdpa for bf16 up to 256 tokens."""
 
-    kgat: Kgat | None = None
-    """A recommender, with data.graph. `kgat: {}` is the paper's model. With `init_from` it starts
-    from the embeddings of that checkpoint, such as one of BPR-MF."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -158,7 +153,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What is read, and in which order: `sources` and `seq_len`, or `factory`, or `graph`."""
+    """What is read, and in which order: `sources` and `seq_len`, or `factory`."""
 
     sources: tuple[Source, ...] = ()
     """Prepared data sets; the order of the samples is a function of seed and position alone."""
@@ -167,13 +162,11 @@ class Data:
     """Tokens per sequence."""
 
     factory: str | None = None
-    """`package.module:function` that returns any map-style data set; see docs/extending.md."""
+    """`package.module:function` that returns any map-style data set, or a stream with an order of
+    its own; see docs/extending.md."""
 
     factory_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of this factory."""
-
-    graph: GraphData | None = None
-    """Interactions and a knowledge graph, for model.kgat."""
 
     pack: Literal["auto", "whole", "stream"] = "auto"
     """How documents become sequences. whole: none is cut; as many as fit are put together, and the
@@ -544,11 +537,11 @@ class Recipe:
 
     @property
     def draws(self) -> bool:
-        """Whether a pass may draw random numbers: a model or family of the user's, and KGAT, may
-        have dropout, as an adapter may. The decoders that come with Perdure have none."""
+        """Whether a pass may draw random numbers: a model or family of the user's may have dropout,
+        as an adapter may. The decoders that come with Perdure have none."""
         model = self.model
         dropout = model.adapter and model.adapter.dropout
-        return bool(model.factory or model.family or model.kgat or dropout)
+        return bool(model.factory or model.family or dropout)
 
     @property
     def gathers_twice(self) -> bool:

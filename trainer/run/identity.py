@@ -28,7 +28,7 @@ from trainer.recipe.strategies import exact
 from trainer.tasks.text_model import reason_for_theirs
 
 MACHINE_BOUND = (
-    *("run.dir", "run.device", "data.reader", "data.workers", "data.graph.path"),
+    *("run.dir", "run.device", "data.reader", "data.workers", "data.factory_options.path"),
     *("model.init_from", "strategy.offload_directory", "elastic.timeout_seconds"),
     *("checkpoint.directory", "checkpoint.slot_directory", "checkpoint.max_bandwidth"),
     *("checkpoint.keep", "checkpoint.keep_every", "checkpoint.keep_best", "checkpoint.best_by"),

@@ -101,7 +101,7 @@ def check_launch(
         task = build_task(recipe)
         model, blocks = task.model, task.blocks
         length = counted(recipe, task.stream.sequences)
-    if not (task or recipe.data.factory or recipe.model.kgat):  # its data may be all that is wrong
+    if not (task or recipe.data.factory):  # its data may be all that is wrong
         with refusals:
             model, blocks, _ = bare_model(recipe)
     _check_world(refusals, recipe, model, blocks, world_size, local_world_size)

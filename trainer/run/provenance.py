@@ -21,7 +21,8 @@ from elastic.node.files import own_directory, read_text, write_whole
 from elastic.record.history import last_start
 from elastic.world import World
 from trainer.recipe import Recipe, RecipeError, resolved, strategies
-from trainer.recipe.load import validate
+from trainer.recipe.factory import with_defaults
+from trainer.recipe.load import renewed, validate
 from trainer.recipe.yaml_tree import read_tree
 from trainer.run.identity import decides, flat
 from trainer.tasks.task import Task
@@ -98,9 +99,8 @@ def check_resume(
             f"run.dir: {path} was not written by a run of this trainer, so there is nothing to "
             "resume; name it in model.init_from and choose another run.dir"
         )
-    saved = _with_defaults(state["recipe"])["model"]
-    ours = resolved(recipe)["model"]
-    for key in ("architecture", "family", "factory", "factory_options", "kgat", "adapter"):
+    saved, ours = (_complete(one, recipe)["model"] for one in (state["recipe"], resolved(recipe)))
+    for key in ("architecture", "family", "factory", "factory_options", "adapter"):
         there, here = saved.get(key), ours[key]  # a checkpoint may be older than the key
         if there and here and key == "adapter":  # what training draws may change
             there = {**there, "dropout": here["dropout"]}
@@ -254,7 +254,7 @@ def changes_of_start(
 def changes(old: Mapping[str, Any], recipe: Recipe) -> dict[str, tuple[Any, Any]]:
     """Keys whose value decides a step and differs between a resolved recipe, which may be older
     than some of them, and another → (old, new)."""
-    before, now = dict(flat(_with_defaults(old))), dict(flat(resolved(recipe)))
+    before, now = (dict(flat(_complete(one, recipe))) for one in (old, resolved(recipe)))
     found = {
         key: (before.get(key), now.get(key))
         for key in [*now, *(key for key in before if key not in now)]
@@ -268,11 +268,18 @@ def changes(old: Mapping[str, Any], recipe: Recipe) -> dict[str, tuple[Any, Any]
     return found
 
 
-def _with_defaults(old: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A resolved recipe with the defaults of keys that it is older than. One with keys that are no
-    more stays as it is, and new ones count as changed."""
+def _complete(old: Mapping[str, Any], recipe: Recipe) -> Mapping[str, Any]:
+    """A resolved recipe with the defaults of keys that it is older than, and of options that it
+    leaves to factories which `recipe` names, too. One with keys that are no more stays as it is,
+    and new ones count as changed."""
     with suppress(RecipeError):
-        return resolved(validate(copy.deepcopy(dict(old)), {}, "recipe.yaml"))
+        tree = resolved(validate(renewed(copy.deepcopy(dict(old)))[0], {}, "recipe.yaml"))
+        for key, name in recipe.own_code.items():
+            section = tree[key.partition(".")[0]]
+            if "factory_options" in section and section["factory"] == name:
+                options = with_defaults(key, name, section["factory_options"])
+                section["factory_options"] = options
+        return tree
     return old
 
 

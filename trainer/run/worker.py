@@ -262,8 +262,8 @@ def why_anew(last: Run, recipe: Recipe) -> str:
     if recipe != last.recipe:
         return "batch.micro_batch is another"
     own = [key for key in recipe.own_code if key != "schedule.factory"]
-    if own or recipe.model.kgat:
-        return f"{[*own, 'model.kgat'][0]} may keep more than its tensors"
+    if own:
+        return f"{own[0]} may keep more than its tensors"
     if offload.used(strategy):
         return f"strategy.offload is {strategy.offload}"
     return "" if CAN_RESET else f"torch {torch.__version__} cannot drop a step that failed"

@@ -1,1 +1,1 @@
-"""What is trained: a decoder, a model of the user's own, or KGAT."""
+"""What is trained: a decoder, or a model of the user's own."""

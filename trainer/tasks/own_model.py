@@ -55,6 +55,22 @@ def check_signature(recipe: Recipe, model: nn.Module, names: Iterable[str]) -> N
         ) from error
 
 
+def attributes_of(model: nn.Module) -> dict[str, Any]:
+    """Fields of a `Task` that a model of the user's decides by its attributes, see
+    docs/extending.md."""
+    change = getattr(model, "after_step", None)
+
+    @torch.no_grad()
+    def after(trained: ParallelModel, samples: int) -> None:
+        change(samples, lambda **inputs: trained(inputs))  # type: ignore[misc]
+
+    return {
+        "files": getattr(model, "checkpoint_files", {}),
+        "pretrained": getattr(model, "init_from_tensors", None),
+        "after_step": after if callable(change) else None,
+    }
+
+
 def arguments_of(model: nn.Module) -> list[str]:
     """Names of the arguments of `forward` that can be given in order, and by name."""
     try:
@@ -299,6 +315,12 @@ def check_forward(
         with mixed:
             return torch.func.functional_call(model, dict(tensors), (), dict(batch))
 
+    def problem_of(result: object) -> str | None:
+        # A validation pass may return figures in place of a loss, unless the loss ends the run.
+        figures = isinstance(result, dict) and "loss" not in result and means(result)
+        needed = model.training or recipe.run.stop_after or not figures
+        return loss_problem(result) if needed else None
+
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     logging.disable()  # torch logs what it raises
@@ -307,7 +329,7 @@ def check_forward(
             fakes = {name: mode.from_tensor(tensor) for name, tensor in state.items()}
             batch = {name: mode.from_tensor(tensor) for name, tensor in inputs.items()}
             result = call(fakes, batch)
-        problem = loss_problem(result)
+        problem = problem_of(result)
     except Exception as error:
         failed: Exception | None = error
     else:
@@ -319,7 +341,7 @@ def check_forward(
     if failed:
         try:
             with torch.no_grad():
-                problem = loss_problem(call({}, inputs))
+                problem = problem_of(call({}, inputs))
         except Exception as error:
             if _fails_anywhere(error) and place_in(error) == place_in(failed):
                 what = f"the forward pass of {recipe.model.factory}{given} {failure(error)}"

@@ -1,25 +1,21 @@
 """What a recipe trains: model, data and the files that make its checkpoints complete."""
 
-import json
 import math
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from checkpointing.format.peft import CONFIG as ADAPTER_CONFIG
+from trainer.data import Samples
 from trainer.data.loader import TokenStream
-from trainer.data.sample_stream import count_of
+from trainer.data.sample_stream import SampleStream, count_of
 from trainer.data.shards import read_index
 from trainer.data.stream import Stream
-from trainer.kgat.graph import build_edges, read_interactions
-from trainer.kgat.model import KGAT, Adjacency, initial_tensor
-from trainer.kgat.stream import GraphStream, UserStream
 from trainer.models import Decoder, Family
 from trainer.models.adapter import adapter_config
 from trainer.models.model_files import CONFIG, files_beside, files_without_tokenizer, of_bf16
@@ -28,12 +24,12 @@ from trainer.models.transformers_model import TextModel, TransformersModel
 from trainer.recipe import Optimizer, ParameterGroup, Recipe, RecipeError
 from trainer.recipe.architecture import Architecture
 from trainer.recipe.factory import call_factory
-from trainer.recipe.kgat_options import GraphData, Kgat
 from trainer.recipe.strategies import tp
 from trainer.tasks.blocks import repeated_blocks
-from trainer.tasks.own_data import check_decoder_inputs, first_batch, inputs_of, open_samples
+from trainer.tasks.own_data import check_decoder_inputs, first_batch, open_samples
 from trainer.tasks.own_model import (
     arguments_of,
+    attributes_of,
     check_signature,
     check_tensors,
     give_next_tokens,
@@ -43,7 +39,7 @@ from trainer.tasks.own_model import (
 from trainer.tasks.text_model import AfterStep, after_step_of, build_text_model, documents_for
 
 if TYPE_CHECKING:
-    from trainer.parallel.parallelize import Fill, ParallelModel
+    from trainer.parallel.parallelize import Fill
 
 LARGEST_OWN_VOCABULARY = 65_536
 """Tokens that a tokenizer for a small model is trained to have; more have those of known models."""
@@ -73,13 +69,13 @@ class Task:
     model came with its own."""
     stream: Stream
     validation: Evaluation | None
-    files: dict[str, bytes]
-    """config.json, tokenizer.json and so on, for checkpoints."""
     flops_per_token: float
     """See `Family.flops_per_token`."""
     parameter_count: int
     trained_count: int
     """Parameters that the optimizer updates; the others are frozen."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """config.json, tokenizer.json and so on, for checkpoints."""
     pretrained: Collection[str] | None = None
     """What model.init_from gives, by FQN; the rest is drawn. None: all."""
     unit: str = "tokens"
@@ -124,8 +120,6 @@ def build_task(recipe: Recipe) -> Task:
         RecipeError: an input of the recipe is missing or does not fit the others.
         DataError: a prepared data set is damaged.
     """
-    if recipe.model.kgat and recipe.data.graph:
-        return _build_kgat(recipe, recipe.model.kgat, recipe.data.graph)
     if recipe.data.factory:
         return _build_on_samples(recipe)
     stream, validation = open_streams(recipe)
@@ -142,11 +136,11 @@ def build_task(recipe: Recipe) -> Task:
             None,
             stream,
             validation,
-            {},
             6.0 * parameters,
             parameters,
             trained,
             notes=[*notes, *_of_chats(stream)],
+            **attributes_of(model),
             **_counting(stream),
         )
     text_model, fill, of_model = build_text_model(recipe)
@@ -164,9 +158,9 @@ def build_task(recipe: Recipe) -> Task:
         fill,
         stream,
         validation,
-        _with_adapter(recipe, text_model, files),
         text_model.flops_per_token(recipe.data.seq_len),
         *_counts(text_model),
+        _with_adapter(recipe, text_model, files),
         notes=[*of_model, *notes, *_of_chats(stream)],
         **further,
     )
@@ -244,42 +238,42 @@ def _with_adapter(recipe: Recipe, model: TextModel, files: dict[str, bytes]) -> 
 
 def _build_on_samples(recipe: Recipe) -> Task:
     """A model on the user's own data. No speed in FLOPs: what a sample costs is not known."""
-    stream, held_out = open_samples(recipe)
+    samples, stream, held_out = open_samples(recipe)
     streams = [one for one in (stream, held_out) if one]
-    files: dict[str, bytes] = {}
     notes: list[str] = []
     blocks: Sequence[nn.Module]
     further: dict[str, Any] = {}
     values, fill = _named_values, None
     if recipe.model.factory:
-        model, blocks, notes = _call_factory(recipe)
-        name = type(model).__name__
+        model, blocks, notes = _call_factory(recipe, samples)
+        name, further = type(model).__name__, attributes_of(model)
     else:
         model, fill, of_model = build_text_model(recipe)
     for one in streams:
-        one.arguments, one.shifted = arguments_of(model), shifts_labels(model)
-    tried = [inputs_of(first_batch(one)) for one in streams]
-    inputs = tried[0]
-    rows = max(1, len(next(iter(inputs.values()), ())))
+        if isinstance(one, SampleStream):
+            one.arguments, one.shifted = arguments_of(model), shifts_labels(model)
+    tried = [first_batch(one, recipe.data.factory or "") for one in streams]
     if isinstance(model, Decoder | TransformersModel) and not recipe.model.factory:
         multiple = tp.stream_parts(recipe.strategy)
         for batch in tried:
             check_decoder_inputs(batch, model.vocab_size, multiple)
         blocks, values = list(model.blocks), _loss_values
-        further = _of_model(recipe, model)
         start = Path(recipe.model.init_from) if recipe.model.init_from else None
         files, notes = files_without_tokenizer(start, *_family_and_sizes(model))
         if recipe.precision.master == "bf16_stochastic":
             files = of_bf16(files)
-        files, notes = _with_adapter(recipe, model, files), [*of_model, *notes]
-        name = _name(recipe, model)
+        further = {"files": _with_adapter(recipe, model, files), **_of_model(recipe, model)}
+        name, notes = _name(recipe, model), [*of_model, *notes]
     for batch in tried:
         check_signature(recipe, model, batch)
     validation = Evaluation(held_out, held_out.sequences, values) if held_out else None
-    count = count_of(inputs, rows, shifted=stream.shifted)
+    if isinstance(stream, SampleStream):
+        rows = max(1, len(next(iter(tried[0].values()), ())))
+        count = count_of(tried[0], rows, shifted=stream.shifted)
+        further["usual_count"] = max(1.0, count / rows)
     return Task(
-        name, model, blocks, fill, stream, validation, files, 0.0, *_counts(model),
-        unit="samples", notes=notes, usual_count=max(1.0, count / rows), tried=tried, **further,
+        name, model, blocks, fill, stream, validation, 0.0, *_counts(model),
+        unit="samples", notes=notes, tried=tried, **further,
     )  # fmt: skip
 
 
@@ -289,10 +283,6 @@ def check_plannable(recipe: Recipe) -> None:
         raise RecipeError(
             "data.factory: only prepared tokens can be planned; `perdure compare` measures what "
             "training on other data takes"
-        )
-    if recipe.model.kgat:
-        raise RecipeError(
-            "model.kgat: only language models can be planned; `perdure compare` measures this one"
         )
 
 
@@ -310,72 +300,10 @@ def bare_model(recipe: Recipe) -> tuple[nn.Module, list[nn.Module], float]:
     return model, list(model.blocks), model.flops_per_token(recipe.data.seq_len)
 
 
-def _build_kgat(recipe: Recipe, options: Kgat, graph: GraphData) -> Task:
-    start = recipe.model.init_from
-    if start and not Path(start).is_dir():
-        raise RecipeError(
-            f"model.init_from: no checkpoint at {start}; train BPR-MF first (docs/kgat.md), or set "
-            "model.init_from=null"
-        )
-    data = read_interactions(graph)
-    edges = build_edges(data)
-    seed = recipe.run.seed
-    adjacency = Adjacency(
-        edges.heads,
-        edges.kinds,
-        edges.tails,
-        edges.reverse,
-        nodes=edges.nodes,
-        relations=edges.relations,
-        popularity=np.bincount(data.train[:, 1], minlength=data.items),
-    )
-    with torch.device("meta"):
-        model = KGAT(data.users, data.entities, adjacency, options)
-    stream = GraphStream(data, edges, seed, recipe.batch.global_batch, graph.triples_per_sample)
-    users = UserStream(data)
-
-    def fill(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return initial_tensor(name, shape, adjacency, options, seed)
-
-    def update_attention(model: "ParallelModel", consumed: int) -> None:
-        """At the end of each epoch, from the embeddings that its KG phase left (Algorithm of the
-        authors' code); nothing to do where there is none."""
-        if graph.triples_per_sample and consumed % stream.sequences == 0:
-            with torch.no_grad():
-                model({})
-
-    config = {
-        "model_type": "kgat",
-        "users": data.users,
-        "items": data.items,
-        "entities": data.entities,
-        "relations": edges.relations,
-        **asdict(options),
-    }
-    files = {CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
-    parameters, trained = _counts(model)
-    for name, names in (("users.txt", data.user_names), ("items.txt", data.item_names)):
-        if names:
-            files[name] = "".join(f"{line}\n" for line in names).encode()
-    return Task(
-        name=f"kgat on {data.users:,} users, {data.items:,} items, {len(edges.heads):,} edges",
-        model=model,
-        blocks=[],
-        fill=fill,
-        stream=stream,
-        validation=Evaluation(users, users.sequences, dict) if recipe.run.evaluate_every else None,
-        files=files,
-        flops_per_token=0.0,
-        parameter_count=parameters,
-        trained_count=trained,
-        pretrained=("user_embedding.weight", "entity_embedding.weight"),
-        unit="samples",
-        after_step=update_attention,
-    )
-
-
 def _named_values(means: Mapping[str, float]) -> dict[str, float]:
-    return {f"validation_{name}": mean for name, mean in means.items()}
+    """Figures that stand in place of a loss, such as recall, keep their names."""
+    prefix = "validation_" if "loss" in means else ""
+    return {f"{prefix}{name}": mean for name, mean in means.items()}
 
 
 def _loss_values(means: Mapping[str, float]) -> dict[str, float]:
@@ -493,12 +421,17 @@ def _check_vocabulary(recipe: Recipe, model: TextModel) -> None:
         )
 
 
-def _call_factory(recipe: Recipe) -> tuple[nn.Module, list[nn.Module], list[str]]:
+def _call_factory(
+    recipe: Recipe, data: Samples | None = None
+) -> tuple[nn.Module, list[nn.Module], list[str]]:
     """The user's own module, its repeated parts, and what a user should know of its number formats.
-    All ranks build it from the same seed, so weights agree."""
-    name = recipe.model.factory or ""
+    All ranks build it from the same seed, so weights agree. `data`: of `data.factory`, if any."""
+    name, start = recipe.model.factory or "", recipe.model.init_from
+    if start and not Path(start).is_dir():
+        raise RecipeError(f"model.init_from: no checkpoint at {start}; make one, or set null")
     torch.manual_seed(recipe.run.seed)
-    model = call_factory("model.factory", name, recipe.model.factory_options)
+    options = recipe.model.factory_options
+    model = call_factory("model.factory", name, options, recipe=recipe, data=data)
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model.factory: {name} returned {type(model).__name__}, not nn.Module")
     check_tensors(model, name)

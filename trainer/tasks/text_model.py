@@ -53,7 +53,7 @@ def reason_for_theirs(recipe: Recipe) -> str | None:
         RecipeError, ConfigError: there is no good config.json in `model.init_from`.
     """
     model = recipe.model
-    if not model.init_from or model.kgat or model.family or model.implementation == "perdure":
+    if not model.init_from or model.factory or model.family or model.implementation == "perdure":
         return None
     if model.implementation == "transformers":
         return "model.implementation=transformers"

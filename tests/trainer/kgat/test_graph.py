@@ -14,7 +14,6 @@ from trainer.data.order import random_integers
 from trainer.data.shards import DataError
 from trainer.kgat.graph import build_edges, read_interactions
 from trainer.kgat.stream import GraphStream, UserStream
-from trainer.recipe.kgat_options import GraphData
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +23,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def data(folder):
-    return read_interactions(GraphData(path=str(folder)))
+    return read_interactions(str(folder))
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +69,7 @@ def test_recbole_files(tmp_path):
     for name, lines in tables.items():
         (tmp_path / name).write_text("\n".join(lines) + "\n")
     options = {"path": str(tmp_path), "format": "recbole"}
-    data = read_interactions(GraphData(**options))
+    data = read_interactions(**options)
     assert (data.users, data.items, data.entities) == (5, 21, 22)
     number = {name: place for place, name in enumerate(data.item_names)}
     assert rows(*data.triples.T) == {(number["i0"], 0, number["i5"]), (number["i5"], 0, 21)}
@@ -81,11 +80,11 @@ def test_recbole_files(tmp_path):
         [2, 2, 2, 1, 0],
     ]
     assert len(set().union(*(rows(*part.T) for part in parts))) == 80
-    tuning = read_interactions(GraphData(**options, evaluate_on="validation"))
+    tuning = read_interactions(**options, evaluate_on="validation")
     assert (tuning.train == data.train).all()
     assert (tuning.held_out == data.masked).all()
     assert not len(tuning.masked)
-    assert (read_interactions(GraphData(**options, split_seed=1)).train != data.train).any()
+    assert (read_interactions(**options, split_seed=1).train != data.train).any()
 
 
 @pytest.mark.parametrize(
@@ -109,7 +108,7 @@ def test_bad_files_are_named(tmp_path, file, text, complaint):
     else:
         (folder / file).write_text(text)
     with pytest.raises(DataError, match=complaint):
-        read_interactions(GraphData(path=str(folder)))
+        read_interactions(str(folder))
 
 
 @settings(max_examples=8, deadline=None)
@@ -182,7 +181,7 @@ def ml100k(request):
 
 
 def test_ml_100k(ml100k):
-    data = read_interactions(GraphData(path=str(ml100k)))
+    data = read_interactions(str(ml100k))
     assert (data.users, data.items, data.kg_relations) == (943, 1682, 24)
     assert len(data.train) + len(data.masked) + len(data.held_out) == 100_000
     assert len(data.triples) == 91_631

@@ -1,23 +1,42 @@
 """KGAT against its equations, written out one edge and one user at a time."""
 
+import inspect
+import json
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
+from elastic.world import World
+from tests.distributed.jobs import ROOT
 from tests.graphs import write_graph
+from trainer.data.shards import DataError
+from trainer.kgat import open_graph
 from trainer.kgat.model import KGAT, Propagate, ranking_metrics
-from trainer.recipe import load_recipe
-from trainer.tasks.task import build_task
+from trainer.parallel.mesh import build_mesh
+from trainer.parallel.parallelize import parallelize
+from trainer.recipe import RecipeError, load_recipe, resolved
+from trainer.recipe.factory import with_defaults
+from trainer.run.preflight import check_launch
+from trainer.run.provenance import changes, check_resume
+from trainer.run.saves import load_beginning
+from trainer.tasks.task import bare_model, build_task
 
 RECIPE = """\
 run: {{dir: run, steps: 10, evaluate_every: 5, device: cpu}}
-model: {{kgat: {{embedding_dim: 6, relation_dim: 5, layers: [4, 3], l2: 0.1, kg_l2: 0.1}}}}
-data: {{graph: {{path: {path}, triples_per_sample: 2}}}}
+model:
+  factory: trainer.kgat:KGAT
+  factory_options: {{embedding_dim: 6, relation_dim: 5, layers: [4, 3], l2: 0.1, kg_l2: 0.1}}
+data:
+  factory: trainer.kgat:open_graph
+  factory_options: {{path: {path}, triples_per_sample: 2}}
 batch: {{global_batch: 16, micro_batch: 16}}
 optimizer: {{lr: 0.01}}
 precision: {{dtype: fp32}}
@@ -25,23 +44,109 @@ precision: {{dtype: fp32}}
 
 
 @pytest.fixture(scope="session")
-def build(tmp_path_factory):
-    """build(*overrides) → (task, model with large random weights, in evaluation mode)."""
+def recipe_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kgat")
     write_graph(folder / "data")
     (folder / "recipe.yaml").write_text(RECIPE.format(path=folder / "data"))
+    return folder / "recipe.yaml"
+
+
+@pytest.fixture(scope="session")
+def build(recipe_file):
+    """build(*overrides) → (task, model with large random weights, in evaluation mode)."""
 
     def build(*overrides):
-        task = build_task(load_recipe(folder / "recipe.yaml", overrides))
-        model = task.model.to_empty(device="cpu")
+        task = build_task(load_recipe(recipe_file, overrides))
+        model = task.model
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
-                tensor.copy_(task.fill(name, tuple(tensor.shape)))
                 if name != "attention":
                     tensor.add_(torch.randn(tensor.shape).mul_(0.3))
         return task, model.eval()
 
     return build
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("model.factory_options.layrs=[4]", "model.factory_options.layrs: unexpected keyword arg"),
+        ("model.factory_options.layers=[4,0]", "model.factory_options.layers.1: input should be g"),
+        ("model.factory_options.aggregator=sum", "'graphsage', but it is 'sum'"),
+        ("model.factory_options.l2=.nan", "model.factory_options.l2: input should be a finite"),
+        ("data.factory_options.format=csv", "data.factory_options.format: input should be 'auto'"),
+        ("data.factory_options={}", "data.factory_options.path: missing required argument"),
+        ("data.factory_options.path=away", "data.factory_options.path: expected one train.txt in"),
+        ("data={sources: [{path: x}], seq_len: 8}", "KGAT needs data.factory: trainer.kgat:open_"),
+        ("precision.dtype=bf16", "precision.dtype: KGAT computes in fp32 only; set fp32"),
+        ("strategy.compile=true", "strategy.compile: KGAT has sparse products, which do not"),
+        ("run.stop_after=2", "run.stop_after: KGAT has no validation loss; remove it"),
+        ("model.init_from=away", "model.init_from: no checkpoint at away"),
+    ],
+)
+def test_what_it_cannot_do_is_told_in_a_line(recipe_file, override, what):
+    build = bare_model if "sources" in override else build_task  # these are not there
+    with pytest.raises((RecipeError, DataError), match=re.escape(what)) as error:
+        build(load_recipe(recipe_file, [override]))
+    assert "\n" not in str(error.value)
+
+
+def test_a_start_is_checked_and_checkpoints_have_its_files(recipe_file):
+    recipe = load_recipe(recipe_file)
+    assert check_launch(recipe, 2, 2) == [
+        "KGAT has no blocks (an nn.ModuleList, nn.Sequential or nn.ModuleDict of modules), so FSDP "
+        "gathers all weights at once"
+    ]
+    task = build_task(recipe)
+    assert json.loads(task.files["config.json"])["layers"] == [4, 3]
+    assert task.pretrained == ("user_embedding.weight", "entity_embedding.weight")
+    assert task.validation.values({"recall@20": 0.5}) == {"recall@20": 0.5}
+
+
+def test_it_begins_with_the_embeddings_of_another_run(recipe_file, tmp_path):
+    drawn = {
+        n: t.clone() for n, t in build_task(load_recipe(recipe_file)).model.state_dict().items()
+    }
+    save_file({name: one + 1 for name, one in drawn.items()}, tmp_path / "model.safetensors")
+    recipe = load_recipe(recipe_file, [f"model.init_from={tmp_path}"])
+    task, cpu = build_task(recipe), torch.device("cpu")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = build_mesh(recipe, World(0, 0, 1, 1, 1, 0, 0, None, cpu))
+        model = parallelize(task.model, task.blocks, mesh, recipe, cpu, task.fill)
+        load_beginning(model, recipe, task)
+    finally:
+        dist.destroy_process_group()
+    loaded = {name for name, one in model.tensors.items() if one.equal(drawn[name] + 1)}
+    assert loaded == {"user_embedding.weight", "entity_embedding.weight"}
+    rest = drawn.keys() - loaded
+    assert all(model.tensors[name].equal(drawn[name]) for name in rest)
+
+
+def test_a_checkpoint_of_an_older_version_goes_on(recipe_file):
+    """It holds `model.kgat` and `data.graph`, with all their defaults."""
+    recipe = load_recipe(recipe_file)
+    tree, task = resolved(recipe), build_task(recipe)
+    for section, key in (("model", "kgat"), ("data", "graph")):
+        keys = tree[section]
+        options = keys.pop("factory_options")
+        tree[section] |= {key: with_defaults(section, keys["factory"], options), "factory": None}
+    data = {"seq_len": 1, "fingerprint": task.stream.fingerprint}
+    check_resume({"recipe": tree, "data": data, "seed": 0}, recipe, task, "it")
+    assert not changes(tree, recipe)
+    tree["model"]["kgat"]["aggregator"] = "gcn"
+    with pytest.raises(RecipeError, match=r"aggregator \(gcn there, bi-interaction here\)"):
+        check_resume({"recipe": tree, "data": data, "seed": 0}, recipe, task, "it")
+
+
+def test_its_page_has_each_option_and_its_default():
+    page = (ROOT / "docs/kgat.md").read_text()
+    for factory in (KGAT, open_graph):
+        for name, one in inspect.signature(factory).parameters.items():
+            shown = "" if one.default is one.empty else f"`{json.dumps(one.default)}`"
+            shown = shown.replace('"', "").replace("1e-05", "1.0e-05")
+            row = rf"^\| `{name}` \| [^|]+ \| ?{re.escape(shown)} ?\|"
+            assert name in ("recipe", "data") or re.search(row, page, re.M), name
 
 
 def graph_of(model: KGAT):
@@ -97,12 +202,12 @@ def test_attention(build):
 
 @pytest.mark.parametrize("aggregator", ["bi-interaction", "gcn", "graphsage"])
 def test_interaction_loss(build, aggregator):
-    task, model = build(f"model.kgat.aggregator={aggregator}")
+    task, model = build(f"model.factory_options.aggregator={aggregator}")
     batch = task.stream.fetch(range(16))
     model()
     nodes = parts_of(model)[0]
     parts = [nodes]
-    for layer in model.aggregators:
+    for layer in model.aggregators.children():
         sent = torch.zeros_like(nodes)
         for number, (head, _, tail) in enumerate(graph_of(model)):
             sent[head] += model.attention[number] * nodes[tail]
@@ -144,7 +249,7 @@ def test_edge_loss(build):
 
 def test_dropout_is_that_of_the_step(build):
     """Two micro-batches of a step see the same graph, two steps do not."""
-    task, model = build("model.kgat.node_dropout=0.5")
+    task, model = build("model.factory_options.node_dropout=0.5")
     model.train()
     first, same, later = (task.stream.fetch([place]) for place in (0, 1, 16))
     same |= {name: first[name] for name in ("users", "positives", "negatives")}

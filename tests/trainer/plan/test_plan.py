@@ -531,8 +531,8 @@ def test_a_recommender_is_told_that_it_cannot_be_planned(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         main()
     assert capsys.readouterr().err == (
-        "error: model.kgat: only language models can be planned; "
-        "`perdure compare` measures this one\n"
+        "error: data.factory: only prepared tokens can be planned; "
+        "`perdure compare` measures what training on other data takes\n"
     )
 
 

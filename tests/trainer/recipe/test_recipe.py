@@ -185,7 +185,6 @@ def test_lengths_of_a_schedule_may_be_shares_of_the_run(recipe_file, warmup, dec
 @pytest.mark.parametrize(
     ("override", "instead"),
     [
-        ("model.kgat={}", "model.kgat: does not work with strategy.tp"),
         ("strategy.zero=1", "use SHARD_GRAD_OP"),
         ("data.seq_len=15", "data.seq_len=15 is not a multiple of strategy.tp=2"),
     ],
@@ -221,7 +220,6 @@ def test_what_a_pipeline_does_not_do_is_refused(recipe_file, override, instead):
     ("override", "instead"),
     [
         ("model.factory=a:b", "model.factory: such a model knows no parts of sequences"),
-        ("model.kgat={}", "model.kgat: does not work with strategy.cp"),
         ("model.attention=sdpa", "model.attention: strategy.cp has its own, that of a ring"),
         ("data.factory=a:b", "data.factory: does not work with strategy.cp"),
         ("data.seq_len=3", "strategy.cp: a sequence is cut into 4 chunks, but data.seq_len is 3"),
@@ -357,6 +355,26 @@ def test_every_key_is_documented():
     assert not undocumented
 
 
+def test_an_old_recipe_is_told_what_to_write(recipe_file):
+    old = ["model={kgat: {layers: [4]}}", "data={graph: {path: x}}"]
+    with pytest.raises(RecipeError) as error:
+        load_recipe(recipe_file, old)
+    assert str(error.value).splitlines() == [
+        f"override '{old[0]}': model.kgat: write model.factory: trainer.kgat:KGAT, and its keys in "
+        "model.factory_options",
+        f"override '{old[1]}': data.graph: write data.factory: trainer.kgat:open_graph, and its "
+        "keys in data.factory_options",
+    ]
+    kept = load_recipe(recipe_file, old, kept=True)
+    assert (kept.model.factory_options, kept.data.factory_options) == (
+        {"layers": [4]},
+        {"path": "x"},
+    )
+    # As older versions wrote them into each resolved recipe.
+    unset = load_recipe(recipe_file, ["model.kgat=null", "data.graph=null"])
+    assert unset == load_recipe(recipe_file)
+
+
 def test_reading_a_recipe_imports_nothing_heavy(recipe_file):
     code = (
         "import sys; from trainer.recipe import load_recipe; load_recipe(sys.argv[1]);"
@@ -372,7 +390,7 @@ def test_reading_a_recipe_imports_nothing_heavy(recipe_file):
     "key",
     [
         *("run.dir", "data.sources.0.path", "model.init_from", "strategy.offload_directory"),
-        *("checkpoint.slot_directory", "tracking.prometheus", "data.graph.path"),
+        *("checkpoint.slot_directory", "tracking.prometheus"),
     ],
 )
 def test_a_path_that_looks_like_a_url_is_refused(recipe_file, key, path):

@@ -6,11 +6,12 @@ import pytest
 
 from tests.distributed.jobs import ROOT
 from trainer.cli.main import main
+from trainer.data.stream import Accounted
 from trainer.plan.blueprint import read_blueprint
 from trainer.recipe import RecipeError, load_recipe, resolved
 from trainer.run.identity import identify, with_data
 from trainer.run.preflight import check_launch
-from trainer.run.provenance import check_resume
+from trainer.run.provenance import changes, check_resume
 from trainer.tasks.task import build_task, check_plannable
 
 MODULE = """
@@ -142,6 +143,37 @@ class Odd(Line):
 class Each(Line):
     def forward(self, x, y):
         return (self.weight(x).squeeze(1) - y) ** 2
+
+class Walk:  # samples in an order of its own, from the run's seed on
+    fingerprint = "walk"
+
+    def __init__(self, size, seed=0, broken=False):
+        self.sequences, self.seed, self.broken = size, seed, broken
+
+    def fetch(self, positions):
+        y = torch.tensor([float(self.seed + place) for place in positions])
+        return {1} if self.broken else {"x": torch.stack([torch.ones(len(y)), y], dim=1), "y": y}
+
+    def describe(self, global_batch):
+        return "on a walk"
+
+def walk(size, recipe, broken=False):
+    return Samples(Walk(size, recipe.run.seed, broken), validation=Walk(9))
+
+class Judge(Line):
+    checkpoint_files = {"walk.txt": b"0 1 2"}
+    init_from_tensors = ["weight.bias"]
+
+    def __init__(self, width, data, recipe):
+        super().__init__()
+        self.got = data.train.seed, recipe.batch.global_batch, width
+
+    def forward(self, x, y):
+        loss = super().forward(x, y)
+        return loss if self.training else {"square": loss}
+
+    def after_step(self, samples, forward):
+        self.after = samples, forward(x=torch.ones(1, 2), y=torch.zeros(1))["loss"].requires_grad
 """
 RECIPE = """\
 run: {dir: run, steps: 4, device: cpu}
@@ -170,6 +202,11 @@ def mine(tmp_path, monkeypatch):
 
 
 ODD = ["model.factory=mine:Odd"]
+WALK = [
+    "model={factory: mine:Judge, factory_options: {width: 3}}",
+    "data={factory: mine:walk, factory_options: {size: 40}}",
+    *("run.seed=7", "run.evaluate_every=2"),
+]
 WRONG = [
     (["data.factory=mine:absent"], "mine.py has no absent; it has ROWS, rows, with_validation"),
     (
@@ -221,7 +258,14 @@ WRONG = [
             ),
         )
     ),
-    (["data.seq_len=8"], "data.factory: excludes data.sources, data.seq_len and data.graph"),
+    (
+        [*WALK, "data.factory_options.broken=true"],
+        "fetch of mine:walk fails: AttributeError: ",
+    ),
+    ([*WALK, "run.stop_after=2"], "a dict without a scalar 'loss' (of 'square'); it should be the"),
+    ([*WALK, "model.init_from=nowhere"], "model.init_from: no checkpoint at nowhere; make one, or"),
+    (["model.factory=mine:Judge"], "mine:Judge is called with recipe=, data=, but: "),
+    (["data.seq_len=8"], "data.factory: excludes data.sources and data.seq_len"),
     (["batch.micro_batch=auto"], "batch.micro_batch: data.factory cannot be planned"),
     ([DECODER], "samples have no input_ids and no labels"),
     ([DECODER, "data.factory=mine:tokens"], "token 70 is outside model.architecture.vocab_size=64"),
@@ -258,6 +302,33 @@ def test_what_is_right_passes(mine, monkeypatch, capsys):
         with pytest.raises(SystemExit) as end:
             main()
         assert end.value.code == 0, capsys.readouterr()
+
+
+def test_a_stream_and_a_model_say_what_becomes_of_them(mine):
+    """An order, figures of validation, files of checkpoints, what is loaded, and a last word."""
+    recipe = load_recipe("mine.yaml", WALK)
+    check_launch(recipe, 2, 2)
+    task = build_task(recipe)
+    assert task.model.got == (7, 8, 3)
+    assert task.stream.fetch([0, 40, 5])["y"].tolist() == [7, 47, 12]
+    assert task.stream.fingerprint == "walk"
+    assert not isinstance(task.stream, Accounted), "nothing proves which samples it took"
+    assert task.validation.count == 9
+    assert task.validation.values({"square": 4.0}) == {"square": 4.0}
+    assert (task.files, task.pretrained) == ({"walk.txt": b"0 1 2"}, ["weight.bias"])
+    task.after_step(lambda inputs: {"loss": task.model(**inputs)}, 24)
+    assert task.model.after == (24, False)
+    plain = build_task(load_recipe("mine.yaml"))
+    assert (plain.files, plain.pretrained, plain.after_step) == ({}, None, None)
+
+
+def test_an_option_that_is_written_out_at_its_default_is_no_other_model(mine):
+    recipe = load_recipe("mine.yaml")
+    written = ["data.factory_options={count: 40}"]
+    old = resolved(load_recipe("mine.yaml", written))
+    assert not changes(old, recipe)
+    other = load_recipe("mine.yaml", ["data.factory_options={count: 30}"])
+    assert changes(old, other) == {"data.factory_options.count": (40, 30)}
 
 
 def test_what_is_odd_and_can_be_trained_passes(mine):

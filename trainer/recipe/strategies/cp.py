@@ -22,7 +22,7 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
     strategy, length = recipe.strategy, recipe.data.seq_len
     if strategy.cp == 1:
         return
-    yield from missing_beside(recipe, "cp", "model.kgat", "data.factory")
+    yield from missing_beside(recipe, "cp", "data.factory")
     if recipe.objective.compares:
         yield (
             "strategy.cp",

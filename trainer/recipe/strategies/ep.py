@@ -18,8 +18,7 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
     strategy, data = recipe.strategy, recipe.data
     if strategy.ep == 1:
         return
-    beside = "run.determinism", "model.kgat", "data.factory", "strategy.sharding"
-    yield from missing_beside(recipe, "ep", *beside)
+    yield from missing_beside(recipe, "ep", "run.determinism", "data.factory", "strategy.sharding")
     together, ring = tp.ranks(strategy), cp.ranks(strategy)
     if together > 1 and data.seq_len % (together * ring) and not data.factory:
         yield (

@@ -14,7 +14,6 @@ def missing_beside(recipe: Recipe, ranks: str, *keys: str) -> Iterator[tuple[str
     """
     chosen = {
         "run.determinism": (recipe.exact, "set fast"),
-        "model.kgat": (bool(recipe.model.kgat), f"set strategy.{ranks}=1"),
         "data.factory": (bool(recipe.data.factory), f"set strategy.{ranks}=1"),
         "strategy.sharding": (sharding.zero1(recipe), "use SHARD_GRAD_OP"),
     }

@@ -36,7 +36,7 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
             if getattr(strategy, key) != default:
                 yield f"strategy.{key}", "only with strategy.pp above 1; remove it"
         return
-    yield from missing_beside(recipe, "pp", "model.kgat", "data.factory", "strategy.sharding")
+    yield from missing_beside(recipe, "pp", "data.factory", "strategy.sharding")
     if recipe.objective.compares:
         yield (
             "strategy.pp",

@@ -25,7 +25,7 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
         if strategy.sequence_parallel:
             yield "strategy.sequence_parallel", "only with strategy.tp above 1; remove it"
         return
-    yield from missing_beside(recipe, "tp", "model.kgat", "strategy.sharding")
+    yield from missing_beside(recipe, "tp", "strategy.sharding")
     ring = cp.ranks(strategy)
     uneven = data.seq_len % (strategy.tp * ring) and not data.factory
     if strategy.sequence_parallel and uneven:

@@ -179,7 +179,6 @@ def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for key, path in (
         ("checkpoint.directory", recipe.checkpoint.directory),
         ("model.init_from", recipe.model.init_from),
-        ("data.graph.path", recipe.data.graph and recipe.data.graph.path),
     ):
         if path:
             yield key, path

@@ -65,7 +65,7 @@ class Sources:
         if start.recipe and digest_of(text) != start.recipe:
             raise RecipeError(f"{path} is not the recipe that attempt {attempt.number} began with")
         try:
-            recipe = load_recipe(path)
+            recipe = load_recipe(path, kept=True)
         except RecipeError as error:
             raise AwayError(f"{path} cannot be read by this version: {error}") from error
         return self._here(recipe, attempt)
@@ -98,8 +98,6 @@ class Sources:
             replace(source, path=path) for source, path in zip(data.sources, paths, strict=True)
         )
         data = replace(data, sources=sources)
-        if data.graph:
-            data = replace(data, graph=replace(data.graph, path=found(data.graph.path)))
         if model.init_from:
             model = replace(model, init_from=found(model.init_from))
         directory = checkpoint.directory

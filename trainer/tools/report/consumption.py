@@ -104,7 +104,7 @@ def _recipe(run: Path, digest: str, attempts: Sequence[Attempt], found: Findings
         if digest and digest_of(read_text(path)) != digest:
             found.problems.append(f"{path} is not the recipe that {who} began with")
             return None
-        recipe = load_recipe(path)
+        recipe = load_recipe(path, kept=True)
     except OSError as error:
         found.miss(f"{path}: {error.strerror}", attempts)
         return None
@@ -117,7 +117,8 @@ def _recipe(run: Path, digest: str, attempts: Sequence[Attempt], found: Findings
                 f"attempt {attempt.number} (line {attempt.line}) has a global batch of "
                 f"{attempt.start.global_batch}, its recipe of {recipe.batch.global_batch}"
             )
-        if digest and not recipe.data.graph and "consumed" not in attempt.start.records:
+        in_our_order = not recipe.data.factory or size_in(attempt.start.data)
+        if digest and in_our_order and "consumed" not in attempt.start.records:
             found.problems.append(
                 f"attempt {attempt.number} (line {attempt.line}) does not record what the ranks "
                 "took, which its data makes every run record"
@@ -146,8 +147,9 @@ def _compare(
     counts.steps += len(steps)
     claimed = {attempt.start.data for attempt in attempts}
     if recipe.data.factory:  # its code is not run here: what a data set holds is not asked
-        order = Order([size_in(*claimed)], [1.0], recipe.run.seed) if len(claimed) == 1 else None
-        if order:  # else `read_history` has found that they differ
+        size = size_in(*claimed) if len(claimed) == 1 else 0
+        if size:  # else `read_history` has found that they differ, or the order is the data's own
+            order = Order([size], [1.0], recipe.run.seed)
             located = _spread(steps, MOST_SAMPLES, 1)
             found.problems += _other_samples(located, _of_one_source(order))
             counts.located += len(located)
