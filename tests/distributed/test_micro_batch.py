@@ -103,7 +103,7 @@ def test_every_way_in_which_memory_runs_out_halves(tmp_path, workspace, error, h
     recipe, noted = load_recipe(workspace / "recipe.yaml", overrides), tmp_path / "micro_batch.json"
     fixed = dataclasses.replace(recipe, batch=dataclasses.replace(recipe.batch, micro_batch=4))
     world = World(0, 0, 1, 1, 1, 0, 0, None, torch.device("cpu"))
-    run = SimpleNamespace(given=recipe, recipe=fixed, world=world, first_step=True)
+    run = SimpleNamespace(written=recipe, recipe=fixed, world=world, first_step=True)
     with pytest.raises(HalvedError if halves else type(error)), halving(run):
         raise error
     assert noted.exists() == halves
