@@ -7,13 +7,16 @@ dies with its owner, and ends by itself when its standard input is closed.
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
+from elastic.exits import SIGNALS
 from elastic.node.standin import NODE_SOCKET
 from elastic.process import search_path
 
@@ -21,6 +24,26 @@ logger = logging.getLogger(__name__)
 
 FAREWELL_SECONDS, HURRIED_SECONDS = 30.0, 5.0
 """Time that companions have to end; after a notice, when the machine may be gone soon."""
+
+
+def until_input_ends(niceness: int) -> threading.Event:
+    """Make this process a companion; returns an event that is set once its standard input ends.
+
+    Args:
+        niceness: added to that of the process, as by `os.nice`.
+    """
+    for number in SIGNALS:  # Slurm signals every process, and the owner may still send work
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(niceness)
+    ended = threading.Event()
+
+    def wait() -> None:
+        while os.read(0, 1):
+            pass
+        ended.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    return ended
 
 
 class Companion:

@@ -17,7 +17,6 @@ with their process.
 
 import os
 import shutil
-import signal
 import stat
 import sys
 import threading
@@ -34,8 +33,7 @@ from checkpointing.errors import CheckpointError
 from checkpointing.storage.folders import Folder, hold, is_private
 from checkpointing.storage.object_storage import store_of
 from checkpointing.storage.place import ObjectPath
-from elastic.exits import SIGNALS
-from elastic.node.companion import accompany
+from elastic.node.companion import accompany, until_input_ends
 from trainer.data.prepare.writer import synced
 from trainer.data.shards import CHECKSUM_BLOCK, SPLITS, DataError, read_index
 from trainer.recipe.sections import Data
@@ -164,17 +162,7 @@ class ShardToCopy:
 
 def main(directory: str, size: str, *urls: str) -> None:
     """Copy shards until all are there, or standard input ends."""
-    for number in SIGNALS:  # Slurm's reach every process; the end of the input says when to go
-        signal.signal(number, signal.SIG_IGN)
-    os.nice(19)
-    ended = threading.Event()
-
-    def wait() -> None:
-        while os.read(0, 1):
-            pass
-        ended.set()
-
-    threading.Thread(target=wait, daemon=True).start()
+    ended = until_input_ends(niceness=19)
     told = ""
     while not ended.is_set():
         again = False

@@ -98,7 +98,7 @@ class Blueprint:
     model: nn.Module
     """On the meta device."""
     traced: nn.Module
-    """The same model with fewer blocks, or the model itself."""
+    """What is traced: `model`, or a model like it with fewer blocks."""
     block_count: int
     seq_len: int
     documents: Literal["document_ids", "cu_seqlens"] | None

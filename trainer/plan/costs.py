@@ -149,7 +149,7 @@ def describe_machine(
         notes.append(f"So many GPUs are {nodes} nodes of {count} (--gpus {each} --nodes {nodes}).")
     if size:
         wanted = float(size[1])
-        # Of the GPUs with that memory the slowest: a real one is rather faster.
+        # A memory size fits several GPUs. The slowest of them promises no speed that is not there.
         able = [n for n in GPUS if GPUS[n].flash_attention or dtype != "bf16"]
         name = min(
             able,

@@ -335,7 +335,7 @@ class Held:
         reduced_to = buffer // ranks
         beside = last if ranks > 1 else buffer if self._layout.replicas > 1 else 0
         most = max(gradients + buffer, buffer + reduced_to + beside)
-        # It replaces the earlier one.
+        # The reduced shard replaces the one that an earlier reduction of this unit left.
         return most - reduced_to if self._apart(before) > 1 else most
 
     def _backward_of_weights(self, before: bool, last: bool) -> list[Moment]:

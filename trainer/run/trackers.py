@@ -10,7 +10,6 @@ import json
 import math
 import os
 import secrets
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from elastic.exits import SIGNALS
+from elastic.node.companion import until_input_ends
 from elastic.node.files import open_to_read, read_text, write_whole
 from elastic.record.ledger import LEDGER
 from elastic.record.lines import read_record
@@ -192,17 +191,7 @@ def _begin(kind: str, name: str, run_dir: Path, after: float) -> Tracker:
 
 def main(directory: str, kind: str, name: str = "") -> None:
     """Run a tracker until standard input ends."""
-    for number in SIGNALS:  # Slurm signals every process, and more records will come
-        signal.signal(number, signal.SIG_IGN)
-    os.nice(10)
-    ended = threading.Event()
-
-    def wait() -> None:
-        while os.read(0, 1):
-            pass
-        ended.set()
-
-    threading.Thread(target=wait, daemon=True).start()
+    ended = until_input_ends(niceness=10)
     run_dir = Path(directory)
     mark = run_dir / f".tracker-{'-'.join(filter(None, [kind, name]))}.json"
     reported, again, last = False, AGAIN_SECONDS, False

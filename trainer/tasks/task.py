@@ -441,7 +441,7 @@ def _call_factory(
     name, start = recipe.model.factory or "", recipe.model.init_from
     if start and not storage_of(location(start)).is_directory(location(start)):
         raise RecipeError(f"model.init_from: no checkpoint at {start}; make one, or set null")
-    # The same on all ranks, so that their weights agree.
+    # All ranks draw with one seed, so that their weights agree.
     torch.manual_seed(recipe.run.seed)
     options = recipe.model.factory_options
     model = call_factory("model.factory", name, options, recipe=recipe, data=data)

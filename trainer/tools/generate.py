@@ -134,7 +134,7 @@ class OpenedModel:
         ids = torch.tensor([prompt_ids], device=device)
         for _ in range(min(sampling.max_new_tokens, self.limit - len(prompt_ids))):
             with torch.inference_mode():
-                # Of the last position only: logits of all would be (T, V).
+                # The last position alone decides the next token; logits of all would be (T, V).
                 logits = self.model.head(self.model.hidden(ids)[0, -1]).float().cpu()
             logits = logits[: self.tokenizer.get_vocab_size()]  # the rest is padding
             token = draw(logits, sampling.temperature, sampling.top_k, generator)

@@ -39,15 +39,19 @@ def set_traps(folder):
         (folder / name / "__init__.py").write_text("raise SystemExit('out of the folder')")
 
 
-def perdure(folder, *arguments, code=0, meanwhile=lambda pid: None):
-    with subprocess.Popen(
+def started(folder, arguments, **environment):
+    return subprocess.Popen(
         [PERDURE, *arguments],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    ) as process:
+    )
+
+
+def perdure(folder, *arguments, code=0, meanwhile=lambda pid: None):
+    with started(folder, arguments, OMP_NUM_THREADS="1") as process:
         deadline = time.monotonic() + 120
         while True:
             meanwhile(process.pid)
@@ -63,14 +67,7 @@ def perdure(folder, *arguments, code=0, meanwhile=lambda pid: None):
 def sign_of_life(folder, *arguments):
     """What a command prints up to the line that it loads PyTorch, and what it has imported."""
     told = []
-    with subprocess.Popen(
-        [PERDURE, *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
+    with started(folder, arguments, PYTHONPROFILEIMPORTTIME="1") as process:
         assert process.stdout
         for line in process.stdout:
             told.append(line)

@@ -10,19 +10,10 @@ import pytest
 
 from elastic.record.history import LedgerError, read_history
 from elastic.record.ledger import Ledger, StartLine
-from tests.trainer.tools.a_run import write_run
 from trainer.tools.report.report import check, clock, report
 from trainer.tools.svg import ticks
 
 PERDURE = Path(sys.executable).parent / "perdure"
-
-
-@pytest.fixture
-def run(tmp_path):
-    folder = tmp_path / "a <run> & more"
-    folder.mkdir()
-    write_run(folder)
-    return folder
 
 
 def perdure(*arguments):

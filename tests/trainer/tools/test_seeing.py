@@ -38,14 +38,6 @@ VENDORED = {
 EVIL = "</script><img src=x onerror=alert(1)>\x1b]0;owned\x07"
 
 
-@pytest.fixture
-def run(tmp_path):
-    folder = tmp_path / "a <run> & more"
-    folder.mkdir()
-    write_run(folder)
-    return folder
-
-
 def looked_at(folder):
     run = RunView(folder)
     run.look()
