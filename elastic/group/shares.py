@@ -77,13 +77,16 @@ def best_plan(plan: BatchPlan, paces: Sequence[float], micro_batch: int) -> Batc
     """Return the plan of the same global batch whose predicted step is the shortest.
 
     Args:
-        plan: any plan of these ranks.
+        plan: any plan of these ranks. If its ranks need one pass, they keep to one: between passes
+            gradients take memory.
         paces: seconds of a sequence by rank.
         micro_batch: most sequences of a pass.
     """
+    single = plan.passes == 1
     if plan.fixed or not plan.lockstep:
-        size = plan.micro_batch if plan.fixed else micro_batch
-        return replace(plan, micro_batch=size, shares=fastest_shares(paces, plan.units))
+        size, most = (plan.micro_batch, 1) if plan.fixed else (micro_batch, micro_batch)
+        shares = fastest_shares(paces, plan.units, most if single else None)
+        return replace(plan, micro_batch=size, shares=shares)
     # Equal shares often fill all passes. So fast ranks have room for more only in further passes.
     fewest = -(-plan.units // (plan.world_size * micro_batch))
     plans = [
@@ -93,7 +96,7 @@ def best_plan(plan: BatchPlan, paces: Sequence[float], micro_batch: int) -> Batc
             micro_batch=micro_batch,
             shares=fastest_shares(paces, plan.units, passes * micro_batch),
         )
-        for passes in range(fewest, 2 * fewest + 2)
+        for passes in range(fewest, 2 if single else 2 * fewest + 2)
     ]
     return min(plans, key=lambda one: step_seconds(one, paces))
 

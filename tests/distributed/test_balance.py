@@ -48,7 +48,7 @@ def test_a_slow_rank_gets_less_and_the_bits_stay(workspace, train):
     process has asked for samples ahead."""
     train(1, "run.dir=whole", *EXACT, slow(0))
     run = ("run.dir=balanced", *EXACT, SPEED)
-    output = train(2, *run, slow(0, 0.004), ZERO2, "data.workers=1", f"run.steps={STEPS - 2}")
+    output = train(2, *run, slow(0, 0.005), ZERO2, "data.workers=1", f"run.steps={STEPS - 2}")
     (given,) = shares(workspace, "balanced")
     assert sum(given) == 8
     assert given[0] > given[1]

@@ -111,6 +111,8 @@ def test_every_sequence_once_and_no_pass_above_the_limit(
     assert max(len(micro.positions) for of in passes for micro in of) <= micro_batch
     assert [len(of) for of in passes] == [plan.passes_of(rank) for rank in range(ranks)]
     assert all(any(micro.real for micro in of) for of in passes)
+    if equal.passes == 1:
+        assert all(len(of) == 1 for of in passes)
     if lockstep:
         assert len({len(of) for of in passes}) == 1
     if fixed:  # the same micro-batches as ever
