@@ -4,12 +4,14 @@ The global batch is the same at every world size. Where it does not divide evenl
 different numbers of sequences but the same number of forward and backward passes, so that their
 collectives match. A rank with nothing left to compute runs one sequence with weight 0.
 
-In a balanced plan, ranks share the sequences as evenly as possible. In a fixed plan, the global
-batch is cut into micro-batches that are the same at every world size, and ranks share these.
+The *units* that ranks share are sequences. In a fixed plan they are micro-batches, into which the
+global batch is cut equally at every world size. Ranks have as many units each as possible, or
+`BatchPlan.shares` (see shares.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,29 @@ class BatchPlan:
     """Sequences in the largest pass."""
     fixed: bool = False
     """Whether micro-batches are the same at every world size."""
+    shares: tuple[int, ...] | None = None
+    """Units of each rank; None: equal ones."""
+    lockstep: bool = True
+    """Whether all ranks need equally many passes, because each pass has collectives. Equal shares
+    always have them."""
+
+    @property
+    def units(self) -> int:
+        """Sequences of the global batch, or its micro-batches in a fixed plan."""
+        return -(-self.global_batch // self.micro_batch) if self.fixed else self.global_batch
+
+    def units_of(self, rank: int) -> Sequence[int]:
+        """Numbers of the units of `rank`, in order. The ranks are dealt one unit each in turn,
+        until they have their shares, so that all see the same mixture of sources."""
+        if self.shares is None:
+            return range(rank, self.units, self.world_size)
+        return _dealt(self.shares)[rank]
+
+    def passes_of(self, rank: int) -> int:
+        """Forward and backward passes of `rank` per optimizer step."""
+        if self.shares is None or self.lockstep:
+            return self.passes
+        return self.shares[rank] if self.fixed else -(-self.shares[rank] // self.micro_batch)
 
     @property
     def efficiency(self) -> float:
@@ -46,25 +71,23 @@ class BatchPlan:
         return self.global_batch / (self.world_size * busiest)
 
     def micro_batches(self, rank: int, start: int) -> Iterator[MicroBatch]:
-        """Yield the passes of `rank` for the global batch that begins at sequence `start`.
-
-        A rank takes every world_size-th sequence, so that all ranks see the same mixture of
-        sources. In a fixed plan it takes every world_size-th micro-batch.
-        """
+        """Yield the passes of `rank` for the global batch that begins at sequence `start`."""
+        units, passes = self.units_of(rank), self.passes_of(rank)
         if self.fixed:
             size, end = self.micro_batch, start + self.global_batch
-            stride = self.world_size * size
-            for first in range(start + rank * size, start + self.passes * stride, stride):
-                positions = tuple(range(first, min(first + size, end)))
-                yield MicroBatch(positions or (start,), real=bool(positions))
+            for unit in units:
+                first = start + unit * size
+                yield MicroBatch(tuple(range(first, min(first + size, end))), real=True)
+            for _ in range(passes - len(units)):
+                yield MicroBatch((start,), real=False)
             return
-        own = range(start + rank, start + self.global_batch, self.world_size)
-        whole, extra = divmod(len(own), self.passes)
+        whole, extra = divmod(len(units), passes)
         used = 0
-        for number in range(self.passes):
+        for number in range(passes):
             size = whole + (number < extra)
             if size:
-                yield MicroBatch(tuple(own[used : used + size]), real=True)
+                own = units[used : used + size]
+                yield MicroBatch(tuple(start + unit for unit in own), real=True)
             else:
                 # Any sequence will do: its gradient is multiplied by 0.
                 yield MicroBatch((start,), real=False)
@@ -82,6 +105,19 @@ class BatchPlan:
                 f"{self.world_size} would use them)"
             )
         return text
+
+
+@lru_cache(maxsize=8)
+def _dealt(shares: tuple[int, ...]) -> list[list[int]]:
+    """Numbers of the units of each rank, see `BatchPlan.units_of`."""
+    dealt: list[list[int]] = [[] for _ in shares]
+    unit = 0
+    for turn in range(max(shares)):
+        for rank, share in enumerate(shares):
+            if share > turn:
+                dealt[rank].append(unit)
+                unit += 1
+    return dealt
 
 
 def most_ranks(global_batch: int, micro_batch: int, *, fixed: bool = False) -> int:

@@ -16,8 +16,9 @@ from trainer.run.worker import main
 plain_requests = trainer.run.train.requests
 
 
-def stray_requests(plan: Any, rank: int, start: int) -> Iterator[list[int]]:
-    for number, own in enumerate(plain_requests(plan, rank, start)):
+def stray_requests(plan_at: Any, rank: int, start: int) -> Iterator[list[int]]:
+    plan = plan_at(start)
+    for number, own in enumerate(plain_requests(plan_at, rank, start)):
         yield [one + plan.global_batch * (number // plan.passes == 2) for one in own]
 
 

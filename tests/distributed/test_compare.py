@@ -72,8 +72,8 @@ def measure(recipe, rank, world_size):
         SimpleNamespace(wait_staged=lambda: None, not_finite=""), None, None,
         Pulse.from_environment(), Recall(None),
     )  # fmt: skip
-    batches = load(task.stream, requests(plan, rank, 0), workers=0, pin_memory=False)
-    inputs = Inputs(batches, plan.passes)
+    batches = load(task.stream, requests(run.plan_at, rank, 0), workers=0, pin_memory=False)
+    inputs = Inputs(batches, run.passes)
     with StepProfiler(run, Speed(run)) as profiler:
         for _ in range(recipe.run.steps):
             train_step(run, inputs)

@@ -9,9 +9,8 @@ import json
 import os
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -41,6 +40,8 @@ if TYPE_CHECKING:
     from trainer.recipe.sections import DataCache
 
 MASK = 0xFFFFFFFF
+READ_AHEAD = 4
+"""Micro-batches that a worker is asked for before they are used."""
 
 Documents: TypeAlias = Literal["document_ids", "cu_seqlens"]
 """Form of a micro-batch's document boundaries: an id per token, (B, T) int32, or
@@ -362,7 +363,7 @@ def load(
             num_workers=workers,
             collate_fn=_identity,
             pin_memory=pin_memory,
-            prefetch_factor=4 if workers else None,
+            prefetch_factor=READ_AHEAD if workers else None,
             # Python's default up to 3.13; later defaults start a server, and pickle everything.
             multiprocessing_context="fork" if workers else None,
             snapshot_every_n_steps=1 << 62,  # its snapshots are unused, and cost time
@@ -386,12 +387,25 @@ def _begun(
         begun.popleft()
 
 
-def requests(plan: BatchPlan, dp_rank: int, start: int) -> Iterator[list[int]]:
+def requests(plan_at: Callable[[int], BatchPlan], dp_rank: int, start: int) -> Iterator[list[int]]:
     """Yield the positions of every micro-batch of a data-parallel rank, endlessly from the global
-    batch at `start` on."""
-    for batch_start in count(start, plan.global_batch):
-        for micro_batch in plan.micro_batches(dp_rank, batch_start):
+    batch at `start` on.
+
+    Args:
+        plan_at: returns the plan of the global batch that begins at a position.
+    """
+    while True:
+        plan = plan_at(start)
+        for micro_batch in plan.micro_batches(dp_rank, start):
             yield list(micro_batch.positions)
+        start += plan.global_batch
+
+
+def requested_ahead(stream: Stream, workers: int) -> int:
+    """Most micro-batches that `load` requests before they are used."""
+    if workers:
+        return READ_AHEAD * workers
+    return stream.ahead if isinstance(stream, TokenStream) else 0
 
 
 def _die_with(parent: int, worker: int) -> None:

@@ -47,6 +47,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield from _adapter_contradictions(recipe)
     yield from _objective_contradictions(recipe)
     yield from strategies.check(recipe)
+    yield from _balance_contradictions(recipe)
     yield from _matmul_contradictions(recipe)
     yield from _tracking_contradictions(recipe.tracking)
     yield from _own_data_contradictions(recipe)
@@ -178,6 +179,31 @@ def _objective_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     ):
         if chosen:
             yield key, f"objective.name={name} {problem}"
+
+
+def _balance_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    strategy = recipe.strategy
+    if recipe.batch.balance == "equal":
+        return
+    if recipe.exact and recipe.gathers_twice:
+        yield (
+            "batch.balance",
+            f"speed gains nothing with {recipe.sharding} in exact mode: ranks wait for the slowest "
+            "in each pass, whose size is fixed; use strategy.sharding=SHARD_GRAD_OP, "
+            "strategy.name=ddp, or batch.balance=equal",
+        )
+    if strategy.ep > 1:
+        yield (
+            "batch.balance",
+            "speed gains nothing with strategy.ep: ranks exchange tokens in each block, and wait "
+            "for the slowest; set equal",
+        )
+    if strategy.pp > 1 and strategy.pp_schedule == "gpipe":
+        yield (
+            "strategy.pp_schedule",
+            "gpipe keeps the activations of all passes, so batch.balance=speed would need more "
+            "memory on fast ranks; use 1f1b, or batch.balance=equal",
+        )
 
 
 def _matmul_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:

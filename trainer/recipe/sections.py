@@ -231,6 +231,11 @@ class Batch:
     auto: as many as `perdure plan` finds room for, halved when memory runs out (see
     docs/strategies.md); not with run.determinism: exact."""
 
+    balance: Literal["equal", "speed"] = "equal"
+    """equal: ranks get equally many sequences. speed: in proportion to their measured speed, for
+    machines of unequal speed (see docs/strategies.md). The global batch, the order of samples and
+    the loss stay the same."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,11 @@ import torch.distributed as dist
 from checkpointing import Spare, TensorCheckpointer
 from checkpointing.format.tensors import tensors_not_finite
 from elastic import Pulse, StartLine, World, describe_failure
+from elastic.group.batch_plan import BatchPlan
 from elastic.node.recall import Recall
 from elastic.process import usable_cores
 from elastic.world import limit_waits
+from trainer.data.loader import requested_ahead
 from trainer.data.samples import IGNORED_LABEL
 from trainer.data.stream import Accounted
 from trainer.models.decoder import Decoder
@@ -39,6 +42,9 @@ from trainer.run.speed import peak_flops
 from trainer.run.state import Run
 from trainer.tasks.task import Task, optimizer_options
 from trainer.tasks.text_model import documents_for
+
+if TYPE_CHECKING:
+    from trainer.run.balance import SpeedShares
 
 TRIED_LENGTH = 64
 """Tokens of the sequence that tests whether a model keeps documents apart."""
@@ -164,12 +170,15 @@ def build(
         lines = unwritten if isinstance(unwritten, list) else []
         trained = model.trained
         fixed = {name: one for name, one in model.tensors.items() if name not in trained}
-        with Log(recipe, start, lines, silent=not world.is_main) as log:
+        with (
+            Log(recipe, start, lines, silent=not world.is_main) as log,
+            shares_by_speed(recipe, mesh, plan, model, task) as balance,
+        ):
             startup.mark("trackers")
             run = Run(
                 written, recipe, task, world, mesh, plan, model, optimizer, build_schedule(recipe),
                 progress, checkpointer, start, log, pulse, recall,
-                frozenset(tensors_not_finite(fixed)),
+                frozenset(tensors_not_finite(fixed)), balance=balance,
             )  # fmt: skip
             notes = [agreement.note, describe_changes(changed, written)]
             if recipe.optimizer.factory:
@@ -181,6 +190,23 @@ def build(
             log.say("\n".join(lines))
             yield run
             pulse.report(progress.step, "end")
+
+
+@contextmanager
+def shares_by_speed(
+    recipe: Recipe, mesh: Mesh, plan: BatchPlan, model: ParallelModel, task: Task
+) -> Iterator["SpeedShares | None"]:
+    """Yield the plans of `batch.balance: speed`, which measure while entered; None where all plans
+    are `plan`."""
+    if recipe.batch.balance == "equal" or mesh.dp_size == 1:
+        yield None
+        return
+    from trainer.run.balance import SpeedShares  # imported only where the recipe uses it
+
+    ahead = requested_ahead(task.stream, recipe.data.workers)
+    balance = SpeedShares(recipe, mesh, plan, ahead)
+    with balance.timing(model.module):
+        yield balance
 
 
 def model_and_optimizer(

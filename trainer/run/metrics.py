@@ -168,6 +168,13 @@ class Log:
             self.say(f"warning: {what}")
             self._ledger.event(event, step=step, what=what)
 
+    def shares(self, step: int, begin: int, shares: Sequence[int], what: str) -> None:
+        """Report after `step` that from sequence `begin` on data-parallel ranks have other shares
+        of a global batch."""
+        if not self.silent:
+            self.say(what)
+            self._ledger.event("shares", step=step, sequence=begin, shares=[*shares], what=what)
+
     def started(self, startup: Startup) -> None:
         """Report that the first step of this attempt is done."""
         self.say(str(startup))

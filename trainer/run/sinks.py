@@ -317,6 +317,8 @@ _HELP = {
     "step_seconds_p50": "Median of step times, seconds",
     "data_wait": "Share of the time spent waiting for data, 0 to 1",
     "peak_memory": "Bytes of memory of rank 0 at the peak",
+    "smallest_share": "Least that a rank has of a global batch, under batch.balance",
+    "largest_share": "Most that a rank has of a global batch, under batch.balance",
     "validation_loss": "Loss over the validation set, nats per token",
     "validation_perplexity": "Perplexity over the validation set",
     "checkpoint_seconds": "Seconds that the newest save took",

@@ -42,6 +42,11 @@ class Speed:
             odd: the step took longer for a known reason, and is excluded from the averages.
         """
         run = self._run
+        if run.balance and (
+            change := run.balance.after_step(run.progress.sequences, result.compute, odd=odd)
+        ):
+            begin, shares = run.balance.begin, run.balance.shares
+            run.log.shares(run.progress.step, begin, shares, change)
         if odd:
             self._window.leave_out(result.seconds)
         else:
@@ -52,7 +57,8 @@ class Speed:
         if not run.due(run.recipe.run.log_every):
             return
         seconds, sequences, *pipeline = self._by_rank()
-        self._name_stragglers(seconds, sequences)
+        if not run.balance:  # else nobody waits for them, and a change of shares names them
+            self._name_stragglers(seconds, sequences)
         values = step_record(run, result, self._window)
         if self._window.pipeline:
             values["bubble"] = bubble(*pipeline)
@@ -75,12 +81,12 @@ class Speed:
     def _by_rank(self) -> list[list[float]]:
         """Lists by rank for this interval: mean seconds of a forward pass, sequences in one; in a
         pipeline also its seconds, and its seconds of waiting for messages."""
-        mesh, plan, window = self._run.mesh, self._run.plan, self._window
+        mesh, window = self._run.mesh, self._window
         world, rank = self._run.world, self._run.world.rank
-        mine = plan.micro_batches(mesh.dp_rank, self._run.progress.sequences)
+        mine = self._run.micro_batches
         values = [
             sum(window.computes) / max(1, len(window.computes)),
-            sum(len(micro.positions) for micro in mine) / plan.passes,
+            sum(len(micro.positions) for micro in mine) / len(mine),
         ]
         if self._run.model.pipeline:
             values += [sum(ran for ran, _ in window.pipeline), sum(w for _, w in window.pipeline)]
@@ -171,6 +177,9 @@ def step_record(run: Run, result: StepResult, window: Window) -> dict[str, float
         "peak_memory": peak_memory(device),
         **window.summary(run.world.world_size, run.task.flops_per_token, peak),
     }
+    if run.balance:
+        shares = run.balance.shares
+        values |= {"smallest_share": min(shares), "largest_share": max(shares)}
     if recipe.precision.dtype == "fp16":
         values["loss_scale"] = progress.loss_scale.value
     if window.seconds:

@@ -1,13 +1,15 @@
 """`Run`: all that the loop passes to the functions it calls, and `Progress`, which steps change."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from checkpointing import TensorCheckpointer
 from elastic import Pulse, StartLine, World
-from elastic.group.batch_plan import BatchPlan
+from elastic.group.batch_plan import BatchPlan, MicroBatch
 from elastic.node.recall import Recall
 from trainer.optim.optimizer import LossScale
 from trainer.optim.schedule import Rate
@@ -18,6 +20,9 @@ from trainer.recipe.sections import RunSection
 from trainer.run.means import Names
 from trainer.run.metrics import Log
 from trainer.tasks.task import Task
+
+if TYPE_CHECKING:
+    from trainer.run.balance import SpeedShares
 
 
 @dataclass
@@ -93,6 +98,7 @@ class Run:
     world: World
     mesh: Mesh
     plan: BatchPlan
+    """With equal shares; see `plan_at`."""
     model: ParallelModel
     optimizer: torch.optim.Optimizer
     rate: Rate
@@ -110,6 +116,26 @@ class Run:
     """Names of the scalars that the model returns in training."""
     validated: Names = field(default_factory=Names)
     """Names of the scalars that it returns in validation."""
+    balance: "SpeedShares | None" = None
+    """The plans of `batch.balance: speed`; None: `plan` holds throughout."""
+
+    def plan_at(self, sequences: int) -> BatchPlan:
+        """The plan of the global batch that begins at a sequence of the global order."""
+        return self.balance.plan_at(sequences) if self.balance else self.plan
+
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        """This rank's passes of the step under way."""
+        sequences = self.progress.sequences
+        return list(self.plan_at(sequences).micro_batches(self.mesh.dp_rank, sequences))
+
+    @property
+    def passes(self) -> Iterator[int]:
+        """Number of this rank's passes in each step, endlessly from the one under way on."""
+        sequences = self.progress.sequences
+        while True:
+            yield self.plan_at(sequences).passes_of(self.mesh.dp_rank)
+            sequences += self.plan.global_batch
 
     @property
     def first_step(self) -> bool:

@@ -76,7 +76,8 @@ class Inputs:
     the part of fetching that goes on after the GPU is done counts as waiting.
     """
 
-    def __init__(self, batches: Iterator[dict[str, torch.Tensor]], passes: int) -> None:
+    def __init__(self, batches: Iterator[dict[str, torch.Tensor]], passes: Iterator[int]) -> None:
+        """`passes`: number of micro-batches of each step."""
         self._batches, self._passes = batches, passes
         self._ahead: list[dict[str, torch.Tensor]] | Exception | None = None
         self._seconds = 0.0
@@ -90,7 +91,7 @@ class Inputs:
         """
         if self._ahead is None:
             began = time.perf_counter()
-            self._ahead = [next(self._batches) for _ in range(self._passes)]
+            self._ahead = [next(self._batches) for _ in range(next(self._passes))]
             self._seconds = time.perf_counter() - began
         ahead, self._ahead = self._ahead, None
         if isinstance(ahead, Exception):
@@ -102,7 +103,7 @@ class Inputs:
         has reached the mark `computed`, the end of this step's work, counts as waiting."""
         ahead, self._seconds = [], 0.0
         try:
-            for _ in range(self._passes):
+            for _ in range(next(self._passes)):
                 began, late = time.perf_counter(), reached(computed)
                 ahead.append(next(self._batches))
                 self._seconds += late * (time.perf_counter() - began)
@@ -118,8 +119,7 @@ def train_step(run: Run, source: Inputs) -> StepResult:
     started, step, options = time.perf_counter(), progress.step + 1, recipe.optimizer
     pulse.report(step, "data")
     inputs, data_wait = source.take()
-    micro_batches = plan.micro_batches(run.mesh.dp_rank, progress.sequences)
-    digest = consumed(inputs, micro_batches, run.mesh.witness)
+    digest = consumed(inputs, run.micro_batches, run.mesh.witness)
     outcome = gradients(run, inputs, digest, source)
     note = spoiled = ""
     overflow = progress.loss_scale.value > 1 and math.isfinite(outcome.loss)  # usual with fp16
@@ -245,7 +245,7 @@ def gradients(
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     counted: float | torch.Tensor = 0.0
     recorded: list[torch.Tensor] = []
-    micro_batches = list(plan.micro_batches(mesh.dp_rank, progress.sequences))
+    micro_batches = run.micro_batches
 
     def forward(number: int, batch: Mapping[str, torch.Tensor], call: Call) -> Passed:
         nonlocal loss_sum, counted, recorded
@@ -306,12 +306,13 @@ def gradients(
         value.reshape(1) if isinstance(value, torch.Tensor) else loss_sum.new_full((1,), value)
         for value in values
     ]
-    word = torch.cat([*sums, squares, *flags])
+    paces = run.balance.word(loss_sum) if run.balance else []
+    word = torch.cat([*sums, squares, *flags, *paces])
     # A single one: each collective costs a round trip between all ranks.
     dist.all_reduce(word, group=mesh.group)
     if isinstance(run.optimizer, MethodOptimizer) and not model.file:
         run.optimizer.gather()  # while the GPU still computes, so it costs no time
-    mean_loss, *rest = received(word)
+    mean_loss, *rest = run.balance.hear(received(word)) if run.balance else received(word)
     *square_parts, count_sum, saving, pausing, mute, spoiling, samples, contents = rest[
         len(names) :
     ]
@@ -320,7 +321,7 @@ def gradients(
     undivided = usual / count_sum if count_sum else 1.0
     # The gradients still have the loss scale.
     norm = sum(square_parts) ** 0.5 * undivided / progress.loss_scale.value
-    compute = sum(seconds_between(*pair) for pair in marks) / plan.passes
+    compute = sum(seconds_between(*pair) for pair in marks) / len(micro_batches)
     other_means = {name: undivided * value for name, value in zip(names, rest, strict=False)}
     return Gradients(
         mean_loss * undivided, other_means, norm, undivided, round(count_sum), saving > 0, pausing,

@@ -27,12 +27,12 @@ def train(run: Run, startup: Startup) -> int:
     recipe, task, progress, pulse = run.recipe, run.task, run.progress, run.pulse
     micro_batches = load(
         task.stream,
-        requests(run.plan, run.mesh.dp_rank, progress.sequences),
+        requests(run.plan_at, run.mesh.dp_rank, progress.sequences),
         workers=recipe.data.workers,
         pin_memory=run.world.device.type == "cuda",
         account=True,
     )
-    inputs = Inputs(micro_batches, run.plan.passes)
+    inputs = Inputs(micro_batches, run.passes)
     startup.mark("data")
     if not run.done and (request := pause_request(pulse)):
         return stop_together(run, request, saved=not run.checkpointer.newer_than_storage)

@@ -240,7 +240,8 @@ def rehearse(arguments: list[str]) -> None:
     )
     # The fake group returns no row counts for experts.
     if small and ep.ranks(recipe.strategy) == 1:
-        batch_requests = requests(exact.batch_plan(recipe, mesh.dp_size), mesh.dp_rank, 0)
+        plan = exact.batch_plan(recipe, mesh.dp_size)
+        batch_requests = requests(lambda _: plan, mesh.dp_rank, 0)
         batches = load(task.stream, batch_requests, workers=0, pin_memory=False)
         built.run([next(batches)], _loss, train=True)
 

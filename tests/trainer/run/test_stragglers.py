@@ -24,7 +24,7 @@ def slow_ranks(rank: int, slower: dict[int, float], pp: int = 1) -> set[int]:
         plan=plan, progress=Progress(), mesh=Mesh(ranks, share, 2, dist.group.WORLD, 2),
         world=SimpleNamespace(device=torch.device("cpu"), rank=rank, world_size=2 * pp),
         log=SimpleNamespace(event=lambda _step, _event, what: told.append(what)),
-        model=SimpleNamespace(pipeline=None),
+        model=SimpleNamespace(pipeline=None), micro_batches=[micro],
     )  # fmt: skip
     speed = Speed(run)
     speed._window.computes = [len(micro.positions) * slower.get(rank, 1.0) * (1 + 6 * stage)]

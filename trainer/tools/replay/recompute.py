@@ -196,13 +196,13 @@ def _inputs(run: Run) -> Iterator[Inputs]:
     """Yield this rank's micro-batches from the current position on."""
     batches = load(
         run.task.stream,
-        requests(run.plan, run.mesh.dp_rank, run.progress.sequences),
+        requests(run.plan_at, run.mesh.dp_rank, run.progress.sequences),
         workers=0,
         pin_memory=run.world.device.type == "cuda",
         account=True,
     )
     try:
-        yield Inputs(batches, run.plan.passes)
+        yield Inputs(batches, run.passes)
     finally:
         batches.close()
 
@@ -225,7 +225,9 @@ def _provable(walk: Walk, run: Run, attempt: Attempt, kind: Mapping[str, str]) -
         return "bits"
     same = (start.world_size, start.nodes) == (world.world_size, world.nodes)
     on_cpu = world.device.type == "cpu" and start.threads == torch.get_num_threads()
-    known = run.written.batch.micro_batch != "auto"
+    # The shares of `batch.balance: speed` group the sums of a step; a replay has equal ones.
+    batch = run.written.batch
+    known = batch.micro_batch != "auto" and batch.balance == "equal"
     return "bits" if same and on_cpu and known else "rounding"
 
 
@@ -327,8 +329,7 @@ def _explain_step(walk: Walk, run: Run, inputs: Inputs, step: int) -> None:
     """Compute and print the gradients of a step, and explain them if requested."""
     line = walk.line.recorded(step)
     batches, _ = inputs.take()
-    micro_batches = run.plan.micro_batches(run.mesh.dp_rank, run.progress.sequences)
-    result = gradients(run, batches, consumed(batches, micro_batches, run.mesh.witness))
+    result = gradients(run, batches, consumed(batches, run.micro_batches, run.mesh.witness))
     numbers = Numbers(result.loss, result.norm, _skipped(run, result, line), result.consumed)
     own = {name: p.grad for name, p in run.model.parameters.items() if p.grad is not None}
     digest, _ = digests_in_memory(dist.group.WORLD, model=own, optimizer={})
