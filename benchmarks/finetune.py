@@ -73,7 +73,7 @@ def one_round(peers: list[str], overrides: tuple[str, ...], steps: int, director
         *(str(RECIPE), "run.dir=run", "run.epochs=0", f"run.steps={steps}", *overrides),
         *("run.evaluate_every=0", f"run.log_every={EVERY}", "checkpoint.every=0"),
         *("checkpoint.keep_best=0", "elastic.snapshot_every=0", "schedule.name=constant"),
-        *("schedule.warmup_steps=0", "schedule.min_lr_ratio=0", "data.validation_sequences=0"),
+        *("schedule.warmup_steps=0", "schedule.min_lr_ratio=0"),
     ]
     found = race({peer: PEERS[peer][2] for peer in peers}, 1, recipe, directory, METRICS)
     for peer in peers:

@@ -114,6 +114,7 @@ def opened(folder, path):
 BETA = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "orpo": 0.1}
 DDP = "strategy.name=ddp"
 TP = "strategy.tp=2"
+THEIRS = "model.implementation=transformers"
 
 
 @pytest.mark.parametrize(
@@ -126,6 +127,9 @@ TP = "strategy.tp=2"
             "dpo strategy.zero=2",
             f"orpo {TP} strategy.sequence_parallel=true", "dpo batch.micro_batch=3",
             f"dpo {EXACT}", "dpo strategy.activation_checkpointing=full",
+        ], marks=soak),
+        pytest.param(2, [
+            f"dpo {THEIRS}", f"ipo {THEIRS} {DDP}", f"simpo {THEIRS}", f"orpo {THEIRS} {DDP}",
         ], marks=soak),
         pytest.param(4, [f"dpo {TP}", "simpo strategy.sharding=HYBRID_SHARD strategy.shard_size=2"],
                      marks=soak),

@@ -19,6 +19,7 @@ from elastic.record.history import read_history
 from lab.local_nodes import LocalNode, LocalNodes, start_python
 from tests.distributed.jobs import ROOT, losses, soak, starts
 from trainer.cli.main import parse
+from trainer.data.shards import TokenDataset
 from trainer.tools.report.report import check
 
 pytestmark = [soak, pytest.mark.timeout(3600)]
@@ -129,6 +130,41 @@ def test_the_adapter_is_that_of_an_undisturbed_run(home, undisturbed):
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= beside
     for name in beside:
         assert (step / name).read_bytes() == (published / name).read_bytes(), name
+
+
+def test_trained_tokens_are_those_of_trl(home, tmp_path):
+    """Of the last answer of each chat, for which trl follows the law."""
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset  # which trl needs
+
+    perdure(
+        home, "data", "prepare", "chats.jsonl", "--chat", "--turns", "last", "--tokenizer",
+        "models/smollm2", "--validation-fraction", 0, "--out", "data/last",
+    )  # fmt: skip
+    ours = TokenDataset(home / "data/last", "train")
+    chats = [json.loads(line)["messages"] for line in (home / "chats.jsonl").open()]
+    published = home / "models/smollm2"
+    trainer = trl.SFTTrainer(
+        AutoModelForCausalLM.from_pretrained(published),
+        args=trl.SFTConfig(
+            output_dir=str(tmp_path), completion_only_loss=True, max_length=None, report_to=[],
+            use_cpu=True, bf16=False, gradient_checkpointing=False,
+        ),
+        train_dataset=Dataset.from_list(
+            [{"prompt": one[:-1], "completion": one[-1:]} for one in chats]
+        ),
+        processing_class=AutoTokenizer.from_pretrained(published),
+    )  # fmt: skip
+    theirs = trainer.train_dataset
+    start = trained = 0
+    assert len(ours.lengths()) == len(theirs) == CHATS
+    for length, row in zip(ours.lengths().tolist(), theirs, strict=True):
+        assert ours.read(start, length).tolist() == row["input_ids"]
+        wanted = [label != -100 for label in row["labels"]]
+        assert ours.read_trained(start, length).tolist() == wanted
+        start, trained = start + length, trained + sum(wanted)
+    print(f"{trained:,} of {start:,} tokens are trained, by both")
+    assert 0 < trained < start
 
 
 def test_others_open_it_merge_it_and_train_on(home, undisturbed, tmp_path):

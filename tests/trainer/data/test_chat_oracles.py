@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.jobs import soak
-from tests.trainer.data.chat_families import VARIABLES, tokenizer
+from tests.trainer.data.chat_families import SPECIAL, VARIABLES, tokenizer
 from trainer.data.prepare.chats import ChatError, read_chat
 from trainer.data.prepare.spans import ChatEncoder, SpanFinder
 from trainer.data.prepare.template import ChatTemplate, RenderError, blocks_in, without_blocks
@@ -88,7 +88,7 @@ def test_blocks_and_masks_are_those_of_transformers(monkeypatch):
     monkeypatch.setattr(chat_template_utils, "datetime", Fixed)
     assert Fixed.now().date() == date(2026, 1, 31)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer(), **VARIABLES)
-    encoder = ChatEncoder(tokenizer())
+    encoder = ChatEncoder(tokenizer(), str(SPECIAL))
     counts, differ = Counter(), []
     for name, _, training in published():
         for kind, messages in CHATS.items():
@@ -118,7 +118,7 @@ def test_blocks_and_masks_are_those_of_transformers(monkeypatch):
                 return_dict=True,
                 return_assistant_tokens_mask=True,
             )
-            (whole,) = encoder.encode([text])
+            (whole,) = encoder.encode([text], places=True)
             mask = whole.inside(blocks_in(marked)).astype(int).tolist()
             assert whole.ids == oracle["input_ids"], (name, kind)
             if mask != oracle["assistant_masks"]:
@@ -128,9 +128,35 @@ def test_blocks_and_masks_are_those_of_transformers(monkeypatch):
     assert not differ
 
 
+def test_beginnings_are_as_they_are_rendered_by_themselves():
+    """Of about half of the families one rendering of a chat gives nearly all of them."""
+
+    def text(render, *arguments):
+        try:
+            return render(*arguments)
+        except RenderError as error:
+            return error
+
+    saved = Counter()
+    for name, original, _ in published():
+        template = compiled(original)
+        for messages in CHATS.values():
+            of = read_chat({"messages": messages}).messages
+            one = text(template.rendering, of, None)
+            if isinstance(one, RenderError):
+                assert str(text(template.marked, of, None)) == str(one)
+                continue
+            for key in [(n, ask) for n in range(1, len(of) + 1) for ask in (False, True)]:
+                expected = text(template.marked, of[: key[0]], None, key[1])
+                assert str(text(one.upto, *key)) == str(expected), (name, key)
+                saved[name] += key[0] in one._places
+    print(saved)
+    assert sum(count > 30 for count in saved.values()) >= 12
+
+
 def test_the_law_is_what_trl_trains_where_it_follows_it():
     """Without blocks: of twelve families in every chat, but for white space after an answer."""
-    encoder = ChatEncoder(tokenizer())
+    encoder = ChatEncoder(tokenizer(), str(SPECIAL))
     verdicts = {}
     for name, original, training in published():
         verdicts[name] = Counter()
@@ -146,7 +172,7 @@ def test_the_law_is_what_trl_trains_where_it_follows_it():
             except (ChatError, RenderError):
                 verdicts[name]["refused"] += 1
                 continue
-            (whole,) = encoder.encode([without_blocks(marked)])
+            (whole,) = encoder.encode([without_blocks(marked)], places=True)
             theirs = whole.inside(blocks_in(marked))
             if more:
                 verdicts[name]["each"] += 1

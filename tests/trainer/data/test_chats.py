@@ -9,6 +9,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from tests.trainer.data.chat_families import (
     BARE,
@@ -17,6 +18,7 @@ from tests.trainer.data.chat_families import (
     INST,
     LED,
     PLAIN,
+    SPECIAL,
     THINKING,
     VARIABLES,
     chat,
@@ -29,7 +31,7 @@ from trainer.data.prepare.template import ChatTemplate
 
 @pytest.fixture(scope="module")
 def encoder():
-    return ChatEncoder(tokenizer())
+    return ChatEncoder(tokenizer(), "".join(FAMILIES.values()))
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +187,112 @@ def test_comparing_tails_is_comparing_everything(find, encoder, family):
             assert one.trained.tolist() == [False, *trained[1:]], turns
     assert documents["one"] > 15
     assert (documents["each"] > 15) == (family == "thinking") or family == "bare"
+
+
+def test_in_pieces_a_chat_has_the_tokens_that_it_has_as_a_whole():
+    """Also where added tokens overlap, take spaces beside them, or depend on their neighbours."""
+    draw = np.random.default_rng(0)
+    tricky = [
+        AddedToken("<|x|>", lstrip=True, normalized=False),
+        AddedToken("<|x|>", rstrip=True, normalized=False),
+        AddedToken("<|im", normalized=False),
+        AddedToken("|><", normalized=False),
+        AddedToken("ok", normalized=True),
+        AddedToken("is", single_word=True),
+    ]
+    names = [*SPECIAL, *(token.content for token in tricky)]
+    for added in (None, *tricky):
+        made = tokenizer()
+        made.add_tokens([added] if added else [])
+        encoder = ChatEncoder(made, "".join(names))
+        texts = ["".join(draw.choice([*PIECES, *names], 12)) for _ in range(40)]
+        cuts = 0
+        pairs = zip(encoder.encode(texts), encoder.encode(texts, places=True), strict=True)
+        for pieces, whole in pairs:
+            assert pieces.ids == whole.ids, added
+            assert {cut[1:] for cut in pieces.cuts} <= {cut[1:] for cut in whole.cuts}
+            cuts += len(pieces.cuts)
+        assert (cuts > 0) == (added is None or not added.single_word), added
+
+
+TURN = "{{ '<|im_start|>' + m.role + m.content }}"
+ASK = "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+LOOP = f"{{% for m in messages %}}{TURN}{{% endfor %}}"
+ONCE = {
+    "loop": LOOP + ASK,
+    "end": LOOP + "{% if add_generation_prompt %}{{ bos_token }}{% else %}</s>{% endif %}",
+    "first": "{{ messages[0].role }}{% if messages[0].role == 'user' %}<s>{% endif %}" + LOOP,
+    "part": "{% if messages %}{% set some = messages %}{% else %}{% set some = [] %}{% endif %}"
+    "{% for m in some %}{{ loop.index0 * 2 }}" + TURN + "{% endfor %}" + ASK,
+    "state": "{% set n = namespace(c=0) %}{% for m in messages %}{% set n.c = n.c + 1 %}{{ n.c }}"
+    + TURN + "{{ loop.first, loop.previtem is defined, loop.changed(m.role) }}{% endfor %}" + ASK,
+    "back": "{% for m in messages %}{{ messages[loop.index0].role }}{% if loop.index0 %}"
+    "{{ messages[loop.index0 - 1].content }}{% endif %}{% endfor %}" + ASK,
+    "macro": "{% macro f(m, c) %}" + TURN + "{% endmacro %}{% for m in messages %}{{ f(m) }}"
+    "{% endfor %}" + ASK,
+}  # fmt: skip
+"""Each writes of the beginning of a chat what it writes of the chat until there."""
+SOME = {
+    "rest": "{% if messages[0].role == 'user' %}{% set messages = messages[1:] %}{% endif %}"
+    + LOOP,
+    "skip": "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}" + TURN
+    + "{% endfor %}" + ASK,
+    "only": LOOP.replace("messages %", "messages if m.role == 'user' %") + ASK,
+    "asks of users": LOOP.replace("{{", "{{ m.role == 'user' and loop.last }}{{", 1) + ASK,
+    "looks on": "{% for m in messages %}" + TURN + "{% if m.role == 'user' %}"
+    "{{ messages[loop.index0 + 1] is defined }}{% endif %}{% endfor %}",
+}  # fmt: skip
+NONE = {
+    "last": LOOP.replace("{% endfor", "{% if loop.last %}!{% endif %}{% endfor") + ASK,
+    "next": LOOP.replace("{% endfor", "{{ loop.nextitem is defined }}{% endfor") + ASK,
+    "left": LOOP.replace("{% endfor", "{{ loop.revindex }}{% endfor") + ASK,
+    "attribute": LOOP.replace("{% endfor", "{{ loop | attr('last') }}{% endfor") + ASK,
+    "count": "{{ messages | length }}" + LOOP + ASK,
+    "from behind": "{{ messages[-1].role }}" + LOOP,
+    "backwards": "{% for m in messages[::-1] %}" + TURN + "{% endfor %}" + ASK,
+    "twice": "{% for m in messages %}{{ m.role }}{% endfor %}" + LOOP + ASK,
+    "roles": "{{ messages | map(attribute='role') | join }}" + LOOP,
+    "json": "{{ messages | tojson }}" + LOOP + ASK,
+    "more": "{% for m in messages + messages %}" + TURN + "{% endfor %}" + ASK,
+    "pretty": "{{ messages | pprint }}" + LOOP,
+    "alike": "{{ messages == [] }}" + LOOP,
+    "copy": "{{ messages.copy() | length }}" + LOOP,
+    "asked before": ASK + LOOP,
+    "asked within": LOOP.replace("{% endfor", ASK + "{% endfor"),
+    "after": LOOP + "{{ messages[0].role }}" + ASK,
+    "kept": LOOP.replace("{% for", "{% set n = namespace(x='') %}{% for").replace(
+        "{% endfor", "{% set n.x = m.role %}{% endfor") + "{{ n.x }}" + ASK,
+    "set": "{% set x = messages[0].role %}" + LOOP + "{{ x }}" + ASK,
+    "inside": "{% if true %}" + LOOP + "!{% endif %}" + ASK,
+    "own": LOOP + "{% for t in tools or [] %}{{ t }}{% endfor %}" + ASK,
+    "deep": LOOP.replace("messages %", "messages recursive %") + ASK,
+    "stops": LOOP.replace("{% endfor", "{% if loop.index0 == 0 %}{% break %}{% endif %}{% endfor"),
+}  # fmt: skip
+
+
+def test_one_rendering_gives_those_of_all_beginnings(monkeypatch):
+    turns = [("system", "S"), ("user", "2+2?"), ("assistant", "4"), ("user", "U"), ("user", "V")]
+    turns += [("assistant", "A"), ("user", "W"), ("assistant", "B")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    beginnings = [(n, ask) for n in range(1, len(messages) + 1) for ask in (False, True)]
+    for name, source in (ONCE | SOME | NONE).items():
+        template = ChatTemplate({"default": source}, VARIABLES, None)
+        one = template.rendering(messages, None)
+        expected = {key: template.text(messages[: key[0]], None, key[1]) for key in beginnings}
+        rendered = []
+
+        def marked(given, tools, prompt=False, of=expected, rendered=rendered):
+            rendered.append((len(given), prompt))
+            return of[rendered[-1]]
+
+        monkeypatch.setattr(template, "marked", marked)
+        for key in beginnings:
+            assert one.upto(*key) == expected[key], (name, key)
+        whole = len(beginnings) - 1
+        if name in ONCE:
+            assert set(rendered) == {(len(messages), True)} & set(rendered), name
+        else:
+            assert (len(rendered) == whole) == (name in NONE), (name, rendered)
 
 
 def test_generation_blocks_are_followed_and_compared_with_the_law(shown):

@@ -14,11 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from checkpointing.format.nf4 import quantise, rounded
 from tests.distributed.jobs import soak
 from tests.their_models import CONFIGS, QUICK, VOCABULARY, publish, separate, separate_loss
 from trainer.models import ConfigError
 from trainer.models import transformers_model as ours
 from trainer.models.adapter import add_adapters
+from trainer.models.preference import Preference
 from trainer.models.transformers_model import TransformersModel, document_runs
 from trainer.recipe import RecipeError, load_recipe
 from trainer.recipe.sections import Adapter
@@ -241,3 +243,67 @@ def tied(folder: Path) -> TransformersModel:
     model = empty_model(described(folder, "starcoder2", tie_word_embeddings=True))
     assert isinstance(model, TransformersModel)
     return model
+
+
+def test_what_is_under_its_adapters_may_be_in_nf4(tmp_path: Path) -> None:
+    """Its bytes take 4.5 bits a weight, and compute what the weights compute that they are."""
+    publish("phi", tmp_path)
+    targets = ("q_proj", "fc1")  # whose rows are of whole blocks
+    model = empty_model(tmp_path)
+    add_adapters(model, Adapter(rank=2, targets=targets, base="nf4"), "fp32")
+    plain, (ids, labels, documents) = opened(tmp_path), batch()
+    packed = {n for n, p in model.named_parameters() if p.dtype == torch.uint8}
+    ends = tuple(f"{name}.weight" for name in targets)
+    assert packed == {name for name, _ in plain.named_parameters() if name.endswith(ends)}
+    buffers = dict(model.named_buffers())
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+        for name, weight in plain.named_parameters():
+            kept = model.get_parameter(name)
+            kept.copy_(quantise(weight) if name in packed else weight)
+            weight.copy_(rounded(weight) if name in packed else weight)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.zeros_like(parameter) if name.endswith("B") else 1)
+    losses = [one(ids, labels, documents) for one in (model, plain)]
+    assert losses[0].item() == losses[1].item()
+    losses[0].backward()
+    trained = {name for name, one in model.named_parameters() if one.grad is not None}
+    assert trained == {n for n, p in model.named_parameters() if p.requires_grad} != set()
+
+
+@pytest.mark.parametrize("name", ["dpo", "orpo"])
+def test_preferences_between_answers(tmp_path: Path, name: str) -> None:
+    """Loss and gradients are those of transformers' passes over each answer by itself."""
+    reference = publish("gemma2", tmp_path)
+    model, (ids, labels, _) = opened(tmp_path).train(), batch()
+    documents = (torch.arange(40) >= 17).long().expand(3, 40)  # two answers a row
+    answers = documents + 2 * torch.arange(3)[:, None]
+    weight = 1.0 if name == "orpo" else 0.0
+    model.preference = Preference(name, 0.1, 0.0, weight, referenced=name == "dpo")
+    counts = torch.zeros(6, dtype=torch.int64).index_add(
+        0, answers.flatten(), (labels.flatten() != -100).long()
+    )
+    given = {"document_ids": documents, "segments": answers, "answer_labels": counts}
+    logits = separate(reference, ids, documents).log_softmax(-1)
+    each = logits.gather(-1, labels.clamp_min(0)[..., None])[..., 0] * (labels != -100)
+    sums = torch.zeros(6).index_add(0, answers.flatten(), each.flatten())
+    before = None
+    if name == "dpo":
+        before = model(ids, labels, **given)
+        assert isinstance(before, Tensor)
+        torch.testing.assert_close(before.float(), sums, rtol=1e-5, atol=1e-4)
+        before = before.detach() + torch.linspace(-1, 1, 6)
+    found = model(ids, labels, **given, reference=before)
+    assert isinstance(found, dict)
+    right = model.preference(sums.double(), counts, before)["loss"]
+    assert found["loss"].item() == pytest.approx(right.item(), rel=1e-5)
+    found["loss"].backward()
+    right.backward()
+    expected = dict(reference.named_parameters())
+    floor = 1e-3 * torch.stack([one.grad.norm() for one in expected.values()]).max()
+    for key, parameter in model.named_parameters():
+        gradient = expected[key].grad
+        assert (parameter.grad - gradient).norm() < BOUND * max(gradient.norm(), floor), key

@@ -7,9 +7,10 @@ with P at its beginning. The end of turn is among them. A template may render a 
 once others follow. If the chat does not begin with the tokens of Q, the message is not stable in
 it, and Q becomes a document of its own.
 
-P and Q are not encoded whole. Text from an added token on is encoded independently, so both are
-compared with the chat from their last common added token on. For most templates that is a
-generation prompt of a few tokens, encoded once for all chats.
+Text from an added token on is encoded independently. So a chat is encoded in pieces that begin with
+added tokens, without the places of all tokens, which take a third of the time; and P and Q are not
+encoded whole, but compared with the chat from their last common added token on. For most templates
+that is a generation prompt of a few tokens, encoded once for all chats.
 """
 
 import bisect
@@ -19,11 +20,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer, processors
 
 from trainer.data.prepare.chats import ASSISTANT, Chat, ChatError, texts_of, with_texts
 from trainer.data.prepare.options import Loss, Spelled, Turns
@@ -33,6 +36,7 @@ from trainer.data.prepare.template import (
     SPELLED_END,
     ChatTemplate,
     RenderError,
+    Rendering,
     blocks_in,
     without_blocks,
 )
@@ -42,26 +46,39 @@ _SPELLED = re.compile(f"({SPELLED_BEGIN}.*?{SPELLED_END})", re.DOTALL)
 _WITHOUT_MARKS = dict.fromkeys(map(ord, MARKS))
 _KEPT_TAIL = 256
 """Longest piece of text, in characters, whose tokens are cached."""
+_KEPT_PIECE = 32
+"""Longest piece of a chat, in characters, whose tokens are cached."""
 _COMPARED = 32
 """Chats of a unit whose generation blocks are compared with what a model is served."""
 
 
 class Encoded:
-    """Tokens of a text, and their places in it."""
+    """Tokens of a text, and the added tokens at which it can be cut."""
 
-    def __init__(self, ids: list[int], places: Callable[[int], tuple[int, int] | None]) -> None:
+    def __init__(
+        self,
+        ids: list[int],
+        cuts: Sequence[tuple[int, int, int]],
+        places: Callable[[int], tuple[int, int] | None] | None = None,
+    ) -> None:
         """Args:
         ids: of the tokens.
-        places: index of a token → its first character, and one past its last."""
-        self.ids, self._places = ids, places
+        cuts: of each added token one past its last character, its first character, and its index,
+            in this order.
+        places: index of a token → its first character, and one past its last; None: not known."""
+        self.ids, self.cuts, self._places = ids, cuts, places
+
+    def _place(self, token: int) -> tuple[int, int]:
+        assert self._places
+        return self._places(token) or (0, 0)
 
     def begin(self, token: int) -> int:
         """First character of a token."""
-        return (self._places(token) or (0, 0))[0]
+        return self._place(token)[0]
 
     def end(self, token: int) -> int:
         """One past the last character of a token."""
-        return (self._places(token) or (0, 0))[1]
+        return self._place(token)[1]
 
     def token_at(self, place: int) -> int:
         """Index of the first token that ends after a character; the number of tokens if none
@@ -91,16 +108,18 @@ class Document:
 class ChatEncoder:
     """Encodes text as tokens; letters that spell a special token can stay letters."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Takes over `tokenizer` and changes it."""
+    def __init__(self, tokenizer: Tokenizer, written: str = "") -> None:
+        """Takes over `tokenizer` and changes it. `written`: text that spells the added tokens at
+        which chats may be cut, such as the source of their template."""
         # A template writes its own begin and end tokens, and offsets must stay whole.
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
         tokenizer.encode_special_tokens = False
         self._tokenizer = tokenizer
-        self.borders = frozenset(tokenizer.get_added_tokens_decoder())
-        """Tokens before which a text can be cut without changing its tokens."""
+        added = tokenizer.get_added_tokens_decoder()
+        self._borders = frozenset(added)
+        self._cuts = _any_of(_uncut(list(added.values()), written))
         names = sorted(special_tokens(tokenizer), key=len, reverse=True)
-        self._spelled = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        self._spelled = _any_of(names)
         self.special = frozenset(map(tokenizer.token_to_id, names))
         # Tails are mostly generation prompts, equal in all chats.
         self._tail = lru_cache(maxsize=4096)(self._ids)
@@ -129,16 +148,41 @@ class ChatEncoder:
 
         return with_texts(chat, change)
 
-    def encode(self, texts: Sequence[str]) -> list[Encoded]:
-        """Tokens of rendered chats."""
+    def encode(self, texts: Sequence[str], places: bool = False) -> list[Encoded]:
+        """Tokens of rendered chats; `places`: with the place of each."""
         plain = [text for text in texts if SPELLED_BEGIN not in text]
-        encodings = iter(self._tokenizer.encode_batch(plain, add_special_tokens=False))
+        found = iter(self._with_places(plain) if places else self._in_pieces(plain))
         return [
-            self._with_letters(text)
-            if SPELLED_BEGIN in text
-            else Encoded((one := next(encodings)).ids, one.token_to_chars)
-            for text in texts
+            self._with_letters(text) if SPELLED_BEGIN in text else next(found) for text in texts
         ]
+
+    def _with_places(self, texts: Sequence[str]) -> Iterator[Encoded]:
+        for one in self._tokenizer.encode_batch(texts, add_special_tokens=False):
+            yield self._located(one.ids, one.token_to_chars)
+
+    def _located(self, ids: list[int], places: Callable[[int], tuple[int, int] | None]) -> Encoded:
+        added = [number for number, one in enumerate(ids) if one in self._borders]
+        spans = [places(number) or (0, 0) for number in added]
+        cuts = [(end, begin, one) for one, (begin, end) in zip(added, spans, strict=True)]
+        return Encoded(ids, cuts, places)
+
+    def _in_pieces(self, texts: Sequence[str]) -> Iterator[Encoded]:
+        """Yield the tokens of texts, each encoded from every cut on by itself."""
+        spans = [[found.span() for found in self._cuts.finditer(text)] for text in texts]
+        pieces = [
+            [text[first:last] for first, last in pairwise([0, *(one[0] for one in of_text), None])]
+            for text, of_text in zip(texts, spans, strict=True)
+        ]
+        new = [piece for some in pieces for piece in some if len(piece) > _KEPT_PIECE]
+        encoded = iter(self._tokenizer.encode_batch_fast(new, add_special_tokens=False))
+        for of_text, some in zip(spans, pieces, strict=True):
+            ids: list[int] = []
+            starts = []
+            for piece in some:
+                starts.append(len(ids))
+                ids += next(encoded).ids if len(piece) > _KEPT_PIECE else self._tail(piece)
+            cuts = zip(of_text, starts[1:], strict=True)
+            yield Encoded(ids, [(end, begin, start) for (begin, end), start in cuts])
 
     def _with_letters(self, text: str) -> Encoded:
         """Tokens of a text with marks around letters."""
@@ -156,12 +200,14 @@ class ChatEncoder:
             places += [(first + shift, last + shift) for first, last in encoding.offsets]
             begin += len(piece)
         self._tokenizer.encode_special_tokens = False
-        return Encoded(ids, places.__getitem__)
+        return self._located(ids, places.__getitem__)
 
     def _ids(self, text: str) -> list[int]:
-        return self.encode([text])[0].ids
+        if SPELLED_BEGIN in text:
+            return self._with_letters(text).ids
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
-    def common(self, whole: Encoded, text: str, other: str) -> tuple[int, int]:
+    def common(self, whole: Encoded, text: str, other: str) -> tuple[int, list[int]]:
         """Number of leading tokens that a text shares with another, and further tokens of the
         other.
 
@@ -169,21 +215,49 @@ class ChatEncoder:
             whole: tokens of `text`.
             text: the first text.
         """
-        ids = whole.ids
         same = len(other) if text.startswith(other) else _alike(text, other)
-        # Back to the last common added token: after it the encodings may differ.
-        first = whole.token_at(same) - 1
-        while first > 0 and ids[first] not in self.borders:
-            first -= 1
-        first = max(0, first)
-        tail = other[whole.begin(first) if first else 0 :]
+        # From the last common added token on: before it the encodings are the same.
+        last = bisect.bisect_right(whole.cuts, same, key=itemgetter(0)) - 1
+        _, begin, first = whole.cuts[last] if last >= 0 else (0, 0, 0)
+        tail = other[begin:]
         theirs = self._tail(tail) if len(tail) <= _KEPT_TAIL else self._ids(tail)
         count = 0
-        for mine, one in zip(ids[first : first + len(theirs)], theirs, strict=False):
+        for mine, one in zip(whole.ids[first : first + len(theirs)], theirs, strict=False):
             if mine != one:
                 break
             count += 1
-        return first + count, len(theirs) - count
+        return first + count, theirs[count:]
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Text of some tokens."""
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+
+def _uncut(added: Sequence[AddedToken], written: str) -> list[str]:
+    """Texts of the added tokens in `written` that are these tokens wherever a text has them: no
+    other added token overlaps with them, and they do not depend on what stands around them."""
+    if any(token.single_word for token in added):
+        return []
+    found = []
+    for token in added:
+        name = token.content
+        # A normalized one is looked for in changed text; lstrip takes spaces before it.
+        if not name or name not in written or token.normalized or token.lstrip:
+            continue
+        others = [one.content for one in added if one is not token]
+        if not any(name in one or one in name or _overlap(name, one) for one in others if one):
+            found.append(name)
+    return found
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether one text can begin inside of the other, and go on beyond it."""
+    sizes = range(1, min(len(one), len(other)))
+    return any(one[-size:] == other[:size] or other[-size:] == one[:size] for size in sizes)
 
 
 def _alike(one: str, other: str) -> int:
@@ -245,7 +319,8 @@ class SpanFinder:
                     results[number] = end.value
                 except ChatError as error:
                     results[number] = error
-            encoded = dict(zip(texts, self._encoder.encode(list(texts.values())), strict=True))
+            found = self._encoder.encode(list(texts.values()), self._template.has_blocks)
+            encoded = dict(zip(texts, found, strict=True))
         return results
 
     def _documents(self, chat: Chat, turns: Turns) -> Finding[list[Document]]:
@@ -262,34 +337,37 @@ class SpanFinder:
                 )
             chat = self._encoder.as_letters(chat)
         self.counts["chats"] += 1
+        by_turn = turns in ("each", "last")
+        count = chat.trained[-1] + 1 if by_turn else len(chat.messages)
         try:
+            rendering = self._template.rendering(chat.messages[:count], chat.tools)
             if turns == "last":
-                return [(yield from self._of_turn(chat, chat.trained[-1], alone=True))]
+                return [(yield from self._of_turn(chat.trained[-1], rendering, alone=True))]
             if turns == "each":
-                return (yield from self._each(chat, {}))
-            return (yield from self._whole(chat, turns))
+                return (yield from self._each(chat, rendering))
+            return (yield from self._whole(chat, rendering, turns))
         except RenderError as error:
             raise ChatError(f"the chat template refuses it: {error}") from error
 
-    def _each(self, chat: Chat, texts: Mapping[int, str]) -> Finding[list[Document]]:
+    def _each(self, chat: Chat, rendering: Rendering) -> Finding[list[Document]]:
         documents = []
         for turn in chat.trained:
-            documents.append((yield from self._of_turn(chat, turn, texts.get(turn))))
+            documents.append((yield from self._of_turn(turn, rendering)))
         return documents
 
-    def _whole(self, chat: Chat, turns: Turns) -> Finding[list[Document]]:
+    def _whole(self, chat: Chat, rendering: Rendering, turns: Turns) -> Finding[list[Document]]:
         """A chat in one document; in several if it is not stable and `turns` is auto."""
-        marked = self._template.marked(chat.messages, chat.tools)
+        marked = rendering.upto(len(chat.messages))
         text = without_blocks(marked)
         if self._template.has_blocks:
             whole = yield text
-            return [self._document(whole, self._by_blocks(chat, marked, text, whole))]
-        upto = self._upto(chat, text)
+            return [self._document(whole, self._by_blocks(chat, rendering, text, whole))]
+        upto = _upto(chat, rendering, text)
         # Most unstable chats differ in their letters already, and need not be encoded whole.
         unstable = next((turn for turn in upto if not text.startswith(upto[turn])), None)
         if unstable is None:
             whole = yield text
-            trained, unstable = self._served(chat, text, whole, upto)
+            trained, unstable = self._served(chat, rendering, text, whole, upto)
             if unstable is None:
                 return [self._document(whole, trained)]
         if turns == "all":
@@ -300,71 +378,70 @@ class SpanFinder:
         self.counts["unstable"] += 1
         self.counts["whole"] += len(text)
         self.counts["each"] += sum(map(len, upto.values()))
-        return (yield from self._each(chat, upto))
+        return (yield from self._each(chat, rendering))
 
-    def _upto(self, chat: Chat, text: str) -> dict[int, str]:
-        """Index of each trained answer → rendering up to and including it; `text` is the whole
-        chat's."""
-        last = len(chat.messages) - 1
-        return {
-            turn: text
-            if turn == last
-            else self._template.text(chat.messages[: turn + 1], chat.tools)
-            for turn in chat.trained
-        }
-
-    def _by_blocks(self, chat: Chat, marked: str, text: str, whole: Encoded) -> NDArray[np.bool_]:
+    def _by_blocks(
+        self, chat: Chat, rendering: Rendering, text: str, whole: Encoded
+    ) -> NDArray[np.bool_]:
         """Trained tokens of a whole chat by its generation blocks."""
-        trained = whole.inside(blocks_in(marked))
+        trained = whole.inside(blocks_in(rendering.upto(len(chat.messages))))
+
+        def served() -> tuple[NDArray[np.bool_], int | None]:
+            return self._served(chat, rendering, text, whole, _upto(chat, rendering, text))
+
         if len(chat.trained) < sum(one["role"] == ASSISTANT for one in chat.messages):
             # Blocks mark all answers, also those that the record excludes from training.
-            return trained & self._served(chat, text, whole, self._upto(chat, text))[0]
+            return trained & served()[0]
         if self._left_to_compare:
             self._left_to_compare -= 1
             # The comparison only serves a note.
             with suppress(ChatError, RenderError):
-                served, unstable = self._served(chat, text, whole, self._upto(chat, text))
+                as_served, unstable = served()
                 if unstable is None:
-                    self._compare(text, whole, served, trained)
+                    self._compare(text, whole, as_served, trained)
         return trained
 
     def _served(
-        self, chat: Chat, text: str, whole: Encoded, upto: Mapping[int, str]
+        self,
+        chat: Chat,
+        rendering: Rendering,
+        text: str,
+        whole: Encoded,
+        upto: Mapping[int, str],
     ) -> tuple[NDArray[np.bool_], int | None]:
         """Trained tokens of a whole chat, and the first answer that is not stable in it.
 
         Args:
             chat: to be trained.
+            rendering: of the chat.
+            text: of the whole chat, without marks.
             whole: tokens of `text`.
             upto: from `_upto`.
         """
         trained = np.zeros(len(whole.ids), bool)
         unstable = None
         for turn in chat.trained:
-            stop, missing = len(whole.ids), 0
+            stop, missing = len(whole.ids), list[int]()
             if upto[turn] is not text:
                 stop, missing = self._encoder.common(whole, text, upto[turn])
             if missing:
                 unstable = turn if unstable is None else unstable
             else:
-                trained[self._begin(chat, turn, text, whole, stop) : stop] = True
+                trained[self._begin(turn, rendering, text, whole, stop) : stop] = True
         return trained, unstable
 
-    def _of_turn(
-        self, chat: Chat, turn: int, text: str | None = None, alone: bool = False
-    ) -> Finding[Document]:
+    def _of_turn(self, turn: int, rendering: Rendering, alone: bool = False) -> Finding[Document]:
         """An answer as it is served, in a document of its own.
 
         Args:
-            chat: with the answer.
             turn: index of the answer.
-            text: rendering up to and including it, if known and without blocks.
+            rendering: of its chat.
             alone: whether it is the only document of its chat.
         """
-        marked = text or self._template.marked(chat.messages[: turn + 1], chat.tools)
+        marked = rendering.upto(turn + 1)
         text = without_blocks(marked)
         whole = yield text
-        begin = self._begin(chat, turn, text, whole, len(whole.ids))
+        begin = self._begin(turn, rendering, text, whole, len(whole.ids))
         trained = np.zeros(len(whole.ids), bool)
         trained[begin:] = True
         if self._template.has_blocks:
@@ -374,23 +451,23 @@ class SpanFinder:
             self._compare(text, whole, served, trained)
         return self._document(whole, trained, "" if alone else f"message {turn}: ")
 
-    def _begin(self, chat: Chat, turn: int, text: str, whole: Encoded, stop: int) -> int:
+    def _begin(self, turn: int, rendering: Rendering, text: str, whole: Encoded, stop: int) -> int:
         """First token of an answer that its prompt does not have.
 
         Args:
-            chat: with the answer.
             turn: index of the answer.
+            rendering: of its chat.
             text: rendering up to the answer, or beyond it.
             whole: tokens of `text`.
             stop: one past the last token of the answer.
         """
-        prompt = self._template.text(chat.messages[:turn], chat.tools, prompt=True)
-        begin = self._encoder.common(whole, text, prompt)[0]
+        prompt = without_blocks(rendering.upto(turn, prompt=True))
+        begin, led = self._encoder.common(whole, text, prompt)
         if begin >= stop:
             raise ChatError(f"message {turn} has no token beyond its prompt")
         if not text.startswith(prompt):
             self.counts["led"] += 1
-            self.examples.setdefault("led", prompt[whole.begin(begin) :][:60])
+            self.examples.setdefault("led", self._encoder.text_of(led)[:60])
         return begin
 
     def _compare(
@@ -415,6 +492,16 @@ class SpanFinder:
         if self._encoder.special.isdisjoint(ids[trained].tolist()):
             self.counts["endless"] += 1
         return Document(ids, trained, place)
+
+
+def _upto(chat: Chat, rendering: Rendering, text: str) -> dict[int, str]:
+    """Index of each trained answer → rendering up to and including it; `text` is the whole
+    chat's."""
+    last = len(chat.messages) - 1
+    return {
+        turn: text if turn == last else without_blocks(rendering.upto(turn + 1))
+        for turn in chat.trained
+    }
 
 
 def notes_for_user(counts: Counter[str], examples: dict[str, str]) -> Iterator[str]:

@@ -9,9 +9,10 @@ import re
 import resource
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import date
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
@@ -22,6 +23,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from checkpointing.format.untrusted import printable, read_object
 from elastic.node.files import read_bytes
+from trainer.data.prepare.beginnings import (
+    BODY_BEGINS,
+    BODY_ENDS,
+    PROMPT,
+    TAKE,
+    Messages,
+    Reading,
+    observe,
+    take,
+)
 from trainer.data.prepare.blocks import LONGEST_LINE
 from trainer.data.shards import DataError
 
@@ -135,16 +146,30 @@ class ChatTemplate:
             DataError: a source is no template.
         """
         environment = _environment(day)
+        self._variables = {**environment.globals, **variables}
+        self.has_blocks = any("endgeneration" in source for source in sources.values())
+        """Whether it marks what an assistant has written."""
+        self._observed: dict[str, tuple[jinja2.Template, dict[bool, str]]] = {}
         try:
             with bounded():
                 self._templates = {
                     name: environment.from_string(source) for name, source in sources.items()
                 }
+                for name, source in ({} if self.has_blocks else sources).items():
+                    self._observe(environment, name, source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise DataError(f"the chat template: {_said(error)}") from error
-        self._variables = {**environment.globals, **variables}
-        self.has_blocks = any("endgeneration" in source for source in sources.values())
-        """Whether it marks what an assistant has written."""
+
+    def _observe(self, environment: jinja2.Environment, name: str, source: str) -> None:
+        """Compile a template whose loop is observed, if it has such a loop."""
+        tree = environment.parse(source)
+        if rest := observe(tree, environment):
+            after = environment.from_string(rest)
+            # One that cannot be rendered without a chat depends on it.
+            with suppress(RenderError):
+                asked = {prompt: {PROMPT: prompt} for prompt in (False, True)}
+                ends = {key: "".join(self._written(after, given)) for key, given in asked.items()}
+                self._observed[name] = environment.from_string(tree), ends
 
     def marked(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool = False
@@ -158,22 +183,27 @@ class ChatTemplate:
         Raises:
             RenderError: the template refuses this chat.
         """
-        name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        template = self._templates[name]
-        given = {"tools": tools, "documents": None, "add_generation_prompt": prompt}
-        given = {**self._variables, "messages": messages, **given}
-        parts, size = [], 0
+        given = {"messages": messages, "tools": tools, "documents": None, PROMPT: prompt}
+        with bounded():
+            return "".join(self._written(self._templates[self._name(tools)], given))
+
+    def _name(self, tools: Any) -> str:
+        return "tool_use" if tools and "tool_use" in self._templates else "default"
+
+    def _written(self, template: jinja2.Template, given: Mapping[str, Any]) -> Iterator[str]:
+        """Yield what a template writes, piece by piece."""
+        size = 0
         try:
-            with bounded():
-                # As `generate` does, with globals that are set already.
-                for part in template.root_render_func(template.new_context(given, shared=True)):
-                    size += len(part)
-                    if size > MOST_CHARACTERS:
-                        raise DataError(
-                            f"the chat template makes more than {MOST_CHARACTERS:,} characters of "
-                            "one chat; mend it, or give another with --template"
-                        )
-                    parts.append(part)
+            # As `generate` does, with globals that are set already.
+            context = template.new_context({**self._variables, **given}, shared=True)
+            for part in template.root_render_func(context):
+                size += len(part)
+                if size > MOST_CHARACTERS:
+                    raise DataError(
+                        f"the chat template makes more than {MOST_CHARACTERS:,} characters of "
+                        "one chat; mend it, or give another with --template"
+                    )
+                yield part
         except DataError:
             raise
         except MemoryError:
@@ -183,11 +213,66 @@ class ChatTemplate:
             ) from None
         except (Exception, RecursionError) as error:
             raise RenderError(_said(error)) from error
-        return "".join(parts)
 
     def text(self, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool = False) -> str:
         """`marked` without the marks."""
         return without_blocks(self.marked(messages, tools, prompt))
+
+    def rendering(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> "Rendering":
+        """Render a chat, once for all of its beginnings where that is possible.
+
+        Raises:
+            RenderError: the template refuses this chat.
+        """
+        if observed := self._observed.get(self._name(tools)):
+            template, ends = observed
+            reading, parts, places = Reading(), list[str](), dict[int, int]()
+            given = {"messages": Messages(messages, reading), "tools": tools, "documents": None}
+            with suppress(RenderError), bounded():
+                for part in self._written(template, {**given, PROMPT: False}):
+                    if part == BODY_BEGINS:
+                        reading.begin()
+                    elif part != BODY_ENDS:
+                        parts.append(part)
+                    elif reading.ends_beginning():
+                        places[reading.taken] = len(parts)
+                return Rendering(self, messages, tools, parts, places, ends)
+        return Rendering(self, messages, tools, [self.marked(messages, tools)])
+
+
+class Rendering:
+    """A rendered chat, and the renderings of its beginnings."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Any,
+        parts: Sequence[str],
+        places: Mapping[int, int] = MappingProxyType({}),
+        ends: Mapping[bool, str] = MappingProxyType({}),
+    ) -> None:
+        """Args:
+        template: renders.
+        messages: of the chat.
+        tools: that the assistant may call.
+        parts: what the template writes of all messages.
+        places: number of messages → number of parts that these begin with.
+        ends: what follows there, without the generation prompt and with it."""
+        self._template, self._messages, self._tools = template, messages, tools
+        self._parts, self._places, self._ends = parts, places, ends
+        self._texts = {(len(messages), False): "".join(parts)}
+
+    def upto(self, count: int, prompt: bool = False) -> str:
+        """As `ChatTemplate.marked` of the first `count` messages."""
+        if (text := self._texts.get((count, prompt))) is not None:
+            return text
+        if (place := self._places.get(count)) is not None:
+            text = "".join(self._parts[:place]) + self._ends[prompt]
+        else:
+            text = self._template.marked(self._messages[:count], self._tools, prompt)
+        self._texts[count, prompt] = text
+        return text
 
 
 def without_blocks(marked: str) -> str:
@@ -314,7 +399,9 @@ def unknown_tokens(sources: Mapping[str, str], variables: Mapping[str, Any]) -> 
 
 def _environment(day: str | None) -> _Environment:
     environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, "jinja2.ext.loopcontrols"],
     )
 
     def refuse(message: str) -> NoReturn:
@@ -344,7 +431,7 @@ def _environment(day: str | None) -> _Environment:
             sort_keys=sort_keys,
         )
 
-    environment.filters["tojson"] = tojson
+    environment.filters |= {"tojson": tojson, TAKE: take}
     environment.globals.update(
         raise_exception=refuse, strftime_now=strftime_now, namespace=_Namespace
     )

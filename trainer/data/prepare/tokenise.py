@@ -263,7 +263,8 @@ class _ChatWriter:
         self._settings = settings
         self._output = _Output(job, stack, ("tokens", "ends", "lines", "trained"))
         template = ChatTemplate(job.template, job.variables, settings.date)
-        encoder = _encoder(file, os.stat(file).st_mtime_ns)
+        written = [*job.template.values(), *map(str, job.variables.values())]
+        encoder = _encoder(file, os.stat(file).st_mtime_ns, "\n".join(written))
         self._finder = SpanFinder(template, encoder, settings.loss, settings.spelled)
         self._batch: list[_PendingRecord] = []
         self._characters = 0
@@ -377,9 +378,9 @@ def _tokenizer(file: str, modified: int, letters: bool) -> Tokenizer:
 
 
 @lru_cache(maxsize=1)
-def _encoder(file: str, modified: int) -> ChatEncoder:
-    """A cached encoder of a tokenizer file of that age."""
-    return ChatEncoder(read_tokenizer(file))
+def _encoder(file: str, modified: int, written: str) -> ChatEncoder:
+    """A cached encoder of a tokenizer file of that age; `written`: see ChatEncoder."""
+    return ChatEncoder(read_tokenizer(file), written)
 
 
 def segments(text: str) -> list[str]:
