@@ -12,15 +12,20 @@ is a part, bit for bit. Three things are added:
   still to come and of all new ones.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.order import BLOCK, Blocks, Permutation, checked_positions
+
+if TYPE_CHECKING:
+    from trainer.recipe.stages import Row
 
 STAGED_ORDER_VERSION = 2
 NO_RANKS = np.empty(0, np.int64)
@@ -131,6 +136,70 @@ class StagedOrder:
             left, ranks, number = left[mixed][again], era.begin + drawn[again], number - 1
             of, which = eras[number].place(ranks)
         return epochs, samples
+
+
+class DataSetOrder:
+    """The order of samples of data sets under stages, of which some extend others: position →
+    sample of a data set. Like `Order` otherwise."""
+
+    def __init__(self, rows: "Sequence[Row]", sizes: Sequence[int], seed: int) -> None:
+        """Args:
+            rows: stages of a recipe.
+            sizes: samples in each data set.
+
+        Raises:
+            ValueError: a row names a data set that has too small a weight.
+        """
+        parts: dict[int, list[int]] = {}
+        mixtures = []
+        for row in rows:
+            for data_set, extended in row.joins.items():
+                parts.setdefault(extended, []).append(data_set)
+            grown = set(row.joins.values())
+            totals = {source: sum(sizes[one] for one in parts[source]) for source in grown}
+            mixtures.append(Mixture(row.begin, row.weights, totals))
+        self._order = StagedOrder(mixtures, seed)
+        self._parts = {
+            source: (np.array(several), np.cumsum([0, *(sizes[one] for one in several[:-1])]))
+            for source, several in parts.items()
+            if len(several) > 1
+        }
+        """Source that was extended → its data sets, and the first sample of each."""
+
+    def locate(
+        self, positions: NDArray | Sequence[int]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """(data set, epoch of its source, sample of the data set) of each position, as
+        `Order.locate`."""
+        sources, epochs, samples = self._order.locate(positions)
+        found = sources.copy()
+        for source, (several, begins) in self._parts.items():
+            mine = sources == source
+            places = np.searchsorted(begins, samples[mine], side="right") - 1
+            found[mine] = several[places]
+            samples[mine] -= begins[places]
+        return found, epochs, samples
+
+
+def fingerprints_of(
+    rows: "Sequence[Row]", first: str, contents: Sequence[Sequence[object]]
+) -> list[tuple[int, str]]:
+    """(first sequence, fingerprint) of each stage but the first. A fingerprint covers all stages up
+    to its own, and none that follow, so that a table may grow.
+
+    Args:
+        rows: stages of a recipe.
+        first: fingerprint of the first stage.
+        contents: identity of each data set.
+    """
+    found, last = list[tuple[int, str]](), first
+    for row in rows[1:]:
+        joins = [[new, source, *contents[new]] for new, source in sorted(row.joins.items())]
+        weights = [[source, float(weight)] for source, weight in sorted(row.weights.items())]
+        parts = [STAGED_ORDER_VERSION, last, row.begin, weights, joins]
+        last = f"sha256:{hashlib.sha256(json.dumps(parts).encode()).hexdigest()}"
+        found.append((row.begin, last))
+    return found
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ from elastic.world import (
     supervised,
 )
 from trainer.data.cache import keep_copies
-from trainer.data.loader import load, requests
+from trainer.data.loader import identity_of, load, requests
 from trainer.data.stream import CONSUMED, COUNTED
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.mesh import build_mesh, forget_meshes, is_sharded_by_fsdp
@@ -178,7 +178,7 @@ def run_attempt(
     timeout = recipe.elastic.timeout_seconds
     world = join_world(recipe.run.device, timeout, pulse.secret, pulse.most_free)
     pulse.most_free = world.free
-    identity = with_data(identity, task.stream.fingerprint)
+    identity = with_data(identity, identity_of(task.stream))
     agreement = check_agreement(recipe, identity, world.device)
     startup.mark("rendezvous")
     if world.device.type == "cpu" and not offload.used(recipe.strategy):
@@ -272,6 +272,8 @@ def reason_to_rebuild(last: Run, recipe: Recipe) -> str:
         return "elastic.recovery is rebuild"
     if now != (world.rank, world.local_rank, world.world_size, world.local_world_size):
         return f"rank {world.rank} of {world.world_size} is rank {rank} of {size} now"
+    if recipe.data != last.recipe.data:
+        return "the data has other stages"
     if recipe != last.recipe:
         return "batch.micro_batch is another"
     own = [key for key in recipe.own_code if key != "schedule.factory"]
@@ -341,7 +343,7 @@ def prepare(arguments: tuple[str, ...]) -> Prepared:
         return Prepared(recipe, text, None, identify(recipe, None))
     task = None if recipe.model.factory else build_task(recipe)
     stream = task.stream if task else open_streams(recipe)[0]
-    return Prepared(recipe, text, task, identify(recipe, stream.fingerprint))
+    return Prepared(recipe, text, task, identify(recipe, identity_of(stream)))
 
 
 def occupy(recipe: Recipe) -> Occupancy | None:

@@ -1,20 +1,38 @@
 """A mixture that changes: whatever the table, each sample once an epoch, and none is skipped."""
 
 import pickle
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from elastic.record.attempt import Attempt
+from elastic.record.ledger import StartLine
+from elastic.record.proof import problems_of
+from elastic.record.steps import StepLine
 from tests.distributed.jobs import SOAK
 from trainer.data import order, stages
+from trainer.data.loader import TokenStream, later_stages
 from trainer.data.order import BLOCK, Order
+from trainer.data.prepare.prepare import prepare
+from trainer.data.shards import DataError
 from trainer.data.stages import Mixture, StagedOrder
+from trainer.recipe import RecipeError, resolved
+from trainer.recipe.stages import Row
+from trainer.run.provenance import check_resume
 
 GOLDEN = [
     [0, 2, 2, 2, 1, 0, 1, 0, 1],
     [1, 31, 5, 122, 25, 1, 26, 1, 8333330],
     [849, 0, 0, 0, 38, 519, 45, 399, 18],
 ]
+ROWS = [
+    Row(0, {0: 3.0, 1: 1.0}, {0: 0, 1: 1}),
+    Row(100, {1: 1.0, 2: 1.0}, {2: 2}),
+    Row(250, {0: 1.0, 1: 1.0}, {3: 1}),
+]
+"""Mixtures of four data sets, of which the last extends the second."""
 WEIGHTS = [0.02, 0.1, 0.3, 1.0, 2.0, 5.0]
 
 
@@ -139,3 +157,82 @@ def test_a_table_that_contradicts_itself_is_refused(second, what):
         StagedOrder([Mixture(0, {0: 1.0}, {0: 5}), second], 0)
     with pytest.raises(ValueError, match="mixture 0 begins at 9; it must begin at 0"):
         StagedOrder([second._replace(begin=9)], 0)
+
+
+# --- data sets -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory, documents, write_jsonl):
+    """opened(rows, weights) → a stream of the training data of as many data sets as weights."""
+    folder = tmp_path_factory.mktemp("staged")
+    for number in range(4):
+        texts = write_jsonl(folder / f"{number}.jsonl", documents[50 * number : 50 * number + 50])
+        prepare([str(texts)], folder / f"{number}", tokenizer="bytes", validation_fraction=0.0)
+
+    def opened(rows, weights=(1.0,) * 4):
+        sources = [(str(folder / f"{number}"), weight) for number, weight in enumerate(weights)]
+        return TokenStream.open(
+            sources, split="train", seq_len=64, seed=3, shuffle=True, stages=rows
+        )
+
+    return opened
+
+
+def test_a_stream_reads_what_its_stages_name_and_its_past_stays(opened):
+    whole, positions = opened(ROWS), np.arange(2000)
+    sets, samples = whole.locate(positions)
+    named = [set(part.tolist()) for part in np.split(sets, [100, 250])]
+    assert named == [{0, 1}, {1, 2}, {0, 1, 3}]
+    sizes = [opened([], (1.0,) * few).sequences for few in range(1, 5)]
+    assert samples[sets == 1].max() == sizes[1] - sizes[0] - 1
+    assert samples[sets == 3].max() == sizes[3] - sizes[2] - 1
+
+    assert [begin for begin, _ in whole.stages] == [100, 250]
+    for rows, end in ((1, 100), (2, 250)):
+        part, past = opened(ROWS[:rows], (1.0,) * (rows + 1)), positions[:end]
+        assert (part.fingerprint, part.stages) == (whole.fingerprint, whole.stages[: rows - 1])
+        assert part.fetch_with_digest(past)[1] == whole.fetch_with_digest(past)[1]
+        assert part.labels_per_sequence == whole.labels_per_sequence
+        assert (part.locate(positions)[1] != samples).any()
+
+    plain = opened([], (3.0, 1.0))  # version 1
+    assert (plain.fingerprint, plain.stages) == (whole.fingerprint, [])
+    assert (
+        plain.fetch_with_digest(positions[:100])[1] == whole.fetch_with_digest(positions[:100])[1]
+    )
+    tiny = [ROWS[0], ROWS[1]._replace(weights={1: 1.0, 2: 1e-9})]
+    with pytest.raises(DataError, match=r"data\.stages\.1\.weights: .*2 would have none of 1024"):
+        opened(tiny, (1.0,) * 3)
+
+
+def test_only_stages_that_have_not_begun_may_change(opened, recipe):
+    """On a resume, and in the proof of a ledger."""
+    whole, one = opened(ROWS), recipe()
+    other = opened([*ROWS[:2], ROWS[2]._replace(weights={0: 1.0, 1: 2.0})])
+    assert other.stages[:1] == whole.stages[:1]
+    data = {"seq_len": 32, "fingerprint": whole.fingerprint, "stages": later_stages(whole)}
+    state = {"recipe": resolved(one), "data": data, "seed": 7, "init_from": ""}
+    for done, good in ((250, True), (251, False)):
+        task, state["sequences"] = SimpleNamespace(stream=other), done
+        begins = [
+            StartLine(step=0, sequences=0, global_batch=1, world_size=1, data="d", attempt="a"),
+            StartLine(
+                step=done, sequences=done, global_batch=1, world_size=1, data="d", parent="a"
+            ),
+        ]
+        attempts = [
+            Attempt(number, replace(begin, stages=later_stages(stream)), number)
+            for number, (begin, stream) in enumerate(zip(begins, (whole, other), strict=True), 1)
+        ]
+        for step in range(1, done + 1):
+            attempts[0].steps.append(StepLine(step, step - 1, step, 1.0, 1.0, "", step))
+        problems = [*problems_of(attempts)]
+        if good:
+            check_resume(state, one, task, "it")
+            assert problems == []
+            continue
+        with pytest.raises(RecipeError, match=r"of the first 251 sequences.* after sequence 251"):
+            check_resume(state, one, task, "it")
+        (problem,) = problems
+        assert "at sequence 251, but the stages of their data up to there differ" in problem

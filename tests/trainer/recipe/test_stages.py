@@ -1,0 +1,63 @@
+"""A table of stages: what it says of each data set, and what is wrong with others."""
+
+import json
+
+import pytest
+
+from trainer.recipe import RecipeError, dump_recipe
+from trainer.recipe.stages import Row, ordered, table
+from trainer.recipe.yaml_tree import read_tree
+
+SOURCES = "data.sources=[{path: d/new}, {path: d/c/}, {path: b}, {name: a, path: s3://x/y}]"
+
+
+def staged(*stages):
+    return SOURCES, f"data.stages={json.dumps(stages)}"
+
+
+FIRST = {"until": 30, "weights": {"a": 0.7, "b": 0.3}}
+SECOND = {"until": 50, "append": {"b": ["new"]}}
+LAST = {"weights": {"c": 2, "a": 1}}
+
+
+def test_data_sets_are_numbered_as_stages_name_them(recipe, tmp_path):
+    """So a table that grows keeps their numbers."""
+    found = recipe(*staged(FIRST, SECOND, LAST))
+    assert [source.called for source in ordered(found.data)] == ["b", "a", "new", "c"]
+    assert table(found.data) == [
+        Row(0, {1: 0.7, 0: 0.3}, {0: 0, 1: 1}),
+        Row(30, {1: 0.7, 0: 0.3}, {2: 0}),
+        Row(50, {3: 2.0, 1: 1.0}, {3: 3}),
+    ]
+    (tmp_path / "again.yaml").write_text(dump_recipe(found))
+    assert read_tree(tmp_path / "again.yaml")[0]["data"]["stages"][1]["append"] == {"b": ["new"]}
+    assert (table(recipe().data), ordered(recipe().data)) == ([], recipe().data.sources)
+
+
+@pytest.mark.parametrize(
+    ("stages", "what"),
+    [
+        ([FIRST, LAST, LAST], "data.stages.1.until: is required; give the number of sequences"),
+        ([FIRST, SECOND], "data.stages.1.until: the last stage lasts to the end"),
+        ([FIRST, FIRST, LAST], "data.stages.1.until: 30 is not after 30, where the stage begins"),
+        ([{"until": 0}, LAST], "data.stages.0.until: must be at least 1"),
+        ([SECOND, LAST], "data.stages.0.weights: is required"),
+        ([{**SECOND, **FIRST}, LAST], "data.stages.0.append: nothing precedes the first stage"),
+        ([FIRST, {"weights": {}}], "data.stages.1.weights: names no source"),
+        ([FIRST, {"weights": {"bb": 1}}], "no source 'bb'; did you mean 'b'"),
+        ([FIRST, {"weights": {"b": -1}}], "data.stages.1.weights.b: must be above 0"),
+        ([FIRST, {"append": {"c": ["new"]}}], "there is no source 'c'"),
+        ([FIRST, {"append": {"b": ["nw"]}}], "there is no source 'nw'; did you mean 'new'"),
+        ([FIRST, {"append": {"b": ["a"]}}], "'a' is a source with a weight; remove one of both"),
+        ([FIRST, SECOND, {**SECOND, **LAST, "until": None}], "'new' is appended twice"),
+        ([FIRST, LAST], "data.sources.0: no stage names 'new'; name it in one, or remove it"),
+        ([FIRST, SECOND, LAST, "data.sources.0.name=a"], "data.sources.3.name: 'a' names two"),
+        ([FIRST, SECOND, LAST, "data.sources.1.weight=2"], "data.sources.1.weight: is that of"),
+        ([FIRST, SECOND, LAST, "run={dir: r, epochs: 2}"], "give run.steps instead of run.epochs"),
+    ],
+)
+def test_a_wrong_table_is_named_by_its_key(recipe, stages, what):
+    rows = [one for one in stages if not isinstance(one, str)]
+    with pytest.raises(RecipeError) as error:
+        recipe(*staged(*rows), *[one for one in stages if isinstance(one, str)])
+    assert what in str(error.value)
