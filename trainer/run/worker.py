@@ -61,8 +61,9 @@ from trainer.recipe import Recipe, RecipeError, counted, dump_recipe, load_recip
 from trainer.recipe.strategies import ep, exact, offload
 from trainer.run.build import build
 from trainer.run.compiled import keep_caches_closed
+from trainer.run.data_changes import read_changes, shared_changes
 from trainer.run.failures import FailureReport
-from trainer.run.identity import check_agreement, identify, with_data
+from trainer.run.identity import check_agreement, identify, of_recipe, with_data
 from trainer.run.metrics import Startup
 from trainer.run.micro_batch import settled
 from trainer.run.preflight import check_inputs
@@ -168,9 +169,10 @@ def run_attempt(
         raise RecipeError(stale)
     check_inputs(recipe, task, rank, world_size, local_world_size)
     startup.mark("checks")
-    occupancy = None
+    occupancy, changes = None, []
     if rank == 0:
         occupancy = occupy(recipe)
+        changes = read_changes(recipe)
         # At every attempt: rank 0 may now be on another node, with another disk.
         keep_recipe(Path(recipe.run.dir), text)
     pulse.safe = not any(of_run(recipe.checkpoint_directory))
@@ -179,7 +181,14 @@ def run_attempt(
     world = join_world(recipe.run.device, timeout, pulse.secret, pulse.most_free)
     pulse.most_free = world.free
     identity = with_data(identity, identity_of(task.stream))
-    agreement = check_agreement(recipe, identity, world.device)
+    agreement = check_agreement(recipe, identity, world.device, changes=bool(changes))
+    if agreement.changes:
+        recipe = shared_changes(recipe, changes)
+        text, task, prepared_task = dump_recipe(recipe), build_task(recipe), None
+        identity = with_data({**identity, **of_recipe(recipe)}, identity_of(task.stream))
+        agreement = check_agreement(recipe, identity, world.device)
+        if rank == 0:
+            keep_recipe(Path(recipe.run.dir), text)
     startup.mark("rendezvous")
     if world.device.type == "cpu" and not offload.used(recipe.strategy):
         keep_freed_memory()

@@ -5,6 +5,8 @@ import json
 import pytest
 
 from trainer.recipe import RecipeError, dump_recipe
+from trainer.recipe.data_change import DataChange, parsed, plain, with_changes
+from trainer.recipe.sections import DataStage, Source
 from trainer.recipe.stages import Row, ordered, table
 from trainer.recipe.yaml_tree import read_tree
 
@@ -61,3 +63,29 @@ def test_a_wrong_table_is_named_by_its_key(recipe, stages, what):
     with pytest.raises(RecipeError) as error:
         recipe(*staged(*rows), *[one for one in stages if isinstance(one, str)])
     assert what in str(error.value)
+
+
+def test_a_change_is_a_stage_from_where_it_begins(recipe):
+    """Before a later stage, inside one, and at a border; a second time it changes nothing."""
+    one, shares = recipe("data.sources=[{path: b, weight: 2}, {path: a}]"), {"b": 2.0, "a": 1.0}
+    first = DataChange(name="1", begin=30, weights={"c": 1.0}, sources=(Source(path="/d/c"),))
+    second = DataChange(name="2", begin=20, append={"a": ("new",)}, sources=(Source(path="new"),))
+    found = with_changes(one, [first, second], "changes")
+    assert [source.path for source in found.data.sources] == ["b", "a", "/d/c", "new"]
+    assert found.data.stages == (
+        DataStage(until=20, weights=shares),
+        DataStage(until=30, append={"a": ("new",)}),
+        DataStage(weights={"c": 1.0}),
+    )
+    assert table(found.data)[0] == Row(0, {0: 2.0, 1: 1.0}, {0: 0, 1: 1})
+    assert with_changes(found, [first, second], "changes") == found
+    third = DataChange(name="3", begin=30, weights={"a": 4.0, "c": 1.0})
+    changed = with_changes(found, [first, second, third], "changes")
+    assert changed.data.stages[2] == DataStage(weights={"a": 4.0, "c": 1.0})
+    assert with_changes(changed, [first, second, third], "changes") == changed
+    with pytest.raises(RecipeError, match=r"data\.stages\.1\.weights: there is no source 'd'"):
+        with_changes(one, [DataChange(name="4", begin=9, weights={"d": 1.0})], "changes")
+    assert parsed(plain([first, second])) == [first, second]
+    for wrong in ([{"name": "5"}], [{**plain([first])[0], "begin": 0}], {}, [1]):
+        with pytest.raises(ValueError, match="no list of changes"):
+            parsed(wrong)

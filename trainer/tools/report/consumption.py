@@ -161,7 +161,7 @@ def _compare(
             counts.located += len(located)
         return
     try:
-        recipe, away = _where_it_lies(recipe, attempts[0].start.directory)
+        recipe, away = where_it_lies(recipe, attempts[0].start.directory)
         if away:
             findings.miss(f"there is no data in {away}, which has no index.json", attempts)
             return
@@ -189,7 +189,7 @@ def _compare(
     counts.read += len(read)
 
 
-def _where_it_lies(recipe: Recipe, directory: str) -> tuple[Recipe, str]:
+def where_it_lies(recipe: Recipe, directory: str) -> tuple[Recipe, str]:
     """Return the recipe with the current paths of its sources, and the first missing one, or "".
     Relative paths begin at the run's working directory, or else at this one."""
     sources = []
