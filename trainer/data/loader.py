@@ -40,7 +40,7 @@ from trainer.data.stream import CONSUMED, COUNTED, Accounted, Stream
 
 if TYPE_CHECKING:
     from trainer.recipe.sections import DataCache
-    from trainer.recipe.stages import Row
+    from trainer.recipe.stages import StageRow
 
 MASK = 0xFFFFFFFF
 
@@ -106,7 +106,7 @@ class TokenStream:
         pack: Pack = "auto",
         ahead: int = 8,
         cache: "DataCache | None" = None,
-        stages: "Sequence[Row]" = (),
+        stages: "Sequence[StageRow]" = (),
     ) -> "TokenStream":
         """Open prepared data sets as one stream.
 
@@ -340,7 +340,9 @@ def identity_of(stream: Stream) -> str:
     return str([stream.fingerprint, *(print_ for _, print_ in later_stages(stream))][-1])
 
 
-def _check_weights(stages: "Sequence[Row]", sources: Sequence[tuple[str | Place, float]]) -> None:
+def _check_weights(
+    stages: "Sequence[StageRow]", sources: Sequence[tuple[str | Place, float]]
+) -> None:
     """Raise DataError for a weight with which a source would never come."""
     for number, row in enumerate(stages):
         counts = block_counts([*row.weights.values()], BLOCK)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from trainer.data.order import BLOCK, Blocks, Permutation, checked_positions
 
 if TYPE_CHECKING:
-    from trainer.recipe.stages import Row
+    from trainer.recipe.stages import StageRow
 
 STAGED_ORDER_VERSION = 2
 NO_RANKS = np.empty(0, np.int64)
@@ -139,10 +139,10 @@ class StagedOrder:
 
 
 class DataSetOrder:
-    """The order of samples of data sets under stages, of which some extend others: position →
-    sample of a data set. Like `Order` otherwise."""
+    """The order of samples under stages, where data sets may extend others: position → sample of a
+    data set. Like `Order` otherwise."""
 
-    def __init__(self, rows: "Sequence[Row]", sizes: Sequence[int], seed: int) -> None:
+    def __init__(self, rows: "Sequence[StageRow]", sizes: Sequence[int], seed: int) -> None:
         """Args:
             rows: stages of a recipe.
             sizes: samples in each data set.
@@ -182,7 +182,7 @@ class DataSetOrder:
 
 
 def fingerprints_of(
-    rows: "Sequence[Row]", first: str, contents: Sequence[Sequence[object]]
+    rows: "Sequence[StageRow]", first: str, contents: Sequence[Sequence[object]]
 ) -> list[tuple[int, str]]:
     """(first sequence, fingerprint) of each stage but the first. A fingerprint covers all stages up
     to its own, and none that follow, so that a table may grow.

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from trainer.recipe.sections import Data, Recipe, Source
 
 
-class Row(NamedTuple):
-    """A stage of the table. Data sets are numbered in the order of `ordered`."""
+class StageRow(NamedTuple):
+    """A stage, with data sets numbered in the order of `ordered`."""
 
     begin: int
     """First sequence."""
@@ -30,10 +30,10 @@ def ordered(data: "Data") -> "Sequence[Source]":
     return list(found.values()) if data.stages else data.sources
 
 
-def table(data: "Data") -> list[Row]:
+def table(data: "Data") -> list[StageRow]:
     """The rows of the stages; empty without stages."""
     numbers = {source.called: number for number, source in enumerate(ordered(data))}
-    rows, begin, weights, known = list[Row](), 0, dict[str, float](), set[str]()
+    rows, begin, weights, known = list[StageRow](), 0, dict[str, float](), set[str]()
     for stage in data.stages:
         weights = dict(stage.weights or weights)
         extends = {new: name for name, several in stage.append.items() for new in several}
@@ -41,7 +41,7 @@ def table(data: "Data") -> list[Row]:
         joins = dict(zip(named, named, strict=True)) | extends
         known |= joins.keys()
         rows.append(
-            Row(
+            StageRow(
                 begin,
                 {numbers[name]: weight for name, weight in weights.items()},
                 {numbers[name]: numbers[joins[name]] for name in numbers if name in joins},

@@ -19,7 +19,7 @@ from trainer.data.prepare.prepare import prepare
 from trainer.data.shards import DataError
 from trainer.data.stages import Mixture, StagedOrder
 from trainer.recipe import RecipeError, resolved
-from trainer.recipe.stages import Row
+from trainer.recipe.stages import StageRow
 from trainer.run.provenance import check_resume
 
 GOLDEN = [
@@ -28,9 +28,9 @@ GOLDEN = [
     [849, 0, 0, 0, 38, 519, 45, 399, 18],
 ]
 ROWS = [
-    Row(0, {0: 3.0, 1: 1.0}, {0: 0, 1: 1}),
-    Row(100, {1: 1.0, 2: 1.0}, {2: 2}),
-    Row(250, {0: 1.0, 1: 1.0}, {3: 1}),
+    StageRow(0, {0: 3.0, 1: 1.0}, {0: 0, 1: 1}),
+    StageRow(100, {1: 1.0, 2: 1.0}, {2: 2}),
+    StageRow(250, {0: 1.0, 1: 1.0}, {3: 1}),
 ]
 """Mixtures of four data sets, of which the last extends the second."""
 WEIGHTS = [0.02, 0.1, 0.3, 1.0, 2.0, 5.0]

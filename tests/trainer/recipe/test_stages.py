@@ -7,7 +7,7 @@ import pytest
 from trainer.recipe import RecipeError, dump_recipe
 from trainer.recipe.data_change import DataChange, parsed, plain, with_changes
 from trainer.recipe.sections import DataStage, Source
-from trainer.recipe.stages import Row, ordered, table
+from trainer.recipe.stages import StageRow, ordered, table
 from trainer.recipe.yaml_tree import read_tree
 
 SOURCES = "data.sources=[{path: d/new}, {path: d/c/}, {path: b}, {name: a, path: s3://x/y}]"
@@ -27,9 +27,9 @@ def test_data_sets_are_numbered_as_stages_name_them(recipe, tmp_path):
     found = recipe(*staged(FIRST, SECOND, LAST))
     assert [source.called for source in ordered(found.data)] == ["b", "a", "new", "c"]
     assert table(found.data) == [
-        Row(0, {1: 0.7, 0: 0.3}, {0: 0, 1: 1}),
-        Row(30, {1: 0.7, 0: 0.3}, {2: 0}),
-        Row(50, {3: 2.0, 1: 1.0}, {3: 3}),
+        StageRow(0, {1: 0.7, 0: 0.3}, {0: 0, 1: 1}),
+        StageRow(30, {1: 0.7, 0: 0.3}, {2: 0}),
+        StageRow(50, {3: 2.0, 1: 1.0}, {3: 3}),
     ]
     (tmp_path / "again.yaml").write_text(dump_recipe(found))
     assert read_tree(tmp_path / "again.yaml")[0]["data"]["stages"][1]["append"] == {"b": ["new"]}
@@ -77,7 +77,7 @@ def test_a_change_is_a_stage_from_where_it_begins(recipe):
         DataStage(until=30, append={"a": ("new",)}),
         DataStage(weights={"c": 1.0}),
     )
-    assert table(found.data)[0] == Row(0, {0: 2.0, 1: 1.0}, {0: 0, 1: 1})
+    assert table(found.data)[0] == StageRow(0, {0: 2.0, 1: 1.0}, {0: 0, 1: 1})
     assert with_changes(found, [first, second], "changes") == found
     third = DataChange(name="3", begin=30, weights={"a": 4.0, "c": 1.0})
     changed = with_changes(found, [first, second, third], "changes")
