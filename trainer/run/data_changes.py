@@ -10,55 +10,25 @@ was accepted has not begun anywhere, whatever fails meanwhile.
 
 import json
 import math
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from checkpointing.ranks import RankGroup, failing_alike
-from checkpointing.storage.ownership import Trusted
-from elastic.node.files import open_to_read, write_whole
+from elastic.node.files import write_whole
 from elastic.world import supervised
 from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.data_change import CHANGES, REQUEST, DataChange, parsed, plain, with_changes
 from trainer.recipe.errors import known_errors
+from trainer.run.provenance import read_changes, trusted_json
 
 if TYPE_CHECKING:
     from trainer.run.state import Run
 
 LOOK_SECONDS = 1.0
-MOST_BYTES = 1 << 20
-
-
-def read_changes(recipe: Recipe) -> list[DataChange]:
-    """The accepted changes of a run.
-
-    Raises:
-        RecipeError: their file cannot be read.
-    """
-    path = Path(recipe.run.dir) / CHANGES
-    try:
-        return parsed(_trusted_json(path, recipe))
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"{path}: {error}; restore it, or remove it") from error
-
-
-def _trusted_json(path: Path, recipe: Recipe) -> Any:
-    """The contents of a file that this user or one of `checkpoint.trust` has written.
-
-    Raises:
-        OSError, ValueError: it is another's, or no JSON.
-    """
-    with os.fdopen(open_to_read(path), "rb") as file:
-        owner = os.fstat(file.fileno()).st_uid
-        if owner not in Trusted(tuple(recipe.checkpoint.trust), path.parent):
-            raise PermissionError(f"belongs to uid {owner}, who is not in checkpoint.trust")
-        return json.loads(file.read(MOST_BYTES))
 
 
 def shared_changes(recipe: Recipe, changes: Sequence[DataChange]) -> Recipe:
@@ -93,7 +63,7 @@ class DataChanges:
         name, what, refused = "", "a request that cannot be read", ""
         pauses = False
         try:
-            (change,) = parsed([_trusted_json(path, self._run.recipe)])
+            (change,) = parsed([trusted_json(path, self._run.recipe)])
             name, what = change.name, describe(change)
             pauses = self._accept(change)
         except (*known_errors(), OSError, ValueError) as error:

@@ -17,13 +17,15 @@ from typing import Any
 import torch
 
 from checkpointing.format.untrusted import printable
-from elastic.node.files import own_directory, read_text, write_whole
+from checkpointing.storage.ownership import Trusted
+from elastic.node.files import open_to_read, own_directory, read_text, write_whole
 from elastic.record.history import last_start
 from elastic.record.ledger import StartLine
 from elastic.world import World
 from trainer.data.loader import later_stages
 from trainer.data.stream import Stream
 from trainer.recipe import Recipe, RecipeError, resolved, strategies
+from trainer.recipe.data_change import CHANGES, DataChange, parsed
 from trainer.recipe.factory import with_defaults
 from trainer.recipe.load import renewed, validate
 from trainer.recipe.yaml_tree import read_tree
@@ -36,6 +38,7 @@ RECIPES = "recipes"
 """Folder of the run directory with DIGEST.yaml, the recipe of each attempt."""
 MOST_NAMED = 8
 """Most changed keys named on the console."""
+MOST_CHANGE_BYTES = 1 << 20
 LONGEST_SHOWN = 40
 """Most characters of a value."""
 
@@ -240,6 +243,37 @@ def show_recipe(directory: Path, text: str) -> None:
         write_whole(path, text)
     except OSError as error:  # not needed for training: recipes/ has it
         logger.warning("recipe.yaml of %s is not that of this start: %s", directory, error.strerror)
+
+
+# --- changes of the data while a run trains, see data_changes.py -----------------------------
+
+
+def read_changes(recipe: Recipe) -> list[DataChange]:
+    """The accepted changes of a run.
+
+    Raises:
+        RecipeError: their file cannot be read.
+    """
+    path = Path(recipe.run.dir) / CHANGES
+    try:
+        return parsed(trusted_json(path, recipe))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{path}: {error}; restore it, or remove it") from error
+
+
+def trusted_json(path: Path, recipe: Recipe) -> Any:
+    """The contents of a file that this user or one of `checkpoint.trust` has written.
+
+    Raises:
+        OSError, ValueError: it is another's, or no JSON.
+    """
+    with os.fdopen(open_to_read(path), "rb") as file:
+        owner = os.fstat(file.fileno()).st_uid
+        if owner not in Trusted(tuple(recipe.checkpoint.trust), path.parent):
+            raise PermissionError(f"belongs to uid {owner}, who is not in checkpoint.trust")
+        return json.loads(file.read(MOST_CHANGE_BYTES))
 
 
 # --- what a start changes --------------------------------------------------------------------

@@ -61,13 +61,13 @@ from trainer.recipe import Recipe, RecipeError, counted, dump_recipe, load_recip
 from trainer.recipe.strategies import ep, exact, offload
 from trainer.run.build import build
 from trainer.run.compiled import keep_caches_closed
-from trainer.run.data_changes import read_changes, shared_changes
+from trainer.run.data_changes import shared_changes
 from trainer.run.failures import FailureReport
 from trainer.run.identity import check_agreement, identify, of_recipe, with_data
 from trainer.run.metrics import Startup
 from trainer.run.micro_batch import settled
 from trainer.run.preflight import check_inputs
-from trainer.run.provenance import keep_recipe
+from trainer.run.provenance import keep_recipe, read_changes
 from trainer.run.state import Kept, Run
 from trainer.run.train import train
 from trainer.tasks.own_model import refusing_misfits

@@ -12,8 +12,9 @@ from elastic.node.progress import PAUSE, PAUSE_TO_LEAVE
 from elastic.world import ROUND
 from trainer.recipe import RecipeError
 from trainer.recipe.data_change import CHANGES, REQUEST, DataChange, plain
-from trainer.run.data_changes import DataChanges, read_changes
+from trainer.run.data_changes import DataChanges
 from trainer.run.metrics import Log
+from trainer.run.provenance import read_changes
 
 CHANGE = DataChange(name="x", begin=24, weights={"data": 1.0})
 
