@@ -131,6 +131,8 @@ class Pulse:
         self._free = _FREE + 8 * local_rank
         self.wants_save = False
         """Request that all ranks save after this step."""
+        self.wants_pause = False
+        """Request that all ranks end after this step, and start again."""
         self._sign()
 
     @classmethod
@@ -163,7 +165,7 @@ class Pulse:
         """Reset the entry as for a new process. Notices and requests stay."""
         start, end = self._start + _STEP, self._start + _ENTRY
         self._map[start:end] = bytes(end - start)
-        self.wants_save = False
+        self.wants_save = self.wants_pause = False
         self._sign()
         self.report(0, "start")
 
@@ -229,7 +231,7 @@ class Pulse:
         """The pending request to end after this step: 0, PAUSE or PAUSE_TO_LEAVE. A signal counts
         as PAUSE_TO_LEAVE."""
         request, noticed = struct.unpack_from("II", self._map, self._start + _PAUSE)
-        return PAUSE_TO_LEAVE if noticed else int(request)
+        return PAUSE_TO_LEAVE if noticed else int(request) or PAUSE * self.wants_pause
 
 
 LOOK_SECONDS = 0.1

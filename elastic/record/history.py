@@ -297,6 +297,8 @@ def _start(values: Mapping[str, Any]) -> StartLine:
     start = StartLine(**{name: value for name, value in values.items() if name in known})
     if not all(len(pair) == 2 for pair in start.changed.values()):
         raise ValueError("changed: not pairs")
+    if not all(len(stage) == 2 and type(stage[0]) is int for stage in start.stages):
+        raise ValueError("stages: not pairs of a sequence and a fingerprint")
     return start
 
 

@@ -65,6 +65,9 @@ class StartLine:
     steps: int | None = None
     """Steps of the whole run; None in older ledgers."""
     data: str = ""
+    """Fingerprint of the data; with stages, of the first."""
+    stages: Sequence[Sequence[Any]] = ()
+    """[first sequence, fingerprint] of each further stage of the data."""
     parent: str | None = None
     """Attempt that computed the loaded state; "" for fresh weights, None in older ledgers."""
     skipped: int | None = None

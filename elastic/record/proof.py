@@ -61,6 +61,15 @@ def _link(attempt: Attempt, earlier: list[Attempt]) -> Iterator[str]:
     attempt.parent = parent
     if start.data and parent.start.data and start.data != parent.start.data:
         yield f"{where} goes on from attempt {parent.number}, whose data has another fingerprint"
+    begun, before = (
+        [list(stage) for stage in one.start.stages if stage[0] < start.sequences]
+        for one in (attempt, parent)
+    )
+    if begun != before:
+        yield (
+            f"{where} goes on from attempt {parent.number} at sequence {start.sequences}, but the "
+            "stages of their data up to there differ"
+        )
     if start.step > parent.last_step:
         attempt.unrecorded = start.step - parent.last_step
         return

@@ -1,6 +1,7 @@
 """`perdure data …`: parses and calls, nothing more."""
 
 import argparse
+import math
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from trainer.cli.parser import (
     Commands,
     add_command,
     add_fields,
+    at_least,
     local_path,
     place,
     whole_number,
@@ -35,6 +37,17 @@ examples:
   perdure data copy data/corpus s3://bucket/corpus
   perdure data inspect s3://bucket/corpus --verify
   perdure data inspect data/chats --sample 3
+"""
+
+CHANGE_EXAMPLES = """\
+examples:
+  perdure data change runs/base --at-step 40000 --weights wiki=0.5 code=0.5
+  perdure data change runs/base --at-step 40000 --add data/math --weights wiki=2 code=2 math=1
+  perdure data change runs/base --at-step 40000 --append wiki=data/wiki-2027
+
+The run pauses once after the step under way, and goes on with the longer table of data.stages.
+Every node must have the data under these paths.
+exit codes: 0 the run has accepted the change; 2 it is wrong, or the run refuses it
 """
 
 
@@ -77,6 +90,81 @@ def add_data_command(commands: Commands) -> None:
         "--html", type=local_path, metavar="FILE", help="write the same as a page (default: of 3)"
     )
     inspect.set_defaults(run=_data_inspect)
+    _add_change(commands)
+
+
+def _add_change(commands: Commands) -> None:
+    what = "change the mixture of a run that trains, from a step on"
+    change = add_command(commands, "change", what, CHANGE_EXAMPLES)
+    change.add_argument("run_directory", type=local_path, metavar="RUN", help="run directory")
+    change.add_argument(
+        "--at-step",
+        type=at_least(1),
+        required=True,
+        metavar="N",
+        help="the last step with the mixture before",
+    )
+    change.add_argument(
+        "--weights",
+        type=_weight,
+        nargs="+",
+        metavar="NAME=W",
+        help="sources with their shares; those left out rest (default: as before)",
+    )
+    change.add_argument(
+        "--add",
+        type=_named,
+        action="append",
+        default=[],
+        metavar="[NAME=]PATH",
+        help="data set that is a new source; give it a weight",
+    )
+    change.add_argument(
+        "--append",
+        type=_appended,
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="data set whose sequences a source has from then on",
+    )
+    change.set_defaults(run=_data_change, refuse=change.error)
+
+
+def _data_change(arguments: argparse.Namespace) -> int:
+    from trainer.tools.data_change import change_data
+
+    if not (arguments.weights or arguments.append):
+        arguments.refuse("nothing changes; give --weights or --append")
+    weights = dict(arguments.weights) if arguments.weights else None
+    chosen = arguments.at_step, weights, arguments.add, arguments.append
+    print(change_data(arguments.run_directory, *chosen))
+    return 0
+
+
+def _named(text: str) -> tuple[str, str]:
+    """The type of --add: (name or "", path)."""
+    name, equals, path = text.partition("=")
+    return (name, path) if equals else ("", text)
+
+
+def _appended(text: str) -> tuple[str, str]:
+    """The type of --append: (name, path)."""
+    name, path = _named(text)
+    if not (name and path):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH")
+    return name, path
+
+
+def _weight(text: str) -> tuple[str, float]:
+    """The type of --weights: (name, weight)."""
+    name, _, number = text.rpartition("=")
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = 0.0
+    if not (name and 0 < weight < math.inf):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=W with W above 0")
+    return name, weight
 
 
 def _data_prepare(arguments: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ from checkpointing.storage.place import Place
 from elastic.group.batch_plan import BatchPlan
 from elastic.process import die_with_parent
 from trainer.data.documents import cu_seqlens_of
-from trainer.data.order import ORDER_VERSION, Order, sample_digest
+from trainer.data.order import BLOCK, ORDER_VERSION, Order, block_counts, sample_digest
 from trainer.data.packing import (
     PACKING_VERSION,
     Bins,
@@ -34,10 +34,12 @@ from trainer.data.packing import (
 )
 from trainer.data.samples import IGNORED_LABEL
 from trainer.data.shards import DataError, Reader, TokenDataset
+from trainer.data.stages import DataSetOrder, fingerprints_of
 from trainer.data.stream import CONSUMED, COUNTED, Accounted, Stream
 
 if TYPE_CHECKING:
     from trainer.recipe.sections import DataCache
+    from trainer.recipe.stages import StageRow
 
 MASK = 0xFFFFFFFF
 READ_AHEAD = 4
@@ -57,20 +59,27 @@ class TokenStream:
     def __init__(
         self,
         packings: Sequence[Windows | Bins],
-        order: Order | None,
+        order: Order | DataSetOrder | None,
         seq_len: int,
         documents: Documents | None,
         fingerprint: str,
         ahead: int = 0,
+        stages: Sequence[tuple[int, str]] = (),
+        first: int | None = None,
     ) -> None:
         """Use `open`. Without an order, position p is sample p of the concatenated sources."""
         self._packings, self._order = packings, order
         self.seq_len, self._documents = seq_len, documents
         self.fingerprint = fingerprint
         """Identity of the stream: data, weights, seq_len and version of the order. The seed is not
-        part of it: callers compare it separately, to say which of the two changed."""
+        part of it: callers compare it separately, to say which of the two changed. With stages, of
+        the first."""
+        self.stages = stages
+        """(first sequence, fingerprint) of further stages, see `fingerprints_of`."""
         self.ahead = ahead
         """Micro-batches whose tokens `load` requests before they are needed; 0: all is on disk."""
+        self._first = packings[:first]
+        """The data sets of the first stage."""
         self._sizes = [packing.sequences for packing in packings]
         self.sequences = sum(self._sizes)
         """Sequences in one epoch over all sources."""
@@ -98,6 +107,7 @@ class TokenStream:
         pack: Pack = "auto",
         ahead: int = 8,
         cache: "DataCache | None" = None,
+        stages: "Sequence[StageRow]" = (),
     ) -> "TokenStream":
         """Open prepared data sets as one stream.
 
@@ -111,6 +121,7 @@ class TokenStream:
             pack: whole documents, or a stream of them; auto: whole for chats, stream for others.
             ahead: see `ahead`, for data sets in an object store.
             cache: where copies of their shards lie.
+            stages: rows of a table of `sources`, with their weights; empty: one mixture.
 
         Raises:
             StorageError: a store does not answer, or gives no access.
@@ -133,9 +144,12 @@ class TokenStream:
             if documents or dataset.masked:
                 dataset.check_ends()
         packings = [packing_of(dataset, seq_len, pack) for dataset in datasets]
+        first = len(stages[0].joins) if stages else len(sources)
         # 1 and 1.0 must give the same fingerprint.
-        weights = [float(weight) for _, weight in sources]
-        order = None
+        weights = [float(weight) for _, weight in sources[:first]]
+        if stages:
+            weights = [float(stages[0].weights[number]) for number in range(first)]
+        order: Order | DataSetOrder | None = None
         if shuffle:
             sizes = [packing.sequences for packing in packings]
             for (path, _), size, dataset in zip(sources, sizes, datasets, strict=True):
@@ -148,17 +162,24 @@ class TokenStream:
                         f"split are longer than a sequence of {seq_len}; raise data.seq_len"
                     )
             try:
-                order = Order(sizes, weights, seed)
+                if stages:
+                    _check_weights(stages, sources)
+                    order = DataSetOrder(stages, sizes, seed)
+                else:
+                    order = Order(sizes, weights, seed)
             except ValueError as error:
                 raise DataError(f"data.sources: {error}") from error
-        parts = [ORDER_VERSION, seq_len, weights, [dataset.fingerprint for dataset in datasets]]
+        prints = [dataset.fingerprint for dataset in datasets]
+        packed = [isinstance(packing, Bins) for packing in packings]
+        parts = [ORDER_VERSION, seq_len, weights, prints[:first]]
         # Left out otherwise, so that streams without bins keep their fingerprint.
-        if any(isinstance(packing, Bins) for packing in packings):
-            packed = [isinstance(packing, Bins) for packing in packings]
-            parts += [PACKING_VERSION, packed]
-        digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        if any(packed[:first]):
+            parts += [PACKING_VERSION, packed[:first]]
+        digest = f"sha256:{hashlib.sha256(json.dumps(parts).encode()).hexdigest()}"
+        contents = [[PACKING_VERSION, *one] for one in zip(prints, packed, strict=True)]
+        later = fingerprints_of(stages, digest, contents)
         ahead = ahead if any(dataset.remote for dataset in datasets) else 0
-        return cls(packings, order, seq_len, documents, f"sha256:{digest}", ahead)
+        return cls(packings, order, seq_len, documents, digest, ahead, later, first)
 
     @property
     def documents(self) -> int:
@@ -167,14 +188,16 @@ class TokenStream:
 
     @property
     def pairs_per_sequence(self) -> float:
-        """Mean number of pairs in a sequence."""
-        pairs = sum(one.items for one in self._packings if isinstance(one, Bins))
-        return pairs / max(1, self.sequences)
+        """Mean number of pairs in a sequence, of the first stage."""
+        pairs = sum(one.items for one in self._first if isinstance(one, Bins))
+        return pairs / max(1, sum(one.sequences for one in self._first))
 
     @property
     def labels_per_sequence(self) -> float:
-        """Approximate mean number of labels in a sequence."""
-        return sum(packing.labels for packing in self._packings) / max(1, self.sequences)
+        """Approximate mean number of labels in a sequence, of the first stage: losses are divided
+        by it, and a stage that is added later must not change how earlier steps round."""
+        sequences = sum(packing.sequences for packing in self._first)
+        return sum(packing.labels for packing in self._first) / max(1, sequences)
 
     @property
     def fullness(self) -> float:
@@ -283,8 +306,9 @@ class TokenStream:
     def in_file_order(self) -> "TokenStream":
         """The sequences of the sources in file order, each once."""
         return TokenStream(
-            self._packings, None, self.seq_len, self._documents, self.fingerprint, self.ahead
-        )
+            self._packings, None, self.seq_len, self._documents, self.fingerprint, self.ahead,
+            self.stages, len(self._first),
+        )  # fmt: skip
 
     def describe(self, global_batch: int) -> str:
         tokens = global_batch * self.seq_len
@@ -305,6 +329,30 @@ class TokenStream:
         ends = np.cumsum(self._sizes)
         sources = np.searchsorted(ends, positions, side="right")
         return sources, positions - (ends - self._sizes)[sources]
+
+
+def later_stages(stream: Stream) -> list[list[Any]]:
+    """[first sequence, fingerprint] of each stage of a stream but the first."""
+    return [[*stage] for stage in stream.stages] if isinstance(stream, TokenStream) else []
+
+
+def identity_of(stream: Stream) -> str:
+    """A fingerprint of a stream that covers all its stages."""
+    return str([stream.fingerprint, *(print_ for _, print_ in later_stages(stream))][-1])
+
+
+def _check_weights(
+    stages: "Sequence[StageRow]", sources: Sequence[tuple[str | Place, float]]
+) -> None:
+    """Raise DataError for a weight with which a source would never come."""
+    for number, row in enumerate(stages):
+        counts = block_counts([*row.weights.values()], BLOCK)
+        for source, places in zip(row.weights, counts, strict=True):
+            if not places:
+                raise DataError(
+                    f"data.stages.{number}.weights: {sources[source][0]} would have none of "
+                    f"{BLOCK} sequences; raise its weight, or leave it out"
+                )
 
 
 class _Fetched(Dataset):

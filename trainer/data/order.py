@@ -88,6 +88,39 @@ def _mix(half: NDArray[np.uint64], key: np.uint64 | NDArray[np.uint64]) -> NDArr
     return mixed ^ (mixed >> _U(33))
 
 
+class Blocks:
+    """Scatters sources over blocks of BLOCK positions, with exact counts of each by weight."""
+
+    def __init__(self, weights: Sequence[float], seed: int, *key: int) -> None:
+        """Args:
+            weights: relative shares of the sources.
+            key: further integers that change the order.
+
+        Raises:
+            ValueError: a weight is not positive.
+        """
+        if not all(0 < weight < math.inf for weight in weights):
+            raise ValueError(f"weights {list(weights)} must be positive numbers")
+        self.counts = block_counts(weights, BLOCK)
+        """(sources,), places of each source in a block; may be 0."""
+        self._ends = np.cumsum(self.counts)
+        self._starts = self._ends - self.counts
+        self._block = lru_cache(maxsize=64)(lambda block: Permutation(BLOCK, seed, 0, block, *key))
+
+    def turns(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(source, number of earlier samples from that source) of each position."""
+        if len(self.counts) == 1:
+            return np.zeros_like(positions), positions
+        blocks, places = np.divmod(positions, BLOCK)
+        slots = np.empty_like(positions)
+        for block in np.unique(blocks):
+            now = blocks == block
+            slots[now] = self._block(int(block))(places[now])
+        sources = np.searchsorted(self._ends, slots, side="right")
+        # Each block has the same counts, so none of the earlier ones is walked.
+        return sources, blocks * self.counts[sources] + slots - self._starts[sources]
+
+
 class Order:
     """The endless order of samples from one or several sources: position → sample.
 
@@ -110,27 +143,22 @@ class Order:
         """
         if not sizes or len(sizes) != len(weights):
             raise ValueError(f"{len(sizes)} source(s) with {len(weights)} weight(s); give as many")
-        if not all(0 < weight < math.inf for weight in weights):
-            raise ValueError(f"weights {list(weights)} must be positive numbers")
         self._seed, self._sizes = seed, list(sizes)
-        self._counts = block_counts(weights, BLOCK)
-        for number, (size, count) in enumerate(zip(sizes, self._counts, strict=True)):
+        self._blocks = Blocks(weights, seed)
+        for number, (size, count) in enumerate(zip(sizes, self._blocks.counts, strict=True)):
             if size < 1 or count < 1:
                 raise ValueError(
                     f"source {number} has {size} samples and {count} of {BLOCK} places in a block; "
                     "both must be at least 1: raise its weight, or remove it"
                 )
-        self._ends = np.cumsum(self._counts)
-        self._starts = self._ends - self._counts
-        # The second key part, 1 + source here and 0 below, keeps both kinds apart.
+        # The second key part, 1 + source here and 0 in `Blocks`, keeps both kinds apart.
         self._epoch = lru_cache(maxsize=64)(
             lambda source, epoch: Permutation(self._sizes[source], seed, 1 + source, epoch)
         )
-        self._block = lru_cache(maxsize=64)(lambda block: Permutation(BLOCK, seed, 0, block))
 
     def __reduce__(self) -> tuple:
         # The caches hold lambdas, which cannot be pickled. Counts as weights give the same counts.
-        return Order, (self._sizes, [float(count) for count in self._counts], self._seed)
+        return Order, (self._sizes, [float(count) for count in self._blocks.counts], self._seed)
 
     def locate(
         self, positions: NDArray | Sequence[int]
@@ -143,15 +171,8 @@ class Order:
         Raises:
             ValueError: positions are something else.
         """
-        positions = np.asarray(positions)
-        whole = positions.ndim == 1 and (not positions.size or positions.dtype.kind in "iu")
-        if not whole or (positions < 0).any():
-            raise ValueError(f"positions {positions!r} are no array of whole numbers from 0 on")
-        positions = positions.astype(np.int64, copy=False)
-        if len(self._sizes) == 1:
-            sources, ranks = np.zeros_like(positions), positions
-        else:
-            sources, ranks = self._mixture(positions)
+        positions = checked_positions(positions)
+        sources, ranks = self._blocks.turns(positions)
         epochs, samples = np.empty_like(positions), np.empty_like(positions)
         for source in np.unique(sources):
             mine = np.flatnonzero(sources == source)
@@ -163,17 +184,18 @@ class Order:
                 samples[mine[now]] = self._epoch(int(source), int(number))(place[now])
         return sources, epochs, samples
 
-    def _mixture(self, positions: NDArray[np.int64]) -> tuple[NDArray, NDArray]:
-        """Source of each position, and the number of earlier samples from that source."""
-        blocks, places = np.divmod(positions, BLOCK)
-        slots = np.empty_like(positions)
-        for block in np.unique(blocks):
-            now = blocks == block
-            slots[now] = self._block(int(block))(places[now])
-        sources = np.searchsorted(self._ends, slots, side="right")
-        # Each block has the same counts, so none of the earlier ones is walked.
-        before = blocks * self._counts[sources] + slots - self._starts[sources]
-        return sources, before
+
+def checked_positions(positions: NDArray | Sequence[int]) -> NDArray[np.int64]:
+    """Positions as an int64 array.
+
+    Raises:
+        ValueError: they are no array (N,) of integers that are not negative.
+    """
+    positions = np.asarray(positions)
+    whole = positions.ndim == 1 and (not positions.size or positions.dtype.kind in "iu")
+    if not whole or (positions < 0).any():
+        raise ValueError(f"positions {positions!r} are no array of whole numbers from 0 on")
+    return positions.astype(np.int64, copy=False)
 
 
 def sample_digest(positions: NDArray, sources: NDArray, samples: NDArray) -> int:

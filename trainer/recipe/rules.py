@@ -12,6 +12,7 @@ from trainer.recipe.conditions import parse_condition
 from trainer.recipe.factory import PATTERN
 from trainer.recipe.paths import wrong_paths
 from trainer.recipe.sections import Recipe, Tracking
+from trainer.recipe.stages import stage_contradictions
 from trainer.recipe.yaml_tree import RecipeError
 
 
@@ -51,6 +52,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield from _matmul_contradictions(recipe)
     yield from _tracking_contradictions(recipe.tracking)
     yield from _own_data_contradictions(recipe)
+    yield from stage_contradictions(recipe)
     if recipe.data.cache and not any("://" in source.path for source in recipe.data.sources):
         yield "data.cache", "only for data.sources in an object store; remove it"
     yield from _optimizer_contradictions(recipe)

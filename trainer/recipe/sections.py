@@ -151,7 +151,33 @@ class Source:
     as "s3://bucket/folder"."""
 
     weight: Annotated[float, Gt(0)] = 1.0
-    """Share of the sequences taken from this source, relative to the other weights."""
+    """Share of the sequences taken from this source, relative to the other weights. With
+    `stages` they have the weights."""
+
+    name: str | None = None
+    """Name in `stages`; the last part of `path` unless set."""
+
+    @property
+    def called(self) -> str:
+        """The name in `stages`."""
+        return self.name or self.path.rstrip("/").rpartition("/")[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataStage:
+    """A part of the run with a mixture of its own (see docs/data.md)."""
+
+    until: Positive | None = None
+    """Sequences of the whole run after which the next stage begins: steps x `batch.global_batch`.
+    The last stage has none."""
+
+    weights: dict[str, Annotated[float, Gt(0)]] | None = None
+    """Name of a source → share of the sequences, relative to the other weights. A source that is
+    not named rests, and later goes on where it was. Unless set: those of the stage before."""
+
+    append: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Name of a source → names of further data sets in `sources` whose sequences it has from this
+    stage on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +210,10 @@ class Data:
 
     seq_len: int = 0
     """Tokens per sequence."""
+
+    stages: tuple[DataStage, ...] = ()
+    """Mixtures of `sources` that follow each other. A sample is repeated only in the next epoch of
+    its source, and none is skipped, wherever a stage ends. Empty: one mixture for the whole run."""
 
     factory: str | None = None
     """`package.module:function` that returns any map-style data set, or a stream with an order of

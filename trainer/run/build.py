@@ -21,7 +21,7 @@ from elastic.group.batch_plan import BatchPlan
 from elastic.node.recall import Recall
 from elastic.process import usable_cores
 from elastic.world import limit_waits
-from trainer.data.loader import requested_ahead
+from trainer.data.loader import later_stages, requested_ahead
 from trainer.data.samples import IGNORED_LABEL
 from trainer.data.stream import Accounted
 from trainer.models.decoder import Decoder
@@ -157,6 +157,7 @@ def build(
             world_size=world.world_size,
             steps=recipe.run.steps,
             data=task.stream.fingerprint,
+            stages=later_stages(task.stream),
             model=f"{task.name}: {task.sizes}",
             nodes=world.nodes,
             round=world.round,
@@ -316,6 +317,11 @@ def describe(run: Run) -> str:
     if not recipe.run.epochs:
         epochs = recipe.run.steps * run.plan.global_batch / stream.sequences
         length = f"{recipe.run.steps} steps are {epochs:.2f} epochs"
+    counted = f"{stream.sequences:,} sequences per epoch"
+    if stages := later_stages(stream):
+        counted = f"{1 + len(stages)} stages, from sequences 0, "
+        counted += ", ".join(f"{begin:,}" for begin, _ in stages)
+        length = f"{recipe.run.steps} steps are {recipe.run.steps * run.plan.global_batch:,}"
     notes = (*task.notes, *slow_arithmetic(recipe), *without_peak(recipe, world))
     placed = [world.places] if world.places else []
     if max(strategies.sizes(recipe.strategy).values()) > 1 or placed:
@@ -325,7 +331,7 @@ def describe(run: Run) -> str:
         f"{formats}, {strategies.describe(recipe, idle)} over {world.world_size} rank(s) on "
         f"{world.device.type}",
         f"{run.plan} {stream.describe(run.plan.global_batch)}",
-        f"data: {stream.sequences:,} sequences per epoch; {length}",
+        f"data: {counted}; {length}",
         *([f"placement: {'; '.join(filter(None, placed))}"] if placed else []),
         *(f"note: {note}" for note in notes),
     ]

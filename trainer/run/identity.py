@@ -62,7 +62,7 @@ def identify(recipe: Recipe, data: str | None) -> dict[str, str]:
         "code": _digest(_sources()),
         "torch": str(torch.__version__),  # torch's version is a subclass of str
         "run.device": _device(recipe.run.device),
-        **{key: _short(value) for key, value in flat(resolved(recipe)) if decides(key)},
+        **of_recipe(recipe),
     }
     if exact.used(recipe):  # other kernels round differently
         identity |= machine(identity["run.device"])
@@ -75,6 +75,11 @@ def identify(recipe: Recipe, data: str | None) -> dict[str, str]:
     for key, name in recipe.own_code.items():
         identity[f"{key} source"] = _digest(_module_source(name.split(":")[0]))
     return identity if data is None else with_data(identity, data)
+
+
+def of_recipe(recipe: Recipe) -> dict[str, str]:
+    """The part of an identity that is written in the recipe."""
+    return {key: _short(value) for key, value in flat(resolved(recipe)) if decides(key)}
 
 
 def with_data(identity: Mapping[str, str], data: str) -> dict[str, str]:
@@ -115,11 +120,18 @@ class Agreement:
     """See `computed_by`; values that differ between ranks are joined by " + "."""
     note: str = ""
     """How the machines of the ranks differ; "" if they do not."""
+    changes: bool = False
+    """Whether rank 0 has changes of the data, see data_changes.py."""
 
 
-def check_agreement(recipe: Recipe, identity: Mapping[str, str], device: torch.device) -> Agreement:
+def check_agreement(
+    recipe: Recipe, identity: Mapping[str, str], device: torch.device, *, changes: bool = False
+) -> Agreement:
     """Compare identity and machine of this rank with those of all others, and agree on a name for
     the attempt. On all ranks; one small collective if all agree.
+
+    Args:
+        changes: whether this rank has changes of the data.
 
     Raises:
         RecipeError: some ranks would train something else; names them and the difference. In exact
@@ -131,12 +143,13 @@ def check_agreement(recipe: Recipe, identity: Mapping[str, str], device: torch.d
     numbers = [int(digest(values)[:15], 16) for values in (ours, kind)]
     # Numbers and their negatives under MAX show in one all-reduce whether all ranks are equal. The
     # largest random draw names the attempt.
-    word = torch.tensor([*numbers, *(-number for number in numbers), secrets.randbits(62)])
+    negatives = [-number for number in numbers]
+    word = torch.tensor([*numbers, *negatives, changes, secrets.randbits(62)])
     dist.all_reduce(word, dist.ReduceOp.MAX)
     attempt = f"{int(word[-1]) & 0xFFFFFFFF:08x}"
     init_from = identity.get("model.init_from", "") if recipe.model.init_from else ""
     if word[0] == -word[2] and word[1] == -word[3]:
-        return Agreement(attempt, init_from, kind)
+        return Agreement(attempt, init_from, kind, changes=bool(word[4]))
     group = dist.group.WORLD
     assert group
     reports: list[dict[str, dict[str, str]]] = exchange(
@@ -145,7 +158,7 @@ def check_agreement(recipe: Recipe, identity: Mapping[str, str], device: torch.d
     every = [report["identity"] for report in reports]
     _refuse_strangers(every)
     kinds = [report["kind"] for report in reports]
-    return Agreement(attempt, init_from, *_side_by_side(kinds))
+    return Agreement(attempt, init_from, *_side_by_side(kinds), changes=bool(word[4]))
 
 
 def _side_by_side(kinds: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], str]:

@@ -17,6 +17,7 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from checkpointing import SaveOutcome
+from checkpointing.format.untrusted import printable
 from checkpointing.storage.ownership import Trusted
 from elastic import LEDGER, Ledger, StartLine
 from elastic.node.companion import accompany
@@ -221,6 +222,21 @@ class Log:
                 f"there to step {step} is not tried again (roll-back {number})"
             )
             self._ledger.rollback(step, to, source)
+
+    def data_change(self, step: int, name: str, what: str, refused: str) -> None:
+        """Report the answer to a request to change the data.
+
+        Args:
+            step: done so far.
+            name: of the request.
+            what: the change in words.
+            refused: why it is refused; "" if it is accepted.
+        """
+        if not self.silent:
+            answer = f"refused: {refused}" if refused else "accepted"
+            self.say(printable(f"data change {answer} ({what})"))
+            details = {"refused": refused} if refused else {}
+            self._ledger.event("data change", step=step, request=name, what=what, **details)
 
     def validation(self, step: int, values: Mapping[str, float]) -> None:
         """Report the results of validating the weights after `step`."""

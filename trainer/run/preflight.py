@@ -25,7 +25,7 @@ from trainer.recipe.errors import Refusals
 from trainer.recipe.factory import check_takes
 from trainer.recipe.sections import Optimizer
 from trainer.recipe.strategies import cp, exact, tp
-from trainer.run.provenance import check_resume
+from trainer.run.provenance import check_resume, read_changes
 from trainer.run.sinks import wandb_mode
 from trainer.tasks.model_blocks import name_blocks
 from trainer.tasks.own_data import inputs_of
@@ -202,7 +202,8 @@ def _check_places(refusals: Refusals, recipe: Recipe, task: Task | None, rank: i
         _check_writable(Path(recipe.run.dir))
         # Rank 0 only: thousands of ranks would burden the filesystem.
         newest = newest_checkpoint(location(recipe.checkpoint_directory)) if rank == 0 else None
-        if newest and task:
+        # `restore` checks a run whose data was changed: the task here lacks these stages.
+        if newest and task and not read_changes(recipe):
             check_resume(read_state(newest), recipe, task, newest)
     with refusals:
         if recipe.data.cache and (why := hindrance(recipe.data.cache.directory)):

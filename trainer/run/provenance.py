@@ -17,10 +17,15 @@ from typing import Any
 import torch
 
 from checkpointing.format.untrusted import printable
-from elastic.node.files import own_directory, read_text, write_whole
+from checkpointing.storage.ownership import Trusted
+from elastic.node.files import open_to_read, own_directory, read_text, write_whole
 from elastic.record.history import last_start
+from elastic.record.ledger import StartLine
 from elastic.world import World
+from trainer.data.loader import later_stages
+from trainer.data.stream import Stream
 from trainer.recipe import Recipe, RecipeError, resolved, strategies
+from trainer.recipe.data_change import CHANGES, DataChange, parsed
 from trainer.recipe.factory import with_defaults
 from trainer.recipe.load import renewed, validate
 from trainer.recipe.yaml_tree import read_tree
@@ -33,6 +38,7 @@ RECIPES = "recipes"
 """Folder of the run directory with DIGEST.yaml, the recipe of each attempt."""
 MOST_NAMED = 8
 """Most changed keys named on the console."""
+MOST_CHANGE_BYTES = 1 << 20
 LONGEST_SHOWN = 40
 """Most characters of a value."""
 
@@ -51,7 +57,11 @@ def run_state(recipe: Recipe, task: Task, world: World, init_from: str | None) -
             "trained": task.trained_count,
             "frozen": task.parameter_count - task.trained_count,
         },
-        "data": {"fingerprint": task.stream.fingerprint, "seq_len": recipe.data.seq_len},
+        "data": {
+            "fingerprint": task.stream.fingerprint,
+            "seq_len": recipe.data.seq_len,
+            **({"stages": stages} if (stages := later_stages(task.stream)) else {}),
+        },
         "seed": recipe.run.seed,
         "rng": "derived from the seed and the position in the data; nothing to restore",
         "schedule": {
@@ -133,6 +143,18 @@ def check_resume(
             f"data.{key}: the data is not what the checkpoint was trained on ({parts} differ), so "
             f"its position in it means nothing; {way_out}"
         )
+    done = state.get("sequences", 0)
+    before, now = (
+        [list(stage) for stage in stages if stage[0] < done]
+        for stages in (state["data"].get("stages", []), later_stages(task.stream))
+    )
+    if before != now:
+        raise RecipeError(
+            f"data.stages: of the first {done} sequences, which the checkpoint was trained on, the "
+            f"stages are others (from sequence {_begins(before)} there, {_begins(now)} here, or "
+            f"with other weights or data); a run changes only stages after sequence {done}; "
+            f"{way_out}"
+        )
     if state["seed"] != recipe.run.seed:
         raise RecipeError(
             f"run.seed: the checkpoint was trained with {state['seed']}, the recipe says "
@@ -158,6 +180,21 @@ def check_resume(
                 f"{recipe.model.init_from} would be left unread; set model.init_from=null, or "
                 "choose a new run.dir"
             )
+
+
+def other_data(start: StartLine, stream: Stream) -> str:
+    """How a stream differs from the data of an attempt, as its start line says; "" if it does
+    not."""
+    if start.data != stream.fingerprint:
+        return "its fingerprint is another"
+    stages = later_stages(stream)
+    if [list(stage) for stage in start.stages] != stages:
+        return "its stages are others"
+    return ""
+
+
+def _begins(stages: Sequence[Sequence[Any]]) -> str:
+    return ", ".join(["0", *(str(stage[0]) for stage in stages)])
 
 
 # --- the recipe of each attempt --------------------------------------------------------------
@@ -206,6 +243,37 @@ def show_recipe(directory: Path, text: str) -> None:
         write_whole(path, text)
     except OSError as error:  # not needed for training: recipes/ has it
         logger.warning("recipe.yaml of %s is not that of this start: %s", directory, error.strerror)
+
+
+# --- changes of the data while a run trains, see data_changes.py -----------------------------
+
+
+def read_changes(recipe: Recipe) -> list[DataChange]:
+    """The accepted changes of a run.
+
+    Raises:
+        RecipeError: their file cannot be read.
+    """
+    path = Path(recipe.run.dir) / CHANGES
+    try:
+        return parsed(trusted_json(path, recipe))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{path}: {error}; restore it, or remove it") from error
+
+
+def trusted_json(path: Path, recipe: Recipe) -> Any:
+    """The contents of a file that this user or one of `checkpoint.trust` has written.
+
+    Raises:
+        OSError, ValueError: it is another's, or no JSON.
+    """
+    with os.fdopen(open_to_read(path), "rb") as file:
+        owner = os.fstat(file.fileno()).st_uid
+        if owner not in Trusted(tuple(recipe.checkpoint.trust), path.parent):
+            raise PermissionError(f"belongs to uid {owner}, who is not in checkpoint.trust")
+        return json.loads(file.read(MOST_CHANGE_BYTES))
 
 
 # --- what a start changes --------------------------------------------------------------------

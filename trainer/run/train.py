@@ -8,6 +8,7 @@ import gc
 from elastic import EXIT_DO_NOT_REQUEUE, EXIT_DONE, EXIT_PAUSED, PAUSE_TO_LEAVE
 from elastic.world import supervised
 from trainer.data.loader import load, requests
+from trainer.run.data_changes import DataChanges
 from trainer.run.evaluate import Validator, pause_request
 from trainer.run.metrics import Startup
 from trainer.run.micro_batch import halving
@@ -40,7 +41,7 @@ def train(run: Run, startup: Startup) -> int:
     validation = Validator(run, speed)
     if request := validation.make_up():
         return stop_together(run, request, saved=not run.checkpointer.newer_than_storage)
-    saves = Saves(run)
+    saves, changes = Saves(run), DataChanges(run)
     if not supervised():  # under an agent the warm process has frozen, and attempts must be freed
         gc.freeze()  # long-lived objects: a collection over them takes 0.15 s
     with (
@@ -49,6 +50,7 @@ def train(run: Run, startup: Startup) -> int:
     ):
         while not run.done:
             saves.request()
+            changes.look()
             first = run.first_step
             with halving(run):
                 result = train_step(run, inputs)
@@ -122,4 +124,5 @@ def stop_together(run: Run, request: float, *, saved: bool = False) -> int:
     leaving = request >= PAUSE_TO_LEAVE
     if not saved:
         pause(run, leaving=leaving)
-    return run.log.end(EXIT_PAUSED, "a node leaves" if leaving else "a node joins")
+    why = "the data changes" if run.pulse.wants_pause else "a node joins"
+    return run.log.end(EXIT_PAUSED, "a node leaves" if leaving else why)

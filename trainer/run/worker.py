@@ -50,7 +50,7 @@ from elastic.world import (
     supervised,
 )
 from trainer.data.cache import keep_copies
-from trainer.data.loader import load, requests
+from trainer.data.loader import identity_of, load, requests
 from trainer.data.stream import CONSUMED, COUNTED
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.mesh import build_mesh, forget_meshes, is_sharded_by_fsdp
@@ -61,12 +61,13 @@ from trainer.recipe import Recipe, RecipeError, counted, dump_recipe, load_recip
 from trainer.recipe.strategies import ep, exact, offload
 from trainer.run.build import build
 from trainer.run.compiled import keep_caches_closed
+from trainer.run.data_changes import shared_changes
 from trainer.run.failures import FailureReport
-from trainer.run.identity import check_agreement, identify, with_data
+from trainer.run.identity import check_agreement, identify, of_recipe, with_data
 from trainer.run.metrics import Startup
 from trainer.run.micro_batch import settled
 from trainer.run.preflight import check_inputs
-from trainer.run.provenance import keep_recipe
+from trainer.run.provenance import keep_recipe, read_changes
 from trainer.run.state import Kept, Run
 from trainer.run.train import train
 from trainer.tasks.own_model import refusing_misfits
@@ -168,9 +169,10 @@ def run_attempt(
         raise RecipeError(stale)
     check_inputs(recipe, task, rank, world_size, local_world_size)
     startup.mark("checks")
-    occupancy = None
+    occupancy, changes = None, []
     if rank == 0:
         occupancy = occupy(recipe)
+        changes = read_changes(recipe)
         # At every attempt: rank 0 may now be on another node, with another disk.
         keep_recipe(Path(recipe.run.dir), text)
     pulse.safe = not any(of_run(recipe.checkpoint_directory))
@@ -178,8 +180,15 @@ def run_attempt(
     timeout = recipe.elastic.timeout_seconds
     world = join_world(recipe.run.device, timeout, pulse.secret, pulse.most_free)
     pulse.most_free = world.free
-    identity = with_data(identity, task.stream.fingerprint)
-    agreement = check_agreement(recipe, identity, world.device)
+    identity = with_data(identity, identity_of(task.stream))
+    agreement = check_agreement(recipe, identity, world.device, changes=bool(changes))
+    if agreement.changes:
+        recipe = shared_changes(recipe, changes)
+        text, task, prepared_task = dump_recipe(recipe), build_task(recipe), None
+        identity = with_data({**identity, **of_recipe(recipe)}, identity_of(task.stream))
+        agreement = check_agreement(recipe, identity, world.device)
+        if rank == 0:
+            keep_recipe(Path(recipe.run.dir), text)
     startup.mark("rendezvous")
     if world.device.type == "cpu" and not offload.used(recipe.strategy):
         keep_freed_memory()
@@ -273,6 +282,8 @@ def reason_to_rebuild(last: Run, recipe: Recipe) -> str:
         return "elastic.recovery is rebuild"
     if now != (world.rank, world.local_rank, world.world_size, world.local_world_size):
         return f"rank {world.rank} of {world.world_size} is rank {rank} of {size} now"
+    if recipe.data != last.recipe.data:
+        return "the data has other stages"
     if recipe != last.recipe:
         return "batch.micro_batch is another"
     own = [key for key in recipe.own_code if key != "schedule.factory"]
@@ -342,7 +353,7 @@ def prepare(arguments: tuple[str, ...]) -> Prepared:
         return Prepared(recipe, text, None, identify(recipe, None))
     task = None if recipe.model.factory else build_task(recipe)
     stream = task.stream if task else open_streams(recipe)[0]
-    return Prepared(recipe, text, task, identify(recipe, stream.fingerprint))
+    return Prepared(recipe, text, task, identify(recipe, identity_of(stream)))
 
 
 def occupy(recipe: Recipe) -> Occupancy | None:

@@ -25,6 +25,7 @@ from trainer.models.transformers_model import TextModel, TransformersModel
 from trainer.recipe import Optimizer, ParameterGroup, Recipe, RecipeError
 from trainer.recipe.architecture import Architecture
 from trainer.recipe.factory import call_factory
+from trainer.recipe.stages import ordered, table
 from trainer.recipe.strategies import tp
 from trainer.tasks.model_blocks import repeated_blocks
 from trainer.tasks.own_data import check_decoder_inputs, first_batch, open_samples
@@ -363,9 +364,13 @@ def open_streams(recipe: Recipe) -> tuple[TokenStream, Evaluation | None]:
                 "a sequence, which no model is served; set true, or data.pack=stream"
             )
 
+    stages, sources = table(data), ordered(data)
+
     def open_split(split: str, shuffle: bool) -> TokenStream:
+        # Validation stays on the data sets of the first stage.
+        few = len(stages[0].joins) if stages and not shuffle else None
         return TokenStream.open(
-            [(source.path, source.weight) for source in data.sources],
+            [(source.path, source.weight) for source in sources[:few]],
             split=split,
             seq_len=data.seq_len,
             seed=recipe.run.seed,
@@ -375,6 +380,7 @@ def open_streams(recipe: Recipe) -> tuple[TokenStream, Evaluation | None]:
             pack=data.pack,
             ahead=data.ahead,
             cache=data.cache,
+            stages=stages if shuffle else (),
         )
 
     stream = open_split("train", shuffle=True)

@@ -18,6 +18,7 @@ from elastic.node.files import read_text
 from elastic.node.recall import Recall
 from elastic.record.history import Attempt
 from elastic.world import limit_waits
+from trainer.data.loader import identity_of
 from trainer.data.shards import is_prepared
 from trainer.optim.schedule import build_schedule
 from trainer.parallel.mesh import build_mesh
@@ -28,7 +29,7 @@ from trainer.run.compiled import keep_caches_closed
 from trainer.run.identity import computed_by, identify
 from trainer.run.metrics import Log
 from trainer.run.micro_batch import noted
-from trainer.run.provenance import digest_of, recipe_file
+from trainer.run.provenance import digest_of, other_data, recipe_file
 from trainer.run.reference import Reference
 from trainer.run.saves import contents, load_beginning, restore
 from trainer.run.state import Run
@@ -147,11 +148,9 @@ def rebuilt(
         size = noted(recipe, world) or 1
         recipe = replace(recipe, batch=replace(recipe.batch, micro_batch=size))
     task = build_task(recipe)
-    if attempt.start.data not in ("", task.stream.fingerprint):
-        raise RecipeError(
-            f"the data is not what attempt {attempt.number} trained on: its fingerprint is another"
-        )
-    identity = identify(recipe, task.stream.fingerprint)
+    if attempt.start.data and (what := other_data(attempt.start, task.stream)):
+        raise RecipeError(f"the data is not what attempt {attempt.number} trained on: {what}")
+    identity = identify(recipe, identity_of(task.stream))
     init_from = identity["model.init_from"] if recipe.model.init_from else ""
     recipe = counted(recipe, task.stream.sequences)
     mesh = build_mesh(recipe, world)

@@ -36,6 +36,7 @@ from trainer.optim.schedule import build_schedule
 from trainer.parallel.passes import Call, Passed
 from trainer.recipe import RecipeError, counted
 from trainer.recipe.seeds import stable_seed
+from trainer.recipe.stages import ordered
 from trainer.run.state import Run
 from trainer.run.step import Gradients, seed_generators
 from trainer.text import table
@@ -243,7 +244,7 @@ class _Names:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._paths = [source.path for source in run.recipe.data.sources]
+        self._paths = [source.path for source in ordered(run.recipe.data)]
         self._opened: dict[int, tuple[TokenDataset, Tokenizer]] = {}
 
     def table(self, weighed: Sequence[Weighed]) -> list[str]:
@@ -309,9 +310,11 @@ def _mixture(run: Run, line: Lineage, step: int) -> str:
     record, stream = line.recorded(step), run.task.stream
     if record is None or not isinstance(stream, TokenStream) or len(run.recipe.data.sources) < 2:
         return ""
-    sources, _ = stream.locate(np.arange(record.first, record.after_last))
+    numbers, _ = stream.locate(np.arange(record.first, record.after_last))
+    sources = run.recipe.data.sources
+    numbers = np.array([sources.index(source) for source in ordered(run.recipe.data)])[numbers]
     return ", ".join(
-        f"{count} of {number}" for number, count in enumerate(np.bincount(sources)) if count
+        f"{count} of {number}" for number, count in enumerate(np.bincount(numbers)) if count
     )
 
 

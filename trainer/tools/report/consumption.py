@@ -24,7 +24,7 @@ from trainer.data.sample_stream import size_in
 from trainer.data.shards import is_prepared
 from trainer.recipe import Recipe, load_recipe
 from trainer.recipe.errors import known_errors
-from trainer.run.provenance import digest_of, recipe_file
+from trainer.run.provenance import digest_of, other_data, recipe_file
 from trainer.tasks.task import open_streams
 
 MOST_SAMPLES, MOST_TOKENS = 5_000_000, 100_000_000
@@ -80,6 +80,9 @@ def check_consumption(run: Path, history: History) -> Findings:
         line = f"what the ranks took is what {of}: samples of {_share(counts.located, counts)}"
         line += f", tokens of {_share(counts.read, counts)}" if counts.read else ""
         findings.proved.append(line if counts.read else f"{line}; what they hold is not compared")
+    if stages := history.attempts[-1].start.stages:
+        begins = ", ".join(["0", *(str(stage[0]) for stage in stages)])
+        findings.proved.append(f"the data has {1 + len(stages)} stages, from sequences {begins}")
     if counts.silent:
         findings.proved.append(f"no digest of what was taken: {counts.silent} steps")
     return findings
@@ -158,16 +161,16 @@ def _compare(
             counts.located += len(located)
         return
     try:
-        recipe, away = _where_it_lies(recipe, attempts[0].start.directory)
+        recipe, away = where_it_lies(recipe, attempts[0].start.directory)
         if away:
             findings.miss(f"there is no data in {away}, which has no index.json", attempts)
             return
         stream, _ = open_streams(recipe)
         for attempt in attempts:
-            if attempt.start.data != stream.fingerprint:
+            if what := other_data(attempt.start, stream):
                 findings.problems.append(
                     f"the data in {', '.join(source.path for source in recipe.data.sources)} is "
-                    f"not what attempt {attempt.number} trained on: its fingerprint is another"
+                    f"not what attempt {attempt.number} trained on: {what}"
                 )
                 return
         located = _spread(steps, MOST_SAMPLES, 1)
@@ -186,7 +189,7 @@ def _compare(
     counts.read += len(read)
 
 
-def _where_it_lies(recipe: Recipe, directory: str) -> tuple[Recipe, str]:
+def where_it_lies(recipe: Recipe, directory: str) -> tuple[Recipe, str]:
     """Return the recipe with the current paths of its sources, and the first missing one, or "".
     Relative paths begin at the run's working directory, or else at this one."""
     sources = []

@@ -1,0 +1,93 @@
+"""A change of a run's data that is decided while it runs, and the recipe with it. Imports no
+torch."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
+
+from annotated_types import Gt, MaxLen
+from pydantic import ConfigDict, ValidationError
+
+from trainer.recipe.bounds import Positive
+from trainer.recipe.checking import adapter
+from trainer.recipe.load import resolved, validate
+from trainer.recipe.sections import Recipe, Source
+
+REQUEST, CHANGES = "data_change.json", "data_changes.json"
+"""Files in a run directory: a change that waits for an answer, and all accepted ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataChange:
+    """A stage that begins at some sequence, and lasts until the next begins."""
+
+    name: Annotated[str, MaxLen(32)]
+    """Random, to tell changes apart."""
+    begin: Positive
+    weights: dict[str, Annotated[float, Gt(0)]] | None = None
+    """As `DataStage.weights`."""
+    append: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """As `DataStage.append`."""
+    sources: tuple[Source, ...] = ()
+    """Data sets that the recipe does not name yet."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid", "allow_inf_nan": False}
+
+
+def plain(changes: Iterable[DataChange]) -> list[dict[str, Any]]:
+    """Changes as JSON values."""
+    return [adapter(DataChange).dump_python(one, mode="json") for one in changes]
+
+
+def parsed(values: Any) -> list[DataChange]:
+    """The inverse of `plain`.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        return adapter(list[DataChange]).validate_python(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ValueError(f"no list of changes: {key}: {first['msg']}") from error
+
+
+def with_changes(recipe: Recipe, changes: Iterable[DataChange], file: str) -> Recipe:
+    """The recipe with a stage for each change. A change that the recipe has already changes
+    nothing.
+
+    Args:
+        recipe: with stages or without.
+        changes: the later ones come on top.
+        file: where they stand, for messages.
+
+    Raises:
+        RecipeError: the stages contradict each other, by key.
+    """
+    tree = resolved(recipe)
+    for change in plain(changes):
+        _insert(tree["data"], change)
+    return validate(tree, {}, file)
+
+
+def _insert(data: dict[str, Any], change: dict[str, Any]) -> None:
+    """Add one change to the `data` section of a resolved recipe."""
+    known = [Source(**source).called for source in data["sources"]]
+    stages = data["stages"]
+    if not stages:
+        weights = [source["weight"] for source in data["sources"]]
+        stages.append({"until": None, "weights": dict(zip(known, weights, strict=True))})
+        for source in data["sources"]:
+            source["weight"] = 1.0
+    new = [one for one in change["sources"] if Source(**one).called not in known]
+    data["sources"] += new
+    begin, rules = change["begin"], {key: change[key] for key in ("weights", "append")}
+    borders = [0, *(stage["until"] for stage in stages[:-1])]
+    number = sum(border < begin for border in borders) - 1
+    if begin not in borders:
+        stages.insert(number + 1, {"until": stages[number]["until"]})
+        stages[number] = {**stages[number], "until": begin}
+    for key, value in rules.items():
+        if value or key not in stages[number + 1]:
+            stages[number + 1][key] = value

@@ -1,0 +1,114 @@
+"""Changes of the data that are decided while a run trains.
+
+[Note: data changes] `perdure data change` leaves a request in the run directory, for which rank 0
+looks once a second. It accepts a stage that begins after the step under way, and keeps it in
+CHANGES; a late one is refused. Either is an event in the ledger. Then all ranks pause after that
+step, which they agree on as for a node that joins. At the next start rank 0 reads CHANGES and sends
+it to all ranks, so all of them have the longer table. No loader changes its order, and a stage that
+was accepted has not begun anywhere, whatever fails meanwhile.
+"""
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from checkpointing.ranks import RankGroup, failing_alike
+from elastic.node.files import write_whole
+from elastic.world import supervised
+from trainer.recipe import Recipe, RecipeError
+from trainer.recipe.data_change import CHANGES, REQUEST, DataChange, parsed, plain, with_changes
+from trainer.recipe.errors import known_errors
+from trainer.run.provenance import read_changes, trusted_json
+
+if TYPE_CHECKING:
+    from trainer.run.state import Run
+
+LOOK_SECONDS = 1.0
+
+
+def shared_changes(recipe: Recipe, changes: Sequence[DataChange]) -> Recipe:
+    """The recipe with the changes of rank 0. On all ranks.
+
+    Raises:
+        RecipeError: they do not fit the recipe.
+    """
+    with failing_alike():
+        values = RankGroup(dist.group.WORLD).on_main(lambda: json.dumps(plain(changes)))
+    return with_changes(recipe, parsed(json.loads(values)), CHANGES)
+
+
+class DataChanges:
+    """Answers requests to change the data of a run. On rank 0; elsewhere it does nothing."""
+
+    def __init__(self, run: "Run") -> None:
+        self._run, self._folder = run, Path(run.recipe.run.dir)
+        answers = run.world.is_main and bool(run.recipe.data.sources)
+        self._next = 0.0 if answers else math.inf
+        """Time of the next look."""
+
+    def look(self) -> None:
+        """Answer a request, before a step."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + LOOK_SECONDS
+        path = self._folder / REQUEST
+        if not path.exists():
+            return
+        name, what, refused = "", "a request that cannot be read", ""
+        pauses = False
+        try:
+            (change,) = parsed([trusted_json(path, self._run.recipe)])
+            name, what = change.name, describe(change)
+            pauses = self._accept(change)
+        except (*known_errors(), OSError, ValueError) as error:
+            refused = str(error)
+        self._run.log.data_change(self._run.progress.step, name, what, refused)
+        try:
+            path.unlink()
+        except OSError:  # another's, in a directory of mode +t: one answer is enough
+            self._next = math.inf
+        if pauses:
+            self._run.pulse.wants_pause = True
+            self._next = math.inf
+
+    def _accept(self, change: DataChange) -> bool:
+        """Keep a change for the next start; whether it is new.
+
+        Raises:
+            RecipeError, OSError: it cannot be followed.
+        """
+        run = self._run
+        if not supervised():
+            raise RecipeError(
+                "nothing starts this run again after a pause; end it, add the stage to its recipe, "
+                "and start it"
+            )
+        changes = read_changes(run.recipe)
+        if change in changes:  # rank 0 ended before it could answer
+            return False
+        # The pause comes after the step that begins now.
+        done = run.progress.sequences + run.plan.global_batch
+        if change.begin < done:
+            raise RecipeError(
+                f"its stage begins at sequence {change.begin}, but step {run.progress.step + 1} "
+                f"goes up to {done}; give a later step"
+            )
+        changes.append(change)
+        with_changes(run.written, changes, CHANGES)
+        write_whole(self._folder / CHANGES, json.dumps(plain(changes), indent=1))
+        return True
+
+
+def describe(change: DataChange) -> str:
+    """A change in words."""
+    parts = [f"from sequence {change.begin:,}"]
+    if change.weights:
+        parts.append(" ".join(f"{name}={weight:g}" for name, weight in change.weights.items()))
+    parts += [f"{name} with {', '.join(more)}" for name, more in change.append.items()]
+    return ": ".join([parts[0], "; ".join(parts[1:])])

@@ -1,0 +1,97 @@
+"""`perdure data change`: asks a run that trains to change its data, and waits for the answer."""
+
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from elastic.node.files import write_whole
+from elastic.record.history import History, read_history
+from trainer.recipe import RecipeError, load_recipe
+from trainer.recipe.data_change import REQUEST, DataChange, plain, with_changes
+from trainer.recipe.sections import Source
+
+PATIENCE_SECONDS, PATIENCE_STEPS = 30.0, 3
+"""Time that a run has to answer: so many seconds, and so many of its steps."""
+
+
+def change_data(
+    run: Path,
+    step: int,
+    weights: Mapping[str, float] | None,
+    added: Sequence[tuple[str, str]],
+    appended: Sequence[tuple[str, str]],
+) -> str:
+    """Ask a run to begin a stage after a step; returns the answer.
+
+    Args:
+        run: run directory.
+        weights: source → share; None: as before.
+        added: (name, path) of new sources; "": the name is the last part of the path.
+        appended: (name of a source, path of the data set that it gains).
+
+    Raises:
+        LedgerError, RecipeError, DataError: the change is wrong, or the run refuses it.
+    """
+    history = read_history(run)
+    under_way = history.step + 1
+    if step <= under_way:
+        raise RecipeError(f"--at-step {step}: step {under_way} is under way; give a later one")
+    start = history.attempts[-1].start
+    sources = [Source(path=_absolute(path), name=name or None) for name, path in added]
+    append: dict[str, tuple[str, ...]] = {}
+    for name, path in appended:
+        sources.append(Source(path=_absolute(path)))
+        append[name] = (*append.get(name, ()), sources[-1].called)
+    change = DataChange(
+        name=secrets.token_hex(8),
+        begin=history.sequences + (step - history.step) * start.global_batch,
+        weights=dict(weights) if weights else None,
+        append=append,
+        sources=tuple(sources),
+    )
+    _check(run, change, start.directory)
+    request = run / REQUEST
+    if request.exists():
+        raise RecipeError(f"{request}: another change waits for its answer; try again later")
+    write_whole(request, json.dumps(plain([change])[0]))
+    last = [one.seconds for one in history.attempts[-1].steps[-1:]]
+    deadline = time.monotonic() + PATIENCE_SECONDS + PATIENCE_STEPS * sum(last)
+    while request.exists():
+        if time.monotonic() > deadline:
+            with suppress(FileNotFoundError):
+                request.unlink()
+            raise RecipeError(
+                f"{run}: no answer; if it does not train now, add the stage to its recipe"
+            )
+        time.sleep(0.1)
+    return _answer(read_history(run), change.name, step)
+
+
+def _check(run: Path, change: DataChange, directory: str) -> None:
+    """Open the data as the run will, so that a wrong change is refused here."""
+    from trainer.tasks.task import open_streams
+    from trainer.tools.report.consumption import where_it_lies
+
+    recipe = load_recipe(run / "recipe.yaml", kept=True)
+    recipe, away = where_it_lies(with_changes(recipe, [change], "the change"), directory)
+    if away:
+        raise RecipeError(f"there is no data in {away}, which has no index.json")
+    open_streams(recipe)
+
+
+def _answer(history: History, name: str, step: int) -> str:
+    for attempt in reversed(history.attempts):
+        for event in attempt.events:
+            if event.get("request") != name:
+                continue
+            if refused := event.get("refused"):
+                raise RecipeError(f"the run refuses it: {refused}")
+            return f"accepted: {event.get('what')}, after step {step}; the run pauses once for it"
+    raise RecipeError("the run gave no answer that its ledger has; see its console")
+
+
+def _absolute(path: str) -> str:
+    return path if "://" in path else str(Path(path).absolute())
