@@ -33,6 +33,8 @@ printf 'Metadata-Version: 2.1\nName: fake-cuda\nVersion: 1\n' > "$site/fake_cuda
 printf '[torch.backends]\nfake_cuda = tests.fake_cuda.backend:load\n' \
     > "$site/fake_cuda-1.dist-info/entry_points.txt"
 
+# torch then counts GPUs without a context, which forks of a process could not have.
+export PYTORCH_NVML_BASED_CUDA_CHECK=1
 # Compiled kernels would do nothing.
 export TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1 FAKE_CUDA="${FAKE_CUDA:-early}"
 export FAKE_CUDA_LIBRARIES="$libraries" PATH="$VENV/bin:$PATH"
