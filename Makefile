@@ -13,7 +13,7 @@ FAKE_TORCH ?= 2.14.1
 FAKE := .venv/fake-cuda-$(FAKE_TORCH)
 FAKE_TABLE := benchmarks/results/fake-cuda-$(FAKE_TORCH).md
 
-.PHONY: help train finetune test pytest setup lint bench gpu gpu-wheelhouse soak fakecuda layouts gluster transformers4 slurm manifests attack seeing grafana image docs site clean
+.PHONY: help train finetune test pytest setup lint bench gpu gpu-wheelhouse soak fakecuda layouts others gluster transformers4 slurm manifests attack seeing grafana image docs site clean
 
 help:            ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -73,6 +73,9 @@ soak: $(DEV)     ## long randomised tests: kills, resumes, 200 seeded faults: ab
 
 layouts: $(DEV)  ## every layout of model parallelism beside one process: a table of differences
 	SOAK=1 $(BIN)/python -m pytest -k same_curve_as_one_process tests/distributed/test_*_parallel.py
+
+others: $(DEV)   ## Hugging Face's Trainer, Lightning's and a loop of accelerate through twenty kills each, a lost node and a join
+	SOAK=1 $(BIN)/python -m pytest -s tests/distributed/test_others.py
 
 gluster: $(DEV)  ## save to a GlusterFS of its own (root, glusterfs-server), with proof and picture
 	tests/opt_in/gluster.sh --svg docs/images/writers.svg

@@ -17,6 +17,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from checkpointing.errors import CheckpointError, WrongModel
 from checkpointing.format.layout import TensorMeta, parse_step
@@ -58,7 +59,8 @@ class Checkpointer:
     A save blocks the loop until all ranks agree on it. State that may change soon is copied
     meanwhile; the rest is copied while training goes on, up to the next step of the guarded
     optimizers. A process of each node writes the copies. At its end the program waits for the last
-    save.
+    save. A process whose process group was destroyed, and that creates a second Checkpointer for
+    the directory, goes on from the last copy of the first, which ends without waiting.
 
     Args:
         directory: directory of the steps: a path, or a URL such as "s3://bucket/folder". Created at
@@ -94,6 +96,9 @@ class Checkpointer:
         self._looked = False
         self._outcomes: list[SaveOutcome] = []
         self._process = os.getpid()
+        for last in [one for one in _open if one._is_left_behind(self.directory)]:
+            last._abandon()
+        _open.add(self)
         atexit.register(self._at_exit)  # a loop without `with` must not lose its last save
 
     @property
@@ -299,7 +304,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Wait for the running save, and end the writer processes."""
-        atexit.unregister(self._at_exit)
+        self._forget()
         self._tensors.close()
         self._collect_outcomes()
 
@@ -309,7 +314,7 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Like `close`. After an exception, which other ranks may not have, it waits at most 10 s,
         unless the exception has a true `of_all_ranks`, as that of a job that pauses."""
-        atexit.unregister(self._at_exit)
+        self._forget()
         self._tensors.__exit__(kind)
         self._collect_outcomes()
 
@@ -317,6 +322,22 @@ class Checkpointer:
         if os.getpid() == self._process:  # not in a forked child
             # sys.last_type is the exception that ended the interpreter.
             self.__exit__(getattr(sys, "last_type", None))
+
+    def _forget(self) -> None:
+        _open.discard(self)
+        atexit.unregister(self._at_exit)
+
+    def _is_left_behind(self, directory: Place) -> bool:
+        """Whether it saves in `directory`, for a process group that is destroyed: the loop that
+        created it has failed, and its process begins anew."""
+        group = self._ranks.group
+        return self.directory == directory and group not in (None, *_known_groups())
+
+    def _abandon(self) -> None:
+        """Drop the running save, and leave the last copy in memory, for this process to load."""
+        self._forget()
+        self._tensors.interrupt()
+        self._tensors.abandon()
 
     def _collect_outcomes(self) -> None:
         """Collect the outcomes of ended saves, and log failures."""
@@ -394,6 +415,14 @@ class Checkpointer:
                 )
             values[key] = of_ranks[self._ranks.place]
         return values
+
+
+_open: WeakSet[Checkpointer] = WeakSet()
+"""Those of this process that are not closed."""
+
+
+def _known_groups() -> list[dist.ProcessGroup]:
+    return list(distributed_c10d._world.pg_map)
 
 
 def _united(key: str, of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from pathlib import Path
 from trainer.text import wrapped
 
 PACKAGES = ("trainer", "checkpointing", "elastic")
-ADAPTERS = tuple(
-    f"checkpointing.adapters.{name}" for name in ("dcp", "fabric", "hugging_face", "lightning")
+ADAPTERS = (
+    *(f"checkpointing.adapters.{name}" for name in ("dcp", "fabric", "hugging_face", "lightning")),
+    *(f"elastic.adapters.{name}" for name in ("hugging_face", "lightning")),
 )
 """Each needs the library that it adapts to."""
 PAGE = Path(__file__).parent / "api.md"

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
         EXIT_REQUEUE,
         EXIT_WRONG_INPUT,
     )
-    from elastic.job import Job, join
+    from elastic.group.sampler import Sampler, sampler
+    from elastic.job import Job, join, run
     from elastic.node.progress import PAUSE_TO_LEAVE, Pulse, watch_signals
     from elastic.options import ElasticOptions
     from elastic.process import die_with_parent, usable_cores
@@ -45,7 +46,8 @@ _NAMES = {
     "record.ledger": "LEDGER Ledger StartLine",
     "process": "die_with_parent usable_cores",
     "node.progress": "PAUSE_TO_LEAVE Pulse watch_signals",
-    "job": "Job join",
+    "job": "Job join run",
+    "group.sampler": "Sampler sampler",
     "world": "World join_world leave_world read_environment refuse_stale_store supervised",
 }
 _HOME = {name: home for home, names in _NAMES.items() for name in names.split()}

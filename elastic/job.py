@@ -1,21 +1,26 @@
 """A rank of an elastic job, for training loops other than the trainer's.
 
-`python -m elastic.job PROGRAM` runs a program that calls `join`; see node/standin.py.
+`python -m elastic.job PROGRAM` runs a program that calls `join` or `run`; see node/standin.py.
 """
 
+import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
+from elastic.exits import EXIT_PEER_GONE
 from elastic.node.progress import Pulse, pause_code, watch_signals
+from elastic.node.recall import Recall, Recalled
 from elastic.node.standin import execute, is_stand_in, stand_in_for, this_program
-from elastic.process import die_with_parent, tolerate_lost_output
+from elastic.node.zygote import RESERVE
+from elastic.process import die_with_parent, set_name, tolerate_lost_output
 
 if TYPE_CHECKING:  # a stand-in does not import torch
     from torch.distributed import ProcessGroup
 
+    from elastic.group.sampler import Sampler
     from elastic.node.exchange import Sum
     from elastic.world import World
 
@@ -28,21 +33,23 @@ class Paused(SystemExit):
 
 
 class Job:
-    """An elastic job, as seen by one of its ranks. `join` creates it.
+    """An elastic job, as seen by one of its ranks. `join` and `run` create it.
 
     Args:
         world: rank, world size and device.
         pulse: shared memory through which this rank reports progress and reads requests.
+        recall: of this process; None: it ends with the first failure of a peer.
     """
 
-    def __init__(self, world: "World", pulse: Pulse) -> None:
+    def __init__(self, world: "World", pulse: Pulse, recall: Recall | None = None) -> None:
         self.world = world
         self._pulse = pulse
+        self._recall = recall or Recall(None)
         self._pause_sum: Sum | None = None
         """The ranks' summed pause requests for the current step; None outside of steps."""
         self._step = self._last = 0
 
-    def steps(self, done: int, total: int) -> Iterator[int]:
+    def steps(self, done: "int | Sampler", total: int) -> Iterator[int]:
         """Yield the steps from `done` + 1 to `total`. Called on all ranks.
 
             for step in job.steps(done, total):
@@ -53,21 +60,53 @@ class Job:
         When the job is to pause, because a node leaves or joins, this raises SystemExit on all
         ranks after the same step. Steps that have not been saved by then are computed again. Code
         after the loop runs only once all steps are done.
+
+        Args:
+            done: how many steps are done, or the sampler that has loaded it. Its `done` then
+                counts the steps that were begun, so that a save at the end of a step is right.
+            total: the last step.
+        """
+        first = done if isinstance(done, int) else done.done
+        for step in range(first + 1, total + 1):
+            if not isinstance(done, int):
+                done.done = step
+            self.begin_step(step, total)
+            yield step
+            self.end_step()
+        self._pulse.report(total, "end")
+
+    def begin_step(self, step: int, total: int) -> None:
+        """Begin a step, for a loop of a library that `steps` cannot drive: its callbacks call this,
+        `due_to_pause` and `end_step`. Called on all ranks.
+
+        Args:
+            step: its number, from 1 on.
+            total: the last step.
         """
         from elastic.node.exchange import Sum
 
-        for step in range(done + 1, total + 1):
-            self._pulse.safe = False
-            self._pulse.report(step, "data")
-            self._step, self._last = step, total
-            self._pause_sum = Sum(self._pulse.pause_request)
-            yield step
-            pauses = self.due_to_pause()
-            self._pause_sum = None
-            if pauses:
-                self._pulse.report(step, "end")
-                raise Paused(pause_code(self._pulse))
-        self._pulse.report(total, "end")
+        self._pulse.safe = False
+        self._pulse.report(step, "data")
+        self._step, self._last = step, total
+        self._pause_sum = Sum(self._pulse.pause_request)
+
+    def end_step(self) -> None:
+        """End the step that was begun, after its save. Called on all ranks.
+
+        Raises:
+            SystemExit: the job pauses; on all ranks.
+        """
+        pauses = self.due_to_pause()
+        self._pause_sum = None
+        if not self._recall.able:
+            self._recall.enable()
+        if pauses:
+            self._pulse.report(self._step, "end")
+            raise Paused(pause_code(self._pulse))
+
+    def report(self, phase: Literal["data", "step", "after"]) -> None:
+        """Report what this rank does from now on in its step, where `during` has no block."""
+        self._pulse.report(self._step, phase)
 
     def due_to_pause(self) -> bool:
         """Whether all ranks leave after this step, so that it is to be saved. The ranks agree while
@@ -79,7 +118,11 @@ class Job:
         """
         if self._pause_sum is None:
             raise RuntimeError("due_to_pause() is for the body of `for step in job.steps(…)`")
-        return self._pause_sum.wait() > 0 and self._step < self._last
+        pauses = self._pause_sum.wait() > 0 and self._step < self._last
+        # An aborted collective of NCCL leaves garbage and raises no error: this step counts only if
+        # no peer was lost in it.
+        self._recall.check()
+        return pauses
 
     @contextmanager
     def during(self, phase: Literal["data", "step", "evaluate", "save"]) -> Iterator[None]:
@@ -138,7 +181,8 @@ class Job:
 def join(device: str = "auto", timeout_seconds: float = 1800.0) -> Job:
     """Join the job that torchrun started, as one rank; without torchrun, as the only rank. Creates
     the default process group. Call it once and first: under `--rdzv-backend perdure` the program
-    starts again here, in a process forked from a warm one, now and after every failure.
+    starts again here, in a process forked from a warm one, now and after every failure. With `run`
+    ranks that outlive a failure keep their processes instead.
 
     Args:
         device: "cuda", "cpu", or "auto" for CUDA where there is a GPU. The process group carries
@@ -150,28 +194,133 @@ def join(device: str = "auto", timeout_seconds: float = 1800.0) -> Job:
         RuntimeError: a process group exists already, or torchrun's own rendezvous would not survive
             a failure here. The message says what to do.
     """
+    _become_rank()
+    pulse = Pulse.from_environment()
+    watch_signals(pulse)
+    return _joined(pulse, Recall(None), device, timeout_seconds)
+
+
+def run(
+    main: Callable[[Job], object], device: str = "auto", timeout_seconds: float = 1800.0
+) -> None:
+    """Join the job that torchrun started, and call `main(job)` on this rank. After a failure of
+    others it is called again in the same process, with another process group, so that imports,
+    the GPU's context and what the program has made before `run` are kept. Only ranks that ended
+    are started anew, and of these a process in reserve has run the program up to here already.
+
+        def train(job):
+            …
+
+        if __name__ == "__main__":
+            elastic.run(train)
+
+    `main` makes all that it trains, and loads the newest save: nothing of the attempt before may be
+    used. What it raises because peers are gone ends that attempt only. When a node joins or leaves,
+    all ranks end, and the program starts from its first line, as with `join`.
+
+    Args:
+        main: called with the job.
+        device: as for `join`.
+        timeout_seconds: as for `join`.
+
+    Raises:
+        RuntimeError: as for `join`.
+    """
+    _become_rank()
+    recall, own = Recall.from_environment(), dict(os.environ)
+    if RESERVE in own:
+        _wait_for_generation(recall, own, seconds=None)
+        set_name("rank")  # its name was "reserve"
+    pulse = Pulse.from_environment()
+    watch_signals(pulse)
+    recall.allow()
+    while True:
+        try:
+            with recall.attempt():
+                main(_joined(pulse, recall, device, timeout_seconds))
+                return
+        except Recalled:
+            pass
+        except Exception as error:
+            if not recall.recalls(error, _says_peer_is_lost(error)):
+                raise
+        _release(recall)
+        pulse.forget()
+        _wait_for_generation(recall, own)
+
+
+def _become_rank() -> None:
+    """Become a stand-in where an agent of ours runs the rank, and do not return; else prepare this
+    process to be one."""
     if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
         raise RuntimeError(
-            "elastic.join() makes the process group: call it in place of init_process_group"
+            "elastic.join() and run() make the process group: call them in place of "
+            "init_process_group"
         )
     if is_stand_in():
         stand_in_for(this_program())
-    from elastic.world import join_world, refuse_stale_store
+    from elastic.world import refuse_stale_store
 
     if stale := refuse_stale_store():
         raise RuntimeError(stale)
     if "RANK" in os.environ:
         die_with_parent()
     tolerate_lost_output()
-    pulse = Pulse.from_environment()
+
+
+def _joined(pulse: Pulse, recall: Recall, device: str, timeout_seconds: float) -> Job:
+    from elastic.world import join_world
+
     pulse.safe = True  # before the first step there is nothing to save
     pulse.request_patience(timeout_seconds)
-    watch_signals(pulse)
     pulse.report(0, "init")
     world = join_world(device, timeout_seconds, pulse.secret, pulse.most_free)
     pulse.most_free = world.free
     pulse.report(0, "load")
-    return Job(world, pulse)
+    return Job(world, pulse, recall)
+
+
+def _says_peer_is_lost(error: BaseException | None) -> bool:
+    """Whether an error, or one that it was raised from, only says that a peer is gone."""
+    from elastic.world import is_lost_peer
+
+    while error is not None:
+        if isinstance(error, RuntimeError) and is_lost_peer(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _release(recall: Recall) -> None:
+    """Free what a finished attempt held: process groups, and what libraries keep of them."""
+    import torch
+
+    from elastic.world import drop_world
+
+    recall.abort()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    drop_world()
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()  # it returns meshes of the old world
+    if state := sys.modules.get("accelerate.state"):  # singletons with the old rank and world size
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+    gc.collect()  # wrapped models are cycles
+
+
+def _wait_for_generation(recall: Recall, own: dict[str, str], seconds: float | None = 60.0) -> None:
+    """Wait until this process is a rank of the next generation, and keep the environment variables
+    `own` that the program has set before `run`. Ends the process if none follows."""
+    from elastic.world import leave_world
+
+    if not recall.wait(seconds):
+        leave_world(EXIT_PEER_GONE)
+    for name, value in own.items():
+        if not name.startswith("PERDURE_"):  # those are of a generation
+            os.environ.setdefault(name, value)
 
 
 if __name__ == "__main__":

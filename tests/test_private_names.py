@@ -74,6 +74,9 @@ ELSEWHERE = {
     "_fingerprint",  # of datasets; may be missing
     "_scale",  # of torchao
     "_is_stateful", "_supports_sdpa",  # of transformers
+    "_get_collator_with_removed_columns", "_remove_unused_columns",  # of transformers' Trainer
+    "_every_n_train_steps",  # of Lightning's ModelCheckpoint
+    "_reset_state",  # of accelerate
 }  # fmt: skip
 """Names that are not torch's."""
 

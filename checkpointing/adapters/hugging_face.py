@@ -117,10 +117,13 @@ class CheckpointCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Save if that is due. The Trainer logs this step later, so after a resume its
-        `log_history` lacks this step's entry."""
+        """Save if that is due, or another callback has asked for it by `should_save`. The Trainer
+        logs this step later, so after a resume its `log_history` lacks this step's entry."""
         last = control.should_training_stop or state.global_step >= state.max_steps
-        if last or state.global_step % self._every == 0:
+        asked = control.should_save and args.save_strategy == "no"
+        if asked:
+            control.should_save = False  # or the Trainer would save as well
+        if last or asked or state.global_step % self._every == 0:
             # As the Trainer does: its state from the first process, random numbers from all. So
             # another number of processes can resume.
             trainer = self.checkpointer.on_main(

@@ -22,8 +22,8 @@ from types import FrameType
 from typing import NoReturn
 
 from elastic.exits import EXIT_DONE, EXIT_FAILED, EXIT_PEER_GONE, handled_signals
-from elastic.node.progress import PROGRESS, Pulse
-from elastic.node.zygote import MAX_MESSAGE, RankProgram
+from elastic.node.progress import Pulse
+from elastic.node.zygote import MAX_MESSAGE, RECALL, RankProgram
 from elastic.process import die_with_parent, plain_text
 
 NODE_SOCKET = "PERDURE_NODE"
@@ -59,8 +59,9 @@ PREPARED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor
 
 
 def is_stand_in() -> bool:
-    """Whether this process is a stand-in: an agent of ours runs the rank."""
-    return NODE_SOCKET in os.environ and "RANK" in os.environ and PROGRESS not in os.environ
+    """Whether this process is a stand-in: an agent of ours runs the rank, and has not forked this
+    process for it."""
+    return NODE_SOCKET in os.environ and "RANK" in os.environ and RECALL not in os.environ
 
 
 def this_program() -> list[str]:
@@ -122,7 +123,6 @@ def _run(program: list[str]) -> int:
     """Run a program; returns its exit code. Reports to the agent why it failed."""
     from elastic.world import is_lost_peer, read_environment
 
-    pulse = Pulse.from_environment()
     try:
         execute(program)
         return EXIT_DONE
@@ -133,7 +133,8 @@ def _run(program: list[str]) -> int:
     except BaseException as error:
         sys.last_type = type(error)  # set as by the interpreter, for functions that run at exit
         line = plain_text(error).partition("\n")[0]
-        pulse.fail(f"{type(error).__name__}: {line}")
+        # of now: a process in reserve has become a rank since it began
+        Pulse.from_environment().fail(f"{type(error).__name__}: {line}")
         if isinstance(error, RuntimeError) and is_lost_peer(error):
             print(f"rank {read_environment()[0]}: a peer is gone: {line}", file=sys.stderr)
             return EXIT_PEER_GONE

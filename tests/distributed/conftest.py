@@ -2,12 +2,15 @@
 
 import os
 import random
+import shutil
 from string import ascii_lowercase
 from typing import Any
 
 import pytest
 
-from tests.distributed.jobs import LAYOUT, RECIPE, THIRTY, Job, told
+from benchmarks.support import python_path
+from lab.local_nodes import LocalNodes
+from tests.distributed.jobs import EXAMPLES, LAYOUT, RECIPE, ROOT, THIRTY, Forked, Job, told
 from trainer.data.prepare.prepare import prepare
 
 
@@ -88,3 +91,34 @@ def train(start):
         return output
 
     return train
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """cluster(name, nnodes, ranks=…, VARIABLE=…) → LocalNodes of an example, without a node yet."""
+    started = []
+
+    def cluster(name, nnodes, ranks, **environment):
+        shutil.copy(EXAMPLES / f"{name}.py", tmp_path)
+        (tmp_path / "secret").write_text("0" * 32)
+        (tmp_path / "secret").chmod(0o600)
+        nodes = LocalNodes(
+            ["-m", "elastic.job", f"{name}.py"],
+            folder=tmp_path,
+            nnodes=nnodes,
+            logs=tmp_path,
+            start=Forked,
+            ranks=ranks,
+            environment={
+                "PYTHONPATH": python_path(ROOT),
+                "PERDURE_SECRET_FILE": str(tmp_path / "secret"),
+                **environment,
+            },
+            store_outside=nnodes != "1",
+        )
+        started.append(nodes.__enter__())
+        return nodes
+
+    yield cluster
+    for nodes in started:
+        nodes.__exit__()

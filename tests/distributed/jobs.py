@@ -24,6 +24,7 @@ from checkpointing.storage.folders import living_folders
 from elastic.process import die_with_parent
 
 ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 SOAK = bool(os.environ.get("SOAK"))
 soak = pytest.mark.skipif(not SOAK, reason="in `make soak`, to keep `make test` short")
 FORKS = multiprocessing.get_context("forkserver")

@@ -10,41 +10,8 @@ from functools import cache
 
 import pytest
 
-from benchmarks.support import python_path
-from lab.local_nodes import LocalNode, LocalNodes
-from tests.distributed.jobs import ROOT, Forked, Job, soak
-
-EXAMPLES = ROOT / "examples"
-
-
-@pytest.fixture
-def cluster(tmp_path):
-    """cluster(name, nnodes, ranks=…) → LocalNodes that run an example, still without a node."""
-    started = []
-
-    def cluster(name, nnodes, ranks):
-        shutil.copy(EXAMPLES / f"{name}.py", tmp_path)
-        (tmp_path / "secret").write_text("0" * 32)
-        (tmp_path / "secret").chmod(0o600)
-        nodes = LocalNodes(
-            ["-m", "elastic.job", f"{name}.py"],
-            folder=tmp_path,
-            nnodes=nnodes,
-            logs=tmp_path,
-            start=Forked,
-            ranks=ranks,
-            environment={
-                "PYTHONPATH": python_path(ROOT),
-                "PERDURE_SECRET_FILE": str(tmp_path / "secret"),
-            },
-            store_outside=nnodes != "1",
-        )
-        started.append(nodes.__enter__())
-        return nodes
-
-    yield cluster
-    for nodes in started:
-        nodes.__exit__()
+from lab.local_nodes import LocalNode
+from tests.distributed.jobs import EXAMPLES, Job, soak
 
 
 def alone(folder, name: str, ranks: int) -> dict[int, float]:

@@ -12,80 +12,11 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from elastic.group.permutation import MASK, U64, Permutation, mix, splitmix64
+
 ORDER_VERSION = 1
 BLOCK = 1024
 """Positions over which a mixture keeps exact shares."""
-
-_U = np.uint64
-_MASK = (1 << 64) - 1
-
-
-def splitmix64(state: int) -> int:
-    """One step of the splitmix64 generator (Steele et al. 2014)."""
-    z = (state + 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
-
-
-class Permutation:
-    """A keyed pseudo-random permutation of range(size), in O(1) memory.
-
-    A Feistel network over the next power of two with alternating halves, whose round function is
-    murmur3's 64-bit finaliser. Values outside the range are permuted again until they fall into it
-    (Black & Rogaway 2002). Six rounds pass the suite's statistical tests; below 4096, eight.
-    """
-
-    def __init__(self, size: int, *key: int, rounds: int | None = None) -> None:
-        """
-        Args:
-            size: at least 1.
-            key: any integers; each changes the whole permutation.
-            rounds: for tests only.
-        """
-        self.size = size
-        # Both halves of a Feistel network need a bit.
-        bits = max(2, (size - 1).bit_length())
-        self._low_bits = _U(bits - bits // 2)
-        self._low = _U((1 << (bits - bits // 2)) - 1)
-        self._high = _U((1 << (bits // 2)) - 1)
-        state = 0
-        for part in key:
-            state = splitmix64(state ^ (part & _MASK))
-        self._keys = []
-        for _ in range(rounds or (6 if size >= 4096 else 8)):
-            state = splitmix64(state)
-            self._keys.append(_U(state))
-
-    def __call__(self, positions: NDArray) -> NDArray[np.int64]:
-        """The image of each position."""
-        if self.size == 1:
-            return np.zeros(np.shape(positions), dtype=np.int64)
-        with np.errstate(over="ignore"):
-            result = self._forward(np.asarray(positions).astype(np.uint64))
-            # The network covers about twice the range at most, so few values are left.
-            outside = np.flatnonzero(result >= _U(self.size))
-            while outside.size:
-                result[outside] = self._forward(result[outside])
-                outside = outside[result[outside] >= _U(self.size)]
-        return result.astype(np.int64)
-
-    def _forward(self, x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        high, low = x >> self._low_bits, x & self._low
-        for number, key in enumerate(self._keys):
-            if number % 2 == 0:
-                high = high ^ (_mix(low, key) & self._high)
-            else:
-                low = low ^ (_mix(high, key) & self._low)
-        return (high << self._low_bits) | low
-
-
-def _mix(half: NDArray[np.uint64], key: np.uint64 | NDArray[np.uint64]) -> NDArray[np.uint64]:
-    # murmur3's finaliser; products wrap modulo 2**64.
-    mixed = (half ^ key) * _U(0xFF51AFD7ED558CCD)
-    mixed ^= mixed >> _U(33)
-    mixed *= _U(0xC4CEB9FE1A85EC53)
-    return mixed ^ (mixed >> _U(33))
 
 
 class Blocks:
@@ -202,9 +133,9 @@ def sample_digest(positions: NDArray, sources: NDArray, samples: NDArray) -> int
     """Digest of which samples are at which positions, (N,) int64 each: the sum of hashes modulo
     2**32, so that digests of parts sum to the digest of the whole."""
     with np.errstate(over="ignore"):
-        found = _mix(np.asarray(positions).astype(np.uint64), _U(1))
-        found = _mix(_mix(sources.astype(np.uint64), found), samples.astype(np.uint64))
-        return int((found >> _U(32)).sum()) & 0xFFFFFFFF
+        found = mix(np.asarray(positions).astype(np.uint64), U64(1))
+        found = mix(mix(sources.astype(np.uint64), found), samples.astype(np.uint64))
+        return int((found >> U64(32)).sum()) & 0xFFFFFFFF
 
 
 def block_counts(weights: Sequence[float], block: int) -> NDArray[np.int64]:
@@ -228,8 +159,8 @@ def random_integers(positions: NDArray, size: int, *key: int) -> NDArray[np.int6
     """
     state = 0
     for part in key:
-        state = splitmix64(state ^ (part & _MASK))
+        state = splitmix64(state ^ (part & MASK))
     with np.errstate(over="ignore"):
-        high = _mix(np.asarray(positions).astype(np.uint64), _U(state)) >> _U(32)
+        high = mix(np.asarray(positions).astype(np.uint64), U64(state)) >> U64(32)
         # Lemire 2019: no division, and a bias of at most size / 2**32.
-        return ((high * _U(size)) >> _U(32)).astype(np.int64)
+        return ((high * U64(size)) >> U64(32)).astype(np.int64)

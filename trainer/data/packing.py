@@ -9,7 +9,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.order import Permutation
+from elastic.group.permutation import Permutation
 from trainer.data.samples import IGNORED_LABEL
 from trainer.data.shards import DataError, TokenDataset
 

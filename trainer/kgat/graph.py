@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.order import Permutation
+from elastic.group.permutation import Permutation
 from trainer.data.shards import DataError
 
 Pairs = NDArray[np.int64]

@@ -8,8 +8,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import trainer
+from elastic.group.permutation import Permutation
 from tests.distributed.jobs import soak
-from trainer.data.order import BLOCK, Order, Permutation
+from trainer.data.order import BLOCK, Order
 from trainer.data.sample_stream import SampleStream
 
 SIZES = [2**10, 10_007, 2**17, *(pytest.param(size, marks=soak) for size in (10**6, 2**20))]

@@ -1,0 +1,1 @@
+"""Trainers of other libraries as elastic jobs. Each module needs its library."""
