@@ -112,7 +112,7 @@ docs: $(DEV)     ## regenerate what is made from the code
 	$(BIN)/python docs/versions.py
 
 site: $(SITE)/.installed  ## build the docs as a site, in site/; a link or an anchor that is not there is an error
-	$(SITE)/bin/mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build
 	@echo "site/index.html"
 
 clean:           ## remove .venv, data/, runs/ and site/

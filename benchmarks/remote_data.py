@@ -37,7 +37,7 @@ class Case:
     refused: float = 0.0
     """Share of the requests."""
     megabytes_per_second: float = 0.0
-    """Of the link; 0: no limit."""
+    """Bandwidth of the link; 0: no limit."""
     ahead: int = 8
 
 

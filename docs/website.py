@@ -86,6 +86,8 @@ def on_files(files: Any, config: Any) -> None:
     ahead, known = [*pages, *FIRST], {*pages}
     while ahead:
         path = ahead.pop()
+        if not (ROOT / path).is_file():
+            continue  # mkdocs reports the link
         if path not in known and not path.startswith("docs/"):
             source: dict[str, Any] = {"abs_src_path": str(ROOT / path)}
             if Path(path).suffix in CODE:

@@ -159,7 +159,7 @@ class ShardToCopy:
     folder: str
     size: int
     crc32s: Sequence[int]
-    """Of each 16 MiB."""
+    """CRC-32 of each 16 MiB."""
 
 
 def main(directory: str, size: str, *urls: str) -> None:

@@ -667,7 +667,7 @@ class SmallChecksums:
     def __init__(self, dtype: np.dtype, eos_id: int) -> None:
         self._dtype, self._eos_id, self._eos = dtype, eos_id, 0
         self.content = bytearray()
-        """Of the .crc file."""
+        """Content of the .crc file."""
 
     def add(self, block: memoryview) -> None:
         """Take the next 16 MiB of the shard, or its end."""
