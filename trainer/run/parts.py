@@ -45,7 +45,7 @@ _RECORD = re.compile(rb'\{"step": (\d{1,15}),')
 _READERS = 8
 
 
-class Span(NamedTuple):
+class LineRange(NamedTuple):
     """Consecutive lines of a term."""
 
     term: int
@@ -63,20 +63,20 @@ class Span(NamedTuple):
         """Contents of that part."""
         return "".join(f"{line}\n" for line in self.lines).encode()
 
-    def after(self, number: int) -> "Span":
+    def after(self, number: int) -> "LineRange":
         """Returns the lines from `number` on."""
         skipped = min(max(0, number - self.first), len(self.lines))
-        return Span(self.term, self.first + skipped, self.lines[skipped:])
+        return LineRange(self.term, self.first + skipped, self.lines[skipped:])
 
     @staticmethod
-    def of(value: object) -> "Span | None":
+    def of(value: object) -> "LineRange | None":
         """Returns the span that a loaded state holds; None if it holds none."""
         match value:
             case {"term": int(term), "first": int(first), "lines": list(lines)} if (
                 term > 0 <= first
                 and all(isinstance(line, str) and "\n" not in line for line in lines)
             ):
-                return Span(term, first, lines)
+                return LineRange(term, first, lines)
         return None
 
 

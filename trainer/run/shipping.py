@@ -26,7 +26,15 @@ from checkpointing.storage.object_storage import store_of
 from checkpointing.storage.place import ObjectPath
 from elastic.node.files import open_to_read, own_directory, read_bytes, read_text, write_whole
 from elastic.record.lines import Lines
-from trainer.run.parts import FILES, RECIPES, LocalCopy, Span, part_name, parts_of, stored_until
+from trainer.run.parts import (
+    FILES,
+    RECIPES,
+    LocalCopy,
+    LineRange,
+    part_name,
+    parts_of,
+    stored_until,
+)
 from trainer.run.terms import claim, holder_of
 
 logger = logging.getLogger(__name__)
@@ -40,7 +48,7 @@ JOURNAL, UP_TO = "journal", "up-to-term"
 """Names in the run's local directory: a folder of lines that may not be stored yet; a file that
 names the newest term of which the directory has all lines."""
 TAIL = "lines_to_store"
-"""Key of a trainer state: a `Span`. Absent where all lines are stored."""
+"""Key of a trainer state: a `LineRange`. Absent where all lines are stored."""
 _JOURNAL = re.compile(r"(\d{6,})-(\d{9,})-([0-9a-f]{16})")
 
 
@@ -123,10 +131,10 @@ class Shipper:
                 self._wake.set()  # readers wait for the first line
 
     @property
-    def tail(self) -> Span:
+    def tail(self) -> LineRange:
         """The lines that are not stored yet."""
         with self._lock:
-            return Span(self._term.number, self._first, list(self._waiting))
+            return LineRange(self._term.number, self._first, list(self._waiting))
 
     def to_state(self) -> dict[str, Any]:
         """What a copy of the state holds of the record."""
@@ -144,11 +152,11 @@ class Shipper:
         Raises:
             StorageError: the store does not answer.
         """
-        span = Span.of(state.get(TAIL)) if state else None
+        span = LineRange.of(state.get(TAIL)) if state else None
         if span and span.term < self._term.number and self._store_rest(span):
             self._bring()
 
-    def _store_rest(self, span: Span) -> bool:
+    def _store_rest(self, span: LineRange) -> bool:
         """Store the lines of an earlier term that no part has; returns whether there are any."""
         rest = span.after(stored_until(self._run, span.term, span.first))
         if rest.lines:
@@ -167,7 +175,7 @@ class Shipper:
             with open(open_to_read(path), encoding="utf-8", errors="replace") as file:
                 lines = file.read().split("\n")[:-1]  # the last one is empty, or was cut off
             if holder and holder.token == found[3]:  # else the run was deleted, and is another
-                self._store_rest(Span(term, first, lines))
+                self._store_rest(LineRange(term, first, lines))
             path.unlink()
 
     def _up_to_date(self) -> bool:
