@@ -30,7 +30,7 @@ from tests.distributed.jobs import ROOT, soak
 from tests.s3 import access
 from trainer.cli.main import parse
 from trainer.run import shipping, terms
-from trainer.run.parts import LocalCopy, Parts, Span, by_file, parts_of
+from trainer.run.parts import LineRange, LocalCopy, Parts, by_file, parts_of
 from trainer.run.shipping import TAIL, Shipper
 from trainer.run.terms import Holder, claim, holder_of
 
@@ -164,7 +164,7 @@ def test_lines_are_stored_once_whoever_stores_them(run, tmp_path, monkeypatch):
         write(following, 2)
         killed = following.tail
     monkeypatch.undo()
-    assert killed == Span(2, 1, written[-2:])
+    assert killed == LineRange(2, 1, written[-2:])
     Shipper(run, tmp_path / "next", "job").__exit__(None, None, None)
     assert lines_of(run) == written
     assert not list((tmp_path / "next/journal").iterdir())

@@ -29,8 +29,8 @@ from elastic.record.lines import Lines
 from trainer.run.parts import (
     FILES,
     RECIPES,
-    LocalCopy,
     LineRange,
+    LocalCopy,
     part_name,
     parts_of,
     stored_until,
