@@ -1,16 +1,20 @@
 """Data in an object store: what a run waits for it, beside a local disk.
 
-The quickstart's model trains on tokens that are drawn, from a disk and from servers that answer
-late, refuse a share of the requests, or share a slow link (benchmarks/support/object_server.py).
-Losses must be equal. The share of a step that a rank waits for data is `data_wait` of its records.
+Tokens are drawn, and read from a disk and from servers that answer late, refuse a share of the
+requests, or share a slow link (benchmarks/support/object_server.py). First by a loop that sleeps in
+place of a GPU (benchmarks/support/loader_wait.py): samples must be equal. Then the quickstart's
+model trains on them: losses must be equal, and the share of a step that a rank waits for data is
+`data_wait` of its records.
 """
 
 import json
+import multiprocessing
 import shutil
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +24,12 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from benchmarks.support import QUICKSTART, ROOT, arguments, json_lines, report, run, spread
+from benchmarks.support.loader_wait import loader_wait
 from trainer.data.prepare.writer import write_data_set
 from trainer.data.tokenizer import byte_tokenizer
 
 EOS = 256
+FORK = multiprocessing.get_context("fork")
 WARM_UP = 20
 """Steps at the start whose records do not count."""
 
@@ -51,23 +57,53 @@ CASES: dict[str, Case | None] = {
 
 
 def main() -> None:
-    options = arguments(__doc__ or "", rounds=3, steps=120, megabytes=200)
+    options = arguments(
+        __doc__ or "", rounds=3, steps=120, megabytes=200, sleeps=100, milliseconds=300
+    )
+    with TemporaryDirectory(prefix="perdure-bench-") as scratch:
+        folder = Path(scratch)
+        draw(folder / "bucket" / "data", options.megabytes)
+        if options.sleeps:
+            sleep(folder, options.sleeps, options.milliseconds / 1e3, options.json)
+        if options.rounds:
+            train_all(folder, options.rounds, options.steps, options.json)
+
+
+def sleep(folder: Path, steps: int, seconds: float, json_file: Path | None) -> None:
+    """The wait of a loop that sleeps for `seconds` a step."""
+    rows: list[dict[str, str]] = []
+    figures: dict[str, dict[str, float]] = {}
+    digests: dict[str, list[int]] = {}
+    for name, case in CASES.items():
+        with served(folder, case) as port:
+            given = *where(folder, case, port), steps, seconds, case.ahead if case else 1
+            with ProcessPoolExecutor(1, mp_context=FORK) as process:  # with a client of its own
+                share, digests[name] = process.submit(loader_wait, *given).result()
+            asked = stats(port)
+        figures[name] = {"data_wait": share, **asked}
+        rows.append({"data": name, "data wait, %": f"{share:.2%}", **columns(asked)})
+    if len({tuple(one) for one in digests.values()}) > 1:
+        sys.exit(f"other samples than from the local disk: {digests}")
+    title = f"Data wait of a loop that sleeps {1e3 * seconds:.0f} ms a step, {steps} steps"
+    report(f"{title}; samples are equal", rows, figures, json_file)
+    tell_limit([found["data_wait"] for name, found in figures.items() if counts(name)])
+
+
+def train_all(folder: Path, rounds: int, steps: int, json_file: Path | None) -> None:
+    """The wait of the quickstart, case by case, in rounds."""
     waits: dict[str, list[float]] = {name: [] for name in CASES}
     seconds: dict[str, list[float]] = {name: [] for name in CASES}
     asked: dict[str, dict[str, int]] = {name: {} for name in CASES}
     losses: dict[str, list[float]] = {}
-    with TemporaryDirectory(prefix="perdure-bench-") as scratch:
-        folder = Path(scratch)
-        draw(folder / "bucket" / "data", options.megabytes)
-        for _ in range(options.rounds):
-            for name, case in CASES.items():
-                records, asked[name] = train(folder, case, options.steps)
-                late = [record for record in records if record["step"] > WARM_UP]
-                waits[name].append(mean(record["data_wait"] for record in late))
-                elapsed = late[-1]["time"] - late[0]["time"]
-                seconds[name].append(elapsed / (len(late) - 1))
-                losses[name] = [record["loss"] for record in records]
-                print(f"{name}: {waits[name][-1]:.2%} of a step waited", flush=True)
+    for _ in range(rounds):
+        for name, case in CASES.items():
+            records, asked[name] = train(folder, case, steps)
+            late = [record for record in records if record["step"] > WARM_UP]
+            waits[name].append(mean(record["data_wait"] for record in late))
+            elapsed = late[-1]["time"] - late[0]["time"]
+            seconds[name].append(elapsed / (len(late) - 1))
+            losses[name] = [record["loss"] for record in records]
+            print(f"{name}: {waits[name][-1]:.2%} of a step waited", flush=True)
     if odd := [name for name in CASES if losses[name] != losses["local disk"]]:
         sys.exit(f"other losses than from the local disk: {', '.join(odd)}")
     rows = [
@@ -75,9 +111,7 @@ def main() -> None:
             "data": name,
             "data wait, % of a step": spread([1e2 * one for one in waits[name]]),
             "ms per step": spread([1e3 * one for one in seconds[name]], 0),
-            "requests": f"{asked[name].get('requests', 0):,}",
-            "refused": f"{asked[name].get('refused', 0):,}",
-            "MB": f"{asked[name].get('bytes', 0) / 1e6:,.0f}",
+            **columns(asked[name]),
         }
         for name in CASES
     ]
@@ -86,9 +120,28 @@ def main() -> None:
         for name in CASES
     }
     title = "Data wait of the quickstart on 2 ranks; median (min-max) over rounds; losses are equal"
-    report(title, rows, figures, options.json)
-    worst = max(median(waits[name]) for name, case in CASES.items() if case and case.ahead > 1)
-    print(f"\nlimit 1 %: {'held' if worst <= 0.01 else 'EXCEEDED'}")
+    report(title, rows, figures, json_file)
+    tell_limit([median(those) for name, those in waits.items() if counts(name)])
+
+
+def counts(name: str) -> bool:
+    """Whether the limit is for this case."""
+    case = CASES[name]
+    return case is not None and case.ahead > 1
+
+
+def tell_limit(shares: list[float]) -> None:
+    """Say whether the limit is held."""
+    print(f"\nlimit 1 %: {'held' if max(shares) <= 0.01 else 'EXCEEDED'}")
+
+
+def columns(asked: dict[str, int]) -> dict[str, str]:
+    """What a server was asked for, in a table."""
+    return {
+        "requests": f"{asked.get('requests', 0):,}",
+        "refused": f"{asked.get('refused', 0):,}",
+        "MB": f"{asked.get('bytes', 0) / 1e6:,.0f}",
+    }
 
 
 def draw(folder: Path, megabytes: int) -> None:
@@ -120,24 +173,35 @@ def train(folder: Path, case: Case | None, steps: int) -> tuple[list[dict], dict
     ]
     launch = [sys.executable, "-m", "trainer.cli", "train", str(QUICKSTART), *words]
     with served(folder, case) as port:
-        path, more = f"{folder}/bucket/data", {}
+        path, more = where(folder, case, port)
+        launch += [f"data.sources=[{{path: '{path}'}}]", "--nproc-per-node", "2"]
         if case:
-            path = "s3://bucket/data"
             launch.append(f"data.ahead={case.ahead}")
-            more = {
-                "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-                "AWS_ACCESS_KEY_ID": "key",
-                "AWS_SECRET_ACCESS_KEY": "secret",
-                "AWS_DEFAULT_REGION": "us-east-1",
-            }
-        ranks = ["--nproc-per-node", "2"]
-        run([*launch, f"data.sources=[{{path: '{path}'}}]", *ranks], folder, more)
-        asked = {}
-        if case:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/stats") as answer:
-                asked = json.loads(answer.read())
+        run(launch, folder, more)
+        asked = stats(port)
     records = json_lines(folder / "run" / "metrics.jsonl")
     return [record for record in records if "loss" in record], asked
+
+
+def where(folder: Path, case: Case | None, port: int) -> tuple[str, dict[str, str]]:
+    """Path or URL of the data, and the environment that leads there."""
+    if not case:
+        return f"{folder}/bucket/data", {}
+    return "s3://bucket/data", {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+
+
+def stats(port: int) -> dict[str, int]:
+    """What a server was asked for; nothing without one."""
+    if not port:
+        return {}
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/stats") as answer:
+        found: dict[str, int] = json.loads(answer.read())
+        return found
 
 
 @contextmanager

@@ -21,7 +21,8 @@ from tests.distributed.jobs import ROOT, soak
 
 OF_THE_MACHINE = {
     *(".git", ".gpu", ".hypothesis", ".import_linter_cache", ".mypy_cache", ".pytest_cache"),
-    *(".ruff_cache", ".venv", "build", "data", "dist", "perdure.egg-info", "runs", "wandb"),
+    *(".ruff_cache", ".venv", "build", "data", "dist", "models", "out", "perdure.egg-info"),
+    *("runs", "site", "wandb"),
 }
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 

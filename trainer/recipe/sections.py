@@ -148,8 +148,8 @@ class Source:
     """One prepared data set of the mixture."""
 
     path: str
-    """Directory written by `perdure data prepare`, or the URL of an object store to which `perdure
-    data copy` has copied it, such as "s3://bucket/folder"."""
+    """Directory written by `perdure data prepare`, or the URL of its copy in an object store, such
+    as "s3://bucket/folder"."""
 
     weight: Annotated[float, Gt(0)] = 1.0
     """Share of the sequences taken from this source, relative to the other weights."""
