@@ -58,7 +58,7 @@ class Shipper:
     Args:
         run: in the bucket.
         directory: the run's local directory; created, or brought up to date.
-        job: identity of this launch, see `terms.Holder`.
+        job: identity of this launch, see `terms.TermHolder`.
 
     Raises:
         OccupiedError: another launch trains there.

@@ -36,7 +36,7 @@ _MOST_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Holder:
+class TermHolder:
     """Who has claimed a term."""
 
     job: str
@@ -55,12 +55,14 @@ def newest_term(run: ObjectPath) -> int:
     return max((int(name) for name in names if re.fullmatch(r"\d{6,}", name)), default=0)
 
 
-def holder_of(run: ObjectPath, number: int) -> Holder | None:
+def holder_of(run: ObjectPath, number: int) -> TermHolder | None:
     """Returns who has claimed a term; None if nobody has, or the object is not readable as that."""
     try:
         data = store_of(run).read(_place(run, TERMS, number))
-        holder = Holder(**json.loads(data[:_MOST_BYTES]))
-        return Holder(str(holder.job), str(holder.owner), float(holder.since), str(holder.token))
+        holder = TermHolder(**json.loads(data[:_MOST_BYTES]))
+        return TermHolder(
+            str(holder.job), str(holder.owner), float(holder.since), str(holder.token)
+        )
     except (FileNotFoundError, ValueError, TypeError):
         return None
 
@@ -68,7 +70,9 @@ def holder_of(run: ObjectPath, number: int) -> Holder | None:
 class Term:
     """This process's hold on a run, from `claim` until `release` or `stop`."""
 
-    def __init__(self, run: ObjectPath, number: int, own: Holder, before: Holder | None) -> None:
+    def __init__(
+        self, run: ObjectPath, number: int, own: TermHolder, before: TermHolder | None
+    ) -> None:
         self.number, self.token = number, own.token
         self.before = before
         """Who held the term before; None if nobody did, or it is not known."""
@@ -108,13 +112,13 @@ def claim(run: ObjectPath, job: str) -> Term:
 
     Args:
         run: in the bucket.
-        job: see `Holder`.
+        job: see `TermHolder`.
 
     Raises:
         OccupiedError: another launch trains there.
         StorageError: the store does not answer, or does not obey conditions.
     """
-    own = Holder(job, owner(), time.time(), secrets.token_hex(8))
+    own = TermHolder(job, owner(), time.time(), secrets.token_hex(8))
     while True:
         newest = newest_term(run)
         before = holder_of(run, newest) if newest else None
@@ -131,7 +135,9 @@ def claim(run: ObjectPath, job: str) -> Term:
         return Term(run, newest + 1, own, before)
 
 
-def _wait_for_the_dead(run: ObjectPath, number: int, holder: Holder | None, own: Holder) -> None:
+def _wait_for_the_dead(
+    run: ObjectPath, number: int, holder: TermHolder | None, own: TermHolder
+) -> None:
     """Return once no launch of another job holds a term, or raise."""
     if holder and holder.job == own.job:
         return
@@ -177,14 +183,14 @@ def _beat(run: ObjectPath, number: int) -> bytes:
     return b""
 
 
-def _occupied(run: ObjectPath, holder: Holder | None) -> OccupiedError:
+def _occupied(run: ObjectPath, holder: TermHolder | None) -> OccupiedError:
     return OccupiedError(
         f"{run}: {_who(holder) if holder else 'another process'} trains there; end it first, or "
         "give this launch a run.dir of its own"
     )
 
 
-def _who(holder: Holder) -> str:
+def _who(holder: TermHolder) -> str:
     """The process of a holder, in words."""
     found = re.fullmatch(r"([\w.-]+)-[0-9a-f]{8}-(\d+)-\d+", holder.owner)
     name = f"process {found[2]} on {found[1]}" if found else "another process"
