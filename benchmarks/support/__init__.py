@@ -113,7 +113,7 @@ def json_lines(file: Path) -> list[dict[str, Any]]:
     if not file.exists():
         return []
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line[0] == "{" and line[-1] == "\n"]
+    return [json.loads(line) for line in lines if line[:2] == '{"' and line[-1] == "\n"]
 
 
 def write_json(title: str, figures: Any, json_file: Path | None) -> None:

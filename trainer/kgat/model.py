@@ -168,8 +168,7 @@ class KGAT(nn.Module):
         # part of checkpoints.
         self.register_buffer("attention", torch.empty(len(edges.heads)))
         self.attention: Tensor
-        popularity = np.bincount(sizes.train[:, 1], minlength=sizes.items)
-        self._graph = Adjacency(edges, popularity)
+        self._graph = Adjacency(edges, np.bincount(sizes.train[:, 1], minlength=sizes.items))
         self._draw(recipe.run.seed, embedding_dim + relation_dim)
         config = {
             "model_type": "kgat", "users": sizes.users, "items": sizes.items,

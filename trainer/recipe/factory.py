@@ -4,7 +4,6 @@ Imports no torch."""
 import difflib
 import importlib
 import inspect
-import json
 import os
 import re
 import sys
@@ -19,7 +18,6 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from trainer.recipe.errors import known_errors
 from trainer.recipe.yaml_tree import RecipeError, dotted
 
 PATTERN = re.compile(r"[\w.]+:[\w.]+")
@@ -87,10 +85,11 @@ def call_factory(
 
 def with_defaults(key: str, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a function with the defaults of those that are left out, as JSON values."""
+    import json  # imported only where a run is resumed
+
     parameters = _parameters(import_factory(key, name))
     defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
-    complete: dict[str, Any] = json.loads(json.dumps({**defaults, **options}, default=str))
-    return complete
+    return dict(json.loads(json.dumps({**defaults, **options}, default=str)))
 
 
 def _parameters(factory: Any) -> list[inspect.Parameter]:
@@ -127,6 +126,8 @@ def refusing(key: str, what: str) -> Generator[None, None, None]:
     Raises:
         RecipeError: with the place in the user's code.
     """
+    from trainer.recipe.errors import known_errors  # imported only where there is such code
+
     try:
         yield
     except known_errors():  # each says by itself what is wrong
