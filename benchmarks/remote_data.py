@@ -81,6 +81,7 @@ def sleep(folder: Path, steps: int, seconds: float, json_file: Path | None) -> N
                 share, digests[name] = process.submit(loader_wait, *given).result()
             asked = stats(port)
         figures[name] = {"data_wait": share, **asked}
+        print(f"{name}: {share:.2%} waited", flush=True)
         rows.append({"data": name, "data wait, %": f"{share:.2%}", **columns(asked)})
     if len({tuple(one) for one in digests.values()}) > 1:
         sys.exit(f"other samples than from the local disk: {digests}")
