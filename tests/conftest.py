@@ -14,6 +14,9 @@ import pytest
 from hypothesis import settings
 
 from checkpointing.storage.folders import SHARED_MEMORY, forget, hold
+from tests.s3 import server, store
+
+__all__ = ["server", "store"]
 
 sys.dont_write_bytecode = False
 

@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -35,6 +34,7 @@ from trainer.run.preflight import slow_arithmetic, use_of_blocks
 from trainer.run.provenance import changes_of_start, describe_changes, digest_of, show_recipe
 from trainer.run.reference import Reference
 from trainer.run.saves import UNWRITTEN, load_beginning, restore
+from trainer.run.shipping import Shipper
 from trainer.run.speed import peak_flops
 from trainer.run.state import Run
 from trainer.tasks.task import Task, optimizer_options
@@ -56,6 +56,7 @@ def build(
     startup: Startup,
     recall: Recall,
     spare: Spare,
+    shipper: Shipper | None,
     last: Run | None,
 ) -> Iterator[Run]:
     """A run that goes on from the newest checkpoint, if there is one. Called on all ranks.
@@ -64,6 +65,7 @@ def build(
         given: the recipe, and as it is `settled` for this world.
         text: the recipe as the run keeps it.
         spare: the checkpointer takes the checkpoint writer process that it has by then.
+        shipper: on rank 0 of a run in a bucket; else None.
         last: the run that this process was in before, of which model and optimizer are kept; see
             trainer/parallel/kept.py.
     """
@@ -116,7 +118,9 @@ def build(
         if known and (not world.cause or checkpointer.loaded_from != "memory"):
             memory = checkpointer.prepare(model=model.tensors, optimizer=model.state_of(optimizer))
         startup.mark("checkpoint")
-        changed, digest, run_dir = {}, digest_of(text), Path(recipe.run.dir)
+        if shipper:
+            shipper.take(state)
+        changed, digest, run_dir = {}, digest_of(text), recipe.directory
         if world.is_main and state:
             restart = bool(world.cause) or world.generation > 0 or world.round > 1
             changed = changes_of_start(
@@ -154,7 +158,7 @@ def build(
         lines = unwritten if isinstance(unwritten, list) else []
         trained = model.trained
         fixed = {name: one for name, one in model.tensors.items() if name not in trained}
-        with Log(recipe, start, lines, silent=not world.is_main) as log:
+        with Log(recipe, start, lines, shipper, silent=not world.is_main) as log:
             startup.mark("trackers")
             run = Run(
                 given, recipe, task, world, mesh, plan, model, optimizer, build_schedule(recipe),

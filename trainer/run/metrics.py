@@ -26,6 +26,7 @@ from elastic.record.ledger import clock
 from elastic.record.lines import Lines, read_record
 from trainer.recipe import Recipe
 from trainer.recipe.sections import Tracking
+from trainer.run.shipping import Shipper
 from trainer.run.sinks import wandb_mode
 from trainer.run.trackers import METRICS
 
@@ -91,18 +92,26 @@ class Log:
         start: what this attempt begins with. Records of later steps are dropped, because the steps
             they describe are computed again; the ledger keeps them.
         unwritten: lines of the ledger that came with the state that was loaded.
+        shipper: stores the lines of a run in a bucket; None: `run.dir` is a directory.
         silent: this is not the first rank.
     """
 
     def __init__(
-        self, recipe: Recipe, start: StartLine, unwritten: Sequence[str] = (), *, silent: bool
+        self,
+        recipe: Recipe,
+        start: StartLine,
+        unwritten: Sequence[str] = (),
+        shipper: Shipper | None = None,
+        *,
+        silent: bool,
     ) -> None:
-        self.silent = silent
+        self.silent, self._shipper = silent, shipper
         if silent:
             return
-        run_dir = Path(recipe.run.dir)
+        run_dir = recipe.directory
         trusted = Trusted(tuple(recipe.checkpoint.trust), run_dir)
-        self._ledger = Ledger(run_dir / LEDGER, start, unwritten, trusted)
+        also = shipper.add if shipper else None
+        self._ledger = Ledger(run_dir / LEDGER, start, unwritten, trusted, also)
         records = run_dir / METRICS
         self._latest = 0.0
         """Time of the last record. Trackers tell what is new by it, also after a restart on a
@@ -146,6 +155,14 @@ class Log:
     def unwritten(self) -> list[str]:
         """Lines of the ledger that are not written yet; empty where this is silent."""
         return [] if self.silent else self._ledger.unwritten
+
+    def to_state(self) -> dict[str, Any]:
+        """What a copy of the state holds of lines that are not in the run's bucket yet."""
+        return self._shipper.to_state() if self._shipper else {}
+
+    def before_commit(self) -> dict[str, bytes]:
+        """See `TensorCheckpointer.save`: the lines up to now, if the run lies in a bucket."""
+        return self._shipper.before_commit() if self._shipper else {}
 
     @property
     def reached(self) -> int:
@@ -253,7 +270,10 @@ class Log:
         self._latest = max(time.time(), math.nextafter(self._latest, math.inf))
         record: dict[str, Any] = {"step": step, "time": self._latest, **_finite(values)}
         record |= {"event": event} if event else {}
-        self._records.add(json.dumps(record))
+        text = json.dumps(record)
+        if self._shipper:
+            self._shipper.add(text)
+        self._records.add(text)
         if line:
             self.say(line)
 

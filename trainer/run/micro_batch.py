@@ -17,7 +17,6 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,7 +112,7 @@ def _kind(world: World) -> str:
 def _noted(recipe: Recipe) -> dict[str, int]:
     """What the run directory knows of this recipe."""
     try:
-        note = json.loads(read_text(Path(recipe.run.dir) / NOTE))
+        note = json.loads(read_text(recipe.directory / NOTE))
     except (OSError, ValueError):
         return {}
     return dict(note["sequences"]) if note["of"] == _digest(recipe) else {}
@@ -122,7 +121,7 @@ def _noted(recipe: Recipe) -> dict[str, int]:
 def _note(recipe: Recipe, sequences: dict[str, int]) -> bool:
     """Returns whether it could be written."""
     note: dict[str, Any] = {"of": _digest(recipe), "sequences": sequences}
-    directory = Path(recipe.run.dir)
+    directory = recipe.directory
     try:
         directory.mkdir(parents=True, exist_ok=True)
         write_whole(directory / NOTE, json.dumps(note, indent=2) + "\n")

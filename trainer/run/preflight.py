@@ -195,7 +195,7 @@ def _check_places(refusals: Refusals, recipe: Recipe, task: Task | None, rank: i
     """What the run reads and writes, the data aside; and what is installed."""
     tracking = recipe.tracking
     with refusals:
-        _check_writable(Path(recipe.run.dir))
+        _check_writable(recipe.directory)
         newest = newest_checkpoint(location(recipe.checkpoint_directory)) if rank == 0 else None
         if newest and task:
             check_resume(read_state(newest), recipe, task, newest)

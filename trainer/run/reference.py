@@ -17,7 +17,6 @@ import json
 import struct
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -63,7 +62,7 @@ class Reference:
             "data": hashlib.sha256(" ".join(prints).encode()).hexdigest(),
             "dtype": " ".join(filter(None, formats)),
         }
-        self._path = Path(recipe.run.dir) / FILE
+        self._path = recipe.directory / FILE
         self.lines: list[str] = []
         """What is to be told of it, on rank 0."""
 

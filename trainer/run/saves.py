@@ -5,7 +5,6 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,7 +99,7 @@ def _made_up(recipe: Recipe, progress: Progress) -> list[float | None]:
     """The loss that an earlier start has found for the state loaded, in a list; [] if none has, or
     the ledger does not tell. The step itself was saved before, and is not saved again."""
     try:
-        attempts = read_history(Path(recipe.run.dir)).attempts
+        attempts = read_history(recipe.directory).attempts
     except LedgerError:
         return []
     step, by = progress.step, progress.attempt
@@ -300,6 +299,7 @@ def save(run: Run, *, wait: bool = False, memory_only: bool = False) -> None:
             **contents(run),
             wait=wait or run.done,
             memory_only=memory_only,
+            before={} if memory_only else run.log.before_commit(),
         )
 
 
@@ -317,6 +317,7 @@ def contents(run: Run) -> dict[str, Any]:
             "parameter_groups": run.mesh.merged(parameter_groups(run.optimizer, optimized)),
             **run_state(run.recipe, run.task, run.world, run.progress.init_from),
             **({UNWRITTEN: unwritten} if (unwritten := run.log.unwritten) else {}),
+            **run.log.to_state(),
         },
         "files": run.task.files,
         "finite": model.tensors.keys() - run.unchecked,
@@ -426,7 +427,7 @@ def _save_clock(run: Run) -> SaveClock | None:
         return None
     failures, node_seconds = 0, 0.0
     with suppress(LedgerError):  # the disk has not taken its first line yet
-        past = reliability(read_history(Path(run.recipe.run.dir)))
+        past = reliability(read_history(run.recipe.directory))
         failures, node_seconds = past.failures, past.node_seconds
     mtbf = expected_mtbf(failures, node_seconds, run.world.nodes)
     return SaveClock(mtbf, time.monotonic())

@@ -102,7 +102,7 @@ class Sources:
             data = replace(data, graph=replace(data.graph, path=found(data.graph.path)))
         if model.init_from:
             model = replace(model, init_from=found(model.init_from))
-        directory = checkpoint.directory
+        directory = recipe.checkpoint_directory if recipe.in_bucket else checkpoint.directory
         if directory and "://" not in directory:
             directory = found(directory)
         made_by, device = attempt.start.computed_by, recipe.run.device
