@@ -1,9 +1,12 @@
 """A real S3 server process, behind a proxy that can fail. tests/conftest.py has its fixtures."""
 
+import os
+import random
 import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,9 +22,11 @@ class Proxy(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, port: int) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+        super().__init__((host, 0), Handler)
         self.port = port
+        self.delay: Callable[[], float] = lambda: 0.0
+        """→ seconds before a request is passed on."""
         self.fault: Callable[[str, str], str | None] = lambda method, path: None
         """(method, path) → an HTTP status and S3's name for it, such as "503 SlowDown"; "reset" to
         close the connection; "cut" to do so in the middle of the answer; None to pass it on."""
@@ -48,6 +53,7 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.requests.append((self.command, self.path))
             fault = self.server.fault(self.command, self.path)
+        time.sleep(self.server.delay())
         if fault == "reset":
             self.close_connection = True
             return
@@ -86,29 +92,40 @@ moto.server.main(["-p", "0"])
 """
 
 
-@pytest.fixture(scope="session")
-def server() -> Iterator[Proxy]:
-    """A store with an empty bucket, and the environment that leads to it."""
+def start_store() -> tuple[subprocess.Popen[str], int]:
+    """A server without a bucket, which ends with this process; and its port."""
     store = subprocess.Popen(
         [sys.executable, "-c", SERVER],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
     )
+    assert store.stderr
     port = next(int(found[1]) for line in store.stderr if (found := re.search(r":(\d+)\n", line)))
     threading.Thread(target=store.stderr.read, daemon=True).start()
-    proxy = Proxy(port)
-    threading.Thread(target=proxy.serve_forever, daemon=True).start()
-    environment = {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.server_port}",
+    return store, port
+
+
+def access(host: str, port: int) -> dict[str, str]:
+    """The environment that leads to a store."""
+    return {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
         "AWS_ACCESS_KEY_ID": "key",
         "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_DEFAULT_REGION": "us-east-1",
     }
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Proxy]:
+    """A store with an empty bucket, and the environment that leads to it."""
+    store, port = start_store()
+    proxy = Proxy(port)
+    threading.Thread(target=proxy.serve_forever, daemon=True).start()
     import boto3  # takes half a second
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
+        for name, value in access("127.0.0.1", proxy.server_port).items():
             patch.setenv(name, value)
         object_storage._store.cache_clear()
         boto3.session.Session().client("s3").create_bucket(Bucket="bucket")
@@ -126,3 +143,32 @@ def store(server: Proxy) -> Iterator[Proxy]:
     server.requests.clear()
     yield server
     server.fault = lambda method, path: None
+
+
+def troubled(host: str, seed: int) -> None:
+    """Serve a bucket as a bad day of a cloud has it, until this process is killed: of all requests
+    5 % get a 503, 4 % lose their connection before or after they are done, and 2 % are slow."""
+    draw = random.Random(seed)
+
+    def fault(method: str, path: str) -> str | None:
+        luck = draw.random()
+        shares = {"503 SlowDown": 0.05, "reset": 0.07, "cut": 0.09}
+        return next((name for name, most in shares.items() if luck < most), None)
+
+    def delay() -> float:
+        return 0.5 if draw.random() < 0.02 else draw.uniform(0.0, 0.03)
+
+    _, port = start_store()
+    proxy = Proxy(port, host)
+    os.environ |= access(host, proxy.server_port)
+    threading.Thread(target=proxy.serve_forever, daemon=True).start()
+    import boto3
+
+    boto3.session.Session().client("s3").create_bucket(Bucket="bucket")
+    proxy.fault, proxy.delay = fault, delay
+    print(f"port {proxy.server_port}", flush=True)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    troubled(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,316 @@
+"""Runs whose nodes share nothing but a bucket: no line of a committed step is lost, one launch at a
+time trains, and the weights are those of a run on a local disk."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+
+from benchmarks.support import python_path
+from checkpointing.errors import StorageError
+from checkpointing.storage.folders import collect_memory
+from checkpointing.storage.object_storage import store_of
+from checkpointing.storage.place import ObjectPath
+from checkpointing.storage.s3 import S3
+from elastic.node.occupancy import OccupiedError
+from elastic.record.ledger import Ledger, StartLine
+from lab.container import network_possible
+from lab.local_nodes import LocalNodes, start_python
+from tests.checkpointing.faults import until
+from tests.distributed.jobs import ROOT, Job, soak
+from trainer.cli.main import parse
+from trainer.run import shipping, terms
+from trainer.run.parts import LocalCopy, Parts, Span, by_file, parts_of
+from trainer.run.shipping import TAIL, Shipper
+from trainer.run.terms import Holder, claim, holder_of
+
+SAVED = ("checkpoint.every=10", "run.log_every=1")
+
+
+@pytest.fixture
+def run(store, request):
+    """A folder of a bucket in which no run has begun."""
+    return ObjectPath.of(f"s3://bucket/{request.node.name}/run")
+
+
+def perdure(*words: str) -> int:
+    """Exit code of a command."""
+    arguments = parse(words)
+    return arguments.run(arguments)
+
+
+@pytest.mark.timeout(120)
+def test_a_machine_that_is_lost_takes_no_line_of_a_committed_step_along(
+    run, workspace, start, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(workspace)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "lost"))
+    job = start(1, f"run.dir={run}", *SAVED, "run.steps=1000")
+    until(lambda: "saved step 10:" in job.output() or job.ended(), 60)
+    job.kill()
+    assert "saved step 10:" in job.output()
+    shutil.rmtree(tmp_path / "lost")
+    collect_memory(f"{run}/checkpoints")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
+    code, output = start(1, f"run.dir={run}", *SAVED, "run.steps=14").wait()
+    assert code == 0, output
+    assert re.search(r"resuming after step \d+0 of 14", output) or "nothing to train" in output
+    shutil.rmtree(tmp_path / "new")
+
+    assert perdure("report", str(run), "--check") == 0, capsys.readouterr()
+    assert perdure("watch", str(run), "--once") == 0
+    assert perdure("runs", str(run.parent)) == 0
+    assert perdure("ckpt", "show", str(run)) == 0
+    told = capsys.readouterr().out
+    assert "every sequence exactly once" in told
+    assert "no run here" not in told
+    assert not (workspace / "s3:").exists()
+
+
+def test_one_launch_at_a_time_trains(run, monkeypatch):
+    monkeypatch.setattr(terms, "BEAT_SECONDS", 0.05)
+    first = claim(run, "a")
+    with pytest.raises(OccupiedError, match=r"process \d+ on .* trains there; end it first"):
+        claim(run, "b")  # the process of the first lives, on this machine
+    second = claim(run, "a")  # as in the next round of a job whose first node was lost
+    assert (second.number, second.before) == (2, holder_of(run, 1))
+    first.stop()
+    second.release()
+    assert claim(run, "b").number == 3
+
+    # Of a process on another machine nothing is known but its beat.
+    elsewhere = Holder("c", "far-0123abcd-1-2", 0.0, "0" * 16)
+    store, beating = store_of(run), threading.Event()
+    store.write(run / "terms" / "000004", json.dumps(elsewhere.__dict__).encode())
+
+    def beat():
+        for count in range(1000):
+            if beating.wait(0.02):
+                return
+            store.write(run / "beats" / "000004", b"%d" % count)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    with pytest.raises(OccupiedError, match="process 1 on far, since"):
+        claim(run, "b")
+    beating.set()
+    thread.join()
+    began = time.monotonic()
+    claim(run, "b").release()
+    assert time.monotonic() - began > terms.MISSED_BEATS * terms.BEAT_SECONDS
+
+
+def test_a_store_that_obeys_no_conditions_is_refused(run, monkeypatch):
+    monkeypatch.setattr(S3, "write_new", S3.write)
+    with pytest.raises(StorageError, match="its store ignores If-None-Match"):
+        claim(run, "a")
+
+
+def lines_of(run):
+    return [line.decode().rstrip("\n") for line in Parts(run).lines()]
+
+
+def test_lines_are_stored_once_whoever_stores_them(run, tmp_path, monkeypatch):
+    """By rank 0, by whoever commits, by who loads a state, by the next process of a machine."""
+    monkeypatch.setattr(shipping, "SHIP_SECONDS", 60.0)
+    monkeypatch.setattr(shipping, "MERGED", 3)
+    written = []
+
+    def write(shipper, count):
+        for _ in range(count):
+            written.append(json.dumps({"kind": "event", "number": len(written)}))
+            shipper.add(written[-1])
+
+    lost = Shipper(run, tmp_path / "lost", "job")
+    for count in range(1, 11):
+        write(lost, count)
+        if count % 2:
+            for url, data in lost.before_commit().items():
+                store_of(run).write_new(ObjectPath.of(url), data)
+        lost.flush()
+    assert parts_of(run, 1)[0] == (0, 45)  # 9 parts became 3, and these 1
+    assert len(parts_of(run, 1)) == 2
+    assert lines_of(run) == written
+
+    write(lost, 3)
+    state = json.loads(json.dumps(lost.to_state()))
+    write(lost, 2)  # gone with the machine
+    del written[-2:]
+    with Shipper(run, tmp_path / "next", "job") as following:
+        following.take(state)
+        following.take({TAIL: {"term": 1, "first": 0, "lines": ["a\nb"]}})  # of no run
+        assert lines_of(run) == written
+        write(following, 1)
+        following.flush()
+        write(following, 2)
+        killed = following.tail
+        monkeypatch.setattr(Shipper, "flush", lambda self: None)
+    monkeypatch.undo()
+    assert killed == Span(2, 1, written[-2:])
+    Shipper(run, tmp_path / "next", "job").__exit__(None, None, None)
+    assert lines_of(run) == written
+    assert not list((tmp_path / "next/journal").iterdir())
+
+
+def test_records_of_steps_that_are_done_again_are_left_out(run, tmp_path):
+    """As a run in a directory leaves them out, and however a copy came to be."""
+    shown = []
+    for attempt, (first, last) in enumerate([(0, 7), (5, 9)]):
+        shipper = Shipper(run, tmp_path / "local", "job")
+        begin = StartLine(step=first, sequences=8 * first, global_batch=8, world_size=1)
+        ledger = Ledger(tmp_path / f"{attempt}.jsonl", begin, also=shipper.add)
+        for step in range(first + 1, last + 1):
+            ledger.step(step, 8 * step - 8, 8 * step, 0.1)
+            shipper.add(json.dumps({"step": step, "time": 1.0, "attempt": attempt}))
+        shipper.flush()
+        shipper.__exit__(None, None, None)
+        shown.append(LocalCopy(run, tmp_path))
+        shown[-1].refresh()
+    ledger, records = by_file(Parts(run).lines())
+    assert len(ledger) == 2 + 7 + 4
+    assert [json.loads(line)["attempt"] for line in records] == [0] * 5 + [1] * 4
+    shown[0].refresh()
+    assert (tmp_path / "ledger.jsonl").read_bytes() == b"".join(ledger)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(records)
+
+
+# --- nodes that share nothing else ---------------------------------------------------------------
+
+FAULTS, EVERY = int(os.environ.get("BUCKET_FAULTS", "50")), 50
+"""Faults, and steps between two."""
+KINDS = ("worker", "worker", "first node", "node", "all", "cut")
+
+
+@soak
+@pytest.mark.timeout(7200)
+def test_faults_on_nodes_that_share_nothing_but_a_bucket(workspace, tmp_path):
+    """Each node has a network interface, shared memory and a disk of its own, which are lost with
+    it. The store answers as `tests.s3.troubled` says."""
+    if not network_possible():
+        pytest.skip("takes root, ip and nft")
+    seed, steps = int(os.environ.get("CHAOS_SEED", "1")), EVERY * (FAULTS + 1)
+    draw, url = random.Random(seed), "s3://bucket/runs/troubled"
+    shared = (
+        f"run.steps={steps}",
+        "run.log_every=1",
+        "checkpoint.every=20",
+        "run.determinism=exact",
+    )
+    shared += ("elastic.snapshot_every=5", "checkpoint.slots=2", "checkpoint.peer_copy=true")
+    code, output = Job(workspace, 1, ("run.dir=untroubled", *shared[:2], shared[3])).wait()
+    assert code == 0, output
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text("a secret of this test alone")
+    environment = {
+        "PYTHONPATH": python_path(ROOT, workspace),
+        "PERDURE_SECRET_FILE": str(secret),
+        "XDG_CACHE_HOME": "/dev/shm/cache",  # a node's own, as its memory is
+    }
+    with LocalNodes(
+        ["recipe.yaml", f"run.dir={url}", *shared],
+        folder=workspace,
+        nnodes="1:3",
+        logs=tmp_path,
+        environment=environment,
+        launcher=("trainer.cli", "train"),
+        own_memory=True,
+        own_network=True,
+        start=start_python,
+    ) as nodes:
+        inside, log = nodes._network.inside, tmp_path / "s3.log"
+        serving = start_python(
+            [*inside, "tests.s3", f"{nodes.prefix}.1", str(seed)],
+            workspace, {**os.environ, **environment}, log,
+        )  # fmt: skip
+        try:
+            until(lambda: "port " in log.read_text() or serving.poll() is not None, 60)
+            port = int(re.search(r"port (\d+)", log.read_text())[1])
+            reach = {
+                "AWS_ENDPOINT_URL": f"http://{nodes.prefix}.1:{port}",
+                "AWS_ACCESS_KEY_ID": "key",
+                "AWS_SECRET_ACCESS_KEY": "secret",
+                "AWS_DEFAULT_REGION": "us-east-1",
+            }
+            nodes.environment = environment | reach
+            for _ in range(3):
+                nodes.add()
+            for fault in range(FAULTS):
+                wait_for_step(nodes, EVERY * (fault + 1))
+                kind = draw.choice(KINDS)
+                print(f"step {newest_step(nodes)}: {kind}", flush=True)
+                inject(kind, nodes, draw)
+            codes = nodes_end(nodes, 600)
+            assert set(codes) == {0}, texts(nodes)
+            verdict = subprocess.run(
+                [sys.executable, "-m", *inside, "tests.distributed.bucket_verdict"]
+                + [url, str(workspace / "untroubled"), str(steps)],
+                cwd=workspace, env={**os.environ, **environment, **reach},
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            print(verdict.stdout)
+            assert verdict.returncode == 0, verdict.stdout + verdict.stderr
+        finally:
+            serving.kill()
+            serving.wait()
+
+
+def living(nodes):
+    return [node for node in nodes.nodes if node.process.poll() is None]
+
+
+def newest_step(nodes):
+    told = [node.progress(0) for node in living(nodes)]
+    return max((one.step for one in told if one), default=0)
+
+
+def texts(nodes):
+    return "\n".join(f"--- {node.log}\n{node.text()[-3000:]}" for node in nodes.nodes[-4:])
+
+
+def wait_for_step(nodes, step, seconds=240):
+    deadline = time.monotonic() + seconds
+    while newest_step(nodes) < step:
+        assert living(nodes), texts(nodes)
+        assert time.monotonic() < deadline, f"step {step} did not come\n{texts(nodes)}"
+        time.sleep(0.05)
+
+
+def nodes_end(nodes, seconds):
+    """Exit codes of the nodes that nobody has killed."""
+    last = living(nodes)
+    deadline = time.monotonic() + seconds
+    while living(nodes):
+        assert time.monotonic() < deadline, texts(nodes)
+        time.sleep(0.1)
+    return [node.process.returncode for node in last]
+
+
+def inject(kind, nodes, draw):
+    """Let a fault come, and replace what is lost by it."""
+    up = living(nodes)
+    if kind == "worker":
+        workers = [pid for node in up for pid in node.trainers()]
+        with suppress(ProcessLookupError):
+            os.kill(draw.choice(workers), signal.SIGKILL)
+    elif kind == "cut":
+        node = draw.choice(up)
+        node.container.cut()
+        time.sleep(draw.uniform(0.5, 4.0))
+        node.container.heal()
+    else:
+        lost = {"first node": up[:1], "node": [draw.choice(up)], "all": up}[kind]
+        for node in lost:
+            node.kill()
+        for _ in lost:
+            nodes.add()
