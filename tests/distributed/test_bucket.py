@@ -26,14 +26,15 @@ from elastic.record.ledger import Ledger, StartLine
 from lab.container import network_possible
 from lab.local_nodes import LocalNodes, start_python
 from tests.checkpointing.faults import until
-from tests.distributed.jobs import ROOT, Job, soak
+from tests.distributed.jobs import ROOT, soak
+from tests.s3 import access
 from trainer.cli.main import parse
 from trainer.run import shipping, terms
 from trainer.run.parts import LocalCopy, Parts, Span, by_file, parts_of
 from trainer.run.shipping import TAIL, Shipper
 from trainer.run.terms import Holder, claim, holder_of
 
-SAVED = ("checkpoint.every=10", "run.log_every=1")
+SAVED = ("checkpoint.every=10", "checkpoint.when_busy=wait", "run.log_every=1")
 
 
 @pytest.fixture
@@ -50,21 +51,25 @@ def perdure(*words: str) -> int:
 
 @pytest.mark.timeout(120)
 def test_a_machine_that_is_lost_takes_no_line_of_a_committed_step_along(
-    run, workspace, start, tmp_path, monkeypatch, capsys
+    store, run, workspace, start, tmp_path, monkeypatch, capsys
 ):
+    def at_the_commit(method, path):
+        if method == "DELETE" and "step-00000010.tmp" in path:  # index.json is there
+            job.kill()
+
     monkeypatch.chdir(workspace)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "lost"))
-    job = start(1, f"run.dir={run}", *SAVED, "run.steps=1000")
-    until(lambda: "saved step 10:" in job.output() or job.ended(), 60)
-    job.kill()
-    assert "saved step 10:" in job.output()
+    store.fault = at_the_commit
+    job = start(1, f"run.dir={run}", *SAVED, "run.steps=40")
+    code, output = job.wait()
+    assert code == -signal.SIGKILL, output
     shutil.rmtree(tmp_path / "lost")
     collect_memory(f"{run}/checkpoints")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
-    code, output = start(1, f"run.dir={run}", *SAVED, "run.steps=14").wait()
+    code, output = start(1, f"run.dir={run}", *SAVED, "run.steps=40").wait()
     assert code == 0, output
-    assert re.search(r"resuming after step \d+0 of 14", output) or "nothing to train" in output
+    assert "resuming after step 10 of 40 from storage" in output
     shutil.rmtree(tmp_path / "new")
 
     assert perdure("report", str(run), "--check") == 0, capsys.readouterr()
@@ -200,15 +205,11 @@ def test_faults_on_nodes_that_share_nothing_but_a_bucket(workspace, tmp_path):
         pytest.skip("takes root, ip and nft")
     seed, steps = int(os.environ.get("CHAOS_SEED", "1")), EVERY * (FAULTS + 1)
     draw, url = random.Random(seed), "s3://bucket/runs/troubled"
-    shared = (
-        f"run.steps={steps}",
-        "run.log_every=1",
-        "checkpoint.every=20",
-        "run.determinism=exact",
-    )
-    shared += ("elastic.snapshot_every=5", "checkpoint.slots=2", "checkpoint.peer_copy=true")
-    code, output = Job(workspace, 1, ("run.dir=untroubled", *shared[:2], shared[3])).wait()
-    assert code == 0, output
+    shared = (f"run.steps={steps}", "run.determinism=exact", "run.log_every=1")
+    saved = ("checkpoint.every=20", "elastic.snapshot_every=5", "checkpoint.slots=2")
+    saved += ("checkpoint.peer_copy=true",)
+    untroubled = ["trainer", "recipe.yaml", "run.dir=untroubled", *shared]
+    subprocess.run([sys.executable, "-m", *untroubled], cwd=workspace, check=True)
     secret = tmp_path / "secret"
     secret.touch(0o600)
     secret.write_text("a secret of this test alone")
@@ -218,7 +219,7 @@ def test_faults_on_nodes_that_share_nothing_but_a_bucket(workspace, tmp_path):
         "XDG_CACHE_HOME": "/dev/shm/cache",  # a node's own, as its memory is
     }
     with LocalNodes(
-        ["recipe.yaml", f"run.dir={url}", *shared],
+        ["recipe.yaml", f"run.dir={url}", *shared, *saved],
         folder=workspace,
         nnodes="1:3",
         logs=tmp_path,
@@ -236,12 +237,7 @@ def test_faults_on_nodes_that_share_nothing_but_a_bucket(workspace, tmp_path):
         try:
             until(lambda: "port " in log.read_text() or serving.poll() is not None, 60)
             port = int(re.search(r"port (\d+)", log.read_text())[1])
-            reach = {
-                "AWS_ENDPOINT_URL": f"http://{nodes.prefix}.1:{port}",
-                "AWS_ACCESS_KEY_ID": "key",
-                "AWS_SECRET_ACCESS_KEY": "secret",
-                "AWS_DEFAULT_REGION": "us-east-1",
-            }
+            reach = access(f"{nodes.prefix}.1", port)
             nodes.environment = environment | reach
             for _ in range(3):
                 nodes.add()
@@ -252,9 +248,9 @@ def test_faults_on_nodes_that_share_nothing_but_a_bucket(workspace, tmp_path):
                 inject(kind, nodes, draw)
             codes = nodes_end(nodes, 600)
             assert set(codes) == {0}, texts(nodes)
+            judge = [*inside, "tests.distributed.bucket_verdict", url, "untroubled", str(steps)]
             verdict = subprocess.run(
-                [sys.executable, "-m", *inside, "tests.distributed.bucket_verdict"]
-                + [url, str(workspace / "untroubled"), str(steps)],
+                [sys.executable, "-m", *judge],
                 cwd=workspace, env={**os.environ, **environment, **reach},
                 capture_output=True, text=True, check=False,
             )  # fmt: skip
