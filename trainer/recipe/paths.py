@@ -17,7 +17,7 @@ _LIKE_URL = re.compile(
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]")
 _NO_STORES = ("file", "http", "https", "hf")
 """Schemes under which no checkpoint can be written."""
-_RUN = re.compile(r"s3://[^/\s]+/[^/\s]\S*")
+_RUN = re.compile(r"s3://[^/\s]+(?:/[^/\s]+)+/?")
 
 
 def like_url(path: str) -> str:

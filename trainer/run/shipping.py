@@ -228,10 +228,13 @@ class Shipper:
         for path in paths:
             name = str(path.relative_to(self._directory))
             if FILES.fullmatch(name):
-                status = path.stat()
+                try:
+                    status, data = path.stat(), read_bytes(path)
+                except OSError:  # no file of ours; lines do not wait for it
+                    continue
                 version = status.st_mtime_ns, status.st_size
                 if self._stored_files.get(name) != version:
-                    store_of(self._run).write(self._run / name, read_bytes(path))
+                    store_of(self._run).write(self._run / name, data)
                     self._stored_files[name] = version
 
     def _merge(self) -> None:
@@ -245,6 +248,11 @@ class Shipper:
             first, after = whole = parts[0][0], parts[-1][1]
             data = b"".join(store.read(name) for name in names)
             store.write_new(self._run / part_name(term, *whole), data)
+            parts.clear()
+            if level + 1 == len(self._levels):
+                self._levels.append([])
+            self._levels[level + 1].append(whole)
+            merged = True
             store.delete(
                 [
                     self._run / part_name(term, begin, end)
@@ -252,11 +260,6 @@ class Shipper:
                     if first <= begin and end <= after and (begin, end) != whole
                 ]
             )
-            parts.clear()
-            if level + 1 == len(self._levels):
-                self._levels.append([])
-            self._levels[level + 1].append(whole)
-            merged = True
         if not merged:
             return
         with self._lock:

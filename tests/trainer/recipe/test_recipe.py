@@ -366,7 +366,7 @@ def test_reading_a_recipe_imports_nothing_heavy(recipe_file):
 
 
 @pytest.mark.parametrize(
-    "path", ["s3://b/x", "s3:/b", "S3://b", "s3:b", "file:///x", "hf://a/b", "gs://b", "s3:///"]
+    "path", ["s3://b", "s3:/b", "S3://b", "s3:b", "file:///x", "hf://a/b", "gs://b", "s3:///"]
 )
 @pytest.mark.parametrize(
     "key",
@@ -387,3 +387,15 @@ def test_checkpoints_may_lie_in_an_object_store_and_a_folder_may_have_a_strange_
     for path in ("s3:/b", "S3://b", "file:///x", "https://b/c", "hf://b/c", "s3:///", "s3://"):
         with pytest.raises(RecipeError, match=f"checkpoint.directory: {path!r} is no URL of an"):
             load_recipe(recipe_file, [f"checkpoint.directory={path}"])
+
+
+def test_a_run_may_lie_in_a_folder_of_a_bucket(recipe_file, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    recipe = load_recipe(recipe_file, ["run.dir=s3://b/runs/x/"])
+    assert recipe.checkpoint_directory == "s3://b/runs/x/checkpoints"
+    assert recipe.directory.is_relative_to(tmp_path)
+    assert recipe.directory.name == "x"
+    assert recipe.directory != load_recipe(recipe_file, ["run.dir=s3://b/other/x"]).directory
+    for path in ("s3://b/", "s3://b//x", "s3://b/../x", "s3://b/x/..", "gs://b/x"):
+        with pytest.raises(RecipeError, match="a run may also lie in a folder of a bucket"):
+            load_recipe(recipe_file, [f"run.dir={path}"])
