@@ -239,15 +239,20 @@ def test_faults_on_nodes_that_share_nothing_but_a_bucket(workspace, tmp_path):
             port = int(re.search(r"port (\d+)", log.read_text())[1])
             reach = access(f"{nodes.prefix}.1", port)
             nodes.environment = environment | reach
+            lost = []
             for _ in range(3):
                 nodes.add()
             for fault in range(FAULTS):
                 wait_for_step(nodes, EVERY * (fault + 1))
                 kind = draw.choice(KINDS)
                 print(f"step {newest_step(nodes)}: {kind}", flush=True)
-                inject(kind, nodes, draw)
-            codes = nodes_end(nodes, 600)
-            assert set(codes) == {0}, texts(nodes)
+                lost += inject(kind, nodes, draw)
+            deadline = time.monotonic() + 600
+            while living(nodes):
+                assert time.monotonic() < deadline, texts(nodes)
+                time.sleep(0.1)
+            ended = [node.process.returncode for node in nodes.nodes if node not in lost]
+            assert set(ended) == {0}, texts(nodes)
             judge = [*inside, "tests.distributed.bucket_verdict", url, "untroubled", str(steps)]
             verdict = subprocess.run(
                 [sys.executable, "-m", *judge],
@@ -282,19 +287,9 @@ def wait_for_step(nodes, step, seconds=240):
         time.sleep(0.05)
 
 
-def nodes_end(nodes, seconds):
-    """Exit codes of the nodes that nobody has killed."""
-    last = living(nodes)
-    deadline = time.monotonic() + seconds
-    while living(nodes):
-        assert time.monotonic() < deadline, texts(nodes)
-        time.sleep(0.1)
-    return [node.process.returncode for node in last]
-
-
 def inject(kind, nodes, draw):
-    """Let a fault come, and replace what is lost by it."""
-    up = living(nodes)
+    """Let a fault come, and replace the nodes that are lost by it; returns these."""
+    up, lost = living(nodes), []
     if kind == "worker":
         workers = [pid for node in up for pid in node.trainers()]
         with suppress(ProcessLookupError):
@@ -310,3 +305,19 @@ def inject(kind, nodes, draw):
             node.kill()
         for _ in lost:
             nodes.add()
+    return lost
+
+
+@soak
+@pytest.mark.timeout(120)
+def test_nodes_without_a_common_secret_are_told_so(workspace, tmp_path, run):
+    given = ["-m", "trainer", "recipe.yaml", f"run.dir={run}"]
+    environment = {"PYTHONPATH": python_path(ROOT, workspace)}
+    with LocalNodes(
+        given, folder=workspace, nnodes="1:2", logs=tmp_path, environment=environment
+    ) as nodes:
+        node = nodes.add()
+        assert nodes.wait(100) == [2]
+        errors = [line for line in node.text().splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1, node.text()
+        assert errors[0].startswith("error: nodes must share a secret: name a file")

@@ -224,18 +224,21 @@ class Shipper:
             self._merge()
 
     def _store_files(self) -> None:
-        paths = [*self._directory.iterdir(), *(self._directory / RECIPES).glob("*.yaml")]
-        for path in paths:
+        """Store the small files that have changed."""
+        for path in (*self._directory.iterdir(), *(self._directory / RECIPES).glob("*.yaml")):
             name = str(path.relative_to(self._directory))
-            if FILES.fullmatch(name):
-                try:
-                    status, data = path.stat(), read_bytes(path)
-                except OSError:  # no file of ours; lines do not wait for it
-                    continue
+            if not FILES.fullmatch(name):
+                continue
+            try:
+                status = path.lstat()
                 version = status.st_mtime_ns, status.st_size
-                if self._stored_files.get(name) != version:
-                    store_of(self._run).write(self._run / name, data)
-                    self._stored_files[name] = version
+                if self._stored_files.get(name) == version:
+                    continue
+                data = read_bytes(path)
+            except OSError:  # no file of ours; lines do not wait for it
+                continue
+            store_of(self._run).write(self._run / name, data)
+            self._stored_files[name] = version
 
     def _merge(self) -> None:
         """Make one part of MERGED, at each level, and delete what lies inside it. The journal
