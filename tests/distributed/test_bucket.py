@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.support import python_path
 from checkpointing.errors import StorageError
-from checkpointing.storage.folders import collect_memory
+from checkpointing.storage.folders import collect_memory, of_run
 from checkpointing.storage.object_storage import store_of
 from checkpointing.storage.place import ObjectPath
 from checkpointing.storage.s3 import S3
@@ -55,7 +55,11 @@ def test_a_machine_that_is_lost_takes_no_line_of_a_committed_step_along(
 ):
     def at_the_commit(method, path):
         if method == "DELETE" and "step-00000010.tmp" in path:  # index.json is there
-            job.kill()
+            os.kill(job.ranks[0].pid, signal.SIGKILL)
+
+    def forgotten():
+        collect_memory(f"{run}/checkpoints")
+        return not any(of_run(f"{run}/checkpoints"))
 
     monkeypatch.chdir(workspace)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "lost"))
@@ -64,7 +68,7 @@ def test_a_machine_that_is_lost_takes_no_line_of_a_committed_step_along(
     code, output = job.wait()
     assert code == -signal.SIGKILL, output
     shutil.rmtree(tmp_path / "lost")
-    collect_memory(f"{run}/checkpoints")
+    assert until(forgotten, 10), "processes of the job are left"
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
     code, output = start(1, f"run.dir={run}", *SAVED, "run.steps=40").wait()
@@ -104,7 +108,7 @@ def test_one_launch_at_a_time_trains(run, monkeypatch):
                 return
             store.write(run / "beats" / "000004", b"%d" % count)
 
-    thread = threading.Thread(target=beat)
+    thread = threading.Thread(target=beat, daemon=True)
     thread.start()
     with pytest.raises(OccupiedError, match="process 1 on far, since"):
         claim(run, "b")
@@ -127,7 +131,7 @@ def lines_of(run):
 
 def test_lines_are_stored_once_whoever_stores_them(run, tmp_path, monkeypatch):
     """By rank 0, by whoever commits, by who loads a state, by the next process of a machine."""
-    monkeypatch.setattr(shipping, "SHIP_SECONDS", 60.0)
+    monkeypatch.setattr(Shipper, "_ship", lambda self: None)  # the thread
     monkeypatch.setattr(shipping, "MERGED", 3)
     written = []
 
@@ -138,10 +142,10 @@ def test_lines_are_stored_once_whoever_stores_them(run, tmp_path, monkeypatch):
 
     lost = Shipper(run, tmp_path / "lost", "job")
     for count in range(1, 11):
-        write(lost, count)
-        if count % 2:
-            for url, data in lost.before_commit().items():
-                store_of(run).write_new(ObjectPath.of(url), data)
+        write(lost, 1)
+        for url, data in lost.before_commit().items() if count % 2 else ():
+            store_of(run).write_new(ObjectPath.of(url), data)
+        write(lost, count - 1)
         lost.flush()
     assert parts_of(run, 1)[0] == (0, 45)  # 9 parts became 3, and these 1
     assert len(parts_of(run, 1)) == 2
@@ -159,7 +163,6 @@ def test_lines_are_stored_once_whoever_stores_them(run, tmp_path, monkeypatch):
         following.flush()
         write(following, 2)
         killed = following.tail
-        monkeypatch.setattr(Shipper, "flush", lambda self: None)
     monkeypatch.undo()
     assert killed == Span(2, 1, written[-2:])
     Shipper(run, tmp_path / "next", "job").__exit__(None, None, None)

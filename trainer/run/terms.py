@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 TERMS, BEATS = "terms", "beats"
 BEAT_SECONDS = 5.0
+RELEASE_SECONDS = 5.0
+"""Longest wait for a beat under way."""
 RELEASED = b"released"
 _MOST_BYTES = 4096
 
@@ -82,7 +84,7 @@ class Term:
     def release(self) -> None:
         """Leave the run to the next launch at once."""
         self._end.set()
-        self._thread.join(BEAT_SECONDS)
+        self._thread.join(RELEASE_SECONDS)
         with suppress(CheckpointError, OSError):  # then the next launch waits
             store_of(self._run).write(_place(self._run, BEATS, self.number), RELEASED)
 
