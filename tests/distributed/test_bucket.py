@@ -194,7 +194,7 @@ def test_records_of_steps_that_are_done_again_are_left_out(run, tmp_path):
 
 # --- nodes that share nothing else ---------------------------------------------------------------
 
-FAULTS, EVERY = int(os.environ.get("BUCKET_FAULTS", "50")), 50
+FAULTS, EVERY = int(os.environ.get("BUCKET_FAULTS", "50")), 30
 """Faults, and steps between two."""
 KINDS = ("worker", "worker", "first node", "node", "all", "cut")
 

@@ -52,7 +52,8 @@ def local_runs(
         CheckpointError: its store does not answer.
     """
     with ExitStack() as stack:
-        found, copies = [], []
+        found: list[LocalRun] = []
+        copies: list[LocalCopy] = []
         for run in runs:
             if isinstance(run, Path):
                 found.append(LocalRun(run, run))
