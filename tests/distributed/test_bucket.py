@@ -49,7 +49,7 @@ def perdure(*words: str) -> int:
     return arguments.run(arguments)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_machine_that_is_lost_takes_no_line_of_a_committed_step_along(
     store, run, workspace, start, tmp_path, monkeypatch, capsys
 ):
@@ -64,16 +64,16 @@ def test_a_machine_that_is_lost_takes_no_line_of_a_committed_step_along(
     monkeypatch.chdir(workspace)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "lost"))
     store.fault = at_the_commit
-    job = start(1, f"run.dir={run}", *SAVED, "run.steps=40")
+    job = start(1, f"run.dir={run}", *SAVED, "run.steps=20")
     code, output = job.wait()
     assert code == -signal.SIGKILL, output
     shutil.rmtree(tmp_path / "lost")
     assert until(forgotten, 10), "processes of the job are left"
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
-    code, output = start(1, f"run.dir={run}", *SAVED, "run.steps=40").wait()
+    code, output = start(1, f"run.dir={run}", *SAVED, "run.steps=20").wait()
     assert code == 0, output
-    assert "resuming after step 10 of 40 from storage" in output
+    assert "resuming after step 10 of 20 from storage" in output
     shutil.rmtree(tmp_path / "new")
 
     assert perdure("report", str(run), "--check") == 0, capsys.readouterr()
@@ -172,7 +172,7 @@ def test_lines_are_stored_once_whoever_stores_them(run, tmp_path, monkeypatch):
 
 def test_records_of_steps_that_are_done_again_are_left_out(run, tmp_path):
     """As a run in a directory leaves them out, and however a copy came to be."""
-    shown = []
+    copy = LocalCopy(run, tmp_path)
     for attempt, (first, last) in enumerate([(0, 7), (5, 9)]):
         shipper = Shipper(run, tmp_path / "local", "job")
         begin = StartLine(step=first, sequences=8 * first, global_batch=8, world_size=1)
@@ -182,12 +182,10 @@ def test_records_of_steps_that_are_done_again_are_left_out(run, tmp_path):
             shipper.add(json.dumps({"step": step, "time": 1.0, "attempt": attempt}))
         shipper.flush()
         shipper.__exit__(None, None, None)
-        shown.append(LocalCopy(run, tmp_path))
-        shown[-1].refresh()
+        copy.refresh()
     ledger, records = by_file(Parts(run).lines())
     assert len(ledger) == 2 + 7 + 4
     assert [json.loads(line)["attempt"] for line in records] == [0] * 5 + [1] * 4
-    shown[0].refresh()
     assert (tmp_path / "ledger.jsonl").read_bytes() == b"".join(ledger)
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(records)
 
