@@ -280,7 +280,7 @@ def texts(nodes):
     return "\n".join(f"--- {node.log}\n{node.text()[-3000:]}" for node in nodes.nodes[-4:])
 
 
-def wait_for_step(nodes, step, seconds=240):
+def wait_for_step(nodes, step, seconds=900):
     deadline = time.monotonic() + seconds
     while newest_step(nodes) < step:
         assert living(nodes), texts(nodes)
