@@ -192,7 +192,7 @@ def test_records_of_steps_that_are_done_again_are_left_out(run, tmp_path):
 
 # --- nodes that share nothing else ---------------------------------------------------------------
 
-FAULTS, EVERY = int(os.environ.get("BUCKET_FAULTS", "50")), 30
+FAULTS, EVERY = int(os.environ.get("BUCKET_FAULTS", "50")), 20
 """Faults, and steps between two."""
 KINDS = ("worker", "worker", "first node", "node", "all", "cut")
 
