@@ -2,6 +2,7 @@
 time trains, and the weights are those of a run on a local disk."""
 
 import json
+import logging
 import os
 import random
 import re
@@ -21,16 +22,19 @@ from checkpointing.storage.folders import collect_memory, of_run
 from checkpointing.storage.object_storage import store_of
 from checkpointing.storage.place import ObjectPath
 from checkpointing.storage.s3 import S3
+from elastic.node.files import write_whole
 from elastic.node.occupancy import OccupiedError
+from elastic.record.history import read_history
 from elastic.record.ledger import Ledger, StartLine
 from lab.container import network_possible
 from lab.local_nodes import LocalNodes, start_python
 from tests.checkpointing.faults import until
+from tests.checkpointing.storage.test_objects import fork
 from tests.distributed.jobs import ROOT, soak
 from tests.s3 import access
 from trainer.cli.main import parse
 from trainer.run import shipping, terms
-from trainer.run.parts import LocalCopy, Parts, Span, by_file, parts_of
+from trainer.run.parts import LocalCopy, Parts, Span, by_file, parts_of, stored_until
 from trainer.run.shipping import TAIL, Shipper
 from trainer.run.terms import Holder, claim, holder_of
 
@@ -188,6 +192,98 @@ def test_records_of_steps_that_are_done_again_are_left_out(run, tmp_path):
     assert [json.loads(line)["attempt"] for line in records] == [0] * 5 + [1] * 4
     assert (tmp_path / "ledger.jsonl").read_bytes() == b"".join(ledger)
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(records)
+
+
+def write_until_killed(run, disk, copies):
+    """What rank 0 does with the record of a run, without a model: a step takes 2 ms, every 7th is
+    copied to memory, every 25th is committed."""
+    shipping.SHIP_SECONDS, shipping.MERGED = 0.05, 4
+    logging.disable()
+    store = store_of(run)
+    saves = [place.name for place in store.children(run / "saves")]
+    states = [json.loads(copy.read_text()) for copy in copies if copy.exists()]
+    states += [json.loads(store.read(run / "saves" / name)) for name in saves]
+    state = max(states, key=lambda one: one["step"], default={"step": 0, "attempt": ""})
+    shipper, first = Shipper(run, disk, "job"), state["step"]
+    shipper.take(state)
+    begin = StartLine(
+        step=first, sequences=8 * first, global_batch=8, world_size=2, parent=state["attempt"]
+    )
+    ledger = Ledger(disk / "ledger.jsonl", begin, also=shipper.add)
+    for step in range(first + 1, 100_000):
+        time.sleep(0.002)
+        ledger.step(step, 8 * step - 8, 8 * step, 0.002)
+        shipper.add(json.dumps({"step": step, "time": float(step)}))
+        kept = json.dumps({"step": step, "attempt": begin.attempt, **shipper.to_state()})
+        for copy in copies if step % 7 == 0 else ():
+            write_whole(copy, kept)
+        if step % 25 == 0:
+            for url, data in shipper.before_commit().items():
+                store.write_new(ObjectPath.of(url), data)
+            store.write_new(run / "saves" / f"{step:08}-{begin.attempt}", kept.encode())
+        (disk / "reached").write_text(str(step - first))
+
+
+@soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(3))
+def test_writers_that_are_killed_lose_no_line_of_a_committed_step(store, run, tmp_path, seed):
+    """Whatever dies with them, and while others go on beside the next. Of all requests to the store
+    a fifth fails, before or after it was done."""
+    draw, fates = random.Random(seed), []
+    run = run / str(seed)
+    kinds = {"503 SlowDown": 0.1, "reset": 0.15, "cut": 0.2}
+
+    def fault(method, path):
+        luck = draw.random()
+        return next((kind for kind, most in kinds.items() if luck < most), None)
+
+    store.fault = fault
+    mine, peer, beside = tmp_path / "mine", tmp_path / "peer", None
+    disk = tmp_path / "disk-0"
+    for number in range(int(os.environ.get("BUCKET_KILLS", "40"))):
+        writer = fork(lambda: write_until_killed(run, disk, (mine, peer)))
+        wanted, reached = draw.randrange(5, 60), disk / "reached"
+
+        def far_enough():
+            return reached.exists() and int(reached.read_text() or 0) >= wanted
+
+        assert until(far_enough, 120), f"a writer did not get on: {fates}"
+        if beside:
+            kill(beside)
+            beside = None
+        fates.append(draw.choice(["process", "node", "node", "all", "partition"]))
+        if fates[-1] == "partition":
+            beside = writer
+        else:
+            kill(writer)
+        reached.unlink(missing_ok=True)
+        if fates[-1] != "process":
+            disk = tmp_path / f"disk-{number + 1}"
+            mine.unlink(missing_ok=True)
+        if fates[-1] == "all":
+            peer.unlink(missing_ok=True)
+    if beside:
+        kill(beside)
+    store.fault = lambda method, path: None
+    saves = [int(place.name[:8]) for place in store_of(run).children(run / "saves")]
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    assert LocalCopy(run, copy).refresh()
+    history = read_history(copy)
+    print({fate: fates.count(fate) for fate in fates}, len(history.attempts), max(saves))
+    assert not history.problems
+    assert not history.unrecorded
+    done = {step.step for attempt in history.attempts for step in attempt.steps}
+    assert done >= {*range(1, max(saves) + 1)}
+    for term in range(1, newest_term(run) + 1):
+        parts = parts_of(run, term)
+        assert stored_until(run, term, 0) == max((after for _, after in parts), default=0)
+
+
+def kill(writer):
+    os.kill(writer, signal.SIGKILL)
+    os.waitpid(writer, 0)
 
 
 # --- nodes that share nothing else ---------------------------------------------------------------
