@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 
 import pytest
 
@@ -36,7 +37,7 @@ from trainer.cli.main import parse
 from trainer.run import shipping, terms
 from trainer.run.parts import LocalCopy, Parts, Span, by_file, parts_of, stored_until
 from trainer.run.shipping import TAIL, Shipper
-from trainer.run.terms import Holder, claim, holder_of
+from trainer.run.terms import Holder, claim, holder_of, newest_term
 
 SAVED = ("checkpoint.every=10", "checkpoint.when_busy=wait", "run.log_every=1")
 
@@ -242,13 +243,10 @@ def test_writers_that_are_killed_lose_no_line_of_a_committed_step(store, run, tm
     mine, peer, beside = tmp_path / "mine", tmp_path / "peer", None
     disk = tmp_path / "disk-0"
     for number in range(int(os.environ.get("BUCKET_KILLS", "40"))):
-        writer = fork(lambda: write_until_killed(run, disk, (mine, peer)))
+        writer = fork(partial(write_until_killed, run, disk, (mine, peer)))
         wanted, reached = draw.randrange(5, 60), disk / "reached"
-
-        def far_enough():
-            return reached.exists() and int(reached.read_text() or 0) >= wanted
-
-        assert until(far_enough, 120), f"a writer did not get on: {fates}"
+        far_enough = partial(has_reached, reached, wanted)
+        assert until(far_enough, 240), f"a writer did not get on: {fates}"
         if beside:
             kill(beside)
             beside = None
@@ -279,6 +277,10 @@ def test_writers_that_are_killed_lose_no_line_of_a_committed_step(store, run, tm
     for term in range(1, newest_term(run) + 1):
         parts = parts_of(run, term)
         assert stored_until(run, term, 0) == max((after for _, after in parts), default=0)
+
+
+def has_reached(file, steps):
+    return file.exists() and int(file.read_text() or 0) >= steps
 
 
 def kill(writer):
