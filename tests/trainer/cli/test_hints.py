@@ -80,7 +80,7 @@ def test_every_command_that_is_shown_can_be_pasted(capsys):
     for kind in ("train", "data prepare", "recipe copy", "import-deepspeed"):
         assert any(command.startswith(f"perdure {kind} ") for command in commands), kind
     # A name alone is no hint: `perdure compare`.
-    alone = re.compile(r"perdure [a-z-]+( (prepare|inspect|export))?")
+    alone = re.compile(r"perdure [a-z-]+( (prepare|copy|inspect|export))?")
     wrong = [one for one in commands if not (alone.fullmatch(one) or accepted(one))]
     assert wrong == [], capsys.readouterr().err
 

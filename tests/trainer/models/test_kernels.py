@@ -67,10 +67,10 @@ FA4 = f"FlashAttention-4 ({OLD})"
         # What keeps to torch's own kernels.
         (GpuStack(HOPPER, "2.13.0", fa3=True), {"exact": True}, FLASH, None, ""),
         (GpuStack(HOPPER, "2.13.0", fa3=True), {"ring": True}, FLASH, None, ""),
-        (GpuStack(HOPPER, "2.13.0", fa3=True), {"asked": "varlen"}, FLASH, None, ""),
+        (GpuStack(HOPPER, "2.13.0", fa3=True), {"requested": "varlen"}, FLASH, None, ""),
         (GpuStack(HOPPER, "2.13.0", fa3=True), {"window": True}, FLASH, None, ""),
         (GpuStack(HOPPER, "2.15.0"), {"window": True, "documents": False}, FLASH, None, ""),
-        (GpuStack(HOPPER, "2.13.0", fa3=True), {"asked": "sdpa"}, MASKED, None, ""),
+        (GpuStack(HOPPER, "2.13.0", fa3=True), {"requested": "sdpa"}, MASKED, None, ""),
         (GpuStack(HOPPER, "2.13.0", fa3=True), {"dtype": FP32}, "FlexAttention", None, ""),
         (GpuStack(HOPPER, "2.13.0", fa3=True), {"dtype": FP16}, "FlashAttention-3", "FA3", ""),
         (GpuStack(HOPPER, "2.13.0", fa3=True), {"head_dim": 20}, "FlexAttention", None, ""),
@@ -87,7 +87,7 @@ FA4 = f"FlashAttention-4 ({OLD})"
     ],
 )
 def test_choice(gpu, given, name, package, note):
-    usual = {"asked": "auto", "dtype": BF16, "head_dim": 128, "documents": True}
+    usual = {"requested": "auto", "dtype": BF16, "head_dim": 128, "documents": True}
     kernel = choose_kernel(gpu, **{**usual, **given})
     assert (kernel.name, kernel.package) == (name, package)
     assert note in kernel.note
