@@ -199,7 +199,7 @@ def _check_places(refusals: Refusals, recipe: Recipe, task: Task | None, rank: i
     """Check files that the run writes and reads, except data, and installed packages."""
     tracking = recipe.tracking
     with refusals:
-        _check_writable(Path(recipe.run.dir))
+        _check_writable(recipe.directory)
         # Rank 0 only: thousands of ranks would burden the filesystem.
         newest = newest_checkpoint(location(recipe.checkpoint_directory)) if rank == 0 else None
         if newest and task:

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import numpy.ma  # noqa: F401  # numpy.unique imports it on first use
@@ -27,6 +26,7 @@ import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" k
 
 from checkpointing import Spare
 from checkpointing.storage.folders import of_run
+from checkpointing.storage.place import ObjectPath
 from elastic import (
     EXIT_PAUSED,
     EXIT_PEER_GONE,
@@ -41,6 +41,7 @@ from elastic.node.recall import Recall, Recalled
 from elastic.node.zygote import RESERVE
 from elastic.process import set_name
 from elastic.world import (
+    JOB,
     World,
     drop_world,
     join_world,
@@ -67,6 +68,7 @@ from trainer.run.metrics import Startup
 from trainer.run.micro_batch import settled
 from trainer.run.preflight import check_inputs
 from trainer.run.provenance import keep_recipe
+from trainer.run.shipping import Shipper
 from trainer.run.state import Kept, Run
 from trainer.run.train import train
 from trainer.tasks.own_model import refusing_misfits
@@ -158,7 +160,7 @@ def run_attempt(
     torch.set_grad_enabled(True)  # the last attempt may have ended inside no_grad
     rank, local_rank, world_size, local_world_size = read_environment()
     recipe, text, prepared_task, identity = prepare(tuple(arguments))
-    keep_caches_closed(Path(recipe.run.dir), recipe.strategy.compile)
+    keep_caches_closed(recipe.directory, recipe.strategy.compile)
     if recipe.elastic.recovery != "refork":
         recall.allow()
     task = prepared_task or build_task(recipe)
@@ -168,23 +170,26 @@ def run_attempt(
         raise RecipeError(stale)
     check_inputs(recipe, task, rank, world_size, local_world_size)
     startup.mark("checks")
-    occupancy = None
-    if rank == 0:
-        occupancy = occupy(recipe)
-        # At every attempt: rank 0 may now be on another node, with another disk.
-        keep_recipe(Path(recipe.run.dir), text)
-    pulse.safe = not any(of_run(recipe.checkpoint_directory))
-    pulse.report(0, "init")
-    timeout = recipe.elastic.timeout_seconds
-    world = join_world(recipe.run.device, timeout, pulse.secret, pulse.most_free)
-    pulse.most_free = world.free
-    identity = with_data(identity, task.stream.fingerprint)
-    agreement = check_agreement(recipe, identity, world.device)
-    startup.mark("rendezvous")
-    if world.device.type == "cpu" and not offload.used(recipe.strategy):
-        keep_freed_memory()
-    last, kept.run = kept.run, None  # until `build` returns no model is whole
     with ExitStack() as stack:
+        occupancy = shipper = None
+        if rank == 0:
+            if recipe.in_bucket:
+                shipper = stack.enter_context(ship(recipe))
+            else:
+                occupancy = occupy(recipe)
+            # At every attempt: rank 0 may now be on another node, with another disk.
+            keep_recipe(recipe.directory, text)
+        pulse.safe = not any(of_run(recipe.checkpoint_directory))
+        pulse.report(0, "init")
+        timeout = recipe.elastic.timeout_seconds
+        world = join_world(recipe.run.device, timeout, pulse.secret, pulse.most_free)
+        pulse.most_free = world.free
+        identity = with_data(identity, task.stream.fingerprint)
+        agreement = check_agreement(recipe, identity, world.device)
+        startup.mark("rendezvous")
+        if world.device.type == "cpu" and not offload.used(recipe.strategy):
+            keep_freed_memory()
+        last, kept.run = kept.run, None  # until `build` returns no model is whole
         if local_rank == 0:
             stack.callback(keep_copies(recipe.data))
         with refusing_misfits(recipe, pulse, lambda: world.generation == 0):
@@ -195,24 +200,15 @@ def run_attempt(
                 last = None
             if not last and prepared_task:
                 task = copy_for_attempt(prepared_task, recall)
-            parts = (
-                written,
-                recipe,
-                text,
-                task,
-                world,
-                agreement,
-                pulse,
-                startup,
-                recall,
-                spare,
-                last,
-            )
+            known = written, recipe, text, task, world, agreement, pulse, startup
+            parts = *known, recall, spare, shipper, last
             kept.run = run = stack.enter_context(build(*parts))
             del last, parts
         # The report comes first: the contexts of `build` wait for saves, and for other ranks.
         stack.enter_context(failure_report)
         code = train(run, startup)
+        if shipper:
+            shipper.goes_on = code == EXIT_PAUSED and supervised()
     if occupancy:
         occupancy.release()
     return pause_code(pulse) if code == EXIT_PAUSED else code
@@ -224,7 +220,7 @@ def rehearse(arguments: list[str]) -> None:
     code that all ranks would wait for. CPU only: a reserve process has no GPU."""
     rank, local_rank, world_size, local_world_size = read_environment()
     recipe, _, task, _ = prepare(tuple(arguments))
-    keep_caches_closed(Path(recipe.run.dir), recipe.strategy.compile)
+    keep_caches_closed(recipe.directory, recipe.strategy.compile)
     gpus = recipe.run.device != "cpu" and torch.cuda.is_available()
     if not task or gpus or not is_sharded_by_fsdp(recipe, world_size):
         return
@@ -353,8 +349,31 @@ def occupy(recipe: Recipe) -> Occupancy | None:
     """
     if supervised():
         return None
-    job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     try:
-        return Occupancy(Path(recipe.run.dir), secrets.token_hex(8) if job == "none" else job)
+        return Occupancy(recipe.directory, this_job())
     except OccupiedError as occupied:
         raise RecipeError(str(occupied)) from occupied
+
+
+def ship(recipe: Recipe) -> Shipper:
+    """Keep other launches out of a run in a bucket, and bring its record here. On rank 0.
+
+    Raises:
+        RecipeError: another launch trains there, or the local directory cannot be written.
+        StorageError: the bucket cannot be used.
+    """
+    try:
+        return Shipper(ObjectPath.of(recipe.run.dir), recipe.directory, this_job())
+    except OccupiedError as occupied:
+        raise RecipeError(str(occupied)) from occupied
+    except OSError as error:
+        raise RecipeError(
+            f"run.dir: cannot write to {recipe.directory}, which this machine needs of a run in a "
+            f"bucket: {error.strerror}; set XDG_CACHE_HOME to a directory on a local disk"
+        ) from error
+
+
+def this_job() -> str:
+    """Identity of this launch: equal in all its processes, different in every other launch."""
+    job = os.environ.get(JOB) or os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return secrets.token_hex(8) if job == "none" else job
