@@ -13,14 +13,17 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 
 import pytest
 
 from benchmarks.support import python_path
 from checkpointing.errors import StorageError
+from checkpointing.storage import object_storage, s3
 from checkpointing.storage.folders import collect_memory, of_run
 from checkpointing.storage.object_storage import store_of
+from checkpointing.storage.ownership import owner
 from checkpointing.storage.place import ObjectPath
 from checkpointing.storage.s3 import S3
 from elastic.node.files import write_whole
@@ -28,18 +31,21 @@ from elastic.node.occupancy import OccupiedError
 from elastic.record.history import read_history
 from elastic.record.ledger import Ledger, StartLine
 from lab.container import network_possible
-from lab.local_nodes import LocalNodes, start_python
+from lab.local_nodes import LocalNodes, free_port, start_python
 from tests.checkpointing.faults import until
 from tests.checkpointing.storage.test_objects import fork
 from tests.distributed.jobs import ROOT, soak
 from tests.s3 import access
 from trainer.cli.main import parse
+from trainer.recipe import RecipeError, load_recipe
 from trainer.run import shipping, terms
 from trainer.run.parts import LineRange, LocalCopy, Parts, by_file, parts_of, stored_until
+from trainer.run.preflight import check_launch
 from trainer.run.shipping import TAIL, Shipper
 from trainer.run.terms import TermHolder, claim, holder_of, newest_term
 
-SAVED = ("checkpoint.every=10", "checkpoint.when_busy=wait", "run.log_every=1")
+SAVED = ("run.steps=4", "schedule.warmup_steps=1", "run.log_every=1")
+SAVED += ("checkpoint.every=2", "checkpoint.when_busy=wait")
 
 
 @pytest.fixture
@@ -59,7 +65,7 @@ def test_a_machine_that_is_lost_takes_no_line_of_a_committed_step_along(
     store, run, workspace, start, tmp_path, monkeypatch, capsys
 ):
     def at_the_commit(method, path):
-        if method == "DELETE" and "step-00000010.tmp" in path:  # index.json is there
+        if method == "DELETE" and "step-00000002.tmp" in path:  # index.json is there
             os.kill(job.ranks[0].pid, signal.SIGKILL)
 
     def forgotten():
@@ -69,65 +75,121 @@ def test_a_machine_that_is_lost_takes_no_line_of_a_committed_step_along(
     monkeypatch.chdir(workspace)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "lost"))
     store.fault = at_the_commit
-    job = start(1, f"run.dir={run}", *SAVED, "run.steps=20")
+    job = start(1, f"run.dir={run}", *SAVED)
     code, output = job.wait()
     assert code == -signal.SIGKILL, output
     shutil.rmtree(tmp_path / "lost")
     assert until(forgotten, 10), "processes of the job are left"
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
-    code, output = start(1, f"run.dir={run}", *SAVED, "run.steps=20").wait()
+    code, output = start(1, f"run.dir={run}", *SAVED).wait()
     assert code == 0, output
-    assert "resuming after step 10 of 20 from storage" in output
+    assert "resuming after step 2 of 4 from storage" in output
     shutil.rmtree(tmp_path / "new")
 
     assert perdure("report", str(run), "--check") == 0, capsys.readouterr()
     assert perdure("watch", str(run), "--once") == 0
     assert perdure("runs", str(run.parent)) == 0
     assert perdure("ckpt", "show", str(run)) == 0
+    assert perdure("generate", str(run), "--prompt", "a", "--max-new-tokens", "2") == 0
     told = capsys.readouterr().out
     assert "every sequence exactly once" in told
     assert "no run here" not in told
     assert not (workspace / "s3:").exists()
 
 
-def test_one_launch_at_a_time_trains(run, monkeypatch):
+def test_one_launch_at_a_time_trains(run, monkeypatch, caplog):
     monkeypatch.setattr(terms, "BEAT_SECONDS", 0.05)
-    first = claim(run, "a")
+    first = claim(run, "a", owner())
     with pytest.raises(OccupiedError, match=r"process \d+ on .* trains there; end it first"):
-        claim(run, "b")  # the process of the first lives, on this machine
-    second = claim(run, "a")  # as in the next round of a job whose first node was lost
+        claim(run, "b", "")  # the process of the first lives, on this machine
+    second = claim(run, "a", owner())  # as in the next round of a job whose first node was lost
     assert (second.number, second.before) == (2, holder_of(run, 1))
     first.stop()
     second.release()
-    assert claim(run, "b").number == 3
+    assert claim(run, "b", owner()).number == 3
+
+    store = store_of(run)
+
+    def claimed(number, owner, launcher):
+        """As another process does."""
+        holder = TermHolder("c", owner, launcher, 0.0, "0" * 16)
+        store.write(run / "terms" / f"{number:06}", json.dumps(asdict(holder)).encode())
+
+    def watches_first():
+        """Whether a launch takes over only after it has watched the last one."""
+        caplog.clear()
+        began = time.monotonic()
+        claim(run, "b", owner()).release()
+        watched = "looking whether it still does" in caplog.text
+        assert not watched or time.monotonic() - began > terms.MISSED_BEATS * terms.BEAT_SECONDS
+        return watched
+
+    ended = subprocess.Popen(["sleep", "60"])
+    gone = owner(ended.pid)
+    ended.kill()
+    ended.wait()
+    claimed(4, gone, owner())  # its agent lives, and starts rank 0 again
+    with pytest.raises(OccupiedError, match=f"process {ended.pid} on "):
+        claim(run, "b", owner())
+    claimed(4, gone, gone)
+    assert not watches_first()
+    claimed(6, gone, "")  # its other nodes may live
+    assert watches_first()
 
     # Of a process on another machine nothing is known but its beat.
-    elsewhere = TermHolder("c", "far-0123abcd-1-2", 0.0, "0" * 16)
-    store, beating = store_of(run), threading.Event()
-    store.write(run / "terms" / "000004", json.dumps(elsewhere.__dict__).encode())
+    claimed(8, "far-0123abcd-1-2", "far-0123abcd-1-2")
+    beating = threading.Event()
 
     def beat():
         for count in range(1000):
             if beating.wait(0.02):
                 return
-            store.write(run / "beats" / "000004", b"%d" % count)
+            store.write(run / "beats" / "000008", b"%d" % count)
 
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
-    with pytest.raises(OccupiedError, match="process 1 on far, since"):
-        claim(run, "b")
+    with monkeypatch.context() as patient:
+        patient.setattr(terms, "BEAT_SECONDS", 1.0)
+        with pytest.raises(OccupiedError, match="process 1 on far, since"):
+            claim(run, "b", owner())
     beating.set()
     thread.join()
-    began = time.monotonic()
-    claim(run, "b").release()
-    assert time.monotonic() - began > terms.MISSED_BEATS * terms.BEAT_SECONDS
+    assert watches_first()
+
+
+def test_a_bucket_that_cannot_be_used_is_told_in_a_line(store, run, workspace, monkeypatch, caplog):
+    """Before the launch, also where checkpoints are on a disk."""
+    monkeypatch.chdir(workspace)
+
+    def refusal(where=run):
+        local = ["checkpoint.directory=elsewhere", "run.device=cpu"]
+        with pytest.raises((RecipeError, StorageError)) as refused:
+            check_launch(load_recipe("recipe.yaml", [f"run.dir={where}", *local]), 1, 1)
+        (line,) = str(refused.value).splitlines()
+        return line
+
+    line = refusal("s3://nowhere/run")
+    assert re.fullmatch(r"s3://nowhere/run/terms: .* has no bucket 'nowhere'; create it, .*", line)
+    store.fault = lambda method, path: "403 InvalidAccessKeyId"
+    assert "gives no access (InvalidAccessKeyId); check AWS_ACCESS_KEY_ID and" in refusal()
+    store.fault = lambda method, path: "403 AccessDenied" if method == "PUT" else None
+    with pytest.raises(StorageError, match=r"no access \(AccessDenied\); .* also write and delete"):
+        claim(run, "a", "")  # it may read: nothing less than a write shows it
+    monkeypatch.setattr(s3, "ATTEMPTS", 2)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    object_storage._store.cache_clear()
+    caplog.set_level(logging.INFO)
+    assert "did not serve 2 attempts" in (line := refusal())
+    assert line.endswith("check AWS_ENDPOINT_URL and the network, or try later")
+    assert caplog.text.count("Could not connect") == 1  # it was tried again
+    object_storage._store.cache_clear()
 
 
 def test_a_store_that_obeys_no_conditions_is_refused(run, monkeypatch):
     monkeypatch.setattr(S3, "write_new", S3.write)
     with pytest.raises(StorageError, match="its store ignores If-None-Match"):
-        claim(run, "a")
+        claim(run, "a", "")
 
 
 def lines_of(run):
@@ -145,7 +207,7 @@ def test_lines_are_stored_once_whoever_stores_them(run, tmp_path, monkeypatch):
             written.append(json.dumps({"kind": "event", "number": len(written)}))
             shipper.add(written[-1])
 
-    lost = Shipper(run, tmp_path / "lost", "job")
+    lost = Shipper(run, tmp_path / "lost", "job", owner())
     for count in range(1, 11):
         write(lost, 1)
         for url, data in lost.before_commit().items() if count % 2 else ():
@@ -160,7 +222,7 @@ def test_lines_are_stored_once_whoever_stores_them(run, tmp_path, monkeypatch):
     state = json.loads(json.dumps(lost.to_state()))
     write(lost, 2)  # gone with the machine
     del written[-2:]
-    with Shipper(run, tmp_path / "next", "job") as following:
+    with Shipper(run, tmp_path / "next", "job", owner()) as following:
         following.take(state)
         following.take({TAIL: {"term": 1, "first": 0, "lines": ["a\nb"]}})  # of no run
         assert lines_of(run) == written
@@ -170,7 +232,7 @@ def test_lines_are_stored_once_whoever_stores_them(run, tmp_path, monkeypatch):
         killed = following.tail
     monkeypatch.undo()
     assert killed == LineRange(2, 1, written[-2:])
-    Shipper(run, tmp_path / "next", "job").__exit__(None, None, None)
+    Shipper(run, tmp_path / "next", "job", owner()).__exit__(None, None, None)
     assert lines_of(run) == written
     assert not list((tmp_path / "next/journal").iterdir())
 
@@ -179,7 +241,7 @@ def test_records_of_steps_that_are_done_again_are_left_out(run, tmp_path):
     """As a run in a directory leaves them out, and however a copy came to be."""
     copy = LocalCopy(run, tmp_path)
     for attempt, (first, last) in enumerate([(0, 7), (5, 9)]):
-        shipper = Shipper(run, tmp_path / "local", "job")
+        shipper = Shipper(run, tmp_path / "local", "job", owner())
         begin = StartLine(step=first, sequences=8 * first, global_batch=8, world_size=1)
         ledger = Ledger(tmp_path / f"{attempt}.jsonl", begin, also=shipper.add)
         for step in range(first + 1, last + 1):
@@ -205,7 +267,7 @@ def write_until_killed(run, disk, copies):
     states = [json.loads(copy.read_text()) for copy in copies if copy.exists()]
     states += [json.loads(store.read(run / "saves" / name)) for name in saves]
     state = max(states, key=lambda one: one["step"], default={"step": 0, "attempt": ""})
-    shipper, first = Shipper(run, disk, "job"), state["step"]
+    shipper, first = Shipper(run, disk, "job", owner()), state["step"]
     shipper.take(state)
     begin = StartLine(
         step=first, sequences=8 * first, global_batch=8, world_size=2, parent=state["attempt"]
@@ -292,7 +354,8 @@ def kill(writer):
 
 FAULTS, EVERY = int(os.environ.get("BUCKET_FAULTS", "50")), 20
 """Faults, and steps between two."""
-KINDS = ("worker", "worker", "first node", "node", "all", "cut")
+KINDS = ("worker", "worker", "node of rank 0", "node", "all", "cut")
+"""Of so many faults in a row each of these is one."""
 
 
 @soak
@@ -338,12 +401,13 @@ def test_faults_on_nodes_that_share_nothing_but_a_bucket(workspace, tmp_path):
             port = int(re.search(r"port (\d+)", log.read_text())[1])
             reach = access(f"{nodes.prefix}.1", port)
             nodes.environment = environment | reach
-            lost = []
+            lost, kinds = [], []
             for _ in range(3):
                 nodes.add()
             for fault in range(FAULTS):
                 wait_for_step(nodes, EVERY * (fault + 1))
-                kind = draw.choice(KINDS)
+                kinds = kinds or draw.sample(KINDS, len(KINDS))
+                kind = kinds.pop()
                 print(f"step {newest_step(nodes)}: {kind}", flush=True)
                 lost += inject(kind, nodes, draw)
             deadline = time.monotonic() + 600
@@ -399,12 +463,20 @@ def inject(kind, nodes, draw):
         time.sleep(draw.uniform(0.5, 4.0))
         node.container.heal()
     else:
-        lost = {"first node": up[:1], "node": [draw.choice(up)], "all": up}[kind]
+        lost = up if kind == "all" else [draw.choice(up)]
+        if kind == "node of rank 0":
+            lost = [max(up, key=last_line)]
         for node in lost:
             node.kill()
         for _ in lost:
             nodes.add()
     return lost
+
+
+def last_line(node):
+    """When a node last wrote a line of the ledger; 0 if it never did."""
+    found = node.container.memory.glob("cache/perdure/runs/*/*/ledger.jsonl")
+    return max((file.stat().st_mtime for file in found), default=0.0)
 
 
 @soak

@@ -59,6 +59,7 @@ class Shipper:
         run: in the bucket.
         directory: the run's local directory; created, or brought up to date.
         job: identity of this launch, see `terms.TermHolder`.
+        launcher: the process that keeps this launch alive, see there.
 
     Raises:
         OccupiedError: another launch trains there.
@@ -66,12 +67,12 @@ class Shipper:
         OSError: the directory cannot be written.
     """
 
-    def __init__(self, run: ObjectPath, directory: Path, job: str) -> None:
+    def __init__(self, run: ObjectPath, directory: Path, job: str, launcher: str) -> None:
         own_directory(directory)
         directory.chmod(0o700)
         (directory / JOURNAL).mkdir(exist_ok=True)
         self._run, self._directory = run, directory
-        self._term = claim(run, job)
+        self._term = claim(run, job, launcher)
         self.goes_on = False
         """Whether the next attempt of this job takes over: the run is not released."""
         self._lock, self._shipping = threading.Lock(), threading.Lock()

@@ -4,10 +4,10 @@
 RUN/terms/<number> on the condition that there is none. It puts lines under its own number only, so
 two processes never write one object. While it lives, it rewrites RUN/beats/<number> every
 BEAT_SECONDS. The next term is free at once for another process of the same job, and where the
-newest term was released or its process was on this machine and is dead. Any other launch watches
-the beat for MISSED_BEATS of its own clock: it is refused if the beat changes. So no two clocks are
-compared. A process that loses its term unnoticed does no harm: its lines stay its own, and it
-cannot commit a checkpoint.
+newest term was released or its launch was on this machine alone and is dead. Any other launch
+watches the beat for MISSED_BEATS of its own clock: it is refused if the beat changes. If that job
+claims another term meanwhile, it watches anew. So no two clocks are compared. A process that loses
+its term unnoticed does no harm: its lines stay its own, and it cannot commit a checkpoint.
 """
 
 import json
@@ -43,6 +43,8 @@ class TermHolder:
     """Identity of a launch: equal in all its processes, different in every other launch."""
     owner: str
     """The process, see checkpointing/storage/ownership.py [Note: owner]."""
+    launcher: str
+    """The process that starts ranks again as long as it lives; "" if several nodes do."""
     since: float
     """Unix time."""
     token: str
@@ -61,7 +63,11 @@ def holder_of(run: ObjectPath, number: int) -> TermHolder | None:
         data = store_of(run).read(_place(run, TERMS, number))
         holder = TermHolder(**json.loads(data[:_MOST_BYTES]))
         return TermHolder(
-            str(holder.job), str(holder.owner), float(holder.since), str(holder.token)
+            str(holder.job),
+            str(holder.owner),
+            str(holder.launcher),
+            float(holder.since),
+            str(holder.token),
         )
     except (FileNotFoundError, ValueError, TypeError):
         return None
@@ -107,18 +113,19 @@ class Term:
             self._end.wait(BEAT_SECONDS)
 
 
-def claim(run: ObjectPath, job: str) -> Term:
+def claim(run: ObjectPath, job: str, launcher: str) -> Term:
     """Claim the next term of a run.
 
     Args:
         run: in the bucket.
         job: see `TermHolder`.
+        launcher: see `TermHolder`.
 
     Raises:
         OccupiedError: another launch trains there.
         StorageError: the store does not answer, or does not obey conditions.
     """
-    own = TermHolder(job, owner(), time.time(), secrets.token_hex(8))
+    own = TermHolder(job, owner(), launcher, time.time(), secrets.token_hex(8))
     while True:
         newest = newest_term(run)
         before = holder_of(run, newest) if newest else None
@@ -141,7 +148,7 @@ def _wait_for_the_dead(
     """Return once no launch of another job holds a term, or raise."""
     if holder and holder.job == own.job:
         return
-    alive, beat = holder and is_alive(holder.owner), _beat(run, number)
+    alive, beat = holder and is_alive(holder.launcher), _beat(run, number)
     if beat == RELEASED or alive is False:
         return
     if alive:

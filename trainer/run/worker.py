@@ -26,6 +26,7 @@ import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" k
 
 from checkpointing import Spare
 from checkpointing.storage.folders import of_run
+from checkpointing.storage.ownership import owner
 from checkpointing.storage.place import ObjectPath
 from elastic import (
     EXIT_PAUSED,
@@ -41,6 +42,7 @@ from elastic.node.recall import Recall, Recalled
 from elastic.node.zygote import RESERVE
 from elastic.process import set_name
 from elastic.world import (
+    AGENT,
     JOB,
     World,
     drop_world,
@@ -363,7 +365,8 @@ def ship(recipe: Recipe) -> Shipper:
         StorageError: the bucket cannot be used.
     """
     try:
-        return Shipper(ObjectPath.of(recipe.run.dir), recipe.directory, this_job())
+        run = ObjectPath.of(recipe.run.dir)
+        return Shipper(run, recipe.directory, this_job(), this_launcher())
     except OccupiedError as occupied:
         raise RecipeError(str(occupied)) from occupied
     except OSError as error:
@@ -371,6 +374,14 @@ def ship(recipe: Recipe) -> Shipper:
             f"run.dir: cannot write to {recipe.directory}, which this machine needs of a run in a "
             f"bucket: {error.strerror}; set XDG_CACHE_HOME to a directory on a local disk"
         ) from error
+
+
+def this_launcher() -> str:
+    """The process that starts this rank again as long as it lives: the agent, without one of ours
+    rank 0 itself; "" with several nodes, whose agents go on without each other."""
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+        return ""
+    return owner(int(os.environ[AGENT])) if supervised() else owner()
 
 
 def this_job() -> str:
