@@ -24,6 +24,7 @@ SLICES = {
     7: "the plan",
     8: "speed, other trainers",
     9: "speed, as others have published it",
+    10: "fine-tuning",
 }
 _HOLDS = {">=": operator.ge, "<=": operator.le, "==": operator.eq}
 
@@ -297,5 +298,19 @@ CASES: tuple[Case, ...] = (
     *_speeds(
         9, "llama_8B", 100, Bound("tokens_per_second_per_gpu", ">=", 6667, source=_TITAN),
         micro_batch=2, mask=False, recompute="selective", gpus=8, seq_len=8192,
+    ),
+    _case("tuned.adapters", 10, 90, _same("difference", 5e-3)),
+    _case("tuned.answers", 10, 80, _same("difference", 1e-3)),
+    _case(
+        "tuned.perdure.8B_bf16", 10, 110,
+        Bound("tokens_per_second", ">=", 1.0, of="tuned.peer.8B_bf16:tokens_per_second"),
+        Bound("peak_memory_gb", "<=", 1.0, of="tuned.peer.8B_bf16:peak_memory_gb"),
+        base="bf16", micro_batch=2,
+    ),
+    _case("tuned.peer.8B_bf16", 10, 110, base="bf16", micro_batch=2),
+    _case(
+        "tuned.perdure.8B_nf4", 10, 110,
+        Bound("peak_memory_gb", "<=", 24, source="the memory of a GPU of 24 GB"),
+        base="nf4", micro_batch=1,
     ),
 )  # fmt: skip

@@ -63,7 +63,7 @@ SMALL = {
 }  # fmt: skip
 """For questions of right and wrong."""
 TOY = {
-    "vocab_size": 512, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2,
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
 }  # fmt: skip
 

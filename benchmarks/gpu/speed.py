@@ -94,15 +94,23 @@ def perdure(
     """This trainer."""
     ranks = setting.need_gpus(gpus)
     sections = sections_of(setting, model, micro_batch, mask, recompute, ranks, seq_len, in_bf16)
-    records = train_until(setting, "perdure", sections, WARM + MEASURED, ranks)
-    first, last = records[WARM - 1], records[-1]
+    return rate_of_perdure(setting, sections, WARM, MEASURED, ranks)
+
+
+def rate_of_perdure(
+    setting: Setting, sections: Sections, warm: int, measured: int, ranks: int = 1
+) -> dict[str, Any]:
+    """Train a recipe with this trainer for so many log intervals; the first `warm` ones do not
+    count."""
+    records = train_until(setting, "perdure", sections, warm + measured, ranks)
+    first, last = records[warm - 1], records[-1]
     rate = (last["tokens"] - first["tokens"]) / (last["time"] - first["time"])
     return {
         "tokens_per_second": rate,
         "tokens_per_second_per_gpu": rate / ranks,
         "mfu": last.get("mfu"),
         "step_ms": 1e3 * last["step_seconds_p50"],
-        "slowest_step_ms": 1e3 * max(r["step_seconds_max"] for r in records[WARM:]),
+        "slowest_step_ms": 1e3 * max(r["step_seconds_max"] for r in records[warm:]),
         "data_wait": last["data_wait"],
         "peak_memory_gb": last["peak_memory"] / 1e9,
     }
@@ -128,6 +136,17 @@ def peer(
     )
     sections = sections_of(setting, model, micro_batch, mask, recompute, ranks, seq_len, in_bf16)
     first, last = WARM * LOG_EVERY[model], (WARM + MEASURED) * LOG_EVERY[model]
+    return rate_of_peer(setting, sections, peer, first, last, ranks)
+
+
+def rate_of_peer(
+    setting: Setting, sections: Sections, peer: str, first: int, last: int, ranks: int = 1
+) -> dict[str, Any]:
+    """Train a recipe with a peer for `last` steps; the first `first` ones do not count.
+
+    Raises:
+        RunFailedError: it did not train so far.
+    """
     sections["run"]["steps"] = last
     path = write_recipe(setting, peer, sections)
     file = str(ROOT / "benchmarks" / "peers" / f"{peer}_loop.py")

@@ -21,7 +21,7 @@ ALONE = ("torchdata",)
 """Without what they need, as that is torch, or there."""
 OPTIONAL = ("torchao>=0.18,<0.19", "liger-kernel", "cut-cross-entropy")
 """Alone, too: for products in 8 bits, and to compare with. A case that misses one says so."""
-THERE = ("torch", "numpy", "safetensors", "tokenizers", "tqdm", "pyyaml", "jinja2")
+THERE = ("torch", "numpy", "safetensors", "tokenizers", "tqdm", "pyyaml", "jinja2", "rich")
 """With torch and transformers."""
 LEFT_OUT = ("wandb",)
 """It is large, and cases track nothing."""

@@ -139,12 +139,13 @@ def deliver(slab: Slab, data: Tensor, targets: Mapping[str, LocalTarget]) -> Non
 
 
 class SegmentReader:
-    """Reads for one thread, with buffers and an open file of its own. A context manager.
+    """Reads ranges of files in one thread, with buffers and an open file of its own. A context
+    manager.
 
     Args:
         sums: gets the checksums of what is read.
         bad: gets the names of tensors with forbidden NaN or infinity, and their files.
-        step: most bytes of a batch.
+        step: most bytes of a read.
         pinned: whether its buffer is pinned, for asynchronous copies to a GPU.
     """
 

@@ -153,7 +153,8 @@ def is_foreign(step: Path) -> bool:
 
 
 def open_to_read(path: Path, flags: int) -> int:
-    """Like os.open(path, flags); within a step, enforces the rule of its directory.
+    """Like os.open(path, flags); inside the directory of a step, refuses links and files of users
+    that the checkpoint directory does not trust.
 
     Raises:
         UnreadableCheckpoint: it is a link, or was written by a user who is not trusted.

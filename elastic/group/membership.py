@@ -660,17 +660,18 @@ def lease_seconds(beat: float, doubted: bool) -> float:
 
 
 def poll_seconds(nodes: int, observes: bool) -> float:
-    """Time between two looks at the document, which bounds the looks of all nodes per second."""
+    """Seconds between two reads of the membership document, which bound the reads of all nodes per
+    second. `observes`: whether the node is one of `observers`, which write it for others."""
     return POLL_SECONDS * max(1.0, nodes / (1000 if observes else 100))
 
 
 def all_nodes(state: Membership) -> list[str]:
-    """All nodes of the document, in order."""
+    """All nodes in the membership document, in order."""
     return list(dict.fromkeys((*state.members, *state.arrived)))
 
 
 def observers(state: Membership) -> list[str]:
-    """The nodes that change the document for others."""
+    """The nodes that write the membership document for others."""
     some = (*state.members[:OBSERVERS], *state.arrived[:OBSERVERS])
     return list(dict.fromkeys(some))[:OBSERVERS]
 

@@ -217,7 +217,8 @@ def best_interval(stall_seconds: float, mtbf_seconds: float) -> float:
     """
     if not (stall_seconds >= 0 and mtbf_seconds > 0):
         raise ValueError(
-            f"stall of {stall_seconds} s, MTBF of {mtbf_seconds} s: must be at least 0 and above 0"
+            f"stall of {stall_seconds} s, MTBF of {mtbf_seconds} s: the first must be at least 0, "
+            "the second above 0"
         )
     interval = mtbf_seconds
     if stall_seconds < 2 * mtbf_seconds:

@@ -255,9 +255,9 @@ def test_many_failures_leave_nothing_behind(workspace, tmp_path):
     ) as nodes:  # fmt: skip
         node = nodes.add()
         while node.process.poll() is None:
-            attempt = len(starts(workspace, run))
-            if attempt not in seen and reached(workspace, run) >= 6 * attempt - 3:
-                process = Path(f"/proc/{node.trainers()[0]}")
+            attempt, trainers = len(starts(workspace, run)), node.trainers()
+            if attempt not in seen and reached(workspace, run) >= 6 * attempt - 3 and trainers[3:]:
+                process = Path(f"/proc/{trainers[0]}")
                 status = dict(line.split(":", 1) for line in (process / "status").open())
                 held = int(status["Threads"]), len(list((process / "fd").iterdir()))
                 seen[attempt] = *held, int(status["RssAnon"].split()[0]), process.name

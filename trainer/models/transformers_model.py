@@ -379,8 +379,8 @@ def _check_kind(config: Any, name: str, file: Place) -> None:
     for key in _SKIPS:
         if getattr(config, key, 0):
             raise ConfigError(
-                f"{file}: {key}={getattr(config, key)} leaves out other layers on each rank; write "
-                "0.0"
+                f"{file}: {key}={getattr(config, key)} would drop different layers on each rank; "
+                "write 0.0 in this file"
             )
     if getattr(config, "output_router_logits", False):
         raise ConfigError(

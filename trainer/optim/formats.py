@@ -251,7 +251,8 @@ def _rounds_up(chance: Tensor, drawn: Tensor) -> Tensor:
 
 
 def in_float32(parts: Sequence[Tensor], how: Format, *, square: bool) -> Tensor:
-    """The inverse of `stored`: float32 (N,)."""
+    """Decode numbers that `stored` has encoded; returns float32 (N,). `square`: whether they are
+    second moments, which have codes of their own."""
     if how != "int8":
         return parts[0].float()
     codes, scales = parts[0].float(), parts[1]

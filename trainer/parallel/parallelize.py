@@ -217,7 +217,7 @@ class ParallelModel:
 
     @property
     def in_nf4(self) -> frozenset[str]:
-        """FQNs of this rank's weights in nf4, each of which has an A beside it."""
+        """FQNs of this rank's weights in nf4, each of which has a matrix lora_A beside it."""
         ends = "lora_A", "weight"
         layers = {name.removesuffix(ends[0]) for name in self.parameters if name.endswith(ends[0])}
         weights = {layer + ends[1] for layer in layers}

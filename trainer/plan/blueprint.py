@@ -55,7 +55,7 @@ class Shape:
 
     @property
     def whole(self) -> int:
-        """Elements once gathered."""
+        """Elements that a rank holds after FSDP's all-gather."""
         return -(-self.rows // self.divided) * self.row
 
     def over(self, ranks: int) -> int:

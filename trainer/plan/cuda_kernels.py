@@ -28,12 +28,13 @@ def cuda_kernels(flash: bool, memory: float) -> Iterator[None]:
         capability=lambda _: (8, 0) if flash else (7, 0),
         flex_kernels=lambda: (_flex_attention, lambda *_: None),
     )
-    with kernels, choice, patch.multiple(loss, **loss_of_gpu(memory)):
+    with kernels, choice, patch.multiple(loss, **loss_patches(memory)):
         yield
 
 
-def loss_of_gpu(memory: float) -> dict[str, Any]:
-    """Functions of `trainer.models.loss` that depend on the device, as on a GPU."""
+def loss_patches(memory: float) -> dict[str, Any]:
+    """Replacements for the functions of `trainer.models.loss` that depend on the device: what they
+    return on a GPU with `memory` bytes."""
     return {
         "on_gpu": lambda _tensor: True,
         "most_logits": lambda _tensor: loss.logits_in(memory),

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Shard
 
 from trainer.models import loss
 from trainer.parallel import context, expert, tensor
-from trainer.plan.cuda_kernels import loss_of_gpu
+from trainer.plan.cuda_kernels import loss_patches
 
 Note = Callable[..., None]
 """Called with the kind of receivers (see `Sent`), the bytes, and the rounds of the ring if not
@@ -110,7 +110,7 @@ def imagined_ranks(
         stack.enter_context(divided)
         stack.enter_context(turned)
         if gpu_memory is not None:
-            of_gpu = loss_of_gpu(gpu_memory)
+            of_gpu = loss_patches(gpu_memory)
             stack.enter_context(patch.multiple(tensor, **of_gpu))
             stack.enter_context(patch.object(context, "on_gpu", of_gpu["on_gpu"]))
         if ring:

@@ -145,8 +145,9 @@ class Tape(LiveTensors):
         experts: Iterable[nn.Module] = (),
         frozen_below: bool = False,
     ) -> None:
-        """Watch the model of the next pass. `in_two`: whether `backward_in_two` follows; `experts`:
-        divided ones, whose gradients FSDP reduces separately; `frozen_below`: nothing below the
+        """Record the next pass of a model. `in_two`: whether `backward_in_two` follows, which
+        computes gradients of inputs before those of weights; `experts`: those divided over ranks,
+        whose gradients FSDP reduces separately; `frozen_below`: nothing below the
         blocks is trained, so the first block has no gradient of its input, unlike all others."""
         self._keeps_gradients = keep_gradients
         self._apart = in_two or frozen_below

@@ -126,7 +126,8 @@ def _machine(plan: Plan) -> str:
 
 
 def _name(labels: Sequence[str], candidate: Candidate) -> dict[str, str]:
-    """Return the cells that begin a row of both tables."""
+    """Return the first cells of a candidate's row, the same in the table of speeds and in that of
+    memory."""
     p, strategy = candidate.prediction, candidate.recipe.strategy
     between = " … " if len(labels) > 2 else ", "
     return {

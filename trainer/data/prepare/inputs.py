@@ -112,7 +112,8 @@ def _divide(inputs: InputFiles, parts: dict[str, tuple[str, ...]]) -> None:
     """Remove the files of a test split from the inputs, and record those of a validation split."""
     splits = {file: split_by_name(names) for file, names in parts.items()}
     if "train" not in splits.values():
-        # "The last test.txt" is a book, unless there is a train.txt as well.
+        # A name that merely contains "test", such as "The last test.txt", is no split unless a
+        # train.txt is there as well.
         splits = {file: split_by_name(names, strict=True) for file, names in parts.items()}
     shown: dict[NamedSplit, list[str]] = {split: [] for split in _WORDS}
     for file, split in splits.items():

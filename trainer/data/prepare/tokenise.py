@@ -246,7 +246,7 @@ class _TextWriter:
 
 
 @dataclass
-class _Added:
+class _PendingRecord:
     """A record whose documents are not written yet."""
 
     record: Record
@@ -265,14 +265,14 @@ class _ChatWriter:
         template = ChatTemplate(job.template, job.variables, settings.date)
         encoder = _encoder(file, os.stat(file).st_mtime_ns)
         self._finder = SpanFinder(template, encoder, settings.loss, settings.spelled)
-        self._batch: list[_Added] = []
+        self._batch: list[_PendingRecord] = []
         self._characters = 0
         self.documents = dict.fromkeys(SPLITS, 0)
 
     def add(self, record: Record, held_out: bool) -> list[tuple[int, str]]:
         """Add a chat, or a pair; `held_out` ones belong to the validation split. Returns lines of
         records added so far, and why they, or some of their documents, are rejected."""
-        added = _Added(record, held_out)
+        added = _PendingRecord(record, held_out)
         try:
             added.chats = self._chats(record.value) if record.value else []
         except ChatError as error:
@@ -309,7 +309,7 @@ class _ChatWriter:
             for chat in read_pair(value)
         ]
 
-    def _put(self, added: "_Added", documents: Sequence[Document]) -> list[str]:
+    def _put(self, added: "_PendingRecord", documents: Sequence[Document]) -> list[str]:
         """Write the documents of a record; returns why some are rejected."""
         share, most = self._settings.validation_fraction or 0.0, self._settings.max_tokens
         split = "validation" if added.held_out else "train"

@@ -198,7 +198,7 @@ def launch(worker: Sequence[str], ranks: int, log: Path, run: Path) -> int:
         with log.open("wb") as output:
             return run_ranks(worker, ranks, output=output)
     finally:
-        # The strategies still to come need the disk, and the memory of slots.
+        # Free the disk and the checkpoints in memory for the next strategies.
         checkpoints = run / "checkpoints"
         collect_memory(str(location(str(checkpoints)).absolute()))
         shutil.rmtree(checkpoints, ignore_errors=True)

@@ -181,7 +181,7 @@ def _weigh(
         result = call(inputs)
         if not isinstance(result, dict):
             return result
-        # Terms that a family adds to the loss of labels belong to no document.
+        # Auxiliary losses, such as that of a router, belong to no document.
         loss = result.get("cross_entropy", result["loss"])
         losses.append(loss.detach().double())
         return loss * weight
