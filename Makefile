@@ -13,7 +13,7 @@ FAKE_TORCH ?= 2.14.1
 FAKE := .venv/fake-cuda-$(FAKE_TORCH)
 FAKE_TABLE := benchmarks/results/fake-cuda-$(FAKE_TORCH).md
 
-.PHONY: help train finetune test pytest setup lint bench gpu gpu-wheelhouse soak fakecuda layouts gluster transformers4 slurm manifests attack seeing image docs site clean
+.PHONY: help train finetune test pytest setup lint bench gpu gpu-wheelhouse soak fakecuda layouts gluster transformers4 slurm manifests attack seeing grafana image docs site clean
 
 help:            ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -97,6 +97,10 @@ attack: $(DEV)   ## another user and another machine try to get into real runs (
 
 seeing:          ## pictures of the page of a run that was killed, and a live page that follows it (chromium, chromium-driver)
 	tests/opt_in/seeing.sh
+
+grafana: $(DEV)  ## ask every query of docs/grafana.json of a Prometheus (prometheus, prometheus-node-exporter)
+	$(BIN)/pip install -q --no-deps --target .venv/grafana 'grafana-foundation-sdk==1769699998!10.1.0'
+	PYTHONPATH=.venv/grafana $(BIN)/python -m tests.opt_in.grafana
 
 image:           ## build the Dockerfile on Ubuntu instead of NVIDIA's image, and train in it (root, buildah, debootstrap)
 	tests/opt_in/image.sh

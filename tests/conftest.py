@@ -11,6 +11,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
+import torch
 from hypothesis import settings
 
 from checkpointing.storage.folders import SHARED_MEMORY, forget, hold
@@ -19,6 +20,11 @@ from tests.s3 import server, store
 __all__ = ["server", "store"]
 
 sys.dont_write_bytecode = False
+
+# The first backward of a process starts a thread for each GPU, and its forks then cannot run any.
+# So without a GPU it runs here, before a test imitates one.
+if not torch.cuda.device_count():
+    torch.ones(1, requires_grad=True).backward()
 
 # A busy machine is no failure.
 settings.register_profile("perdure", deadline=None)

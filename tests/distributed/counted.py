@@ -84,7 +84,7 @@ def counted_step(*args: Any) -> Any:
     synchronised = [w for w in caught if "synchronizing CUDA operation" in str(w.message)]
     if cuda:
         counts[-1]["synchronised"] = len(synchronised)
-    if host_waits:
+    if host_waits and cuda:
         counts[-1]["waits"] = host_waits() - waited
     if os.environ.get("RANK", "0") == "0":  # one rank alone needs no launcher
         Path(path).write_text(json.dumps(counts))

@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 # The first names came with torch 2.13, which warns of the others; older releases have only those.
@@ -19,6 +20,27 @@ reduce_scatter_single: Any = (
 _forward = "forward_sync_buffers"
 _known = inspect.signature(DistributedDataParallel.__init__).parameters
 ddp_options: dict[str, Any] = {_forward if _forward in _known else "broadcast_buffers": False}
+
+
+def sum_uses_in_reduced_dtype(unit: nn.Module, _inputs: object = None) -> None:
+    """Let FSDP add the gradients of a parameter's uses in the dtype of the reduction in every pass.
+
+    torch 2.15 does so only in passes that reduce nothing, and else in the dtype of the computation,
+    so that rounding depends on the number of passes. Older releases always use the latter. A hook
+    before forward, after FSDP's own, which sets the dtypes.
+    """
+    for group in unit._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
+        if hasattr(group, "_fsdp_params_with_wider_grad_dtype"):
+            group._fsdp_params_with_wider_grad_dtype = []
+
+
+def drop_unreduced_gradient(parameter: Any) -> None:
+    """Drop the gradient that a parameter of FSDP holds from passes that reduced nothing. Up to
+    torch 2.14 FSDP keeps it, later the unsharded parameter alone."""
+    if not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property):
+        parameter.unsharded_accumulated_grad = None
+    if hasattr(parameter, "_unsharded_param"):
+        parameter._unsharded_param.grad = None
 
 
 def varlen_asks_for_groups() -> bool:

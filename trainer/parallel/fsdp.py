@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from trainer.models.versions import sum_uses_in_reduced_dtype
 from trainer.optim.exact import snap_gradients
 from trainer.parallel.mesh import SHARD
 from trainer.recipe import Recipe
@@ -70,6 +71,8 @@ def apply_fsdp(
     if gathers_ahead_on_cpu(recipe, mesh.device_type):
         _gather_ahead([model, *blocks])
     if exact.used(recipe):
+        for unit in (*blocks, model):
+            unit.register_forward_pre_hook(torch.compiler.disable(sum_uses_in_reduced_dtype))
         snap_gradients((*blocks, model), exact.addends(recipe), is_sharded)
     for module in fsdp_units(model):
         # Neither setting is recursive. The default factor divides by the world size; in a unit of

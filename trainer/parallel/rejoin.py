@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.models.versions import drop_unreduced_gradient
 from trainer.parallel.ddp import apply_ddp_again
 from trainer.parallel.fsdp import fsdp_units
 from trainer.parallel.mesh import Mesh
@@ -92,6 +93,4 @@ def _drop_step_of_fsdp(model: nn.Module) -> None:
             unit.reset_iter_state()
     for parameter in (p for group in _fsdp_groups(model) for p in group.fsdp_params):
         # `reset_iter_state` keeps whole gradients, to which the next backward would add.
-        parameter.unsharded_accumulated_grad = None
-        if hasattr(parameter, "_unsharded_param"):
-            parameter._unsharded_param.grad = None
+        drop_unreduced_gradient(parameter)
