@@ -229,6 +229,7 @@ class TensorCheckpointer:
         wait: bool = False,
         memory_only: bool = False,
         finite: Collection[str] | None = None,
+        before: Mapping[str, bytes] | None = None,
     ) -> bool:
         """Begin to save; returns as soon as the copy has begun. `outcomes` reports the result.
 
@@ -244,6 +245,9 @@ class TensorCheckpointer:
             finite: names in `model` of tensors that must not hold NaN or infinity; nor may
                 `optimizer` then. Else the save fails, and no restart uses its copy. None: any
                 tensor may.
+            before: files and objects to create before the step is committed, by path or URL; rank
+                0's are. If that fails, so does the save. An object may be there already, with the
+                same bytes.
 
         Returns:
             False, on all ranks, if the step is not saved: an earlier save is running, or a writer
@@ -268,7 +272,7 @@ class TensorCheckpointer:
                 known, where = self._known, str(self.directory)
                 contents = msg.SaveContents(
                     where, data, dict(files), sorted(known.damaged), sorted(known.verified),
-                    known.newest, memory_only,
+                    known.newest, memory_only, dict(before or {}),
                 )  # fmt: skip
         except Exception as error:
             self._refuse(key, error)

@@ -73,7 +73,7 @@ from elastic.node.occupancy import Occupancy, OccupiedError
 from elastic.node.program import Facts, differences, digest, torchrun_program
 from elastic.node.zygote import start_early
 from elastic.process import tolerate_lost_output
-from elastic.world import PLACES, ROUND
+from elastic.world import AGENT, JOB, PLACES, ROUND
 
 logger = logging.getLogger(__name__)
 
@@ -233,6 +233,7 @@ class PerdureRendezvous(RendezvousHandler):
                 places = dict(state.places)
                 nodes = [(places.get(node, ""), ranks_of(state, node)) for node in state.members]
                 os.environ |= {ROUND: str(state.round), PLACES: describe_places(nodes)}
+                os.environ |= {JOB: state.job, AGENT: str(os.getpid())}
                 return info
 
     def _read_facts(self) -> Secret:

@@ -1,7 +1,6 @@
 """Facts about the run that a node would train, for its agent before it joins: see
 elastic/node/program.py."""
 
-from pathlib import Path
 from typing import Any
 
 from trainer.parallel.mesh import least_nodes, mesh_shape, replica_ranks
@@ -29,6 +28,7 @@ def facts(arguments: tuple[str, ...], ranks: int) -> dict[str, Any]:
         "identity": identity,
         "most_ranks": most_shares(recipe) * recipe.strategy.together,
         "unit": replica_ranks(recipe),
-        "directory": str(Path(recipe.run.dir).absolute()),
+        # In a bucket it is rank 0 that keeps other launches out, see run/terms.py.
+        "directory": None if recipe.in_bucket else str(recipe.directory.absolute()),
         "save_seconds": recipe.checkpoint.deadline,
     }

@@ -31,7 +31,7 @@ from checkpointing.options import CheckpointOptions
 from checkpointing.save.messages import SaveContents
 from checkpointing.storage.interface import NewStep
 from checkpointing.storage.ownership import is_alive, keep_to, owner
-from checkpointing.storage.place import P, Place
+from checkpointing.storage.place import P, Place, location
 from checkpointing.storage.retention import Verdicts, inspect_steps, prune
 from checkpointing.storage.steps import new_step, storage_of
 from checkpointing.storage.verification import VerificationStoppedError, is_damage, verify_step
@@ -163,6 +163,7 @@ class StepCommitter:
         checksums: Mapping[str, Mapping[int, int]],
         small: Mapping[str, bytes],
         odd: Sequence[str] = (),
+        before: Mapping[str, bytes] | None = None,
     ) -> None:
         """Turn a fully written step into a checkpoint.
 
@@ -170,6 +171,7 @@ class StepCommitter:
             checksums: CRC-32 of each block, by file.
             small: all other files but the commit record, by name.
             odd: names of tensors that hold NaN or infinity and may.
+            before: see `SaveContents.before`.
         """
         started = time.time()
         hold(self._directory, self._claim)  # raises if another process has taken over
@@ -181,6 +183,9 @@ class StepCommitter:
         }
         for name, data in small.items():
             records[name] = FileRecord(len(data), block_checksums(data))
+        for name, data in (before or {}).items():
+            place = location(name)
+            storage_of(place).create(place, data)
         target.commit(files, small, CommitRecord(step, records, odd).encode())
         self._trace_metadata("commit", step, started)
 

@@ -411,7 +411,13 @@ class Coordinator:
             numbers = sum(save.numbers.values(), NumberSummary())
             self._later(
                 lambda: self._steps.commit(
-                    save.step, target, files, save.checksums, small, numbers.odd
+                    save.step,
+                    target,
+                    files,
+                    save.checksums,
+                    small,
+                    numbers.odd,
+                    save.contents.before,
                 ),
                 lambda result: self._committed(save, target, result),
             )

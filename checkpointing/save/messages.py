@@ -5,7 +5,7 @@ They travel over a Channel, packed by wire.py. A process handles every message o
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from errno import EDQUOT, ENOSPC
 from typing import Any, Literal, get_args
 
@@ -91,6 +91,9 @@ class SaveContents:
     newest: int | None
     """Newest step in storage that rank 0 knows of."""
     memory_only: bool
+    before: Mapping[str, bytes] = field(default_factory=dict)
+    """Files and objects to create before the commit record, by path or URL. An object may be there
+    already, with the same bytes."""
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,11 @@ from checkpointing.storage.place import Place
 _OWNER = re.compile(r".*-(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)")
 
 
-def owner() -> str:
-    """Returns the identity of this process, for names of files; see [Note: owner]."""
-    host = re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname())
-    return f"{host}-{machine()}-{os.getpid()}-{_start_time(os.getpid())}"
+def owner(pid: int | None = None) -> str:
+    """Returns the identity of a living process, by default this one, for names of files; see
+    [Note: owner]."""
+    host, pid = re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname()), pid or os.getpid()
+    return f"{host}-{machine()}-{pid}-{_start_time(pid)}"
 
 
 def is_alive(name: str) -> bool | None:

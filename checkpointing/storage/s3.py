@@ -31,6 +31,7 @@ from botocore.exceptions import (
     PartialCredentialsError,
     SSLError,
 )
+from botocore.exceptions import ConnectionError as UnconnectedError
 
 from checkpointing.errors import StorageError
 from checkpointing.format.layout import BLOCK_BYTES
@@ -318,7 +319,7 @@ def is_passing(error: BaseException) -> bool:
         return code in _PASSING or status == 429 or (status >= 500 and status != 501)
     if isinstance(error, SSLError):  # a wrong certificate stays wrong
         return False
-    return isinstance(error, HTTPClientError | IncompleteReadError)
+    return isinstance(error, HTTPClientError | IncompleteReadError | UnconnectedError)
 
 
 def _runs(buffers: Sequence[memoryview], offset: int) -> Iterator[tuple[int, list[memoryview]]]:

@@ -47,7 +47,7 @@ class Facts:
     unit: int | None = None
     """Ranks of a replica of the model, of which each round has a multiple; None: unknown."""
     directory: str | None = None
-    """Absolute path of the run directory, which all nodes share."""
+    """Absolute path of the run directory, which all nodes share; None if they share none."""
     save_seconds: float | None = None
     """Seconds after which a save is given up; None: watchdog.SAVE_SECONDS."""
     error: str | None = None

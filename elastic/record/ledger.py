@@ -30,7 +30,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -122,6 +122,7 @@ class Ledger:
         start: StartLine,
         unwritten: Iterable[str] = (),
         trusted: Container[int] = (),
+        also: Callable[[str], None] | None = None,
     ) -> None:
         """Begin an attempt.
 
@@ -130,11 +131,12 @@ class Ledger:
             start: the first line.
             unwritten: value of `unwritten` when the loaded state was saved.
             trusted: other users (uids) whose file it may be; any other file is put aside.
+            also: called with each line, before it is written.
         """
         path, unwritten = Path(path), [line for line in unwritten if _is_line(line)]
         self.reached = max(_newest_step(_tail(path)), _newest_step(unwritten))
         """Newest step of earlier attempts."""
-        self._start = start
+        self._start, self._also = start, also
         self._lines = Lines(path, unwritten, trusted)
         self._step = start.step
         self._skipped: list[int] = []
@@ -263,6 +265,8 @@ class Ledger:
 
     def _write(self, kind: str, values: Mapping[str, Any]) -> None:
         line = json.dumps({"kind": kind, **values}, separators=(",", ":"), default=str)
+        if self._also:
+            self._also(line)
         self._lines.add(line)
 
 

@@ -114,6 +114,8 @@ def run_chaos(
             that do not hold whole replicas.
     """
     recipe = load_recipe(recipe_path, overrides)
+    if recipe.in_bucket:
+        raise RecipeError("run.dir: lies in a bucket; give a directory, whose nodes share it")
     folder = Path(f"{recipe.run.dir}-chaos").absolute()
     if folder.exists():
         raise RecipeError(f"{folder}: is there already; delete it, or set another run.dir")

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from elastic.exits import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
-from trainer.cli.parser import Commands, add_command, add_recipe, at_least, local_path
+from trainer.cli.parser import Commands, add_command, add_recipe, at_least, local_path, local_run
 from trainer.recipe import load_recipe
 
 COMPARE_EXAMPLES = """\
@@ -61,7 +61,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     names = arguments.strategies.split(",") if arguments.strategies else DEFAULT
     ranks = arguments.nproc or default_ranks(recipe.run.device)
-    out = (arguments.out or Path(f"{recipe.run.dir}-compare")).absolute()
+    out = (arguments.out or Path(f"{local_run(recipe.run.dir)}-compare")).absolute()
     stop_on_sigterm()
     try:
         outcomes = run_comparison(

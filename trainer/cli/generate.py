@@ -2,9 +2,10 @@
 
 import argparse
 import os
+from pathlib import Path
 from typing import Any
 
-from trainer.cli.parser import Commands, add_command, add_step, at_least, local_path
+from trainer.cli.parser import Commands, add_command, add_step, at_least, local_path, run_place
 
 GENERATE_EXAMPLES = """\
 examples:
@@ -39,7 +40,9 @@ def add_generate_command(commands: Commands) -> None:
     """Add `perdure generate`."""
     generate = add_command(commands, "generate", "continue a text", GENERATE_EXAMPLES)
     generate.add_argument(
-        "checkpoint", type=local_path, help="run, checkpoint or Hugging Face directory"
+        "checkpoint",
+        type=run_place,
+        help="run or checkpoint (directory or s3://…), or Hugging Face directory",
     )
     generate.add_argument("--prompt", required=True, help="text to continue")
     add_step(generate.add_argument)
@@ -89,9 +92,19 @@ def _generate(arguments: argparse.Namespace) -> int:
     from checkpointing.tools.inspect import find_checkpoint
 
     directory = arguments.checkpoint
+    if not isinstance(directory, Path):
+        from trainer.tools.mirror import local_model
+
+        with local_model(directory, arguments.step) as copy:
+            return _say(copy, arguments)
     plain = any((directory / name).exists() for name in ("config.json", "adapter_config.json"))
     if arguments.step is not None or not plain:
         directory = find_checkpoint(directory, arguments.step)
+    return _say(directory, arguments)
+
+
+def _say(directory: Any, arguments: argparse.Namespace) -> int:
+    """Print what the model in a directory says after a prompt."""
     import torch  # not before there is something to load
 
     from trainer.tools.generate import generate

@@ -15,10 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, get_args, get_type_hints
 
-from checkpointing.storage.place import Place, location
+from checkpointing.storage.place import ObjectPath, Place, location
 from elastic.node.files import write_whole
 from trainer.recipe import RecipeError
-from trainer.recipe.paths import no_place, no_url
+from trainer.recipe.paths import in_bucket, no_place, no_url
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 """The result of `add_subparsers`."""
@@ -99,6 +99,22 @@ def place(text: str) -> Place:
     if what := no_place(text):
         raise argparse.ArgumentTypeError(what)
     return location(text)
+
+
+def run_place(text: str) -> Path | ObjectPath:
+    """The type of an argument that is a run: a directory, or a folder of a bucket."""
+    return ObjectPath.of(text) if in_bucket(text) else local_path(text)
+
+
+def local_run(text: str) -> Path:
+    """The type of a `run.dir` beside which a command makes a directory of its own.
+
+    Raises:
+        RecipeError: it lies in a bucket.
+    """
+    if in_bucket(text):
+        raise RecipeError(f"run.dir: {text} has no room beside it; give --out, or another run.dir")
+    return Path(text.rstrip("/"))
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:

@@ -13,6 +13,7 @@ from trainer.cli.parser import (
     add_recipe,
     at_least,
     local_path,
+    local_run,
     write_output,
 )
 from trainer.recipe import Recipe, RecipeError, load_recipe
@@ -71,7 +72,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     from trainer.run.trace_summary import DIRECTORY, read_trace, summary
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    out = arguments.out or Path(f"{recipe.run.dir.rstrip('/')}-profile")
+    out = arguments.out or Path(f"{local_run(recipe.run.dir)}-profile")
     if out.exists():
         raise RecipeError(f"{out}: exists already; delete it, or choose another --out")
     overrides = [*arguments.overrides, *short_run(recipe, out, arguments.steps)]

@@ -2,7 +2,7 @@
 
 import argparse
 
-from trainer.cli.parser import Commands, add_command, at_least, local_path, whole_number
+from trainer.cli.parser import Commands, add_command, at_least, local_path, run_place, whole_number
 
 REPLAY_EXAMPLES = """\
 examples:
@@ -23,7 +23,7 @@ def add_replay_command(commands: Commands) -> None:
     """Add `perdure replay`."""
     what = "compute past steps of a run again: whether its ledger holds, and why a step went so"
     command = add_command(commands, "replay", what, REPLAY_EXAMPLES)
-    command.add_argument("run_directory", type=local_path, metavar="RUN", help="run directory")
+    command.add_argument("of_run", type=run_place, metavar="RUN", help="run: directory or s3://…")
     which = command.add_mutually_exclusive_group(required=True)
     which.add_argument("--step", type=at_least(1), metavar="N", help="compute step N")
     which.add_argument(
@@ -59,6 +59,7 @@ def add_replay_command(commands: Commands) -> None:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
+    from trainer.tools.mirror import local_runs
     from trainer.tools.replay.replay import Options, audit, replay
 
     if arguments.why and not arguments.step:
@@ -66,6 +67,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     if arguments.seed is not None and not arguments.audit:
         arguments.refuse("--seed: only with --audit")
     options = Options(arguments.nproc, arguments.data)
-    if arguments.step:
-        return replay(arguments.run_directory, arguments.step, options, why=arguments.why)
-    return audit(arguments.run_directory, arguments.audit, arguments.seed, options)
+    with local_runs([arguments.of_run]) as (run,):
+        if arguments.step:
+            return replay(run.directory, arguments.step, options, why=arguments.why)
+        return audit(run.directory, arguments.audit, arguments.seed, options)

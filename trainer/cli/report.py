@@ -5,9 +5,20 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from elastic.exits import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT
-from trainer.cli.parser import Commands, add_command, local_path, whole_number, write_output
+from trainer.cli.parser import (
+    Commands,
+    add_command,
+    local_path,
+    run_place,
+    whole_number,
+    write_output,
+)
+
+if TYPE_CHECKING:
+    from trainer.tools.mirror import LocalRun
 
 WATCH_EXAMPLES = """\
 examples:
@@ -15,6 +26,7 @@ examples:
   perdure watch runs/quickstart --once            once, for a log
   perdure watch runs/quickstart --port 8080       as a page: prints the link, and the tunnel to it
   perdure watch runs/ddp runs/fsdp --port 0       two runs on one page, at any free port
+  perdure watch s3://mine/runs/sft                a run in a bucket; a look every 5 s
 """
 
 
@@ -60,7 +72,7 @@ def add_runs_command(commands: Commands) -> None:
     """Add `perdure runs`."""
     runs = add_command(commands, "runs", "list runs: state, step, loss, speed, failures, age")
     runs.add_argument(
-        "folder", type=local_path, nargs="?", default=Path("runs"), metavar="DIR",
+        "folder", type=run_place, nargs="?", default=Path("runs"), metavar="DIR",
         help="that is searched (default runs)",
     )  # fmt: skip
     runs.set_defaults(run=_runs)
@@ -68,76 +80,96 @@ def add_runs_command(commands: Commands) -> None:
 
 def _add_runs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run_directories", type=local_path, nargs="+", metavar="RUN", help="run directory"
+        "runs", type=run_place, nargs="+", metavar="RUN", help="run: directory or s3://…"
     )
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from elastic.record.history import LedgerError, read_history
-    from trainer.tools.report.report import check, report
+    from elastic.record.history import LedgerError
+    from trainer.tools.mirror import local_runs
 
-    directories = arguments.run_directories
     try:
-        if arguments.check:
-            worst = EXIT_DONE
-            for directory in directories:
-                fine, text = check(
-                    read_history(directory), None if arguments.without_data else directory
-                )
-                print(f"{directory}: {text}" if len(directories) > 1 else text)
-                code = {True: EXIT_DONE, False: EXIT_FAILED, None: EXIT_WRONG_INPUT}[fine]
-                worst = EXIT_FAILED if EXIT_FAILED in (worst, code) else max(worst, code)
-            return worst
-        if arguments.html:
-            from trainer.tools.seeing.page import report_html
+        with local_runs(arguments.runs) as runs:
+            if arguments.check:
+                return _check(runs, without_data=arguments.without_data)
+            if arguments.html:
+                from trainer.tools.seeing.page import report_html
 
-            write_output(arguments.html, report_html(directories))
-            print(f"{arguments.html}: open it in a browser")
-            return EXIT_DONE
-        print("\n\n".join(report(directory) for directory in directories))
+                write_output(arguments.html, report_html([run.directory for run in runs]))
+                print(f"{arguments.html}: open it in a browser")
+                return EXIT_DONE
+            from trainer.tools.report.report import report
+
+            print("\n\n".join(run.named(report(run.directory)) for run in runs))
     except (LedgerError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_WRONG_INPUT
     return EXIT_DONE
 
 
+def _check(runs: "Sequence[LocalRun]", *, without_data: bool) -> int:
+    """Print whether each run is as it should be; returns the worst exit code."""
+    from elastic.record.history import read_history
+    from trainer.tools.report.report import check
+
+    worst = EXIT_DONE
+    for run in runs:
+        directory = run.directory
+        fine, text = check(read_history(directory), None if without_data else directory)
+        text = run.named(text)
+        print(f"{run.run}: {text}" if len(runs) > 1 else text)
+        code = {True: EXIT_DONE, False: EXIT_FAILED, None: EXIT_WRONG_INPUT}[fine]
+        worst = EXIT_FAILED if EXIT_FAILED in (worst, code) else max(worst, code)
+    return worst
+
+
 def _watch(arguments: argparse.Namespace) -> int:
     from elastic.record.history import LedgerError
+    from trainer.tools.mirror import local_runs
 
+    waits = not arguments.once and (arguments.port is not None or sys.stdout.isatty())
     try:
-        if not arguments.once and (arguments.port is not None or sys.stdout.isatty()):
-            _wait_for(arguments.run_directories)
-        if arguments.port is None:
-            from trainer.tools.seeing.terminal import watch
+        with local_runs(arguments.runs, follow=waits) as runs:
+            if waits:
+                _wait_for(runs)
+            directories = [run.directory for run in runs]
+            if arguments.port is None:
+                from trainer.tools.seeing.terminal import watch
 
-            watch(arguments.run_directories, once=arguments.once)
-        else:
-            from trainer.tools.seeing.server import serve
+                watch(directories, once=arguments.once)
+            else:
+                from trainer.tools.seeing.server import serve
 
-            serve(arguments.run_directories, arguments.host, arguments.port)
+                serve(directories, arguments.host, arguments.port)
     except (LedgerError, OSError, OverflowError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_WRONG_INPUT
     return EXIT_DONE
 
 
-def _wait_for(directories: Sequence[Path]) -> None:
+def _wait_for(runs: "Sequence[LocalRun]") -> None:
     """Wait until all runs have begun."""
     from elastic.record.history import last_start
 
-    for directory in directories:
+    for run in runs:
         announced = False
-        while last_start(directory, trained=False) is None:
+        while last_start(run.directory, trained=False) is None:
             if not announced:
-                print(f"{directory}: has not begun yet; waiting for it", flush=True)
+                print(f"{run.run}: has not begun yet; waiting for it", flush=True)
             announced = True
             time.sleep(1)
 
 
 def _runs(arguments: argparse.Namespace) -> int:
+    from trainer.tools.mirror import local_folder
     from trainer.tools.seeing.terminal import list_runs
 
     folder = arguments.folder
+    if not isinstance(folder, Path):
+        with local_folder(folder) as copy:
+            if not list_runs(copy):
+                print(f"{folder}: no run here; a run is a folder with `terms` in it")
+        return EXIT_DONE
     if not folder.is_dir():
         print(
             f"error: {folder}: there is no such folder; name one that holds runs", file=sys.stderr

@@ -1,7 +1,11 @@
-"""Checks for URLs in a recipe's paths: a folder named `s3:` is never intended."""
+"""Checks for URLs in a recipe's paths: a folder named `s3:` is never intended. Where a machine
+keeps its copy of a run in a bucket."""
 
+import hashlib
+import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,6 +18,7 @@ _LIKE_URL = re.compile(
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]")
 _NO_STORES = ("file", "http", "https", "hf")
 """Schemes of what is no object store."""
+_RUN = re.compile(r"s3://[^/\s]+(?:/[^/\s]+)+/?")
 
 
 def like_url(path: str) -> str:
@@ -46,6 +51,20 @@ def no_place(path: str) -> str | None:
     return f"{path!r} is no URL of an object store; {cure}"
 
 
+def in_bucket(run: str) -> bool:
+    """Whether a `run.dir` is a folder of a bucket."""
+    return bool(_RUN.fullmatch(run)) and not {".", ".."} & {*run.split("/")}
+
+
+def local_copy(url: str) -> Path:
+    """The directory in which this machine keeps what it needs of a run in a bucket. Its name is
+    that of the run."""
+    url = url.rstrip("/")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    digest = hashlib.sha256(url.encode()).hexdigest()[:12]
+    return cache.absolute() / "perdure" / "runs" / digest / url.rpartition("/")[2]
+
+
 def wrong_paths(recipe: "Recipe") -> Iterator[tuple[str, str]]:
     """Yield (key, problem and remedy) for all paths of a recipe."""
     data, tracking = recipe.data, recipe.tracking
@@ -59,7 +78,12 @@ def wrong_paths(recipe: "Recipe") -> Iterator[tuple[str, str]]:
     for key, path in paths.items():
         if path and (what := no_url(path)):
             if key == "run.dir":
-                what += "; checkpoints alone may lie in an object store (checkpoint.directory)"
+                if in_bucket(path):
+                    continue
+                what += (
+                    "; a run may also lie in a folder of a bucket (s3://bucket/folder), and its "
+                    "checkpoints alone in any object store (checkpoint.directory)"
+                )
             yield key, what
     places = {
         "checkpoint.directory": recipe.checkpoint.directory,

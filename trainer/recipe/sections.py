@@ -15,6 +15,7 @@ from elastic.options import ElasticOptions
 from trainer.recipe.architecture import Architecture
 from trainer.recipe.bounds import Amount, Count, Positive, Share
 from trainer.recipe.objective import Objective
+from trainer.recipe.paths import in_bucket, local_copy
 
 Sharding = Literal["NO_SHARD", "OPTIMIZER_STATE", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
@@ -32,7 +33,7 @@ class RunSection:
 
     dir: str
     """Directory of this run: resolved recipe, metrics, checkpoints. Starting the same recipe again
-    resumes from the newest checkpoint in it."""
+    resumes from the newest checkpoint in it. s3://bucket/folder: nodes need no disk in common."""
 
     steps: Count = 0
     """Optimizer steps of the whole run, counted from its beginning. 0: the length is given by
@@ -580,7 +581,19 @@ class Recipe:
     @property
     def checkpoint_directory(self) -> str:
         """Path or URL of the run's checkpoints."""
+        if self.in_bucket:
+            return self.checkpoint.directory or f"{self.run.dir.rstrip('/')}/checkpoints"
         return self.checkpoint.directory or str(Path(self.run.dir) / "checkpoints")
+
+    @property
+    def in_bucket(self) -> bool:
+        """Whether `run.dir` is a folder of a bucket."""
+        return in_bucket(self.run.dir)
+
+    @property
+    def directory(self) -> Path:
+        """The directory of the run on this machine: `run.dir`, unless that is in a bucket."""
+        return local_copy(self.run.dir) if self.in_bucket else Path(self.run.dir)
 
     @property
     def own_code(self) -> dict[str, str]:

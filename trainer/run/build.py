@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,6 +37,7 @@ from trainer.run.preflight import slow_arithmetic, use_of_blocks
 from trainer.run.provenance import changes_of_start, describe_changes, digest_of, show_recipe
 from trainer.run.reference import Reference
 from trainer.run.saves import UNWRITTEN, load_beginning, restore
+from trainer.run.shipping import Shipper
 from trainer.run.speed import peak_flops
 from trainer.run.state import Run
 from trainer.tasks.task import Task, optimizer_options
@@ -62,6 +62,7 @@ def build(
     startup: Startup,
     recall: Recall,
     spare: Spare,
+    shipper: Shipper | None,
     last: Run | None,
 ) -> Iterator[Run]:
     """Build a run that continues from the newest checkpoint, or from the beginning without one. On
@@ -71,6 +72,7 @@ def build(
         written: the recipe; `recipe`: the same after `settled` for this world.
         text: the recipe as the run directory keeps it.
         spare: a checkpoint writer process that has started already, for the checkpointer.
+        shipper: on rank 0 of a run in a bucket; else None.
         last: this process's run before a failure of others; its model and optimizer are kept, see
             trainer/parallel/rejoin.py.
     """
@@ -132,7 +134,9 @@ def build(
         if state_known and (not world.cause or checkpointer.loaded_from != "memory"):
             memory = checkpointer.prepare(model=model.tensors, optimizer=model.state_of(optimizer))
         startup.mark("checkpoint")
-        changed, digest, run_dir = {}, digest_of(text), Path(recipe.run.dir)
+        if shipper:
+            shipper.take(state)
+        changed, digest, run_dir = {}, digest_of(text), recipe.directory
         if world.is_main and state:
             restart = bool(world.cause) or world.generation > 0 or world.round > 1
             changed = changes_of_start(
@@ -172,7 +176,7 @@ def build(
         trained = model.trained
         fixed = {name: one for name, one in model.tensors.items() if name not in trained}
         with (
-            Log(recipe, start, lines, silent=not world.is_main) as log,
+            Log(recipe, start, lines, shipper, silent=not world.is_main) as log,
             shares_by_speed(recipe, mesh, plan, model, task) as balance,
         ):
             startup.mark("trackers")

@@ -46,7 +46,7 @@ class DataChanges:
     """Answers requests to change the data of a run. On rank 0; elsewhere it does nothing."""
 
     def __init__(self, run: "Run") -> None:
-        self._run, self._folder = run, Path(run.recipe.run.dir)
+        self._run, self._folder = run, run.recipe.directory
         answers = run.world.is_main and bool(run.recipe.data.sources)
         self._next = 0.0 if answers else math.inf
         """Time of the next look."""

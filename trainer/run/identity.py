@@ -64,6 +64,8 @@ def identify(recipe: Recipe, data: str | None) -> dict[str, str]:
         "run.device": _device(recipe.run.device),
         **of_recipe(recipe),
     }
+    if recipe.in_bucket:  # else a file in the directory tells whether it is the same
+        identity["run.dir"] = _short(recipe.run.dir)
     if exact.used(recipe):  # other kernels round differently
         identity |= machine(identity["run.device"])
     if recipe.model.init_from:

@@ -27,6 +27,7 @@ from elastic.record.ledger import clock
 from elastic.record.lines import Lines, read_record
 from trainer.recipe import Recipe
 from trainer.recipe.sections import Tracking
+from trainer.run.shipping import Shipper
 from trainer.run.sinks import wandb_mode
 from trainer.run.trackers import METRICS
 
@@ -92,18 +93,26 @@ class Log:
         start: the ledger's line about this attempt. Later records in metrics.jsonl are dropped,
             because their steps are computed again; the ledger keeps them.
         unwritten: ledger lines that came with the loaded state.
+        shipper: stores the lines of a run in a bucket; None: `run.dir` is a directory.
         silent: whether this is not rank 0.
     """
 
     def __init__(
-        self, recipe: Recipe, start: StartLine, unwritten: Sequence[str] = (), *, silent: bool
+        self,
+        recipe: Recipe,
+        start: StartLine,
+        unwritten: Sequence[str] = (),
+        shipper: Shipper | None = None,
+        *,
+        silent: bool,
     ) -> None:
-        self.silent = silent
+        self.silent, self._shipper = silent, shipper
         if silent:
             return
-        run_dir = Path(recipe.run.dir)
+        run_dir = recipe.directory
         trusted = Trusted(tuple(recipe.checkpoint.trust), run_dir)
-        self._ledger = Ledger(run_dir / LEDGER, start, unwritten, trusted)
+        also = shipper.add if shipper else None
+        self._ledger = Ledger(run_dir / LEDGER, start, unwritten, trusted, also)
         records = run_dir / METRICS
         self._latest = 0.0
         """Time of the last record. It always rises, also after a restart on a machine whose clock
@@ -149,6 +158,14 @@ class Log:
     def unwritten(self) -> list[str]:
         """Ledger lines that are not written yet; [] on a silent log."""
         return [] if self.silent else self._ledger.unwritten
+
+    def to_state(self) -> dict[str, Any]:
+        """What a copy of the state holds of lines that are not in the run's bucket yet."""
+        return self._shipper.to_state() if self._shipper else {}
+
+    def before_commit(self) -> dict[str, bytes]:
+        """See `TensorCheckpointer.save`: the lines up to now, if the run lies in a bucket."""
+        return self._shipper.before_commit() if self._shipper else {}
 
     @property
     def reached(self) -> int:
@@ -283,7 +300,10 @@ class Log:
         self._latest = max(time.time(), math.nextafter(self._latest, math.inf))
         record: dict[str, Any] = {"step": step, "time": self._latest, **_finite(values)}
         record |= {"event": event} if event else {}
-        self._records.add(json.dumps(record))
+        text = json.dumps(record)
+        if self._shipper:
+            self._shipper.add(text)
+        self._records.add(text)
         if line:
             self.say(line)
 

@@ -16,7 +16,6 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -114,7 +113,7 @@ def _kind(world: World) -> str:
 def _recorded(recipe: Recipe) -> dict[str, int]:
     """The numbers in the run directory for this recipe, by kind of world."""
     try:
-        note = json.loads(read_text(Path(recipe.run.dir) / NOTE))
+        note = json.loads(read_text(recipe.directory / NOTE))
     except (OSError, ValueError):
         return {}
     return dict(note["sequences"]) if note["of"] == _digest(recipe) else {}
@@ -123,7 +122,7 @@ def _recorded(recipe: Recipe) -> dict[str, int]:
 def _note(recipe: Recipe, sequences: dict[str, int]) -> bool:
     """Write the numbers to the run directory; False if it cannot be written."""
     note: dict[str, Any] = {"of": _digest(recipe), "sequences": sequences}
-    directory = Path(recipe.run.dir)
+    directory = recipe.directory
     try:
         directory.mkdir(parents=True, exist_ok=True)
         write_whole(directory / NOTE, json.dumps(note, indent=2) + "\n")

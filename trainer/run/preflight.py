@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from checkpointing import newest_checkpoint, read_state
-from checkpointing.storage.place import location
+from checkpointing.storage.place import ObjectPath, location
 from elastic import usable_cores
 from elastic.group.health import check_folders
 from elastic.world import drop_world
@@ -27,6 +27,7 @@ from trainer.recipe.sections import Optimizer
 from trainer.recipe.strategies import cp, exact, tp
 from trainer.run.provenance import check_resume, read_changes
 from trainer.run.sinks import wandb_mode
+from trainer.run.terms import newest_term
 from trainer.tasks.model_blocks import name_blocks
 from trainer.tasks.own_data import inputs_of
 from trainer.tasks.own_model import check_forward
@@ -199,7 +200,9 @@ def _check_places(refusals: Refusals, recipe: Recipe, task: Task | None, rank: i
     """Check files that the run writes and reads, except data, and installed packages."""
     tracking = recipe.tracking
     with refusals:
-        _check_writable(Path(recipe.run.dir))
+        _check_writable(recipe)
+        if recipe.in_bucket and rank == 0:
+            newest_term(ObjectPath.of(recipe.run.dir))  # raises unless the bucket can be read
         # Rank 0 only: thousands of ranks would burden the filesystem.
         newest = newest_checkpoint(location(recipe.checkpoint_directory)) if rank == 0 else None
         # `restore` checks a run whose data was changed: the task here lacks these stages.
@@ -396,14 +399,20 @@ def _check_room(recipe: Recipe, model: nn.Module, local_world_size: int, holders
         )
 
 
-def _check_writable(directory: Path) -> None:
+def _check_writable(recipe: Recipe) -> None:
+    directory = recipe.directory
     existing = _existing(directory)
+    another = "choose another run.dir"
+    if recipe.in_bucket:
+        another = "set XDG_CACHE_HOME to a directory on a local disk"
     if not existing.is_dir():
-        raise RecipeError(f"run.dir: {directory} cannot be made: {existing} is not a directory")
+        raise RecipeError(
+            f"run.dir: {directory} cannot be made: {existing} is not a directory; {another}"
+        )
     if not os.access(existing, os.W_OK | os.X_OK):
         raise RecipeError(
-            f"run.dir: {directory} is not writable for this user (at {existing}); choose another "
-            "run.dir or mend its permissions"
+            f"run.dir: {directory} is not writable for this user (at {existing}); {another} or "
+            "mend its permissions"
         )
 
 

@@ -100,7 +100,7 @@ class StepProfiler:
 
     def _write(self, profiler: profile) -> None:
         self._holdings.leave()
-        directory, rank = Path(self._run.recipe.run.dir) / DIRECTORY, self._run.world.rank
+        directory, rank = self._run.recipe.directory / DIRECTORY, self._run.world.rank
         trace = directory / f"rank-{rank:05}.trace.json.gz"
         try:
             own_directory(directory)

@@ -254,7 +254,7 @@ def read_changes(recipe: Recipe) -> list[DataChange]:
     Raises:
         RecipeError: their file cannot be read.
     """
-    path = Path(recipe.run.dir) / CHANGES
+    path = recipe.directory / CHANGES
     try:
         return parsed(trusted_json(path, recipe))
     except FileNotFoundError:

@@ -15,7 +15,6 @@ import json
 import struct
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -61,7 +60,7 @@ class Reference:
             "data": hashlib.sha256(" ".join(prints).encode()).hexdigest(),
             "dtype": " ".join(filter(None, formats)),
         }
-        self._path = Path(recipe.run.dir) / FILE
+        self._path = recipe.directory / FILE
         self.lines: list[str] = []
         """Log lines, on rank 0."""
 

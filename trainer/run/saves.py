@@ -5,7 +5,6 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,7 +103,7 @@ def _validation_loss_in_ledger(recipe: Recipe, progress: Progress) -> list[float
     """The validation loss that an earlier start computed for the loaded state, in a list; [] if
     none did. The ledger has it, since the step was saved before that pass."""
     try:
-        attempts = read_history(Path(recipe.run.dir)).attempts
+        attempts = read_history(recipe.directory).attempts
     except LedgerError:
         return []
     step, by = progress.step, progress.attempt
@@ -305,6 +304,7 @@ def save(run: Run, *, wait: bool = False, memory_only: bool = False) -> None:
             **contents(run),
             wait=wait or run.done,
             memory_only=memory_only,
+            before={} if memory_only else run.log.before_commit(),
         )
 
 
@@ -322,6 +322,7 @@ def contents(run: Run) -> dict[str, Any]:
             "parameter_groups": run.mesh.merged(parameter_groups(run.optimizer, optimized)),
             **run_state(run.recipe, run.task, run.world, run.progress.init_from),
             **({UNWRITTEN: unwritten} if (unwritten := run.log.unwritten) else {}),
+            **run.log.to_state(),
         },
         "files": run.task.files,
         # A weight that held NaN from the start is no failure of this run.
@@ -436,7 +437,7 @@ def _save_clock(run: Run) -> SaveClock | None:
         return None
     failures, node_seconds = 0, 0.0
     with suppress(LedgerError):  # the ledger may have no line yet
-        past = reliability(read_history(Path(run.recipe.run.dir)))
+        past = reliability(read_history(run.recipe.directory))
         failures, node_seconds = past.failures, past.node_seconds
     mtbf = expected_mtbf(failures, node_seconds, run.world.nodes)
     return SaveClock(mtbf, time.monotonic())

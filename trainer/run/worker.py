@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import numpy.ma  # noqa: F401  # numpy.unique imports it on first use
@@ -27,6 +26,8 @@ import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" k
 
 from checkpointing import Spare
 from checkpointing.storage.folders import of_run
+from checkpointing.storage.ownership import owner
+from checkpointing.storage.place import ObjectPath
 from elastic import (
     EXIT_PAUSED,
     EXIT_PEER_GONE,
@@ -41,6 +42,8 @@ from elastic.node.recall import Recall, Recalled
 from elastic.node.zygote import RESERVE
 from elastic.process import set_name
 from elastic.world import (
+    AGENT,
+    JOB,
     World,
     drop_world,
     join_world,
@@ -68,6 +71,7 @@ from trainer.run.metrics import Startup
 from trainer.run.micro_batch import settled
 from trainer.run.preflight import check_inputs
 from trainer.run.provenance import keep_recipe, read_changes
+from trainer.run.shipping import Shipper
 from trainer.run.state import Kept, Run
 from trainer.run.train import train
 from trainer.tasks.own_model import refusing_misfits
@@ -159,7 +163,7 @@ def run_attempt(
     torch.set_grad_enabled(True)  # the last attempt may have ended inside no_grad
     rank, local_rank, world_size, local_world_size = read_environment()
     recipe, text, prepared_task, identity = prepare(tuple(arguments))
-    keep_caches_closed(Path(recipe.run.dir), recipe.strategy.compile)
+    keep_caches_closed(recipe.directory, recipe.strategy.compile)
     if recipe.elastic.recovery != "refork":
         recall.allow()
     task = prepared_task or build_task(recipe)
@@ -169,31 +173,35 @@ def run_attempt(
         raise RecipeError(stale)
     check_inputs(recipe, task, rank, world_size, local_world_size)
     startup.mark("checks")
-    occupancy, changes = None, []
-    if rank == 0:
-        occupancy = occupy(recipe)
-        changes = read_changes(recipe)
-        # At every attempt: rank 0 may now be on another node, with another disk.
-        keep_recipe(Path(recipe.run.dir), text)
-    pulse.safe = not any(of_run(recipe.checkpoint_directory))
-    pulse.report(0, "init")
-    timeout = recipe.elastic.timeout_seconds
-    world = join_world(recipe.run.device, timeout, pulse.secret, pulse.most_free)
-    pulse.most_free = world.free
-    identity = with_data(identity, identity_of(task.stream))
-    agreement = check_agreement(recipe, identity, world.device, changes=bool(changes))
-    if agreement.changes:
-        recipe = shared_changes(recipe, changes)
-        text, task, prepared_task = dump_recipe(recipe), build_task(recipe), None
-        identity = with_data({**identity, **of_recipe(recipe)}, identity_of(task.stream))
-        agreement = check_agreement(recipe, identity, world.device)
-        if rank == 0:
-            keep_recipe(Path(recipe.run.dir), text)
-    startup.mark("rendezvous")
-    if world.device.type == "cpu" and not offload.used(recipe.strategy):
-        keep_freed_memory()
-    last, kept.run = kept.run, None  # until `build` returns no model is whole
     with ExitStack() as stack:
+        occupancy = shipper = None
+        changes = []
+        if rank == 0:
+            if recipe.in_bucket:
+                shipper = stack.enter_context(ship(recipe))
+            else:
+                occupancy = occupy(recipe)
+            changes = read_changes(recipe)
+            # At every attempt: rank 0 may now be on another node, with another disk.
+            keep_recipe(recipe.directory, text)
+        pulse.safe = not any(of_run(recipe.checkpoint_directory))
+        pulse.report(0, "init")
+        timeout = recipe.elastic.timeout_seconds
+        world = join_world(recipe.run.device, timeout, pulse.secret, pulse.most_free)
+        pulse.most_free = world.free
+        identity = with_data(identity, identity_of(task.stream))
+        agreement = check_agreement(recipe, identity, world.device, changes=bool(changes))
+        if agreement.changes:
+            recipe = shared_changes(recipe, changes)
+            text, task, prepared_task = dump_recipe(recipe), build_task(recipe), None
+            identity = with_data({**identity, **of_recipe(recipe)}, identity_of(task.stream))
+            agreement = check_agreement(recipe, identity, world.device)
+            if rank == 0:
+                keep_recipe(recipe.directory, text)
+        startup.mark("rendezvous")
+        if world.device.type == "cpu" and not offload.used(recipe.strategy):
+            keep_freed_memory()
+        last, kept.run = kept.run, None  # until `build` returns no model is whole
         if local_rank == 0:
             stack.callback(keep_copies(recipe.data))
         with refusing_misfits(recipe, pulse, lambda: world.generation == 0):
@@ -204,24 +212,15 @@ def run_attempt(
                 last = None
             if not last and prepared_task:
                 task = copy_for_attempt(prepared_task, recall)
-            parts = (
-                written,
-                recipe,
-                text,
-                task,
-                world,
-                agreement,
-                pulse,
-                startup,
-                recall,
-                spare,
-                last,
-            )
+            known = written, recipe, text, task, world, agreement, pulse, startup
+            parts = *known, recall, spare, shipper, last
             kept.run = run = stack.enter_context(build(*parts))
             del last, parts
         # The report comes first: the contexts of `build` wait for saves, and for other ranks.
         stack.enter_context(failure_report)
         code = train(run, startup)
+        if shipper:
+            shipper.goes_on = code == EXIT_PAUSED and supervised()
     if occupancy:
         occupancy.release()
     return pause_code(pulse) if code == EXIT_PAUSED else code
@@ -233,7 +232,7 @@ def rehearse(arguments: list[str]) -> None:
     code that all ranks would wait for. CPU only: a reserve process has no GPU."""
     rank, local_rank, world_size, local_world_size = read_environment()
     recipe, _, task, _ = prepare(tuple(arguments))
-    keep_caches_closed(Path(recipe.run.dir), recipe.strategy.compile)
+    keep_caches_closed(recipe.directory, recipe.strategy.compile)
     gpus = recipe.run.device != "cpu" and torch.cuda.is_available()
     if not task or gpus or not is_sharded_by_fsdp(recipe, world_size):
         return
@@ -365,8 +364,40 @@ def occupy(recipe: Recipe) -> Occupancy | None:
     """
     if supervised():
         return None
-    job = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     try:
-        return Occupancy(Path(recipe.run.dir), secrets.token_hex(8) if job == "none" else job)
+        return Occupancy(recipe.directory, this_job())
     except OccupiedError as occupied:
         raise RecipeError(str(occupied)) from occupied
+
+
+def ship(recipe: Recipe) -> Shipper:
+    """Keep other launches out of a run in a bucket, and bring its record here. On rank 0.
+
+    Raises:
+        RecipeError: another launch trains there, or the local directory cannot be written.
+        StorageError: the bucket cannot be used.
+    """
+    try:
+        run = ObjectPath.of(recipe.run.dir)
+        return Shipper(run, recipe.directory, this_job(), this_launcher())
+    except OccupiedError as occupied:
+        raise RecipeError(str(occupied)) from occupied
+    except OSError as error:
+        raise RecipeError(
+            f"run.dir: cannot write to {recipe.directory}, which this machine needs of a run in a "
+            f"bucket: {error.strerror}; set XDG_CACHE_HOME to a directory on a local disk"
+        ) from error
+
+
+def this_launcher() -> str:
+    """The process that starts this rank again as long as it lives: the agent, without one of ours
+    rank 0 itself; "" with several nodes, whose agents go on without each other."""
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+        return ""
+    return owner(int(os.environ[AGENT])) if supervised() else owner()
+
+
+def this_job() -> str:
+    """Identity of this launch: equal in all its processes, different in every other launch."""
+    job = os.environ.get(JOB) or os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return secrets.token_hex(8) if job == "none" else job

@@ -69,7 +69,7 @@ def examine(recipe: Recipe | None = None) -> Iterator[Finding]:
     yield _ok("python", f"{platform.python_version()}, {sys.executable}")
     yield from _torch(recipe)
     yield from _room()
-    yield from _folder(Path(recipe.run.dir) if recipe else Path.cwd())
+    yield from _folder(recipe.directory if recipe else Path.cwd())
     yield from _limits()
     yield from _network()
     yield from _compiler(recipe)

@@ -384,7 +384,7 @@ def test_reading_a_recipe_imports_nothing_heavy(recipe_file):
 
 
 @pytest.mark.parametrize(
-    "path", ["s3://b/x", "s3:/b", "S3://b", "s3:b", "file:///x", "hf://a/b", "gs://b", "s3:///"]
+    "path", ["s3://b", "s3:/b", "S3://b", "s3:b", "file:///x", "hf://a/b", "gs://b", "s3:///"]
 )
 @pytest.mark.parametrize(
     "key",
@@ -426,3 +426,15 @@ def test_copies_are_of_an_object_store_and_have_a_size(recipe_file):
     ):
         with pytest.raises(RecipeError, match=message):
             load_recipe(recipe_file, overrides)
+
+
+def test_a_run_may_lie_in_a_folder_of_a_bucket(recipe_file, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    recipe = load_recipe(recipe_file, ["run.dir=s3://b/runs/x/"])
+    assert recipe.checkpoint_directory == "s3://b/runs/x/checkpoints"
+    assert recipe.directory.is_relative_to(tmp_path)
+    assert recipe.directory.name == "x"
+    assert recipe.directory != load_recipe(recipe_file, ["run.dir=s3://b/other/x"]).directory
+    for path in ("s3://b/", "s3://b//x", "s3://b/../x", "s3://b/x/..", "gs://b/x"):
+        with pytest.raises(RecipeError, match="a run may also lie in a folder of a bucket"):
+            load_recipe(recipe_file, [f"run.dir={path}"])

@@ -165,7 +165,7 @@ def in_bucket(recipe: Recipe, bucket: str, nodes: int) -> list[str]:
             "--nodes: several nodes have to see the same run.dir at once, which a bucket does not "
             "give them; name a --volume of SkyPilot instead, or launch one node"
         )
-    if "://" in (recipe.checkpoint.directory or ""):
+    if "://" in recipe.checkpoint_directory:
         return []
     inside = PurePosixPath(recipe.checkpoint_directory)
     if inside.is_absolute():

@@ -107,7 +107,7 @@ class Sources:
         data = replace(data, sources=sources)
         if model.init_from:
             model = replace(model, init_from=found(model.init_from))
-        directory = checkpoint.directory
+        directory = recipe.checkpoint_directory if recipe.in_bucket else checkpoint.directory
         if directory:
             directory = found(directory)
         made_by, device = attempt.start.computed_by, recipe.run.device

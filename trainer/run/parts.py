@@ -1,0 +1,226 @@
+"""The lines of a run in a bucket, and its copy in a local directory. Imports no torch.
+
+[Note: parts] The ledger and the records of metrics are objects of up to some thousands of lines:
+
+    RUN/terms/000007                        a start of rank 0, see terms.py
+    RUN/lines/000007/000000051-000000102    lines 51 to 101 that it wrote; never changed
+    RUN/recipe.yaml, recipes/, …            small files
+
+A line is known by its term and its number in it, and has the same bytes wherever it is stored. So
+parts may overlap, and anybody who has lines of a term may store them: rank 0 itself, whoever
+commits a checkpoint, and a later attempt that found them in memory or on its disk. The order of a
+record is that of (term, number). Records of steps that a later start does again are left out, as a
+run with a local directory drops them.
+"""
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from checkpointing.errors import StorageError
+from checkpointing.storage.interface import ObjectStat
+from checkpointing.storage.object_storage import store_of
+from checkpointing.storage.place import ObjectPath
+from elastic.node.files import write_whole
+from elastic.record.ledger import LEDGER
+from trainer.run.trackers import METRICS
+
+LINES, RECIPES = "lines", "recipes"
+FILES = re.compile(
+    r"recipe\.yaml|recipes/[0-9a-f]{16}\.yaml|micro_batch\.json|(?:wandb|mlflow)-run-id"
+    r"|\.tracker-[\w.:-]+\.json"
+)
+"""Names of the small files of a run that go along into a bucket."""
+TRIES = 20
+"""Times that a list of parts may be outdated before it is read."""
+_PART = re.compile(r"(\d{6,})/(\d{9,})-(\d{9,})")
+_START = re.compile(rb'\{"kind":"start","step":(\d{1,15}),')
+_RECORD = re.compile(rb'\{"step": (\d{1,15}),')
+_READERS = 8
+
+
+class LineRange(NamedTuple):
+    """Consecutive lines of a term."""
+
+    term: int
+    first: int
+    """Number of the first line, from 0."""
+    lines: list[str]
+
+    @property
+    def name(self) -> str:
+        """Name of the part that holds these lines, below the run."""
+        return part_name(self.term, self.first, self.first + len(self.lines))
+
+    @property
+    def data(self) -> bytes:
+        """Contents of that part."""
+        return "".join(f"{line}\n" for line in self.lines).encode()
+
+    def after(self, number: int) -> "LineRange":
+        """Returns the lines from `number` on."""
+        skipped = min(max(0, number - self.first), len(self.lines))
+        return LineRange(self.term, self.first + skipped, self.lines[skipped:])
+
+    @staticmethod
+    def of(value: object) -> "LineRange | None":
+        """Returns the span that a loaded state holds; None if it holds none."""
+        match value:
+            case {"term": int(term), "first": int(first), "lines": list(lines)} if (
+                term > 0 <= first
+                and all(isinstance(line, str) and "\n" not in line for line in lines)
+            ):
+                return LineRange(term, first, lines)
+        return None
+
+
+def part_name(term: int, first: int, after_last: int) -> str:
+    """Name of a part, below the run."""
+    return f"{LINES}/{term:06}/{first:09}-{after_last:09}"
+
+
+def parts_of(run: ObjectPath, term: int) -> list[tuple[int, int]]:
+    """Returns (number of the first line, number after the last) of the parts of a term, sorted."""
+    folder = f"{term:06}"
+    found = store_of(run).walk(run / LINES / folder)
+    return sorted((first, after) for _, first, after in _parsed(f"{folder}/{n}" for n in found))
+
+
+def stored_until(run: ObjectPath, term: int, first: int) -> int:
+    """Returns the number of the first line of a term, from `first` on, that no part has."""
+    for begin, end in parts_of(run, term):
+        if begin <= first:
+            first = max(first, end)
+    return first
+
+
+def _parsed(names: Iterable[str]) -> list[tuple[int, int, int]]:
+    """(term, first, after last) of the parts in `lines`, by name; other names are left out."""
+    return [(int(one[1]), int(one[2]), int(one[3])) for one in map(_PART.fullmatch, names) if one]
+
+
+class Parts:
+    """The parts of a run, read again and again. What was read stays in memory."""
+
+    def __init__(self, run: ObjectPath) -> None:
+        self._run = run
+        self._known: dict[str, bytes] = {}
+        self.changed = 0.0
+        """Unix time of the newest part, by the store's clock."""
+
+    def lines(self) -> list[bytes]:
+        """Returns all lines, each once, in their order, with their newlines.
+
+        Raises:
+            StorageError: the store does not answer, or changes faster than it can be read.
+        """
+        store = store_of(self._run)
+        for _ in range(TRIES):
+            found: Mapping[str, ObjectStat] = store.walk(self._run / LINES)
+            wanted, reach = [], dict[int, int]()
+            parts = sorted(_parsed(found), key=lambda part: (part[0], part[1], -part[2]))
+            for term, first, after in parts:
+                if after > reach.get(term, 0):  # else it lies inside another one
+                    reach[term] = after
+                    wanted.append((term, first, part_name(term, first, after)))
+            names = [name for _, _, name in wanted]
+            try:
+                missing = [name for name in names if name not in self._known]
+                with ThreadPoolExecutor(_READERS) as pool:
+                    texts = pool.map(lambda name: store.read(self._run / name), missing)
+                    self._known |= dict(zip(missing, texts, strict=True))
+            except FileNotFoundError:  # it became part of a larger one meanwhile
+                continue
+            self._known = {name: self._known[name] for name in names}
+            self.changed = max((stat.st_mtime for stat in found.values()), default=0.0)
+            return _in_order((term, first, self._known[name]) for term, first, name in wanted)
+        raise StorageError(f"{self._run / LINES}: parts change faster than they can be read")
+
+
+def _in_order(parts: Iterable[tuple[int, int, bytes]]) -> list[bytes]:
+    """Lines of parts (term, number of the first line, contents) that are sorted and may overlap."""
+    found: list[bytes] = []
+    newest = reach = 0
+    for term, first, data in parts:
+        reach = reach if term == newest else 0
+        lines = data.split(b"\n")[:-1]
+        found += [line + b"\n" for line in lines[max(0, reach - first) :]]
+        newest, reach = term, first + len(lines)
+    return found
+
+
+def by_file(lines: Iterable[bytes]) -> tuple[list[bytes], list[bytes]]:
+    """Returns the lines of the ledger, and the records of metrics that are not of steps which a
+    later start does again."""
+    ledger: list[bytes] = []
+    records: list[tuple[int, bytes]] = []
+    for line in lines:
+        if line.startswith(b'{"kind":'):
+            ledger.append(line)
+            if start := _START.match(line):
+                while records and records[-1][0] > int(start[1]):
+                    records.pop()
+        elif record := _RECORD.match(line):
+            records.append((int(record[1]), line))
+    return ledger, [line for _, line in records]
+
+
+class LocalCopy:
+    """The record of a run in a bucket, as the files of a local directory.
+
+    Args:
+        run: in the bucket.
+        directory: exists; what others have put there is replaced.
+    """
+
+    def __init__(self, run: ObjectPath, directory: Path) -> None:
+        self._run, self._directory, self._parts = run, directory, Parts(run)
+        self._written: dict[str, tuple[int, bytes]] = {}
+        """By name: bytes written to a file, and their digest."""
+
+    def refresh(self) -> bool:
+        """Bring what is new; returns whether the run has begun.
+
+        Raises:
+            StorageError: the store does not answer.
+            OSError: the directory cannot be written.
+        """
+        self._bring_files()
+        ledger, records = by_file(self._parts.lines())
+        self._grow(LEDGER, b"".join(ledger))
+        self._grow(METRICS, b"".join(records))
+        return bool(ledger)
+
+    def _bring_files(self) -> None:
+        store = store_of(self._run)
+        found = [*store.children(self._run), *store.children(self._run / RECIPES)]
+        names = [place.key[len(self._run.key) + 1 :] for place in found]
+        (self._directory / RECIPES).mkdir(exist_ok=True)
+        for name in filter(FILES.fullmatch, names):
+            path = self._directory / name
+            if name.startswith(RECIPES) and path.exists():  # named by its digest
+                continue
+            with suppress(FileNotFoundError):
+                write_whole(path, store.read(self._run / name).decode(errors="replace"))
+
+    def _grow(self, name: str, data: bytes) -> None:
+        """Have a file hold `data`; append where that is enough, for whoever follows the file."""
+        path, (size, digest) = self._directory / name, self._written.get(name, (0, b""))
+        if digest and path.exists() and _digest(data[:size]) == digest:
+            with path.open("ab") as file:
+                file.write(data[size:])
+        else:
+            write_whole(path, data.decode(errors="replace"))
+        self._written[name] = len(data), _digest(data)
+        moment = min(self._parts.changed, time.time())
+        os.utime(path, (moment, moment))  # readers tell by it when the run has last written
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()

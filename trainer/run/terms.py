@@ -1,0 +1,211 @@
+"""Who writes the record of a run in a bucket. Imports no torch.
+
+[Note: terms] Each start of rank 0 claims the next number, its *term*: it creates
+RUN/terms/<number> on the condition that there is none. It puts lines under its own number only, so
+two processes never write one object. While it lives, it rewrites RUN/beats/<number> every
+BEAT_SECONDS. The next term is free at once for another process of the same job, and where the
+newest term was released or its launch was on this machine alone and is dead. Any other launch
+watches the beat for MISSED_BEATS of its own clock: it is refused if the beat changes. If that job
+claims another term meanwhile, it watches anew. So no two clocks are compared. A process that loses
+its term unnoticed does no harm: its lines stay its own, and it cannot commit a checkpoint.
+"""
+
+import json
+import logging
+import re
+import secrets
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+from checkpointing.errors import CheckpointError, StorageError
+from checkpointing.storage.object_storage import store_of
+from checkpointing.storage.ownership import is_alive, owner
+from checkpointing.storage.place import ObjectPath
+from elastic.node.occupancy import MISSED_BEATS, OccupiedError
+
+logger = logging.getLogger(__name__)
+
+TERMS, BEATS = "terms", "beats"
+BEAT_SECONDS = 5.0
+RELEASE_SECONDS = 5.0
+"""Longest wait for a beat under way."""
+RELEASED = b"released"
+_MOST_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class TermHolder:
+    """Who has claimed a term."""
+
+    job: str
+    """Identity of a launch: equal in all its processes, different in every other launch."""
+    owner: str
+    """The process, see checkpointing/storage/ownership.py [Note: owner]."""
+    launcher: str
+    """The process that starts ranks again as long as it lives; "" if several nodes do."""
+    since: float
+    """Unix time."""
+    token: str
+    """Random. Tells this term from one of the same number in a run that was deleted."""
+
+
+def newest_term(run: ObjectPath) -> int:
+    """Returns the highest number that is claimed; 0 if none is."""
+    names = (place.name for place in store_of(run).children(run / TERMS))
+    return max((int(name) for name in names if re.fullmatch(r"\d{6,}", name)), default=0)
+
+
+def holder_of(run: ObjectPath, number: int) -> TermHolder | None:
+    """Returns who has claimed a term; None if nobody has, or the object is not readable as that."""
+    try:
+        data = store_of(run).read(_place(run, TERMS, number))
+        holder = TermHolder(**json.loads(data[:_MOST_BYTES]))
+        return TermHolder(
+            str(holder.job),
+            str(holder.owner),
+            str(holder.launcher),
+            float(holder.since),
+            str(holder.token),
+        )
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+class Term:
+    """This process's hold on a run, from `claim` until `release` or `stop`."""
+
+    def __init__(
+        self, run: ObjectPath, number: int, own: TermHolder, before: TermHolder | None
+    ) -> None:
+        self.number, self.token = number, own.token
+        self.before = before
+        """Who held the term before; None if nobody did, or it is not known."""
+        self._run, self._own = run, own
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="perdure-term", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Beat no more. Another process of the job takes over, or a launch after MISSED_BEATS."""
+        self._end.set()
+
+    def release(self) -> None:
+        """Leave the run to the next launch at once."""
+        self._end.set()
+        self._thread.join(RELEASE_SECONDS)
+        with suppress(CheckpointError, OSError):  # then the next launch waits
+            store_of(self._run).write(_place(self._run, BEATS, self.number), RELEASED)
+
+    def _renew(self) -> None:
+        """Beat until another process has claimed the next term."""
+        store, count = store_of(self._run), 0
+        while not self._end.is_set():
+            with suppress(CheckpointError, OSError):  # the store may be away for a moment
+                if (newest := newest_term(self._run)) > self.number:
+                    holder = holder_of(self._run, newest)
+                    if holder and holder.job != self._own.job:
+                        logger.warning("%s Its saves count.", _occupied(self._run, holder))
+                    return
+                count += 1
+                store.write(_place(self._run, BEATS, self.number), b"%d" % count)
+            self._end.wait(BEAT_SECONDS)
+
+
+def claim(run: ObjectPath, job: str, launcher: str) -> Term:
+    """Claim the next term of a run.
+
+    Args:
+        run: in the bucket.
+        job: see `TermHolder`.
+        launcher: see `TermHolder`.
+
+    Raises:
+        OccupiedError: another launch trains there.
+        StorageError: the store does not answer, or does not obey conditions.
+    """
+    own = TermHolder(job, owner(), launcher, time.time(), secrets.token_hex(8))
+    while True:
+        newest = newest_term(run)
+        before = holder_of(run, newest) if newest else None
+        if newest:
+            _wait_for_the_dead(run, newest, before, own)
+        else:
+            _check_conditions(run)
+        try:
+            store_of(run).write_new(
+                _place(run, TERMS, newest + 1), json.dumps(asdict(own)).encode()
+            )
+        except FileExistsError:  # another process was faster
+            continue
+        return Term(run, newest + 1, own, before)
+
+
+def _wait_for_the_dead(
+    run: ObjectPath, number: int, holder: TermHolder | None, own: TermHolder
+) -> None:
+    """Return once no launch of another job holds a term, or raise."""
+    if holder and holder.job == own.job:
+        return
+    alive, beat = holder and is_alive(holder.launcher), _beat(run, number)
+    if beat == RELEASED or alive is False:
+        return
+    if alive:
+        raise _occupied(run, holder)
+    if holder:
+        logger.warning(
+            "%s: %s was the last that trained here; looking whether it still does",
+            run, _who(holder),
+        )  # fmt: skip
+    deadline = time.monotonic() + MISSED_BEATS * BEAT_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(BEAT_SECONDS / 4)
+        if (now := _beat(run, number)) == RELEASED:
+            return
+        if now != beat:
+            raise _occupied(run, holder)
+
+
+def _check_conditions(run: ObjectPath) -> None:
+    """Refuse a store that overwrites an object although it is told not to."""
+    store, probe = store_of(run), run / TERMS / f"probe-{secrets.token_hex(8)}"
+    store.write_new(probe, b"first")
+    try:
+        store.write_new(probe, b"second")
+    except FileExistsError:
+        return
+    finally:
+        store.delete([probe])
+    raise StorageError(
+        f"{run}: its store ignores If-None-Match, so that two launches could train in one run; use "
+        "a newer version of the store, or a run.dir on a filesystem"
+    )
+
+
+def _beat(run: ObjectPath, number: int) -> bytes:
+    """Returns the beat of a term; empty before the first."""
+    with suppress(FileNotFoundError):
+        return store_of(run).read(_place(run, BEATS, number))
+    return b""
+
+
+def _occupied(run: ObjectPath, holder: TermHolder | None) -> OccupiedError:
+    return OccupiedError(
+        f"{run}: {_who(holder) if holder else 'another process'} trains there; end it first, or "
+        "give this launch a run.dir of its own"
+    )
+
+
+def _who(holder: TermHolder) -> str:
+    """The process of a holder, in words."""
+    found = re.fullmatch(r"([\w.-]+)-[0-9a-f]{8}-(\d+)-\d+", holder.owner)
+    name = f"process {found[2]} on {found[1]}" if found else "another process"
+    since = ""
+    with suppress(ValueError, OverflowError, OSError):
+        since = time.strftime(", since %Y-%m-%d %H:%M:%S,", time.localtime(holder.since))
+    return name + since
+
+
+def _place(run: ObjectPath, kind: str, number: int) -> ObjectPath:
+    return run / kind / f"{number:06}"
