@@ -164,14 +164,22 @@ def build(
         lines = unwritten if isinstance(unwritten, list) else []
         trained = model.trained
         fixed = {name: one for name, one in model.tensors.items() if name not in trained}
+        witness, compared = None, ""
+        if recipe.elastic.witness:
+            # imported only where the recipe uses it
+            from trainer.run.witness import Witness, describe_witness
+
+            compared = describe_witness(recipe, mesh.dp_size)
+            if mesh.dp_size > 1:
+                witness = Witness(recipe.elastic.witness, mesh.dp_size, progress.step)
         with Log(recipe, start, lines, silent=not world.is_main) as log:
             startup.mark("trackers")
             run = Run(
                 written, recipe, task, world, mesh, plan, model, optimizer, build_schedule(recipe),
                 progress, checkpointer, start, log, pulse, recall,
-                frozenset(tensors_not_finite(fixed)),
+                frozenset(tensors_not_finite(fixed)), witness=witness,
             )  # fmt: skip
-            notes = [agreement.note, describe_changes(changed, written)]
+            notes = [agreement.note, describe_changes(changed, written), compared]
             if recipe.optimizer.factory:
                 from trainer.optim.own import describe_own  # imported only where the recipe uses it
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +19,9 @@ from trainer.recipe.sections import RunSection
 from trainer.run.means import Names
 from trainer.run.metrics import Log
 from trainer.tasks.task import Task
+
+if TYPE_CHECKING:
+    from trainer.run.witness import Witness
 
 
 @dataclass
@@ -110,6 +114,8 @@ class Run:
     """Names of the scalars that the model returns in training."""
     validated: Names = field(default_factory=Names)
     """Names of the scalars that it returns in validation."""
+    witness: "Witness | None" = None
+    """Compares gradients of ranks; None: nobody does."""
 
     @property
     def first_step(self) -> bool:

@@ -1,0 +1,404 @@
+"""Ranks compute micro-batches of each other, to find a machine that computes wrongly.
+
+[Note: witness] A rank that repeats its own work cannot see an error that is the same each time. So
+a share of the micro-batches is computed by a second rank, too: the *witness* of the first one, the
+*subject*. In exact mode both gradients have the same bits.
+
+- *Draw.* Step and seed decide which passes of a step are drawn, and how far the witness is from the
+  subject. In a drawn pass every rank is a subject and a witness once, so all ranks take equally
+  long, and the collectives of FSDP match.
+- *Digest.* A rank keeps 64 bits of each gradient, before it is summed with others. A number made
+  from these joins the all-reduce of the step. It adds up to 0 if all pairs agree.
+- *Vote.* If they do not, ranks tell each other their digests, and a third rank computes what two
+  disagree on. The one that two others contradict is wrong. The step is computed again in any case,
+  before the weights change.
+- *End.* A rank that is contradicted twice is named, and leaves with its node. Where no majority
+  says who is wrong, the run stops.
+
+The passes of a witness leave nothing behind but a digest. The first step of an attempt has none, as
+FSDP makes the tensors that a digest reads in a rank's first pass.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elastic.group.batch_plan import MicroBatch
+from elastic.node.exchange import received
+from elastic.world import supervised
+from trainer.data.loader import MASK
+from trainer.parallel.fsdp import gathered_parameters
+from trainer.parallel.passes import Call, Compute, Passed
+from trainer.recipe import Recipe
+from trainer.recipe.seeds import stable_seed
+from trainer.run.guard import DisputeError
+from trainer.run.state import Run
+
+LossOf = Callable[[MicroBatch, Mapping[str, Any], Call], torch.Tensor]
+"""(micro-batch, its inputs, the model to call) → the loss from which its gradient comes."""
+
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes → the integer of that size."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A pass of a step that every rank computes for another, too."""
+
+    number: int
+    """Index of the pass."""
+    distance: int
+    """The witness of rank r is rank r + distance, counted around."""
+
+    @property
+    def third(self) -> int:
+        """Distance of the rank that decides between a subject and its witness."""
+        return 1 if self.distance > 1 else 2
+
+
+def draw_passes(seed: int, step: int, share: float, passes: int, ranks: int) -> list[Draw]:
+    """The drawn passes of a step; over many steps a `share` of all.
+
+    Args:
+        seed: of the run.
+        share: of the passes, in [0, 1].
+        passes: of each rank in a step.
+        ranks: at least 2.
+    """
+    wanted = share * passes
+    count = int(wanted) + (stable_seed(seed, "witness", step) < wanted % 1 * 2**63)
+    if not count:
+        return []
+    order = sorted(
+        range(passes), key=lambda number: stable_seed(seed, "witnessed pass", step, number)
+    )
+    # Distances vary, so that machines which err alike meet others.
+    return [
+        Draw(number, 1 + stable_seed(seed, "witness of pass", step, number) % (ranks - 1))
+        for number in order[:count]
+    ]
+
+
+def digest(gradient: torch.Tensor) -> torch.Tensor:
+    """64 bits of a tensor (0-d int64, on its device), of which one changed bit changes some: the
+    sum of its words, each multiplied by an odd number that depends on its row."""
+    flat = gradient.detach().contiguous().view(-1)
+    rows = len(gradient) if gradient.dim() > 1 else flat.numel()
+    if not flat.numel():
+        return torch.zeros((), dtype=torch.int64, device=gradient.device)
+    row_bytes = flat.nbytes // rows
+    # A row is a whole number of the largest words that fit.
+    size = next(size for size in (8, 4, 2, 1) if row_bytes % size == 0)
+    sums = flat.view(torch.uint8).view(WORDS[size]).view(rows, -1).sum(dim=1, dtype=torch.int64)
+    odd = torch.arange(1, 2 * rows, 2, device=gradient.device)
+    return (sums * odd).sum()
+
+
+def find_outvoted(
+    draw: Draw, own: Sequence[int], witnessed: Sequence[int], thirds: Sequence[int] | None
+) -> tuple[set[int], set[int]]:
+    """(ranks that two others contradict, ranks that differ without a majority) in a drawn pass.
+
+    Args:
+        own: by rank, digest of its own micro-batch.
+        witnessed: by rank, digest of the micro-batch that it computed as a witness.
+        thirds: by rank, digest of the micro-batch that it computed to decide; None: nobody did.
+    """
+    ranks = len(own)
+    outvoted: set[int] = set()
+    undecided: set[int] = set()
+    for subject in range(ranks):
+        witness, third = (subject + draw.distance) % ranks, (subject + draw.third) % ranks
+        if own[subject] == witnessed[witness]:
+            continue
+        if thirds and thirds[third] == witnessed[witness]:
+            outvoted.add(subject)
+        elif thirds and thirds[third] == own[subject]:
+            outvoted.add(witness)
+        else:
+            undecided |= {subject, witness, *([third] if thirds else [])}
+    return outvoted, undecided
+
+
+@dataclass
+class Comparison:
+    """Digests of a step's drawn passes on this rank, by draw."""
+
+    draws: Sequence[Draw]
+    rank: int
+    ranks: int
+    own: torch.Tensor
+    """Of its own micro-batches: (draws,) int64."""
+    witnessed: torch.Tensor
+    """Of those of its subjects: (draws,) int64."""
+    digests: "GradientDigests"
+
+    def around(self, compute: Compute) -> Compute:
+        """`compute` for the step's own passes, of which the drawn ones leave a digest."""
+        places = {draw.number: place for place, draw in enumerate(self.draws)}
+
+        def watched(number: int, batch: Mapping[str, torch.Tensor], call: Call) -> Passed:
+            place = places.get(number)
+            self.digests.total = None if place is None else self.own[place]
+            return compute(number, batch, call)
+
+        return watched
+
+    def word(self) -> torch.Tensor:
+        """A number in [0, 2**32), float64, whose sum over all ranks is 0 modulo 2**32 if all pairs
+        agree; if one does not, with a probability of 2**-32."""
+        count = len(self.draws)
+        total = torch.zeros_like(self.own[0])
+        for place, draw in enumerate(self.draws):
+            for sign, rank, one in (
+                (1, self.rank, self.own[place]),
+                (-1, (self.rank - draw.distance) % self.ranks, self.witnessed[place]),
+            ):
+                folded = (one ^ (one >> 32)) & MASK  # every bit counts
+                # A factor for each pair: errors of two pairs must not cancel.
+                total += sign * folded * (2 * (rank * count + place) + 1)
+        return (total & MASK).double()
+
+
+class GradientDigests:
+    """Digests the gradients of passes while it is attached to their parameters."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self.total: torch.Tensor | None = None
+        """Where the digest of the present pass is added, 0-d int64; None: nowhere."""
+        self.drop = False
+        """Whether the gradients of the present pass are dropped, rather than added to the
+        step's."""
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Watch backward passes inside the block."""
+
+        def hook(number: int) -> Callable[[torch.Tensor], None]:
+            def see(parameter: torch.Tensor) -> None:
+                # Snapped, of this pass alone: FSDP adds up float64 copies of it.
+                if self.total is not None and parameter.grad is not None:
+                    self.total += digest(parameter.grad) * (2 * number + 1)
+                if self.drop:
+                    parameter.grad = None
+
+            return see
+
+        handles = [
+            parameter.register_post_accumulate_grad_hook(hook(number))
+            for number, parameter in enumerate(self._parameters)
+        ]
+        try:
+            yield
+        finally:
+            self.total, self.drop = None, False
+            for handle in handles:
+                handle.remove()
+
+
+@contextmanager
+def unchanged(model: nn.Module, *, buffers: bool) -> Iterator[None]:
+    """Around a pass that does not count: restore what it changes beside gradients.
+
+    Args:
+        model: that the pass calls.
+        buffers: whether it may change buffers.
+    """
+    kept = [
+        (module, name, buffer, buffer.clone())
+        for module in (model.modules() if buffers else ())
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    # routers, which count the tokens of each expert
+    counting = [part for part in model.modules() if hasattr(part, "forget_step")]
+    loads = [part.load for part in counting]
+    try:
+        yield
+    finally:
+        for module, name, buffer, before in kept:
+            buffer.copy_(before)
+            setattr(module, name, buffer)  # a pass may have put another tensor there
+        for part, load in zip(counting, loads, strict=True):
+            part.load = load
+
+
+class Witness:
+    """Compares gradients of a run's ranks, and remembers who was contradicted. On all ranks."""
+
+    def __init__(self, share: float, ranks: int, step: int) -> None:
+        """`step`: of the state from which this attempt goes on."""
+        self._share, self._ranks = share, ranks
+        self._contradicted: Counter[int] = Counter()
+        self._undecided = 0
+        self._began, self._agreed = step, 0
+
+    @contextmanager
+    def watch(self, run: Run, loss_of: LossOf) -> Iterator[Comparison | None]:
+        """Compute the drawn micro-batches of this rank's subjects, and then watch the step's own
+        passes inside the block. Yields None in a step without a draw. On all ranks."""
+        step, passes = run.progress.step + 1, run.plan.passes
+        draws = draw_passes(run.recipe.run.seed, step, self._share, passes, self._ranks)
+        if run.first_step or not draws:
+            yield None
+            return
+        digests = GradientDigests(gathered_parameters(run.model.module))
+        own = torch.zeros(len(draws), dtype=torch.int64, device=run.world.device)
+        comparison = Comparison(
+            draws, run.mesh.dp_rank, self._ranks, own, torch.zeros_like(own), digests
+        )
+        with digests.attached():
+            for place, draw in enumerate(draws):
+                total = comparison.witnessed[place]
+                self._compute_for(run, comparison, draw.number, draw.distance, total, loss_of)
+            digests.drop = False
+            yield comparison
+
+    def disputed(self, comparison: Comparison, step: int, total: int) -> Comparison | None:
+        """The comparison if ranks disagree, by the sum of their `Comparison.word`; else None."""
+        if total & MASK:
+            return comparison
+        self._agreed = step
+        return None
+
+    def settle(self, run: Run, comparison: Comparison, loss_of: LossOf) -> None:
+        """Find who is wrong, and report it. Returns if the step is to be computed again. On all
+        ranks.
+
+        Raises:
+            DisputeError: a rank was contradicted twice, on that rank; or nobody can tell, on all.
+            RuntimeError: that other rank has left, on those that stay.
+        """
+        step = run.progress.step + 1
+        mine = torch.stack([comparison.own, comparison.witnessed])
+        own, witnessed = zip(*gathered(run, mine), strict=True)
+        thirds = None
+        if self._ranks > 2:
+            thirds = gathered(run, self._decide(run, comparison, loss_of))
+        outvoted: set[int] = set()
+        undecided: set[int] = set()
+        for place, draw in enumerate(comparison.draws):
+            found = find_outvoted(
+                draw,
+                [digests[place] for digests in own],
+                [digests[place] for digests in witnessed],
+                thirds and [digests[place] for digests in thirds],
+            )
+            outvoted, undecided = outvoted | found[0], undecided | found[1]
+        self._contradicted.update(outvoted)
+        named = sorted(rank for rank in outvoted if self._contradicted[rank] > 1)
+        if named:
+            self._end(run, step, named)
+        if outvoted:
+            run.log.event(step, "witness", f"step {step}: {told(outvoted)}; {AGAIN}")
+        else:
+            self._undecided += 1
+            why = differing(undecided, thirds is not None)
+            if self._undecided > 1:
+                run.log.event(step, "witness", f"step {step}: {why}")
+                raise DisputeError(f"step {step}: {why}")
+            run.log.event(step, "witness", f"step {step}: {why}; {AGAIN}")
+
+    def _decide(self, run: Run, comparison: Comparison, loss_of: LossOf) -> torch.Tensor:
+        """Compute the drawn micro-batches of a third rank; returns their digests, (draws,) int64.
+        On all ranks."""
+        totals = torch.zeros_like(comparison.own)
+        with comparison.digests.attached():
+            for place, draw in enumerate(comparison.draws):
+                self._compute_for(run, comparison, draw.number, draw.third, totals[place], loss_of)
+        return totals
+
+    def _compute_for(
+        self,
+        run: Run,
+        comparison: Comparison,
+        number: int,
+        distance: int,
+        total: torch.Tensor,
+        loss_of: LossOf,
+    ) -> None:
+        """Compute pass `number` of the rank `distance` before this one; add the digest of its
+        gradient to `total`, and drop the gradient."""
+        subject = (comparison.rank - distance) % comparison.ranks
+        theirs = list(run.plan.micro_batches(subject, run.progress.sequences))
+        micro_batch = theirs[number % len(theirs)]
+        run.pulse.report(run.progress.step + 1, "data")
+        batch = run.task.stream.fetch(micro_batch.positions)
+        comparison.digests.total, comparison.digests.drop = total, True
+
+        def compute(_: int, inputs: Mapping[str, torch.Tensor], call: Call) -> Passed:
+            return loss_of(micro_batch, inputs, call)
+
+        own_code = run.recipe.model.factory or run.recipe.model.family
+        with unchanged(run.model.module, buffers=bool(own_code)):
+            run.model.run([batch], compute, train=True, reduce=False)
+
+    def _end(self, run: Run, step: int, named: Sequence[int]) -> None:
+        """Name the ranks that were contradicted twice, of which this may be one.
+
+        Raises:
+            DisputeError: it is.
+            RuntimeError: they have left.
+        """
+        what = f"{told(named)} twice, the last time in step {step}"
+        since = f"all comparisons of step {self._agreed} agreed"
+        if not self._agreed:
+            since = f"no comparison since step {self._began} has agreed"
+        leaves = "; its node leaves" if supervised() else ""
+        run.log.event(step, "witness", f"{what}{leaves}; {since}")
+        if run.mesh.dp_rank in named:
+            raise DisputeError(what, outvoted=True)
+        run.pulse.report(step, "reduce")
+        end = torch.zeros(1, device=run.world.device)
+        dist.all_reduce(end, group=run.mesh.group)  # fails: a rank is gone
+        received(end)
+        run.recall.check()
+        raise RuntimeError(f"{what}, but is still there")
+
+
+AGAIN = "the step is computed again"
+
+
+def told(ranks: set[int] | Sequence[int]) -> str:
+    """Who is wrong, as a clause."""
+    return f"two others contradicted the gradient of rank {', '.join(map(str, sorted(ranks)))}"
+
+
+def differing(ranks: set[int], decided: bool) -> str:
+    """Why nobody can tell who is wrong, as a sentence."""
+    who = " and ".join(map(str, sorted(ranks)))
+    if not decided:
+        return (
+            f"ranks {who} computed different gradients of one micro-batch; which of them is wrong "
+            "only a third rank could tell"
+        )
+    return (
+        f"no two of the ranks {who} computed the same gradient of one micro-batch: several "
+        "machines are wrong, or model or data are no pure function of the sequences"
+    )
+
+
+def gathered(run: Run, mine: torch.Tensor) -> Any:
+    """The integers of all ranks, by rank, nested as in `mine`. On all ranks."""
+    parts = [torch.zeros_like(mine) for _ in range(run.world.world_size)]
+    dist.all_gather(parts, mine, group=run.mesh.group)
+    return [received(part) for part in parts]
+
+
+def describe_witness(recipe: Recipe, ranks: int) -> str:
+    """A note for the log about what the ranks of a run compare."""
+    share = f"{recipe.elastic.witness:.3g} of the micro-batches"
+    if ranks == 1:
+        return "elastic.witness: one rank has no other to compare with"
+    if ranks == 2:
+        return (
+            f"elastic.witness: {share} are computed twice; between two ranks a difference stops "
+            "the run, as only a third could tell which is wrong"
+        )
+    return f"elastic.witness: {share} are computed by a second rank, too"
