@@ -34,14 +34,14 @@ SHARE, DRAWN, TURN, WARM_UP = 0.01, 0.3, 2.0, 5
 
 def main() -> None:
     summary = (__doc__ or "").partition("\n\n")[0]
-    options = arguments(summary, steps=120, ranks=2, passes=4, hidden=256, seq_len=128)
+    options = arguments(summary, steps=400, ranks=2, passes=4, seq_len=256)
     recipe = [
         str(QUICKSTART), f"run.steps={options.steps}", "run.determinism=exact", "data.workers=0",
         "model.architecture.vocab_size=257", "data.sources=[{path: data}]", "strategy.name=ddp",
         "run.evaluate_every=0", "checkpoint.every=0", "elastic.snapshot_every=0",
         f"data.seq_len={options.seq_len}", "batch.micro_batch=2",
         f"batch.global_batch={2 * options.passes * options.ranks}",
-        f"model.architecture.hidden_size={options.hidden}", "tracking.tensorboard=false",
+        "tracking.tensorboard=false",
     ]  # fmt: skip
     load = os.getloadavg()[0]
     with TemporaryDirectory(prefix="perdure-bench-") as scratch:

@@ -106,6 +106,14 @@ def build(
                 reference.compute(model, world, mesh, pulse)
             reference_lines = reference.lines
             startup.mark("reference")
+        witness = None
+        wrong: dict[str, int] = {}
+        if recipe.elastic.witness:
+            # imported only where the recipe uses it
+            from trainer.run.witness import Witness, wrong_attempts
+
+            witness = Witness(recipe.elastic.witness, mesh.dp_size)
+            wrong = wrong_attempts(Path(recipe.run.dir))
         kept = last.progress if last else None
         progress, state = restore(
             checkpointer,
@@ -116,6 +124,7 @@ def build(
             agreement.init_from,
             kept,
             at_beginning=at_beginning,
+            wrong=wrong,
         )
         pulse.safe = not checkpointer.newer_than_storage
         if not state:
@@ -164,14 +173,8 @@ def build(
         lines = unwritten if isinstance(unwritten, list) else []
         trained = model.trained
         fixed = {name: one for name, one in model.tensors.items() if name not in trained}
-        witness, compared = None, ""
-        if recipe.elastic.witness:
-            # imported only where the recipe uses it
-            from trainer.run.witness import Witness, describe_witness
-
-            compared = describe_witness(recipe, mesh.dp_size)
-            if mesh.dp_size > 1:
-                witness = Witness(recipe.elastic.witness, mesh.dp_size, progress.step)
+        if witness:
+            witness.begin(progress.step)
         with Log(recipe, start, lines, silent=not world.is_main) as log:
             startup.mark("trackers")
             run = Run(
@@ -179,7 +182,9 @@ def build(
                 progress, checkpointer, start, log, pulse, recall,
                 frozenset(tensors_not_finite(fixed)), witness=witness,
             )  # fmt: skip
-            notes = [agreement.note, describe_changes(changed, written), compared]
+            notes = [agreement.note, describe_changes(changed, written)]
+            if witness:
+                notes.append(str(witness))
             if recipe.optimizer.factory:
                 from trainer.optim.own import describe_own  # imported only where the recipe uses it
 

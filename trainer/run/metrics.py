@@ -162,11 +162,12 @@ class Log:
         print(text, flush=True)
         self._bar.refresh()
 
-    def event(self, step: int, event: str, what: str) -> None:
-        """Report a problem of a step on the console and in the ledger, unless `what` is empty."""
+    def event(self, step: int, event: str, what: str, **details: Any) -> None:
+        """Report a problem of a step on the console and in the ledger, unless `what` is empty.
+        `details` are for the ledger alone."""
         if what and not self.silent:
             self.say(f"warning: {what}")
-            self._ledger.event(event, step=step, what=what)
+            self._ledger.event(event, step=step, what=what, **details)
 
     def started(self, startup: Startup) -> None:
         """Report that the first step of this attempt is done."""

@@ -23,22 +23,28 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from checkpointing.ranks import RankGroup
+from elastic import LedgerError, read_history
 from elastic.group.batch_plan import MicroBatch
 from elastic.node.exchange import received
 from elastic.world import supervised
 from trainer.data.loader import MASK
 from trainer.parallel.fsdp import gathered_parameters
 from trainer.parallel.passes import Call, Compute, Passed
-from trainer.recipe import Recipe
 from trainer.recipe.seeds import stable_seed
 from trainer.run.guard import DisputeError
 from trainer.run.state import Run
+
+EVENT = "witness"
+"""Name of the ledger's events about disputes. `ranks` are those that were contradicted twice;
+`agreed`, where the attempt ends, is the newest step that nothing speaks against."""
 
 LossOf = Callable[[MicroBatch, Mapping[str, Any], Call], torch.Tensor]
 """(micro-batch, its inputs, the model to call) → the loss from which its gradient comes."""
@@ -131,6 +137,8 @@ class Comparison:
     """Digests of a step's drawn passes on this rank, by draw."""
 
     draws: Sequence[Draw]
+    whole: bool
+    """Whether all passes of the step are drawn."""
     rank: int
     ranks: int
     own: torch.Tensor
@@ -232,27 +240,41 @@ def unchanged(model: nn.Module, *, buffers: bool) -> Iterator[None]:
 class Witness:
     """Compares gradients of a run's ranks, and remembers who was contradicted. On all ranks."""
 
-    def __init__(self, share: float, ranks: int, step: int) -> None:
-        """`step`: of the state from which this attempt goes on."""
+    def __init__(self, share: float, ranks: int) -> None:
         self._share, self._ranks = share, ranks
         self._contradicted: Counter[int] = Counter()
         self._undecided = 0
-        self._began, self._agreed = step, 0
+        self._agreed = 0
+        """Newest step whose weights no rank can have spoilt that errs in each pass."""
+
+    def begin(self, step: int) -> None:
+        """Begin with the weights of `step`, which are taken to be right."""
+        self._agreed = step
+
+    def __str__(self) -> str:
+        """What is compared, for the log."""
+        if self._ranks == 1:
+            return "elastic.witness: one rank has no other to compare with"
+        text = f"elastic.witness: {self._share:.3g} of the micro-batches are computed by two ranks"
+        if self._ranks == 2:
+            text += "; a difference stops the run, as only a third rank could tell which is wrong"
+        return text
 
     @contextmanager
     def watch(self, run: Run, loss_of: LossOf) -> Iterator[Comparison | None]:
         """Compute the drawn micro-batches of this rank's subjects, and then watch the step's own
         passes inside the block. Yields None in a step without a draw. On all ranks."""
         step, passes = run.progress.step + 1, run.plan.passes
-        draws = draw_passes(run.recipe.run.seed, step, self._share, passes, self._ranks)
-        if run.first_step or not draws:
+        draws = []
+        if self._ranks > 1:
+            draws = draw_passes(run.recipe.run.seed, step, self._share, passes, self._ranks)
+        if not draws or run.first_step:
             yield None
             return
         digests = GradientDigests(gathered_parameters(run.model.module))
         own = torch.zeros(len(draws), dtype=torch.int64, device=run.world.device)
-        comparison = Comparison(
-            draws, run.mesh.dp_rank, self._ranks, own, torch.zeros_like(own), digests
-        )
+        whole, theirs = len(draws) == passes, torch.zeros_like(own)
+        comparison = Comparison(draws, whole, run.mesh.dp_rank, self._ranks, own, theirs, digests)
         with digests.attached():
             for place, draw in enumerate(draws):
                 total = comparison.witnessed[place]
@@ -264,7 +286,8 @@ class Witness:
         """The comparison if ranks disagree, by the sum of their `Comparison.word`; else None."""
         if total & MASK:
             return comparison
-        self._agreed = step
+        # A fault may begin between two passes of a step, of which only the first was compared.
+        self._agreed = step if comparison.whole else step - 1
         return None
 
     def settle(self, run: Run, comparison: Comparison, loss_of: LossOf) -> None:
@@ -295,15 +318,14 @@ class Witness:
         named = sorted(rank for rank in outvoted if self._contradicted[rank] > 1)
         if named:
             self._end(run, step, named)
-        if outvoted:
-            run.log.event(step, "witness", f"step {step}: {told(outvoted)}; {AGAIN}")
-        else:
+        why = f"step {step}: {told(outvoted)}"
+        if not outvoted:
             self._undecided += 1
-            why = differing(undecided, thirds is not None)
-            if self._undecided > 1:
-                run.log.event(step, "witness", f"step {step}: {why}")
-                raise DisputeError(f"step {step}: {why}")
-            run.log.event(step, "witness", f"step {step}: {why}; {AGAIN}")
+            why = f"step {step}: {differing(undecided, thirds is not None)}"
+        if self._undecided > 1:
+            run.log.event(step, EVENT, f"{why}; {self._since}", agreed=self._agreed)
+            raise DisputeError(why)
+        run.log.event(step, EVENT, f"{why}; the step is computed again")
 
     def _decide(self, run: Run, comparison: Comparison, loss_of: LossOf) -> torch.Tensor:
         """Compute the drawn micro-batches of a third rank; returns their digests, (draws,) int64.
@@ -347,11 +369,10 @@ class Witness:
             RuntimeError: they have left.
         """
         what = f"{told(named)} twice, the last time in step {step}"
-        since = f"all comparisons of step {self._agreed} agreed"
-        if not self._agreed:
-            since = f"no comparison since step {self._began} has agreed"
         leaves = "; its node leaves" if supervised() else ""
-        run.log.event(step, "witness", f"{what}{leaves}; {since}")
+        run.log.event(
+            step, EVENT, f"{what}{leaves}; {self._since}", ranks=[*named], agreed=self._agreed
+        )
         if run.mesh.dp_rank in named:
             raise DisputeError(what, outvoted=True)
         run.pulse.report(step, "reduce")
@@ -361,8 +382,10 @@ class Witness:
         run.recall.check()
         raise RuntimeError(f"{what}, but is still there")
 
-
-AGAIN = "the step is computed again"
+    @property
+    def _since(self) -> str:
+        """The newest weights to go back to."""
+        return f"nothing speaks against the weights up to step {self._agreed}"
 
 
 def told(ranks: set[int] | Sequence[int]) -> str:
@@ -391,14 +414,21 @@ def gathered(run: Run, mine: torch.Tensor) -> Any:
     return [received(part) for part in parts]
 
 
-def describe_witness(recipe: Recipe, ranks: int) -> str:
-    """A note for the log about what the ranks of a run compare."""
-    share = f"{recipe.elastic.witness:.3g} of the micro-batches"
-    if ranks == 1:
-        return "elastic.witness: one rank has no other to compare with"
-    if ranks == 2:
-        return (
-            f"elastic.witness: {share} are computed twice; between two ranks a difference stops "
-            "the run, as only a third could tell which is wrong"
-        )
-    return f"elastic.witness: {share} are computed by a second rank, too"
+def wrong_attempts(run_dir: Path) -> dict[str, int]:
+    """By the ledger: attempt whose comparisons ended in a dispute → newest step before which they
+    agreed. On all ranks; rank 0 reads."""
+
+    def read() -> dict[str, int]:
+        try:
+            attempts = read_history(run_dir).attempts
+        except LedgerError:  # there is none yet
+            return {}
+        found = [(one.start.attempt, event) for one in attempts for event in one.events]
+        return {
+            attempt: event["agreed"]
+            for attempt, event in found
+            if event.get("event") == EVENT and isinstance(event.get("agreed"), int)
+        }
+
+    wrong: dict[str, int] = RankGroup(dist.group.WORLD).on_main(read)
+    return wrong
