@@ -1,93 +1,78 @@
 """What it costs that a second rank computes some of the micro-batches, too (elastic.witness).
 
-A run in exact mode of which many passes are drawn, so that there are many to measure. Which steps
-have one follows from step and seed. Each such step is compared with the step before and the one
-after it that have none: they meet the same machine, whatever else it does. The difference, by the
-share of steps that have a drawn pass at a share of 0.01, is the cost. A second run without a
-witness takes turns with the first, and shows what steps without a drawn pass cost more.
+A run in exact mode in which many passes are drawn, so that there are many to measure. Which steps
+have one follows from step and seed. Each such step is compared with the steps before and after it
+that have none, as a pair: these meet the same machine, whatever else it does. The cost at a share
+of 0.01 is what such a step takes longer, times the share of the steps that have one. A run without
+a witness comes after it: steps without a drawn pass must cost as much there. CPU time of all ranks
+changes little on a busy machine; beside it stands wall-clock time.
 """
 
+import json
 import os
 import random
-import sys
-from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory
 
-from benchmarks.support import (
-    QUICKSTART,
-    arguments,
-    json_lines,
-    report,
-    spread,
-    torchrun,
-)
-from benchmarks.support.turns import PausableJob, take_turns
+from benchmarks.support import QUICKSTART, arguments, report, run, spread, torchrun
+from benchmarks.support.step_clock import seconds_by_step
 from trainer.data.prepare.prepare import prepare
 from trainer.recipe import load_recipe
 from trainer.run.witness import draw_passes
 
-WITH, WITHOUT = "witness", "none"
-SHARE, DRAWN, TURN, WARM_UP = 0.01, 0.3, 2.0, 5
+SHARE, DRAWN, WARM_UP = 0.01, 0.3, 5
 
 
 def main() -> None:
     summary = (__doc__ or "").partition("\n\n")[0]
-    options = arguments(summary, steps=400, ranks=2, passes=4, seq_len=256)
+    options = arguments(summary, steps=120, ranks=2, passes=4, seq_len=256, strategy="ddp")
+    share, load = DRAWN / options.passes, os.getloadavg()[0]
     recipe = [
         str(QUICKSTART), f"run.steps={options.steps}", "run.determinism=exact", "data.workers=0",
-        "model.architecture.vocab_size=257", "data.sources=[{path: data}]", "strategy.name=ddp",
-        "run.evaluate_every=0", "checkpoint.every=0", "elastic.snapshot_every=0",
-        f"data.seq_len={options.seq_len}", "batch.micro_batch=2",
-        f"batch.global_batch={2 * options.passes * options.ranks}",
-        "tracking.tensorboard=false",
+        "model.architecture.vocab_size=257", "data.sources=[{path: data}]",
+        f"strategy.name={options.strategy}", "tracking.tensorboard=false", "run.evaluate_every=0",
+        "checkpoint.every=0", "elastic.snapshot_every=0", f"data.seq_len={options.seq_len}",
+        "batch.micro_batch=2", f"batch.global_batch={2 * options.passes * options.ranks}",
     ]  # fmt: skip
-    load = os.getloadavg()[0]
     with TemporaryDirectory(prefix="perdure-bench-") as scratch:
         directory = Path(scratch)
-        _prepare_words(directory)
-        jobs = {}
-        for name, share in ((WITH, DRAWN / options.passes), (WITHOUT, 0)):
-            settings = [f"run.dir=runs/{name}", f"elastic.witness={share}"]
-            command = torchrun(options.ranks, "-m", "trainer", *recipe, *settings)
-            jobs[name] = PausableJob(command, directory, directory / name)
-            ledger = directory / "runs" / name / "ledger.jsonl"
-            jobs[name].run_until(partial(_is_warm, ledger))
-            if jobs[name].code is not None:
-                sys.exit((directory / f"{name}.err").read_text())
-            jobs[name].pause()
-        take_turns(list(jobs.values()), TURN)
-        seconds = {name: _seconds(directory / "runs" / name / "ledger.jsonl") for name in jobs}
+        _prepare_letters(directory)
+        with_witness = _seconds(directory, options.ranks, recipe, share)
+        without = _seconds(directory, options.ranks, recipe, 0)
     seed = load_recipe(recipe[0], recipe[1:]).run.seed
-    share = DRAWN / options.passes
     drawn = {
         step
-        for step in seconds[WITH]
+        for step in with_witness
         if draw_passes(seed, step, share, options.passes, options.ranks)
     }
-    plain = [step for step in seconds[WITH] if step > WARM_UP and step not in drawn]
-    pairs = []
-    for step in sorted(drawn):
-        near = [one for one in (step - 1, step + 1) if one in plain]
-        if step > WARM_UP and near:
-            pairs.append(seconds[WITH][step] / mean(seconds[WITH][one] for one in near))
-    calm = [seconds[WITH][step] / seconds[WITHOUT][step] for step in plain]
-    cost = [100 * SHARE * options.passes * (ratio - 1) for ratio in pairs]
-    row = {
-        "passes a step": str(options.passes),
-        "ms per step": spread([1e3 * seconds[WITH][step] for step in plain], 1),
-        "pairs": str(len(pairs)),
-        "a step with a drawn pass": spread(pairs, 3),
-        "a step without, to none": f"{median(calm):.3f}",
-        f"cost at {SHARE}, %": f"{median(cost):.2f}",
-    }
+    rows, figures = [], {}
+    for place, clock in enumerate(("CPU", "wall clock")):
+        took = {step: found[place] for step, found in with_witness.items() if step > WARM_UP}
+        plain = {step: seconds for step, seconds in took.items() if step not in drawn}
+        pairs = []
+        for step in sorted(drawn & took.keys()):
+            if near := [plain[one] for one in (step - 1, step + 1) if one in plain]:
+                pairs.append(took[step] / mean(near))
+        calm = [found[place] for step, found in without.items() if step > WARM_UP]
+        cost = 100 * SHARE * options.passes * (median(pairs) - 1)
+        rows.append(
+            {
+                "clock": clock,
+                "ms per step": spread([1e3 * seconds for seconds in plain.values()], 1),
+                "pairs": str(len(pairs)),
+                "a step with a drawn pass": spread(pairs, 3),
+                "steps without, to none": f"{median(plain.values()) / median(calm):.3f}",
+                f"cost at {SHARE}, %": f"{cost:.2f}",
+            }
+        )
+        figures[clock] = {"pairs": pairs, "plain": [*plain.values()], "calm": calm, "cost": cost}
     loads = f"load before {load:.1f}, now {os.getloadavg()[0]:.1f}"
-    title = f"elastic.witness on {options.ranks} ranks; {loads}"
-    report(title, [row], {"pairs": pairs, "without": calm, "cost": cost}, options.json)
+    passes = f"{options.ranks} ranks, {options.passes} passes a step, {options.strategy}"
+    report(f"elastic.witness: {passes}; {loads}", rows, figures, options.json)
 
 
-def _prepare_words(directory: Path) -> None:
+def _prepare_letters(directory: Path) -> None:
     """Make a data set of drawn letters, which needs no network, in `data`."""
     draw = random.Random(0)
     corpus = directory / "corpus"
@@ -97,14 +82,18 @@ def _prepare_words(directory: Path) -> None:
     prepare([str(corpus)], directory / "data", tokenizer="bytes", validation_fraction=0.1)
 
 
-def _is_warm(ledger: Path) -> bool:
-    return len(_seconds(ledger)) >= WARM_UP
-
-
-def _seconds(ledger: Path) -> dict[int, float]:
-    """Seconds of each step so far; empty before there is a ledger."""
-    lines = json_lines(ledger) if ledger.exists() else []
-    return {line["step"]: line["seconds"] for line in lines if line["kind"] == "step"}
+def _seconds(
+    directory: Path, ranks: int, recipe: list[str], share: float
+) -> dict[int, tuple[float, float]]:
+    """Run to the end; returns seconds by step, see `seconds_by_step`."""
+    folder = directory / f"times-{share}"
+    folder.mkdir()
+    factory = "benchmarks.support.step_clock:schedule"
+    clock = {"factory": factory, "factory_options": {"folder": str(folder)}}
+    settings = [f"run.dir=runs/{share}", f"elastic.witness={share}"]
+    settings.append(f"schedule={json.dumps(clock)}")
+    run(torchrun(ranks, "-m", "trainer", *recipe, *settings), directory)
+    return seconds_by_step(folder)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def test_one_wrong_pass_costs_nothing_and_between_two_ranks_nobody_can_tell_who_
 
 
 @soak
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("name", "layout", "left"),
     [
@@ -113,7 +113,7 @@ def test_the_node_of_a_rank_that_computes_wrongly_leaves_for_good(
 ):
     """Of the other nodes, those that hold whole replicas make the bits of a right run."""
     run = f"lying-{name}"
-    steps = ("run.steps=120", "checkpoint.every=5", "checkpoint.keep=0", "elastic.witness=0.2")
+    steps = ("run.steps=40", "checkpoint.every=2", "checkpoint.keep=0", "elastic.witness=0.2")
     nodes = LocalNodes(
         ["-m", "trainer", "recipe.yaml", *LYING, *layout, *steps, f"run.dir={run}"],
         folder=workspace,
@@ -128,9 +128,9 @@ def test_the_node_of_a_rank_that_computes_wrongly_leaves_for_good(
         for number in range(4):
             nodes.environment = {**honest, **({"LIES": str(lie)} if number == 1 else {})}
             nodes.add()
-        wait_for_step(workspace, run, 15, nodes)
+        wait_for_step(workspace, run, 8, nodes)
         lie.touch()
-        codes = nodes.wait(120)
+        codes = nodes.wait(400)
     texts = [node.text() for node in nodes.nodes]
     assert codes == [0, 93, 0, 0], texts[1]
     assert "this node does not join again: two others contradicted the gradient" in texts[1]
@@ -139,10 +139,10 @@ def test_the_node_of_a_rank_that_computes_wrongly_leaves_for_good(
     found = ending(history, history.attempts[0])
     assert found.kind == "node"
     assert "was sent away: two others contradicted the gradient of rank" in found.text
-    assert (history.step, history.problems) == (120, [])
-    code, output = start(1, *LYING, "run.steps=120", f"run.dir={run}-right").wait()
+    assert (history.step, history.problems) == (40, [])
+    code, output = start(1, *LYING, "run.steps=40", f"run.dir={run}-right").wait()
     assert code == 0, output
-    assert_equal_bits(result(workspace, run, 120), result(workspace, f"{run}-right", 120))
+    assert_equal_bits(result(workspace, run, 40), result(workspace, f"{run}-right", 40))
 
 
 def test_a_share_of_the_passes_is_drawn_from_step_and_seed_alone():

@@ -125,18 +125,14 @@ def train_step(run: Run, source: Inputs) -> StepResult:
     inputs, data_wait = source.take()
     micro_batches = plan.micro_batches(run.mesh.dp_rank, progress.sequences)
     digest = consumed(inputs, micro_batches, run.mesh.witness)
-    outcome = gradients(run, inputs, digest, source)
-    while run.witness and outcome.dispute:  # ends: a rank that is contradicted twice leaves
-        run.witness.settle(run, outcome.dispute, partial(pass_loss, run))
-        model.zero_gradients()
-        outcome = gradients(run, inputs, digest)
+    outcome = undisputed_gradients(run, inputs, digest, source)
     note = spoiled = ""
     overflow = progress.loss_scale.value > 1 and math.isfinite(outcome.loss)  # usual with fp16
     if outcome.spoiled or not (outcome.good or overflow):
         spoiled = not_finite_anywhere(run)
     if not outcome.good and not spoiled and progress.loss_scale.value == 1:
         model.zero_gradients()
-        outcome, note = rerun(run, outcome, gradients(run, inputs, digest))
+        outcome, note = rerun(run, outcome, undisputed_gradients(run, inputs, digest))
     # The gradients were computed with this scale; `judge` may change it for the next step.
     scale = progress.loss_scale.value
     verdict = judge_weights(step, False, spoiled) if spoiled else judge(run, outcome, note)
@@ -228,6 +224,21 @@ class Gradients:
     def good(self) -> bool:
         """Whether loss and norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+def undisputed_gradients(
+    run: Run,
+    inputs: Sequence[Mapping[str, torch.Tensor]],
+    digest: tuple[int, int] | None,
+    upcoming: Inputs | None = None,
+) -> Gradients:
+    """`gradients`, computed again while ranks find different ones of one micro-batch."""
+    outcome = gradients(run, inputs, digest, upcoming)
+    while run.witness and outcome.dispute:  # ends: a rank that is contradicted twice leaves
+        run.witness.settle(run, outcome.dispute, partial(pass_loss, run))
+        run.model.zero_gradients()
+        outcome = gradients(run, inputs, digest)
+    return outcome
 
 
 def gradients(

@@ -139,6 +139,8 @@ class Comparison:
     draws: Sequence[Draw]
     whole: bool
     """Whether all passes of the step are drawn."""
+    passes: int
+    """Of this rank in the step; others may have more or fewer."""
     rank: int
     ranks: int
     own: torch.Tensor
@@ -149,11 +151,11 @@ class Comparison:
 
     def around(self, compute: Compute) -> Compute:
         """`compute` for the step's own passes, of which the drawn ones leave a digest."""
-        places = {draw.number: place for place, draw in enumerate(self.draws)}
+        numbers = [draw.number % self.passes for draw in self.draws]
 
         def watched(number: int, batch: Mapping[str, torch.Tensor], call: Call) -> Passed:
-            place = places.get(number)
-            self.digests.total = None if place is None else self.own[place]
+            places = [place for place, drawn in enumerate(numbers) if drawn == number]
+            self.digests.totals = [self.own[place] for place in places]
             return compute(number, batch, call)
 
         return watched
@@ -179,8 +181,8 @@ class GradientDigests:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self.total: torch.Tensor | None = None
-        """Where the digest of the present pass is added, 0-d int64; None: nowhere."""
+        self.totals: Sequence[torch.Tensor] = ()
+        """Where the digest of the present pass is added, 0-d int64 each."""
         self.drop = False
         """Whether the gradients of the present pass are dropped, rather than added to the
         step's."""
@@ -192,8 +194,10 @@ class GradientDigests:
         def hook(number: int) -> Callable[[torch.Tensor], None]:
             def see(parameter: torch.Tensor) -> None:
                 # Snapped, of this pass alone: FSDP adds up float64 copies of it.
-                if self.total is not None and parameter.grad is not None:
-                    self.total += digest(parameter.grad) * (2 * number + 1)
+                if self.totals and parameter.grad is not None:
+                    added = digest(parameter.grad) * (2 * number + 1)
+                    for total in self.totals:
+                        total.add_(added)
                 if self.drop:
                     parameter.grad = None
 
@@ -206,7 +210,7 @@ class GradientDigests:
         try:
             yield
         finally:
-            self.total, self.drop = None, False
+            self.totals, self.drop = (), False
             for handle in handles:
                 handle.remove()
 
@@ -273,8 +277,17 @@ class Witness:
             return
         digests = GradientDigests(gathered_parameters(run.model.module))
         own = torch.zeros(len(draws), dtype=torch.int64, device=run.world.device)
-        whole, theirs = len(draws) == passes, torch.zeros_like(own)
-        comparison = Comparison(draws, whole, run.mesh.dp_rank, self._ranks, own, theirs, digests)
+        rank, sequences = run.mesh.dp_rank, run.progress.sequences
+        comparison = Comparison(
+            draws,
+            len(draws) == passes,
+            sum(1 for _ in run.plan.micro_batches(rank, sequences)),
+            rank,
+            self._ranks,
+            own,
+            torch.zeros_like(own),
+            digests,
+        )
         with digests.attached():
             for place, draw in enumerate(draws):
                 total = comparison.witnessed[place]
@@ -352,7 +365,7 @@ class Witness:
         micro_batch = theirs[number % len(theirs)]
         run.pulse.report(run.progress.step + 1, "data")
         batch = run.task.stream.fetch(micro_batch.positions)
-        comparison.digests.total, comparison.digests.drop = total, True
+        comparison.digests.totals, comparison.digests.drop = [total], True
 
         def compute(_: int, inputs: Mapping[str, torch.Tensor], call: Call) -> Passed:
             return loss_of(micro_batch, inputs, call)
