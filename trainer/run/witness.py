@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,6 @@ EVENT = "witness"
 
 LossOf = Callable[[MicroBatch, Mapping[str, Any], Call], torch.Tensor]
 """(micro-batch, its inputs, the model to call) → the loss from which its gradient comes."""
-
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes → the integer of that size."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +91,11 @@ def draw_passes(seed: int, step: int, share: float, passes: int, ranks: int) -> 
 
 def digest(gradient: torch.Tensor) -> torch.Tensor:
     """64 bits of a tensor (0-d int64, on its device), of which one changed bit changes some: the
-    sum of its words, each multiplied by an odd number that depends on its row."""
-    flat = gradient.detach().contiguous().view(-1)
-    rows = len(gradient) if gradient.dim() > 1 else flat.numel()
-    if not flat.numel():
-        return torch.zeros((), dtype=torch.int64, device=gradient.device)
-    row_bytes = flat.nbytes // rows
-    # A row is a whole number of the largest words that fit.
-    size = next(size for size in (8, 4, 2, 1) if row_bytes % size == 0)
-    sums = flat.view(torch.uint8).view(WORDS[size]).view(rows, -1).sum(dim=1, dtype=torch.int64)
-    odd = torch.arange(1, 2 * rows, 2, device=gradient.device)
+    sum of its numbers' bits as float64, each row multiplied by another odd number."""
+    # float64 holds what any format holds: FSDP may hand over one or the other.
+    words = gradient.detach().double().contiguous().view(torch.int64)
+    sums = words.flatten(1).sum(dim=1) if words.dim() > 1 else words.reshape(-1)
+    odd = torch.arange(1, 2 * len(sums), 2, device=gradient.device)
     return (sums * odd).sum()
 
 
@@ -191,22 +184,21 @@ class GradientDigests:
     def attached(self) -> Iterator[None]:
         """Watch backward passes inside the block."""
 
-        def hook(number: int) -> Callable[[torch.Tensor], None]:
-            def see(parameter: torch.Tensor) -> None:
-                # Snapped, of this pass alone: FSDP adds up float64 copies of it.
-                if self.totals and parameter.grad is not None:
-                    added = digest(parameter.grad) * (2 * number + 1)
-                    for total in self.totals:
-                        total.add_(added)
-                if self.drop:
-                    parameter.grad = None
+        def add(gradient: torch.Tensor, number: int) -> None:
+            if self.totals:
+                added = digest(gradient) * (2 * number + 1)
+                for total in self.totals:
+                    total.add_(added)
 
-            return see
+        def leave(parameter: torch.Tensor) -> None:
+            if self.drop:
+                parameter.grad = None
 
-        handles = [
-            parameter.register_post_accumulate_grad_hook(hook(number))
-            for number, parameter in enumerate(self._parameters)
-        ]
+        handles: list[Any] = []
+        for number, parameter in enumerate(self._parameters):
+            # Called after the hook that snaps gradients, which the first step has registered.
+            handles.append(parameter.register_hook(partial(add, number=number)))
+            handles.append(parameter.register_post_accumulate_grad_hook(leave))
         try:
             yield
         finally:
