@@ -20,6 +20,9 @@ EXIT_PEER_GONE = 77
 EXIT_MENDED = 78
 """Training process to agent: it failed, and has prevented that the next attempt fails in the same
 way. Such a failure is not counted."""
+EXIT_OUTVOTED = 79
+"""Training process to agent: other ranks have found twice that it computes wrongly. Its node leaves
+for good."""
 EXIT_DO_NOT_REQUEUE = 93
 """A restart would not help: no progress, or bad numbers that persist."""
 EXIT_INTERRUPTED = 130

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
 
 Count: TypeAlias = Annotated[int, Ge(0)]
 
@@ -28,6 +28,12 @@ class ElasticOptions:
     check_replicas_every: Count = 0
     """Steps between checksum comparisons of replicated weights (DDP, HYBRID_SHARD, tp, tied weights
     of pp). A rank that differs is named. 0: never."""
+
+    witness: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Share of the micro-batches that a second rank computes, too, to find machines that compute
+    wrongly. The two gradients must have the same bits; if not, a third rank decides. A rank that is
+    outvoted twice is named, and its node leaves. Needs `run.determinism: exact` (see
+    docs/elastic.md). 0: none."""
 
     recovery: Literal["in_place", "rebuild", "refork"] = "in_place"
     """What ranks do after another rank or node has failed. in_place: they keep their processes, and

@@ -48,7 +48,14 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from elastic.exits import EXIT_INTERRUPTED, EXIT_WRONG_INPUT, SIGNALS, handled_signals, leaving_code
+from elastic.exits import (
+    EXIT_DO_NOT_REQUEUE,
+    EXIT_INTERRUPTED,
+    EXIT_WRONG_INPUT,
+    SIGNALS,
+    handled_signals,
+    leaving_code,
+)
 from elastic.group.cloud import Notice, parse_sources, watch
 from elastic.group.health import HealthProblem, check_folders, check_node
 from elastic.group.job_claim import NO_MARK, claim
@@ -56,6 +63,7 @@ from elastic.group.job_secret import SECRET_FILE, Secret, SecretError, find_secr
 from elastic.group.member import Member, node_name
 from elastic.group.membership import (
     Ask,
+    Failure,
     JobEnd,
     Limits,
     Membership,
@@ -221,7 +229,10 @@ class PerdureRendezvous(RendezvousHandler):
             self._check_health()
             self._secret = self._read_facts()
             self._member.start(self._secret, self._mark)
-        elif self._sent_away():
+        elif reason := self._sent_away():
+            if reason.unfit:  # its checks would pass again
+                why = f"this node does not join again: {reason.why}; take this machine out"
+                raise JobClosed(JobEnd(EXIT_DO_NOT_REQUEUE, why))
             self._recover()
         timeout = REJOIN_SECONDS if self._round else self._timeout
         deadline = time.monotonic() + timeout
@@ -329,11 +340,12 @@ class PerdureRendezvous(RendezvousHandler):
             raise self._refusal(str(error)) from error
         return secret
 
-    def _sent_away(self) -> bool:
-        """Whether this node was removed for its failures."""
+    def _sent_away(self) -> Failure | None:
+        """The failure for which this node was removed; None if it was not."""
         state, name = self._member.state, self._member.name
-        struck = any(report.node == name for report in state.struck)
-        return struck and name not in state.members and not state.closed
+        if name in state.members or state.closed:
+            return None
+        return next((report for report in state.struck if report.node == name), None)
 
     def _recover(self) -> None:
         """Wait until this node, which failed too often, passes its checks."""

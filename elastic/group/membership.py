@@ -92,6 +92,9 @@ class Failure:
     outside: bool = False
     """Whether the process was killed from outside. That counts among the failures of an hour, but
     against no step and no node."""
+    unfit: bool = False
+    """Whether other ranks found that the process computes wrongly: its node is sent away at once,
+    and does not come back by itself."""
     evidence: str = ""
     """Lines that show it: the stack of a rank that the others waited for, or counts of the kernel.
     Kept for the newest failure only, as all nodes read the document."""
@@ -144,8 +147,8 @@ class Membership:
     """The node whose loss ended the round before."""
     failures: tuple[Failure, ...] = ()
     struck: tuple[Failure, ...] = ()
-    """The last failure of each node that was sent away for its failures; back once it is
-    healthy."""
+    """The last failure of each node that was sent away for its failures; back once it is healthy,
+    unless it is unfit."""
     alarm: int = 0
     """Number of the current alarm, for which every node publishes the status of its ranks: one of
     this generation seems to hang. 0: no alarm."""
@@ -529,8 +532,11 @@ def fail(
     """Record a failed training process: begin the next generation, send its node away, or end the
     job with a reason.
 
-    Later reports on the same generation change nothing: one failure makes the others fail too.
+    Later reports on the same generation change nothing: one failure makes the others fail too. Only
+    a machine that computes wrongly leaves whatever was reported before.
     """
+    if failure.unfit:
+        return _expel(state, failure, limits)
     if state.closed or (state.round, state.generation) != (round, generation):
         return state
     before = [replace(entry, evidence="") for entry in state.failures if not entry.mended]
@@ -552,8 +558,7 @@ def fail(
     again = again and (
         len(ranks) == 1 or (bool(failure.error) and len(set(map(_normalised_error, same))) == 1)
     )
-    without = _candidates(leave(state, failure.node), limits.unit)
-    spared = len(_nodes(_fitting(state, without, limits))) >= limits.minimum
+    spared = _can_spare(state, failure.node, limits)
     often = f"{limits.same_step} times in a row in step {failure.step}"
     if again and not (spared and len({item.node for item in same}) == 1):
         named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
@@ -569,11 +574,36 @@ def fail(
         return replace(state, failures=failures, closed=JobEnd(93, reason))
     state = replace(end_alarm(state), failures=failures)
     if spared and (again or strikes(state, failure) >= limits.strikes):
-        others = tuple(entry for entry in state.struck if entry.node != failure.node)
         how = f"it failed {often}" if again else f"{limits.strikes} failures within an hour"
-        lost = replace(failure, rank=None, why=f"sent away: {how}")
-        return replace(leave(state, failure.node), struck=(*others, failure), lost=lost)
+        return _send_away(state, failure, how)
     return _continue(state, failure)
+
+
+def _expel(state: Membership, failure: Failure, limits: Limits) -> Membership:
+    """Send away a node that computes wrongly, or end the job if the others are too few."""
+    if state.closed or failure.node not in state.members:
+        return state
+    state = replace(end_alarm(state), failures=(*state.failures, failure)[-limits.restarts - 1 :])
+    if _can_spare(state, failure.node, limits):
+        return _send_away(state, failure, failure.why)
+    reason = (
+        f"{failure.why}. The job has too few nodes without {failure.node}: take that machine out, "
+        "and start again with another"
+    )
+    return replace(state, closed=JobEnd(93, reason))
+
+
+def _can_spare(state: Membership, node: str, limits: Limits) -> bool:
+    """Whether enough nodes are there without `node`."""
+    without = _candidates(leave(state, node), limits.unit)
+    return len(_nodes(_fitting(state, without, limits))) >= limits.minimum
+
+
+def _send_away(state: Membership, failure: Failure, how: str) -> Membership:
+    """Remove the node of a failure from this round and the next; `how` tells why."""
+    others = tuple(entry for entry in state.struck if entry.node != failure.node)
+    lost = replace(failure, rank=None, why=f"sent away: {how}")
+    return replace(leave(state, failure.node), struck=(*others, failure), lost=lost)
 
 
 def _continue(state: Membership, failure: Failure) -> Membership:

@@ -33,6 +33,7 @@ from elastic.exits import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_MENDED,
+    EXIT_OUTVOTED,
     EXIT_PAUSED,
     EXIT_PEER_GONE,
     EXIT_REQUEUE,
@@ -646,7 +647,7 @@ class Node:
                 self._dismiss(rank, EXIT_DONE)
         elif verdict:
             verdict = replace(verdict, evidence=counted if out_of_memory else "")
-            if code in (EXIT_PEER_GONE, EXIT_MENDED):  # codes for the agent alone
+            if code in (EXIT_PEER_GONE, EXIT_MENDED, EXIT_OUTVOTED):  # codes for the agent alone
                 rank.code = EXIT_FAILED
             self._reached = max(self._reached, verdict.step)
             if code != EXIT_PEER_GONE:  # that rank has logged it itself

@@ -9,6 +9,7 @@ from elastic.exits import (
     EXIT_DO_NOT_REQUEUE,
     EXIT_DONE,
     EXIT_MENDED,
+    EXIT_OUTVOTED,
     EXIT_PAUSED,
     EXIT_PEER_GONE,
     EXIT_WRONG_INPUT,
@@ -122,6 +123,8 @@ def judge_exit(
         return None
     if code == EXIT_PEER_GONE:  # the rank that failed is on a node that cannot report it any more
         return replace(blank, why=f"rank {rank} lost its connection to another")
+    if code == EXIT_OUTVOTED:
+        return replace(blank, rank=rank, why=error.partition(": ")[2], error=error, unfit=True)
     outside = -code in FROM_OUTSIDE and not error
     if code == -signal.SIGKILL and out_of_memory:
         outside, error = False, "the kernel killed it: out of memory"

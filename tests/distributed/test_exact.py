@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
+from benchmarks.support import json_lines
 from lab.local_nodes import LocalNodes
 from tests.distributed.jobs import ROOT, SOAK, Forked, assert_kept, deadly, records, soak
 from trainer.optim.exact import (
@@ -66,7 +67,7 @@ def single(workspace):
     ("precision", "legs"),
     [
         # Each leg: up to this step, on so many ranks, with a strategy.
-        ("fp32", [(6, 3, []), (STEPS, 1, ["strategy.name=ddp"])]),
+        ("fp32", [(6, 3, ["elastic.witness=0.5"]), (STEPS, 1, ["strategy.name=ddp"])]),
         *(
             pytest.param(precision, legs, marks=soak)
             for precision in ("fp32", "bf16")
@@ -91,6 +92,8 @@ def test_same_bits_at_any_world_size(workspace, train, single, precision, legs):
     for step, ranks, overrides in legs:
         train(ranks, f"run.dir={run}", *common, *overrides, f"run.steps={step}")
     assert_equal_bits(result(workspace, run), single[precision])
+    ledger = json_lines(workspace / run / "ledger.jsonl")
+    assert not [line for line in ledger if line.get("event") == "witness"]
 
 
 TP = ("strategy.tp=2", "strategy.sequence_parallel=true")

@@ -1,9 +1,9 @@
 """FSDP2: parameters as DTensors, gathered block by block (ZeRO-2, ZeRO-3, HSDP)."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, repeat
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -142,3 +142,17 @@ def prepare_backward(model: nn.Module, last: bool, recipe: Recipe) -> None:
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
     """Modules that FSDP gathers and reduces as one."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def fsdp_groups(model: nn.Module) -> Iterator[Any]:
+    """FSDP's parameter groups, each gathered as one."""
+    for unit in fsdp_units(model):
+        yield from unit._get_fsdp_state()._fsdp_param_groups
+
+
+def gathered_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The trained parameters as backward sees them, whole, in an order that is the same on all
+    ranks. They exist once a forward pass has gathered them."""
+    held = [one for group in fsdp_groups(model) for one in group.fsdp_params]
+    whole = [one._unsharded_param for one in held if hasattr(one, "_unsharded_param")]
+    return [parameter for parameter in whole if parameter.requires_grad]

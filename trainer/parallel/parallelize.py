@@ -136,7 +136,12 @@ class ParallelModel:
         return means(result)
 
     def run(
-        self, inputs: Sequence[Mapping[str, torch.Tensor]], compute: Compute, *, train: bool
+        self,
+        inputs: Sequence[Mapping[str, torch.Tensor]],
+        compute: Compute,
+        *,
+        train: bool,
+        reduce: bool = True,
     ) -> None:
         """Compute forward of all micro-batches of a step and, if `train`, backward, in the
         strategy's order. On all ranks.
@@ -146,17 +151,19 @@ class ParallelModel:
             compute: called with the index of a micro-batch, its inputs, and the model to call;
                 returns the tensor that backward begins from.
             train: whether to run backward.
+            reduce: whether the last pass ends the step: gradients are then summed over the ranks.
+                Not in a pipeline.
         """
         if self.pipeline:
             self.pipeline.run(inputs, compute, train)
         elif train:
             for number, batch in enumerate(inputs):
-                with self._accumulate(last=number == len(inputs) - 1):
+                with self._accumulate(last=reduce and number == len(inputs) - 1):
                     torch.autograd.backward(compute(number, batch, self))
         else:
             for number, batch in enumerate(inputs):
                 compute(number, batch, self)
-        if train:
+        if train and reduce:
             self.share_buffers()
 
     @contextmanager

@@ -7,7 +7,6 @@ them. This module replaces groups that are held directly, and drops what the fai
 behind. A new process builds the same model (`parallelize`) by the same collectives.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.models.versions import drop_unreduced_gradient
 from trainer.parallel.ddp import apply_ddp_again
-from trainer.parallel.fsdp import fsdp_units
+from trainer.parallel.fsdp import fsdp_groups, fsdp_units
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.parallelize import ParallelModel
 
@@ -39,7 +38,7 @@ def rejoin(model: ParallelModel, mesh: Mesh, new: Mesh) -> tuple[ParallelModel, 
             _take_groups(ours, theirs)
     mesh = replace(mesh, group=new.group, ring=new.ring)
     module = model.module
-    for group in _fsdp_groups(module):
+    for group in fsdp_groups(module):
         _take_groups_of_fsdp(group)
     _drop_step_of_fsdp(module)
     for part in module.modules():  # such as a router's token counts
@@ -66,12 +65,6 @@ def _take_groups(mesh: DeviceMesh, new: DeviceMesh) -> None:
         mesh._pg_registry[name] = _resolve_process_group(old.group_name)
 
 
-def _fsdp_groups(model: nn.Module) -> Iterator[Any]:
-    """FSDP's parameter groups, each gathered as one."""
-    for unit in fsdp_units(model):
-        yield from unit._get_fsdp_state()._fsdp_param_groups
-
-
 def _take_groups_of_fsdp(group: Any) -> None:
     """Replace FSDP's process groups by those of its rejoined meshes."""
     for info in (group.mesh_info, group.post_forward_mesh_info):
@@ -84,13 +77,13 @@ def _take_groups_of_fsdp(group: Any) -> None:
 def _drop_step_of_fsdp(model: nn.Module) -> None:
     """Drop the state that a failed step left in FSDP's units, wherever in forward or backward it
     ended."""
-    for group in _fsdp_groups(model):
+    for group in fsdp_groups(model):
         # `reset_iter_state` would wait for a gather under way, and raise its error again.
         group._all_gather_result = None
         group.comm_ctx.all_gather_state = None
     for unit in fsdp_units(model):
         if unit._get_fsdp_state()._is_root:
             unit.reset_iter_state()
-    for parameter in (p for group in _fsdp_groups(model) for p in group.fsdp_params):
+    for parameter in (p for group in fsdp_groups(model) for p in group.fsdp_params):
         # `reset_iter_state` keeps whole gradients, to which the next backward would add.
         drop_unreduced_gradient(parameter)

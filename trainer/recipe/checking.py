@@ -84,6 +84,7 @@ _BOUNDS = {
     "greater_than_equal": ("at least", "ge"),
     "greater_than": ("above", "gt"),
     "less_than": ("below", "lt"),
+    "less_than_equal": ("at most", "le"),
 }
 
 

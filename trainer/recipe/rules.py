@@ -62,6 +62,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "model.attention", "only for model.architecture and model.init_from; remove it"
     if model.factory_options and not model.factory:
         yield "model.factory_options", "only means something together with model.factory"
+    yield from _witness_contradictions(recipe)
     if recipe.elastic.snapshot_every and not recipe.checkpoint.slots:
         yield "elastic.snapshot_every", "copies to slots: it needs checkpoint.slots: 1 or 2"
     lengths = [key for key in ("steps", "epochs") if getattr(run, key)]
@@ -114,6 +115,32 @@ def counted(recipe: Recipe, sequences: int) -> Recipe:
     if problems:
         raise RecipeError("\n".join(problems))
     return recipe
+
+
+def _witness_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if not recipe.elastic.witness:
+        return
+    if not strategies.exact.used(recipe):
+        yield (
+            "elastic.witness",
+            "compares gradients bit by bit, which only exact mode makes comparable; set "
+            "run.determinism=exact, or elastic.witness=0",
+        )
+    for name, ranks in strategies.sizes(recipe.strategy).items():
+        if ranks > 1:
+            yield (
+                f"strategy.{name}",
+                "with elastic.witness each rank must compute whole micro-batches alone; set "
+                f"strategy.{name}=1, or elastic.witness=0",
+            )
+    if strategies.offload.used(recipe.strategy):
+        yield "strategy.offload", "does not work with elastic.witness yet; set none, or that to 0"
+    if recipe.batch.balance == "speed":
+        yield (
+            "batch.balance",
+            "speed gives ranks unequal numbers of micro-batches, which elastic.witness cannot "
+            "compare yet; set batch.balance=equal, or elastic.witness=0",
+        )
 
 
 def _implementation_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -114,6 +114,14 @@ def build(
                 reference.compute(model, world, mesh, pulse)
             reference_lines = reference.lines
             startup.mark("reference")
+        witness = None
+        wrong: dict[str, int] = {}
+        if recipe.elastic.witness:
+            # imported only where the recipe uses it
+            from trainer.run.witness import Witness, wrong_attempts
+
+            witness = Witness(recipe.elastic.witness, mesh.dp_size)
+            wrong = wrong_attempts(recipe.directory)
         kept = last.progress if last else None
         progress, state = restore(
             checkpointer,
@@ -124,6 +132,7 @@ def build(
             agreement.init_from,
             kept,
             at_beginning=at_beginning,
+            wrong=wrong,
         )
         pulse.safe = not checkpointer.newer_than_storage
         if not state:
@@ -175,6 +184,8 @@ def build(
         lines = unwritten if isinstance(unwritten, list) else []
         trained = model.trained
         fixed = {name: one for name, one in model.tensors.items() if name not in trained}
+        if witness:
+            witness.begin(progress.step)
         with (
             Log(recipe, start, lines, shipper, silent=not world.is_main) as log,
             shares_by_speed(recipe, mesh, plan, model, task) as balance,
@@ -183,9 +194,11 @@ def build(
             run = Run(
                 written, recipe, task, world, mesh, plan, model, optimizer, build_schedule(recipe),
                 progress, checkpointer, start, log, pulse, recall,
-                frozenset(tensors_not_finite(fixed)), balance=balance,
+                frozenset(tensors_not_finite(fixed)), balance=balance, witness=witness,
             )  # fmt: skip
             notes = [agreement.note, describe_changes(changed, written)]
+            if witness:
+                notes.append(str(witness))
             if recipe.optimizer.factory:
                 from trainer.optim.own import describe_own  # imported only where the recipe uses it
 

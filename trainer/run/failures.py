@@ -13,6 +13,7 @@ from elastic import (
     EXIT_DO_NOT_REQUEUE,
     EXIT_FAILED,
     EXIT_MENDED,
+    EXIT_OUTVOTED,
     EXIT_PEER_GONE,
     EXIT_WRONG_INPUT,
     Pulse,
@@ -22,6 +23,7 @@ from elastic.process import plain_text
 from elastic.world import is_lost_peer, supervised
 from trainer.recipe.errors import error_text, known_errors
 from trainer.recipe.factory import OwnCodeError
+from trainer.run.guard import DisputeError
 from trainer.run.micro_batch import HalvedError
 
 
@@ -86,7 +88,7 @@ class FailureReport:
                 f"rank {self._rank}: a peer is gone: {what}; the output of that "
                 "rank says why, and the same command resumes"
             )
-        elif code == EXIT_MENDED:
+        elif code in (EXIT_MENDED, EXIT_OUTVOTED):
             text = f"rank {self._rank}: {error}"
         else:
             text = f"rank {self._rank} failed:\n{''.join(traceback.format_exception(error))}"
@@ -99,7 +101,9 @@ def exit_code(error: Exception) -> int:
     """The exit code of a rank that ends by `error`."""
     if isinstance(error, SaveFailed):  # the input is right: a retry may succeed
         return EXIT_FAILED
-    if isinstance(error, OwnCodeError):
+    if isinstance(error, DisputeError) and error.outvoted and supervised():
+        return EXIT_OUTVOTED
+    if isinstance(error, OwnCodeError | DisputeError):
         return EXIT_DO_NOT_REQUEUE
     if isinstance(error, known_errors()):
         return EXIT_WRONG_INPUT

@@ -1,7 +1,21 @@
-"""Loss and gradient norm of a step → keep, skip or stop, with the reason. Pure."""
+"""Loss and gradient norm of a step → keep, skip or stop, with the reason; and the error of a step
+that ranks compute differently. Pure."""
 
 from dataclasses import dataclass
 from typing import Literal
+
+
+class DisputeError(RuntimeError):
+    """Ranks computed different gradients of one micro-batch, twice; see witness.py.
+
+    Args:
+        what: in a line.
+        outvoted: whether others have found that this rank is wrong.
+    """
+
+    def __init__(self, what: str, *, outvoted: bool = False) -> None:
+        super().__init__(what)
+        self.outvoted = outvoted
 
 
 @dataclass(frozen=True)

@@ -180,11 +180,12 @@ class Log:
         print(text, flush=True)
         self._bar.refresh()
 
-    def event(self, step: int, event: str, what: str) -> None:
-        """Report a problem of a step on the console and in the ledger, unless `what` is empty."""
+    def event(self, step: int, event: str, what: str, **details: Any) -> None:
+        """Report a problem of a step on the console and in the ledger, unless `what` is empty.
+        `details` are for the ledger alone."""
         if what and not self.silent:
             self.say(f"warning: {what}")
-            self._ledger.event(event, step=step, what=what)
+            self._ledger.event(event, step=step, what=what, **details)
 
     def shares(self, step: int, begin: int, shares: Sequence[int], what: str) -> None:
         """Report after `step` that from sequence `begin` on data-parallel ranks have other shares

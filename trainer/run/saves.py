@@ -1,10 +1,12 @@
 """Checkpoints of a run: which one it resumes from, when it saves, and how each save ended."""
 
+import logging
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from checkpointing import SaveFailed, SaveOutcome, TensorCheckpointer, load_model
+from checkpointing.errors import DamagedCheckpoint
 from checkpointing.format.nf4 import NF4, quantise, weight_shape
 from checkpointing.format.tensors import local_tensor
 from checkpointing.ranks import RankGroup
@@ -24,6 +27,8 @@ from trainer.run.provenance import check_resume, run_state
 from trainer.run.state import Progress, Run
 from trainer.tasks.task import Task
 
+logger = logging.getLogger(__name__)
+
 LAST_TRIES, AGAIN_SECONDS = 6, 5.0
 """Tries, and seconds between them, of a run's last save if the filesystem is full: training is
 done, and would be lost with this machine's memory."""
@@ -32,6 +37,7 @@ VALIDATED = ("validation_loss", "validated", "best_loss", "best_step", "passes_s
 weights."""
 PORTION = 1 << 28
 """Weights loaded in float32 at a time to be quantised: 1 GiB over the ranks that share them."""
+NONE_WRONG: Mapping[str, int] = {}
 UNWRITTEN = "unwritten_ledger"
 """Key of a trainer state for ledger lines not written yet, see `Ledger.unwritten`; absent if all
 are."""
@@ -48,6 +54,7 @@ def restore(
     *,
     at_beginning: bool = False,
     step: int | None = None,
+    wrong: Mapping[str, int] = NONE_WRONG,
 ) -> tuple[Progress, dict[str, Any] | None]:
     """Load the newest good checkpoint, else `model.init_from`, else draw weights. Frozen weights
     under an adapter come from `model.init_from` at every start. On all ranks.
@@ -58,6 +65,8 @@ def restore(
             of the same progress is not loaded.
         at_beginning: the model has the weights of step 0 already.
         step: load the checkpoint of this step from storage; 0: none.
+        wrong: attempt in which a rank computed wrongly → newest step before that. States that it
+            computed later are passed over, unless there are no others.
 
     Returns:
         The progress, and the state of the checkpoint, None without one.
@@ -67,14 +76,26 @@ def restore(
     """
     targets = model.targets_of(optimizer)
     state = None
-    if step != 0:
-        state = checkpointer.load(
+
+    def load(refuse: Callable[[Mapping[str, Any]], None]) -> dict[str, Any] | None:
+        return checkpointer.load(
             model=model.tensors,
             optimizer=targets,
             step=step,
             finite=model.trained,
+            refuse=refuse,
             holds=lambda saved: kept is not None and _progress(saved) == kept,
         )
+
+    if step != 0:
+        try:
+            state = load(partial(_refuse_wrong, wrong))
+        except DamagedCheckpoint:
+            if not wrong:
+                raise
+            if dist.get_rank() == 0:
+                logger.warning("there is no state from before: going on from the newest")
+            state = load(lambda saved: None)
     if state is not None:  # a state in memory has not been checked before, unlike one in storage
         where = f"the state in {checkpointer.loaded_from}"
         check_resume(state, recipe, task, where, init_from)
@@ -97,6 +118,15 @@ def restore(
         for loss in ranks.on_main(lambda: _validation_loss_in_ledger(recipe, progress)):
             progress.judge(loss)
     return progress, state
+
+
+def _refuse_wrong(wrong: Mapping[str, int], saved: Mapping[str, Any]) -> None:
+    """Raise DamagedCheckpoint for a state that `wrong` names, see `restore`."""
+    right = wrong.get(str(saved.get("attempt")))
+    if right is not None and saved["step"] > right:
+        raise DamagedCheckpoint(
+            f"a rank may have computed wrongly before it was saved; step {right} was right"
+        )
 
 
 def _validation_loss_in_ledger(recipe: Recipe, progress: Progress) -> list[float | None]:

@@ -23,6 +23,7 @@ from trainer.tasks.task import Task
 
 if TYPE_CHECKING:
     from trainer.run.balance import SpeedShares
+    from trainer.run.witness import Witness
 
 
 @dataclass
@@ -118,6 +119,8 @@ class Run:
     """Names of the scalars that it returns in validation."""
     balance: "SpeedShares | None" = None
     """The plans of `batch.balance: speed`; None: `plan` holds throughout."""
+    witness: "Witness | None" = None
+    """Compares gradients of ranks; None: nobody does."""
 
     def plan_at(self, sequences: int) -> BatchPlan:
         """The plan of the global batch that begins at a sequence of the global order."""

@@ -4,8 +4,10 @@ the update."""
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,9 @@ from trainer.recipe.seeds import stable_seed
 from trainer.recipe.strategies import exact
 from trainer.run.guard import Verdict, judge_step, judge_weights
 from trainer.run.state import Run
+
+if TYPE_CHECKING:
+    from trainer.run.witness import Comparison
 
 NAME_BYTES = 256
 """Longest tensor name that a rank sends to the others, in bytes."""
@@ -120,14 +125,14 @@ def train_step(run: Run, source: Inputs) -> StepResult:
     pulse.report(step, "data")
     inputs, data_wait = source.take()
     digest = consumed(inputs, run.micro_batches, run.mesh.witness)
-    outcome = gradients(run, inputs, digest, source)
+    outcome = undisputed_gradients(run, inputs, digest, source)
     note = spoiled = ""
     overflow = progress.loss_scale.value > 1 and math.isfinite(outcome.loss)  # usual with fp16
     if outcome.spoiled or not (outcome.good or overflow):
         spoiled = not_finite_anywhere(run)
     if not outcome.good and not spoiled and progress.loss_scale.value == 1:
         model.zero_gradients()
-        outcome, note = rerun(run, outcome, gradients(run, inputs, digest))
+        outcome, note = rerun(run, outcome, undisputed_gradients(run, inputs, digest))
     # The gradients were computed with this scale; `judge` may change it for the next step.
     scale = progress.loss_scale.value
     verdict = judge_weights(step, False, spoiled) if spoiled else judge(run, outcome, note)
@@ -212,11 +217,28 @@ class Gradients:
     """This rank's part of the loss."""
     compute: float
     """Mean seconds of this rank's forward passes. Backward passes also wait for other ranks."""
+    dispute: "Comparison | None" = None
+    """What ranks computed of the same micro-batches, if that differs; see witness.py."""
 
     @property
     def good(self) -> bool:
         """Whether loss and norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+def undisputed_gradients(
+    run: Run,
+    inputs: Sequence[Mapping[str, torch.Tensor]],
+    digest: tuple[int, int] | None,
+    upcoming: Inputs | None = None,
+) -> Gradients:
+    """`gradients`, computed again while ranks find different ones of one micro-batch."""
+    outcome = gradients(run, inputs, digest, upcoming)
+    while run.witness and outcome.dispute:  # ends: a rank that is contradicted twice leaves
+        run.witness.settle(run, outcome.dispute, partial(pass_loss, run))
+        run.model.zero_gradients()
+        outcome = gradients(run, inputs, digest)
+    return outcome
 
 
 def gradients(
@@ -233,14 +255,14 @@ def gradients(
         digest: see `consumed`.
         upcoming: source of the next step's micro-batches, fetched meanwhile on a GPU.
     """
-    recipe, plan, mesh, device = run.recipe, run.plan, run.mesh, run.world.device
+    recipe, mesh, device = run.recipe, run.mesh, run.world.device
     model, progress, pulse = run.model, run.progress, run.pulse
     step, marks = progress.step + 1, []
     # The loss is a sum over the global batch divided by the number of counted labels, which is
     # known only after all ranks have counted. So each loss is divided by the usual count here, and
     # the gradients are corrected by usual / actual when they are read. Without masked labels the
     # two counts are equal.
-    usual = plan.global_batch * run.task.usual_count
+    usual = usual_count(run)
     # float64: the losses join one all-reduce with digests below 2**32, which float32 would round.
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     counted: float | torch.Tensor = 0.0
@@ -250,27 +272,17 @@ def gradients(
     def forward(number: int, batch: Mapping[str, torch.Tensor], call: Call) -> Passed:
         nonlocal loss_sum, counted, recorded
         micro_batch = micro_batches[number]
-        pulse.report(step, "step")  # each pass anew: the watchdog's limit is for one pass
-        on_device = {
-            key: tensor.to(device, non_blocking=True)
-            for key, tensor in batch.items()
-            if key != COUNTED
-        }
-        if model.draws:  # seeded by the sequences, so dropout is equal for any world size
-            seed = stable_seed(recipe.run.seed, "dropout", micro_batch.positions[0])
-            seed_generators(seed, device)
-        began = mark(device)
-        result = call(on_device)
-        if not isinstance(result, dict):
+
+        def timed(on_device: Mapping[str, torch.Tensor]) -> Passed | dict[str, torch.Tensor]:
+            began = mark(device)
+            result = call(on_device)
             marks.append((began, mark(device)))
             return result
-        means = dict(result)
-        count = means.pop(COUNT, batch.get(COUNTED, len(micro_batch.positions)))
-        # A micro-batch that only fills up a rank's passes counts 0.
-        count = count * micro_batch.real
-        # Weighted by the count, so that micro-batches with unequal counts add up to one mean.
-        loss = means.pop("loss") * (count / usual)
-        marks.append((began, mark(device)))
+
+        result = compute_pass(run, micro_batch, batch, timed)
+        if not isinstance(result, dict):
+            return result
+        loss, count, means = weighted(run, micro_batch, batch, result)
         loss_sum += snap_loss(loss.detach())
         counted += snap_loss(count.detach()) if isinstance(count, torch.Tensor) else count
         ordered = run.trained.in_order(means)
@@ -279,7 +291,9 @@ def gradients(
         # fp16 would round small gradients to 0.
         return loss * progress.loss_scale.value
 
-    model.run(inputs, forward, train=True)
+    watch = run.witness.watch(run, partial(pass_loss, run)) if run.witness else nullcontext()
+    with watch as comparison:
+        model.run(inputs, comparison.around(forward) if comparison else forward, train=True)
 
     # One small all-reduce gives every rank the loss, the squared gradient norm, all counts and
     # digests, and the requests of any rank to save, pause, mute or check weights for NaN.
@@ -301,7 +315,8 @@ def gradients(
     if not mesh.counts:
         sums, counted = [torch.zeros_like(part) for part in sums], 0.0
     requests = pulse.wants_save, pulse.pause_request, pulse.mute, bool(run.checkpointer.not_finite)
-    values = (counted, *requests, *(digest or (0, 0)))
+    compared = [comparison.word()] if comparison else []
+    values = (counted, *requests, *(digest or (0, 0)), *compared)
     flags = [  # filled on the device: a copy from the host would wait for all launched kernels
         value.reshape(1) if isinstance(value, torch.Tensor) else loss_sum.new_full((1,), value)
         for value in values
@@ -313,6 +328,9 @@ def gradients(
     if isinstance(run.optimizer, MethodOptimizer) and not model.file:
         run.optimizer.gather()  # while the GPU still computes, so it costs no time
     mean_loss, *rest = run.balance.hear(received(word)) if run.balance else received(word)
+    dispute = None
+    if run.witness and comparison:
+        dispute = run.witness.disputed(comparison, step, int(rest.pop()))
     *square_parts, count_sum, saving, pausing, mute, spoiling, samples, contents = rest[
         len(names) :
     ]
@@ -325,8 +343,50 @@ def gradients(
     other_means = {name: undivided * value for name, value in zip(names, rest, strict=False)}
     return Gradients(
         mean_loss * undivided, other_means, norm, undivided, round(count_sum), saving > 0, pausing,
-        int(mute), spoiling > 0, digests, loss_sum, compute,
+        int(mute), spoiling > 0, digests, loss_sum, compute, dispute,
     )  # fmt: skip
+
+
+def usual_count(run: Run) -> float:
+    """Labels or samples that a global batch counts, unless some are masked."""
+    return run.plan.global_batch * run.task.usual_count
+
+
+def compute_pass(
+    run: Run, micro_batch: MicroBatch, batch: Mapping[str, Any], call: Call
+) -> Passed | dict[str, torch.Tensor]:
+    """Call the model for a micro-batch, whose inputs are `batch`."""
+    device = run.world.device
+    # each pass anew: the watchdog's limit is for one pass
+    run.pulse.report(run.progress.step + 1, "step")
+    on_device = {
+        key: tensor.to(device, non_blocking=True) for key, tensor in batch.items() if key != COUNTED
+    }
+    if run.model.draws:  # seeded by the sequences, so dropout is equal for any world size
+        seed = stable_seed(run.recipe.run.seed, "dropout", micro_batch.positions[0])
+        seed_generators(seed, device)
+    return call(on_device)
+
+
+def weighted(
+    run: Run, micro_batch: MicroBatch, batch: Mapping[str, Any], result: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, float | torch.Tensor, dict[str, torch.Tensor]]:
+    """(loss, divided by the usual count of a global batch; count that it was taken over; other
+    means) of a micro-batch, from the `means` of the model."""
+    means = dict(result)
+    # A micro-batch that only fills up a rank's passes counts 0.
+    count = means.pop(COUNT, batch.get(COUNTED, len(micro_batch.positions))) * micro_batch.real
+    # Weighted by the count, so that micro-batches with unequal counts add up to one mean.
+    return means.pop("loss") * (count / usual_count(run)), count, means
+
+
+def pass_loss(
+    run: Run, micro_batch: MicroBatch, batch: Mapping[str, Any], call: Call
+) -> torch.Tensor:
+    """The loss of a micro-batch from which its gradient in `gradients` comes."""
+    result = compute_pass(run, micro_batch, batch, call)
+    assert isinstance(result, dict)  # only a pipeline returns anything else
+    return weighted(run, micro_batch, batch, result)[0] * run.progress.loss_scale.value
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

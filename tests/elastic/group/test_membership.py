@@ -362,6 +362,21 @@ def test_a_node_that_fails_often_is_sent_away_and_may_come_back():
     assert state.members == ("b", "c", "a"), "counted anew"
 
 
+def test_a_node_that_computes_wrongly_leaves_at_once_whatever_others_report():
+    state, wrong = begin("a", "b", "c"), replace(failure(), why="b and c contradicted it")
+    wrong = replace(wrong, unfit=True)
+    lost_peer = Failure("b", None, 5, "rank 1 lost its connection to another", 0.0)
+    for before in (state, fail(state, 1, 0, lost_peer, LIMITS)):
+        after = fail(before, 1, 0, wrong, LIMITS)
+        assert (after.members, after.closed) == (("b", "c"), None)
+        assert after.lost.why == "sent away: b and c contradicted it"
+        assert after.struck == (wrong,)
+        assert fail(after, 1, 0, wrong, LIMITS) == after
+    needed = fail(begin("a", "b"), 1, 0, wrong, LIMITS)
+    assert needed.closed.code == 93
+    assert needed.closed.reason.startswith("b and c contradicted it. The job has too few nodes")
+
+
 def test_nobody_is_sent_away_who_is_needed():
     limits = Limits(minimum=2, maximum=3, strikes=1)
     state = fail(begin("a", "b"), 1, 0, failure(), limits)

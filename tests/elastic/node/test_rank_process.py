@@ -9,6 +9,7 @@ from elastic.exits import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_MENDED,
+    EXIT_OUTVOTED,
     EXIT_PAUSED,
     EXIT_PEER_GONE,
     EXIT_WRONG_INPUT,
@@ -68,3 +69,9 @@ def test_an_exit_ends_the_job_or_pauses(code, given, end):
 def test_a_failure_counts_against_whose_it_is(code, given, rank, why, error, mended, outside):
     expected = Failure("here", rank, 7, why, 9.0, error, mended, outside)
     assert judge(code, **given) == expected
+
+
+def test_a_rank_that_others_contradicted_is_unfit():
+    error = "DisputeError: two others contradicted rank 3: twice"
+    why = "two others contradicted rank 3: twice"
+    assert judge(EXIT_OUTVOTED, error=error) == Failure("here", 3, 7, why, 9.0, error, unfit=True)
