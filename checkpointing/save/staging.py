@@ -8,7 +8,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
@@ -182,7 +182,9 @@ class Staging:
         numbers: Callable[[], NumberSummary],
     ) -> None:
         try:
-            with torch.no_grad(), torch.cuda.stream(self._stream):
+            # torch 2.14 would begin with CUDA for the stream None, too, which a fork may not.
+            on_stream = torch.cuda.stream(self._stream) if self._stream else nullcontext()
+            with torch.no_grad(), on_stream:
                 if self._stream is not None:  # kernels that write the tensors must be done
                     self._stream.wait_event(written)
                 for (start, stop), end in zip(self._portions, self._ends, strict=True):

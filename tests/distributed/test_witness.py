@@ -203,6 +203,7 @@ def test_every_bit_is_in_a_digest():
         (["strategy.tp=2"], "strategy.tp: with elastic.witness .* set strategy.tp=1"),
         (["strategy.pp=2"], "strategy.pp: with elastic.witness"),
         (["strategy.offload=cpu"], "strategy.offload: does not work with elastic.witness"),
+        (["batch.balance=speed"], "batch.balance: speed gives ranks unequal .* elastic.witness=0"),
         (["elastic.witness=1.5"], "elastic.witness: must be at most 1"),
     ],
 )
