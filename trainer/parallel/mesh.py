@@ -96,13 +96,18 @@ class Mesh:
         )
         return of_stages
 
-    def merged(self, by_name: dict[str, Any]) -> dict[str, Any]:
-        """Union of dictionaries by parameter name over the stages of a pipeline. On all ranks."""
+    def merged(self, *by_name: dict[str, Any]) -> list[dict[str, Any]]:
+        """Union of each dictionary by parameter name over the stages of a pipeline. On all
+        ranks."""
         if PIPELINE not in (self.device_mesh.mesh_dim_names or ()):
-            return by_name
+            return [*by_name]
         group = self.device_mesh[PIPELINE].get_group()
-        parts: list[dict[str, Any]] = exchange(by_name, group.size(), group)
-        return {name: value for part in parts for name, value in part.items()}
+        # One exchange for all of them: each is a round trip between the stages.
+        of_stages: list[list[dict[str, Any]]] = exchange([*by_name], group.size(), group)
+        return [
+            {name: value for part in parts for name, value in part.items()}
+            for parts in zip(*of_stages, strict=True)
+        ]
 
 
 def forget_meshes() -> None:

@@ -241,14 +241,14 @@ class ParallelModel:
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """The optimizer's state tensors by name."""
-        return apart(own_state(optimizer, self.optimized).tensors, self.stacks)
+        return self.kept_by(optimizer)[0]
 
     def kept_by(
-        self, optimizer: torch.optim.Optimizer, merged: Callable[[dict[str, Any]], dict[str, Any]]
+        self, optimizer: torch.optim.Optimizer
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """The optimizer's state in a checkpoint: tensors, and JSON by FQN, gathered by `merged`."""
+        """The optimizer's state on this rank: tensors by name, and JSON by FQN."""
         kept = own_state(optimizer, self.optimized)
-        return apart(kept.tensors, self.stacks), merged(kept.trees)
+        return apart(kept.tensors, self.stacks), kept.trees
 
     def targets_of(self, optimizer: torch.optim.Optimizer) -> "Targets":
         """The targets into which the optimizer's state is loaded."""

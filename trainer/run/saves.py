@@ -341,15 +341,17 @@ def save(run: Run, *, wait: bool = False, memory_only: bool = False) -> None:
 def contents(run: Run) -> dict[str, Any]:
     """The contents of a checkpoint of the step just done, as arguments of
     `TensorCheckpointer.save`. On all ranks."""
-    model, optimized = run.model, run.model.optimized
-    tensors, kept = model.kept_by(run.optimizer, run.mesh.merged)
+    model = run.model
+    tensors, of_stage = model.kept_by(run.optimizer)
+    groups_of_stage = parameter_groups(run.optimizer, model.optimized)
+    kept, groups = run.mesh.merged(of_stage, groups_of_stage)
     return {
         "model": model.saved,
         "optimizer": tensors,
         "state": {
             **asdict(run.progress),
             **({KEPT: kept} if kept else {}),
-            "parameter_groups": run.mesh.merged(parameter_groups(run.optimizer, optimized)),
+            "parameter_groups": groups,
             **run_state(run.recipe, run.task, run.world, run.progress.init_from),
             **({UNWRITTEN: unwritten} if (unwritten := run.log.unwritten) else {}),
             **run.log.to_state(),

@@ -1,4 +1,4 @@
-"""Where ranks are placed, and which layouts are refused; without any process."""
+"""Where ranks are placed, which layouts are refused, and what the stages of a pipeline exchange."""
 
 import random
 from functools import partial
@@ -10,7 +10,9 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 
 from elastic.world import World
+from tests.checkpointing.worlds import run_ranks
 from trainer.data.loader import MASK
+from trainer.parallel import mesh
 from trainer.parallel.mesh import build_mesh, least_nodes, mesh_shape, placement, replica_ranks
 from trainer.recipe import RecipeError
 
@@ -133,3 +135,20 @@ def test_samples_that_are_not_a_ranks_own_show_in_the_sum(recipe, meshes, overri
         swapped[a], swapped[b] = own[b], own[a]
         mixed = own[a] != own[b] and ranks[a].place != ranks[b].place
         assert (told(swapped) != told(own)) == mixed, (a, b)
+
+
+def test_a_save_in_a_pipeline_takes_one_exchange(recipe, tmp_path, monkeypatch):
+    layout, exchange, exchanges = recipe("strategy.pp=2", "strategy.name=ddp"), mesh.exchange, []
+
+    def counted(*arguments):
+        exchanges.append(arguments)
+        return exchange(*arguments)
+
+    def work(rank):
+        monkeypatch.setattr(mesh, "exchange", counted)
+        world = World(rank, rank, 2, 2, 1, 0, 0, None, torch.device("cpu"))
+        stages = build_mesh(layout, world)
+        return stages.merged({f"tree{rank}": rank}, {}, {f"group{rank}": -rank}), len(exchanges)
+
+    union = [{"tree0": 0, "tree1": 1}, {}, {"group0": 0, "group1": -1}]
+    assert run_ranks(2, work, tmp_path) == [(union, 1)] * 2

@@ -265,7 +265,7 @@ def _check_state(walk: Walk, run: Run, step: int) -> None:
     ledger."""
     if walk.proof != "bits":
         return
-    tensors, _ = run.model.kept_by(run.optimizer, run.mesh.merged)
+    tensors = run.model.state_of(run.optimizer)
     digests = digests_in_memory(dist.group.WORLD, model=run.model.saved, optimizer=tensors)
     walk.problems(
         f"step {step}: the {what} after it have another digest, {ours}, than its save recorded, "
