@@ -9,7 +9,7 @@ import torch
 
 from checkpointing.format.tensors import local_tensor
 from lab.chaos.faults import POISON
-from trainer.parallel.parallelize import ParallelModel
+from trainer.parallel.parallel_model import ParallelModel
 
 _collect_gradients = ParallelModel.collect_gradients
 

@@ -20,7 +20,7 @@ from trainer.models.versions import drop_unreduced_gradient
 from trainer.parallel.ddp import apply_ddp_again
 from trainer.parallel.fsdp import fsdp_groups, fsdp_units
 from trainer.parallel.mesh import Mesh
-from trainer.parallel.parallelize import ParallelModel
+from trainer.parallel.parallel_model import ParallelModel
 
 CAN_RESET = hasattr(FSDPModule, "reset_iter_state")
 """Whether FSDP can drop a failed step: from torch 2.13 on."""

@@ -28,7 +28,8 @@ from trainer.models.transformers_model import TransformersModel
 from trainer.optim.optimizer import build_optimizer
 from trainer.optim.schedule import build_schedule
 from trainer.parallel.mesh import Mesh, build_mesh, placement
-from trainer.parallel.parallelize import DTYPES, ParallelModel, parallelize
+from trainer.parallel.parallel_model import ParallelModel
+from trainer.parallel.parallelize import DTYPES, parallelize
 from trainer.parallel.rejoin import rejoin
 from trainer.recipe import Recipe, RecipeError, Strategy, strategies
 from trainer.run.identity import Agreement

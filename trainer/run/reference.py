@@ -31,7 +31,7 @@ from trainer.data.prepare.writer import atomic
 from trainer.data.stream import COUNTED
 from trainer.parallel.fsdp import fsdp_units
 from trainer.parallel.mesh import Mesh
-from trainer.parallel.parallelize import ParallelModel
+from trainer.parallel.parallel_model import ParallelModel
 from trainer.recipe import Recipe
 from trainer.tasks.task import Task
 

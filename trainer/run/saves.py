@@ -21,7 +21,7 @@ from checkpointing.format.tensors import local_tensor
 from checkpointing.ranks import RankGroup
 from elastic import LedgerError, SaveClock, expected_mtbf, read_history, reliability
 from trainer.optim.optimizer import LossScale, parameter_groups
-from trainer.parallel.parallelize import KEPT, ParallelModel
+from trainer.parallel.parallel_model import KEPT, ParallelModel
 from trainer.recipe import Recipe
 from trainer.run.provenance import check_resume, run_state
 from trainer.run.state import Progress, Run

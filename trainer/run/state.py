@@ -14,7 +14,7 @@ from elastic.node.recall import Recall
 from trainer.optim.optimizer import LossScale
 from trainer.optim.schedule import Rate
 from trainer.parallel.mesh import Mesh
-from trainer.parallel.parallelize import ParallelModel
+from trainer.parallel.parallel_model import ParallelModel
 from trainer.recipe import Recipe
 from trainer.recipe.sections import RunSection
 from trainer.run.means import Names

@@ -21,7 +21,8 @@ from elastic import Pulse
 from elastic.world import is_lost_peer
 from trainer.data.shards import DataError
 from trainer.optim.method import update
-from trainer.parallel.parallelize import DTYPES, ParallelModel
+from trainer.parallel.parallel_model import ParallelModel
+from trainer.parallel.parallelize import DTYPES
 from trainer.parallel.passes import loss_problem, means
 from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.factory import CIRCUMSTANCES, OwnCodeError, failure, is_wrong, place_in

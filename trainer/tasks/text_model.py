@@ -30,7 +30,8 @@ from trainer.tasks.model_blocks import repeated_blocks
 from trainer.tasks.own_model import keep_in_float32
 
 if TYPE_CHECKING:
-    from trainer.parallel.parallelize import Fill, ParallelModel
+    from trainer.parallel.parallel_model import ParallelModel
+    from trainer.parallel.parallelize import Fill
 
 AfterStep = Callable[["ParallelModel", int], None]
 """Called with the trained model, and the samples consumed so far."""

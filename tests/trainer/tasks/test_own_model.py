@@ -15,7 +15,7 @@ from elastic import Pulse
 from elastic.node.progress import ProgressPage
 from tests.distributed.jobs import RECIPE
 from trainer.data.sample_stream import count_of
-from trainer.parallel.parallelize import ParallelModel
+from trainer.parallel.parallel_model import ParallelModel
 from trainer.recipe import RecipeError, load_recipe
 from trainer.recipe.factory import OwnCodeError
 from trainer.recipe.sections import Precision
