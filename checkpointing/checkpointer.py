@@ -212,6 +212,7 @@ class Checkpointer:
         """
         state = {key: unwrapped(value) for key, value in state.items()}
         optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
+        # An optimizer that does not wait could change any tensor during the copy.
         guarded = bool(optimizers) and all(one in self._guarded for one in optimizers)
 
         def collect() -> tuple[int, StateParts, bytes, tuple[int, bytes]]:
@@ -371,6 +372,7 @@ class Checkpointer:
             replicas_to_compare(weights, parts.optimizer, step) if len(self._ranks.all) > 1 else {}
         )
         with failing_alike():
+            # One exchange for all that the ranks must agree on.
             reports = self._ranks.together(
                 lambda: (step, digest, buffers, parts.tied, sample_digest(whole, step))
             )

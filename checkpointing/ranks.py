@@ -79,6 +79,7 @@ class RankGroup:
         outcomes = [outcome]
         if self.group is not None:
             outcomes = exchange(outcome, len(self.all), self.group)
+        # After the exchange: a rank that failed took part, else the others would hang.
         for failure in outcomes:
             if isinstance(failure, RankFailure):
                 raise RankError(failure) from (cause if failure.rank == self.rank else None)
@@ -100,6 +101,7 @@ class RankGroup:
         Args:
             held: by rank: bytes of its tensors, and a digest of their names and shapes.
         """
+        # Every rank joins every broadcast, also of tensors that it lacks: collectives must match.
         for one in dict.fromkeys(held):
             nbytes, first = one[0], held.index(one)
             if nbytes and held.count(one) > 1:
@@ -112,6 +114,7 @@ class RankGroup:
         (torchrun's GROUP_RANK)."""
         if self._nodes is None:
             agent = os.environ.get("GROUP_RANK", "")
+            # Two agents on one machine are two nodes: each can be lost without the other.
             identities = self.together(lambda: f"{machine()}-{agent}")
             self._nodes = tuple(
                 tuple(rank for rank, of in zip(self.all, identities, strict=True) if of == one)
@@ -147,6 +150,7 @@ class RankGroup:
             RankError: `sections` failed, a tensor cannot be stored, or ranks contradict each other.
         """
         specs: list[dict[str, TensorSpec]] = []
+        # DTensors name ranks of the whole world, even if this process acts alone.
         alone = self.group is None and dist.is_initialized()
         known = range(dist.get_world_size()) if alone else self.all
 

@@ -184,6 +184,7 @@ class TensorCheckpointer:
         for the running save. From then on memory serves no restart, which could not tell the
         directory that it belongs to."""
         self._saves.end(self._writers.link)
+        # Its slots are marked with the token of the old directory. New writers get none.
         if self._writers.has_token:
             self.close()
         self._moves, self._writers.has_token, self._loaded = True, False, False
@@ -263,6 +264,7 @@ class TensorCheckpointer:
         contents = None
         try:
             plan, staging = self._prepared(model, optimizer, hurried=True)
+            # A copy that ends with this process serves no restart. Known on all ranks alike.
             if memory_only and not self.memory_lasts:
                 return False
             staging.finish()
@@ -275,12 +277,14 @@ class TensorCheckpointer:
                     known.newest, memory_only, dict(before or {}),
                 )  # fmt: skip
         except Exception as error:
+            # The others request this save, too, and would begin it without this rank.
             self._refuse(key, error)
             raise
         wait = wait or (self.options.when_busy == "wait" and not memory_only)
         try:
             answer = self._writers.request(plan, staging, msg.Begin(key, wait, contents))
         except (WriterGoneError, StorageError) as gone:
+            # A lost writer costs this save, not the run.
             answer = msg.Skip(key, str(gone))
         match answer:
             case msg.Refused(_, failure):
@@ -289,6 +293,7 @@ class TensorCheckpointer:
                 if not memory_only:
                     self._saves.skipped(step, reason)
                 return False
+        # Before the copy, which may fail at once: its outcome must find a running save.
         self._saves.begun(step, memory_only)
         try:
             tensors, at_once = by_section(model, optimizer), unguarded(model, optimizer)
@@ -406,6 +411,7 @@ class TensorCheckpointer:
         goals: list[LoadGoal] = []
 
         def aim(saved: Mapping[str, Any], metas: Mapping[str, TensorMeta]) -> LoadGoal:
+            # A function may return other targets for each checkpoint that is tried.
             if callable(optimizer) or not goals:
                 targets, described = self._planner.describe(
                     lambda: (model, optimizer(saved, metas) if callable(optimizer) else optimizer)
@@ -418,6 +424,7 @@ class TensorCheckpointer:
                 with failing_alike():
                     aim({}, {})  # raises for unusable targets, whatever storage holds
             state = self._load(aim, step, held, refuse, holds)
+        # What a save before has copied is no longer in the tensors.
         self._loaded, self.not_finite = True, ""
         if self._prepare_after_load and goals:
             self._prepared(*goals[-1].targets)
@@ -452,6 +459,7 @@ class TensorCheckpointer:
                 memory = find_memory(self._ranks, self.directory, aim, held)
                 if memory and len(self._ranks.nodes()) > 1:  # other nodes may hold parts
                     self._start()
+                # Before a target is written to: if a checksum is wrong, storage is still an option.
                 kept = check_memory(self._ranks, memory, refuse, holds) if memory else None
                 pull = Puller(self._writers.addresses, self._writers.secret)
                 try:
@@ -555,6 +563,7 @@ class TensorCheckpointer:
             devices = (tensor.device for tensor in (*model.values(), *optimizer.values()))
             device = next(devices, torch.device("cpu"))
             files = [file.name for file in plan.shared.files]
+            # Set by `allocate`: `together` exchanges results, and a staging cannot travel.
             stagings: list[Staging] = []
 
             def allocate() -> bool:
@@ -563,9 +572,12 @@ class TensorCheckpointer:
                 self._note = slots.note
                 return slots.lasting
 
+            # All or none: the others would wait in each save for a rank without slots.
             lasting = self._ranks.together(allocate)
+        # A step is whole only with the parts of all nodes.
         self.memory_lasts = self._writers.has_token and all(lasting)
         self._plan, self._staging = plan, stagings[0]
+        # The new slots have taken the place of what the run before left.
         self._restored = replace(self._restored, superseded=False)
         return plan, stagings[0]
 

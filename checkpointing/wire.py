@@ -155,6 +155,7 @@ def _plain(*kinds: type) -> _Form:
     expected = " or ".join(kind.__name__ for kind in kinds)
 
     def decode(value: Any, _: _Unpacking) -> Any:
+        # Not isinstance: true would pass for a whole number.
         _require(type(value) in kinds, value, expected)
         return value
 
@@ -271,6 +272,7 @@ def _fields(kind: type) -> _Form:
             _require(False, value, f"the {len(names)} fields of {kind.__name__}")
         return kind(
             **{
+                # Most fields are plain, and a call for each would cost more than the check.
                 name: item if type(item) in plain else decode_one(item, found)
                 for (name, plain, decode_one), item in zip(parts, value, strict=True)
             }

@@ -121,6 +121,7 @@ class BlockSums:
         for file, blocks in checked.items():
             for block in blocks:
                 at = self._first[file] + block
+                # The second row is not 0 where replicas have read different bytes.
                 if found[0, at] != self._records[file].checksums[block] or found[1, at]:
                     bad.append((file, block))
         return bad

@@ -423,6 +423,7 @@ class CommitRecord:
             checksum = body.pop("sha256")
             if checksum != _digest(body):
                 raise ValueError("it was changed after it was written")
+            # After the checksum: a damaged number would read as a later version.
             if count(body["format"]) > FORMAT:
                 raise StorageError(
                     f"{where}: written in format {body['format']} by a later version of perdure; "

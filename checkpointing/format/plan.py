@@ -135,6 +135,7 @@ def merge_specs(specs_of_ranks: Mapping[int, Mapping[str, TensorSpec]]) -> dict[
             known = merged.setdefault(name, spec)
             if known.meta != spec.meta:
                 raise ValueError(f"{name} is {known.meta} on one rank and {spec.meta} on another")
+            # A rank knows the mesh that it is on; copies may lie on another.
             layouts = tuple(dict.fromkeys((*known.layouts, *spec.layouts)))
             if len({(layout.mesh_shape, layout.splits) for layout in layouts}) > 1:
                 raise ValueError(f"{name} is split differently on different ranks: {layouts}")
@@ -156,6 +157,7 @@ def assign_files(files: Sequence[TensorFile], nodes: int) -> dict[str, int]:
     bytes so far (Graham's LPT rule, within 4/3 of the optimum). Equal on all ranks."""
     loads = [(0, node) for node in range(nodes)]
     owners = {}
+    # The name breaks ties, so that all ranks decide alike.
     for file in sorted(files, key=lambda file: (-file.size, file.name)):
         load, node = loads[0]
         heapq.heapreplace(loads, (load + file.size, node))
@@ -207,6 +209,7 @@ def plan_file(
         spec = specs[name]
         done: set[int] = set()
         for rank in itertools.chain.from_iterable(layout.ranks for layout in spec.layouts):
+            # One rank stands for all its replicas.
             if rank in done:
                 continue
             done.update(replica_set(spec.layouts, rank))
@@ -269,6 +272,7 @@ def replica_set(layouts: tuple[TensorLayout, ...], rank: int) -> tuple[int, ...]
     return tuple(dict.fromkeys(ranks))
 
 
+# Cached: thousands of tensors share a few layouts.
 @lru_cache(maxsize=65536)
 def _contributors(
     layouts: tuple[TensorLayout, ...], rank: int, owner: tuple[int, ...]
@@ -291,6 +295,7 @@ def _contributors(
 
 @lru_cache(maxsize=65536)
 def _coordinate(layouts: tuple[TensorLayout, ...], rank: int) -> tuple[int, ...] | None:
+    # Meshes side by side: a rank is on one of them at most.
     coordinates = (layout.coordinate(rank) for layout in layouts)
     return next((coordinate for coordinate in coordinates if coordinate is not None), None)
 

@@ -107,6 +107,7 @@ def read_together(
         if any(path for path, _ in windows.values()):
             ranks.together(lambda: load.open_window(windows))
     finally:
+        # All have mapped it, or failed: a crash from here on leaves no file.
         load.remove_window()
     ranks.together(load.read)
     if load.has_checksums:  # else one collective fewer while the job waits
@@ -167,6 +168,7 @@ class _Load:
         if not plan.shared or self._ranks.rank != self._near[0]:
             return "", 0
         share = sum(unit.nbytes for unit in plan.shared) // len(self._near)
+        # Room for a slab at least, and no more than what is read.
         area = min(max(HALF_BYTES // len(self._near), self._step), share + self._step)
         self._created_window = make_window(len(self._near), area, self._step)
         return self._created_window
@@ -175,6 +177,7 @@ class _Load:
         meta, target = unit.stored.meta, self._targets[unit.name]
         checked = unit if unit.name in self._finite else None
         data = target.memory(unit.box, TORCH_DTYPES[meta.dtype])
+        # It cannot be read in place, for example on a GPU: through memory of the reader.
         if data is None:
             for slab in slabs(unit, self._step):
                 yield Segment(slab.begin, slab.nbytes, None, unit.replica, slab, checked)
@@ -188,6 +191,7 @@ class _Load:
         """Plan to read every byte of the blocks to check: those of the tensors and of the header.
         Bytes that no rank holds are divided among all."""
         held: dict[str, list[tuple[int, int]]] = {file: [] for file in self._own}
+        # Ranks complete each other's blocks. One that reads alone reads the rest itself.
         if self._ranks.group is None:
             for file, segments in self._own.items():
                 held[file] = [(read.begin, read.begin + read.nbytes) for read in segments]
@@ -196,6 +200,7 @@ class _Load:
                 held[at.file].append((at.begin, at.begin + at.meta.nbytes))
         headers: dict[str, int] = {}
         for at in self._files.tensors.values():
+            # A header ends where the first tensor begins.
             headers[at.file] = min(at.begin, headers.get(at.file, at.begin))
         for file, record in self._records.items():
             spans = merged(held[file])
@@ -228,6 +233,7 @@ class _Load:
         numbers."""
         pinned = any(target.local.is_cuda for target in self._targets.values())
         with ExitStack() as stack:
+            # Any thread takes any free reader, as each has buffers and an open file of its own.
             readers: SimpleQueue[SegmentReader] = SimpleQueue()
             for sums in self._sums:
                 reader = SegmentReader(

@@ -117,6 +117,7 @@ def leftover_slots(directory: str, home: int, run: str, held: ExitStack) -> list
         folder = hold(place, to_read=True)
         if folder is None:
             continue
+        # The lock ends with the descriptor, and the bytes are read later.
         held.callback(folder.close)
         for path in sorted(folder.path.glob("*.manifest")):
             manifest = read_manifest(path, run)
@@ -146,8 +147,10 @@ def newest_whole(
     parts: dict[tuple[int, int, str], dict[int, LeftoverSlot]] = {}
     for part in left:
         found = part.manifest
+        # Storage is as it was at the copy, or has got this very step since.
         follows = listed in (found.committed, found.step) and (good is None or found.step >= good)
         if found.tensors == tensors and follows:
+            # Two attempts reach the same step with other bits: their parts do not mix.
             key = found.step, found.nodes, found.attempt
             by_node = parts.setdefault(key, {})
             if part.home == found.node or found.node not in by_node:

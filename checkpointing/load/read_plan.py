@@ -82,6 +82,7 @@ def plan_reads(
     """
     node_of = {other: number for number, ranks in enumerate(nodes) for other in ranks}
     near = nodes[node_of[rank]]
+    # Most tensors share a few layouts.
     known: dict[tuple[tuple[TensorLayout, ...], int | None], _Holders] = {}
 
     def holders_of(layouts: tuple[TensorLayout, ...], one: int | None) -> _Holders:
@@ -93,6 +94,7 @@ def plan_reads(
     for name in sorted(specs, key=lambda name: (stored[name].file, stored[name].begin)):
         spec, at = specs[name], stored[name]
         whole = _is_fine(at.meta, spec.layouts[0])
+        # For every rank of the node, as `shared` must be equal on all of them.
         for one in near:
             holders = holders_of(spec.layouts, None if whole else one)
             if one not in holders.near:

@@ -74,6 +74,7 @@ def load_model(
     path, ranks = location(path), RankGroup(group)
     copies = _copies(tensors)
     tied = {**copies, **(tied or {})}
+    # Each byte of a target is written once, also of one with several names.
     tensors = {name: tensor for name, tensor in tensors.items() if name not in copies}
     with failing_alike():
         (specs,) = ranks.specs(lambda: [tensors])

@@ -97,6 +97,7 @@ def load_step(
             sections_of(record.files), (model, optimizer), goal.described.specs, strict=True
         ):
             try:
+                # To the user an adapter is the model.
                 what = OPTIMIZER.stem if section is OPTIMIZER else MODEL.stem
                 refuse_differences(path, there, wanted, what)
             except WrongModel:
@@ -105,8 +106,10 @@ def load_step(
                 raise
         refuse(state)
 
+    # Until all ranks have read it, retention of another process must not delete it.
     with lock:
         record, (model, optimizer), state = ranks.on_main(look)
+        # Outside of `on_main`: describing the targets is collective itself.
         goal = aim(state, {name: tensor.meta for name, tensor in optimizer.items()})
         ranks.on_main(compare)
         read_together(
@@ -164,10 +167,12 @@ def find_memory(
         return newest_step(paths), _newest_good(paths)
 
     listed, good = ranks.on_main(look)  # last: a dying writer may have committed
+    # A run may change its tensors between two starts, and leave slots of both kinds.
     digests = dict.fromkeys(part.manifest.tensors for part in left)
     whole = [newest_whole(left, digest, listed, good) for digest in digests]
     found = sorted((one for one in whole if one), key=lambda one: one[0], reverse=True)
     for step, parts in found:
+        # Every part has rank 0's state: the coordinator sends it with Go.
         state = dict(json.loads(parts[0].manifest.state))
         goal = aim(state, {})
         planned = goal.described.layout
@@ -213,6 +218,7 @@ def check_memory(
         if ranks.is_main:
             refuse(memory.state)
         for part in memory.parts:
+            # One rank of each node: `check` uses all its cores.
             if ranks.first_of_node and part.home == ranks.node:
                 check(part, memory.run)
         return holds(memory.state)

@@ -69,6 +69,7 @@ def jobs(segments: Mapping[str, Iterable[Segment]], step: int) -> Iterator[ReadJ
         batches: list[list[Segment]] = []
         for batch in _batches(of_file, step):
             batches.append(batch)
+            # Small jobs keep all threads busy until the end.
             if len(batches) == _JOB_STEPS:
                 yield ReadJob(file, batches)
                 batches = []
@@ -83,6 +84,7 @@ def _batches(segments: Iterable[Segment], most: int) -> Iterator[list[Segment]]:
         begin, nbytes, data, replica, slab, unit = segment
         for start in range(0, nbytes, most):
             length = min(most, nbytes - start)
+            # One call reads one contiguous range, into at most so many buffers.
             if begin + start != end or length > room or len(batch) == _MOST_BUFFERS:
                 if batch:
                     yield batch

@@ -98,6 +98,7 @@ class Channel:
             data = self._connection.recv_bytes(most)
         except BlockingIOError as error:  # SO_RCVTIMEO has run out
             raise TimeoutError("nothing came for too long") from error
+        # Counted on both sides: a message that is repeated, dropped or swapped has a wrong MAC.
         self._received += 1
         if not hmac.compare_digest(mac, _mac(self._theirs, self._received, data)):
             raise StrangerError("a message that the other side has not sent")
@@ -109,6 +110,7 @@ class Channel:
 
     def limit(self, seconds: float) -> None:
         """Make `recv` fail after `seconds` without a byte; 0: never."""
+        # A duplicate, since a socket object closes its descriptor.
         with socket.socket(fileno=os.dup(self._connection.fileno())) as same:
             _limit(same, seconds)
 

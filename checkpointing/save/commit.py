@@ -191,6 +191,7 @@ class StepCommitter:
 
     def committed(self, name: str, contents: SaveContents) -> None:
         """Record a new step, and rank 0's knowledge of earlier ones."""
+        # A damaged step is written anew under its name: nothing of the new one was read yet.
         self._verified.discard(name)
         self._found_damaged.discard(name)
         self._verified |= set(contents.verified)
@@ -209,6 +210,7 @@ class StepCommitter:
             return Verdicts(self._damaged | self._found_damaged, unreadable, self._verified)
 
         while self._options.keep:
+            # Again after each bad step: then the one before must prove that it can be read.
             found = inspect_steps(self._directory, self._options.best_by, known())
             newest = next((item for item in found if item.is_good), None)
             if newest is None or newest.verified:

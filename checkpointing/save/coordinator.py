@@ -171,6 +171,7 @@ class Coordinator:
             case msg.Refuse(key, failure):
                 if key not in self._answers:
                     self._answer(msg.Refused(key, failure))
+                # Answered with Go already: the others copy by now, so the save fails instead.
                 elif self._is_current(key):
                     why = f"rank {failure.rank} cannot save: {failure.message}"
                     self._fail(node, msg.NodeFailure(why))
@@ -240,6 +241,7 @@ class Coordinator:
     def _on_begin(self, node: int, begin: msg.Begin) -> None:
         key = begin.key
         if key in self._answers:
+            # A late node, or one with a new writer, gets what the others got.
             for message in self._answers[key]:
                 self._host.send(node, message)
             return
@@ -262,6 +264,7 @@ class Coordinator:
     def _consider(self, key: msg.Key) -> None:
         """Answer a request as soon as that is possible."""
         request = self._requests[key]
+        # Considered again when rank 0 requests, and when a node has slots.
         if request.contents is None or len(self._slots) < self._nodes:
             return
         if self._save is not None:
@@ -269,6 +272,7 @@ class Coordinator:
             if not request.wait and not (self._save.memory_only and request.is_durable):
                 self._answer(msg.Skip(key, f"step {self._save.step} is still being saved"))
             return  # `_end` considers a waiting request again
+        # Only here, between saves: a save commits where it began.
         if request.contents.directory != str(self._directory):
             self._move(location(request.contents.directory))
         # Round robin: with two slots, the last complete one is never overwritten.
@@ -342,6 +346,7 @@ class Coordinator:
         save.staged[node] = message.position
         if message.numbers:
             save.numbers[node] = message.numbers
+            # At once: nothing of this step may be committed.
             if bad := message.numbers.bad:
                 self._fail(node, msg.NodeFailure(not_finite(bad)))
                 return
@@ -364,6 +369,7 @@ class Coordinator:
 
     def _on_written(self, receipt: msg.Written) -> None:
         self._steps.trace(receipt.span)
+        # The receipt of a node that was given up meanwhile counts for nothing.
         granted = self._grants.take_back(receipt.key, receipt.blocks)
         save = self._save
         if granted and save is not None and save.key == receipt.key:
@@ -479,6 +485,7 @@ class Coordinator:
         )
         # Writers stop at their next block; until then they write to unlinked files.
         self._send_to_all(msg.Stop(save.key))
+        # Also while the step is prepared: `_prepared` clears what it has made.
         if save.target or save.preparing:
             self._clearing += 1
         if save.target:

@@ -87,6 +87,7 @@ class Spare:
             OSError: no process can be started.
         """
         process, self._process = self._process, None
+        # It may have ended since, for example for lack of memory.
         if process is not None and process.poll() is not None:
             end(process, 0)
             process = None
@@ -206,6 +207,7 @@ class WriterLink:
         if self._connection is None:
             raise WriterGoneError(GONE)
         try:
+            # A message that has begun to arrive is read whole, whatever that takes.
             if timeout is not None and not self._connection.poll(timeout):
                 return None
             message: ToRank = self._connection.recv()

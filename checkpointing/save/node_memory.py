@@ -75,11 +75,13 @@ class NodeMemory:
     ) -> None:
         """Make slots for a plan in another thread; `done` gets them, for `use`, or an
         exception."""
+        # Nothing of the old slots may be taken for the contents of the new ones.
         self._filled.clear()
         self._manifests.clear()
         self.files = []  # their memory is freed only when no process maps it
 
         def work() -> NewSlots:
+            # In this thread, as the kernel takes a while to free the pages.
             if self._folder:
                 forget(self._folder)
                 self._folder = None
@@ -134,6 +136,7 @@ class NodeMemory:
 
     def fill(self, go: Go) -> SlotFilling:
         """Begin to fill a slot: its manifest becomes invalid. `make_room` must follow."""
+        # Replaces what the slot held: a pull that names the earlier save is refused now.
         filling = self._filled[go.slot] = SlotFilling(go.key, go.slot, go.state.decode(), go.newest)
         if self._folder:  # first, so that no restart reads a slot that is being overwritten
             name = f"slot-{go.slot}"
@@ -149,6 +152,7 @@ class NodeMemory:
         """
         if self.slots and self.slots.transient and self.plan:
             make_room(self.slots, self.plan.ranges, self._setup.options.slot_directory)
+            # Its pages are new, and empty.
             self._write_headers(self.plan)
 
     def give_back(self, lost: set[int]) -> None:
@@ -223,6 +227,7 @@ class NodeMemory:
         if folder is None:
             done()
             return
+        # Not valid until all of it is there; `copy_slot` removes the file.
         self._manifests.pop(name, None)
 
         def copied(error: Exception | None) -> None:

@@ -98,6 +98,7 @@ def copy_slot(
     for file, ranges in manifest.ranges.items():
         path = folder / name / file
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # O_NOFOLLOW: a planted link would make this process write elsewhere.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             cut = portions(ranges)
@@ -180,6 +181,7 @@ class Puller:
                 for bundle in bundles(tuple(left)):
                     data, at = connection.recv_bytes(), 0
                     for start, stop in bundle:
+                        # Before it is yielded: a second attempt asks only for what has not arrived.
                         del left[0]
                         yield data[at : at + stop - start]
                         at += stop - start
@@ -197,6 +199,7 @@ class Puller:
     def _connection(self, node: int) -> Channel:
         if node not in self._connections:
             connection = self._connections[node] = call(self._addresses[node], self._secret)
+            # A machine that is gone sends no end.
             connection.limit(SILENT_SECONDS)
             connection.send(Caller("pull", node))
         return self._connections[node]
@@ -223,6 +226,7 @@ def serve_pulls(
                 files = slots(number, key)
             case LeftoverAddress(folder):
                 path = f"{folder}/{file}"
+                # Opened once, as a load reads many ranges of each file.
                 if path not in left:
                     try:
                         left[path] = open_leftover(folder, [file], run)

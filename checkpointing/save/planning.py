@@ -109,6 +109,7 @@ class Planner:
     ) -> SavePlan:
         """Returns the plan of a save of these tensors; raises as `describe`."""
         nodes = self._ranks.nodes()
+        # Set by `make`: `together` sends results to all ranks, and a plan is large.
         plans: list[SavePlan] = []
 
         def make() -> bool:

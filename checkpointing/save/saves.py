@@ -126,6 +126,7 @@ class SaveTracker:
         Raises:
             StorageError: the writer cannot make them.
         """
+        # Each time: a restarted writer knows no other node.
         link.send(addresses)
         link.send(want)
         until = time.monotonic() + self._patience(self._options.deadline)
@@ -259,6 +260,7 @@ class WriterClient:
         )
         self.has_token = bool(run)
         nodes, node = self._ranks.nodes(), self._ranks.node
+        # Abstract: a crash leaves no file behind.
         name = f"\0perdure-{name}-{node}"
         host = own_address() if len(nodes) > 1 else ""
         started: list[WriterLink] = []
@@ -328,9 +330,11 @@ class WriterClient:
                 self._tracker.lost_writer()
             except WriterGoneError:
                 self._tracker.lost_writer()
+            # The new process makes slots anew, or takes these over under other paths.
             staging.release()
             link.restart(begin.key[1] if lost else 0)
         staging.move(self.slots(plan))
+        # Only now: this rank has slots again, so its next request can succeed.
         if lost:
             raise lost
         return self._tracker.request(link, begin)

@@ -138,6 +138,7 @@ class ConnectionAcceptor:
     def _refuse(self, peer: object, error: Exception) -> None:
         """Logs the first rejection as a warning and later ones for debugging: a stranger can try
         for ever."""
+        # Usual: a rank or a node that dies ends its connections.
         if isinstance(error, EOFError | ConnectionError):
             logger.debug("lost a connection: %s", explain(error))
             return

@@ -94,6 +94,7 @@ class SlotFiles:
             descriptor = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
             access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
             try:
+                # The mapping outlives the descriptor, of which a process may have few.
                 self.maps[name] = mmap.mmap(descriptor, 0, access=access)
             finally:
                 os.close(descriptor)
@@ -215,11 +216,13 @@ def available_bytes() -> int:
     try:
         _, _, group = Path("/proc/self/cgroup").read_text().splitlines()[-1].split(":", 2)
         path = Path("/sys/fs/cgroup") / group.lstrip("/")
+        # Each level limits all that is below it.
         for level in (path, *path.parents):
             if (level / "memory.max").exists():
                 limit = (level / "memory.max").read_text().strip()
                 if limit != "max":
                     statistics = (level / "memory.stat").read_text().split()
+                    # The kernel reclaims this before it kills for memory.
                     cache = int(statistics[statistics.index("inactive_file") + 1])
                     used = int((level / "memory.current").read_text()) - cache
                     free.append(int(limit) - used)
@@ -280,6 +283,7 @@ def make_slots(
     try:
         folder = _folder(directory, shape)  # a dead run's slots have their pages already
         (folder.path / "shape.json").write_text(json.dumps(shape))
+        # Their pages are allocated: only further slots need free memory.
         kept = len(list(folder.path.glob("slot-?/")))
         count = max(kept, min(wanted, kept + fitting(nbytes, shared, wanted - kept)))
         paths = _shared_slots(folder.path, count, files, ranges)
@@ -290,6 +294,7 @@ def make_slots(
             folders.forget(folder)
             folder = None
         where = f"in anonymous memory, not {where}: {why}"
+    # A container often limits /dev/shm alone.
     if not count and fitting(nbytes, None, 1):
         paths, count = [_anonymous_slot(files, ranges, None)], 1
     if not count:
@@ -389,6 +394,7 @@ def _anonymous_slot(
             descriptor = os.memfd_create(Path(name).name)
         else:
             with tempfile.TemporaryFile(dir=disk) as opened:
+                # The file has no name, and goes with this descriptor.
                 descriptor = os.dup(opened.fileno())
         _reserve(descriptor, files[name].size, () if empty else of_file)
         paths[name] = f"/proc/{os.getpid()}/fd/{descriptor}"

@@ -165,6 +165,7 @@ class Staging:
         def numbers() -> NumberSummary:
             return self._numbers(slot, finite)
 
+        # Cleared here, not in the thread: `wait` may be called before that begins.
         self._copied.clear()
         work = views, sources, left, written, copied, unchanged, numbers
         thread = threading.Thread(target=self._copy, args=work)
@@ -197,6 +198,7 @@ class Staging:
                         )
                     if self._stream is not None:  # a reported position must be in the slot
                         self._stream.synchronize()
+                    # The last position is reported below, after the numbers are known.
                     if end is not self._ends[-1]:
                         copied(end, None)
             unchanged()  # before anything is reported that a commit could rely on

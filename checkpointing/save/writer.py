@@ -106,6 +106,7 @@ class Writer:
     def send(self, node: int, message: msg.ToNode) -> None:
         """Implements coordinator.CoordinatorHost."""
         if node == self.node:
+            # Queued, not called: no handler runs inside another.
             self.loop.put(lambda: self.on_coordinator(message))
         elif node in self._peers:
             send(self._peers[node], message)
@@ -151,6 +152,7 @@ class Writer:
                 message: T = channel.recv()
                 self.loop.put(partial(handle, number, message))
         finally:
+            # Through the loop: messages that came before the loss are handled before it.
             self.loop.put(lambda: lost(number, channel))
 
     def _puller(self) -> Puller:
@@ -173,6 +175,7 @@ class Writer:
             self.coordinator.on_message(node, message)
 
     def _lost_node(self, node: int, connection: Channel) -> None:
+        # Else the node has connected again already.
         if self.coordinator and self._peers.get(node) is connection:
             del self._peers[node]
             self.coordinator.on_lost(node)
@@ -211,6 +214,7 @@ class Writer:
         if now > self._alone_since + ALONE_SECONDS:
             for key in list(self._requests):
                 self.on_coordinator(msg.Skip(key, reason))
+        # Its successor does not know this save, and cannot commit it.
         if self._current:
             step = self._current.key[0]
             outcome = msg.SaveOutcome(step, None, f"saving step {step} failed: {reason}", 0)
@@ -268,6 +272,7 @@ class Writer:
         try:
             self.memory.make_room()
         except StorageError as error:
+            # The other nodes have their Go, so there the save fails.
             self._to_coordinator(msg.Failed(go.key, msg.NodeFailure(str(error))))
             return msg.Skip(go.key, str(error))
         return msg.StageInto(go.key, go.slot)
@@ -283,6 +288,7 @@ class Writer:
 
     def _on_write(self, write: msg.Write) -> None:
         plan, current, key, blocks = self.memory.plan, self._current, write.key, write.blocks
+        # The save ended here while the grant was on its way.
         if plan is None or current is None or current.key != key:
             self._to_coordinator(msg.Stopped(key, blocks))
             return
@@ -314,6 +320,7 @@ class Writer:
 
         def run() -> None:
             message = work()
+            # Counters and connections belong to the loop's thread.
             self.loop.put(lambda: answer(message))
 
         self._threads.submit(run)
@@ -325,6 +332,7 @@ class Writer:
         match message:
             case msg.Addresses(addresses):
                 known, self._addresses = self._addresses, addresses
+                # On node 0 the coordinator is in this process.
                 if self.node and not known:
                     threading.Thread(target=self._join, daemon=True).start()
             case msg.WantSlots():
@@ -369,8 +377,10 @@ class Writer:
         part, _, slots = result
         if self.coordinator and want.plan:
             self.coordinator.set_plan(want.digest, want.plan.files, want.plan.indexes, part.owners)
+        # First: when the ranks request a save, the coordinator must know that this node is ready.
         self._hello()
         self._send_slots(msg.SlotsMade(want.digest, slots))
+        # Last, since nobody waits for it.
         self.memory.touch()
 
     def _send_slots(self, message: msg.SlotsMade | msg.NoSlots) -> None:
@@ -390,6 +400,7 @@ class Writer:
                 send(self._connected[rank], message)
         if self._current and self._current.key[1] < key[1]:
             self._fail_without(rank)
+        # One request for each node: its ranks all ask for the same.
         if rank == self.ranks[0] and key[1] > self._answered:
             self._requests[key] = begin
             self._to_coordinator(begin)
@@ -446,6 +457,7 @@ class Writer:
         self._closing.clear()
 
     def _lost_rank(self, rank: int, connection: Channel) -> None:
+        # A rank may have connected again before its old connection is found broken.
         if self._connected.get(rank) is not connection:
             return
         del self._connected[rank]
@@ -492,6 +504,7 @@ def serve(setup: msg.WriterSetup, ready: Callable[[msg.Address], None]) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # for connections to every node
     writer = Writer(setup)
     writer.acceptor.listen(Listener(setup.address, "AF_UNIX", backlog=64))
+    # Alone, a node opens no port to the network.
     here = ("", 0)
     if len(setup.nodes) > 1:
         listener = Listener((setup.host, setup.port), backlog=1024)

@@ -134,6 +134,7 @@ class NewObjectStep:
                 )
         taken = f"{self.final}: another process has taken over this step; two runs write to "
         taken += f"{self.final.parent}: end one of them"
+        # Whoever takes the step over removes this marker.
         if store.find(self.marker) is None:
             raise StorageError(taken)
         try:
@@ -275,6 +276,7 @@ class ObjectStorage:
             if not given_up and not _is_abandoned(step, theirs, begun, step in good):
                 continue
             logger.info("removing what a dead run left of %s", step)
+            # The checkpoint is whole: only what was begun beside it goes.
             if step in good:
                 store.abort_uploads([(upload.path, upload.token) for upload in begun])
             else:

@@ -132,6 +132,7 @@ class NewPosixStep:
             # The folder inside was created under the same umask and in the same group.
             folder.chmod(stat.S_IMODE((folder / OPTIMIZER.folder).stat().st_mode))
             os.rename(self.tmp, self.final)  # the commit: readers see all of it or nothing
+        # Else a power cut could undo the rename.
         sync_directory(self.final.parent)
         try:
             replace_file(self.final.parent / LATEST, f"{self.final.name}\n".encode())
@@ -192,6 +193,7 @@ class PosixWriter:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         os.close(self._descriptor)
+        # A write knows only the descriptor, and the message is to name the file.
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(self._path)
 
@@ -319,6 +321,7 @@ class PosixStorage:
             return
         aside = path.with_name(f"{path.name}.trash-{owner()}")
         shutil.rmtree(aside, ignore_errors=True)  # a failed deletion of the same step
+        # First: no reader may find a step that lacks files.
         os.rename(path, aside)
         _remove(aside)
 
@@ -327,6 +330,7 @@ class PosixStorage:
             match = _ASIDE.fullmatch(path.name)
             if match is None:
                 continue
+            # What this process could not delete before.
             if path.name.endswith(f".trash-{owner()}"):
                 _remove(path)
             elif is_owner(path.name, lost) or _is_abandoned(path):

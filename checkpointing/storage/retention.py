@@ -94,6 +94,7 @@ def decide(found: Sequence[StepInfo], options: CheckpointOptions) -> list[Retent
     best = {item.path for item in best_of(good)[: options.keep_best]}
 
     def judge(item: StepInfo) -> tuple[bool, str]:
+        # Unknown is not damaged: the storage may answer later.
         if item.unreadable is not None:
             return True, f"cannot be read: {item.unreadable}"
         if options.keep == 0:

@@ -205,6 +205,7 @@ def open_step(path: Place) -> CommittedStep:
             file, expected = path / name, record.files[name]
             if size != expected.size:
                 raise DamagedCheckpoint(f"{file}: has {size} bytes, {expected.size} were written")
+            # Tensors are checked as they are read.
             if not name.endswith(".safetensors"):
                 _check_small(file, expected)
     for name in (TRAINER_STATE, *(section.index for section in sections_of(record.files))):
@@ -223,6 +224,7 @@ def read_record(path: Place) -> CommitRecord:
     where = path / COMMIT_RECORD
     with reading(where):
         record = CommitRecord.decode(storage_of(where).read(where, MAX_JSON_BYTES), str(where))
+    # A copy that somebody renamed has no step in its name.
     if parse_step(path.name) not in (None, record.step):
         raise DamagedCheckpoint(f"{where}: is the record of step {record.step}, not of this one")
     return record

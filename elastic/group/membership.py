@@ -215,6 +215,7 @@ def arrive(
     if node in state.arrived or is_foreign(state, node, identity):
         return state
     uneven = tuple(entry for entry in state.uneven if entry[0] != node)
+    # The first node decides what is trained, and which number of ranks is usual.
     if not {*state.members, *state.arrived} - {node}:
         state = replace(state, identity=identity, ranks=ranks)
     elif ranks != state.ranks:
@@ -250,6 +251,7 @@ def enter(
         return state
     if others:
         return state if state.closed else arrive(state, node, ranks, identity, place)
+    # A job that has ended is no cause of the next.
     lost = None if state.closed else state.lost
     fresh = Membership(
         version=max(state.version, int(now * 1000)),
@@ -280,6 +282,7 @@ def heed(state: Membership, node: str, request: Ask, now: float) -> Membership:
     """Apply the request of one node; a repetition changes nothing. `now` is Unix time."""
     if request.leaves:
         return leave(state, node)
+    # The round that it asks for has begun: a repetition.
     if state.round > request.after and node in state.members:
         return state
     if request.after:
@@ -311,6 +314,7 @@ def heed_all(state: Membership, requests: Mapping[str, Ask], now: float) -> Memb
     if not arriving:
         return state
     pending = list(arriving.items())
+    # An arrival that ends the round decides what those after it change: split there.
     for place, (node, request) in enumerate(pending):
         if _ends_round(state, node, request):
             state = heed_all(state, dict(pending[:place]), now)
@@ -404,12 +408,14 @@ def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
     change as little as possible; nodes of broken replicas come after them. A new replica comes
     after the others of its place. Arrivals without room, work or a complete replica wait as spares.
     """
+    # A member that has not arrived again still trains in this round.
     if state.closed or not set(state.members) <= set(state.arrived):
         return state
     replicas = _fitting(state, _candidates(state, limits.unit), limits)
     chosen = _nodes(_side_by_side(state, replicas))
     if len(chosen) < limits.minimum:
         return state
+    # The node "" stands for one that might still come.
     one_more = _nodes(_fitting(state, [*_candidates(state, 1), [""]], limits))
     if "" in one_more and quiet < (
         limits.settle if state.round >= state.first else limits.first_call
@@ -540,6 +546,7 @@ def fail(
     if state.closed or (state.round, state.generation) != (round, generation):
         return state
     before = [replace(entry, evidence="") for entry in state.failures if not entry.mended]
+    # No more are needed to see that there were too many.
     failures = (*before, failure)[-limits.restarts - 1 :]
     if failure.mended:
         return _continue(replace(end_alarm(state), failures=failures), failure)
@@ -547,6 +554,7 @@ def fail(
     # Failures for which a node was sent away are settled; the other nodes do not pay for them.
     counted = [item for item in failures if item.at > sent_away.get(item.node, -math.inf)]
     recent = [item for item in counted if item.at > failure.at - 3600]
+    # A kill from outside says nothing about the step or the node.
     known = [item for item in counted if item.rank is not None and not item.outside]
     same = known[-limits.same_step :] if known[-1:] == [failure] else []
     ranks = sorted({item.rank for item in same if item.rank is not None})
@@ -560,6 +568,7 @@ def fail(
     )
     spared = _can_spare(state, failure.node, limits)
     often = f"{limits.same_step} times in a row in step {failure.step}"
+    # If one node alone fails, the job may go on without it.
     if again and not (spared and len({item.node for item in same}) == 1):
         named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         reason = (
@@ -635,6 +644,7 @@ def raise_alarm(state: Membership, round: int, generation: int) -> Membership:
     """Begin an alarm: a rank seems to hang."""
     if state.closed or (state.round, state.generation) != (round, generation):
         return state
+    # A number that no alarm of the job had: late answers to others do not count.
     return state if state.alarm else replace(state, alarm=state.version + 1)
 
 

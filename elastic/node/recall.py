@@ -194,6 +194,7 @@ class Recall:
                     self._news.notify_all()
                     return
                 message = json.loads(data)
+                # Else it is a stop: the next generation follows when its round begins.
                 if "env" in message:
                     job, *streams = descriptors
                     for target, stream in enumerate(streams):

@@ -134,6 +134,7 @@ class PhaseTimes:
         self._looked = now
         for rank, progress in progress_by_rank.items():
             before = self._last.get(rank)
+            # A duration in which this machine stood still would raise the time-outs.
             if before and progress.at != before.at and before.at >= self.woke:
                 self.add(self._kind(rank, before), progress.at - before.at)
             if progress.phase in LEARNED_PHASES:
@@ -220,6 +221,7 @@ def rank_statuses(
         sign = (signs or {}).get(rank, NO_SIGNS)
         limit = times.limit(rank, progress)
         dump = (dumps or {}).get(rank)
+        # Another shape of the input may compile in any step, for minutes.
         if dump and is_compiling(dump):
             limit = max(limit, times.patience)
         status = RankStatus(
@@ -231,6 +233,7 @@ def rank_statuses(
             "stopped" if sign.stopped else "unknown" if dump is None else classify_dump(dump),
             sign.starved,
         )
+        # The kernel says so, and no phase explains it.
         if sign.stopped > times.floor:
             status = replace(status, limit=times.floor, starved=0.0)
         ranks.append(status)
@@ -384,6 +387,7 @@ class HangWatch:
             late = overdue(progress, now, self.times, signs)
             longest = max((status.seconds for status in late), default=0.0)
             quiet = min(max(REALARM_SECONDS, REALARM_SHARE * longest), REALARM_MAX)
+            # An alarm has just ended.
             if self._published is not None:
                 self._published, self._quiet_until = None, now + quiet
             self._quiet_until = min(self._quiet_until, now + quiet)  # a late rank has moved on
@@ -437,6 +441,7 @@ class HangWatch:
         alarm, texts = state.alarm, self._group.statuses(state.alarm)
         if texts is None:
             return
+        # Once: the document shows the result only after a moment.
         self._evaluated_alarm = alarm
         by_node = [[RankStatus(**status) for status in json.loads(text)] for text in texts]
         statuses = [status for of_node in by_node for status in of_node]
@@ -447,6 +452,7 @@ class HangWatch:
         ]
         if missing:
             waits = [status.seconds - status.starved - status.limit for status in statuses]
+            # Its node may be starting the process just now.
             if max(waits, default=0.0) <= MISSING_SECONDS:
                 self._group.change(end_alarm)
                 return
@@ -464,6 +470,7 @@ class HangWatch:
         """The suspects on this node. If all ranks wait for each other, the first rank of the first
         node is ended."""
         self._quiet_until = time.monotonic() + REALARM_SECONDS
+        # They are dead or dying: the document has not changed yet.
         if self._handled_alarm == state.alarm:
             return []
         self._handled_alarm = state.alarm

@@ -182,6 +182,7 @@ class Ledger:
             self._skipped.append(step)
         mark: dict[str, Any] = {}
         if loss is not None:
+            # JSON has neither NaN nor infinity.
             mark["loss"] = loss if math.isfinite(loss) else None
         if norm is not None:
             mark["norm"] = norm.hex()
@@ -264,6 +265,7 @@ class Ledger:
         self._write(kind, {**values, "after": after, "attempt": self._start.attempt})
 
     def _write(self, kind: str, values: Mapping[str, Any]) -> None:
+        # An event may carry any value, and must not end the run.
         line = json.dumps({"kind": kind, **values}, separators=(",", ":"), default=str)
         if self._also:
             self._also(line)

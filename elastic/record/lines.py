@@ -63,6 +63,7 @@ class Lines:
                 self._drop_written(os.writev(self._file, self._next()))
             self._failing = False
         except OSError as error:
+            # Once: the disk stays full for many lines.
             if not self._failing:
                 logger.warning(
                     "%s: %s; its lines are kept in memory until it can be written",
@@ -89,6 +90,7 @@ class Lines:
         try:
             if self._from_before:
                 with open(f"/proc/self/fd/{file}", "rb") as existing:
+                    # Lines have a time and an attempt, so equal ones are one line.
                     missing = dict.fromkeys(self._lines)
                     for line in existing:
                         missing.pop(line.removesuffix(b"\n"), None)
@@ -169,6 +171,7 @@ def _object(line: bytes | str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError("no object")
     level: list[Any] = [values]
+    # Level by level: a recursion could run out of stack.
     for _ in range(_MAX_NESTING):
         inner = [item for value in level for item in _inside(value)]
         if any(isinstance(item, int) and abs(item) > _MAX_WHOLE for item in inner):
@@ -190,6 +193,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _number(value: Any) -> bool:
+    # To Python true is a whole number.
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

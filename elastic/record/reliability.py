@@ -62,6 +62,7 @@ def goodput(history: History) -> Goodput:
             good, bad, lost = time_in_steps(history, attempt)
             kept, skipped, redone = kept + good, skipped + bad, redone + lost
             rest = max(0.0, attempt.finished - _first_step_began(attempt) - good - bad - lost)
+            # Measured apart, it may exceed what is left by a rounding.
             stall = min(rest, sum(save.get("stall") or 0.0 for save in attempt.saves))
             stalled, between = stalled + stall, between + rest - stall
     for before, after in pairwise(attempts):
@@ -117,6 +118,7 @@ def reliability(history: History) -> Reliability:
     node_seconds = up = 0.0
     previous = attempts[0].began
     for attempt in attempts:
+        # Time between two attempts of one launch counts: the nodes were up.
         seconds = attempt.finished - previous - idle.get(attempt.began, 0.0)
         up, node_seconds = up + seconds, node_seconds + seconds * attempt.start.nodes
         previous = attempt.finished
@@ -124,6 +126,7 @@ def reliability(history: History) -> Reliability:
     reached = list(accumulate((attempt.last_step for attempt in attempts), max))
     for before, after in pairwise(attempts):
         if after.start.cause is not None:
+            # Recovered is a run only beyond every step that was done before.
             highest = max(reached[before.number - 1], after.start.step)
             back = _passed(attempts[after.number - 1 :], highest)
             if back is not None:
@@ -220,6 +223,7 @@ def best_interval(stall_seconds: float, mtbf_seconds: float) -> float:
             f"stall of {stall_seconds} s, MTBF of {mtbf_seconds} s: the first must be at least 0, "
             "the second above 0"
         )
+    # Daly's second case: saving takes so long that the approximation does not hold.
     interval = mtbf_seconds
     if stall_seconds < 2 * mtbf_seconds:
         ratio = stall_seconds / (2 * mtbf_seconds)
@@ -250,6 +254,7 @@ class SaveClock:
         """Seconds from one checkpoint to the next."""
         if self._stall is None:
             return FIRST_SECONDS
+        # Writing takes at most half of the time.
         return max(best_interval(self._stall, self._mtbf), 2 * self._writing)
 
     def due(self, now: float) -> bool:
