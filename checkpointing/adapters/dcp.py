@@ -193,6 +193,7 @@ def _opened(path: str | Path, group: dist.ProcessGroup | None) -> tuple[Checkpoi
     key = os.getpid(), "" if step is None else directory, group
     if key not in _KEPT:
         _KEPT[key] = Checkpointer(directory, group=group, keep=int(step is None), slots=1)
+    # One save at a time, whose outcome is for its own future.
     if pending := _PENDING.pop(_KEPT[key], None):
         pending.settle()
     _KEPT[key].outcomes()  # drops those of earlier saves
@@ -243,6 +244,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
         children = value.items()
     elif isinstance(value, list):
         children = enumerate(value)
+    # Nothing but values below: one leaf, saved as it is.
     if children is None or (path and not _holds_tensors(value)):
         yield path, value
         return

@@ -163,11 +163,13 @@ def _inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]
 def _same(one: Any, other: Any) -> bool:
     """Whether two trees are equal and their tensors identical."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
+        # Comparing numbers would wait for a GPU.
         return one is other
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
+    # To Python 1, 1.0 and True are equal.
     return type(one) is type(other) and bool(one == other)
 
 
@@ -185,6 +187,7 @@ class _Writer:
         Args:
             like: the parameter that the state belongs to.
         """
+        # A parameter is saved with the model.
         if isinstance(value, Tensor) and value in self.names:
             return {"$parameter": self.names[value]}
         if isinstance(value, Tensor):
@@ -238,6 +241,7 @@ class _Writer:
         if name in self.tensors and self.tensors[name] is not value:
             raise ValueError(f"{self.kind} keeps two tensors that would be called {name}")
         self.tensors[name] = value
+        # Of a sharded parameter: whether the state is sharded, too, or whole on each rank.
         spread = isinstance(value, DTensor) if isinstance(like, DTensor) else None
         return {"$like": [STORED_DTYPES[value.dtype], [*value.shape], spread]}
 

@@ -165,6 +165,7 @@ def export(
         section = ADAPTER if source.is_adapter else MODEL
         files = lay_out(section, metas, max_shard_bytes)
         if section is MODEL and len(files) == 1:
+            # The name that Hugging Face gives a model in one file.
             files = [replace(files[0], name="model.safetensors")]
         elif section is MODEL:
             write_file(tmp / MODEL.index, index_json(files))

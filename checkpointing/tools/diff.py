@@ -155,6 +155,7 @@ def _same_checksums(
     right: Mapping[str, FileRecord],
 ) -> bool:
     """Whether the blocks that hold two tensors have equal recorded checksums."""
+    # Blocks are comparable at equal offsets only.
     if a.begin != b.begin or a.file not in left or b.file not in right:
         return False
     blocks = slice(a.begin // BLOCK_BYTES, -(-(a.begin + a.meta.nbytes) // BLOCK_BYTES))
@@ -176,6 +177,7 @@ def _compare_values(
         ours, theirs = (
             _read(reader, tensor, start, stop) for reader, tensor in ((left, a), (right, b))
         )
+        # Most pieces are equal, and bytes compare faster than numbers.
         if a.meta == b.meta and ours == theirs:
             continue
         apart, share = _apart(_numbers(ours, a.meta.dtype), _numbers(theirs, b.meta.dtype))

@@ -96,6 +96,7 @@ def find_checkpoint(path: str | Place, step: Which = None) -> Place:
         try:
             found = open_step(one)
             step_state(found)
+            # A step whose headers contradict its index cannot be loaded.
             for section in found.sections:
                 stored_tensors(found, section, verify=False)
         except DamagedCheckpoint as error:

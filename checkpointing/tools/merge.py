@@ -56,6 +56,7 @@ class StoredAdapter:
     def matrices(self, weight: str) -> tuple[Tensor, Tensor]:
         """Returns A (rank, in) and B (out, rank) times the scale for a weight, in float32."""
         a, b = (self.read(name) for name in self.tensors.pairs[weight])
+        # Into B: the product has many more elements.
         return a, b * self.config.scale
 
     def under(self, weight: Tensor) -> Tensor:
@@ -118,6 +119,7 @@ class MergedModel:
         self._under: Callable[[Tensor], Tensor] = Tensor.float if published else adapter.under
         changed = [*adapter.tensors.pairs, *adapter.tensors.whole]
         named = by_model_names(base.model, changed)
+        # By place, as files and adapter may call a tensor otherwise.
         places = {(stored.file, stored.begin): name for name, stored in base.model.items()}
         self._changed: dict[str, str] = {}
         """Name of a tensor in the model's files → the adapter's name for it."""

@@ -112,6 +112,7 @@ def _folder_checks(folders: Mapping[str, str], seconds: float) -> list["_Check"]
 
 
 def _run(checks: Sequence["_Check"]) -> list[HealthProblem]:
+    # All begin before one is waited for, so that the slowest decides.
     for check in checks:
         check.start()
     return [problem for check in checks for problem in check.result()]
@@ -249,6 +250,7 @@ def check_compute() -> Iterator[Finding]:
         pid = os.fork()
         if pid == 0:
             os.sched_setaffinity(0, {core})
+            # No exit handlers: they belong to the parent, as does unwritten output.
             os._exit(wrong())
         children[core] = pid
     for core, pid in children.items():
@@ -343,6 +345,7 @@ def describe_mount(path: Path, root: Path = Path("/")) -> str:
         fields, filesystem = before.split(), after.split()
         if len(fields) < 5 or len(filesystem) < 2:
             continue
+        # The kernel writes a space so.
         point = Path(fields[4].replace("\\040", " "))
         if point in (path, *path.parents) and len(point.parts) > max(depth, 1):
             depth, shown = len(point.parts), f" ({filesystem[0]} {filesystem[1]} on {point})"

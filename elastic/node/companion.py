@@ -91,6 +91,7 @@ class Companion:
 def end_companions(companions: Iterable[Companion], seconds: float) -> None:
     """End companions, within `seconds` in total."""
     companions = list(companions)
+    # All first: each has the whole time for its last work.
     for companion in companions:
         companion.close()
     deadline = time.monotonic() + seconds
@@ -110,6 +111,7 @@ def accompany(words: Sequence[str]) -> Callable[[], None]:
     if NODE_SOCKET not in os.environ:
         companion = Companion(words)
         return lambda: end_companions([companion], FAREWELL_SECONDS)
+    # Without its agent this process ends, too.
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
         agent.connect(os.environ[NODE_SOCKET])
         agent.send(json.dumps({"companion": list(words)}).encode())

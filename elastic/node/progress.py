@@ -90,6 +90,7 @@ class ProgressPage:
         """Reset the entry of a rank. Called by the agent before the rank starts."""
         start = local_rank * _ENTRY
         self._map[start : start + _ENTRY] = bytes(_ENTRY)
+        # The time limit of the first phase counts from here.
         struct.pack_into("d", self._map, start + _AT, time.monotonic())
 
     def request_pause(self, local_rank: int, *, leaving: bool) -> None:
@@ -146,6 +147,7 @@ class Pulse:
     def secret(self) -> bytes:
         """The secret of this round; empty without an agent of ours. See `join_world`."""
         secret = self._map[_SECRET : _SECRET + _SECRET_BYTES]
+        # A private page has zeros there.
         return secret if any(secret) else b""
 
     @property
@@ -275,6 +277,7 @@ def watch_signals(pulse: Pulse) -> None:
 
 def pause_code(pulse: Pulse) -> int:
     """Exit code of a rank that has paused."""
+    # Here, as it imports torch.
     from elastic.world import supervised
 
     return EXIT_PAUSED if supervised() else leaving_code(pulse.noticed)
@@ -284,11 +287,13 @@ def _wait(pulse: Pulse, notices: Set[signal.Signals], restarts: bool) -> None:
     number = signal.sigwait(notices)
     logger.warning("%s: saving after this step, then leaving", signal.Signals(number).name)
     pulse.notice(number)
+    # The agent has read the notice, and decides when this process ends.
     if restarts:
         return
     interrupted = number == signal.SIGINT
     while not pulse.safe:
         again = signal.sigtimedwait({signal.SIGINT} & notices, LOOK_SECONDS)
+        # The user insists.
         if again and interrupted:
             number = signal.SIGINT
             break

@@ -125,6 +125,7 @@ def judge_exit(
         return replace(blank, why=f"rank {rank} lost its connection to another")
     if code == EXIT_OUTVOTED:
         return replace(blank, rank=rank, why=error.partition(": ")[2], error=error, unfit=True)
+    # A rank that has reported an error ends by that, whatever signal follows.
     outside = -code in FROM_OUTSIDE and not error
     if code == -signal.SIGKILL and out_of_memory:
         outside, error = False, "the kernel killed it: out of memory"

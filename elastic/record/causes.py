@@ -63,9 +63,11 @@ class Ending:
 def ending(history: History, attempt: Attempt) -> Ending:
     """How an attempt of a run ended, as far as the ledger tells."""
     following = history.next(attempt)
+    # What the agents agreed on says more than the end line of one rank.
     if following and following.start.cause is not None:
         cause = following.start.cause
         rank = cause.get("rank")
+        # Anybody may have written the ledger.
         rank = rank if isinstance(rank, int) and not isinstance(rank, bool) else None
         kind, text = _of_failure(rank, str(cause.get("node") or ""), cause)
         evidence = _evidence(cause, following)
@@ -84,6 +86,7 @@ def ending(history: History, attempt: Attempt) -> Ending:
         return Ending(kind, text, at, evidence=evidence)
     if not following:
         return Ending("open", "running, or killed", attempt.finished)
+    # Rank 0 writes the start line, so it names the machine of rank 0.
     same = bool(attempt.start.boot) and attempt.start.boot == following.start.boot
     where = "" if same else "; rank 0 is on another machine since, or its machine was restarted"
     text = (

@@ -143,6 +143,7 @@ class LedgerReader:
         try:
             with os.fdopen(open_to_read(self.path, follow=True), "rb") as file:
                 status = os.fstat(file.fileno())
+                # Another file has its name, or it is shorter than what was read.
                 if (status.st_ino, 0) != (self.inode, max(0, self.offset - status.st_size)):
                     self.begin(status.st_ino)
                 file.seek(self.offset)
@@ -191,6 +192,7 @@ def _take_step(line: bytes, number: int, attempts: list[Attempt]) -> bool:
         return False
     step, first, after_last, seconds, loss, norm, consumed, after, name = found.groups()
     attempt = attempts[-1]
+    # A line that a rank 0 which was cut off has added late.
     if attempt.start.attempt.encode() != name:
         return False
     lasted = float(after)
@@ -276,6 +278,7 @@ def last_start(path: str | Path, *, trained: bool) -> StartLine | None:
             os.fdopen(open_to_read(path, follow=True), "rb") as file,
             mmap(file.fileno(), 0, access=ACCESS_READ) as data,
         ):
+            # From the end: the ledger of a long run is large.
             end = data.rfind(b'{"kind":"step",') if trained else len(data)
             begin = data.rfind(b'{"kind":"start",', 0, max(end, 0))
             if begin < 0:
