@@ -244,6 +244,7 @@ class Checkpointer:
         )
         if saved:
             self._newest = self._own_step = step
+        # Nothing else would keep the next update waiting.
         if not guarded:
             self.wait_staged()
         if wait:
@@ -349,6 +350,7 @@ class Checkpointer:
 
     def _look(self) -> None:
         """Find the newest step in storage, before this run saves any."""
+        # Later steps are this run's own.
         if self._looked:
             return
 

@@ -259,6 +259,7 @@ class TensorCheckpointer:
                 and why. Raised on all ranks; if a rank other than 0 fails, some may get the error
                 as an outcome instead.
         """
+        # Every rank counts every call, so the number means the same save on all of them.
         self._request_number += 1
         key = step, self._request_number
         contents = None

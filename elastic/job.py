@@ -85,9 +85,11 @@ class Job:
         """
         from elastic.node.exchange import Sum
 
+        # From here on there is something to save.
         self._pulse.safe = False
         self._pulse.report(step, "data")
         self._step, self._last = step, total
+        # Begun before the step, so that the ranks agree while it runs.
         self._pause_sum = Sum(self._pulse.pause_request)
 
     def end_step(self) -> None:

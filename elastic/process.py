@@ -99,6 +99,7 @@ def descends(pid: int, ancestor: int) -> bool:
             status = Path(f"/proc/{pid}/stat").read_text()
         except OSError:  # it has ended
             return False
+        # The name in front may hold brackets and spaces.
         pid = int(status.rpartition(")")[2].split()[1])
     return pid == ancestor
 
@@ -147,6 +148,7 @@ class _LossyOutput(io.FileIO):
         left = memoryview(data).cast("B")
         size = len(left)
         try:
+            # The reader is back, and learns what it has missed.
             if self._missing and left:
                 gap = f"[{self._missing} bytes of output are missing here: {self.why}]\n".encode()
                 self._put(b"\n" + gap if self._mid_line else gap)

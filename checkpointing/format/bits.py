@@ -129,6 +129,7 @@ def _words(part: NDArray[np.generic], lead: int) -> NDArray[np.uint64]:
         lead: bytes of a row's first word before the row.
     """
     width = part.shape[1] * part.itemsize
+    # The usual case, without a copy.
     if lead == 0 and width % WORD_BYTES == 0:
         return part.view(np.uint64)
     padded = np.zeros((len(part), -(-(lead + width) // WORD_BYTES) * WORD_BYTES), np.uint8)

@@ -95,6 +95,7 @@ class NumberSummary:
         return NumberSummary(
             (self.weights + other.weights) & _MASK,
             (self.moments + other.moments) & _MASK,
+            # The message names one, and says whether there are others.
             tuple(dict.fromkeys(self.bad + other.bad))[:2],
             tuple(dict.fromkeys(self.odd + other.odd)),
         )

@@ -71,6 +71,7 @@ class FileLayout:
         units: dict[int, deque[BlockRange]] = {}
         for file in self.files:
             blocks = math.ceil(file.size / BLOCK_BYTES)
+            # One writer for a whole object, which is one upload.
             some = UNIT_BLOCKS if in_parts else blocks
             units.setdefault(self.owners[file.name], deque()).extend(
                 BlockRange(file.name, first, min(first + some, blocks))

@@ -69,6 +69,7 @@ def make(directory: str) -> Folder:
             raise PermissionError(errno.EPERM, why, str(SHARED_MEMORY)) from error
     path = SHARED_MEMORY / f"{_NEW}{secrets.token_hex(4)}"
     path.mkdir(mode=0o700)
+    # Locked before it has a name under which others look for it.
     folder = hold(path)
     if folder is None:
         raise PermissionError(errno.EPERM, "cannot be locked", str(path))
@@ -158,6 +159,7 @@ def collect_memory(directory: str) -> None:
     ours = (f"perdure-{run_id(directory)}-", _GONE)
     for path in SHARED_MEMORY.glob("perdure-*"):
         with suppress(OSError):  # another process was faster, or it is another user's
+            # Without a lock, which would look like a living process.
             idle = time.time() - max(entry.lstat().st_mtime for entry in (path, *path.iterdir()))
             if not path.name.startswith(ours) and idle <= FORGET_SECONDS:
                 continue

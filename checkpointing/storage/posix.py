@@ -152,6 +152,7 @@ class PosixFile:
             if count == 0:
                 break
             done += count
+            # A read may end inside a buffer.
             while rest and count >= len(rest[0]):
                 count -= len(rest.pop(0))
             if count:
@@ -197,6 +198,7 @@ def write_files(directory: Path, files: Mapping[str, bytes], mode: int = 0o666) 
     for name, data in files.items():
         make_directory((directory / name).parent)
         write_file(directory / name, data, mode)
+    # Inner folders before those that hold their names.
     for folder in sorted({(directory / name).parent for name in files}, reverse=True):
         sync_directory(folder)
 

@@ -107,6 +107,7 @@ class S3:
         for page in self._pages("list_objects_v2", path, Prefix=prefix, Delimiter="/"):
             names += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
             names += [entry["Key"] for entry in page.get("Contents", ())]
+        # Some tools write an empty object for a folder.
         return [path / name[len(prefix) :].rstrip("/") for name in names if name != prefix]
 
     def walk(self, path: ObjectPath) -> dict[str, ObjectStat]:
@@ -173,6 +174,7 @@ class S3:
         Raises:
             StorageError: a file would have too many parts.
         """
+        # All before the first is begun, as each would have to be aborted.
         for path, size in sizes:
             parts = -(-size // BLOCK_BYTES)
             if parts > MOST_PARTS:

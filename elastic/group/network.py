@@ -53,6 +53,7 @@ def network_problems(
         pause: seconds between two readings of error counters.
     """
     before = _counters(root, environment)
+    # Counts of old errors say nothing; only those that rise do.
     if before:
         time.sleep(pause)
     problems = [*_port_problems(root, environment), *_interface_problems(root, environment)]
@@ -77,6 +78,7 @@ def _port_problems(root: Path, environment: Mapping[str, str]) -> Iterator[str]:
             yield f"{port.name} waits to be set up; see that a subnet manager (opensm) runs"
         elif port.state != "ACTIVE" and named:
             yield f"{port.name} is {port.state}, and {HCA} names it; see its cable and its switch"
+        # A port may be unused on purpose. If others of its kind are in use, it hardly is.
         alike = [other for other in up if other.kind == port.kind]
         if port.state not in ("ACTIVE", "INIT") and not named and port.enabled and alike:
             yield (
@@ -103,6 +105,7 @@ def _interface_problems(root: Path, environment: Mapping[str, str]) -> Iterator[
         setting = environment.get(variable, "")
         if not setting or setting.startswith("^"):
             continue
+        # NCCL takes prefixes unless the setting begins with =, gloo takes whole names.
         exact = variable == GLOO or setting.startswith("=")
         for word in filter(None, setting.lstrip("=").split(",")):
             selected = [
@@ -173,6 +176,7 @@ def _counters(root: Path, environment: Mapping[str, str]) -> dict[str, Mapping[s
     }
     with suppress(OSError):
         for path in sorted((root / INTERFACES).iterdir()):
+            # Hardware alone: bridges and tunnels have no cable.
             if (path / "device").exists() and _read(path / "operstate") == "up":
                 selected[path.name] = _numbers(path / "statistics", INTERFACE_ERRORS)
     return {name: errors for name, errors in selected.items() if errors}
