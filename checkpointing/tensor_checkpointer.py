@@ -496,6 +496,7 @@ class TensorCheckpointer:
             try:
                 state = load_step(self._ranks, path, aim, verify, refuse)
                 self._restored = replace(self._restored, source="storage")
+                # So that retention does not read it again.
                 if verify:
                     self._known = replace(self._known, verified=self._known.verified | {path.name})
                 return state

@@ -61,6 +61,7 @@ class CheckpointCallback(TrainerCallback):
         values = read_state(path)["values"]
         self._folder = tempfile.TemporaryDirectory(prefix="resume-")
         folder = Path(self._folder.name)
+        # Links, as the weights may be large.
         for file in path.absolute().glob("model*"):
             (folder / file.name).symlink_to(file)
         saved = from_json(values["trainer"])

@@ -99,6 +99,7 @@ class Checkpointed(WithCheckpointers):
         module = self.lightning_module
         values = Values({})  # what the Trainer restores itself: loops, callbacks, schedules, …
         checkpointer.wait()  # a save of this program may be the newest checkpoint
+        # Only training takes more than the weights.
         if module.trainer.state.fn.value == "fit":
             if checkpointer.load(self._state(values), step) is None:
                 raise CheckpointError(f"{directory} has no checkpoint; save one first")

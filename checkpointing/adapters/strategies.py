@@ -47,6 +47,7 @@ class WithCheckpointers:
             SaveFailed: the last save in a directory failed.
         """
         while self._checkpointers:
+            # Removed first: if its save has failed, a second call goes on with the others.
             _, checkpointer = self._checkpointers.popitem()
             with checkpointer:
                 checkpointer.wait()

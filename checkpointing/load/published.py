@@ -61,6 +61,7 @@ def by_model_names(
     for there in stored:
         bare = _without_wrappers(there)
         candidates = (there, bare, bare.removeprefix(base), base + bare)
+        # The name as it stands comes first, so that no other reading of it wins.
         name = next((one for one in candidates if one in known), there)
         mask = _MASKS.search(there) and len(stored[there].meta.shape) in (0, 4)
         if name not in known and (mask or _COMPUTED.search(there)):
@@ -119,6 +120,7 @@ def _equal(
     if first.meta.dtype == second.meta.dtype:  # compared as bits, so that NaNs are equal
         pairs = zip(read(first), read(second), strict=True)
         return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+    # Of other dtypes: equal if the numbers are.
     whole = (torch.cat([piece.double() for piece in read(one)]) for one in (first, second))
     return torch.equal(*whole)
 

@@ -206,6 +206,7 @@ class SegmentReader:
         if file.read_into(buffers, batch[0].begin) != sum(segment.nbytes for segment in batch):
             raise DamagedCheckpoint(f"{self._files.where / name}: ends too early; it was cut short")
         for segment, data, place in zip(batch, buffers, places, strict=True):
+            # Now, while the bytes are in the processor's cache.
             self.sums.take(name, segment.begin, data, segment.replica)
             if (unit := segment.unit) and not is_finite(
                 unit.stored.meta.dtype, np.frombuffer(data, np.uint8)

@@ -168,6 +168,7 @@ class WriterLink:
         if self._interrupted:
             raise WriterGoneError(GONE)
         if self._process:
+            # Its end frees the name of the socket, and the lock on the slots.
             code = end(self._process, END_SECONDS)
             logger.warning(
                 "the checkpoint writer process ended with code %d; starting it again", code

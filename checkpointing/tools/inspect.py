@@ -103,6 +103,7 @@ def find_checkpoint(path: str | Place, step: Which = None) -> Place:
             damage.append(error)
         else:
             return found.path
+    # That of the newest.
     raise damage[0]
 
 
@@ -422,6 +423,7 @@ def pruned(path: str | Place, options: CheckpointOptions, *, dry_run: bool) -> P
         unknown = [path for path in newest if path not in checked.checked]
         if not unknown:
             break
+        # One at a time: if it is damaged, the decision changes.
         checked.add(unknown[0])
     if not dry_run:
         decisions = prune(directory, options, known)

@@ -320,6 +320,7 @@ def probe_path(path: Path) -> None:
                 path = path.parent
         if stat.S_ISDIR(mode):
             with os.scandir(path) as entries:
+                # One entry shows that the filesystem answers.
                 next(entries, None)
         else:
             with open(path, "rb") as file:

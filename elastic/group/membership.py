@@ -650,6 +650,7 @@ def raise_alarm(state: Membership, round: int, generation: int) -> Membership:
 
 def record_suspects(state: Membership, alarm: int, ranks: Sequence[int], reason: str) -> Membership:
     """Record the evaluation of an alarm: ranks that the others wait for, if any."""
+    # The alarm has ended meanwhile.
     if state.alarm != alarm:
         return state
     return replace(state, suspects=tuple(ranks), suspicion=reason)
@@ -751,6 +752,7 @@ class Leases:
         self, counters: Mapping[str, int], now: float, leases: Mapping[str, float]
     ) -> list[str]:
         """Nodes whose counter (0: none) has not risen within their lease."""
+        # Built anew, which forgets the nodes that are watched no more.
         self.seen = {
             node: self.seen[node]
             if node in self.seen and counter <= self.seen[node][0]

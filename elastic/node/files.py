@@ -35,6 +35,7 @@ def write_whole(path: Path, text: str) -> None:
         with aside.open("x", encoding="utf-8") as file:
             file.write(text)
         os.replace(aside, path)
+    # Nobody else would remove a file of a random name.
     except BaseException:
         with suppress(OSError):
             aside.unlink()

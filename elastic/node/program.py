@@ -62,6 +62,7 @@ def torchrun_program() -> Program:
         module and module.name == "torch.distributed.run"
     ):
         return Program()
+    # Here, as it imports torch.
     from torch.distributed.run import determine_local_world_size, parse_args
 
     options = parse_args(sys.argv[1:])
@@ -115,6 +116,7 @@ def _module(package: str) -> Any:
         return None
     spec = find_spec(package)
     if not spec:
+        # Last: no folder there may hide an installed package.
         sys.path.append(os.getcwd())
         spec = PathFinder.find_spec(package)
     folders = (spec and spec.submodule_search_locations) or []

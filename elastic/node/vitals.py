@@ -98,6 +98,7 @@ class VitalsWatch:
                 continue
             vitals = None
             if pids[rank] and now - progress.at > YOUNG_SECONDS:
+                # Read once for all ranks.
                 stolen = _stolen() if stolen is None else stolen
                 vitals = read_vitals(pids[rank], stolen)
             signs[rank] = self.note(rank, pids[rank], progress.at, now, vitals)
@@ -110,6 +111,7 @@ class VitalsWatch:
             return NO_SIGNS
         mark = self._marks.get(rank)
         if mark is None or (mark.pid, mark.entered) != (pid, entered):
+            # The counters rise for ever: only what this phase adds counts.
             mark = self._marks[rank] = _Mark(pid, entered, now, vitals)
         mark.looked = now
         if not vitals.stopped:
@@ -133,6 +135,7 @@ def read_vitals(pid: int, stolen: float = 0.0) -> Vitals | None:
     `stolen`: seconds of one core that the hypervisor has taken since boot.
     """
     try:
+        # The name in front may hold brackets and spaces.
         state, *fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
         runs = int(_read(f"/proc/{pid}/schedstat").split()[2])
         threads = os.listdir(f"/proc/{pid}/task")

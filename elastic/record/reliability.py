@@ -143,6 +143,7 @@ def time_in_steps(history: History, attempt: Attempt) -> tuple[float, float, flo
     lasting = number <= history.kept.get(attempt.number, -1)
     vain = np.isin(number, [step.step for step in attempt.steps.skipped()])
     for to, last in history.taken_back():
+        # A roll-back has undone them.
         vain |= (to < number) & (number <= last)
     good, bad = float(seconds[lasting & ~vain].sum()), float(seconds[lasting & vain].sum())
     return good, bad, float(seconds[~lasting].sum())
