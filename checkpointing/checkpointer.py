@@ -25,7 +25,12 @@ from checkpointing.format.optimizers import OptimizerTargets
 from checkpointing.options import CheckpointOptions
 from checkpointing.ranks import RankGroup, failing_alike
 from checkpointing.save.messages import SaveOutcome
-from checkpointing.save.planning import replicas_to_compare, require_equal, sample_digest
+from checkpointing.save.planning import (
+    SampleDigest,
+    replicas_to_compare,
+    require_equal,
+    sample_digest,
+)
 from checkpointing.state import (
     State,
     StateParts,
@@ -43,6 +48,10 @@ from checkpointing.tensor_checkpointer import TensorCheckpointer
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+SaveReport = tuple[int, bytes, tuple[int, bytes], list[list[str]], SampleDigest]
+"""What ranks compare of a save: step, digest of values, bytes and digest of buffers, tied names,
+digest of replicas."""
 
 
 class Checkpointer:
@@ -215,16 +224,16 @@ class Checkpointer:
         # An optimizer that does not wait could change any tensor during the copy.
         guarded = bool(optimizers) and all(one in self._guarded for one in optimizers)
 
-        def collect() -> tuple[int, StateParts, bytes, tuple[int, bytes]]:
-            number = _whole(step)
-            parts = take_apart(state, self._guarded if guarded else ())
-            buffers = {name: f"{one.dtype} {one.shape}" for name, one in parts.buffers.items()}
-            nbytes = sum(one.nbytes for one in parts.buffers.values())
-            digest = _digest([parts.values, parts.groups, parts.trees])
-            return number, parts, digest, (nbytes, _digest(buffers))
+        held: list[StateParts] = []
 
-        step, parts, digest, buffers = self.on_all(collect)
-        values = self._agreed(step, parts, digest, buffers)
+        def report() -> SaveReport:
+            number = _whole(step)
+            held.append(take_apart(state, self._guarded if guarded else ()))
+            return self._report(number, held[0])
+
+        # One exchange for all that ranks must agree on, and for the error of any.
+        reports, parts = self.gather(report), held[0]
+        step, values = reports[0][0], self._agreed(parts, reports)
         self._look()
         there = self._newest
         if there is not None and (step < there or step == there != self._own_step):
@@ -360,27 +369,31 @@ class Checkpointer:
 
         self._newest, self._looked = self.on_main(newest), True
 
-    def _agreed(
-        self, step: int, parts: StateParts, digest: bytes, buffers: tuple[int, bytes]
-    ) -> dict[str, Any]:
-        """Exchange the values of all ranks; returns them once where their digests are equal, with
-        the parameter groups. Buffers become those of the first rank.
+    def _report(self, step: int, parts: StateParts) -> SaveReport:
+        """Returns what the ranks compare of a save, on each rank alone."""
+        buffers = {name: f"{one.dtype} {one.shape}" for name, one in parts.buffers.items()}
+        nbytes = sum(one.nbytes for one in parts.buffers.values())
+        digest = _digest([parts.values, parts.groups, parts.trees])
+        sample = sample_digest(self._replicas(step, parts), step)
+        return step, digest, (nbytes, _digest(buffers)), parts.tied, sample
+
+    def _replicas(self, step: int, parts: StateParts) -> dict[str, Tensor]:
+        """Returns the tensors that must be equal on all ranks."""
+        weights = {name: one for name, one in parts.model.items() if name not in parts.buffers}
+        several = len(self._ranks.all) > 1
+        return replicas_to_compare(weights, parts.optimizer, step) if several else {}
+
+    def _agreed(self, parts: StateParts, reports: list[SaveReport]) -> dict[str, Any]:
+        """Returns the values of all ranks, once where their digests are equal, with the parameter
+        groups. Buffers become those of the first rank. Called on all ranks.
 
         Raises:
             ValueError: ranks save different steps, or hold different replicas.
         """
-        weights = {name: one for name, one in parts.model.items() if name not in parts.buffers}
-        whole = (
-            replicas_to_compare(weights, parts.optimizer, step) if len(self._ranks.all) > 1 else {}
-        )
-        with failing_alike():
-            # One exchange for all that the ranks must agree on.
-            reports = self._ranks.together(
-                lambda: (step, digest, buffers, parts.tied, sample_digest(whole, step))
-            )
         if len(steps := sorted({number for number, *_ in reports})) > 1:
             raise ValueError(f"ranks save different steps: {', '.join(map(str, steps))}")
-        require_equal(self._ranks, whole, step, [held for *_, held in reports])
+        samples = [sample for *_, sample in reports]
+        require_equal(self._ranks, self._replicas(steps[0], parts), steps[0], samples)
         self._ranks.share(parts.buffers.values(), [buffers for _, _, buffers, *_ in reports])
         tied = [list(names) for names in {tuple(one) for *_, own, _ in reports for one in own}]
         same = {"kinds": parts.kinds, "tied": sorted(tied)}

@@ -19,6 +19,7 @@ from checkpointing import (
     load_model,
     tensor_checkpointer,
 )
+from checkpointing import ranks as ranks_module
 from checkpointing.format.values import from_json, to_json
 from checkpointing.save import saves as saves_module
 from checkpointing.state import refuse_values, take_apart
@@ -144,6 +145,25 @@ def test_an_exception_of_all_ranks_waits_for_the_save(tmp_path, monkeypatch):
         return sorted(path.name for path in (tmp_path / "steps").glob("step-*"))
 
     assert run_ranks(2, work, tmp_path) == [["step-00000001"]] * 2
+
+
+def test_ranks_agree_on_a_save_in_one_exchange(tmp_path, monkeypatch):
+    exchange, exchanges = ranks_module.exchange, []
+
+    def counted(*arguments):
+        exchanges.append(arguments)
+        return exchange(*arguments)
+
+    def work(_rank):
+        monkeypatch.setattr(ranks_module, "exchange", counted)
+        state = {"w": torch.zeros(4)}
+        with Checkpointer(tmp_path / "steps") as checkpointer:
+            checkpointer.save(1, state, wait=True)  # plans, and starts the writers
+            exchanges.clear()
+            assert checkpointer.save(2, state, wait=True)
+            return len(exchanges)
+
+    assert run_ranks(2, work, tmp_path) == [1, 1]
 
 
 def test_such_an_optimizer_of_sharded_parameters_is_refused(tmp_path):
