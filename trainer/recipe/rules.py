@@ -214,20 +214,20 @@ def _balance_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     strategy = recipe.strategy
     if recipe.batch.balance == "equal":
         return
-    if recipe.exact and recipe.gathers_twice:
+    if strategies.exact.used(recipe) and recipe.gathers_twice:
         yield (
             "batch.balance",
-            f"speed gains nothing with {recipe.sharding} in exact mode: ranks wait for the slowest "
-            "in each pass, whose size is fixed; use strategy.sharding=SHARD_GRAD_OP, "
-            "strategy.name=ddp, or batch.balance=equal",
+            f"speed gains nothing with {strategies.sharding.name(recipe)} in exact mode: ranks "
+            "wait for the slowest in each pass, whose size is fixed; use "
+            "strategy.sharding=SHARD_GRAD_OP, strategy.name=ddp, or batch.balance=equal",
         )
-    if strategy.ep > 1:
+    if strategies.ep.ranks(strategy) > 1:
         yield (
             "batch.balance",
             "speed gains nothing with strategy.ep: ranks exchange tokens in each block, and wait "
             "for the slowest; set equal",
         )
-    if strategy.pp > 1 and strategy.pp_schedule == "gpipe":
+    if strategies.pp.ranks(strategy) > 1 and strategies.pp.shape(strategy)[0] == "gpipe":
         yield (
             "strategy.pp_schedule",
             "gpipe keeps the activations of all passes, so batch.balance=speed would need more "

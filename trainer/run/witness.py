@@ -133,13 +133,13 @@ class Comparison:
     whole: bool
     """Whether all passes of the step are drawn."""
     passes: int
-    """Of this rank in the step; others may have more or fewer."""
+    """Number of this rank's passes in the step; others may have more or fewer."""
     rank: int
     ranks: int
     own: torch.Tensor
-    """Of its own micro-batches: (draws,) int64."""
+    """Digests of the gradients of its own micro-batches: (draws,) int64."""
     witnessed: torch.Tensor
-    """Of those of its subjects: (draws,) int64."""
+    """Digests of the gradients of its subjects' micro-batches: (draws,) int64."""
     digests: "GradientDigests"
 
     def around(self, compute: Compute) -> Compute:

@@ -122,7 +122,10 @@ def test_what_looks_like_an_option_may_be_a_value():
         ),
     ],
 )
-def test_who_has_no_data_is_told_the_command_that_makes_it(tmp_path, overrides, command):
+def test_who_has_no_data_is_told_the_command_that_makes_it(
+    tmp_path, monkeypatch, overrides, command
+):
+    monkeypatch.chdir(tmp_path)  # not where data may lie
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
     with pytest.raises(RecipeError) as told:
