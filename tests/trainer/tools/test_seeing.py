@@ -213,13 +213,14 @@ def test_a_live_page_gets_what_is_new(run):
         with (run / "ledger.jsonl").open("a") as ledger:
             ledger.write('{"kind":"event","event":"x","what":"new","after":9,"attempt":"')
             ledger.write(server.runs[0].history.attempts[-1].start.attempt + '"}\n')
-        assert since(more["cursor"])["events"][-1]["text"] == "new"
+        with_event = since(more["cursor"])
+        assert with_event["events"][-1]["text"] == "new"
 
-        assert "samples" not in more
+        assert "samples" not in with_event
         with (run / "samples.jsonl").open("a") as samples:
             for text in ("old", "new"):  # two processes may write one for a moment
                 samples.write(json.dumps({"step": 9, "prompt": "p", "text": text}) + "\n")
-        with_samples = since(more["cursor"])
+        with_samples = since(with_event["cursor"])
         assert with_samples["samples"] == [
             {"step": 3, "pairs": [[EVIL, EVIL]]}, {"step": 9, "pairs": [["p", "new"]]},
         ]  # fmt: skip
