@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.support import python_path
+from benchmarks.support import json_lines, python_path
 from benchmarks.support.wandb_files import not_in_wandb, wandb_rows
 from elastic import StartLine
 from elastic.node.companion import Companion, end_companions
@@ -28,6 +28,7 @@ from trainer.recipe.sections import Tracking
 from trainer.run.metrics import Log, keep_records, wandb_note
 from trainer.run.sinks import wandb_mode
 from trainer.run.trackers import Tail, to_sink
+from trainer.tools.generate import generate
 
 TRACKED = ["tracking.tensorboard=true", "tracking.wandb=offline"]
 OWN = ["tracking.sinks=[own_sink:sink]", "tracking.hooks=[own_hook:tell]"]
@@ -178,9 +179,11 @@ def chat():
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", posted
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", posted
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_trackers_survive_the_ranks(workspace, tmp_path):
@@ -188,6 +191,7 @@ def test_trackers_survive_the_ranks(workspace, tmp_path):
     prom = tmp_path / "run.prom"
     recipe = ["run.dir=tracked-on", "run.steps=60", "elastic.snapshot_every=1", *TRACKED, *OWN]
     recipe += ["run.evaluate_every=30", f"tracking.prometheus={prom}"]
+    recipe += ["run.samples=[the b, '']", "checkpoint.every=20"]
     alerts = [{"when": "failure", "run": f'echo "$PERDURE_ALERT" > {tmp_path}/told'}]
     recipe += [f"tracking.alerts={json.dumps(alerts)}"]
     with chat() as (url, posted), LocalNodes(
@@ -205,13 +209,22 @@ def test_trackers_survive_the_ranks(workspace, tmp_path):
             assert time.monotonic() < deadline, node.text()
             time.sleep(0.01)
         before = node.running("trainer.run.trackers")
+        before += node.running("trainer.tools.run_samples")
         os.kill(node.trainers()[0], signal.SIGKILL)
         while len(read_history(run).attempts) < 2:
             assert time.monotonic() < deadline, node.text()
             time.sleep(0.01)
-        assert node.running("trainer.run.trackers") == before
+        # One may be forking an alert's command just now, which looks like itself.
+        after = node.running("trainer.run.trackers") + node.running("trainer.tools.run_samples")
+        assert {*before} <= {*after}
+        while not read_history(run).attempts[1].steps:
+            assert time.monotonic() < deadline, node.text()
+            time.sleep(0.01)
+        os.kill(before[-1], signal.SIGKILL)
         assert nodes.wait(60) == [0], node.text()
-    assert len(before) == 6
+    assert len(before) == 7
+    (line,) = (line for line in node.text().splitlines() if "run_samples" in line)
+    assert line.endswith("60 ended with exit code -9; what it had not done is lost")
     assert len(list((run / "wandb").glob("offline-run-*"))) == 1
     assert points(run) == list(range(1, 61))
     assert not_in_wandb(run) == []
@@ -240,6 +253,18 @@ def test_trackers_survive_the_ranks(workspace, tmp_path):
     assert "# TYPE perdure_failures_total counter" in prom.read_text()
     assert "1 failure(s) by now" in (tmp_path / "told").read_text()
     assert list(tmp_path.glob("run.prom*")) == [prom]
+
+    # Its successor makes up for what is missing, the newest checkpoint first.
+    (run / "samples.jsonl").unlink(missing_ok=True)
+    end_companions([Companion(["trainer.tools.run_samples", str(run), "60"])], 300)
+    samples = json_lines(run / "samples.jsonl")
+    there = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
+    sampled = [there[-1]] * 2 + ["step-00000040"] * 2 * ("step-00000040" in there)
+    assert [line["checkpoint"] for line in samples] == sampled
+    assert [(line["step"], line["prompt"]) for line in samples[:2]] == [(60, "the b"), (60, "")]
+    assert all(set(line) == {"step", "prompt", "text", "time", "checkpoint"} for line in samples)
+    text = "".join(generate(run / "checkpoints" / there[-1], "the b"))
+    assert samples[0]["text"] == text != ""
 
 
 def test_a_tracker_that_is_killed_is_told_of(tmp_path, caplog):

@@ -24,7 +24,9 @@ BIN = Path(sys.executable).parent
 STEPS, KILLS = 300, (70, 140)
 ALL_AT = 200
 RECIPE = f"""\
-run: {{dir: runs/river, steps: {STEPS}, log_every: 2, evaluate_every: 50, device: cpu}}
+run:
+  {{dir: runs/river, steps: {STEPS}, log_every: 2, evaluate_every: 50, device: cpu,
+   samples: ["Number 7 of the", "A <b>river</b>"]}}
 model:
   architecture:
     {{model_type: qwen3, vocab_size: 512, hidden_size: 64, intermediate_size: 128,
@@ -39,6 +41,12 @@ checkpoint: {{every: 50, keep: 2}}
 elastic: {{snapshot_every: 10}}
 """
 WIDTHS = {"1600": 1600, "390": 390}
+SAMPLES = """
+const part = document.querySelector("section[aria-label$=samples]");
+if (!part) return ["", "", ""];
+return [part.querySelector("output").textContent, part.textContent,
+        part.querySelector("input").getAttribute("aria-valuetext")];"""
+"""Step whose samples are shown, the text of the section, and what a screen reader says."""
 
 
 class Browser:
@@ -86,6 +94,14 @@ class Browser:
     def run(self, script: str) -> Any:
         """What a script returns."""
         return self._call("POST", f"{self._session}/execute/sync", {"script": script, "args": []})
+
+    def press(self, key: str) -> None:
+        """Press and release a key, as a keyboard does."""
+        code = {"ArrowLeft": 37, "ArrowRight": 39}[key]
+        for kind in ("rawKeyDown", "keyUp"):
+            self.tell(
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code
+            )
 
     def tell(self, command: str, **arguments: Any) -> Any:
         """A command of Chromium's own."""
@@ -202,6 +218,14 @@ def main(out: Path) -> None:
         launcher = start("train", "recipe.yaml")
         assert launcher.wait(timeout=240) == 0
         until(lambda: follows(3, STEPS), 60, "the end on the page")
+        until(lambda: browser.run(SAMPLES)[0] == f"after step {STEPS}", 60, "the last samples")
+        assert "A <b>river</b>" in browser.run(SAMPLES)[1], "a prompt is text"
+        browser.run("document.querySelector('section[aria-label$=samples] input').focus()")
+        browser.press("ArrowLeft")
+        said, _, value = browser.run(SAMPLES)
+        assert said == value != f"after step {STEPS}", "the arrow key goes back a step"
+        browser.run("document.activeElement.blur()")
+        print(f"samples of the last step, and by the arrow key those {said}", flush=True)
         assert browser.run("return window.loaded") == "once", "the page was loaded again"
         ticks = Path(f"/proc/{watch.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
         busy = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")

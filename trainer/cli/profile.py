@@ -57,6 +57,7 @@ def short_run(recipe: Recipe, out: Path, steps: int) -> list[str]:
         "run.epochs=0",
         "run.evaluate_every=0",
         "run.stop_after=0",
+        "run.samples=[]",
         "schedule={name: constant}",
         "checkpoint.directory=null",
         f"checkpoint.every={WARM_UP + 1 + steps // 2}",

@@ -65,6 +65,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield from _witness_contradictions(recipe)
     if recipe.elastic.snapshot_every and not recipe.checkpoint.slots:
         yield "elastic.snapshot_every", "copies to slots: it needs checkpoint.slots: 1 or 2"
+    yield from _samples_contradictions(recipe)
     lengths = [key for key in ("steps", "epochs") if getattr(run, key)]
     if len(lengths) != 1:
         shown = "both; set one to 0" if lengths else "neither"
@@ -140,6 +141,32 @@ def _witness_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "batch.balance",
             "speed gives ranks unequal numbers of micro-batches, which elastic.witness cannot "
             "compare yet; set batch.balance=equal, or elastic.witness=0",
+        )
+
+
+def _samples_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    prompts, model = recipe.run.samples, recipe.model
+    if not prompts:
+        return
+    if len(set(prompts)) < len(prompts):
+        yield "run.samples", "has a prompt twice; remove one"
+    if model.factory:
+        yield (
+            "run.samples",
+            "only for model.architecture and model.init_from, as `perdure generate` cannot run a "
+            "model of model.factory; remove it",
+        )
+    if "://" in recipe.checkpoint_directory:
+        yield (
+            "run.samples",
+            f"needs checkpoints on a disk, but they go to {recipe.checkpoint_directory}; remove "
+            "it, or checkpoint.directory",
+        )
+    if model.adapter and "://" in (model.init_from or ""):
+        yield (
+            "run.samples",
+            f"needs the model under the adapter on a disk, not at {model.init_from}; fetch it, and "
+            "name its directory in model.init_from",
         )
 
 

@@ -66,6 +66,11 @@ class RunSection:
     The last step is saved, and with `checkpoint.keep_best` the best one too. The exit code is 0. 0:
     never."""
 
+    samples: tuple[str, ...] = ()
+    """Prompts to continue, by a process beside rank 0 on one thread of the CPU: from the first
+    checkpoint at or after each validation pass, and from the last; from each checkpoint without
+    validation. The texts go to <run.dir>/samples.jsonl and the page; see docs/seeing.md."""
+
     @property
     def length(self) -> str:
         """The run's length in words, in the recipe's unit."""

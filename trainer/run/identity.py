@@ -37,7 +37,7 @@ MACHINE_BOUND = (
     *("checkpoint.keep", "checkpoint.keep_every", "checkpoint.keep_best", "checkpoint.best_by"),
     *("tracking.tensorboard", "tracking.wandb", "tracking.project", "tracking.name"),
     *("tracking.prometheus", "tracking.sinks", "tracking.hooks", "tracking.alerts"),
-    *("tracking.peak_tflops", "checkpoint.trace"),
+    *("tracking.peak_tflops", "checkpoint.trace", "run.samples"),
 )
 """Keys of a recipe that may differ between nodes: paths, whose contents are compared instead, and
 values that only rank 0 uses. All other keys determine a step, or when ranks meet."""

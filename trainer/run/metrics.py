@@ -138,8 +138,8 @@ class Log:
             self.say(note)
         self._end_trackers = [
             # In processes of their own, so that a slow tracker delays no step.
-            accompany(["trainer.run.trackers", str(run_dir.absolute()), *words])
-            for words in _trackers(recipe.tracking)
+            accompany([module, str(run_dir.absolute()), *words])
+            for module, *words in _companions(recipe)
         ]
 
     def __enter__(self) -> Self:
@@ -388,19 +388,22 @@ def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
     return {key: value if math.isfinite(value) else None for key, value in values.items()}
 
 
-def _trackers(tracking: Tracking) -> list[list[str]]:
-    """Arguments of each process of trackers.py, besides the run directory."""
+def _companions(recipe: Recipe) -> list[list[str]]:
+    """Module of each process beside rank 0, and its arguments after the run directory."""
+    tracking = recipe.tracking
     bundled = {
         "tensorboard": tracking.tensorboard,
         "wandb": tracking.wandb != "off" and wandb_mode(tracking.wandb) != "disabled",
         "prometheus": tracking.prometheus,
         "alerts": tracking.alerts,
     }
-    return [
+    trackers = [
         *([kind] for kind, requested in bundled.items() if requested),
         *(["sinks", name] for name in tracking.sinks),
         *(["hooks", name] for name in tracking.hooks),
     ]
+    samples = [["trainer.tools.run_samples", str(recipe.run.steps)]] if recipe.run.samples else []
+    return [*(["trainer.run.trackers", *words] for words in trackers), *samples]
 
 
 def wandb_note(tracking: Tracking) -> str:

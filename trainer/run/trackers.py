@@ -27,7 +27,7 @@ from trainer.run.events import EventReader
 from trainer.run.ledger_summary import LedgerSummary
 from trainer.run.sinks import Prometheus, Sink, TensorBoard, WeightsAndBiases, own_sink
 
-METRICS = "metrics.jsonl"
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 LOOK_SECONDS = 0.5
 AGAIN_SECONDS, AGAIN_SECONDS_MOST = 5.0, 300.0
 """Seconds before a tracker retries after a failure of a file or connection: at first, and at
@@ -125,9 +125,8 @@ def to_hook(name: str, run_dir: Path, after: float) -> Iterator[float]:
                 except (Exception, SystemExit) as error:
                     if not reported:
                         called = f"{name}, called with {type(event).__name__} of step {event.step},"
-                        print(
-                            f"warning: {_failure(f'tracking.hooks: {called}', error)}", flush=True
-                        )
+                        text = describe_failure(f"tracking.hooks: {called}", error)
+                        print(f"warning: {text}", flush=True)
                     reported = True
         yield offset
 
@@ -145,16 +144,19 @@ def keep_up(mark: Path, begin: Callable[[float], Tracker], ended: threading.Even
     _write_mark(mark, me, done)
     turns, close = begin(done)
 
-    def turn() -> None:
+    def turn() -> bool:
         nonlocal done
         before, done = done, next(turns)
         if done != before:
             with suppress(OSError):  # a full disk: a later mark replaces this one
                 _write_mark(mark, me, done)
+        return done != before
 
     while not last and _read_mark(mark)[0] == me:
         last = ended.wait(LOOK_SECONDS)
-        turn()
+        # At the end until nothing is left, for a tracker that does a part of its work per turn.
+        while turn() and last:
+            pass
     close()
     if last:  # `close` may have flushed more
         turn()
@@ -173,7 +175,7 @@ def _write_mark(path: Path, owner: str, after: float) -> None:
     write_whole(path, json.dumps({"owner": owner, "after": after}))
 
 
-def _failure(name: str, error: BaseException) -> str:
+def describe_failure(name: str, error: BaseException) -> str:
     """A message about a tracker's failure, with place and effect."""
     from trainer.recipe import RecipeError
     from trainer.recipe.factory import failure
@@ -189,28 +191,60 @@ def _begin(kind: str, name: str, run_dir: Path, after: float) -> Tracker:
     return to_sink(sink, run_dir, after), sink.close
 
 
-def main(directory: str, kind: str, name: str = "") -> None:
-    """Run a tracker until standard input ends."""
-    ended = until_input_ends(niceness=10)
-    run_dir = Path(directory)
-    mark = run_dir / f".tracker-{'-'.join(filter(None, [kind, name]))}.json"
+def persist(
+    mark: Path,
+    begin: Callable[[float], Tracker],
+    ended: threading.Event,
+    describe: Callable[[BaseException], str],
+    passes: Callable[[BaseException], bool],
+) -> None:
+    """Run a tracker until no more records will come, whatever fails. Reports the first failure.
+
+    Args:
+        mark, begin, ended: as for `keep_up`.
+        describe: returns the warning about a failure.
+        passes: whether a failure may pass, so that the tracker begins again; else it does nothing
+            more.
+    """
     reported, again, last = False, AGAIN_SECONDS, False
     while not last:
         last = ended.is_set()
         try:
-            keep_up(mark, partial(_begin, kind, name, run_dir), ended)
+            keep_up(mark, begin, ended)
             return
         except (Exception, SystemExit) as error:
-            text = _failure(NAMES.get(kind, f"tracking.{kind}: {name}"), error)
             if not reported:
-                print(f"warning: {text}, and {run_dir / METRICS} has all it would have", flush=True)
+                print(f"warning: {describe(error)}", flush=True)
             reported = True
-            if kind not in SINKS and not isinstance(error, OSError):
+            if not passes(error):
                 ended.wait()  # stay: a missing process would be started again
                 return
             # A full disk or an absent server may come back, also at the end.
             ended.wait(again)
             again = min(2 * again, AGAIN_SECONDS_MOST)
+
+
+def mark_of(run_dir: Path, name: str) -> Path:
+    """The file with the position of a tracker."""
+    return run_dir / f".tracker-{name}.json"
+
+
+def main(directory: str, kind: str, name: str = "") -> None:
+    """Run a tracker until standard input ends."""
+    ended = until_input_ends(niceness=10)
+    run_dir = Path(directory)
+
+    def describe(error: BaseException) -> str:
+        text = describe_failure(NAMES.get(kind, f"tracking.{kind}: {name}"), error)
+        return f"{text}, and {run_dir / METRICS} has all it would have"
+
+    persist(
+        mark_of(run_dir, "-".join(filter(None, [kind, name]))),
+        partial(_begin, kind, name, run_dir),
+        ended,
+        describe,
+        lambda error: kind in SINKS or isinstance(error, OSError),
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,13 @@ from trainer.data.shards import is_prepared, read_index
 from trainer.data.stream import Stream
 from trainer.models import Decoder, Family
 from trainer.models.adapter import adapter_config
-from trainer.models.model_files import CONFIG, files_beside, files_without_tokenizer, of_bf16
+from trainer.models.model_files import (
+    CONFIG,
+    TOKENIZER,
+    files_beside,
+    files_without_tokenizer,
+    of_bf16,
+)
 from trainer.models.nf4_linear import weights_in
 from trainer.models.transformers_model import TextModel, TransformersModel
 from trainer.recipe import Optimizer, ParameterGroup, Recipe, RecipeError
@@ -266,6 +272,11 @@ def _build_on_samples(recipe: Recipe) -> Task:
         blocks, values = list(model.blocks), _loss_values
         start = location(recipe.model.init_from) if recipe.model.init_from else None
         files, notes = files_without_tokenizer(start, *_family_and_sizes(model))
+        if recipe.run.samples and TOKENIZER not in files:
+            raise RecipeError(
+                "run.samples: needs a tokenizer, and data.factory has none; remove it, or start "
+                "from a model with a tokenizer.json (model.init_from)"
+            )
         if recipe.precision.master == "bf16_stochastic":
             files = of_bf16(files)
         further = {"files": _with_adapter(recipe, model, files), **_of_model(recipe, model)}

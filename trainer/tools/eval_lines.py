@@ -73,7 +73,7 @@ def add_lines(
     Raises:
         GenerateError: a line cannot be written.
     """
-    known = _written(out, list(wanted[0]))
+    known = written(out, list(wanted[0]))
     for path in steps:
         step = parse_step(path.name) or 0
         missing = [one for one in wanted if (step, *one.values()) not in known]
@@ -99,12 +99,13 @@ def add_lines(
 def samples(
     sampling: Sampling, device: str, family: str | None = None
 ) -> Callable[[Path, Sequence[Wanted]], Iterator[dict[str, str]]]:
-    """Return the `make` of `add_lines` for prompts, which adds the generated `text`."""
+    """Return the `make` of `add_lines` for prompts, which adds the generated `text`, the `time` at
+    which it was done, and the name of the `checkpoint`."""
 
-    def make(path: Path, wanted: Sequence[Wanted]) -> Iterator[dict[str, str]]:
+    def make(path: Path, wanted: Sequence[Wanted]) -> Iterator[dict[str, Any]]:
         prompts = [one["prompt"] for one in wanted]
         for pieces in continuations(path, prompts, sampling, device=device, family=family):
-            yield {"text": "".join(pieces)}
+            yield {"text": "".join(pieces), "time": time.time(), "checkpoint": path.name}
 
     return make
 
@@ -143,7 +144,7 @@ def has_ended(run: Path) -> bool:
     return last.get("kind") == "end" and last.get("code") == EXIT_DONE
 
 
-def _written(out: Path, keys: Sequence[str]) -> set[tuple[Any, ...]]:
+def written(out: Path, keys: Sequence[str]) -> set[tuple[Any, ...]]:
     """Return (step, values of `keys`) of each line of a file, without a last line that a killed
     process left unfinished."""
     keys_written: set[tuple[Any, ...]] = set()

@@ -20,7 +20,7 @@ from elastic.record.ledger import Ledger, StartLine
 from tests.trainer.tools.a_run import write_run
 from trainer.cli.main import parse
 from trainer.text import visible
-from trainer.tools.seeing import cache
+from trainer.tools.seeing import cache, metric_columns
 from trainer.tools.seeing.metric_columns import Records, thinned
 from trainer.tools.seeing.page import ASSETS, report_html
 from trainer.tools.seeing.server import Server
@@ -162,6 +162,15 @@ def test_thinning_keeps_spikes_and_order():
     assert len(thinned(x, y, 10**6)[0]) == 100_000
 
 
+def test_of_many_samples_the_newest_are_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(metric_columns, "_SAMPLES_BYTES", 300)
+    lines = [{"step": step, "prompt": "p", "text": "t"} for step in range(1, 100)]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = [one["step"] for one in metric_columns.read_samples(tmp_path)]
+    assert shown == list(range(100 - len(shown), 100))
+    assert 3 < len(shown) < 10
+
+
 # --- live ------------------------------------------------------------------------------------
 
 
@@ -204,7 +213,18 @@ def test_a_live_page_gets_what_is_new(run):
         with (run / "ledger.jsonl").open("a") as ledger:
             ledger.write('{"kind":"event","event":"x","what":"new","after":9,"attempt":"')
             ledger.write(server.runs[0].history.attempts[-1].start.attempt + '"}\n')
-        assert since(more["cursor"])["events"][-1]["text"] == "new"
+        with_event = since(more["cursor"])
+        assert with_event["events"][-1]["text"] == "new"
+
+        assert "samples" not in with_event
+        with (run / "samples.jsonl").open("a") as samples:
+            for text in ("old", "new"):  # two processes may write one for a moment
+                samples.write(json.dumps({"step": 9, "prompt": "p", "text": text}) + "\n")
+        with_samples = since(with_event["cursor"])
+        assert with_samples["samples"] == [
+            {"step": 3, "pairs": [[EVIL, EVIL]]}, {"step": 9, "pairs": [["p", "new"]]},
+        ]  # fmt: skip
+        assert "samples" not in since(with_samples["cursor"])
 
         status, text, _ = ask(**{"from": 5, "to": 7})
         assert json.loads(text)["curves"]["loss"][0] == [5, 6, 7]

@@ -118,6 +118,7 @@ def _settings(recipe: Recipe, steps: int, run: Path) -> list[str]:
     last = save_at + AFTER_SAVE + MEASURED
     settings = [f"run.dir={run}", f"run.steps={last}", "run.epochs=0"]
     settings += [f"run.log_every={LOG_EVERY}", "run.evaluate_every=0", "run.stop_after=0"]
+    settings += ["run.samples=[]"]
     settings += [f"tracking.profile_steps={MEASURED}"]
     settings += [f"tracking.profile_after={last - MEASURED}"]
     settings += ["tracking.tensorboard=false", "tracking.wandb=off"]

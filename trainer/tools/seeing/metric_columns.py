@@ -13,7 +13,7 @@ import numpy as np
 
 from elastic.node.files import open_to_read
 from elastic.record.lines import read_record
-from trainer.run.trackers import METRICS
+from trainer.run.trackers import METRICS, SAMPLES
 from trainer.tools.seeing import cache
 
 MOST_KEYS = 200
@@ -154,19 +154,32 @@ def _extremes(y: np.ndarray, size: int, whole: int) -> Iterator[np.ndarray]:
         yield np.array([whole + int(y[whole:].argmin()), whole + int(y[whole:].argmax())])
 
 
+def samples_version(run: Path) -> str:
+    """Return a text that changes with samples.jsonl; "" without the file."""
+    try:
+        status = os.stat(run / SAMPLES)
+    except OSError:
+        return ""
+    return f"{status.st_ino}-{status.st_size}"
+
+
 def read_samples(run: Path, most: int = 2000) -> list[dict[str, Any]]:
     """Return generated samples by step, from the newest lines of samples.jsonl: `step`, and pairs
-    of prompt and text; empty without the file."""
+    of prompt and text, the newest text of each; empty without the file."""
     try:
-        with os.fdopen(open_to_read(run / "samples.jsonl", follow=True), "rb") as file:
+        with os.fdopen(open_to_read(run / SAMPLES, follow=True), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _SAMPLES_BYTES))
             lines = file.read(_SAMPLES_BYTES).splitlines()[-most:]
     except OSError:
         return []
-    by_step: dict[int, list[list[str]]] = {}
+    by_step: dict[int, dict[str, str]] = {}
     for line in lines:
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             one = json.loads(line)
             step, prompt, text = one["step"], one["prompt"], one["text"]
             if isinstance(step, int) and isinstance(prompt, str) and isinstance(text, str):
-                by_step.setdefault(step, []).append([prompt[:_LONGEST], text[:_LONGEST]])
-    return [{"step": step, "pairs": by_step[step]} for step in sorted(by_step)]
+                by_step.setdefault(step, {})[prompt[:_LONGEST]] = text[:_LONGEST]
+    return [
+        {"step": step, "pairs": [[*pair] for pair in by_step[step].items()]}
+        for step in sorted(by_step)
+    ]

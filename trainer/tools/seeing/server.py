@@ -95,8 +95,10 @@ class Server(ThreadingHTTPServer):
                 low, high = float(query["from"][0]), float(query["to"][0])
                 reply: object = {"curves": run.stretch(low, high)}
             else:
-                file, seen = (query.get(name, [""])[0] for name in ("file", "seen"))
-                reply = run.since(file, number("since", -1), seen)
+                file, seen, samples = (
+                    query.get(name, [""])[0] for name in ("file", "seen", "samples")
+                )
+                reply = run.since(file, number("since", -1), seen, samples)
         # Strict: browsers reject NaN.
         return "application/json", json.dumps(reply, allow_nan=False, separators=(",", ":"))
 

@@ -28,7 +28,7 @@ from trainer.recipe.yaml_tree import RecipeError, read_tree
 from trainer.tools.report.report import clock, unit_of
 from trainer.tools.seeing.event_texts import count_of, events_of, steps_lost
 from trainer.tools.seeing.ledger_view import LedgerView
-from trainer.tools.seeing.metric_columns import Records, read_samples, thinned
+from trainer.tools.seeing.metric_columns import Records, read_samples, samples_version, thinned
 
 POINTS = 4000
 """Maximum number of points of a curve."""
@@ -64,6 +64,7 @@ class RunView:
         self.ledger, self.records = LedgerView(path), Records(path)
         self.history: History
         self.now = 0.0
+        self.samples_version = ""
 
     def look(self) -> None:
         """Read new data.
@@ -73,6 +74,8 @@ class RunView:
         """
         self.history = self.ledger.read()
         self.records.read()
+        # Before any reading of samples, so that a page that misses some asks for them again.
+        self.samples_version = samples_version(self.path)
         self.now = time.time()
 
     # --- parts of the page --------------------------------------------------------------------
@@ -335,9 +338,10 @@ class RunView:
             "file": str(self.records.inode),
             "since": self.records.offset,
             "seen": self.ledger.version,
+            "samples": self.samples_version,
         }
 
-    def since(self, file: str, offset: int, seen: str) -> dict[str, Any]:
+    def since(self, file: str, offset: int, seen: str, samples: str) -> dict[str, Any]:
         """Return what is new after a cursor, or everything if the file was replaced."""
         records = self.records
         # A file that was replaced or cut shares nothing with what the page shows.
@@ -359,8 +363,10 @@ class RunView:
             update |= {
                 "ribbon": ribbon, "events": self.events(), "facts": self.facts(),
                 "attempts": len(self.history.attempts), "log": self.log(),
-                "more": self.more_curves(), "samples": read_samples(self.path),
+                "more": self.more_curves(),
             }  # fmt: skip
+        if samples != self.samples_version:
+            update["samples"] = read_samples(self.path)
         return update
 
 

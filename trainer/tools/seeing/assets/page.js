@@ -29,6 +29,7 @@ const PARTS = { steps: "steps that count", lost: "steps done again", starting: "
 
 const view = { axis: "step", log: true, smooth: 0, zoom: null, all: false, tables: new Set() };
 let plots = [], detail = null, asked = 0;
+let overdue = false;  // something new is not drawn yet, because a control has the focus
 
 // --- elements ---------------------------------------------------------------------------------
 
@@ -456,18 +457,23 @@ function comparison() {
 
 function samples(run) {
   if (!run.samples.length) return null;
-  const last = run.samples.length - 1;
-  const out = el("div", { "aria-live": "polite" });
-  const show = n => {
-    const { step, pairs } = run.samples[n];
-    out.replaceChildren(el("p", { class: "soft" }, `after step ${step.toLocaleString("en")}`),
-      ...pairs.map(([prompt, text]) => el("div", { class: "sample" }, el("b", {}, prompt), text)));
+  const last = run.samples.length - 1, name = `Step of the samples of ${run.name}`;
+  const out = el("div", {}), said = el("output", { class: "soft" });
+  const slider = el("input", { type: "range", min: 0, max: last, disabled: !last, "aria-label": name,
+    oninput: event => show(+event.target.value, true) });
+  const show = (n, chosen) => {
+    const { step, pairs } = run.samples[n], words = `after step ${step.toLocaleString("en")}`;
+    // A step, as places move when more is read; at the newest the page stays there.
+    if (chosen) run.sampleStep = n === last ? null : step;
+    slider.value = n;
+    slider.setAttribute("aria-valuetext", words);
+    said.replaceChildren(words);
+    out.replaceChildren(...pairs.map(([prompt, text]) => el("div", { class: "sample" }, el("b", {}, prompt), text)));
   };
-  const at = Math.min(last, run.sampleAt ?? last);
-  const slider = el("input", { type: "range", min: 0, max: last, value: at, "aria-label": "which step",
-    oninput: event => { run.sampleAt = +event.target.value; show(run.sampleAt); } });
-  show(at);
-  return el("section", {}, el("h2", {}, "What it writes"), el("label", { class: "controls" }, "step", slider), out);
+  const kept = run.samples.findIndex(one => one.step === run.sampleStep);
+  show(kept < 0 ? last : kept, false);
+  return el("section", { "aria-label": `${run.name}: samples` }, el("h2", {}, "Samples"),
+    el("label", { class: "controls" }, "step", slider, said), out);
 }
 
 function texts(run) {
@@ -519,7 +525,8 @@ function render() {
   });
   parts.push(el("section", { "aria-label": "Curves" }, el("h2", {}, "Curves"), controls(), grid));
   RUNS.forEach(run => {
-    const inside = [samples(run), ...texts(run)].filter(Boolean);
+    const written = samples(run), inside = texts(run).filter(Boolean);
+    if (written) parts.push(written);
     parts.push(el("section", { "aria-label": `${run.name}: what it is` }, MANY ? el("h2", {}, run.name) : el("h2", {}, "The run"), inside));
   });
   main.replaceChildren(...parts);
@@ -548,7 +555,7 @@ function take(run, told) {
     run.curves[key] = thinnedOut(curve);
   }
   Object.assign(run.curves, told.more || {});
-  const fresh = Object.keys(told.curves).length > 0 || Boolean(told.events) || told.state[0] !== run.state[0];
+  const fresh = Object.keys(told.curves).length > 0 || Boolean(told.events) || Boolean(told.samples) || told.state[0] !== run.state[0];
   const { curves, more, last, ...rest } = told;
   Object.assign(run, rest);
   if (!told.ribbon && last.length && run.ribbon.length) run.ribbon[run.ribbon.length - 1] = last[0];
@@ -559,13 +566,14 @@ async function follow() {
   let wait = DATA.every;
   if (!document.hidden) {
     try {
-      let changed = false;
+      let changed = overdue;
       for (let n = 0; n < RUNS.length; n++) {
-        const run = RUNS[n], { file, since, seen } = run.cursor;
-        changed = take(run, await ask({ run: n, file, since, seen })) || changed;
+        const run = RUNS[n];
+        changed = take(run, await ask({ run: n, ...run.cursor })) || changed;
       }
       tell(`live · ${moment(Date.now() / 1000, false)}`);
       const busy = main.contains(document.activeElement) && document.activeElement.matches("input,select");
+      overdue = changed && busy;
       if (changed && !busy) render();
       else if (!MANY) main.querySelector(".top").replaceChildren(...top(RUNS[0]));
       document.title = `${RUNS[0].state[0]} · ${RUNS.map(run => run.name).join(", ")}`;

@@ -1,0 +1,105 @@
+"""Continues the prompts of `run.samples` from a run's checkpoints: `python -m
+trainer.tools.run_samples RUN_DIRECTORY STEPS`, a companion process of rank 0, as trackers are
+(trainer/run/trackers.py).
+
+It reads what `perdure eval` reads, and writes the same lines, with the same draws at each step. So
+texts of two steps differ by their weights alone.
+"""
+
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from checkpointing.errors import CheckpointError
+from checkpointing.format.layout import parse_step
+from checkpointing.storage.steps import list_steps
+from elastic.node.companion import until_input_ends
+from trainer.recipe import load_recipe
+from trainer.run.trackers import SAMPLES, Tracker, describe_failure, mark_of, persist
+
+
+def due(committed: Collection[int], sampled: Collection[int], every: int, last: int) -> list[int]:
+    """Return the committed steps to continue prompts from, newest first: the first at or after each
+    validation pass, and the last step of the run.
+
+    Args:
+        committed: steps whose checkpoints exist.
+        sampled: steps that have samples; their checkpoints may be deleted.
+        every: steps between validation passes; 1 without any.
+        last: last step of the run.
+    """
+    # The smallest of each stretch between two passes stays.
+    firsts = {step // every: step for step in sorted({*committed, *sampled}, reverse=True)}
+    wanted = {step for stretch, step in firsts.items() if stretch} | {last}
+    return sorted(wanted & {*committed}, reverse=True)
+
+
+def continue_prompts(run_dir: Path, last: int, position: float) -> Iterator[float]:
+    """Write the samples of one checkpoint at each turn, the newest first, as older ones may take
+    too long; yields a number that rises while there was one.
+
+    Args:
+        run_dir: absolute path.
+        last: last step of the run.
+        position: number to begin with.
+
+    Raises:
+        GenerateError: a prompt does not fit the model, or the file cannot be written.
+        CheckpointError, ConfigError: the model cannot be loaded.
+    """
+    recipe = load_recipe(run_dir / "recipe.yaml", kept=True)
+    directory = Path(recipe.checkpoint.directory or run_dir / "checkpoints")
+    every, wanted = recipe.run.evaluate_every or 1, [{"prompt": one} for one in recipe.run.samples]
+    tried: set[int] = set()
+    seen: set[int] = set()
+    while True:
+        found = list_steps(directory) if directory.is_dir() else []
+        paths = {step: path for path in found if (step := parse_step(path.name)) is not None}
+        if not paths.keys() <= seen:
+            # Imported once there is a checkpoint, as torch takes seconds.
+            import torch
+
+            from trainer.tools.eval_lines import add_lines, samples, written
+            from trainer.tools.generate import Sampling
+
+            torch.set_num_threads(1)
+            lines = written(run_dir / SAMPLES, ["prompt"])
+            sampled = {step for step, prompt in lines if prompt in recipe.run.samples}
+            steps = due(paths, sampled, every, last)
+            step = next((step for step in steps if step not in tried), None)
+            if step is None:
+                seen |= paths.keys()
+            else:
+                tried.add(step)
+                make = samples(Sampling(), "cpu", recipe.model.family)
+                for _ in add_lines([paths[step]], wanted, run_dir / SAMPLES, make):
+                    pass
+                position += 1
+        yield position
+
+
+def begin(run_dir: Path, last: int, position: float) -> Tracker:
+    """Return `continue_prompts` as a tracker."""
+    return continue_prompts(run_dir, last, position), lambda: None
+
+
+def main(directory: str, last: str) -> None:
+    """Follow a run until standard input ends."""
+    ended = until_input_ends(niceness=19)
+    with suppress(OSError):
+        # A large model is loaded here, and the kernel must not end a rank for it.
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    run_dir = Path(directory)
+    persist(
+        mark_of(run_dir, "samples"),
+        partial(begin, run_dir, int(last)),
+        ended,
+        lambda error: describe_failure("run.samples", error),
+        lambda error: isinstance(error, OSError | CheckpointError),
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
