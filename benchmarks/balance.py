@@ -27,8 +27,7 @@ from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 
 from benchmarks.support import arguments, environment, json_lines, report, spread
-from benchmarks.support.cpu_limit import cpu_limit
-from benchmarks.support.memory_limit import NoLimitError
+from benchmarks.support.control_groups import NoLimitError, cpu_limit
 from benchmarks.support.slow_rank import write_recipe
 
 HELD = 1 / 3, 1 / 9

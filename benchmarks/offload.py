@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.support import QUICKSTART, arguments, json_lines, report, run, spread, workspace
-from benchmarks.support.memory_limit import NoLimitError, memory_limit
+from benchmarks.support.control_groups import NoLimitError, memory_limit
 from benchmarks.support.processes import MemoryWatch
 
 MODEL = (

@@ -435,7 +435,7 @@ class Checkpointer:
 
 
 _open: WeakSet[Checkpointer] = WeakSet()
-"""Those of this process that are not closed."""
+"""Checkpointers of this process that are not closed."""
 
 
 def _known_groups() -> list[dist.ProcessGroup]:

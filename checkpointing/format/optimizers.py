@@ -241,7 +241,7 @@ class _Writer:
         if name in self.tensors and self.tensors[name] is not value:
             raise ValueError(f"{self.kind} keeps two tensors that would be called {name}")
         self.tensors[name] = value
-        # Of a sharded parameter: whether the state is sharded, too, or whole on each rank.
+        # State of a sharded parameter may be sharded, too, or whole on each rank.
         spread = isinstance(value, DTensor) if isinstance(like, DTensor) else None
         return {"$like": [STORED_DTYPES[value.dtype], [*value.shape], spread]}
 

@@ -177,7 +177,7 @@ class _Load:
         meta, target = unit.stored.meta, self._targets[unit.name]
         checked = unit if unit.name in self._finite else None
         data = target.memory(unit.box, TORCH_DTYPES[meta.dtype])
-        # It cannot be read in place, for example on a GPU: through memory of the reader.
+        # A target that cannot be read in place, as on a GPU, is filled from memory of the reader.
         if data is None:
             for slab in slabs(unit, self._step):
                 yield Segment(slab.begin, slab.nbytes, None, unit.replica, slab, checked)

@@ -120,7 +120,7 @@ def _equal(
     if first.meta.dtype == second.meta.dtype:  # compared as bits, so that NaNs are equal
         pairs = zip(read(first), read(second), strict=True)
         return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
-    # Of other dtypes: equal if the numbers are.
+    # Tensors of different dtypes are equal if their numbers are.
     whole = (torch.cat([piece.double() for piece in read(one)]) for one in (first, second))
     return torch.equal(*whole)
 

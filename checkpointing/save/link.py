@@ -87,7 +87,7 @@ class Spare:
             OSError: no process can be started.
         """
         process, self._process = self._process, None
-        # It may have ended since, for example for lack of memory.
+        # The writer started ahead may have ended since, for example for lack of memory.
         if process is not None and process.poll() is not None:
             end(process, 0)
             process = None

@@ -329,6 +329,6 @@ def _kept(attempts: list[Attempt]) -> dict[int, int]:
     newest = attempts[-1].last_step
     while attempt:
         kept[attempt.number] = newest
-        # Of the parent only the steps that this attempt has loaded.
+        # The parent counts only up to the step that this attempt has loaded.
         newest, attempt = attempt.start.step, attempt.parent
     return kept

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks.support import python_path
-from benchmarks.support.memory_limit import NoLimitError, memory_limit
+from benchmarks.support.control_groups import NoLimitError, memory_limit
 from checkpointing import optimizer_tensors
 from tests.distributed.jobs import ROOT, losses, soak, wait_for_step
 from tests.distributed.test_resume import SHORT, assert_same
