@@ -133,7 +133,7 @@ $(RUNTIME): pyproject.toml
 	@touch $@
 
 $(FINETUNE): $(RUNTIME)
-	$(BIN)/python -m pip install --quiet 'transformers>=5,<6' 'gguf>=0.17'
+	$(BIN)/python -m pip install --quiet 'transformers>=5,<6' 'gguf>=0.17' accelerate
 	@touch $@
 
 $(SITE)/.installed: Makefile
