@@ -132,7 +132,7 @@ $(RUNTIME): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[all]'
 	@touch $@
 
-$(FINETUNE): $(RUNTIME)
+$(FINETUNE): $(RUNTIME) Makefile
 	$(BIN)/python -m pip install --quiet 'transformers>=5,<6' 'gguf>=0.17' accelerate
 	@touch $@
 
