@@ -11,6 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -355,6 +356,11 @@ def _check_weights(
                 )
 
 
+_Request: TypeAlias = tuple[tuple[int, ...], list[tuple[int, ...]]]
+"""Positions of a micro-batch, and those of micro-batches that the same worker gets later and may
+begin to read."""
+
+
 class _Fetched(Dataset):
     """A stream as a torch Dataset that fetches whole batches.
 
@@ -366,10 +372,13 @@ class _Fetched(Dataset):
     def __init__(self, stream: Stream, account: bool) -> None:
         self._stream = stream
         self._accounted = stream if account and isinstance(stream, Accounted) else None
+        self._begun: dict[tuple[int, ...], list[object]] = {}
+        """Reads from object stores that have begun, by the positions of a later request."""
 
-    def __getitems__(self, positions: Sequence[int]) -> dict[str, Any] | DataError:
+    def __getitems__(self, request: _Request) -> dict[str, Any] | DataError:
         """Fetch a batch. A DataError is returned, for `load` to raise: torch would wrap an error of
         a worker into a page of traceback."""
+        positions, later = request
         try:
             if self._accounted is None:
                 return self._stream.fetch(positions)
@@ -377,6 +386,12 @@ class _Fetched(Dataset):
             return {**batch, CONSUMED: digest}
         except DataError as error:
             return error
+        finally:
+            # after the fetch: the threads that send requests would hold it up
+            if later:
+                assert isinstance(self._stream, TokenStream)
+                begin, begun = self._stream.begin, self._begun
+                self._begun = {one: begun.get(one) or begin(one) for one in later}
 
 
 def load(
@@ -400,14 +415,12 @@ def load(
         DataError: when a batch of a damaged shard is requested.
         RuntimeError: a worker was killed.
     """
-    if isinstance(stream, TokenStream) and stream.ahead and not workers:
-        requests = _begun(stream, requests)
     with warnings.catch_warnings():
         # torchdata 0.11 calls a function that torch 2.13 deprecates.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         loader = StatefulDataLoader(
             _Fetched(stream, account),
-            batch_sampler=requests,
+            batch_sampler=_with_later(requests, _begun_ahead(stream, workers), max(1, workers)),
             num_workers=workers,
             collate_fn=_identity,
             pin_memory=pin_memory,
@@ -420,19 +433,27 @@ def load(
     return _raise_errors(iter(loader))
 
 
-def _begun(
-    stream: TokenStream, requests: Iterable[Sequence[int]]
-) -> Generator[Sequence[int], None, None]:
-    """Yields requests, each once the next `stream.ahead` of them have begun."""
-    begun: deque[tuple[Sequence[int], list[object]]] = deque()
+def _with_later(
+    requests: Iterable[Sequence[int]], ahead: int, stride: int
+) -> Generator[_Request, None, None]:
+    """Yields each request with those of the next `ahead` whose distance is a multiple of `stride`:
+    torch deals requests to its workers in turn."""
+    window: deque[tuple[int, ...]] = deque()
     for request in requests:
-        begun.append((request, stream.begin(request)))
-        if len(begun) > stream.ahead:
-            yield begun[0][0]
-            begun.popleft()  # it was fetched
-    while begun:
-        yield begun[0][0]
-        begun.popleft()
+        window.append(tuple(request))
+        if len(window) > ahead:
+            yield window[0], [*islice(window, stride, None, stride)]
+            window.popleft()
+    while window:
+        yield window[0], [*islice(window, stride, None, stride)]
+        window.popleft()
+
+
+def _begun_ahead(stream: Stream, workers: int) -> int:
+    """Micro-batches whose reads begin before they are fetched: `stream.ahead`, rounded up so that
+    each worker has as many."""
+    ahead, stride = stream.ahead if isinstance(stream, TokenStream) else 0, max(1, workers)
+    return -(-ahead // stride) * stride
 
 
 def requests(plan_at: Callable[[int], BatchPlan], dp_rank: int, start: int) -> Iterator[list[int]]:
@@ -451,9 +472,7 @@ def requests(plan_at: Callable[[int], BatchPlan], dp_rank: int, start: int) -> I
 
 def requested_ahead(stream: Stream, workers: int) -> int:
     """Most micro-batches that `load` requests before they are used."""
-    if workers:
-        return READ_AHEAD * workers
-    return stream.ahead if isinstance(stream, TokenStream) else 0
+    return READ_AHEAD * workers + _begun_ahead(stream, workers)
 
 
 def _die_with(parent: int, worker: int) -> None:
