@@ -76,7 +76,8 @@ def test_a_loop_of_accelerate_keeps_its_process(cluster, tmp_path):
     loop = tmp_path / "accelerate_loop_elastic.py"
     main = "def main(job):\n"
     # One write a line, by one rank: parts of two ranks' lines would mix in the pipe.
-    said = '    job.world.rank or print("pid %d\\n" % __import__("os").getpid(), end="", flush=True)\n'
+    pid = '__import__("os").getpid()'
+    said = f'    job.world.rank or print("pid %d\\n" % {pid}, end="", flush=True)\n'
     loop.write_text(loop.read_text().replace(main, main + said))
     node = nodes.add()
     node.seen = 0
