@@ -41,8 +41,8 @@ from trainer.parallel.parallelize import parallelize
 from trainer.parallel.passes import Call, Passed, means
 from trainer.recipe import Recipe, load_recipe
 from trainer.recipe.architecture import Architecture
+from trainer.run.join import keep_freed_memory
 from trainer.run.speed import peak_memory
-from trainer.run.worker import keep_freed_memory
 
 DOCUMENT = 8192
 WARM_UP = 2
