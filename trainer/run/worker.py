@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import NoReturn
@@ -29,7 +28,6 @@ from elastic.world import World, drop_world, leave_world, read_environment, supe
 from trainer.data.loader import load, requests
 from trainer.data.stream import CONSUMED, COUNTED
 from trainer.parallel.mesh import build_mesh, forget_meshes, is_sharded_by_fsdp
-from trainer.parallel.passes import Call, Passed
 from trainer.recipe.strategies import ep, exact
 from trainer.run.build import build, model_and_optimizer, restore_state, with_copied_model
 from trainer.run.compiled import keep_caches_closed
@@ -142,12 +140,12 @@ def rehearse(arguments: tuple[str, ...]) -> None:
         plan = exact.batch_plan(recipe, mesh.dp_size)
         batch_requests = requests(lambda _: plan, mesh.dp_rank, 0)
         batches = load(task.stream, batch_requests, workers=0, pin_memory=False)
-        model.run([next(batches)], _loss, train=True)
-
-
-def _loss(_number: int, batch: Mapping[str, torch.Tensor], call: Call) -> Passed:
-    result = call({key: tensor for key, tensor in batch.items() if key not in (COUNTED, CONSUMED)})
-    return result["loss"] if isinstance(result, dict) else result
+        batch = next(batches)
+        inputs = {key: tensor for key, tensor in batch.items() if key not in (COUNTED, CONSUMED)}
+        for forward in model.run([inputs], train=True):
+            result = forward(inputs)
+            if isinstance(result, dict):
+                forward.begin_at(result["loss"])
 
 
 def wait_for_generation(recall: Recall, seconds: float | None = NEXT_GENERATION_SECONDS) -> None:
