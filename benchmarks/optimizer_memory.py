@@ -111,7 +111,7 @@ def bytes_a_parameter(overrides: Iterable[str]) -> float:
         if recipe.data.document_mask:
             batch["document_ids"] = torch.zeros_like(tokens, dtype=torch.int32)
         for forward in built.run([batch], train=True):
-            forward.begin_at(_loss(forward(batch)))
+            forward.root = _loss(forward(batch))
         weights = [*built.parameters.values()]
         held = nbytes([*weights, *(one.grad for one in weights if one.grad is not None)])
         update(optimizer, built.portions(optimizer), 1.0)

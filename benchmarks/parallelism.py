@@ -184,7 +184,7 @@ def our_step(recipe: Recipe, world: World) -> Any:
             if isinstance(found, dict):
                 loss = found["loss"] / len(batches)
                 total.add_(loss.detach())
-                forward.begin_at(loss)
+                forward.root = loss
         model.collect_gradients()
         update(optimizer, model.portions(optimizer), 1.0)
         model.zero_gradients()

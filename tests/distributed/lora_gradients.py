@@ -68,7 +68,7 @@ def gradients(recipe: Recipe, world: World) -> dict[str, Tensor]:
         given = inputs[forward.number]
         means = forward(given)
         if isinstance(means, dict):
-            forward.begin_at(means["loss"] * ((given["labels"] != -100).sum() / total))
+            forward.root = means["loss"] * ((given["labels"] != -100).sum() / total)
     made.collect_gradients()
     frozen = [
         name for name, p in made.parameters.items() if not p.requires_grad and p.grad is not None

@@ -41,7 +41,7 @@ def gradients(recipe: Recipe, world: World) -> dict[str, Tensor]:
         share = counts[number] * micro_batches[number].real / pairs
         for name, value in means.items():
             sums[name] = sums.get(name, 0) + value.detach() * share * mesh.counts
-        forward.begin_at(means["loss"] * share)
+        forward.root = means["loss"] * share
     made.collect_gradients()
     for name in sorted(sums):
         dist.all_reduce(sums[name], group=mesh.group)

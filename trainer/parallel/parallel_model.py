@@ -86,7 +86,7 @@ class ParallelModel:
         next. If `train`, run backward after each, as the strategy orders it. On all ranks.
 
             for forward in model.run(inputs, train=True):
-                forward.begin_at(forward(inputs[forward.number])["loss"])
+                forward.root = forward(inputs[forward.number])["loss"]
 
         Args:
             inputs: the micro-batches of this rank.
@@ -103,7 +103,7 @@ class ParallelModel:
                     forward = ForwardPass(number, self)
                     yield forward
                     if train:
-                        torch.autograd.backward(forward.take_roots())
+                        torch.autograd.backward(forward.take_root())
         if train and reduce:
             self.share_buffers()
 
@@ -227,10 +227,6 @@ class ParallelModel:
         """Free all gradients."""
         for parameter in (*self.parameters.values(), *self.optimized.values()):
             parameter.grad = None
-
-
-KEPT = "optimizer"
-"""Key of a trainer state: FQN → JSON state of an optimizer, see saved_state.py."""
 
 
 class Targets:

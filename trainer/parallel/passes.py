@@ -26,27 +26,22 @@ class ForwardPass:
     """Index of the micro-batch."""
     call: Call | None
     """The model, or a stage of a pipeline; None once backward has begun."""
-    roots: tuple[torch.Tensor, ...] = ()
-    """Tensors that backward begins from."""
+    root: Passed = ()
+    """Where backward begins. The loop sets the loss; a stage before the last, its outputs."""
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> Passed | dict[str, torch.Tensor]:
-        """Compute the `means` of the micro-batch, whose loss `begin_at` then takes, or the outputs
-        for the next pipeline stage."""
+        """Compute the `means` of the micro-batch, or the outputs for the next pipeline stage."""
         assert self.call
         result = self.call(inputs)
         if not isinstance(result, dict):
-            self.begin_at(result)
+            self.root = result
         return result
 
-    def begin_at(self, roots: Passed) -> None:
-        """Let backward begin at a scalar loss."""
-        self.roots = roots if isinstance(roots, tuple) else (roots,)
-
-    def take_roots(self) -> tuple[torch.Tensor, ...]:
-        """Return `roots`, and drop what keeps the graph alive: the loop holds this object while the
+    def take_root(self) -> Passed:
+        """Return `root`, and drop what keeps the graph alive: the loop holds this object while the
         next pass allocates."""
-        roots, self.roots, self.call = self.roots, (), None
-        return roots
+        root, self.root, self.call = self.root, (), None
+        return root
 
 
 def means(result: Any) -> dict[str, torch.Tensor]:

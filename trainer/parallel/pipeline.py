@@ -170,12 +170,14 @@ class Pipeline:
                     x.requires_grad_(train)
                 forward = ForwardPass(number, partial(self._forward, stage, received))
                 yield forward
-                out = forward.take_roots()
+                root = forward.take_root()
+                out = root if isinstance(root, tuple) else (root,)
                 if s < top:
                     # Each stage has a graph of its own.
                     messages.send(Action("F", s + 1, number), [x.detach() for x in out])
                 if train:
                     kept[s, number] = received, out
+                del root
                 continue
             if kind == "W":
                 weights.pop((s, number))()

@@ -61,14 +61,14 @@ class BuiltModel:
 
     joined: Joined
     recipe: Recipe
-    """That of `joined` with every value resolved for this world."""
+    """The recipe with every value resolved for this world."""
     task: Task
     mesh: Mesh
     plan: BatchPlan
     model: ParallelModel
     optimizer: torch.optim.Optimizer
     kept: Progress | None
-    """The progress that model and optimizer have already, if this process has kept them."""
+    """Progress of a model and an optimizer that this process has kept; None: they are new."""
     checkpointer: TensorCheckpointer
     attention: Sequence[str]
     """Log lines about the kernel that computes attention."""
@@ -106,8 +106,8 @@ def build(process: TrainingProcess, joined: Joined) -> Iterator[BuiltModel]:
             del last
             gc.collect()  # the graph of the failed step holds itself, and with it the old groups
         else:
-            # A later attempt copies the model again, which stays on the meta device for it. A
-            # user's model is whole, and built anew for each attempt.
+            # The next attempt needs this model on the meta device. A user's model is whole, and
+            # built anew for each attempt.
             if recall.allowed and task.fill:
                 task = with_copied_model(task)
             # Before FSDP, which renames the classes of blocks.
@@ -124,11 +124,7 @@ def build(process: TrainingProcess, joined: Joined) -> Iterator[BuiltModel]:
 
 def reason_to_rebuild(last: Run, recipe: Recipe) -> str:
     """Why this process cannot keep the model and the optimizer of its last run; "" if it can.
-
-    Args:
-        last: the last run.
-        recipe: `settled` for the present world.
-    """
+    `recipe`: resolved for the present world."""
     rank, _, size, _ = now = read_environment()
     world, strategy = last.world, recipe.strategy
     if recipe.elastic.recovery == "rebuild":
@@ -193,12 +189,12 @@ def restore_state(process: TrainingProcess, built: BuiltModel) -> Iterator[Run]:
     if joined.shipper:
         joined.shipper.take(state)
     changed: dict[str, tuple[Any, Any]] = {}
-    if world.is_main and state:
-        changed = changes_of_start(
-            recipe.directory, inputs.recipe, digest_of(inputs.text), agreement.computed_by, state,
-            restart=bool(world.cause) or world.generation > 0 or world.round > 1,
-        )  # fmt: skip
     if world.is_main:
+        if state:
+            changed = changes_of_start(
+                recipe.directory, inputs.recipe, digest_of(inputs.text), agreement.computed_by,
+                state, restart=bool(world.cause) or world.generation > 0 or world.round > 1,
+            )  # fmt: skip
         show_recipe(recipe.directory, inputs.text)
     start = start_line(built, progress, state, changed, process.startup)
     progress.attempt = start.attempt
@@ -218,9 +214,7 @@ def restore_state(process: TrainingProcess, built: BuiltModel) -> Iterator[Run]:
             build_schedule(recipe), progress, checkpointer, start, log, pulse, process.recall,
             frozenset(tensors_not_finite(fixed)), balance=balance, witness=witness,
         )  # fmt: skip
-        notes = [agreement.note, describe_changes(changed, inputs.recipe)]
-        if witness:
-            notes.append(str(witness))
+        notes = [agreement.note, describe_changes(changed, inputs.recipe), str(witness or "")]
         if recipe.optimizer.factory:
             from trainer.optim.own import describe_own  # imported only where the recipe uses it
 
@@ -275,8 +269,8 @@ def start_line(
 def shares_by_speed(
     recipe: Recipe, mesh: Mesh, plan: BatchPlan, model: ParallelModel, task: Task
 ) -> Iterator["SpeedShares | None"]:
-    """Yield the plans of `batch.balance: speed`, which measure while entered; None where all plans
-    are `plan`."""
+    """Yield the batch plans of `batch.balance: speed`, which time the model inside the block; None
+    where every plan is `plan`."""
     if recipe.batch.balance == "equal" or mesh.dp_size == 1:
         yield None
         return
@@ -434,12 +428,8 @@ def idle_share(strategy: Strategy, passes: int, costs: Sequence[float]) -> float
         passes: micro-batches of a step.
         costs: of each stage, relative.
     """
-    from trainer.parallel.schedules import (
-        COST,
-        arranged,
-        schedule,
-        simulate,
-    )  # imported only where the recipe uses it
+    # imported only where the recipe uses it
+    from trainer.parallel.schedules import COST, arranged, schedule, simulate
 
     stages = [{kind: cost * each for kind, cost in COST.items()} for each in costs]
     orders = schedule(*strategies.pp.shape(strategy), passes)

@@ -273,7 +273,7 @@ def gradients(
             if comparison:
                 comparison.begin_pass(number)
             done = compute_pass(run, micro_batches[number], inputs[number], forward)
-            marks.append((done.began, done.ended))
+            marks.append(done.marks)
             if done.loss is None:
                 continue
             loss_sum += snap_loss(done.loss)
@@ -344,9 +344,8 @@ def usual_count(run: Run) -> float:
 class PassSums:
     """What a forward pass adds to the sums of its step, detached."""
 
-    began: Any
-    """`mark` before the model was called."""
-    ended: Any
+    marks: tuple[Any, Any]
+    """`mark` before and after the call of the model."""
     loss: torch.Tensor | None = None
     """Divided by the usual count of a global batch; None in a pipeline stage before the last."""
     count: float | torch.Tensor = 0.0
@@ -371,18 +370,18 @@ def compute_pass(
         seed_generators(seed, device)
     began = mark(device)
     result = forward(on_device)
-    ended = mark(device)
+    marks = began, mark(device)
     if not isinstance(result, dict):
-        return PassSums(began, ended)
+        return PassSums(marks)
     # A micro-batch that only fills up a rank's passes counts 0.
     count = result.pop(COUNT, batch.get(COUNTED, len(micro_batch.positions))) * micro_batch.real
     # Weighted by the count, so that micro-batches with unequal counts add up to one mean.
     loss = result.pop("loss") * (count / usual_count(run))
     # fp16 would round small gradients to 0.
-    forward.begin_at(loss * run.progress.loss_scale.value)
+    forward.root = loss * run.progress.loss_scale.value
     count = count.detach() if isinstance(count, torch.Tensor) else count
     means = {name: mean.detach() for name, mean in result.items()}
-    return PassSums(began, ended, loss.detach(), count, means)
+    return PassSums(marks, loss.detach(), count, means)
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

@@ -122,15 +122,15 @@ def rehearse(arguments: tuple[str, ...]) -> None:
     """Build the model once in a fake process group, which fills torch's caches for the tensors of
     the strategy. A small model also computes once with arbitrary weights, which loads and compiles
     code that all ranks would wait for. CPU only: a reserve process has no GPU."""
-    rank, local_rank, world_size, local_world_size = read_environment()
     recipe, _, task, _ = prepare(arguments)
+    ranks = rank, _, world_size, _ = read_environment()
     keep_caches_closed(recipe.directory, recipe.strategy.compile)
     gpus = recipe.run.device != "cpu" and torch.cuda.is_available()
     if not task or gpus or not is_sharded_by_fsdp(recipe, world_size):
         return
     small = task.parameter_count <= REHEARSED_PARAMETERS
     device = torch.device("cpu" if small else "meta")
-    world = World(rank, local_rank, world_size, local_world_size, 1, 0, 0, None, device)
+    world = World(*ranks, nodes=1, round=0, generation=0, cause=None, device=device)
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
     in_memory = replace(recipe, strategy=replace(recipe.strategy, offload="none"))
     mesh = build_mesh(recipe, replace(world, device=torch.device("cpu")))
@@ -145,7 +145,7 @@ def rehearse(arguments: tuple[str, ...]) -> None:
         for forward in model.run([inputs], train=True):
             result = forward(inputs)
             if isinstance(result, dict):
-                forward.begin_at(result["loss"])
+                forward.root = result["loss"]
 
 
 def wait_for_generation(recall: Recall, seconds: float | None = NEXT_GENERATION_SECONDS) -> None:

@@ -104,7 +104,7 @@ def test_buffers_of_replicas_are_those_of_the_first(recipe, tmp_path, ranks, ove
             torch.manual_seed(8 * step + rank)
             inputs = [{"input": torch.randn(5, 3)} for _ in range(2)]
             for forward in made.run(inputs, train=True):
-                forward.begin_at(made.module(**inputs[forward.number]).sum())
+                forward.root = made.module(**inputs[forward.number]).sum()
             for batch in inputs:
                 alone(**batch)
         return made.buffers(), dict(alone.named_buffers())
@@ -190,7 +190,7 @@ def test_odd_blocks_in_a_sequential_learn_what_one_process_does(
             for step in inputs:
                 batches = [{"input": batch} for batch in step[2 * rank :][:2]]
                 for forward in made.run(batches, train=True):
-                    forward.begin_at(made.module(**batches[forward.number]).square().mean())
+                    forward.root = made.module(**batches[forward.number]).square().mean()
                 made.collect_gradients()
                 optimizer.step()
                 made.publish_weights()

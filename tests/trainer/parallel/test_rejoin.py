@@ -47,7 +47,7 @@ def test_nothing_of_a_step_that_failed_is_left_in_the_next(join, recipe):
 
     def gradients(built):
         for forward in built.run([batch], train=True):
-            forward.begin_at(forward(batch)["loss"])
+            forward.root = forward(batch)["loss"]
         return [one.grad.to_local() for one in built.parameters.values()]
 
     world = join(0, 1, "gloo")

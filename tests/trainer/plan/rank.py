@@ -82,7 +82,7 @@ def measure(recipe, world):
         elif followed:
             activations = followed_pass.total(ignored=model.module.parameters())
         if isinstance(found, dict):
-            forward.begin_at(found["loss"])
+            forward.root = found["loss"]
 
     sent, links = 0, pipeline._Links
     plain = {"send": links.send, "exchange": links.exchange}

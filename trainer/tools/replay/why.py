@@ -182,7 +182,7 @@ def _weigh(
         if isinstance(result, dict):
             # Auxiliary losses, such as that of a router, belong to no document.
             loss = result.get("cross_entropy", result["loss"])
-            forward.begin_at(loss * weight)
+            forward.root = loss * weight
             if run.mesh.dp_rank == 0 and run.mesh.counts:
                 mine = loss.detach().double()
     model.collect_gradients()
