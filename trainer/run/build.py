@@ -43,6 +43,7 @@ from trainer.run.reference import Reference
 from trainer.run.saves import UNWRITTEN, load_beginning, restore
 from trainer.run.speed import peak_flops
 from trainer.run.state import Progress, Run, TrainingProcess
+from trainer.run.step import compute_pass
 from trainer.tasks.task import Task, optimizer_options
 from trainer.tasks.text_model import documents_for
 
@@ -171,7 +172,7 @@ def restore_state(process: TrainingProcess, built: BuiltModel) -> Iterator[Run]:
         # imported only where the recipe uses it
         from trainer.run.witness import Witness, wrong_attempts
 
-        witness = Witness(recipe.elastic.witness, mesh.dp_size)
+        witness = Witness(recipe.elastic.witness, mesh.dp_size, compute_pass)
         wrong = wrong_attempts(recipe.directory)
     progress, state = restore(
         checkpointer, model, optimizer, recipe, task, agreement.init_from, built.kept,

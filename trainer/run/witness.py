@@ -20,7 +20,7 @@ FSDP makes the tensors that a digest reads in a rank's first pass.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +40,6 @@ from trainer.parallel.fsdp import gathered_parameters
 from trainer.recipe.seeds import stable_seed
 from trainer.run.guard import DisputeError
 from trainer.run.state import Run
-from trainer.run.step import compute_pass
 
 EVENT = "witness"
 """Name of the ledger's events about disputes. `ranks` are those that were contradicted twice;
@@ -226,8 +225,9 @@ def unchanged(model: nn.Module, *, buffers: bool) -> Iterator[None]:
 class Witness:
     """Compares gradients of a run's ranks, and remembers who was contradicted. On all ranks."""
 
-    def __init__(self, share: float, ranks: int) -> None:
-        self._share, self._ranks = share, ranks
+    def __init__(self, share: float, ranks: int, compute_pass: Callable[..., object]) -> None:
+        """`compute_pass`: that of step.py."""
+        self._share, self._ranks, self._compute_pass = share, ranks, compute_pass
         self._contradicted: Counter[int] = Counter()
         self._undecided = 0
         self._agreed = 0
@@ -345,7 +345,7 @@ class Witness:
         own_code = run.recipe.model.factory or run.recipe.model.family
         with unchanged(run.model.module, buffers=bool(own_code)):
             for forward in run.model.run([batch], train=True, reduce=False):
-                compute_pass(run, micro_batch, batch, forward)
+                self._compute_pass(run, micro_batch, batch, forward)
 
     def _end(self, run: Run, step: int, named: Sequence[int]) -> None:
         """Name the ranks that were contradicted twice, of which this may be one.
