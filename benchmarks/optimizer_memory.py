@@ -110,7 +110,8 @@ def bytes_a_parameter(overrides: Iterable[str]) -> float:
         batch = {"input_ids": tokens, "labels": tokens}
         if recipe.data.document_mask:
             batch["document_ids"] = torch.zeros_like(tokens, dtype=torch.int32)
-        built.run([batch], lambda _, inputs, call: _loss(call(inputs)), train=True)
+        for forward in built.run([batch], train=True):
+            forward.root = _loss(forward(batch))
         weights = [*built.parameters.values()]
         held = nbytes([*weights, *(one.grad for one in weights if one.grad is not None)])
         update(optimizer, built.portions(optimizer), 1.0)

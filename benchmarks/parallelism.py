@@ -38,11 +38,11 @@ from trainer.optim.optimizer import build_optimizer, set_rate
 from trainer.parallel.context import Context
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.parallelize import parallelize
-from trainer.parallel.passes import Call, Passed, means
+from trainer.parallel.passes import means
 from trainer.recipe import Recipe, load_recipe
 from trainer.recipe.architecture import Architecture
+from trainer.run.join import keep_freed_memory
 from trainer.run.speed import peak_memory
-from trainer.run.worker import keep_freed_memory
 
 DOCUMENT = 8192
 WARM_UP = 2
@@ -179,15 +179,12 @@ def our_step(recipe: Recipe, world: World) -> Any:
     def step(batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
         total = torch.zeros(())
 
-        def compute(_: int, batch: Mapping[str, Tensor], call: Call) -> Passed:
-            found = call(batch)
-            if not isinstance(found, dict):
-                return found
-            loss = found["loss"] / len(batches)
-            total.add_(loss.detach())
-            return loss
-
-        model.run(batches, compute, train=True)
+        for forward in model.run(batches, train=True):
+            found = forward(batches[forward.number])
+            if isinstance(found, dict):
+                loss = found["loss"] / len(batches)
+                total.add_(loss.detach())
+                forward.root = loss
         model.collect_gradients()
         update(optimizer, model.portions(optimizer), 1.0)
         model.zero_gradients()

@@ -62,8 +62,8 @@ class Job:
         after the loop runs only once all steps are done.
 
         Args:
-            done: how many steps are done, or the sampler that has loaded it. Its `done` then
-                counts the steps that were begun, so that a save at the end of a step is right.
+            done: number of steps done, or a sampler with its state loaded. The sampler's `done`
+                then counts the steps begun, so that a save at the end of a step is right.
             total: the last step.
         """
         first = done if isinstance(done, int) else done.done
@@ -253,7 +253,7 @@ def run(
 
 def _become_rank() -> None:
     """Become a stand-in where an agent of ours runs the rank, and do not return; else prepare this
-    process to be one."""
+    process to be the rank."""
     if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
         raise RuntimeError(
             "elastic.join() and run() make the process group: call them in place of "
@@ -294,7 +294,7 @@ def _says_peer_is_lost(error: BaseException | None) -> bool:
 
 
 def _release(recall: Recall) -> None:
-    """Free what a finished attempt held: process groups, and what libraries keep of them."""
+    """Free what a finished attempt held: process groups, and what libraries cache about them."""
     import torch
 
     from elastic.world import drop_world

@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> NoReturn:
 
     tolerate_lost_output()
     if NODE_SOCKET in os.environ and "RANK" in os.environ:
-        stand_in("trainer.run.worker:main", "trainer.run.worker:prepare", arguments)
+        stand_in("trainer.run.worker:main", "trainer.run.join:prepare", arguments)
     if "RANK" not in os.environ:  # under torchrun, torchrun decides
         for number in handled_signals():
             signal.signal(number, leave_at_once)

@@ -7,8 +7,8 @@ from trainer.parallel.mesh import least_nodes, mesh_shape, replica_ranks
 from trainer.recipe import load_recipe
 from trainer.recipe.errors import known_errors, lines
 from trainer.recipe.strategies.exact import most_shares
+from trainer.run.join import prepare
 from trainer.run.preflight import folders_of
-from trainer.run.worker import prepare
 
 
 def folders(arguments: tuple[str, ...]) -> dict[str, str]:

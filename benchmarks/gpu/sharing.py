@@ -79,19 +79,19 @@ def main() -> None:
 
 def prepare(arguments: tuple[str, ...]) -> Any:
     """As the trainer's, which would refuse a GPU to a second rank."""
-    from trainer.run import preflight, worker
+    from trainer.run import join, preflight
 
     with patch.object(preflight, "_check_device", lambda *_: None):
-        return worker.prepare(arguments)
+        return join.prepare(arguments)
 
 
 def rank(arguments: list[str]) -> None:
     """A training process whose device is the first, whatever its local rank; never returns."""
     import torch.distributed as dist
 
-    from trainer.run import preflight, worker
+    from trainer.run import join, preflight, worker
 
-    start, join = dist.init_process_group, worker.join_world
+    start, join_plainly = dist.init_process_group, join.join_world
 
     def over_gloo(backend: str, **options: Any) -> None:
         if backend != "gloo":
@@ -100,11 +100,11 @@ def rank(arguments: list[str]) -> None:
 
     def join_on_first(*arguments: Any) -> Any:
         with patch.dict(os.environ, LOCAL_RANK="0"):
-            return join(*arguments)
+            return join_plainly(*arguments)
 
     with (
         patch.object(dist, "init_process_group", over_gloo),
-        patch.object(worker, "join_world", join_on_first),
+        patch.object(join, "join_world", join_on_first),
         patch.object(preflight, "_check_device", lambda *_: None),
     ):
         worker.main(arguments)

@@ -36,13 +36,13 @@ class RankProcess:
     pid: int = 0
     """Process id; 0 until the zygote reports it."""
     able: float | None = None
-    """Time from which the process can be recalled."""
+    """Time since which the process can be recalled; None: it cannot."""
     recalled: float | None = None
-    """When it was recalled, until it is ready for its generation."""
+    """Time of its recall; None once it is ready for its generation."""
     stuck: bool = False
-    """Whether it waits, since its recall, in a collective that nothing ends."""
+    """Whether it has waited since its recall in a collective that nothing ends."""
     lost: float | None = None
-    """When it reported a lost peer, until somebody reports whose failure that was."""
+    """Time of its report of a lost peer; None once the failure behind it is known."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Reserve:
     _waits: bool = False
 
     def waits(self) -> bool:
-        """Whether it has finished its preparations, and waits to become a rank."""
+        """Whether this process has finished its preparations, and waits to become a rank."""
         with suppress(OSError):
             if self.process.recall and not self._waits:
                 self._waits = bool(self.process.recall.recv(MAX_MESSAGE, socket.MSG_DONTWAIT))
@@ -105,7 +105,7 @@ def judge_exit(
         job_done: whether all steps of the run are done.
         first_start: whether it belonged to the first generation of the job.
         out_of_memory: whether the kernel has just killed a process for lack of memory.
-        how: what is known of the exit besides its code.
+        how: cause of the exit, if more than its code is known.
 
     Returns:
         The end of the job, a failure to which the job answers, or None for a pause.

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from elastic.world import World, join_world, leave_world
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.parallelize import parallelize
-from trainer.parallel.passes import Call, Passed
 from trainer.recipe import Recipe, load_recipe
 from trainer.run.saves import load_published
 from trainer.tasks.task import bare_model
@@ -65,13 +64,11 @@ def gradients(recipe: Recipe, world: World) -> dict[str, Tensor]:
         for row in range(2 * mesh.dp_rank, ROWS, 2 * mesh.dp_size)
     ]
 
-    def compute(number: int, given: Mapping[str, Tensor], call: Call) -> Passed:
-        found = call(given)
-        if not isinstance(found, dict):
-            return found
-        return found["loss"] * ((inputs[number]["labels"] != -100).sum() / total)
-
-    made.run(inputs, compute, train=True)
+    for forward in made.run(inputs, train=True):
+        given = inputs[forward.number]
+        means = forward(given)
+        if isinstance(means, dict):
+            forward.root = means["loss"] * ((given["labels"] != -100).sum() / total)
     made.collect_gradients()
     frozen = [
         name for name, p in made.parameters.items() if not p.requires_grad and p.grad is not None

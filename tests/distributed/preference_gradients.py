@@ -1,8 +1,6 @@
 """A rank that leaves loss and gradients of one step on pairs under several layouts in
 OUT-RANK.safetensors: python -m tests.distributed.preference_gradients OUT RECIPE 'key=value …' …"""
 
-from collections.abc import Mapping
-
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor
@@ -16,7 +14,6 @@ from trainer.data.loader import TokenStream
 from trainer.data.stream import COUNTED
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.parallelize import parallelize
-from trainer.parallel.passes import Call, Passed
 from trainer.recipe import Recipe
 from trainer.tasks.task import build_task
 
@@ -37,15 +34,14 @@ def gradients(recipe: Recipe, world: World) -> dict[str, Tensor]:
     pairs = stream.documents // 2
     sums: dict[str, Tensor] = {}
 
-    def compute(number: int, given: Mapping[str, Tensor], call: Call) -> Passed:
-        found = call(given)
-        assert isinstance(found, dict)
+    for forward in made.run(batches, train=True):
+        number = forward.number
+        means = forward(batches[number])
+        assert isinstance(means, dict)
         share = counts[number] * micro_batches[number].real / pairs
-        for name, value in found.items():
+        for name, value in means.items():
             sums[name] = sums.get(name, 0) + value.detach() * share * mesh.counts
-        return found["loss"] * share
-
-    made.run(batches, compute, train=True)
+        forward.root = means["loss"] * share
     made.collect_gradients()
     for name in sorted(sums):
         dist.all_reduce(sums[name], group=mesh.group)

@@ -1,7 +1,7 @@
 """`ParallelModel`: a model with its strategy applied, as the loop, saves and loads see it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from trainer.optim.saved_state import own_state, own_targets
 from trainer.parallel.ddp import ShardedView
 from trainer.parallel.fsdp import prepare_backward
 from trainer.parallel.offload import OffloadFile
-from trainer.parallel.passes import Compute, loss_problem, means
+from trainer.parallel.passes import ForwardPass, loss_problem, means
 from trainer.recipe import Recipe, RecipeError
 
 if TYPE_CHECKING:
@@ -78,31 +78,32 @@ class ParallelModel:
     def run(
         self,
         inputs: Sequence[Mapping[str, torch.Tensor]],
-        compute: Compute,
         *,
         train: bool,
         reduce: bool = True,
-    ) -> None:
-        """Compute forward of all micro-batches of a step and, if `train`, backward, in the
-        strategy's order. On all ranks.
+    ) -> Iterator[ForwardPass]:
+        """Yield the forward passes of a step in the strategy's order, each to be called before the
+        next. If `train`, run backward after each, as the strategy orders it. On all ranks.
+
+            for forward in model.run(inputs, train=True):
+                forward.root = forward(inputs[forward.number])["loss"]
 
         Args:
             inputs: the micro-batches of this rank.
-            compute: called with the index of a micro-batch, its inputs, and the model to call;
-                returns the tensor that backward begins from.
             train: whether to run backward.
             reduce: whether the last pass ends the step: gradients are then summed over the ranks.
                 Not in a pipeline.
         """
         if self.pipeline:
-            self.pipeline.run(inputs, compute, train)
-        elif train:
-            for number, batch in enumerate(inputs):
-                with self._accumulate(last=reduce and number == len(inputs) - 1):
-                    torch.autograd.backward(compute(number, batch, self))
+            yield from self.pipeline.run(inputs, train)
         else:
-            for number, batch in enumerate(inputs):
-                compute(number, batch, self)
+            for number in range(len(inputs)):
+                last = reduce and number == len(inputs) - 1
+                with self._accumulate(last) if train else nullcontext():
+                    forward = ForwardPass(number, self)
+                    yield forward
+                    if train:
+                        torch.autograd.backward(forward.take_root())
         if train and reduce:
             self.share_buffers()
 
@@ -226,10 +227,6 @@ class ParallelModel:
         """Free all gradients."""
         for parameter in (*self.parameters.values(), *self.optimized.values()):
             parameter.grad = None
-
-
-KEPT = "optimizer"
-"""Key of a trainer state: FQN → JSON state of an optimizer, see saved_state.py."""
 
 
 class Targets:

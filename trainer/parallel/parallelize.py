@@ -48,9 +48,9 @@ def check_parallel(recipe: Recipe, model: nn.Module, shards: int) -> None:
     Raises:
         RecipeError: one line for each key that does not work.
     """
-    strategy, refusals = recipe.strategy, Refusals()  # imported only where the recipe uses them
+    strategy, refusals = recipe.strategy, Refusals()
     together = tp.ranks(strategy)
-    if together > 1:
+    if together > 1:  # each strategy is imported only where the recipe uses it
         from trainer.parallel.tensor import kinds_of
 
         with refusals:
@@ -97,7 +97,7 @@ def parallelize(
             ranks.
         blocks: its repeated parts; units of sharding, recomputation and compilation.
         fill: returns initial weights, equal for every world size and strategy.
-        cores: for drawing weights on this rank.
+        cores: number of threads that draw weights.
     """
     strategy, dtype = recipe.strategy, DTYPES[recipe.precision.dtype]
     sharded_by_fsdp = SHARD in (mesh.device_mesh.mesh_dim_names or ())
@@ -117,11 +117,8 @@ def parallelize(
     blocks_of: dict[nn.Module, Sequence[nn.Module]] = {model: blocks}
     costs: list[float] = []
     if pp.ranks(strategy) > 1:
-        from trainer.parallel.pipeline import (
-            Pipeline,
-            costs_of,
-            stages_of,
-        )  # imported only where the recipe uses it
+        # imported only where the recipe uses it
+        from trainer.parallel.pipeline import Pipeline, costs_of, stages_of
 
         stages, costs = stages_of(model, mesh, recipe), costs_of(model, recipe)
         blocks_of = {stage: list(stage.blocks) for stage in stages.values()}
@@ -199,9 +196,8 @@ def parallelize(
 
     in_8_bits = recipe.precision.matmul == "fp8_tensorwise" and not offload.used(strategy)
     if in_8_bits and sharded_by_fsdp:
-        from trainer.parallel.float8 import (
-            gather_in_8_bits,
-        )  # imported only where the recipe uses it
+        # imported only where the recipe uses it
+        from trainer.parallel.float8 import gather_in_8_bits
 
         for part in blocks_of:
             gather_in_8_bits(part)
@@ -265,7 +261,7 @@ def cut_layers(
 def _apply(
     model: nn.Module, blocks: list[nn.Module], mesh: Mesh, recipe: Recipe, dtype: torch.dtype
 ) -> list[nn.Module]:
-    """Apply what changes a model in place, in the order of dependence; returns its blocks
+    """Apply the strategies that change a model in place, in their order; returns its blocks
     afterwards."""
     strategy = recipe.strategy
     # 8-bit products first: they replace layers. Then tensor and expert parallelism, which change
@@ -318,10 +314,7 @@ def _fill(tensors: Mapping[str, torch.Tensor], fill: Fill, cores: int) -> None:
         whole = future.result()
         if isinstance(tensor, DTensor):
             whole = distribute_tensor(
-                whole.to(tensor.device),
-                tensor.device_mesh,
-                tensor.placements,
-                src_data_rank=None,
+                whole.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None
             )
         tensor.copy_(whole)
 

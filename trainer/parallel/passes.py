@@ -1,7 +1,7 @@
-"""Types of a forward pass that all strategies share: its inputs, its results, and how it is
-called."""
+"""A forward pass as all strategies share it: its inputs, its results, and how it is called."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +17,31 @@ hidden states and the statistics of their blocks, see `Decoder.forward`."""
 Call = Callable[[Mapping[str, torch.Tensor]], Passed | dict[str, torch.Tensor]]
 """Inputs of a micro-batch → its `means`, or the outputs for the next pipeline stage."""
 
-Compute = Callable[[int, Mapping[str, torch.Tensor], Call], Passed]
-"""(index of a micro-batch, its inputs, the model to call) → a scalar loss, or the outputs of the
-call for the next pipeline stage."""
+
+@dataclass
+class ForwardPass:
+    """A forward pass of a micro-batch, to be called by the loop over `ParallelModel.run`."""
+
+    number: int
+    """Index of the micro-batch."""
+    call: Call | None
+    """The model, or a stage of a pipeline; None once backward has begun."""
+    root: Passed = ()
+    """Where backward begins. The loop sets the loss; a stage before the last, its outputs."""
+
+    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> Passed | dict[str, torch.Tensor]:
+        """Compute the `means` of the micro-batch, or the outputs for the next pipeline stage."""
+        assert self.call
+        result = self.call(inputs)
+        if not isinstance(result, dict):
+            self.root = result
+        return result
+
+    def take_root(self) -> Passed:
+        """Return `root`, and drop what keeps the graph alive: the loop holds this object while the
+        next pass allocates."""
+        root, self.root, self.call = self.root, (), None
+        return root
 
 
 def means(result: Any) -> dict[str, torch.Tensor]:

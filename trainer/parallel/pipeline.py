@@ -13,7 +13,7 @@ Shapes: B micro-batch, T sequence, D hidden.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from trainer.models.decoder import Decoder
 from trainer.parallel.clock import mark, seconds_between
 from trainer.parallel.fsdp import prepare_backward
 from trainer.parallel.mesh import PIPELINE, Mesh
-from trainer.parallel.passes import Compute, Passed, means
+from trainer.parallel.passes import ForwardPass, Passed, means
 from trainer.parallel.schedules import Action, Order, cut, incoming, schedule
 from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.strategies import pp, tp
@@ -137,13 +137,12 @@ class Pipeline:
         began, ended, waits = self._marks
         return seconds_between(began, ended), sum(seconds_between(*wait) for wait in waits)
 
-    def run(self, inputs: Sequence[Mapping[str, Tensor]], compute: Compute, train: bool) -> None:
-        """Compute all micro-batches forward and, if `train`, backward, after which FSDP has reduced
-        the gradients.
+    def run(self, inputs: Sequence[Mapping[str, Tensor]], train: bool) -> Iterator[ForwardPass]:
+        """Yield the forward passes of all micro-batches through each stage of this rank. If
+        `train`, run backward in between; at the end FSDP has reduced the gradients.
 
         Args:
             inputs: micro-batches of any sizes, with `input_ids` (B, T).
-            compute: called for each micro-batch and each stage of this rank.
             train: whether to run backward.
         """
         strategy, rank = self._recipe.strategy, self._links.rank
@@ -169,14 +168,16 @@ class Pipeline:
                 for x in received:
                     # Leaves of this stage's graph: their gradients go back to the stage before.
                     x.requires_grad_(train)
-                result = compute(number, inputs[number], partial(self._forward, stage, received))
-                out = result if isinstance(result, tuple) else (result,)
+                forward = ForwardPass(number, partial(self._forward, stage, received))
+                yield forward
+                root = forward.take_root()
+                out = root if isinstance(root, tuple) else (root,)
                 if s < top:
                     # Each stage has a graph of its own.
                     messages.send(Action("F", s + 1, number), [x.detach() for x in out])
                 if train:
                     kept[s, number] = received, out
-                del result
+                del root
                 continue
             if kind == "W":
                 weights.pop((s, number))()

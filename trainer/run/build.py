@@ -3,23 +3,25 @@
 A restart takes the same path as a start, and finds a checkpoint to load.
 """
 
+import copy
 import gc
+import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from checkpointing import Spare, TensorCheckpointer
+from checkpointing import TensorCheckpointer
 from checkpointing.format.tensors import tensors_not_finite
-from elastic import Pulse, StartLine, World, describe_failure
+from elastic import StartLine, World, describe_failure
 from elastic.group.batch_plan import BatchPlan
 from elastic.node.recall import Recall
 from elastic.process import usable_cores
-from elastic.world import limit_waits
+from elastic.world import limit_waits, read_environment
 from trainer.data.loader import later_stages, requested_ahead
 from trainer.data.samples import IGNORED_LABEL
 from trainer.data.stream import Accounted
@@ -30,62 +32,67 @@ from trainer.optim.schedule import build_schedule
 from trainer.parallel.mesh import Mesh, build_mesh, placement
 from trainer.parallel.parallel_model import ParallelModel
 from trainer.parallel.parallelize import DTYPES, parallelize
-from trainer.parallel.rejoin import rejoin
-from trainer.recipe import Recipe, RecipeError, Strategy, strategies
-from trainer.run.identity import Agreement
+from trainer.parallel.rejoin import CAN_RESET, rejoin
+from trainer.recipe import Recipe, RecipeError, Strategy, counted, strategies
+from trainer.run.join import Joined
 from trainer.run.metrics import Log, Startup
+from trainer.run.micro_batch import settled
 from trainer.run.preflight import slow_arithmetic, use_of_blocks
 from trainer.run.provenance import changes_of_start, describe_changes, digest_of, show_recipe
 from trainer.run.reference import Reference
 from trainer.run.saves import UNWRITTEN, load_beginning, restore
-from trainer.run.shipping import Shipper
 from trainer.run.speed import peak_flops
-from trainer.run.state import Run
+from trainer.run.state import Progress, Run, TrainingProcess
+from trainer.run.step import compute_pass
 from trainer.tasks.task import Task, optimizer_options
 from trainer.tasks.text_model import documents_for
 
 if TYPE_CHECKING:
     from trainer.run.balance import SpeedShares
 
+logger = logging.getLogger(__name__)
+
 TRIED_LENGTH = 64
 """Tokens of the sequence that tests whether a model keeps documents apart."""
 
 
-@contextmanager
-def build(
-    written: Recipe,
-    recipe: Recipe,
-    text: str,
-    task: Task,
-    world: World,
-    agreement: Agreement,
-    pulse: Pulse,
-    startup: Startup,
-    recall: Recall,
-    spare: Spare,
-    shipper: Shipper | None,
-    last: Run | None,
-) -> Iterator[Run]:
-    """Build a run that continues from the newest checkpoint, or from the beginning without one. On
-    all ranks.
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model and its optimizer in the recipe's strategy, before their state is restored."""
 
-    Args:
-        written: the recipe; `recipe`: the same after `settled` for this world.
-        text: the recipe as the run directory keeps it.
-        spare: a checkpoint writer process that has started already, for the checkpointer.
-        shipper: on rank 0 of a run in a bucket; else None.
-        last: this process's run before a failure of others; its model and optimizer are kept, see
-            trainer/parallel/rejoin.py.
-    """
-    group = dist.group.WORLD
+    joined: Joined
+    recipe: Recipe
+    """The recipe with every value resolved for this world."""
+    task: Task
+    mesh: Mesh
+    plan: BatchPlan
+    model: ParallelModel
+    optimizer: torch.optim.Optimizer
+    kept: Progress | None
+    """Progress of a model and an optimizer that this process has kept; None: they are new."""
+    checkpointer: TensorCheckpointer
+    attention: Sequence[str]
+    """Log lines about the kernel that computes attention."""
+
+
+@contextmanager
+def build(process: TrainingProcess, joined: Joined) -> Iterator[BuiltModel]:
+    """Build model and optimizer, or keep those of this process's last run, see
+    trainer/parallel/rejoin.py. On all ranks."""
+    task, world, recall = joined.inputs.task, joined.world, process.recall
+    last, process.run = process.run, None  # until the state is restored no model is whole
+    recipe = counted(settled(joined.inputs.recipe, world), task.stream.sequences)
+    if last and (why := reason_to_rebuild(last, recipe)):
+        logger.warning("model and optimizer are built anew: %s", why)
+        last = None
     mesh = build_mesh(recipe, world)
     plan = strategies.exact.batch_plan(recipe, mesh.dp_size)
     with (
         TensorCheckpointer(
             recipe.checkpoint_directory,
             recipe.checkpoint,
-            group,
-            spare,
+            dist.group.WORLD,
+            process.spare,
             adapter=bool(recipe.model.adapter),
         ) as checkpointer,  # fmt: skip
         abandon_when_recalled(checkpointer, recall),
@@ -93,130 +100,178 @@ def build(
     ):
         # The writer process starts while the model is built.
         checkpointer.start_early()
+        kept = None
         if last:
-            task, optimizer = last.task, last.optimizer
+            task, optimizer, kept = last.task, last.optimizer, last.progress
             model, mesh = rejoin(last.model, last.mesh, mesh)
-            last = replace(last, model=model, mesh=mesh)
+            del last
             gc.collect()  # the graph of the failed step holds itself, and with it the old groups
         else:
+            # The next attempt needs this model on the meta device. A user's model is whole, and
+            # built anew for each attempt.
+            if recall.allowed and task.fill:
+                task = with_copied_model(task)
             # Before FSDP, which renames the classes of blocks.
             notes = use_of_blocks(recipe, task, world.world_size)
             task = replace(task, notes=(*task.notes, *notes))
             model, optimizer = model_and_optimizer(recipe, task, world, mesh)
         limit_waits(recipe.elastic.timeout_seconds)
-        startup.mark("model")
-        pulse.report(0, "load")
-        reference_lines: list[str] = []
-        at_beginning = False
-        if recipe.objective.referenced:
-            reference = Reference(recipe, task, agreement.init_from)
-            if at_beginning := not reference.find(world, mesh):
-                load_beginning(model, recipe, task)
-                reference.compute(model, world, mesh, pulse)
-            reference_lines = reference.lines
-            startup.mark("reference")
-        witness = None
-        wrong: dict[str, int] = {}
-        if recipe.elastic.witness:
-            # imported only where the recipe uses it
-            from trainer.run.witness import Witness, wrong_attempts
-
-            witness = Witness(recipe.elastic.witness, mesh.dp_size)
-            wrong = wrong_attempts(recipe.directory)
-        kept = last.progress if last else None
-        progress, state = restore(
-            checkpointer,
-            model,
-            optimizer,
-            recipe,
-            task,
-            agreement.init_from,
-            kept,
-            at_beginning=at_beginning,
-            wrong=wrong,
+        process.startup.mark("model")
+        process.pulse.report(0, "load")
+        yield BuiltModel(
+            joined, recipe, task, mesh, plan, model, optimizer, kept, checkpointer, attention
         )
-        pulse.safe = not checkpointer.newer_than_storage
-        if not state:
-            check_documents(model, recipe, task, world.device)
-        memory = "checkpoint slots are made with the first save: training goes on first"
-        # a user's optimizer creates its state in its first step
-        state_known = bool(state) or not recipe.optimizer.factory
-        if state_known and (not world.cause or checkpointer.loaded_from != "memory"):
-            memory = checkpointer.prepare(model=model.tensors, optimizer=model.state_of(optimizer))
-        startup.mark("checkpoint")
-        if shipper:
-            shipper.take(state)
-        changed, digest, run_dir = {}, digest_of(text), recipe.directory
-        if world.is_main and state:
-            restart = bool(world.cause) or world.generation > 0 or world.round > 1
+
+
+def reason_to_rebuild(last: Run, recipe: Recipe) -> str:
+    """Why this process cannot keep the model and the optimizer of its last run; "" if it can.
+    `recipe`: resolved for the present world."""
+    rank, _, size, _ = now = read_environment()
+    world, strategy = last.world, recipe.strategy
+    if recipe.elastic.recovery == "rebuild":
+        return "elastic.recovery is rebuild"
+    if now != (world.rank, world.local_rank, world.world_size, world.local_world_size):
+        return f"rank {world.rank} of {world.world_size} is rank {rank} of {size} now"
+    if recipe.data != last.recipe.data:
+        return "the data has other stages"
+    if recipe != last.recipe:
+        return "batch.micro_batch is another"
+    own = [key for key in recipe.own_code if key != "schedule.factory"]
+    if own:
+        return f"{own[0]} may keep more than its tensors"
+    if strategies.offload.used(strategy):
+        return f"strategy.offload is {strategy.offload}"
+    return "" if CAN_RESET else f"torch {torch.__version__} cannot drop a step that failed"
+
+
+def with_copied_model(task: Task) -> Task:
+    """The task with a copy of its model, to be trained; the original stays as it is."""
+    model, blocks = copy.deepcopy((task.model, task.blocks))
+    return replace(task, model=model, blocks=blocks)
+
+
+@contextmanager
+def restore_state(process: TrainingProcess, built: BuiltModel) -> Iterator[Run]:
+    """Restore the newest checkpoint, else begin with `model.init_from` or drawn weights; then begin
+    the ledger's lines of this attempt. On all ranks."""
+    recipe, task, model, checkpointer = built.recipe, built.task, built.model, built.checkpointer
+    joined, mesh, pulse, optimizer = built.joined, built.mesh, process.pulse, built.optimizer
+    inputs, world, agreement = joined.inputs, joined.world, joined.agreement
+    reference_lines: list[str] = []
+    at_beginning = False
+    if recipe.objective.referenced:
+        reference = Reference(recipe, task, agreement.init_from)
+        if at_beginning := not reference.find(world, mesh):
+            load_beginning(model, recipe, task)
+            reference.compute(model, world, mesh, pulse)
+        reference_lines = reference.lines
+        process.startup.mark("reference")
+    witness = None
+    wrong: dict[str, int] = {}
+    if recipe.elastic.witness:
+        # imported only where the recipe uses it
+        from trainer.run.witness import Witness, wrong_attempts
+
+        witness = Witness(recipe.elastic.witness, mesh.dp_size, compute_pass)
+        wrong = wrong_attempts(recipe.directory)
+    progress, state = restore(
+        checkpointer, model, optimizer, recipe, task, agreement.init_from, built.kept,
+        at_beginning=at_beginning, wrong=wrong,
+    )  # fmt: skip
+    pulse.safe = not checkpointer.newer_than_storage
+    if not state:
+        check_documents(model, recipe, task, world.device)
+    memory = "checkpoint slots are made with the first save: training goes on first"
+    # a user's optimizer creates its state in its first step
+    state_known = bool(state) or not recipe.optimizer.factory
+    if state_known and (not world.cause or checkpointer.loaded_from != "memory"):
+        memory = checkpointer.prepare(model=model.tensors, optimizer=model.state_of(optimizer))
+    process.startup.mark("checkpoint")
+    if joined.shipper:
+        joined.shipper.take(state)
+    changed: dict[str, tuple[Any, Any]] = {}
+    if world.is_main:
+        if state:
             changed = changes_of_start(
-                run_dir, written, digest, agreement.computed_by, state, restart=restart
-            )
-        if world.is_main:
-            show_recipe(run_dir, text)
-        start = StartLine(
-            attempt=agreement.attempt,
-            parent=(progress.attempt or None) if state else "",
-            skipped=progress.skipped,
-            rollbacks=progress.rollbacks,
-            records=("loss", "norm", *(["consumed"] if isinstance(task.stream, Accounted) else [])),
-            recipe=digest,
-            directory=os.getcwd(),
-            computed_by=agreement.computed_by,
-            threads=torch.get_num_threads() if world.device.type == "cpu" else 0,
-            changed=changed,
-            step=progress.step,
-            sequences=progress.sequences,
-            global_batch=plan.global_batch,
-            world_size=world.world_size,
-            steps=recipe.run.steps,
-            data=task.stream.fingerprint,
-            stages=later_stages(task.stream),
-            model=f"{task.name}: {task.sizes}",
-            nodes=world.nodes,
-            round=world.round,
-            generation=world.generation,
-            source=checkpointer.loaded_from or ("init" if recipe.model.init_from else "none"),
-            cause=world.cause,
-            phases=dict(startup.parts),
-        )
-        progress.attempt = start.attempt
-        unwritten = state.get(UNWRITTEN) if state else None
-        lines = unwritten if isinstance(unwritten, list) else []
-        trained = model.trained
-        fixed = {name: one for name, one in model.tensors.items() if name not in trained}
-        if witness:
-            witness.begin(progress.step)
-        with (
-            Log(recipe, start, lines, shipper, silent=not world.is_main) as log,
-            shares_by_speed(recipe, mesh, plan, model, task) as balance,
-        ):
-            startup.mark("trackers")
-            run = Run(
-                written, recipe, task, world, mesh, plan, model, optimizer, build_schedule(recipe),
-                progress, checkpointer, start, log, pulse, recall,
-                frozenset(tensors_not_finite(fixed)), balance=balance, witness=witness,
+                recipe.directory, inputs.recipe, digest_of(inputs.text), agreement.computed_by,
+                state, restart=bool(world.cause) or world.generation > 0 or world.round > 1,
             )  # fmt: skip
-            notes = [agreement.note, describe_changes(changed, written)]
-            if witness:
-                notes.append(str(witness))
-            if recipe.optimizer.factory:
-                from trainer.optim.own import describe_own  # imported only where the recipe uses it
+        show_recipe(recipe.directory, inputs.text)
+    start = start_line(built, progress, state, changed, process.startup)
+    progress.attempt = start.attempt
+    unwritten = state.get(UNWRITTEN) if state else None
+    lines = unwritten if isinstance(unwritten, list) else []
+    trained = model.trained
+    fixed = {name: one for name, one in model.tensors.items() if name not in trained}
+    if witness:
+        witness.begin(progress.step)
+    with (
+        Log(recipe, start, lines, joined.shipper, silent=not world.is_main) as log,
+        shares_by_speed(recipe, mesh, built.plan, model, task) as balance,
+    ):
+        process.startup.mark("trackers")
+        run = Run(
+            inputs.recipe, recipe, task, world, mesh, built.plan, model, optimizer,
+            build_schedule(recipe), progress, checkpointer, start, log, pulse, process.recall,
+            frozenset(tensors_not_finite(fixed)), balance=balance, witness=witness,
+        )  # fmt: skip
+        notes = [agreement.note, describe_changes(changed, inputs.recipe), str(witness or "")]
+        if recipe.optimizer.factory:
+            from trainer.optim.own import describe_own  # imported only where the recipe uses it
 
-                notes.append(describe_own(optimizer, recipe.optimizer))
-            log_lines = *attention, *(f"note: {note}" for note in notes if note)
-            lines = [describe(run), *log_lines, *reference_lines, memory]
-            log.say("\n".join(lines))
-            yield run
-            pulse.report(progress.step, "end")
+            notes.append(describe_own(optimizer, recipe.optimizer))
+        log_lines = *built.attention, *(f"note: {note}" for note in notes if note)
+        log.say("\n".join([describe(run), *log_lines, *reference_lines, memory]))
+        process.run = run
+        yield run
+        pulse.report(progress.step, "end")
+
+
+def start_line(
+    built: BuiltModel,
+    progress: Progress,
+    state: Mapping[str, Any] | None,
+    changed: Mapping[str, tuple[Any, Any]],
+    startup: Startup,
+) -> StartLine:
+    """The ledger's line about this start. `state`: of the loaded checkpoint, None without one;
+    `changed`: see `changes_of_start`."""
+    recipe, stream, world = built.recipe, built.task.stream, built.joined.world
+    agreement = built.joined.agreement
+    return StartLine(
+        attempt=agreement.attempt,
+        parent=(progress.attempt or None) if state else "",
+        skipped=progress.skipped,
+        rollbacks=progress.rollbacks,
+        records=("loss", "norm", *(["consumed"] if isinstance(stream, Accounted) else [])),
+        recipe=digest_of(built.joined.inputs.text),
+        directory=os.getcwd(),
+        computed_by=agreement.computed_by,
+        threads=torch.get_num_threads() if world.device.type == "cpu" else 0,
+        changed=changed,
+        step=progress.step,
+        sequences=progress.sequences,
+        global_batch=built.plan.global_batch,
+        world_size=world.world_size,
+        steps=recipe.run.steps,
+        data=stream.fingerprint,
+        stages=later_stages(stream),
+        model=f"{built.task.name}: {built.task.sizes}",
+        nodes=world.nodes,
+        round=world.round,
+        generation=world.generation,
+        source=built.checkpointer.loaded_from or ("init" if recipe.model.init_from else "none"),
+        cause=world.cause,
+        phases=dict(startup.parts),
+    )
 
 
 @contextmanager
 def shares_by_speed(
     recipe: Recipe, mesh: Mesh, plan: BatchPlan, model: ParallelModel, task: Task
 ) -> Iterator["SpeedShares | None"]:
-    """Yield the plans of `batch.balance: speed`, which measure while entered; None where all plans
-    are `plan`."""
+    """Yield the batch plans of `batch.balance: speed`, which time the model inside the block; None
+    where every plan is `plan`."""
     if recipe.batch.balance == "equal" or mesh.dp_size == 1:
         yield None
         return
@@ -374,12 +429,8 @@ def idle_share(strategy: Strategy, passes: int, costs: Sequence[float]) -> float
         passes: micro-batches of a step.
         costs: of each stage, relative.
     """
-    from trainer.parallel.schedules import (
-        COST,
-        arranged,
-        schedule,
-        simulate,
-    )  # imported only where the recipe uses it
+    # imported only where the recipe uses it
+    from trainer.parallel.schedules import COST, arranged, schedule, simulate
 
     stages = [{kind: cost * each for kind, cost in COST.items()} for each in costs]
     orders = schedule(*strategies.pp.shape(strategy), passes)

@@ -10,7 +10,7 @@ from elastic import PAUSE_TO_LEAVE, Pulse
 from elastic.node.exchange import Sum, received
 from trainer.data.loader import load
 from trainer.data.stream import COUNTED
-from trainer.parallel.passes import COUNT, Call, Passed
+from trainer.parallel.passes import COUNT
 from trainer.recipe.strategies import pp
 from trainer.run.speed import Speed
 from trainer.run.state import Run
@@ -86,22 +86,6 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
     pairs = zip(cuts, batches, strict=True)
     stages = pp.ranks(run.recipe.strategy)
     together = 4 * stages if stages > 1 else 1  # or a pipeline would run dry after each
-    some: list[tuple[range, dict[str, torch.Tensor]]] = []
-
-    def forward(number: int, batch: Mapping[str, torch.Tensor], call: Call) -> Passed:
-        nonlocal total
-        pulse.report(step, "evaluate")
-        result = call({key: tensor.to(device) for key, tensor in batch.items() if key != COUNTED})
-        if not isinstance(result, dict):
-            return result
-        means, cut = dict(result), some[number][0]
-        usual = batch.get(COUNTED, len(cut))
-        weight = means.pop(COUNT, usual) * (bool(cut) and run.mesh.counts)
-        sums = torch.stack([mean.double() for mean in run.validated.in_order(means)])
-        part = torch.cat([sums, sums.new_ones(1)]) * weight
-        total = part if total is None else total + part
-        return sums
-
     leaving = False
     with pulse.during("data"):
         with model.evaluating():
@@ -109,7 +93,17 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
                 pulse.report(step, "evaluate")
                 if leaving := heed and pause_request(pulse) >= PAUSE_TO_LEAVE:
                     break
-                model.run([inputs for _, inputs in some], forward, train=False)
+                for forward in model.run([inputs for _, inputs in some], train=False):
+                    pulse.report(step, "evaluate")
+                    cut, batch = some[forward.number]
+                    result = forward({k: x.to(device) for k, x in batch.items() if k != COUNTED})
+                    if not isinstance(result, dict):
+                        continue
+                    usual = batch.get(COUNTED, len(cut))
+                    weight = result.pop(COUNT, usual) * (bool(cut) and run.mesh.counts)
+                    sums = torch.stack([one.double() for one in run.validated.in_order(result)])
+                    part = torch.cat([sums, sums.new_ones(1)]) * weight
+                    total = part if total is None else total + part
                 pulse.report(step, "data")
         pulse.report(step, "evaluate")
         if leaving:

@@ -19,12 +19,13 @@ from tqdm import tqdm
 from checkpointing import SaveOutcome
 from checkpointing.format.untrusted import printable
 from checkpointing.storage.ownership import Trusted
-from elastic import LEDGER, Ledger, StartLine
+from elastic import EXIT_PAUSED, LEDGER, Ledger, StartLine
 from elastic.node.companion import accompany
 from elastic.node.files import open_to_append, open_to_read, write_whole
 from elastic.process import lost_output
 from elastic.record.ledger import clock
 from elastic.record.lines import Lines, read_record
+from elastic.world import supervised
 from trainer.recipe import Recipe
 from trainer.recipe.sections import Tracking
 from trainer.run.shipping import Shipper
@@ -313,6 +314,8 @@ class Log:
         if not self.silent:
             self._report_mute(bool(lost_output()))
             self._ledger.end(code, reason)
+        if self._shipper:
+            self._shipper.goes_on = code == EXIT_PAUSED and supervised()
         return code
 
 

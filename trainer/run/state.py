@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from checkpointing import TensorCheckpointer
+from checkpointing import Spare, TensorCheckpointer
 from elastic import Pulse, StartLine, World
 from elastic.group.batch_plan import BatchPlan, MicroBatch
 from elastic.node.recall import Recall
@@ -18,7 +18,7 @@ from trainer.parallel.parallel_model import ParallelModel
 from trainer.recipe import Recipe
 from trainer.recipe.sections import RunSection
 from trainer.run.means import Names
-from trainer.run.metrics import Log
+from trainer.run.metrics import Log, Startup
 from trainer.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -79,9 +79,17 @@ class Progress:
 
 
 @dataclass
-class Kept:
-    """State that a process keeps when other processes of the job fail."""
+class TrainingProcess:
+    """A training process, over all attempts that it takes part in."""
 
+    arguments: tuple[str, ...]
+    """Path of a recipe, and overrides `key.sub=value`."""
+    pulse: Pulse
+    recall: Recall
+    spare: Spare
+    """A checkpoint writer process that has started already."""
+    startup: Startup
+    """Times of the present attempt's start."""
     run: "Run | None" = None
     """The run of the last attempt; None in a new process, and while a run is being built."""
 

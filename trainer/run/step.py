@@ -5,8 +5,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,7 @@ from trainer.optim.exact import snap_loss, square_sums
 from trainer.optim.method import MethodOptimizer, update
 from trainer.optim.optimizer import set_rate, square_sum
 from trainer.parallel.clock import mark, reached, seconds_between
-from trainer.parallel.passes import COUNT, Call, Passed
+from trainer.parallel.passes import COUNT, ForwardPass
 from trainer.recipe.seeds import stable_seed
 from trainer.recipe.strategies import exact
 from trainer.run.guard import Verdict, judge_step, judge_weights
@@ -235,7 +234,7 @@ def undisputed_gradients(
     """`gradients`, computed again while ranks find different ones of one micro-batch."""
     outcome = gradients(run, inputs, digest, upcoming)
     while run.witness and outcome.dispute:  # ends: a rank that is contradicted twice leaves
-        run.witness.settle(run, outcome.dispute, partial(pass_loss, run))
+        run.witness.settle(run, outcome.dispute)
         run.model.zero_gradients()
         outcome = gradients(run, inputs, digest)
     return outcome
@@ -268,32 +267,21 @@ def gradients(
     counted: float | torch.Tensor = 0.0
     recorded: list[torch.Tensor] = []
     micro_batches = run.micro_batches
-
-    def forward(number: int, batch: Mapping[str, torch.Tensor], call: Call) -> Passed:
-        nonlocal loss_sum, counted, recorded
-        micro_batch = micro_batches[number]
-
-        def timed(on_device: Mapping[str, torch.Tensor]) -> Passed | dict[str, torch.Tensor]:
-            began = mark(device)
-            result = call(on_device)
-            marks.append((began, mark(device)))
-            return result
-
-        result = compute_pass(run, micro_batch, batch, timed)
-        if not isinstance(result, dict):
-            return result
-        loss, count, means = weighted(run, micro_batch, batch, result)
-        loss_sum += snap_loss(loss.detach())
-        counted += snap_loss(count.detach()) if isinstance(count, torch.Tensor) else count
-        ordered = run.trained.in_order(means)
-        parts = [snap_loss(mean.detach() * (count / usual)) for mean in ordered]
-        recorded = list(map(torch.add, recorded, parts)) if recorded else parts
-        # fp16 would round small gradients to 0.
-        return loss * progress.loss_scale.value
-
-    watch = run.witness.watch(run, partial(pass_loss, run)) if run.witness else nullcontext()
-    with watch as comparison:
-        model.run(inputs, comparison.around(forward) if comparison else forward, train=True)
+    with run.witness.watch(run) if run.witness else nullcontext() as comparison:
+        for forward in model.run(inputs, train=True):
+            number = forward.number
+            if comparison:
+                comparison.begin_pass(number)
+            done = compute_pass(run, micro_batches[number], inputs[number], forward)
+            marks.append(done.marks)
+            if done.loss is None:
+                continue
+            loss_sum += snap_loss(done.loss)
+            count = done.count
+            counted += snap_loss(count) if isinstance(count, torch.Tensor) else count
+            ordered = run.trained.in_order(done.means)
+            parts = [snap_loss(mean * (count / usual)) for mean in ordered]
+            recorded = list(map(torch.add, recorded, parts)) if recorded else parts
 
     # One small all-reduce gives every rank the loss, the squared gradient norm, all counts and
     # digests, and the requests of any rank to save, pause, mute or check weights for NaN.
@@ -352,10 +340,25 @@ def usual_count(run: Run) -> float:
     return run.plan.global_batch * run.task.usual_count
 
 
+@dataclass(frozen=True)
+class PassSums:
+    """What a forward pass adds to the sums of its step, detached."""
+
+    marks: tuple[Any, Any]
+    """`mark` before and after the call of the model."""
+    loss: torch.Tensor | None = None
+    """Divided by the usual count of a global batch; None in a pipeline stage before the last."""
+    count: float | torch.Tensor = 0.0
+    """Labels or samples over which the means were taken."""
+    means: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The other scalars that the model returned."""
+
+
 def compute_pass(
-    run: Run, micro_batch: MicroBatch, batch: Mapping[str, Any], call: Call
-) -> Passed | dict[str, torch.Tensor]:
-    """Call the model for a micro-batch, whose inputs are `batch`."""
+    run: Run, micro_batch: MicroBatch, batch: Mapping[str, Any], forward: ForwardPass
+) -> PassSums:
+    """Call the model for a micro-batch, whose inputs are `batch`, and let backward begin at its
+    share of the loss."""
     device = run.world.device
     # each pass anew: the watchdog's limit is for one pass
     run.pulse.report(run.progress.step + 1, "step")
@@ -365,28 +368,20 @@ def compute_pass(
     if run.model.draws:  # seeded by the sequences, so dropout is equal for any world size
         seed = stable_seed(run.recipe.run.seed, "dropout", micro_batch.positions[0])
         seed_generators(seed, device)
-    return call(on_device)
-
-
-def weighted(
-    run: Run, micro_batch: MicroBatch, batch: Mapping[str, Any], result: dict[str, torch.Tensor]
-) -> tuple[torch.Tensor, float | torch.Tensor, dict[str, torch.Tensor]]:
-    """(loss, divided by the usual count of a global batch; count that it was taken over; other
-    means) of a micro-batch, from the `means` of the model."""
-    means = dict(result)
+    began = mark(device)
+    result = forward(on_device)
+    marks = began, mark(device)
+    if not isinstance(result, dict):
+        return PassSums(marks)
     # A micro-batch that only fills up a rank's passes counts 0.
-    count = means.pop(COUNT, batch.get(COUNTED, len(micro_batch.positions))) * micro_batch.real
+    count = result.pop(COUNT, batch.get(COUNTED, len(micro_batch.positions))) * micro_batch.real
     # Weighted by the count, so that micro-batches with unequal counts add up to one mean.
-    return means.pop("loss") * (count / usual_count(run)), count, means
-
-
-def pass_loss(
-    run: Run, micro_batch: MicroBatch, batch: Mapping[str, Any], call: Call
-) -> torch.Tensor:
-    """The loss of a micro-batch from which its gradient in `gradients` comes."""
-    result = compute_pass(run, micro_batch, batch, call)
-    assert isinstance(result, dict)  # only a pipeline returns anything else
-    return weighted(run, micro_batch, batch, result)[0] * run.progress.loss_scale.value
+    loss = result.pop("loss") * (count / usual_count(run))
+    # fp16 would round small gradients to 0.
+    forward.root = loss * run.progress.loss_scale.value
+    count = count.detach() if isinstance(count, torch.Tensor) else count
+    means = {name: mean.detach() for name, mean in result.items()}
+    return PassSums(marks, loss.detach(), count, means)
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

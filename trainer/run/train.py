@@ -6,6 +6,7 @@ build.py makes the run, step.py runs a step, saves.py saves checkpoints.
 import gc
 
 from elastic import EXIT_DO_NOT_REQUEUE, EXIT_DONE, EXIT_PAUSED, PAUSE_TO_LEAVE
+from elastic.node.progress import pause_code
 from elastic.world import supervised
 from trainer.data.loader import load, requests
 from trainer.run.data_changes import DataChanges
@@ -125,4 +126,5 @@ def stop_together(run: Run, request: float, *, saved: bool = False) -> int:
     if not saved:
         pause(run, leaving=leaving)
     why = "the data changes" if run.pulse.wants_pause else "a node joins"
-    return run.log.end(EXIT_PAUSED, "a node leaves" if leaving else why)
+    run.log.end(EXIT_PAUSED, "a node leaves" if leaving else why)
+    return pause_code(run.pulse)

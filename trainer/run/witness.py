@@ -20,7 +20,7 @@ FSDP makes the tensors that a digest reads in a rank's first pass.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,12 +33,10 @@ from torch import nn
 
 from checkpointing.ranks import RankGroup
 from elastic import LedgerError, read_history
-from elastic.group.batch_plan import MicroBatch
 from elastic.node.exchange import received
 from elastic.world import supervised
 from trainer.data.loader import MASK
 from trainer.parallel.fsdp import gathered_parameters
-from trainer.parallel.passes import Call, Compute, Passed
 from trainer.recipe.seeds import stable_seed
 from trainer.run.guard import DisputeError
 from trainer.run.state import Run
@@ -46,9 +44,6 @@ from trainer.run.state import Run
 EVENT = "witness"
 """Name of the ledger's events about disputes. `ranks` are those that were contradicted twice;
 `agreed`, where the attempt ends, is the newest step that nothing speaks against."""
-
-LossOf = Callable[[MicroBatch, Mapping[str, Any], Call], torch.Tensor]
-"""(micro-batch, its inputs, the model to call) → the loss from which its gradient comes."""
 
 
 @dataclass(frozen=True)
@@ -142,16 +137,10 @@ class Comparison:
     """Digests of the gradients of its subjects' micro-batches: (draws,) int64."""
     digests: "GradientDigests"
 
-    def around(self, compute: Compute) -> Compute:
-        """`compute` for the step's own passes, of which the drawn ones leave a digest."""
-        numbers = [draw.number % self.passes for draw in self.draws]
-
-        def watched(number: int, batch: Mapping[str, torch.Tensor], call: Call) -> Passed:
-            places = [place for place, drawn in enumerate(numbers) if drawn == number]
-            self.digests.totals = [self.own[place] for place in places]
-            return compute(number, batch, call)
-
-        return watched
+    def begin_pass(self, number: int) -> None:
+        """Begin one of the step's own passes, which leaves a digest if it is drawn."""
+        drawn = [n for n, draw in enumerate(self.draws) if draw.number % self.passes == number]
+        self.digests.totals = [self.own[place] for place in drawn]
 
     def word(self) -> torch.Tensor:
         """A number in [0, 2**32), float64, whose sum over all ranks is 0 modulo 2**32 if all pairs
@@ -236,8 +225,9 @@ def unchanged(model: nn.Module, *, buffers: bool) -> Iterator[None]:
 class Witness:
     """Compares gradients of a run's ranks, and remembers who was contradicted. On all ranks."""
 
-    def __init__(self, share: float, ranks: int) -> None:
-        self._share, self._ranks = share, ranks
+    def __init__(self, share: float, ranks: int, compute_pass: Callable[..., object]) -> None:
+        """`compute_pass`: that of step.py."""
+        self._share, self._ranks, self._compute_pass = share, ranks, compute_pass
         self._contradicted: Counter[int] = Counter()
         self._undecided = 0
         self._agreed = 0
@@ -257,7 +247,7 @@ class Witness:
         return text
 
     @contextmanager
-    def watch(self, run: Run, loss_of: LossOf) -> Iterator[Comparison | None]:
+    def watch(self, run: Run) -> Iterator[Comparison | None]:
         """Compute the drawn micro-batches of this rank's subjects, and then watch the step's own
         passes inside the block. Yields None in a step without a draw. On all ranks."""
         step, passes = run.progress.step + 1, run.plan.passes
@@ -283,7 +273,7 @@ class Witness:
         with digests.attached():
             for place, draw in enumerate(draws):
                 total = comparison.witnessed[place]
-                self._compute_for(run, comparison, draw.number, draw.distance, total, loss_of)
+                self._compute_for(run, comparison, draw.number, draw.distance, total)
             digests.drop = False
             yield comparison
 
@@ -295,7 +285,7 @@ class Witness:
         self._agreed = step if comparison.whole else step - 1
         return None
 
-    def settle(self, run: Run, comparison: Comparison, loss_of: LossOf) -> None:
+    def settle(self, run: Run, comparison: Comparison) -> None:
         """Find who is wrong, and report it. Returns if the step is to be computed again. On all
         ranks.
 
@@ -308,7 +298,7 @@ class Witness:
         own, witnessed = zip(*gathered(run, mine), strict=True)
         thirds = None
         if self._ranks > 2:
-            thirds = gathered(run, self._decide(run, comparison, loss_of))
+            thirds = gathered(run, self._decide(run, comparison))
         outvoted: set[int] = set()
         undecided: set[int] = set()
         for place, draw in enumerate(comparison.draws):
@@ -332,23 +322,17 @@ class Witness:
             raise DisputeError(why)
         run.log.event(step, EVENT, f"{why}; the step is computed again")
 
-    def _decide(self, run: Run, comparison: Comparison, loss_of: LossOf) -> torch.Tensor:
+    def _decide(self, run: Run, comparison: Comparison) -> torch.Tensor:
         """Compute the drawn micro-batches of a third rank; returns their digests, (draws,) int64.
         On all ranks."""
         totals = torch.zeros_like(comparison.own)
         with comparison.digests.attached():
             for place, draw in enumerate(comparison.draws):
-                self._compute_for(run, comparison, draw.number, draw.third, totals[place], loss_of)
+                self._compute_for(run, comparison, draw.number, draw.third, totals[place])
         return totals
 
     def _compute_for(
-        self,
-        run: Run,
-        comparison: Comparison,
-        number: int,
-        distance: int,
-        total: torch.Tensor,
-        loss_of: LossOf,
+        self, run: Run, comparison: Comparison, number: int, distance: int, total: torch.Tensor
     ) -> None:
         """Compute pass `number` of the rank `distance` before this one; add the digest of its
         gradient to `total`, and drop the gradient."""
@@ -358,13 +342,10 @@ class Witness:
         run.pulse.report(run.progress.step + 1, "data")
         batch = run.task.stream.fetch(micro_batch.positions)
         comparison.digests.totals, comparison.digests.drop = [total], True
-
-        def compute(_: int, inputs: Mapping[str, torch.Tensor], call: Call) -> Passed:
-            return loss_of(micro_batch, inputs, call)
-
         own_code = run.recipe.model.factory or run.recipe.model.family
         with unchanged(run.model.module, buffers=bool(own_code)):
-            run.model.run([batch], compute, train=True, reduce=False)
+            for forward in run.model.run([batch], train=True, reduce=False):
+                self._compute_pass(run, micro_batch, batch, forward)
 
     def _end(self, run: Run, step: int, named: Sequence[int]) -> None:
         """Name the ranks that were contradicted twice, of which this may be one.

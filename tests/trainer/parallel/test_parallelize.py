@@ -103,7 +103,8 @@ def test_buffers_of_replicas_are_those_of_the_first(recipe, tmp_path, ranks, ove
         for step in range(2):
             torch.manual_seed(8 * step + rank)
             inputs = [{"input": torch.randn(5, 3)} for _ in range(2)]
-            made.run(inputs, lambda _, batch, call: call.module(**batch).sum(), train=True)
+            for forward in made.run(inputs, train=True):
+                forward.root = made.module(**inputs[forward.number]).sum()
             for batch in inputs:
                 alone(**batch)
         return made.buffers(), dict(alone.named_buffers())
@@ -188,9 +189,8 @@ def test_odd_blocks_in_a_sequential_learn_what_one_process_does(
             optimizer = torch.optim.SGD(made.optimized.values(), lr=0.1)
             for step in inputs:
                 batches = [{"input": batch} for batch in step[2 * rank :][:2]]
-                made.run(
-                    batches, lambda _, batch, call: call.module(**batch).square().mean(), train=True
-                )
+                for forward in made.run(batches, train=True):
+                    forward.root = made.module(**batches[forward.number]).square().mean()
                 made.collect_gradients()
                 optimizer.step()
                 made.publish_weights()

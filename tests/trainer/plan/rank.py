@@ -65,22 +65,24 @@ def measure(recipe, world):
     weights = [*model.parameters.values(), *model.optimized.values()]
     activations, received = 0, []
 
-    def compute(step, number, inputs, model_of):
+    def call(step, forward):
         nonlocal activations
-        followed = step == 2 and (number == 0 or model.pipeline)
+        followed = step == 2 and (forward.number == 0 or model.pipeline)
+        message = forward.call.args[1] if model.pipeline else ()
         # Of a pipeline those of all micro-batches under way, and what it has received for them.
         live.label = "forward"
-        with LiveTensors() if followed and not model.pipeline else nullcontext() as forward:
-            found = model_of(inputs)
+        with LiveTensors() if followed and not model.pipeline else nullcontext() as followed_pass:
+            found = forward(batch)
         live.label = ""
         if followed and model.pipeline:
-            received.extend(map(weakref.ref, model_of.args[1]))
+            received.extend(map(weakref.ref, message))
             messages = held(x for reference in received if (x := reference()) is not None)
             made = live.total("forward", ignored=model.module.parameters())
             activations = max(activations, made + messages)
         elif followed:
-            activations = forward.total(ignored=model.module.parameters())
-        return found["loss"] if isinstance(found, dict) else found
+            activations = followed_pass.total(ignored=model.module.parameters())
+        if isinstance(found, dict):
+            forward.root = found["loss"]
 
     sent, links = 0, pipeline._Links
     plain = {"send": links.send, "exchange": links.exchange}
@@ -94,7 +96,8 @@ def measure(recipe, world):
     with LiveTensors() as live, patch.multiple(links, **counting):
         for step in range(3):
             live.peak = sent = 0
-            model.run([batch] * plan.passes, partial(compute, step), train=True)
+            for forward in model.run([batch] * plan.passes, train=True):
+                call(step, forward)
             model.collect_gradients()
             gradients = held(weight.grad for weight in weights if weight.grad is not None)
             update(optimizer, model.portions(optimizer), 1.0)

@@ -33,7 +33,6 @@ from trainer.data.shards import TokenDataset
 from trainer.data.stream import COUNTED
 from trainer.data.tokenizer import read_tokenizer
 from trainer.optim.schedule import build_schedule
-from trainer.parallel.passes import Call, Passed
 from trainer.recipe import RecipeError, counted
 from trainer.recipe.seeds import stable_seed
 from trainer.recipe.stages import ordered
@@ -173,24 +172,20 @@ def _weigh(
     weight = part.labels / labels * run.progress.loss_scale.value
     # All replicas enter the collectives; only the first one's gradient counts.
     weight *= run.mesh.dp_rank == 0
-    losses: list[torch.Tensor] = []
-
-    def forward(_number: int, batch: Mapping[str, torch.Tensor], call: Call) -> Passed:
-        inputs = {key: one.to(device) for key, one in batch.items() if key != COUNTED}
+    mine: torch.Tensor | None = None
+    model.zero_gradients()
+    for forward in model.run([part.batch], train=True):
+        inputs = {key: one.to(device) for key, one in part.batch.items() if key != COUNTED}
         if recipe.draws:
             seed_generators(stable_seed(recipe.run.seed, "dropout", part.position), device)
-        result = call(inputs)
-        if not isinstance(result, dict):
-            return result
-        # Auxiliary losses, such as that of a router, belong to no document.
-        loss = result.get("cross_entropy", result["loss"])
-        losses.append(loss.detach().double())
-        return loss * weight
-
-    model.zero_gradients()
-    model.run([part.batch], forward, train=True)
+        result = forward(inputs)
+        if isinstance(result, dict):
+            # Auxiliary losses, such as that of a router, belong to no document.
+            loss = result.get("cross_entropy", result["loss"])
+            forward.root = loss * weight
+            if run.mesh.dp_rank == 0 and run.mesh.counts:
+                mine = loss.detach().double()
     model.collect_gradients()
-    mine = losses[0] if losses and run.mesh.dp_rank == 0 and run.mesh.counts else None
     total = torch.zeros(3, dtype=torch.float64, device=device)
     for name, gradient in _gradients(run).items():
         # Each rank adds its part; replicated parts are added once per copy.
