@@ -22,7 +22,7 @@ from trainer.tasks.task import build_task
 
 RECIPE = """\
 run: {dir: pairs, steps: 6, log_every: 1, seed: 3, device: cpu}
-model: {init_from: first}
+model: {init_from: before}
 objective: {name: dpo, beta: 0.2}
 data: {sources: [{path: pairs-data}], seq_len: 128}
 batch: {global_batch: 6, micro_batch: 1}
@@ -45,7 +45,7 @@ def folder(workspace):
             said = [" ".join(draw.choice(list("abcdefgh"), size)) for size in sizes]
             record = dict(zip(("prompt", "chosen", "rejected"), said, strict=True))
             file.write(json.dumps(record) + "\n")
-    home = workspace / "first"
+    home = workspace / "before"
     home.mkdir()
     tokens = tokenizer()
     tokens.save(str(home / "tokenizer.json"))
@@ -139,7 +139,7 @@ def test_losses_and_gradients_are_those_of_the_papers(folder, start, tmp_path, r
     """Means over all pairs, in double precision and each answer by itself, whatever shares what."""
     answers = list(answers_of(folder))
     with torch.no_grad():
-        reference = log_probs(opened(folder, "first"), answers)[0].float()
+        reference = log_probs(opened(folder, "before"), answers)[0].float()
     np.save(folder / "reference.npy", reference.numpy())
     stream = TokenStream.open(
         [(folder / "pairs-data", 1.0)], split="train", seq_len=128, seed=0, shuffle=False,
@@ -184,7 +184,7 @@ def tensors_of(folder, run):
 
 def of_base(folder, split):
     with torch.no_grad():
-        return log_probs(opened(folder, "first"), list(answers_of(folder, split)))[0].float()
+        return log_probs(opened(folder, "before"), list(answers_of(folder, split)))[0].float()
 
 
 @pytest.mark.parametrize("adapter", [ADAPTER, pytest.param("", marks=soak)])
