@@ -378,8 +378,7 @@ def test_honest_runs_pass(workspace, trained, replay):
     passes("fast", "--audit", "99", told=HOLDS)
 
 
-TP, PP = "strategy.tp=2", "strategy.pp=2"
-EXACTLY = "run.determinism=exact"
+TP, PP, EXACTLY = "strategy.tp=2", "strategy.pp=2", "run.determinism=exact"
 
 
 @soak
@@ -397,20 +396,20 @@ EXACTLY = "run.determinism=exact"
         (2, ("batch.balance=speed", "strategy.name=ddp", EXACTLY)),
     ],
 )
-def test_each_layout_is_computed_again(workspace, trained, replay, ranks, layout):
-    run = f"layout-{abs(hash(layout))}"
+def test_each_layout_is_computed_again(trained, replay, tmp_path, ranks, layout):
+    run = tmp_path / "run"
     few = ("run.steps=4", "checkpoint.every=2", "schedule={name: constant}", *SAVED)
     trained(ranks, f"run.dir={run}", *few, *layout)
-    before = contents(workspace / run)
-    code, output = replay(run, "--step", "4", "--why")
+    before = contents(run)
+    code, output = replay(run, "--step", "4", "--why", "--nproc", f"{ranks}")
     assert code == 0, output
     assert BIT_BY_BIT in output
     (shares,) = re.findall(r"share of the gradient \(all together (.*)%\)", output)
     assert abs(float(shares) - 100) < (2 if MOE[0] in layout else 0.1)
-    code, output = replay(run, "--audit", "4")
+    code, output = replay(run, "--audit", "4", "--nproc", f"{ranks}")
     assert code == 0, output
     assert HOLDS in output
-    assert contents(workspace / run) == before
+    assert contents(run) == before
 
 
 @soak
