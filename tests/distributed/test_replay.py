@@ -21,8 +21,9 @@ from checkpointing.format.layout import BLOCK_BYTES, COMMIT_RECORD, CommitRecord
 from checkpointing.storage.steps import read_record
 from checkpointing.tools.digests import stored_digests
 from elastic.record.history import read_history
-from tests.distributed.forged import change_token
-from tests.distributed.jobs import MOE, Job, soak, starts, wait_for_step
+from tests.distributed.forged import change_token, opened, seal
+from tests.distributed.jobs import MOE, SOAK, Job, soak, starts, wait_for_step
+from trainer.cli.main import parse
 from trainer.data.loader import TokenStream
 from trainer.data.prepare.prepare import prepare
 from trainer.run.provenance import digest_of, recipe_file
@@ -32,6 +33,7 @@ from trainer.tools.replay.request import OUTCOME, REQUEST, Request
 SAVED = ("checkpoint.when_busy=wait", "checkpoint.keep=0")
 EXACT = ("run.determinism=exact", "schedule={name: constant}", *SAVED)
 BIT_BY_BIT = "loss, norm and verdict are those of the ledger, to the last bit"
+NOISE = "QXZJKVWqxzjkvw0123456789#@%&*~^"
 HOLDS = "the ledger holds: what was computed again is what it says"
 
 
@@ -87,24 +89,174 @@ def loss_of(run, step):
     return next(one["loss"] for one in lines if one["kind"] == "step" and one["step"] == step)
 
 
-def test_a_step_is_computed_again_and_explained(workspace, trained, replay):
-    """On one rank; the run had two. On the way is a step whose loss the ledger has wrong."""
-    trained(2, "run.dir=replayed", *EXACT, "run.steps=4", "checkpoint.every=2")
-    run = workspace / "replayed"
-    edited(run, 3, loss=loss_of(run, 3) + 1e-9)
+# --- forgeries -------------------------------------------------------------------------------
+
+
+def of_recipe(old, new, *, whole=False):
+    """The recipe of a run is another; `whole`: under the digest that this one has."""
+
+    def forge(run):
+        (start,) = starts(run.parent, run.name)
+        path = recipe_file(run, start["recipe"])
+        text = path.read_text()
+        assert old in text
+        text = text.replace(old, new)
+        path.write_text(text)
+        if whole:
+            (run / "recipe.yaml").write_text(text)
+            path.rename(recipe_file(run, digest_of(text)))
+            ledger = run / "ledger.jsonl"
+            ledger.write_text(ledger.read_text().replace(start["recipe"], digest_of(text)))
+
+    return forge
+
+
+def of_token(*, sealed=False, claimed=False, consumed=False):
+    """A token that step 3 took is another; as is the index; and what the ledger says of both."""
+
+    def forge(run):
+        stream = change_token(run, 3, sealed=sealed, claimed=claimed)
+        if consumed:
+            digest = stream.fetch_with_digest(range(16, 24))[1]
+            edited(run, 3, consumed=f"{digest[0]:08x}{digest[1]:08x}")
+
+    return forge
+
+
+def of_state(step, section, *, claimed=False):
+    """A number in the checkpoint of a step is another, with the checksums that it then has;
+    `claimed`: and the ledger says what digest that has."""
+
+    def forge(run):
+        path = run / f"checkpoints/step-{step:08}"
+        (file,) = path.glob("optimizer/*.safetensors" if section == "optimizer" else "model-*")
+        with safe_open(file, "pt") as tensors:
+            name = next(n for n in tensors.keys() if tensors.get_slice(n).get_shape()[1:])  # noqa: SIM118
+        blob = bytearray(file.read_bytes())
+        length = 8 + int.from_bytes(blob[:8], "little")
+        begin, _ = json.loads(blob[8:length])[name]["data_offsets"]
+        number = np.frombuffer(blob, np.float32, 1, length + begin)
+        number[0] = number[0] * 1.5 + 1e-3
+        file.write_bytes(blob)
+        record = read_record(path)
+        sums = tuple(crc32(blob[at : at + BLOCK_BYTES]) for at in range(0, len(blob), BLOCK_BYTES))
+        files = {**record.files, str(file.relative_to(path)): FileRecord(len(blob), sums)}
+        (path / COMMIT_RECORD).write_bytes(CommitRecord(step, files, record.odd).encode())
+        if claimed:
+            ledger = run / "ledger.jsonl"
+            lines = [json.loads(line) for line in ledger.read_text().splitlines()]
+            for line in lines:
+                if line["kind"] == "save" and line["step"] == step:
+                    line.update(stored_digests(path)._asdict())
+            ledger.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    return forge
+
+
+def of_bit(run):
+    (file,) = (run / "checkpoints/step-00000002").glob("model-*")
+    blob = bytearray(file.read_bytes())
+    blob[-101] ^= 1
+    file.write_bytes(blob)
+
+
+def skip_invented(run):
+    """Step 3 was skipped, says the ledger: with the number and the counters that go with it."""
+    edited(run, 3, skipped=True, why="loss", loss=math.nan)
+    path = run / "ledger.jsonl"
+    text = path.read_text().replace('"loss":NaN', '"loss":null')
+    lines = [json.loads(line) for line in text.splitlines()]
+    for line in lines:
+        if line["kind"] in ("save", "end") and line["step"] >= 3:
+            line["skipped"] += 1
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def line_removed(run):
+    path = run / "ledger.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"kind":"step","step":3,' not in line))
+
+
+FORGERIES = {
+    "loss": lambda run: edited(run, 3, loss=loss_of(run, 3) - 0.01),
+    "consumed": lambda run: edited(run, 3, consumed="0" * 16),
+    "line removed": line_removed,
+    "consumed removed": lambda run: edited(run, 3, consumed=None),
+    "marked skipped": lambda run: edited(run, 3, skipped=True, why="loss"),
+    "marked skipped, with number and counters": skip_invented,
+    "recipe: rate": of_recipe("lr: 0.003", "lr: 0.004"),
+    "recipe: rate, under its digest": of_recipe("lr: 0.003", "lr: 0.004", whole=True),
+    "recipe: seed": of_recipe("seed: 7", "seed: 8"),
+    "recipe: seed, under its digest": of_recipe("seed: 7", "seed: 8", whole=True),
+    "token": of_token(),
+    "token, sealed": of_token(sealed=True),
+    "token, sealed, claimed": of_token(sealed=True, claimed=True),
+    "token, sealed, claimed, consumed": of_token(sealed=True, claimed=True, consumed=True),
+    "checkpoint: a bit": of_bit,
+    "checkpoint: weights": of_state(2, "model"),
+    "checkpoint: moments": of_state(2, "optimizer"),
+    "checkpoint: weights, claimed": of_state(2, "model", claimed=True),
+    "checkpoint: moments, claimed": of_state(2, "optimizer", claimed=True),
+    "newest checkpoint: moments, claimed": of_state(4, "optimizer", claimed=True),
+}
+QUICKLY_FOUND = (
+    "loss", "line removed", "consumed removed", "marked skipped", "recipe: rate", "recipe: seed",
+    "token, sealed", "token, sealed, claimed, consumed", "checkpoint: moments, claimed",
+)  # fmt: skip
+"""Of these, three are computed."""
+
+
+def poison(data, position):
+    """Noise is what the sequence at a position holds; returns the document that it is of."""
+    stream, draw = opened(data), random.Random(5)
+    (sample,) = stream.locate([position])[1]
+    shard = data / "train-00000.tokens"
+    tokens = np.fromfile(shard, "<u2")
+    tokens[sample * 32 : sample * 32 + 32] = [ord(draw.choice(NOISE)) for _ in range(32)]
+    tokens.tofile(shard)
+    seal(data)
+    (document,) = set(stream.documents_of(position)[1].tolist())
+    return document
+
+
+def test_a_step_is_explained_and_an_audit_finds_each_forgery(workspace, trained, tmp_path, capsys):
+    """On one rank; the run had two."""
+
+    def replayed(run, *words):
+        arguments = parse(("replay", str(run), *words))
+        return arguments.run(arguments), capsys.readouterr().out
+
+    shutil.copytree(workspace / "data", tmp_path / "data")
+    poisoned = poison(tmp_path / "data", position=27)
+    run, data = tmp_path / "run", f"data.sources=[{{path: {tmp_path / 'data'}}}]"
+    trained(2, f"run.dir={run}", data, *EXACT, "run.steps=4", "checkpoint.every=2")
     before = contents(run)
-    code, output = replay("replayed", "--step", "4", "--why")
-    (problem,) = problems(output)
-    assert (code, problem.startswith("problem: step 3: its loss is ")) == (1, True), output
-    assert BIT_BY_BIT in output  # step 4
+    code, output = replayed(run, "--step", "4", "--why")
+    assert code == 0, output
+    assert BIT_BY_BIT in output
     assert "2 step(s) to compute, after step 2, on 1 rank(s)" in output
     (shares,) = re.findall(r"share of the gradient \(all together (.*)%\)", output)
     assert abs(float(shares) - 100) < 0.1
     for title in ("highest loss a token", "largest gradient of its own", "largest share of the"):
         (row,) = re.findall(rf"^{title}.*\n.*\n(.*)", output, re.MULTILINE)
         assert re.search(rf" of data +{workspace}/corpus/0\d\d\.txt:1 ", row), row
+    (row,) = re.findall(r"^highest loss a token.*\n.*\n(.*)", output, re.MULTILINE)
+    assert re.search(rf" {poisoned} of data ", row), output
     assert re.search(r"^  → +4 +\d", output, re.MULTILINE)
     assert contents(run) == before
+
+    # All steps, so that each checkpoint is computed into; or the last two.
+    words = ("--audit", "4") if SOAK else ("--audit", "1", "--seed", "0")
+    for forgery in ("none", *(FORGERIES if SOAK else QUICKLY_FOUND)):
+        folder = tmp_path / forgery
+        forged = folder / "run"
+        shutil.copytree(run, forged)
+        shutil.copytree(tmp_path / "data", folder / "data")
+        FORGERIES.get(forgery, lambda run: None)(forged)
+        code, output = replayed(forged, *words, "--data", str(folder / "data"))
+        assert code == (forgery != "none"), f"{forgery}: {output}"
+        assert bool(problems(output)) == (forgery != "none"), f"{forgery}: {output}"
 
 
 # --- in `make soak` --------------------------------------------------------------------------
@@ -226,6 +378,40 @@ def test_honest_runs_pass(workspace, trained, replay):
     passes("fast", "--audit", "99", told=HOLDS)
 
 
+TP, PP, EXACTLY = "strategy.tp=2", "strategy.pp=2", "run.determinism=exact"
+
+
+@soak
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, (TP,)),
+        (2, (TP, "strategy.sequence_parallel=true", EXACTLY)),
+        (2, (PP,)),
+        (2, (PP, EXACTLY)),
+        (4, (TP, PP, EXACTLY)),
+        (2, ("strategy.cp=2", EXACTLY)),
+        (2, (*MOE, "strategy.ep=2", EXACTLY)),
+        (2, ("batch.balance=speed", "strategy.name=ddp", EXACTLY)),
+    ],
+)
+def test_each_layout_is_computed_again(trained, replay, tmp_path, ranks, layout):
+    run = tmp_path / "run"
+    few = ("run.steps=4", "checkpoint.every=2", "schedule={name: constant}", *SAVED)
+    trained(ranks, f"run.dir={run}", *few, *layout)
+    before = contents(run)
+    code, output = replay(run, "--step", "4", "--why", "--nproc", f"{ranks}")
+    assert code == 0, output
+    assert BIT_BY_BIT in output
+    (shares,) = re.findall(r"share of the gradient \(all together (.*)%\)", output)
+    assert abs(float(shares) - 100) < (2 if MOE[0] in layout else 0.1)
+    code, output = replay(run, "--audit", "4", "--nproc", f"{ranks}")
+    assert code == 0, output
+    assert HOLDS in output
+    assert contents(run) == before
+
+
 @soak
 @pytest.mark.timeout(300)
 def test_what_cannot_be_compared_is_said(workspace, trained, replay, tmp_path, monkeypatch):
@@ -268,148 +454,14 @@ def test_what_cannot_be_compared_is_said(workspace, trained, replay, tmp_path, m
         job.kill()
 
 
-# --- forgeries -------------------------------------------------------------------------------
-
-
-def of_recipe(old, new, *, whole=False):
-    """The recipe of a run is another; `whole`: under the digest that this one has."""
-
-    def forge(run):
-        (start,) = starts(run.parent, run.name)
-        path = recipe_file(run, start["recipe"])
-        text = path.read_text()
-        assert old in text
-        text = text.replace(old, new)
-        path.write_text(text)
-        if whole:
-            (run / "recipe.yaml").write_text(text)
-            path.rename(recipe_file(run, digest_of(text)))
-            ledger = run / "ledger.jsonl"
-            ledger.write_text(ledger.read_text().replace(start["recipe"], digest_of(text)))
-
-    return forge
-
-
-def of_token(*, sealed=False, claimed=False, consumed=False):
-    """A token that step 5 took is another; as is the index; and what the ledger says of both."""
-
-    def forge(run):
-        stream = change_token(run, sealed=sealed, claimed=claimed)
-        if consumed:
-            digest = stream.fetch_with_digest(range(32, 40))[1]
-            edited(run, 5, consumed=f"{digest[0]:08x}{digest[1]:08x}")
-
-    return forge
-
-
-def of_state(step, section, *, claimed=False):
-    """A number in the checkpoint of a step is another, with the checksums that it then has;
-    `claimed`: and the ledger says what digest that has."""
-
-    def forge(run):
-        path = run / f"checkpoints/step-{step:08}"
-        (file,) = path.glob("optimizer/*.safetensors" if section == "optimizer" else "model-*")
-        with safe_open(file, "pt") as tensors:
-            name = next(n for n in tensors.keys() if tensors.get_slice(n).get_shape()[1:])  # noqa: SIM118
-        blob = bytearray(file.read_bytes())
-        length = 8 + int.from_bytes(blob[:8], "little")
-        begin, _ = json.loads(blob[8:length])[name]["data_offsets"]
-        number = np.frombuffer(blob, np.float32, 1, length + begin)
-        number[0] = number[0] * 1.5 + 1e-3
-        file.write_bytes(blob)
-        record = read_record(path)
-        sums = tuple(crc32(blob[at : at + BLOCK_BYTES]) for at in range(0, len(blob), BLOCK_BYTES))
-        files = {**record.files, str(file.relative_to(path)): FileRecord(len(blob), sums)}
-        (path / COMMIT_RECORD).write_bytes(CommitRecord(step, files, record.odd).encode())
-        if claimed:
-            ledger = run / "ledger.jsonl"
-            lines = [json.loads(line) for line in ledger.read_text().splitlines()]
-            for line in lines:
-                if line["kind"] == "save" and line["step"] == step:
-                    line.update(stored_digests(path)._asdict())
-            ledger.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    return forge
-
-
-def of_bit(run):
-    (file,) = (run / "checkpoints/step-00000004").glob("model-*")
-    blob = bytearray(file.read_bytes())
-    blob[-101] ^= 1
-    file.write_bytes(blob)
-
-
-def skip_invented(run):
-    """Step 5 was skipped, says the ledger: with the number and the counters that go with it."""
-    edited(run, 5, skipped=True, why="loss", loss=math.nan)
-    path = run / "ledger.jsonl"
-    text = path.read_text().replace('"loss":NaN', '"loss":null')
-    lines = [json.loads(line) for line in text.splitlines()]
-    for line in lines:
-        if line["kind"] in ("save", "end") and line["step"] >= 5:
-            line["skipped"] += 1
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def line_removed(run):
-    path = run / "ledger.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if '"kind":"step","step":5,' not in line))
-
-
-FORGERIES = {
-    "loss": lambda run: edited(run, 5, loss=loss_of(run, 5) - 0.01),
-    "consumed": lambda run: edited(run, 5, consumed="0" * 16),
-    "line removed": line_removed,
-    "consumed removed": lambda run: edited(run, 5, consumed=None),
-    "marked skipped": lambda run: edited(run, 5, skipped=True, why="loss"),
-    "marked skipped, with number and counters": skip_invented,
-    "recipe: rate": of_recipe("lr: 0.003", "lr: 0.004"),
-    "recipe: rate, under its digest": of_recipe("lr: 0.003", "lr: 0.004", whole=True),
-    "recipe: seed": of_recipe("seed: 7", "seed: 8"),
-    "recipe: seed, under its digest": of_recipe("seed: 7", "seed: 8", whole=True),
-    "token": of_token(),
-    "token, sealed": of_token(sealed=True),
-    "token, sealed, claimed": of_token(sealed=True, claimed=True),
-    "token, sealed, claimed, consumed": of_token(sealed=True, claimed=True, consumed=True),
-    "checkpoint: a bit": of_bit,
-    "checkpoint: weights": of_state(4, "model"),
-    "checkpoint: moments": of_state(4, "optimizer"),
-    "checkpoint: weights, claimed": of_state(4, "model", claimed=True),
-    "checkpoint: moments, claimed": of_state(4, "optimizer", claimed=True),
-    "newest checkpoint: moments, claimed": of_state(8, "optimizer", claimed=True),
-}
-
-
-@soak
-@pytest.mark.timeout(900)
-def test_an_audit_finds_each_forgery(workspace, trained, replay, tmp_path):
-    """All steps are drawn, so each checkpoint is computed into."""
-    trained(2, "run.dir=forged", *EXACT, "run.steps=8", "checkpoint.every=4")
-    found = {}
-    for forgery, forge in {"none": lambda run: None, **FORGERIES}.items():
-        folder = tmp_path / forgery
-        run = folder / "run"
-        shutil.copytree(workspace / "forged", run)
-        shutil.copytree(workspace / "data", folder / "data")
-        ledger = run / "ledger.jsonl"
-        ledger.write_text(ledger.read_text().replace(str(workspace), str(folder)))
-        forge(run)
-        code, output = replay(run, "--audit", "8")
-        found[forgery] = code
-        print(f"{forgery}: {code}", *(problems(output) or [output]), sep="\n  ")
-    assert found.pop("none") == 0
-    assert set(found.values()) == {1}, found
-
-
 # --- planted documents -----------------------------------------------------------------------
 
 
 def planted(words, draw):
-    """Fifteen documents of five kinds that do not belong into a corpus."""
+    """Fifteen documents of five kinds that do not belong into a corpus, each with a mark."""
 
     def noise(count):
-        return "".join(draw.choice("QXZJKVWqxzjkvw0123456789#@%&*~^") for _ in range(count))
+        return "".join(draw.choice(NOISE) for _ in range(count))
 
     def shuffled():
         some = draw.choice(words)[:70]
@@ -423,22 +475,31 @@ def planted(words, draw):
         "another script": lambda: "".join(chr(draw.randrange(0x4E00, 0x9FFF)) for _ in range(30)),
         "shuffled": shuffled,
     }
-    return [(kind, make()) for kind, make in makers.items() for _ in range(3)]
+    kinds = [(kind, make) for kind, make in makers.items() for _ in range(3)]
+    return [(kind, f"ZQ{n}JX {make()}") for n, (kind, make) in enumerate(kinds)]
 
 
 def english():
-    """Paragraphs of the standard library's docstrings, without code and drawings."""
+    """Documents of 400 letters: paragraphs of the standard library's docstrings, without code and
+    drawings."""
+    modules = [
+        path
+        for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
+        if not {"site-packages", "test", "tests"} & {*path.parts}
+    ]
     found = [
         " ".join(part.split())
-        for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        for path in modules
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         for part in (ast.get_docstring(node) or "").split("\n\n")
-        if len(part) > 80
     ]
-    letters = [sum(char.isalpha() or char in " .,'" for char in text) for text in found]
-    plain = [t for t, n in zip(found, letters, strict=True) if t.isascii() and n > 0.93 * len(t)]
-    return list(dict.fromkeys(plain))
+    documents = [""]
+    for text in dict.fromkeys(text for text in found if len(text) > 80 and text.isascii()):
+        if sum(char.isalpha() or char in " .,'" for char in text) > 0.93 * len(text):
+            documents += [""] if len(documents[-1]) >= 400 else []
+            documents[-1] = f"{documents[-1]} {text}".strip()
+    return documents
 
 
 @soak
@@ -453,20 +514,27 @@ def test_why_names_planted_documents(workspace, trained, replay):
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for _, text in rows))
     data = workspace / "planted"
     prepare([str(corpus)], data, train_bpe=1024, validation_fraction=0.0)
-    stream = TokenStream.open([(data, 1.0)], split="train", seq_len=128, seed=7, shuffle=True)
-    epoch = stream.sequences // 8
-    print(f"{len(rows)} documents, {stream.sequences} sequences, {epoch} steps an epoch")
-    where = {}  # number → most of its tokens in one step, and that step
-    for position in range(epoch * 8):
-        for number, count in Counter(stream.documents_of(position)[1].tolist()).items():
-            if rows[number][0]:
-                where[number] = max(where.get(number, (0, 0)), (count, position // 8 + 1))
+    for seed in range(7, 99):
+        stream = TokenStream.open(
+            [(data, 1.0)], split="train", seq_len=128, seed=seed, shuffle=True
+        )
+        epoch, where = stream.sequences // 8, {}
+        for position in range(epoch * 8):
+            for number, count in Counter(stream.documents_of(position)[1].tolist()).items():
+                if rows[number][0]:
+                    # number → most of its labels in one step, and that step
+                    where[number] = max(where.get(number, (0, 0)), (count, position // 8 + 1))
+        if min(step for _, step in where.values()) > 20:  # before, any document is a surprise
+            break
+    print(f"{len(rows)} documents, {stream.sequences} sequences, {epoch} steps, seed {seed}")
     assert len(where) == 15
     for steps in (*range(50, epoch, 50), epoch):  # a job has two minutes
         trained(
-            1, "run.dir=poisoned", *EXACT, f"run.steps={steps}", "checkpoint.every=10",
+            1, "run.dir=poisoned", f"run.seed={seed}", *EXACT, f"run.steps={steps}",
+            "checkpoint.every=10",
             "data.sources=[{path: planted}]", "data.seq_len=128",
-            "model.architecture.vocab_size=1024", "model.architecture.hidden_size=96",
+            "model.architecture.vocab_size=1024", "model.architecture.hidden_size=128",
+            "model.architecture.intermediate_size=256",
         )  # fmt: skip
     firsts = {"highest loss a token": 0, "largest gradient of its own": 0, "largest share": 0}
     missed = []
@@ -482,6 +550,5 @@ def test_why_names_planted_documents(workspace, trained, replay):
         missed += [] if any(hits) else [rows[number][0]]
         print(f"{rows[number][0]:15} document {number}, step {step}: first in {hits}")
     print(f"first of 15: {firsts}; by no list: {missed}")
-    # Seen: 9 in each list. A model of this size does not mind in which order words come.
-    assert min(firsts.values()) >= 7
-    assert set(missed) <= {"shuffled"}
+    assert firsts["highest loss a token"] >= 13
+    assert not missed

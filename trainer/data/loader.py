@@ -298,8 +298,8 @@ class TokenStream:
         return found
 
     def documents_of(self, position: int) -> tuple[int, NDArray[np.int64]]:
-        """The source of a sequence, and (T,) the index in that source of each input's document; -1
-        for padding."""
+        """The source of a sequence, and (T,) the index in that source of each label's document; -1
+        where none counts."""
         (source,), (sample,) = self.locate(np.array([position]))
         return int(source), self._packings[source].documents_of(int(sample))
 

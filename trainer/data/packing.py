@@ -77,12 +77,13 @@ class Windows:
         return Sequenced(row[:-1], labels, numbers, crc32(labels.data, crc32(row.data)))
 
     def documents_of(self, sample: int) -> NDArray[np.int64]:
-        """(T,), index in the data set of each input's document.
+        """(T,), index in the data set of each label's document.
 
         Raises:
             DataError: a file is damaged.
         """
-        return self._dataset.document_ids(sample * self._length, self._length)
+        # The label of a document's last token is the first token of the next document.
+        return self._dataset.document_ids(sample * self._length + 1, self._length)
 
 
 class Bins:
@@ -129,11 +130,11 @@ class Bins:
         return begin, int(self._ends[document]) - begin
 
     def documents_of(self, sample: int) -> NDArray[np.int64]:
-        """(T,), index in the data set of each input's document; -1 for padding."""
+        """(T,), index in the data set of each label's document; -1 where no label counts."""
         found, place = np.full(self._length, -1, np.int64), 0
         for document in self.documents_in(sample).tolist():
             _, size = self._window(document)
-            found[place : place + size] = document
+            found[place : place + size - 1] = document
             place += size
         return found
 

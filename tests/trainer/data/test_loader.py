@@ -44,6 +44,8 @@ def test_packing_is_a_window_over_all_documents(prepared, tokens):
         assert batch["labels"][n].tolist() == flat[n * T + 1 : n * T + T + 1]
         first = owner[n * T]
         assert batch["document_ids"][n].tolist() == [o - first for o in owner[n * T : n * T + T]]
+        # a label is a token of the document that it is counted to
+        assert stream.documents_of(n)[1].tolist() == owner[n * T + 1 : n * T + T + 1]
     assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
     assert batch["document_ids"].dtype == torch.int32
     assert open_stream(prepared).fetch([0]).keys() == {"input_ids", "labels"}

@@ -67,6 +67,8 @@ class Sources:
             text = read_text(path)
         except OSError as error:
             raise AwayError(f"{path}: {error.strerror}") from error
+        except ValueError:  # no recipe of ours
+            text = ""
         if start.recipe and digest_of(text) != start.recipe:
             raise RecipeError(f"{path} is not the recipe that attempt {attempt.number} began with")
         try:

@@ -15,7 +15,7 @@ from elastic.node.files import read_text
 from elastic.process import usable_cores
 from elastic.record.history import LedgerError, read_history
 from elastic.record.ledger import StartLine
-from trainer.recipe import Recipe
+from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.strategies import exact
 from trainer.tools.replay.line import (
     Lineage,
@@ -78,7 +78,7 @@ def audit(run: Path, count: int, seed: int | None, options: Options) -> int:
     line = line_of(history)
     seed = secrets.randbits(32) if seed is None else seed
     steps = draw(line, count, seed)
-    print(f"audit of {run}: steps {', '.join(map(str, steps))} of {line.last}, by --seed {seed}")
+    print(f"audit of steps {', '.join(map(str, steps))} of {line.last}, by --seed {seed}")
     _take_threads(line.attempt_of(steps[-1]).start)
     if contradictions := _other_recipes(run, line):
         return _print_outcome(ReplayOutcome(contradictions))
@@ -100,16 +100,23 @@ def _other_recipes(run: Path, line: Lineage) -> list[str]:
     """Describe recipes in the run directory that differ from those it trained with."""
     from trainer.run.provenance import digest_of, recipe_file
 
+    def differs(path: Path, digest: str) -> bool:
+        try:
+            return bool(digest) and digest_of(read_text(path)) != digest
+        except OSError:  # missing or unreadable: the recomputation says so, if it needs the file
+            return False
+        except ValueError:  # no text
+            return True
+
     contradictions = []
     for attempt, _ in line.attempts:
         path = recipe_file(run, attempt.start.recipe)
-        known = attempt.start.recipe and path.is_file()
-        if known and digest_of(read_text(path)) != attempt.start.recipe:
+        if differs(path, attempt.start.recipe):
             contradictions.append(
                 f"{path} is not the recipe that attempt {attempt.number} began with"
             )
     newest, shown = line.attempts[-1][0].start.recipe, run / "recipe.yaml"
-    if newest and shown.is_file() and digest_of(read_text(shown)) != newest:
+    if differs(shown, newest):
         contradictions.append(f"{shown} is not the recipe that the newest attempt began with")
     return contradictions
 
@@ -132,7 +139,10 @@ def _planned(
     sources = Sources(run.absolute(), data, Path())
     recipe = sources.recipe_of(attempt)
     ranks = options.ranks or _ranks(recipe, attempt.start, audit)
-    mesh_shape(recipe, ranks, ranks)
+    try:
+        mesh_shape(recipe, ranks, ranks)
+    except RecipeError as error:
+        raise RecipeError(f"--nproc {ranks}: {error}") from error
     return _Plan(line, attempt.start, recipe, str(sources.states_of(recipe)), run, data, ranks)
 
 

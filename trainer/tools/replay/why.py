@@ -5,6 +5,10 @@ parameters with the largest gradients, and the neighbouring steps.
 its share of the labels. The share of document d is <g_d, g> / |g|^2: shares sum to 1, apart from
 terms that a model adds to its loss. A document with a large loss may have a small share, because
 its gradient points elsewhere; hence three lists.
+
+[Note: few labels] A sequence may hold only the last words of a document, whose mean loss is high by
+chance. So the list of losses is ordered by the mean that the document would have with PRIOR_LABELS
+more labels, each with the mean loss of the step.
 """
 
 import math
@@ -46,6 +50,9 @@ LISTED = 5
 """Length of each list of documents and of the list of parameters."""
 AROUND = 3
 """Steps shown before and after the explained one."""
+PRIOR_LABELS = 10
+"""See [Note: few labels]. About the variance of the loss of a label inside a document, over that of
+the means of documents."""
 SHOWN_TOKENS, SHOWN_LETTERS = 60, 70
 """Tokens of a document that are decoded, and letters of these that are shown."""
 
@@ -65,7 +72,7 @@ class DocumentShare:
     labels: int
     """Number of these labels."""
     ids: Sequence[int] = ()
-    """Its first tokens."""
+    """The first tokens that the model was to predict."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +114,12 @@ def why(run: Run, result: Gradients, line: Lineage, sources: Sources) -> Iterato
     weighed = [_weigh(run, part, whole, scale, result.norm, max(1, labels)) for part in parts]
     names = _Names(run)
     shares = sum(one.share for one in weighed)
+    finite = [one for one in weighed if math.isfinite(one.loss)]
+    mean = sum(one.loss * one.part.labels for one in finite) / max(
+        1, sum(one.part.labels for one in finite)
+    )
     for title, key in (
-        ("highest loss a token", lambda one: one.loss),
+        ("highest loss a token", lambda one: _with_prior(one, mean)),
         ("largest gradient of its own", lambda one: one.norm),
         (f"largest share of the gradient (all together {shares:.1%})", lambda one: one.share),
     ):
@@ -121,6 +132,12 @@ def why(run: Run, result: Gradients, line: Lineage, sources: Sources) -> Iterato
     yield from table([["norm", "of |g|²", "parameter"], *rows], right={0, 1}, indent="  ")
     yield "\nthe steps around it:"
     yield from _neighbouring_steps(run, step, line, sources)
+
+
+def _with_prior(one: Weighed, mean: float) -> float:
+    """The loss a token of a part, with PRIOR_LABELS more labels of the loss `mean`."""
+    labels = one.part.labels
+    return (one.loss * labels + mean * PRIOR_LABELS) / (labels + PRIOR_LABELS)
 
 
 def _last_if_nan(value: float) -> float:
@@ -147,12 +164,13 @@ def _parts(run: Run) -> Iterator[DocumentShare]:
             continue
         source, documents = stream.documents_of(position)
         numbers = torch.from_numpy(documents)
+        text = torch.cat([batch["input_ids"][0][1:], batch["labels"][0][-1:]])
         for number in dict.fromkeys(documents.tolist()):
             inside = numbers == number
             labels = torch.where(inside, batch["labels"][0], IGNORED_LABEL)[None]
             count = int((labels != IGNORED_LABEL).sum())
             if number >= 0 and count:
-                ids = batch["input_ids"][0][inside][:SHOWN_TOKENS].tolist()
+                ids = [one for one in text[inside].tolist() if one >= 0][:SHOWN_TOKENS]
                 yield DocumentShare(
                     position, source, number, {**batch, "labels": labels}, count, ids
                 )
