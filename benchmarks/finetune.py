@@ -36,7 +36,9 @@ def main() -> None:
     options = arguments(__doc__ or "", rounds=3, steps=12, peers="trl", cases="sft,lora")
     peers = chosen("peers", options.peers, list(PEERS))
     cases = chosen("cases", options.cases, list(CASES))
-    notes = ["Memory of Perdure includes the slot that its checkpoints are copied to."]
+    notes = [
+        "Neither saves. With its default of two checkpoint slots Perdure holds two copies more."
+    ]
     for peer in peers:
         name, package, _ = PEERS[peer]
         try:
@@ -72,6 +74,7 @@ def one_round(peers: list[str], overrides: tuple[str, ...], steps: int, director
     recipe = [
         *(str(RECIPE), "run.dir=run", "run.epochs=0", f"run.steps={steps}", *overrides),
         *("run.evaluate_every=0", f"run.log_every={EVERY}", "checkpoint.every=0"),
+        "checkpoint.slots=0",
         *("checkpoint.keep_best=0", "elastic.snapshot_every=0", "schedule.name=constant"),
         *("schedule.warmup_steps=0", "schedule.min_lr_ratio=0"),
     ]
