@@ -17,7 +17,7 @@ from checkpointing import Spare, TensorCheckpointer
 from checkpointing.format.tensors import tensors_not_finite
 from elastic import Pulse, StartLine, World, describe_failure
 from elastic.group.batch_plan import BatchPlan
-from elastic.node.recall import Recall
+from elastic.node.recall import RecallSocket
 from elastic.process import usable_cores
 from elastic.world import limit_waits
 from trainer.data.loader import later_stages, requested_ahead
@@ -61,7 +61,7 @@ def build(
     agreement: Agreement,
     pulse: Pulse,
     startup: Startup,
-    recall: Recall,
+    recall: RecallSocket,
     spare: Spare,
     shipper: Shipper | None,
     last: Run | None,
@@ -274,7 +274,7 @@ def check_documents(model: ParallelModel, recipe: Recipe, task: Task, device: to
 
 
 @contextmanager
-def abandon_when_recalled(checkpointer: TensorCheckpointer, recall: Recall) -> Iterator[None]:
+def abandon_when_recalled(checkpointer: TensorCheckpointer, recall: RecallSocket) -> Iterator[None]:
     """On a recall of this process, end its checkpointer without waiting for storage: the next
     attempt begins from the copy in memory."""
     recall.stop = checkpointer.interrupt

@@ -24,7 +24,7 @@ from elastic.node.companion import accompany
 from elastic.node.files import open_to_append, open_to_read, write_whole
 from elastic.process import lost_output
 from elastic.record.ledger import clock
-from elastic.record.lines import Lines, read_record
+from elastic.record.lines import LineFile, read_record
 from trainer.recipe import Recipe
 from trainer.recipe.sections import Tracking
 from trainer.run.shipping import Shipper
@@ -122,7 +122,7 @@ class Log:
             self._latest = keep_records(records, start.step)
         except OSError as error:  # a full disk must not keep a run from going on
             print(f"warning: {records} keeps records of steps that are done again: {error}")
-        self._records = Lines(records, trusted=trusted)
+        self._records = LineFile(records, trusted=trusted)
         self._mute_reported = False
         """Whether the ledger has the line about dropped output."""
         # Without a terminal a bar would fill log files with its refreshes.

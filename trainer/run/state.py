@@ -10,7 +10,7 @@ import torch
 from checkpointing import TensorCheckpointer
 from elastic import Pulse, StartLine, World
 from elastic.group.batch_plan import BatchPlan, MicroBatch
-from elastic.node.recall import Recall
+from elastic.node.recall import RecallSocket
 from trainer.optim.optimizer import LossScale
 from trainer.optim.schedule import Rate
 from trainer.parallel.mesh import Mesh
@@ -110,7 +110,7 @@ class Run:
     """The ledger's line about the start of this attempt."""
     log: Log
     pulse: Pulse
-    recall: Recall
+    recall: RecallSocket
     unchecked: frozenset[str] = frozenset()
     """Names in `model.tensors` that held NaN or infinity at the start of this attempt, and may."""
     trained: Names = field(default_factory=Names)

@@ -38,7 +38,7 @@ from elastic import (
 )
 from elastic.node.occupancy import Occupancy, OccupiedError
 from elastic.node.progress import pause_code
-from elastic.node.recall import Recall, Recalled
+from elastic.node.recall import AttemptRecalled, RecallSocket
 from elastic.node.zygote import RESERVE
 from elastic.process import set_name
 from elastic.world import (
@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> NoReturn:
     if read_environment()[2] > 1:
         die_with_parent()
     grow_segments()
-    recall = Recall.from_environment()
+    recall = RecallSocket.from_environment()
     again, spare, kept = RESERVE in os.environ, Spare(), Kept()
     place = read_environment()
     if again:
@@ -131,7 +131,7 @@ def main(arguments: list[str]) -> NoReturn:
             with recall.attempt():
                 startup = Startup(again=again)
                 code = run_attempt(arguments, pulse, startup, failure_report, recall, spare, kept)
-        except Recalled:
+        except AttemptRecalled:
             pass
         except Exception as error:
             if not failure_report.recalls(error):
@@ -152,7 +152,7 @@ def run_attempt(
     pulse: Pulse,
     startup: Startup,
     failure_report: FailureReport,
-    recall: Recall,
+    recall: RecallSocket,
     spare: Spare,
     kept: Kept,
 ) -> int:
@@ -259,7 +259,7 @@ def _loss(_number: int, batch: Mapping[str, torch.Tensor], call: Call) -> Passed
     return result["loss"] if isinstance(result, dict) else result
 
 
-def copy_for_attempt(task: Task, recall: Recall) -> Task:
+def copy_for_attempt(task: Task, recall: RecallSocket) -> Task:
     """A task whose model may be trained. If further attempts may follow, its model is a copy, and
     the original stays on the meta device."""
     if not recall.allowed:
@@ -293,7 +293,7 @@ def reason_to_rebuild(last: Run, recipe: Recipe) -> str:
     return "" if CAN_RESET else f"torch {torch.__version__} cannot drop a step that failed"
 
 
-def release_attempt(recall: Recall, kept: Kept) -> None:
+def release_attempt(recall: RecallSocket, kept: Kept) -> None:
     """Free what a finished attempt held, except `kept`: process groups, and memory, which returns
     to the allocator for the next attempt."""
     recall.abort()
