@@ -72,8 +72,7 @@ def usable_cores() -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Returns the process ids of a process's children, started by any of its threads, oldest
-    first."""
+    """Returns the process ids of the children of all threads of a process, oldest first."""
     result: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):

@@ -166,8 +166,7 @@ class PerdureRendezvous(RendezvousHandler):
             raise self._refusal(str(error)) from error
         self._mark = NO_MARK
         self._paused = -1
-        """Generation in which all ranks of this node have paused for the next round; -1: they have
-        not."""
+        """Generation in which this node's ranks have paused for the next round; -1: none."""
         self._recover_seconds = RECOVER_SECONDS
         self._round_store: dist.TCPStore | None = None
         self._occupancy: Occupancy | None = None
@@ -191,8 +190,7 @@ class PerdureRendezvous(RendezvousHandler):
         atexit.register(self.shutdown)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        """Signal handler: the first signal makes the node leave; a second Ctrl-C ends the process
-        at once."""
+        """Signal handler: the first signal makes the node leave, a second Ctrl-C exits at once."""
         if self._interrupted and number == signal.SIGINT:
             os._exit(EXIT_INTERRUPTED)  # the kernel kills the processes that this one has started
         self._interrupted = self._interrupted or number == signal.SIGINT
@@ -220,14 +218,12 @@ class PerdureRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True: ranks connect through the store of their round, which the agent of group rank 0
-        hosts."""
+        """True: ranks connect through the round's store, hosted by the agent of group rank 0."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next round that includes this node. Called by torchrun."""
-        # checked before arriving: the members pause for an arrival, so only a node that can start
-        # may arrive
+        # checked before arriving, as the members pause their training for an arrival
         if not self._round:
             self._check_health()
             self._secret = self._read_facts()
@@ -251,8 +247,7 @@ class PerdureRendezvous(RendezvousHandler):
                 return info
 
     def _read_facts(self) -> Secret:
-        """Wait for the job's description by this node's program, and apply it; returns the job's
-        secret."""
+        """Wait for the job's description by this node's program; returns the job's secret."""
         # checked first, as the zygote may block on a folder while it reads the facts
         deadline = time.monotonic() + self._timeout
         self._refuse(check_folders(self._node.folders(self._timeout)))
@@ -299,8 +294,11 @@ class PerdureRendezvous(RendezvousHandler):
         return JobClosed(JobEnd(EXIT_WRONG_INPUT, why))
 
     def _check_health(self) -> None:
-        """Check this machine.\n\nRaises:\n    RendezvousConnectionError: the machine would fail the
-        job."""
+        """Check this machine.
+
+        Raises:
+            RendezvousConnectionError: the machine would fail the job.
+        """
 
         def round_trip() -> float:
             client, times = StoreClient(*self._store_address, STORE_PATIENCE), []
@@ -424,8 +422,7 @@ class PerdureRendezvous(RendezvousHandler):
             )
 
     def _meet(self, state: Membership) -> RendezvousInfo | None:
-        """Wait for all nodes of a round in the round's store; returns None if the round ends
-        meanwhile."""
+        """Wait for all nodes of a round in its store; returns None if the round ends meanwhile."""
         member, group_rank = self._member, state.members.index(self._member.name)
         # the first node holds the directory for the whole launch
         self._occupy(state.job if group_rank == 0 else None)
@@ -454,12 +451,10 @@ class PerdureRendezvous(RendezvousHandler):
             )
             try:
                 store = SealedStore(connect, secret, "agents")
-                # Twice: torch then makes the agents wait for each other without a time limit. An
-                # agent that dies during the first wait is noticed in the second.
+                # Twice: an agent that dies in the first wait is noticed in the second.
                 for word in ("here", "all here"):
                     store.set(f"{word} {group_rank}", b"")
-                    # The first node waits for a key of every node; the others wait for a key of the
-                    # first node.
+                    # The first node waits for all nodes, the others for the first node.
                     nodes = range(state.size) if group_rank == 0 else ()
                     keys = [f"{word} {node}" for node in nodes]
                     while not store.check(keys or [word]) and not ended(member.state):

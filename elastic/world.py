@@ -45,8 +45,8 @@ the GPU is still occupied then, other processes use it."""
 FREED_SLACK = 1 << 30
 """Bytes that other processes may have allocated on the GPU meanwhile."""
 
-# A recalled rank leaves a process group as garbage. A data worker forked from the rank lacks the
-# group's threads, and would hang or abort when it collects that garbage.
+# A data worker forked from a recalled rank lacks the threads of the rank's old process group, and
+# would hang or abort when it collects that group as garbage.
 os.register_at_fork(after_in_child=gc.freeze)
 
 
@@ -78,8 +78,7 @@ class World:
 
 
 def read_environment() -> tuple[int, int, int, int]:
-    """Returns (rank, local_rank, world_size, local_world_size) set by torchrun, else (0, 0, 1,
-    1)."""
+    """Returns torchrun's (rank, local_rank, world_size, local_world_size), else (0, 0, 1, 1)."""
     read = os.environ.get
     return (
         int(read("RANK", "0")),
@@ -199,9 +198,7 @@ def _address_store(secret: bytes) -> dist.Store | None:
         _sealed[:] = [SealedStore(connect, Secret(secret), f"generation {read(GENERATION, '0')}")]
         return _sealed[0]
     store = connect()
-    # torchrun 2.11 to 2.13 gives restarted ranks the store of the previous attempt, which has the
-    # addresses of dead peers. On one node the number of restarts, as a prefix, separates the
-    # attempts.
+    # A prefix per attempt: torchrun 2.11 to 2.13 gives restarted ranks the old peers' addresses.
     return dist.PrefixStore(f"attempt-{read('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -209,9 +206,7 @@ def is_lost_peer(error: RuntimeError) -> bool:
     """Whether an error only means that another rank, or the store's host, is gone."""
     signs = ["Connection reset by peer", "Connection closed by peer", "Broken pipe"]
     if isinstance(error, dist.DistBackendError):
-        # DistBackendError is any failure of NCCL, such as two ranks on one GPU or too small a
-        # /dev/shm. NCCL's text for such failures mentions sockets and remote peers too, so only
-        # phrases that are specific to a lost peer count.
+        # NCCL's texts for other failures mention sockets and peers too: use specific phrases only.
         signs += ["ncclRemoteError", "Connection closed by remote peer", "Connection refused"]
         signs += ["Connection timed out", "failed to recv", "communicator was aborted", "timeout"]
     elif isinstance(error, dist.DistError):  # errors of the store and of connections to it
@@ -254,13 +249,11 @@ def leave_world(code: int) -> NoReturn:
     A rank that leaves alone does not destroy its groups, because NCCL would wait for the other
     ranks."""
     if dist.is_initialized() and code in (EXIT_DONE, EXIT_PAUSED, EXIT_REQUEUE):
-        # The barrier: a rank that destroys its group early looks like a lost peer to ranks in the
-        # last step.
+        # The barrier: a rank that destroys its group early looks like a lost peer to the others.
         if code == EXIT_DONE:
             dist.barrier()
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    # os._exit, as gloo's threads sometimes abort a process during the interpreter's shutdown, and
-    # torchrun then reports that the job failed.
+    # os._exit, as gloo's threads sometimes abort a process that shuts its interpreter down.
     os._exit(code)

@@ -35,8 +35,7 @@ POLL_SECONDS = 2.0
 REQUEST_SECONDS = 2.0
 MAX_ANSWER = 1 << 16
 
-# No handlers for proxies and redirects: the metadata service is reached directly or not at all. No
-# handler for errors: every HTTP status is a valid answer here.
+# No handlers for proxies, redirects and errors: every HTTP status is an answer of the service.
 _opener = urllib.request.OpenerDirector()
 _opener.add_handler(urllib.request.HTTPHandler())
 

@@ -141,8 +141,7 @@ class _Check:
         if self._thread.is_alive():
             self.add_problem(f"no answer within {self.seconds:g} s{self.advice}")
             if self._process is not None:
-                # A child that waits for a dead driver dies only when the driver answers, so its end
-                # is not awaited.
+                # Not awaited: a child of a dead driver dies only when the driver answers.
                 with suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
         return list(self._problems)
@@ -261,8 +260,7 @@ def check_compute() -> Iterator[Finding]:
 
 
 def check_gpus() -> Iterator[Finding]:
-    """Check that the memory of every visible GPU keeps its contents, and that a product is
-    right."""
+    """Check that the memory of every visible GPU keeps its contents, and check a product."""
     yield "gpu", None
     import torch
 

@@ -85,8 +85,7 @@ def claim(client: StoreClient, run_id: str, secret: Secret, directory: str | Non
                 return existing
             if data and (now := _next_value(client, key, data)):
                 after = JobClaim.decode(now)
-                # The counter rises, so the other job runs. If the claim is a third job's now, read
-                # again.
+                # The counter rises: the other job runs, unless a third job has written the claim.
                 if why and existing and after and after.same_world(existing):
                     raise SecretError(why)
                 continue

@@ -130,8 +130,7 @@ def make_secret(path: Path) -> None:
                     file.write(secrets.token_hex(32) + "\n")
                     file.flush()
                     os.fsync(descriptor)  # no reader may see an empty file after a crash
-                # link() and not rename(): the first of several nodes wins, and all nodes read its
-                # secret.
+                # link() and not rename(): all nodes read the secret of the first of them.
                 with suppress(FileExistsError):  # another node was faster
                     os.link(aside, path)
             finally:

@@ -258,13 +258,12 @@ class Member:
         return statuses[1] if statuses and statuses[0] == alarm else None
 
     def wait_for(self, condition: Callable[[Membership], bool], timeout: float) -> bool:
-        """Wait until the document meets `condition`; returns False after `timeout` seconds
-        without."""
+        """Wait until the document meets `condition`; returns False after `timeout` seconds."""
         with self._news:
             return self._news.wait_for(lambda: condition(self.state), timeout)
 
     def stop(self, timeout: float) -> None:
-        """Request to leave, wait up to `timeout` seconds for the request's beat, end the thread."""
+        """Request to leave, wait up to `timeout` seconds until that is sent, end the thread."""
         client = self.keys.client
         client.patience = min(client.patience, timeout)
         departure = NodeRequest(leaves=True)
@@ -347,8 +346,7 @@ class Member:
         stored = Membership.decode(text) if text else None
         best = newer(self._known, stored) or Membership()
         if self.name not in all_nodes(best):
-            # Members would have removed silent observers by now: if all are silent, no member
-            # lives.
+            # Members remove silent observers: if all observers are silent, no member lives.
             lapsed = all_nodes(best) if set(observers(best)) <= set(lapsed) else []
             joins = request is not None and not request.leaves
             if is_foreign(best, self.name, self._identity) and not (lapsed and joins):
@@ -432,7 +430,7 @@ class Member:
 
     def _renew_claim(self) -> None:
         """Raise the counter of the job's claim, so that other jobs of this name are refused. A
-        young job ends itself if it finds the claim of an older job, which had lost the store."""
+        young job ends itself if an older job of this name is back after the store's restart."""
         key = claim_key(self._run_id)
         own = JobClaim(self.keys.fingerprint, self._heartbeat.count, self._mark)
         if time.monotonic() < self._young_until:

@@ -46,8 +46,7 @@ from typing import Any, TypeVar, cast
 from elastic.group.topology import common_levels, group_by_place, is_place, levels, natural_key
 
 BEAT_SECONDS = 0.2
-"""Seconds between two beats of a node; with more than NODES_PER_BEAT nodes longer, to spare the
-store."""
+"""Seconds between two beats of a node; longer in a job of more than NODES_PER_BEAT nodes."""
 NODES_PER_BEAT = 128
 LEASE_SECONDS, MISSED_BEATS = 1.2, 3
 """Shortest lease of a node: in seconds, and in beats at the node's recent pace."""
@@ -195,9 +194,9 @@ class Limits:
     unit: int = 1
     """Ranks of a replica. The ranks of a round are a multiple of it."""
     first_call: float = 3.0
-    """Seconds after the last arrival before the first round begins with few nodes."""
+    """Seconds without a further arrival until the first round begins with the nodes that wait."""
     settle: float = 0.3
-    """Like `first_call`, for later rounds, whose nodes are running already."""
+    """Seconds as `first_call`, but for later rounds, whose nodes are running already."""
     restarts: int = 30
     """Failures within an hour that are answered by a restart; the next failure ends the job."""
     same_step: int = 3
@@ -646,7 +645,7 @@ def raise_alarm(state: Membership, round: int, generation: int) -> Membership:
 
 
 def record_suspects(state: Membership, alarm: int, ranks: Sequence[int], reason: str) -> Membership:
-    """Record the ranks that the others wait for (none: `ranks` is empty), and the evidence."""
+    """Record the ranks that the others wait for, perhaps none, and the evidence."""
     # The alarm has ended since its statuses were read.
     if state.alarm != alarm:
         return state
@@ -684,14 +683,14 @@ class BeatPace:
         self.last = None
 
     def seconds(self, due: float, now: float) -> float:
-        """Seconds to expect between two beats, where `due` seconds are intended."""
+        """Seconds to expect between two beats of this node, if `due` are intended."""
         gaps = [*self.gaps, *([now - self.last] if self.last is not None else [])]
         worst = max(gaps, default=0.0)
         return max(due, min(worst, LATE_SECONDS)) if worst > LATE_FACTOR * due else due
 
 
 def lease_seconds(beat: float, doubted: bool) -> float:
-    """Seconds without a beat until a node is lost that beats every `beat` seconds."""
+    """Seconds of silence after which a node that beats every `beat` seconds is lost."""
     if doubted:
         return max(DOUBTED_SECONDS, beat * DOUBTED_BEATS)
     return max(LEASE_SECONDS, beat * MISSED_BEATS)

@@ -18,8 +18,7 @@ PORT_ERRORS = (
     *("local_link_integrity_errors", "excessive_buffer_overrun_errors"),
 )
 INTERFACE_ERRORS = ("rx_crc_errors", "rx_frame_errors", "tx_carrier_errors")
-"""Error counters of interfaces, and above of ports, that do not rise if cable and transceivers
-work."""
+"""Error counters, of interfaces and above of ports, that rise only if the link is faulty."""
 HCA, NO_HCA = "NCCL_IB_HCA", "NCCL_IB_DISABLE"
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Environment variables that select network interfaces for gloo and NCCL."""

@@ -15,8 +15,7 @@ PAUSE_SECONDS = 0.2
 MAX_LINKS = 64
 """Highest number of NVLinks of a GPU. On a GPU with fewer, the query for the next link fails."""
 NO_FABRIC, FABRIC_COMPLETED = 0, 3
-"""Values of `FabricInfo.state` for a GPU without an NVLink fabric, and for a GPU that has joined
-one."""
+"""Values of `FabricInfo.state`: the GPU has no NVLink fabric; the GPU has joined its fabric."""
 ERROR_COUNTERS = {"replays": 0, "recoveries": 1, "CRC errors": 2}
 """Name of an error counter of a link → its number in NVML."""
 
@@ -46,8 +45,7 @@ class GpuLinks:
     errors: int = 0
     """Sum of the error counters of all links."""
     joined: bool = True
-    """Whether the GPU has joined the fabric of its NVLink switches; True if there are no
-    switches."""
+    """Whether the GPU has joined the fabric of its NVLink switches, if there are any."""
     domain: str = ""
     """NVLink domain across nodes that the GPU has joined; empty: none."""
 

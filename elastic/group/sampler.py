@@ -110,8 +110,7 @@ class Sampler:
             yield from self.step(done)
 
     def _rows(self, first: int) -> list[tuple[int, ...]]:
-        """Positions in the global order of this rank's passes, in the global batch that begins at
-        `first`."""
+        """Positions of this rank's passes in the global batch that begins at position `first`."""
         return [micro.positions for micro in self._plan.micro_batches(self._rank, first)]
 
     def _samples(self, positions: tuple[int, ...]) -> list[int]:

@@ -31,8 +31,7 @@ logger = logging.getLogger(__name__)
 GUARDED_SECONDS = 60.0
 """Seconds after the last `set` in which values are guarded; peers read them soon after `set`."""
 FIRST_LOOK_SECONDS = 0.25
-"""Seconds before the first check: by then undisturbed ranks have connected, and checks do not take
-cores from them."""
+"""Seconds before the first check: by then undisturbed ranks have connected to each other."""
 LOOK_SECONDS, MAX_LOOK_SECONDS = 0.02, 2.0
 """Shortest and longest time between two checks; between these bounds a tenth of the time since the
 last interference."""
@@ -55,8 +54,7 @@ class JobKeys:
         return self._secret.seal(key, text)
 
     def open(self, key: str, data: bytes | None) -> bytes | None:
-        """Returns the text in the stored value `data` of `key`; None if there is none or its seal
-        is invalid."""
+        """Returns the text in a stored value of `key`; None without a value or a valid seal."""
         text = self._secret.open(key, data) if data else None
         if data and text is None:
             self.dropped[key] += 1
@@ -122,8 +120,7 @@ class SealedStore(dist.Store):
         return self._await(key, self._deadline(None)) if value is None else value
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for values that verify. Counters are not sealed, so waiting for a counter times
-        out."""
+        """Wait for values that verify. Counters are not sealed: waiting for one times out."""
         deadline = self._deadline(timeout)
         for key in keys:
             self._prefetched[key] = self._await(key, deadline)

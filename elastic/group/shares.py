@@ -27,8 +27,7 @@ GAIN = 0.05
 WINDOWS = 3
 """Consecutive windows that must predict this saving before the shares change."""
 PASS_COST = 0.2
-"""Fixed cost of a pass in lockstep, in sequences of the median rank, so that few passes are
-planned."""
+"""Fixed cost of a pass in lockstep, in sequences of the median rank; it limits the passes."""
 
 
 @dataclass
@@ -36,8 +35,7 @@ class ShareBalance:
     """Decides the shares of a world after each window. All ranks reach the same decision."""
 
     plan: BatchPlan
-    """The current plan; at first the plan with equal shares. All later plans keep its
-    `lockstep`."""
+    """The current plan, at first with equal shares. All plans keep its `lockstep`."""
     micro_batch: int
     """Most sequences of a pass that fit in memory."""
     _seen: list[tuple[float, ...]] = field(default_factory=list)
@@ -47,8 +45,7 @@ class ShareBalance:
 
     @property
     def paces(self) -> list[float]:
-        """Seconds per sequence of each rank: medians, equal for ranks that count as equally
-        fast."""
+        """Seconds per sequence of each rank: medians, equal for ranks within ALIKE."""
         paces = [median(of_rank) for of_rank in zip(*self._seen, strict=True)]
         usual = median(paces)
         return [usual if abs(pace / usual - 1) < ALIKE else pace for pace in paces]

@@ -54,15 +54,13 @@ class StoreClient:
         self.host, self.port, self.patience = host, port, patience
         self._connection: _Connection | None = None
         self.connections = 0
-        """Number of connections opened so far. A connection after the first may lead to a new,
-        empty store."""
+        """Connections opened so far. After the first, the store may be a new and empty one."""
 
     def get(self, key: str) -> bytes | None:
         """Returns the value of a key; None if it has none."""
 
         def read(store: dist.TCPStore) -> bytes | None:
-            # For a key without a value compare_set returns the expected value: one round trip,
-            # where `check` and `get` take two.
+            # One round trip, as compare_set returns `expected` for a key without a value.
             current = store.compare_set(key, NO_VALUE, NO_VALUE)
             return None if current == NO_VALUE.encode() else current
 

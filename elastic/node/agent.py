@@ -64,8 +64,7 @@ from elastic.world import CAUSE, GENERATION, ROUND
 logger = logging.getLogger(__name__)
 
 LAUNCHED_AT = "PERDURE_LAUNCHED_AT"
-"""Environment variable: Unix time at which the start or restart began, to measure the time to the
-first step."""
+"""Environment variable: Unix time at which the start or restart of the ranks began."""
 LOOK_SECONDS = 0.1
 GONE_SECONDS = 10.0
 """Longest wait for a killed process before its successor starts; by then it hangs in the kernel."""
@@ -91,8 +90,7 @@ class NodeRound:
 
 @dataclass
 class NodeAgent:
-    """The agent of this node, see [Note: node]. Created in the main thread; `start` runs it in a
-    thread."""
+    """The agent of a node, see [Note: node]. Created in the main thread; `start` runs a thread."""
 
     group: Member
     program: TorchrunProgram
@@ -131,7 +129,7 @@ class NodeAgent:
         self._folders: Future[dict[str, str]] = Future()
         self._request_facts()
         self._selector.register(self._zygote.socket, selectors.EVENT_READ, "zygote")
-        # Torchrun passes this variable on to the stand-ins.
+        # torchrun passes this variable on to the stand-ins.
         os.environ[NODE_SOCKET] = self.socket_path
         self._thread = threading.Thread(target=self._run, name="perdure-node", daemon=True)
 
@@ -167,15 +165,13 @@ class NodeAgent:
         self._zygote.end()
 
     def paused(self) -> int | None:
-        """Returns the generation in which all ranks of this node have paused; None while one has
-        not."""
+        """Returns the generation in which all ranks of this node have paused; None before."""
         generation, ranks = self._round.generation, list(self._ranks.values())
         paused = bool(ranks) and all(rank.code == EXIT_PAUSED for rank in ranks)
         return generation if paused else None
 
     def expect_stop(self) -> None:
-        """Record that torchrun is going to end the stand-ins, so that their SIGTERM is no
-        notice."""
+        """Record that torchrun will end the stand-ins, so that their SIGTERM is no notice."""
         self._round.stopping = True
 
     def leave(self, how: str, code: int = EXIT_REQUEUE) -> None:
@@ -219,8 +215,7 @@ class NodeAgent:
                 time.sleep(LOOK_SECONDS)  # an error that persists must not use up a core
 
     def _look(self) -> None:
-        """Compare the membership document with this node's processes: end, recall and start
-        processes."""
+        """Bring this node's processes in line with the membership: end, recall and start them."""
         state = self.group.state
         if state.closed or self.leaving or self.group.name not in (*state.members, *state.arrived):
             for rank in self._kept.values():  # these ranks will get no further round
@@ -252,8 +247,7 @@ class NodeAgent:
                 self.leave("a signal")
 
     def _begin_generation(self, generation: int) -> None:
-        """Recall the processes of the previous generation, and kill those that cannot be
-        recalled."""
+        """Recall the processes of the generation before; kill those that cannot be recalled."""
         self._round.generation, self._round.pausing = generation, False
         for rank in self._ranks.values():
             rank.code = None
@@ -261,12 +255,11 @@ class NodeAgent:
                 self._kill(rank)
 
     def _leave(self, state: Membership) -> None:
-        """After a notice: request a pause, and dismiss the ranks when all their processes have
-        ended."""
+        """After a notice: request a pause, and dismiss the ranks when all have ended."""
         self.pause()
         alone = state.round == self._round.number and round_over(state)
         if alone or all(self.page.read(local_rank).safe for local_rank in self._ranks):
-            # No peers are left to finish the step with, or no state is unsaved.
+            # Either no peers are left to finish the step with, or all state is saved.
             for rank in self._ranks.values():
                 if rank.process is not None:
                     self._kill(rank)
@@ -326,8 +319,7 @@ class NodeAgent:
             self._on_stand_in_gone(connection)
 
     def _admit(self, connection: socket.socket, descriptors: list[int]) -> None:
-        """Register the rank of a new stand-in. A process kept from the previous round becomes its
-        process."""
+        """Register the rank of a new stand-in, with the process kept from the last round."""
         environment = RankProgram.unpack(descriptors[0]).environment
         rank = LocalRank(
             connection,
@@ -349,7 +341,7 @@ class NodeAgent:
             self._close(old)
         self._ranks[rank.local_rank] = rank
         state = self.group.state
-        # Torchrun is going to end this stand-in, as its round is over.
+        # torchrun is going to end this stand-in, as its round is over.
         if rank.round != state.round:
             return
         if self._round.number != rank.round:
@@ -365,7 +357,7 @@ class NodeAgent:
             self._companions[words] = Companion(words)
 
     def _on_stand_in_gone(self, connection: socket.socket) -> None:
-        """Handle that a stand-in has ended, or will: keep its process for the next round, or kill
+        """Keep the process of a stand-in that has ended, or will, for the next round, or kill
         it."""
         for local_rank, rank in list(self._ranks.items()):
             if rank.connection is connection:
@@ -420,8 +412,7 @@ class NodeAgent:
     def _fork(
         self, rank: LocalRank, key: str, dumps: int, environment: Mapping[str, str]
     ) -> socket.socket:
-        """Have the zygote fork a process for the program of a rank; returns the agent's socket to
-        it."""
+        """Have the zygote fork a process for a rank's program; returns the agent's socket to it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         files = [*rank.descriptors, dumps, theirs.fileno()]
         self._send_zygote({"spawn": key, "env": environment}, files)
@@ -483,8 +474,7 @@ class NodeAgent:
     # --- recalling processes, see recall.py --------------------------------------------------
 
     def _recall(self, rank: LocalRank) -> bool:
-        """Make the process of `rank` continue in the current generation; returns False if it
-        cannot."""
+        """Make a rank's process continue in the current generation; returns False if it cannot."""
         process = rank.process
         if process is None or process.recall is None or not (process.able or process.recalled):
             return False
@@ -493,8 +483,7 @@ class NodeAgent:
         return self._send_rank(process, message, rank.descriptors)
 
     def _keep(self, rank: LocalRank) -> bool:
-        """Make the process of `rank` end its attempt and wait for the next round; returns False if
-        it cannot."""
+        """Make a rank's process wait for the next round; returns False if it cannot."""
         process = rank.process
         if process is None or not (process.able or process.recalled):
             return False

@@ -23,8 +23,7 @@ from elastic.process import search_path
 logger = logging.getLogger(__name__)
 
 FAREWELL_SECONDS, HURRIED_SECONDS = 30.0, 5.0
-"""Seconds that companions have to end: normally, and after a notice, when the machine may be gone
-soon."""
+"""Seconds that companions have to end: normally; after a notice, with little time left."""
 
 
 def until_input_ends(niceness: int) -> threading.Event:

@@ -91,8 +91,7 @@ class Occupancy:
             self._lock = None
 
     def _try_lock(self) -> bool | None:
-        """Returns whether this process has the lock; None if locks do not work, or not for this
-        user."""
+        """Returns whether this process has the lock; None if locks do not work for this user."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         path = self._folder / LOCK
         try:
@@ -119,8 +118,11 @@ class Occupancy:
         return True
 
     def _wait_for_the_dead(self) -> None:
-        """Return once no launch of another job uses the directory.\n\nRaises:\n    OccupiedError:
-        another launch trains there."""
+        """Return once no launch of another job uses the directory.
+
+        Raises:
+            OccupiedError: another launch trains there.
+        """
         deadline = time.monotonic() + MISSED_BEATS * BEAT_SECONDS
         own, locked, record = self._own, self._try_lock(), _read(self._folder)
         # A process that holds the lock without a record has just started, or is about to end.

@@ -37,8 +37,7 @@ class TorchrunProgram:
 @dataclass(frozen=True, kw_only=True)
 class JobFacts:
     identity: Mapping[str, str] = field(default_factory=dict)
-    """Recipe keys that affect the bits of a step: key → value, or a digest of it. Equal on all
-    nodes."""
+    """Recipe keys that affect the bits of a step → value or digest. Equal on all nodes."""
     most_ranks: int | None = None
     """Most ranks that the global batch can occupy; None: any number."""
     unit: int | None = None
@@ -79,8 +78,7 @@ def digest(identity: Mapping[str, str]) -> str:
 def differences(
     ours: Mapping[str, str], theirs: Mapping[str, str], here: str = "here", there: str = "there"
 ) -> str:
-    """Returns a text that lists the keys with different values in two identities, and both
-    values."""
+    """Returns a text that lists the differing keys of two identities with both values."""
     keys = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
     parts = [
         f"{key} is {ours.get(key, 'not given')} {here}, {theirs.get(key, 'not given')} {there}"

@@ -75,8 +75,7 @@ class ProgressPage:
 
     @classmethod
     def make(cls) -> Self:
-        """Create a page in anonymous memory, which is freed when the last process that maps it
-        ends."""
+        """Create a page in anonymous memory, freed when the last process that maps it ends."""
         descriptor = os.memfd_create("perdure-progress")
         os.ftruncate(descriptor, _BYTES)
         return cls(descriptor)
@@ -108,8 +107,7 @@ class ProgressPage:
         struct.pack_into("I", self._map, local_rank * _ENTRY + _PAUSE, 0)
 
     def set_mute(self, local_rank: int) -> None:
-        """Tell a rank that its agent had to drop output, so that the rank records it in the
-        ledger."""
+        """Tell a rank that its agent had to drop output, for the rank to record in the ledger."""
         struct.pack_into("I", self._map, local_rank * _ENTRY + _MUTE, True)
 
     def read(self, local_rank: int) -> RankProgress:
@@ -166,8 +164,7 @@ class Pulse:
         struct.pack_into("I", self._map, self._start + _PID, os.getpid())
 
     def forget(self) -> None:
-        """Reset the entry as for a new process, except signals received and requests of the
-        agent."""
+        """Reset the entry as for a new process, but for signals and the agent's requests."""
         start, end = self._start + _STEP, self._start + _ENTRY
         self._map[start:end] = bytes(end - start)
         self.wants_save = self.wants_pause = False
@@ -200,8 +197,7 @@ class Pulse:
 
     @property
     def same_error_as_first(self) -> bool:
-        """Whether this is not the first rank of its node, and the first rank reported the same
-        error."""
+        """Whether the first rank of the node is another one, and reported the same error."""
         own = self._map[self._start + _ERROR : self._start + _ENTRY]
         return self._start > 0 and own == self._map[_ERROR:_ENTRY]
 
@@ -216,8 +212,7 @@ class Pulse:
 
     @property
     def safe(self) -> bool:
-        """Whether no state is lost if this rank ends now. A safe rank leaves at once on a
-        signal."""
+        """Whether no state is lost if this rank ends now. It then leaves at once on a signal."""
         return bool(struct.unpack_from("I", self._map, self._start + _SAFE)[0])
 
     @safe.setter
@@ -235,8 +230,7 @@ class Pulse:
 
     @property
     def pause_request(self) -> int:
-        """The pending request to end after this step: 0, PAUSE or PAUSE_TO_LEAVE, as after a
-        signal."""
+        """The pending request to end after this step: 0, PAUSE or (signals) PAUSE_TO_LEAVE."""
         request, noticed = struct.unpack_from("II", self._map, self._start + _PAUSE)
         return PAUSE_TO_LEAVE if noticed else int(request) or PAUSE * self.wants_pause
 
@@ -272,8 +266,7 @@ def watch_signals(pulse: Pulse) -> None:
 
     block()
     for number in notices:
-        # Libraries may unblock the signals, as multiprocessing's resource tracker does up to Python
-        # 3.12. The handler then blocks the signals and sends them again.
+        # A library may unblock the signals (multiprocessing does): block and send them again.
         signal.signal(number, block)
     take = partial(_wait, pulse, notices, restarts)
     threading.Thread(target=take, name="perdure-notice", daemon=True).start()

@@ -115,8 +115,7 @@ def judge_exit(
         why += f" ({how or error})"
     if code == EXIT_DONE or job_done:
         return JobEnd(EXIT_DONE, "the run is finished")
-    # Wrong input ends the job only at its first start: later, storage may be unavailable for a
-    # moment.
+    # Wrong input ends the job only at its first start: later, storage may be unavailable.
     wrong_input = code == EXIT_WRONG_INPUT and first_start and not progress.step
     if code == EXIT_DO_NOT_REQUEUE or wrong_input:
         return JobEnd(code, f"rank {rank} ended with {why}")

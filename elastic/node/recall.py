@@ -39,8 +39,7 @@ from elastic.process import plain_text, tolerate_lost_output
 logger = logging.getLogger(__name__)
 
 READY_SECONDS = 10.0
-"""Seconds that a recalled rank has to become ready; then it is forked anew, as a kernel of it may
-never end."""
+"""Seconds that a recalled rank has to become ready; then it is forked anew."""
 SETTLED_SECONDS = 1.0
 """Seconds after a process's first step before the agent prepares for the next recovery, as the
 first steps need the cores."""
@@ -195,8 +194,7 @@ class RecallSocket:
                     self._news.notify_all()
                     return
                 message = json.loads(data)
-                # Otherwise the message is a stop, and the next generation follows when its round
-                # begins.
+                # Otherwise it is a stop: the next generation follows with its round.
                 if "env" in message:
                     job, *streams = descriptors
                     for target, stream in enumerate(streams):

@@ -58,8 +58,7 @@ PREPARED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor
 
 
 def is_stand_in() -> bool:
-    """Whether this process is a stand-in: it has an agent, which has not forked it from the
-    zygote."""
+    """Whether this process is a stand-in: it has an agent, but is no fork of the zygote."""
     return NODE_SOCKET in os.environ and "RANK" in os.environ and RECALL not in os.environ
 
 
@@ -122,8 +121,7 @@ def execute(program: list[str]) -> None:
 
 
 def _run(program: list[str]) -> int:
-    """Run a program; returns its exit code. If the program fails, reports the error to the
-    agent."""
+    """Run a program; returns its exit code. Reports an error to the agent."""
     from elastic.world import is_lost_peer, read_environment
 
     try:

@@ -40,8 +40,7 @@ class ProcessCounters:
     worked: float
     """CPU time of all threads."""
     starved: float
-    """Time that its threads were ready without a core, plus time that the hypervisor took from one
-    core."""
+    """Time that its threads were ready without a core, plus what the hypervisor took from one."""
 
 
 @dataclass(frozen=True)
@@ -301,12 +300,10 @@ COMPILING = (
     "/torch/_inductor/async_compile.py",
     "/triton/compiler/",
 )
-"""Files that are on the stack of a rank while it compiles, which a new shape can cause at any
-step."""
+"""Files on the stack of a rank while it compiles, which a new shape can cause at any step."""
 
 SHOWN_FRAMES, FRAME_LENGTH = 12, 200
-"""Most frames, and characters per frame, of a stack in a failure, which all nodes of the job
-read."""
+"""Most frames and characters per frame of a stack in a failure, which all nodes read."""
 
 _FRAME = re.compile(r'^  File "(.*)", line \d+ in ', re.MULTILINE)
 

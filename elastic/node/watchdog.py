@@ -72,8 +72,7 @@ group, or a first step that compiles, all from cold caches."""
 SLOW_FACTORS = dict.fromkeys(
     ("load", "data", "fetch", "after", "evaluate", "first evaluate", "staging", "save", "end"), 2
 )
-"""Factors of DEFAULT_SECONDS for phases in which the rank may read or write on a slow
-filesystem."""
+"""Factors of DEFAULT_SECONDS for phases in which the rank may use a slow filesystem."""
 SAVE_SECONDS = 1200.0
 """Time limit of a save in seconds, unless the program sets `JobFacts.save_seconds`."""
 SAVE_FACTORS = {"staging": 1.2, "save": 1.2, "end": 2.4}
@@ -94,8 +93,7 @@ MIN_SAMPLES = 5
 MAX_SAMPLES = 200
 """Newest durations of a phase that are kept."""
 STOPPED_SECONDS = 1.0
-"""Seconds between two polls above which this node, and perhaps its ranks, must have been
-stopped."""
+"""Seconds between two polls above which this node was stopped, perhaps with its ranks."""
 
 
 class PhaseTimes:
@@ -114,8 +112,7 @@ class PhaseTimes:
         self.save_seconds = SAVE_SECONDS
         """Time limit of a save in seconds; the agent sets it from `JobFacts.save_seconds`."""
         self.woke = float("-inf")
-        """Time of the last poll that was late by STOPPED_SECONDS. Earlier time does not count
-        against a rank."""
+        """Time of the last poll that was late by STOPPED_SECONDS; earlier time does not count."""
         self._durations: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MAX_SAMPLES))
         self._looked: float | None = None
         self._last: dict[int, RankProgress] = {}
@@ -128,8 +125,7 @@ class PhaseTimes:
         self._first = {key: step for key, step in self._first.items() if key[0] != rank}
 
     def follow(self, progress_by_rank: Mapping[int, RankProgress], now: float) -> None:
-        """Record the progress of ranks. Called at every poll; the time between polls limits the
-        precision."""
+        """Record the progress of ranks. Called at every poll, which limits the precision."""
         if self._looked is not None and now - self._looked > STOPPED_SECONDS:
             self.woke = now
         self._looked = now
@@ -234,7 +230,7 @@ def rank_statuses(
             "stopped" if sign.stopped else "unknown" if dump is None else classify_dump(dump),
             sign.starved,
         )
-        # The kernel reports the stop, and no phase explains it.
+        # Stopped by a signal, which is a hang in every phase.
         if sign.stopped > times.floor:
             status = replace(status, limit=times.floor, starved=0.0)
         ranks.append(status)
@@ -346,8 +342,7 @@ class HangWatch:
         self.times = PhaseTimes()
         self._group, self._page, self._vitals = group, page, VitalsWatch()
         self._published: dict[int, RankProgress] | None = None
-        """Reports of the ranks when this node published their statuses; None: no alarm is
-        pending."""
+        """Reports of the ranks when this node published statuses; None: no pending alarm."""
         self._evaluated_alarm = 0
         """The last alarm that this node, as the first node of the round, has evaluated."""
         self._handled_alarm = 0
@@ -357,8 +352,7 @@ class HangWatch:
         self._last_dumps: dict[int, str] = {}
 
     def stack(self, rank: int) -> str:
-        """Returns the main thread's stack of a rank of this node at the last alarm; "" without a
-        dump."""
+        """Returns the main thread's stack of a rank at the last alarm; "" without a dump."""
         return main_stack(self._last_dumps.get(rank, ""))
 
     def look(
@@ -413,8 +407,7 @@ class HangWatch:
         now: float,
         signs: Mapping[int, RankSigns],
     ) -> None:
-        """Publish the status of this node's ranks, in a thread, because taking dumps of hanging
-        ranks is slow."""
+        """Publish the status of this node's ranks, in a thread: dumps of hanging ranks are slow."""
         ranks = {
             number: (rank.pid, Path(f"/proc/self/fd/{rank.dumps}"))
             for number, rank in running.items()

@@ -39,8 +39,7 @@ MAX_MESSAGE = 1 << 16
 RECALL = "PERDURE_RECALL"
 """Environment variable: descriptor of the socket to the agent; see recall.py."""
 RESERVE = "PERDURE_RESERVE"
-"""Environment variable: set in a reserve process, which becomes a rank when the agent recalls
-it."""
+"""Environment variable: set in a reserve process, which becomes a rank when recalled."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class RankProgram:
     directory: str
 
     def pack(self) -> int:
-        """Write this program to an in-memory file, as it may exceed a message; returns the
+        """Write this program to a file in memory, as messages are limited; returns the
         descriptor."""
         descriptor = os.memfd_create("perdure-job")
         with open(os.dup(descriptor), "wb") as file:
@@ -99,14 +98,12 @@ def fork(descriptor: int, page: int) -> int:
                 with suppress(OSError):  # the descriptor belonged to this listing
                     os.close(other)
         if "torch" in sys.modules and sys.modules["torch"].cuda._is_in_bad_fork():
-            # torchrun has queried CUDA for GPUs, so that neither this process nor its forks could
-            # use it.
+            # torchrun has queried CUDA, so that no fork of this process could use it.
             for inherited in (descriptor, page):
                 os.set_inheritable(inherited, True)
             arguments, environment = new_program_arguments(descriptor, agent)
             os.execve(sys.executable, arguments, environment)
-        # Drop the agent's exit functions, and keep objects of the agent from being collected, which
-        # would close descriptors that now belong to other files.
+        # Exit functions and objects of the agent must not run, or close descriptors, in the fork.
         atexit._clear()
         gc.freeze()
         sys.path[:] = path
@@ -118,16 +115,13 @@ def fork(descriptor: int, page: int) -> int:
 
 
 def main(descriptor: int, parent: int) -> NoReturn:
-    """Serve the agent, process `parent`, over the socket `descriptor`. Returns when the agent
-    ends."""
+    """Serve the agent, process `parent`, over the socket `descriptor` until the agent ends."""
     die_with_parent(parent)
     set_name("zygote")
-    # Libraries look for GPUs when they are imported. torch must answer without initialising CUDA,
-    # which forks could not use any more.
+    # Libraries look for GPUs at import; torch must not initialise CUDA, as forks could not use it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     tolerate_lost_output()
-    # Ctrl-C reaches every process of the terminal, Slurm's signals every process of the job step.
-    # Only the agent handles them.
+    # Ctrl-C and Slurm's signals reach every process, but only the agent handles them.
     of_ranks = handled_signals() - {signal.SIGINT}
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -268,8 +262,7 @@ def _run_rank(
 
 
 def _set_threads() -> None:
-    """Apply torchrun's number of threads per rank: torch read the variable in the zygote's
-    environment."""
+    """Apply torchrun's threads per rank: torch read the variable in the zygote's environment."""
     threads, torch = os.environ.get("OMP_NUM_THREADS"), sys.modules.get("torch")
     if threads and torch and int(threads) != torch.get_num_threads():
         torch.set_num_threads(int(threads))

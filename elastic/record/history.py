@@ -39,8 +39,7 @@ class History:
     problems: list[str]
     """Contradictions to the claim that every sequence was consumed exactly once."""
     kept: dict[int, int]
-    """Number of an attempt on the newest attempt's line → the last step that it adds to that
-    line."""
+    """Number of an attempt on the newest attempt's line → its last step on that line."""
 
     @property
     def step(self) -> int:
@@ -166,8 +165,7 @@ class LedgerReader:
         return History(list(self.attempts), problems, _kept(self.attempts))
 
     def take(self, line: bytes, number: int) -> None:
-        """Add a line to the attempts. A torn line is skipped: if its step matters, the proof finds
-        the gap."""
+        """Add a line to the attempts, unless it is torn: the proof finds a missing step."""
         if not _take_step(line, number, self.attempts) and (
             _take(line, number, self.attempts, self._torn) != "step"
         ):

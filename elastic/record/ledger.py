@@ -91,11 +91,9 @@ class StartLine:
     round: int = 0
     generation: int = 0
     source: LoadedFrom = "none"
-    """Origin of the state: memory, storage (a checkpoint of this run), init (other weights), none
-    (fresh)."""
+    """Origin of the state: memory, storage (a checkpoint of this run), init, none (fresh)."""
     cause: Mapping[str, Any] | None = None
-    """The failure that caused this start: rank, node, step, why, at (Unix time); None: no
-    failure."""
+    """The failure that caused this start: rank, node, step, why, at (Unix time); else None."""
     phases: Mapping[str, float] = field(default_factory=dict)
     """Phase → seconds, in order, from the launch to this line."""
     at: float = field(default_factory=time.time)
@@ -249,8 +247,7 @@ class Ledger:
         self._lines.close()
 
     def _counters(self, step: int) -> dict[str, Any]:
-        """Returns skipped steps and roll-backs up to `step`; empty if the start line does not count
-        them."""
+        """Returns skipped steps and roll-backs up to `step`; empty if they are not counted."""
         start = self._start
         if start.skipped is None or start.rollbacks is None:
             return {}
@@ -282,8 +279,7 @@ def _is_line(line: object) -> bool:
 
 
 def _tail(path: Path) -> list[bytes]:
-    """Returns the last lines of a file, the first perhaps incomplete; empty if it cannot be
-    read."""
+    """Returns the last lines of a file, the first perhaps torn; empty if it cannot be read."""
     try:
         with os.fdopen(open_to_read(path), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))

@@ -82,15 +82,13 @@ def _link(attempt: Attempt, earlier: list[Attempt]) -> Iterator[str]:
 
 
 def _guessed_parent(attempt: Attempt, earlier: list[Attempt]) -> Attempt | None:
-    """Returns the attempt that did the step loaded by `attempt`, whose start line names no
-    parent."""
+    """Returns the attempt that did the loaded step of `attempt`, which names no parent."""
     start = attempt.start
     parent = earlier[-1] if earlier else None
     while parent and start.step <= parent.start.step:
         parent = parent.parent
     if not (parent and start.step <= parent.last_step):
-        # The loaded step is beyond the last line of the attempt before: either its last lines are
-        # lost, or the checkpoint of a still earlier attempt was loaded.
+        # Either the parent's last lines are lost, or a step of an older attempt was loaded.
         torn = parent is not None and _may_be_unrecorded(parent, attempt)
         if not torn or start.source != "memory":
             others = (other for other in reversed(earlier) if _cursor(other, start.step))
@@ -99,8 +97,7 @@ def _guessed_parent(attempt: Attempt, earlier: list[Attempt]) -> Attempt | None:
 
 
 def _cursor(attempt: Attempt, number: int) -> int | None:
-    """Returns the number of sequences consumed up to the end of a step; None without a line for
-    it."""
+    """Returns the sequences consumed up to the end of a step; None without its line."""
     if number == attempt.start.step:
         return attempt.start.sequences
     step = attempt.steps.find(number)
@@ -172,8 +169,7 @@ def _verdicts(attempt: Attempt) -> Iterator[str]:
 
 
 def _counters(attempt: Attempt) -> Iterator[str]:
-    """Yield counters of start, save and end lines that differ from the counts of the lines before
-    them."""
+    """Yield counters of start, save and end lines that differ from the lines before them."""
     start, parent = attempt.start, attempt.parent
     for name, what in (("skipped", "steps skipped"), ("rollbacks", "roll-backs")):
         began, before = getattr(start, name), None
@@ -204,8 +200,7 @@ def _counters(attempt: Attempt) -> Iterator[str]:
 
 
 def _count(attempt: Attempt, name: str, step: int, line: int) -> int:
-    """Returns the count of skipped steps or roll-backs up to `step`, from the lines before number
-    `line`."""
+    """Returns skipped steps or roll-backs up to `step`, from lines before number `line`."""
     marked: Sequence[StepLine | RollbackLine] = attempt.rollbacks
     if name == "skipped":
         marked = attempt.steps.skipped()

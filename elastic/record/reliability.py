@@ -105,11 +105,9 @@ class Reliability:
     mtbf: float | None
     """Seconds of uptime between failures; None without a failure."""
     mttr: float | None
-    """Mean seconds from a failure to the first step beyond all earlier ones; None without a
-    recovery."""
+    """Mean seconds from a failure to the first new step; None without a recovery."""
     recoveries: Mapping[int, float]
-    """Number of the attempt that a failure led to → seconds from the failure to its first new
-    step."""
+    """Number of the attempt after a failure → seconds from the failure to its first new step."""
 
 
 def reliability(history: History) -> Reliability:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from checkpointing import SaveOutcome
 from checkpointing.format.untrusted import printable
-from checkpointing.storage.ownership import Trusted
+from checkpointing.storage.ownership import TrustedUsers
 from elastic import LEDGER, Ledger, StartLine
 from elastic.node.companion import accompany
 from elastic.node.files import open_to_append, open_to_read, write_whole
@@ -110,7 +110,7 @@ class Log:
         if silent:
             return
         run_dir = recipe.directory
-        trusted = Trusted(tuple(recipe.checkpoint.trust), run_dir)
+        trusted = TrustedUsers(tuple(recipe.checkpoint.trust), run_dir)
         also = shipper.add if shipper else None
         self._ledger = Ledger(run_dir / LEDGER, start, unwritten, trusted, also)
         records = run_dir / METRICS
