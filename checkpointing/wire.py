@@ -41,7 +41,7 @@ def register(*kinds: type, shared: bool = False) -> None:
     """
     for kind in kinds:
         if _NAMED.setdefault(kind.__name__, kind) is not kind:
-            raise ValueError(f"two dataclasses called {kind.__name__} would travel")
+            raise ValueError(f"two dataclasses called {kind.__name__} are registered")
         if shared:
             _SHARED.add(kind)
 
@@ -79,7 +79,7 @@ def unpack(data: bytes) -> Any:
     return value
 
 
-# --- how each type travels -----------------------------------------------------------------------
+# --- how each type is packed ---------------------------------------------------------------------
 
 
 @dataclass
@@ -149,7 +149,7 @@ def _form(hint: Any) -> _Form:
         return _shared(hint) if hint in _SHARED else _fields(hint)
     if isinstance(hint, type):  # a protocol, whose values name their own classes
         return _Form(_encode_any, _decode_any)
-    raise TypeError(f"{hint} does not travel")
+    raise TypeError(f"{hint} cannot be packed")
 
 
 def _plain(*kinds: type) -> _Form:
@@ -352,7 +352,7 @@ def _encode_any(value: Any, out: _Packing) -> Any:
         return {"$dict": [[_encode_any(one, out) for one in item] for item in value.items()]}
     if isinstance(value, Path):
         return {"$path": str(value)}
-    raise TypeError(f"a {type(value).__qualname__} does not travel")
+    raise TypeError(f"a {type(value).__qualname__} cannot be packed")
 
 
 def _decode_any(value: Any, found: _Unpacking) -> Any:
@@ -377,7 +377,7 @@ def _decode_any(value: Any, found: _Unpacking) -> Any:
             if key.startswith("$"):
                 kind = _NAMED.get(key[1:])
                 if kind is None:
-                    raise WireError(f"{ascii(key)[:40]}: nothing of that name travels")
+                    raise WireError(f"{ascii(key)[:40]}: no class of this name is registered")
                 decoded = _form(kind).decode(value[key], found)
             else:
                 decoded = {key: _decode_any(item, found) for key, item in value.items()}

@@ -126,7 +126,7 @@ class CheckpointCallback(TrainerCallback):
         if asked:
             control.should_save = False  # otherwise the Trainer would save as well
         if last or asked or state.global_step % self._every == 0:
-            # As in the Trainer, so that any number of processes resumes: state of rank 0.
+            # Rank 0's state, as in the Trainer, so that any number of processes can resume.
             trainer = self.checkpointer.on_main(
                 lambda: {"state": _plain(state), "global_batch": _global_batch(args)}
             )

@@ -230,7 +230,7 @@ class Pulse:
 
     @property
     def pause_request(self) -> int:
-        """The pending request to end after this step: 0, PAUSE or (signals) PAUSE_TO_LEAVE."""
+        """The pending request to end after this step: 0, PAUSE, PAUSE_TO_LEAVE (signals)."""
         request, noticed = struct.unpack_from("II", self._map, self._start + _PAUSE)
         return PAUSE_TO_LEAVE if noticed else int(request) or PAUSE * self.wants_pause
 
