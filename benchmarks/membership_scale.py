@@ -43,7 +43,7 @@ from benchmarks.support import arguments, heading, print_table, write_json
 from benchmarks.support.processes import cpu_seconds
 from elastic.group.job_secret import Secret
 from elastic.group.member import Member
-from elastic.group.membership import Ask, Limits, Membership, room
+from elastic.group.membership import Limits, Membership, NodeRequest, room
 from elastic.group.store import STORE_ERRORS, StoreClient, StoreLostError
 from lab.local_nodes import free_port
 
@@ -130,7 +130,7 @@ class Node:
 
     def _come(self, after: int) -> None:
         self._after = after
-        self.member.request(Ask(after=after))
+        self.member.request(NodeRequest(after=after))
 
     def _changed(self) -> None:
         state, name = self.member.state, self.member.name

@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SaveReport = tuple[int, bytes, tuple[int, bytes], list[list[str]], SampleDigest]
-"""What ranks compare of a save: step, digest of values, bytes and digest of buffers, tied names,
-digest of replicas."""
+"""Values of a save that the ranks compare: step, digest of plain values, (bytes and digest of
+buffers), names of tied tensors, digest of replicas."""
 
 
 class Checkpointer:
@@ -65,11 +65,12 @@ class Checkpointer:
         …
         checkpointer.save(step, state)
 
-    A save blocks the loop until all ranks agree on it. State that may change soon is copied
-    meanwhile; the rest is copied while training goes on, up to the next step of the guarded
-    optimizers. A process of each node writes the copies. At its end the program waits for the last
-    save. A process whose process group was destroyed, and that creates a second Checkpointer for
-    the directory, goes on from the last copy of the first, which ends without waiting.
+    A save blocks the loop until all ranks agree on it. Tensors that no guarded optimizer updates
+    are copied meanwhile; the others are copied while training goes on, until the next step of these
+    optimizers. A writer process of each node writes the copies. At its exit the program waits for
+    the last save. After its process group was destroyed, a process may create a second Checkpointer
+    for the same directory. This one can load the last copy in memory of the first, which ends
+    without waiting.
 
     Args:
         directory: directory of the steps: a path, or a URL such as "s3://bucket/folder". Created at
@@ -96,12 +97,12 @@ class Checkpointer:
         group = group or _default_group()
         self._ranks = RankGroup(group)
         self._tensors = TensorCheckpointer(directory, given, group)
-        # Weak: a replaced optimizer must not keep its state alive.
+        # weak references, so that a replaced optimizer does not keep its state alive
         self._guarded: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._newest: int | None = None
-        """The step that `load` would load now, once `_looked`."""
+        """The step that `load` would load now. Valid once `_looked`."""
         self._own_step: int | None = None
-        """The step last loaded or saved."""
+        """The step that this object loaded or saved last."""
         self._looked = False
         self._outcomes: list[SaveOutcome] = []
         self._process = os.getpid()
@@ -112,17 +113,17 @@ class Checkpointer:
 
     @property
     def directory(self) -> Place:
-        """Directory of the steps, absolute: a path or the URL of an object store."""
+        """Directory of the checkpoints: an absolute path, or the URL of an object store."""
         return self._tensors.directory
 
     @property
     def loaded_from(self) -> Literal["memory", "storage"] | None:
-        """Where `load` found the step."""
+        """Origin of the step that `load` loaded; None: it loaded none."""
         return self._tensors.loaded_from
 
     def load(self, state: State, step: int | None = None) -> int | None:
         """Load into the objects of `state`, in place: the newest good checkpoint, or a newer step
-        that the last run left in memory. The number of ranks that saved it does not matter.
+        that the last run left in memory. Any number of ranks may have saved it.
 
         Args:
             state: the objects that were saved, by key: modules, optimizers, tensors, and objects
@@ -156,7 +157,7 @@ class Checkpointer:
             return {name: one for of in loading.values() for name, one in of.tensors.items()}
 
         def restore(saved: Mapping[str, Any]) -> None:
-            refuse(saved)  # the load called it on the first rank only
+            refuse(saved)  # the load called `refuse` on the first rank only
             put_back(state, self._own(saved))
             for of in loading.values():
                 of.put()
@@ -174,14 +175,15 @@ class Checkpointer:
             return None
         self.on_all(lambda: restore(found))
         self._own_step = int(found["step"])
-        if self._tensors.newer_than_storage:  # memory would be lost with its machine
+        # A step that is only in memory would be lost with its machine.
+        if self._tensors.newer_than_storage:
             self.save(found["step"], state)
         return int(found["step"])
 
     def guard(self, *optimizers: torch.optim.Optimizer) -> None:
         """Make each step of these optimizers wait until their tensors are copied. If all optimizers
-        of its state are guarded, `save` returns before the copy is complete; else it waits. Also
-        starts the writer process."""
+        in the state are guarded, `save` returns before the copy is complete; else it waits for it.
+        Also starts the writer process."""
         self._tensors.start_early()
         for optimizer in map(unwrapped, optimizers):
             if optimizer not in self._guarded:
@@ -202,26 +204,27 @@ class Checkpointer:
 
         Args:
             step: names the checkpoint: a whole number from 0 on, equal on all ranks.
-            state: as for `load`. If an object's state differs among ranks, each rank's is saved.
-            wait: return once the checkpoint is in storage.
+            state: as for `load`. If the state of an object differs among ranks, that of each rank
+                is saved.
+            wait: return only once the checkpoint is in storage.
             files: other files to store beside the tensors, by name, such as config.json or
                 additional_chat_templates/tool_use.jinja.
-            metrics: such as {"validation_loss": 2.1}, for `keep_best`.
+            metrics: values for `keep_best`, such as {"validation_loss": 2.1}.
 
         Returns:
             False if nothing is saved: an earlier save is running and `when_busy` is "skip", or the
             writer process is gone. `outcomes` has the reason.
 
         Raises:
-            ValueError: the step or the state cannot be saved, on any rank, or plain tensors differ
-                by rank; says what and why.
-            CheckpointError: storage has a newer step, which the next `load` would load; or this
-                step, which was neither loaded nor saved here.
+            ValueError: the step or the state of some rank cannot be saved, or plain tensors differ
+                between ranks. The message says which and why.
+            CheckpointError: storage has a newer step, which the next `load` would load; or it has
+                this step, and this object has neither loaded nor saved it.
             SaveFailed: with `wait`.
         """
         state = {key: unwrapped(value) for key, value in state.items()}
         optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
-        # An optimizer that does not wait could change any tensor during the copy.
+        # An optimizer that does not wait could change tensors during the copy.
         guarded = bool(optimizers) and all(one in self._guarded for one in optimizers)
 
         held: list[StateParts] = []
@@ -231,7 +234,7 @@ class Checkpointer:
             held.append(take_apart(state, self._guarded if guarded else ()))
             return self._report(number, held[0])
 
-        # One exchange for all that ranks must agree on, and for the error of any.
+        # one exchange carries all values that ranks must agree on, and the error of any rank
         reports, parts = self.gather(report), held[0]
         step, values = reports[0][0], self._agreed(parts, reports)
         self._look()
@@ -253,7 +256,7 @@ class Checkpointer:
         )
         if saved:
             self._newest = self._own_step = step
-        # Nothing else would keep the next update waiting.
+        # without guards only this wait keeps the next update from changing tensors during the copy
         if not guarded:
             self.wait_staged()
         if wait:
@@ -262,8 +265,8 @@ class Checkpointer:
         return saved
 
     def wait_staged(self) -> None:
-        """Wait until all tensors may change. `guard` does so for optimizers; call it in a loop that
-        changes parameters otherwise. Needs no other rank."""
+        """Wait until all tensors are copied and may change. `guard` makes optimizers call this;
+        call it in a loop that changes parameters otherwise. Each rank calls it by itself."""
         self._tensors.wait_staged()
 
     def outcomes(self) -> list[SaveOutcome]:
@@ -274,15 +277,10 @@ class Checkpointer:
         return outcomes
 
     def wait(self) -> None:
-        """Wait until no save is running.
-
-        Raises:
-            SaveFailed: the last save failed; the checkpoints before it are untouched.
-        """
         self._tensors.wait()
 
     def newest(self) -> int | None:
-        """Returns the newest step, good or not; None if there is none."""
+        """Returns the newest step in storage, undamaged or not; None if there is none."""
 
         def newest() -> int | None:
             return next((parse_step(path.name) for path in list_steps(self.directory)), None)
@@ -291,30 +289,31 @@ class Checkpointer:
 
     def move(self, directory: str | Path) -> None:
         """Save and load in another directory from now on, with the same memory and writer
-        processes. Waits for the running save. From then on, memory serves no restart."""
+        processes. Waits for the running save. After this, no restart can use the copies in
+        memory."""
         self._tensors.move(directory)
         self._newest, self._own_step, self._looked = None, None, False
 
     def on_all(self, work: Callable[[], T]) -> T:
-        """Run work() on every rank, such as what collects a state. An error on one rank is raised
-        on all, so no rank waits for a failed one."""
+        """Run work() on every rank, such as a function that collects a state; returns this rank's
+        result. An error on one rank is raised on all, so that no rank waits for a failed one."""
         with failing_alike():
             return self._ranks.each(work)
 
     def on_main(self, work: Callable[[], T]) -> T:
         """Run work() on the first rank; returns its result, or raises its error, on all. The result
-        is a plain value: None, a number, text, bytes, or lists, tuples and mappings of such."""
+        is a plain value: None, a number, text, bytes, or lists, tuples and mappings of these."""
         with failing_alike():
             return self._ranks.on_main(work)
 
     def gather(self, work: Callable[[], T]) -> list[T]:
-        """Run work() on every rank; returns all results, in the order of ranks, on all. Results as
-        for `on_main`; an error on one rank is raised on all."""
+        """Run work() on every rank; returns all results, in the order of ranks, on all. The results
+        are plain values as for `on_main`; an error on one rank is raised on all."""
         with failing_alike():
             return self._ranks.together(work)
 
     def close(self) -> None:
-        """Wait for the running save, and end the writer processes."""
+        """Wait for the running save, and end the writer process of each node."""
         self._forget()
         self._tensors.close()
         self._collect_outcomes()
@@ -323,8 +322,8 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Like `close`. After an exception, which other ranks may not have, it waits at most 10 s,
-        unless the exception has a true `of_all_ranks`, as that of a job that pauses."""
+        """Like `close`. After an exception, which other ranks may not have raised, wait at most 10
+        s, unless the exception has a true `of_all_ranks`, as when a job pauses."""
         self._forget()
         self._tensors.__exit__(kind)
         self._collect_outcomes()
@@ -339,13 +338,14 @@ class Checkpointer:
         atexit.unregister(self._at_exit)
 
     def _is_left_behind(self, directory: Place) -> bool:
-        """Whether it saves in `directory`, for a process group that is destroyed: the loop that
-        created it has failed, and its process begins anew."""
+        """Whether this object saves in `directory` for a process group that no longer exists: the
+        loop that created it has failed, and the process starts another attempt."""
         group = self._ranks.group
         return self.directory == directory and group not in (None, *_known_groups())
 
     def _abandon(self) -> None:
-        """Drop the running save, and leave the last copy in memory, for this process to load."""
+        """End the running save without a checkpoint, and leave the last copy in memory, for this
+        process to load."""
         self._forget()
         self._tensors.interrupt()
         self._tensors.abandon()
@@ -358,8 +358,8 @@ class Checkpointer:
                 logger.warning("%s", outcome.error)
 
     def _look(self) -> None:
-        """Find the newest step in storage, before this run saves any."""
-        # Later steps are this run's own.
+        """Read the newest step in storage, before this run saves any."""
+        # after this, newer steps are those that this run saves
         if self._looked:
             return
 
@@ -370,7 +370,7 @@ class Checkpointer:
         self._newest, self._looked = self.on_main(newest), True
 
     def _report(self, step: int, parts: StateParts) -> SaveReport:
-        """Returns what the ranks compare of a save, on each rank alone."""
+        """Returns the values of a save that the ranks compare, for this rank."""
         buffers = {name: f"{one.dtype} {one.shape}" for name, one in parts.buffers.items()}
         nbytes = sum(one.nbytes for one in parts.buffers.values())
         digest = _digest([parts.values, parts.groups, parts.trees])
@@ -384,8 +384,8 @@ class Checkpointer:
         return replicas_to_compare(weights, parts.optimizer, step) if several else {}
 
     def _agreed(self, parts: StateParts, reports: list[SaveReport]) -> dict[str, Any]:
-        """Returns the values of all ranks, once where their digests are equal, with the parameter
-        groups. Buffers become those of the first rank. Called on all ranks.
+        """Returns the plain values of all ranks, stored once if all ranks have the same, and the
+        parameter groups. Buffers become those of the first rank. Called on all ranks.
 
         Raises:
             ValueError: ranks save different steps, or hold different replicas.
@@ -417,7 +417,7 @@ class Checkpointer:
         }
 
     def _own(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns this rank's part of the result of `_agreed`."""
+        """Returns this rank's plain values from the result of `_agreed`."""
         if "values" not in saved:
             raise WrongModel(
                 f"{self.directory} holds checkpoints of another program, such as Perdure's trainer"
@@ -443,10 +443,10 @@ def _known_groups() -> list[dist.ProcessGroup]:
 
 
 def _united(key: str, of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge what ranks keep of an optimizer, by FQN.
+    """Merge the trees of an optimizer's state, by FQN, over ranks.
 
     Raises:
-        ValueError: ranks keep different numbers for one parameter.
+        ValueError: ranks have different trees for one parameter.
     """
     found: dict[str, Any] = {}
     for rank, trees in enumerate(of_ranks):
@@ -463,7 +463,7 @@ def _whole(step: Any) -> int:
     """Returns a step as an int; numpy and torch integers are accepted.
 
     Raises:
-        ValueError: it is no whole number, or is negative.
+        ValueError: `step` is no whole number, or is negative.
     """
     try:
         number = int(operator.index(step))
@@ -486,5 +486,6 @@ def _default_group() -> dist.ProcessGroup | None:
     world = dist.group.WORLD
     if world is not None and torch.device("cpu") in world._device_types:
         return world
-    group: Any = dist.new_group(backend="gloo")  # not NON_GROUP_MEMBER, as all ranks are in it
+    # Not NON_GROUP_MEMBER, as all ranks are in the group.
+    group: Any = dist.new_group(backend="gloo")
     return group

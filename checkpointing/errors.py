@@ -1,10 +1,10 @@
 """Errors of this package, sorted by what the caller does next.
 
 CheckpointError
-├── WrongModel         stop: the checkpoint is of another model, no older one will fit either
-├── DamagedCheckpoint  fall back to the checkpoint before; raised to callers when none is left
+├── WrongModel         stop: the checkpoint is of another model, and so are older checkpoints
+├── DamagedCheckpoint  load the previous checkpoint; raised to callers if there is none
 │   └── UnreadableCheckpoint  likewise, and delete nothing: storage may recover
-├── StorageError       stop: what is there cannot be read here (permissions, a later format, …)
+├── StorageError       stop: checkpoints cannot be read here (permissions, a later format, …)
 └── SaveFailed         go on training: this save is lost, the checkpoints before it are untouched
 """
 
@@ -30,20 +30,18 @@ class DamagedCheckpoint(CheckpointError):
 
 
 class UnreadableCheckpoint(DamagedCheckpoint):
-    """The system failed to read a file of a checkpoint (EIO); the file may be good."""
+    """The system failed to read a file of a checkpoint (EIO). The file may be undamaged."""
 
 
 class StorageError(CheckpointError):
-    """A checkpoint cannot be read for a reason other than damage; an older one would not help."""
+    """A checkpoint cannot be read for a reason other than damage; an older one will not help."""
 
 
 class SaveFailed(CheckpointError):
-    """A checkpoint could not be written. Raised on all ranks alike.
+    """A checkpoint could not be written. Raised on all ranks.
 
-    Attributes:
-        node: node on which it failed first.
-        path: the file or directory concerned, if any.
-        errno: the system's error number, if any.
+    Attributes: node: number of the node on which the save failed first. path: the file or directory
+        concerned, if any. errno: the system's error number, if any.
     """
 
     def __init__(
@@ -63,12 +61,12 @@ _TRAVELLING = {
         *(ValueError, RuntimeError),
     )
 }
-"""Errors of one rank that all ranks raise; each takes one message."""
+"""Name → class of exceptions that all ranks raise if one rank does. Each takes one message."""
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """An error on one rank, as the other ranks receive it."""
+    """An error on one rank, as sent to the other ranks."""
 
     rank: int
     name: str
@@ -82,8 +80,8 @@ class RankFailure:
 
     @staticmethod
     def of(rank: int, error: Exception) -> "RankFailure":
-        """Describes an exception on this rank."""
-        if isinstance(error, ValueError):  # subclasses take other arguments
+        """Describes an exception that occurred on this rank."""
+        if isinstance(error, ValueError):  # subclasses of ValueError take other arguments
             return RankFailure(rank, "ValueError", str(error))
         kind = StorageError if isinstance(error, OSError) else type(error)
         names = (one.__name__ for one in kind.__mro__)
@@ -94,7 +92,7 @@ register(RankFailure)
 
 
 def explain(error: BaseException) -> str:
-    """Returns an exception in one line: the system's message and symbol, or type and message."""
+    """Returns one line about an exception: system message and symbol, or class and message."""
     if isinstance(error, OSError) and error.errno is not None:
         symbol = errno.errorcode.get(error.errno, str(error.errno))
         return f"{error.filename or ''}: {error.strerror} ({symbol})".lstrip(": ")

@@ -11,70 +11,70 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """When checkpoints are written, how, and which stay."""
+    """When checkpoints are written and deleted, and how they are written."""
 
     directory: str | None = None
     """Where the checkpoints lie: a path, or the URL of an object store such as
     "s3://bucket/folder"; null: `checkpoints` in the run directory."""
 
     every: int | Literal["auto"] = 500
-    """Steps between checkpoints; the last step is always saved. 0: only the last. auto: as often as
-    loses the least time, by the measured cost of a checkpoint and the failures so far (Daly 2006);
-    at least every 30 minutes."""
+    """Steps between checkpoints; the last step is always saved. 0: only the last. auto: the
+    interval that loses the least time, by the measured cost of a checkpoint and the failures so far
+    (Daly 2006), at most 30 minutes."""
 
     when_busy: Literal["skip", "wait"] = "skip"
-    """When a checkpoint is due while the one before is still being written: skip it, or wait. The
-    last step always waits."""
+    """What to do when a checkpoint is due while the previous one is still being written: skip it,
+    or wait. The last step always waits."""
 
     keep: int = 3
-    """How many committed checkpoints stay, the newest first; 0 keeps all."""
+    """Number of newest committed checkpoints that are kept; 0 keeps all."""
 
     keep_every: int = 0
-    """Checkpoints of steps that are multiples of this always stay; 0: none do."""
+    """Checkpoints of steps that are multiples of this number are always kept; 0: none."""
 
     keep_best: int = 0
-    """How many checkpoints with the lowest `best_by` stay as well; 0: none do."""
+    """Number of checkpoints with the lowest `best_by` that are kept in addition; 0: none."""
 
     best_by: str = "validation_loss"
-    """The value in trainer_state.json that `keep_best` compares; lower is better."""
+    """Name of the value in trainer_state.json that `keep_best` compares; lower is better."""
 
     max_shard_size: int | str = "4 GB"
     """Largest safetensors file, in bytes or as "4 GB" (10^9) or "4 GiB" (2^30). Tensors are never
-    split: a larger one gets a file of its own."""
+    split: a larger tensor gets a file of its own."""
 
     max_writers: int | None = None
-    """Most writers at a time, over all nodes. null: by filesystem (see docs/checkpoints.md)."""
+    """Most nodes that write at the same time. null: by filesystem (see docs/checkpoints.md)."""
 
     max_bandwidth: int | str | None = None
     """Most bytes per second of all writers together, as 500000000 or "500 MB"; null: no limit."""
 
     slots: int = 2
-    """Copies of the state that each node holds in shared memory. 2: the last complete one is always
-    there for a restart. 1: one, which is overwritten by each save. 0: none between saves, so a
-    restart reads storage. Fewer are used, with a warning, if memory does not suffice."""
+    """Copies of the state that each node holds in shared memory. 2: a complete copy always exists
+    for a restart. 1: each save overwrites the only copy. 0: no copy between saves, so a restart
+    reads storage. If memory does not suffice, fewer are used, with a warning."""
 
     slot_directory: str | None = None
-    """Directory on a local disk for these copies, in place of memory; a restart then reads storage.
-    null: shared memory, or strategy.offload_directory with strategy.offload: nvme."""
+    """Directory on a local disk for these copies instead of shared memory; a restart then reads
+    storage. null: shared memory, or strategy.offload_directory with strategy.offload: nvme."""
 
     peer_copy: bool = False
     """Also keep each node's copy in the memory of the next node, so that a run restarts from memory
-    when a node is lost. Needs as much memory again."""
+    when a node is lost. Doubles the memory for copies."""
 
     deadline: float = 1200.0
-    """Seconds that a checkpoint may take. After that it fails, the writers that block it are
+    """Seconds that a checkpoint may take. After that the save fails, the writers that block it are
     restarted, and training goes on."""
 
     trust: tuple[str | int, ...] = ()
     """Users whose checkpoints are loaded, besides the user who trains and root: names or uids, and
-    `group` for the members of the group of the checkpoint directory. A step of any other user is
+    `group` for the members of the group of the checkpoint directory. Checkpoints of other users are
     skipped."""
 
     verify: bool = True
     """Check the CRC-32 of every block that is read when a checkpoint is loaded."""
 
     trace: bool = False
-    """Append what each writer does, and when, to `trace.jsonl` beside the checkpoints."""
+    """Append what each writer does, with times, to `trace.jsonl` beside the checkpoints."""
 
     def __post_init__(self) -> None:
         for name in ("every", "keep", "keep_every", "keep_best"):
@@ -112,7 +112,7 @@ def number_of_bytes(name: str, size: int | str) -> int:
     """Returns a size in bytes, which may be written as "4 GB" (10^9) or "4 GiB" (2^30).
 
     Raises:
-        ValueError: it is no size; names the key, `name`.
+        ValueError: `size` is no size; the message contains `name`, the recipe key.
     """
     if isinstance(size, int):
         return size

@@ -1,4 +1,4 @@
-"""Joint operations of ranks: results and errors of all ranks, on all ranks."""
+"""Operations of several ranks: results and errors of each rank reach all ranks."""
 
 import hashlib
 import os
@@ -19,11 +19,11 @@ from checkpointing.wire import MAX_BYTES, WireError, pack, unpack
 T = TypeVar("T")
 
 WORD_BYTES = 256
-"""Bytes of each rank in the first round of an exchange; most values fit."""
+"""Bytes of each rank in the first round of an exchange; most values need no second round."""
 
 
 class RankError(Exception):
-    """A rank failed in a joint operation; raised on all ranks alike."""
+    """A rank failed in a joint operation. Raised on all ranks."""
 
     def __init__(self, failure: RankFailure) -> None:
         super().__init__(failure)
@@ -31,13 +31,13 @@ class RankError(Exception):
 
     @staticmethod
     def of(rank: int, error: Exception) -> RankFailure:
-        """Describes an error on this rank for the others."""
+        """Describes an error on this rank for the other ranks."""
         return error.failure if isinstance(error, RankError) else RankFailure.of(rank, error)
 
 
 @contextmanager
 def failing_alike() -> Iterator[None]:
-    """Convert a RankError, on all ranks, to an error of the failed rank's kind."""
+    """In the block, convert a RankError on all ranks to an error of the failed rank's class."""
     try:
         yield
     except RankError as failed:
@@ -45,11 +45,11 @@ def failing_alike() -> Iterator[None]:
 
 
 class RankGroup:
-    """The ranks of a process group, or this process alone. Methods are called on all of them.
+    """The ranks of a process group, or this process alone. Methods are called on all ranks.
 
     Args:
-        group: carries CPU tensors. None: this process alone, with its rank in the default group if
-            there is one.
+        group: process group that carries CPU tensors. None: this process alone, with its rank in
+            the default group if there is one.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -60,7 +60,7 @@ class RankGroup:
         self._nodes: Nodes | None = None
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """Run work() on the first rank; returns its result on all."""
+        """Run work() on the first rank; returns its result on all ranks."""
         results: list[Any] = self.together(work if self.is_main else lambda: None)
         return results[0]
 
@@ -68,7 +68,7 @@ class RankGroup:
         """Run work() on every rank; returns all results in the order of ranks. Also a barrier.
 
         Raises:
-            RankError: a rank failed: the first one's error, on all ranks.
+            RankError: a rank failed. All ranks raise the error of the first rank that failed.
         """
         outcome: Any = None
         cause = None
@@ -79,7 +79,7 @@ class RankGroup:
         outcomes = [outcome]
         if self.group is not None:
             outcomes = exchange(outcome, len(self.all), self.group)
-        # After the exchange: a rank that failed took part, else the others would hang.
+        # raised after the exchange: a failed rank must take part in it, else the others would hang
         for failure in outcomes:
             if isinstance(failure, RankFailure):
                 raise RankError(failure) from (cause if failure.rank == self.rank else None)
@@ -89,19 +89,21 @@ class RankGroup:
         """Run work() on every rank; returns this rank's result. Only failures are exchanged.
 
         Raises:
-            RankError: as `together`.
+            RankError: as for `together`.
         """
         result: list[T] = []
         self.together(lambda: result.append(work()))
         return result[0]
 
     def share(self, tensors: Iterable[Tensor], held: Sequence[tuple[int, bytes]]) -> None:
-        """Copy the tensors of the first rank to all ranks that hold the same ones.
+        """Copy tensors to all ranks whose tensors have the same names and shapes, from the first of
+        these ranks.
 
         Args:
-            held: by rank: bytes of its tensors, and a digest of their names and shapes.
+            held: for each rank: size of its tensors in bytes, and a digest of their names and
+                shapes.
         """
-        # Every rank joins every broadcast, also of tensors that it lacks: collectives must match.
+        # All ranks must take part in every broadcast, even of tensors that a rank lacks.
         for one in dict.fromkeys(held):
             nbytes, first = one[0], held.index(one)
             if nbytes and held.count(one) > 1:
@@ -110,11 +112,11 @@ class RankGroup:
                 broadcast(heard, first, self.group, torch.device("cpu"))
 
     def nodes(self) -> Nodes:
-        """Returns the ranks of each node: those that share a machine and an elastic agent
-        (torchrun's GROUP_RANK)."""
+        """Returns the ranks of each node: ranks with the same machine and elastic agent (torchrun's
+        GROUP_RANK)."""
         if self._nodes is None:
             agent = os.environ.get("GROUP_RANK", "")
-            # Two agents on one machine are two nodes: each can be lost without the other.
+            # Two agents on one machine are two nodes, as each can be lost without the other.
             identities = self.together(lambda: f"{machine()}-{agent}")
             self._nodes = tuple(
                 tuple(rank for rank, of in zip(self.all, identities, strict=True) if of == one)
@@ -139,9 +141,8 @@ class RankGroup:
     def specs(
         self, sections: Callable[[], Sequence[Mapping[str, Tensor]]]
     ) -> list[dict[str, TensorSpec]]:
-        """Returns, for each collection of tensors, the specs as all ranks together hold them;
-        without a group, as this rank sees them. The specs themselves are exchanged only if their
-        digests differ.
+        """Returns, for each collection of tensors, the specs merged over all ranks; without a
+        group, those of this rank. The specs themselves are exchanged only if their digests differ.
 
         Args:
             sections: returns this rank's collections; called once.
@@ -170,8 +171,8 @@ class RankGroup:
 
 
 def exchange(value: Any, size: int, group: dist.ProcessGroup) -> list[Any]:
-    """Returns the values of all ranks of a group of `size`, in order. Called on all of them. Takes
-    one collective if all values are short, else two.
+    """Returns the values of all ranks of a group of `size`, in order. Called on all its ranks.
+    Takes one collective if all values are short, else two.
 
     Args:
         value: a value that `wire.pack` accepts.
@@ -185,7 +186,7 @@ def exchange(value: Any, size: int, group: dist.ProcessGroup) -> list[Any]:
     heads = _gathered(data[:room], len(data), room, size, group)
     lengths = [length for length, _ in heads]
     for rank, length in enumerate(lengths):
-        if not 0 <= length <= MAX_BYTES:  # before that much is allocated
+        if not 0 <= length <= MAX_BYTES:  # checked before so many bytes are allocated
             raise RuntimeError(f"rank {rank} of a group announces {length} bytes: {_STRANGE}")
     if max(lengths) > room:
         heads = _gathered(data, len(data), max(lengths), size, group)
@@ -203,7 +204,7 @@ def _gathered(
 ) -> list[tuple[int, bytes]]:
     """Returns (`length`, `data` padded to `room` bytes) of each rank. Called on all ranks."""
     word = torch.zeros(8 + room, dtype=torch.uint8)
-    word[:8].view(torch.int64).fill_(length)  # tells the data from the padding
+    word[:8].view(torch.int64).fill_(length)  # separates the data from the padding
     word[8 : 8 + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     words = [torch.empty_like(word) for _ in range(size)]
     dist.all_gather(words, word, group=group)
@@ -211,8 +212,7 @@ def _gathered(
 
 
 def specs_digest(specs: Mapping[str, TensorSpec]) -> str:
-    """Returns a digest of specs. Each layout is digested once: at 16,384 ranks layouts are large,
-    but few."""
+    """Returns a digest of specs. Each layout is digested once, as it is large and shared."""
     layouts: dict[TensorLayout, int] = {}
     lines = []
     for name, spec in specs.items():

@@ -21,8 +21,9 @@ from checkpointing.format.tensors import place_of
 from checkpointing.format.values import from_json, to_json
 
 OF_VALUES = (torch.optim.LBFGS, torch.optim.SparseAdam)
-"""Optimizers whose state is more than tensors of parameters: LBFGS keeps directions through all of
-them, SparseAdam a count. It is saved with the values, which are not spread over ranks."""
+"""Optimizers with state beyond tensors of parameters: LBFGS keeps search directions over all
+parameters, SparseAdam a count. Their state is saved as plain values, which are not sharded over
+ranks."""
 
 MODEL = "model"
 """Key of the module that keeps its own names."""
@@ -30,8 +31,8 @@ MODEL = "model"
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object whose state_dict has plain values (see `to_json`): a learning-rate schedule, a data
-    loader, a GradScaler."""
+    """An object whose state_dict has plain values (see `to_json`), such as a learning-rate
+    schedule, a data loader or a GradScaler."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -43,32 +44,32 @@ State = Mapping[str, nn.Module | torch.optim.Optimizer | Tensor | Stateful]
 
 @dataclass(frozen=True)
 class StateParts:
-    """A state taken apart: its tensors, which are live and no copies, and its values."""
+    """A state divided into tensors, which are live and not copies, and plain values."""
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     values: dict[str, Any]
-    """JSON of everything but tensors, by key in the state."""
+    """Key in the state → JSON of everything but tensors."""
     groups: dict[str, list[list[str]]]
-    """Names of the parameters in each group, by key of the optimizer."""
+    """Key of the optimizer → names of the parameters in each group."""
     trees: dict[str, dict[str, Any]]
-    """`OptimizerState.trees`, by key of the optimizer."""
+    """Key of the optimizer → `OptimizerState.trees`."""
     parameters: dict[str, dict[str, nn.Parameter]]
-    """Parameters by FQN, by key of the optimizer."""
+    """Key of the optimizer → parameters by FQN."""
     kinds: dict[str, str]
-    """Class name by key of the optimizer."""
+    """Key of the optimizer → name of its class."""
     buffers: dict[str, Tensor]
-    """Tensors of `model` that are buffers, whole on each rank that has them."""
+    """Tensors of `model` that are buffers. Each rank that has them holds them whole."""
     trained: frozenset[str]
-    """Names in `model` of parameters that are not frozen, which must be finite."""
+    """Names in `model` of parameters that require gradients, which must be finite."""
     tied: list[list[str]]
-    """Names in `model` of one tensor, for each tensor with several."""
+    """For each tensor with several names in `model`: these names."""
 
 
 def unwrapped(value: Any) -> Any:
-    """Returns the optimizer inside a wrapper that shares its groups and state, as that of
-    accelerate's `prepare`; any other object itself. A Lookahead, with a state of its own, is not
-    unwrapped."""
+    """Returns the optimizer inside a wrapper that shares its groups and state, such as
+    accelerate's; other objects are returned unchanged. An optimizer such as Lookahead, which has
+    additional state, is not unwrapped."""
     inner = getattr(value, "optimizer", None)
     if (
         isinstance(inner, torch.optim.Optimizer)
@@ -80,11 +81,11 @@ def unwrapped(value: Any) -> Any:
 
 
 def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) -> StateParts:
-    """Returns the tensors and values of a state. A tensor that no optimizer of `guarded` updates is
-    returned as no `nn.Parameter`, so that `save` copies it before it returns.
+    """Returns the tensors and values of a state. A parameter that no optimizer of `guarded` updates
+    is returned as a plain tensor, so that `save` copies it before it returns.
 
     Raises:
-        ValueError: part of it cannot be saved; says what and why.
+        ValueError: part of the state cannot be saved; the message says which and why.
     """
     model: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
@@ -116,7 +117,7 @@ def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) ->
             )
         if twice := sorted(tensors.keys() & model.keys()):
             raise ValueError(f"{key}: there are two tensors called {twice[0]}; call one otherwise")
-        # A tensor of two modules is saved once, under its first name.
+        # a tensor of two modules is saved once, under its first name
         model |= {name: tensor for name, tensor in tensors.items() if tensor not in names}
         names |= {tensor: name for name, tensor in tensors.items() if tensor not in names}
     optimizer: dict[str, Tensor] = {}
@@ -188,12 +189,12 @@ def refuse_values(
     """Require that saved values belong to the objects of a state; changes nothing.
 
     Args:
-        groups: `StateParts.groups` of the state.
-        saved_groups: groups that were saved; old checkpoints have none.
-        saved_kinds: class names of optimizers that were saved; old checkpoints have none.
+        groups: `StateParts.groups` of `state`.
+        saved_groups: `StateParts.groups` when saved; empty in old checkpoints.
+        saved_kinds: `StateParts.kinds` when saved; empty in old checkpoints.
 
     Raises:
-        WrongModel: they belong to other objects, or to other parameter groups.
+        WrongModel: the values belong to other objects, or to other parameter groups.
     """
     expected = set()
     for key, value in state.items():
@@ -226,15 +227,15 @@ def refuse_values(
 
 
 def refuse_ties(tied: list[list[str]], saved: list[list[str]] | None) -> None:
-    """Require that names of one tensor were names of one tensor when saved. Else one tensor would
-    get the numbers of several.
+    """Require that tied tensors were also tied when saved. Else a tensor would get the numbers of
+    several.
 
     Args:
-        tied: `StateParts.tied` of the state.
-        saved: the saved one; old checkpoints have none.
+        tied: `StateParts.tied` of the state to load into.
+        saved: `StateParts.tied` when saved; None in old checkpoints.
 
     Raises:
-        WrongModel: names the tensors.
+        WrongModel: they were not; the message names the tensors.
     """
     for names in tied if saved is not None else ():
         if not any({*names} <= {*known} for known in saved or ()):
@@ -269,16 +270,16 @@ def _misfit(
 
 
 def put_back(state: State, values: Mapping[str, Any]) -> None:
-    """Give the objects of a state their values. `refuse_values` has accepted them, and the tensors
-    are loaded."""
+    """Set the plain values of the objects of a state. Called after `refuse_values` has accepted
+    them and the tensors are loaded."""
     for key, value in values.items():
         target, found = state[key], from_json(value)
         if isinstance(target, torch.optim.Optimizer) and not isinstance(target, OF_VALUES):
             _set_groups(target, found)
         elif isinstance(target, nn.Module):
-            target.load_state_dict(found, strict=False)  # only what is no tensor
+            target.load_state_dict(found, strict=False)  # tensors are loaded already
         else:
-            assert isinstance(target, Stateful)  # or it would have been refused
+            assert isinstance(target, Stateful)  # otherwise `refuse_values` would have raised
             target.load_state_dict(found)
 
 
@@ -348,11 +349,11 @@ def targets_of(
     saved: Mapping[str, Any],
     metas: Mapping[str, TensorMeta],
 ) -> dict[str, OptimizerTargets]:
-    """Returns what the state of each optimizer is loaded into.
+    """Returns key → tensors to load the state of each optimizer into.
 
     Args:
-        parts: the same, taken apart.
-        saved: saved trees by key of the optimizer.
+        parts: result of `take_apart` for `state`.
+        saved: key of the optimizer → saved trees.
     """
     return {
         key: optimizer_targets(optimizer, parts.parameters[key], saved.get(key), metas, key)

@@ -1,5 +1,5 @@
-"""TensorCheckpointer: saves and loads named tensors and JSON. Each phase runs on all ranks, and a
-failure of one rank becomes an error of all."""
+"""TensorCheckpointer: saves and loads named tensors and JSON. Each phase runs on all ranks, and all
+ranks raise the error of any."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping
@@ -49,48 +49,48 @@ from checkpointing.storage.steps import list_steps, storage_of
 logger = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 10.0
-"""How long a rank that leaves by an exception waits for the running save, and for the other ranks
-to leave."""
+"""Seconds that a rank that leaves by an exception waits for the running save, and for the other
+ranks to leave."""
 
 LOOKS = 5
-"""Most steps that another run may delete just before `load` reads them."""
+"""Steps that another run may delete just before `load` reads them, until `load` fails."""
 
 TargetsOf = Callable[[Mapping[str, Any], Mapping[str, TensorMeta]], Mapping[str, Tensor]]
-"""(saved state, metas of the saved optimizer tensors as far as known) → optimizer targets."""
+"""(saved state, metadata of the saved optimizer tensors as far as known) → optimizer targets."""
 
 
 @dataclass(frozen=True)
 class KnownSteps:
-    """What a rank knows of the steps in storage."""
+    """What a rank knows about the steps in storage."""
 
     damaged: frozenset[str] = frozenset()
     """Names of steps that failed to load."""
     verified: frozenset[str] = frozenset()
-    """Names of steps that were loaded with every byte checked."""
+    """Names of steps that were loaded, with every byte checked."""
     newest: int | None = None
-    """Newest step, good or not."""
+    """Newest step in storage, undamaged or not."""
 
     def committed(self, step: int) -> "KnownSteps":
-        """Returns what is known once this run has committed a step."""
+        """Returns the knowledge after this run has committed `step`."""
         name, newest = step_name(step), max(step, self.newest or 0)
         return KnownSteps(self.damaged - {name}, self.verified - {name}, newest)
 
 
 @dataclass(frozen=True)
-class Restored:
-    """Where the last `load` found its step."""
+class LoadOrigin:
+    """The origin of the step that the last `load` loaded."""
 
     source: Literal["memory", "storage"] | None = None
     newer_than_storage: bool = False
-    """Whether the step was in memory and is not committed."""
+    """Whether the step was in memory and not committed."""
     superseded: bool = False
-    """Whether the step was in memory and is committed, and no slots were made since."""
+    """Whether the step was in memory and is committed, and no slots were created since."""
 
 
 class TensorCheckpointer:
-    """Saves and loads the steps of one run, as named tensors and JSON. `Checkpointer` converts a
-    loop's state to these; the trainer does so itself. Methods are called on all ranks of the group,
-    unless they say otherwise.
+    """Saves and loads the steps of a run, as named tensors and JSON. `Checkpointer` converts a
+    loop's state to this form; the trainer uses this class directly. Methods are called on all ranks
+    of the group, unless they say otherwise.
 
     Writers of different nodes authenticate each other by a secret, drawn on rank 0 and sent over
     the group. If the environment names the job's secret (`PERDURE_SECRET_FILE`), it is mixed in.
@@ -101,12 +101,13 @@ class TensorCheckpointer:
 
     Args:
         directory: directory of the steps; created at the first save.
-        group: carries CPU tensors (gloo, or "cpu:gloo,cuda:nccl"); None for a single process. Used
-            by `prepare` and `load`, in the calling thread; never during a save.
-        adapter: whether the model's tensors are an adapter, by PEFT's names, saved in an adapter's
-            file.
-        read_only: whether it only loads. It then leaves the directory as it is, with what dead
-            runs have left there, which is deleted otherwise.
+        group: process group that carries CPU tensors (gloo, or "cpu:gloo,cuda:nccl"); None for a
+            single process. Used by `prepare` and `load`, in the calling thread; never during a
+            save.
+        adapter: whether the model's tensors are an adapter, with PEFT's names, to be saved in
+            PEFT's format.
+        read_only: whether this object only loads. Otherwise it deletes unfinished steps of dead
+            runs.
     """
 
     def __init__(
@@ -131,18 +132,17 @@ class TensorCheckpointer:
         self._saves = SaveTracker(options, self._ranks, self._committed)
         self._writers = WriterClient(self._ranks, options, self._saves, spare or Spare())
         self._request_number = 0
-        """Number of requests to save."""
-        self._known, self._restored = KnownSteps(), Restored()
+        """Number of save requests so far."""
+        self._known, self._restored = KnownSteps(), LoadOrigin()
         self.memory_lasts = False
-        """Whether the copies of `save` outlive this process, on all ranks; known after
-        `prepare`."""
+        """Whether copies in memory outlive this process, on all ranks. Known after `prepare`."""
         self._loaded = self._prepare_after_load = False
-        """Whether `load` was called, and whether `prepare` waits for it."""
+        """(whether `load` was called, whether `prepare` is to be done after it)."""
         self._moves = False
-        """Whether `move` was called, so that memory belongs to no one directory."""
+        """Whether `move` was called, so that memory may belong to several directories."""
         self.not_finite = ""
-        """Message about NaN or infinity in a save of this rank since the last `load`, which makes
-        that save fail; known soon after the copy."""
+        """Message about NaN or infinity in tensors that this rank saved since the last `load`,
+        because of which the save fails; "" if there are none. Known soon after the copy."""
         if self._ranks.is_main and not read_only:
             try:
                 storage_of(self.directory).collect(self.directory)
@@ -153,38 +153,38 @@ class TensorCheckpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Like `close`. After an exception of one rank alone, the others may wait for it elsewhere,
-        so it waits at most LEAVE_SECONDS for them. An exception that all ranks raise has a true
-        `of_all_ranks`."""
+        """Like `close`. If only this rank raised an exception, the others may wait for it
+        elsewhere, so wait for them at most LEAVE_SECONDS. An exception that all ranks raise has a
+        true `of_all_ranks`."""
         together = kind is None or len(self._ranks.all) == 1 or getattr(kind, "of_all_ranks", False)
         self._close(kind is not None, None if together else LEAVE_SECONDS)
 
     @property
     def loaded_from(self) -> Literal["memory", "storage"] | None:
-        """Where `load` found the step."""
+        """Origin of the step that `load` loaded; None: it loaded none."""
         return self._restored.source
 
     @property
     def newer_than_storage(self) -> bool:
-        """Whether `load` found an uncommitted step in memory, which should be saved soon."""
+        """Whether `load` loaded an uncommitted step from memory, which should be saved soon."""
         return self._restored.newer_than_storage
 
     def start_early(self) -> None:
-        """Start this node's writer process, which takes a moment, while the caller builds what it
-        will save and load. Otherwise the process is started when it is needed."""
+        """Start this node's writer process, which takes a moment, while the caller builds its
+        model. Otherwise the process is started when it is needed."""
         self._writers.start_early()
 
     def start_spare(self) -> None:
-        """Start a writer process for this node's next checkpointer. Call it once this one has
-        started."""
+        """Start a spare writer process for this node's next checkpointer. Call it once this
+        object's writer has started."""
         self._writers.start_spare()
 
     def move(self, directory: str | Path) -> None:
         """Save and load in another directory from now on, with the same memory and writers. Waits
-        for the running save. From then on memory serves no restart, which could not tell the
-        directory that it belongs to."""
+        for the running save. After this, no restart can use memory, as it could not know the
+        directory that the memory belongs to."""
         self._saves.end(self._writers.link)
-        # Its slots are marked with the token of the old directory. New writers get none.
+        # the slots are marked with the token of the old directory; new writers get no token
         if self._writers.has_token:
             self.close()
         self._moves, self._writers.has_token, self._loaded = True, False, False
@@ -194,13 +194,13 @@ class TensorCheckpointer:
 
     def prepare(self, *, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> str:
         """Plan saves of these tensors, start the writers, and allocate the slots; otherwise the
-        first `save` does. Returns a line for the log about that memory.
+        first `save` does this. Returns a line for the log about the memory used.
 
-        If the previous run left memory that `load` has yet to read, `load` does all this instead.
+        If the previous run left memory that `load` has not read yet, `load` does all this instead.
 
         Raises:
             StorageError: there is not enough memory.
-            ValueError: the tensors cannot be saved, on any rank; says which and why.
+            ValueError: tensors of some rank cannot be saved; the message says which and why.
         """
         with failing_alike():
             self._prepare_after_load = (
@@ -212,7 +212,7 @@ class TensorCheckpointer:
         return self._note
 
     def _finds_memory(self) -> bool:
-        """Whether the previous run left memory. Called on all ranks."""
+        """Whether the previous run left memory that may be loaded. Called on all ranks."""
         run = self._ranks.on_main(lambda: token(self.directory))
         with ExitStack() as held:
             return run is not None and bool(
@@ -232,40 +232,41 @@ class TensorCheckpointer:
         finite: Collection[str] | None = None,
         before: Mapping[str, bytes] | None = None,
     ) -> bool:
-        """Begin to save; returns as soon as the copy has begun. `outcomes` reports the result.
+        """Begin to save. Returns as soon as the copy has begun; `outcomes` reports the result.
 
         Args:
             model: tensors by Hugging Face's names, in module order: plain tensors, equal on all
                 ranks, or DTensors on any mesh, on any device.
-            optimizer: tensors such as `<fqn>.exp_avg`, likewise.
-            state: JSON values; rank 0's are saved.
-            files: other files by name, such as config.json, folders included; rank 0's are saved.
+            optimizer: tensors of the same kinds, with names such as `<fqn>.exp_avg`.
+            state: JSON values; those of rank 0 are saved.
+            files: name → contents of other files, such as config.json; names may contain folders.
+                Those of rank 0 are saved.
             wait: wait for an earlier save that is still running, whatever `options.when_busy` says.
             memory_only: only copy to memory, for a restart. Such a save has no outcome, and is
-                skipped silently while another save runs.
-            finite: names in `model` of tensors that must not hold NaN or infinity; nor may
-                `optimizer` then. Else the save fails, and no restart uses its copy. None: any
-                tensor may.
-            before: files and objects to create before the step is committed, by path or URL; rank
-                0's are. If that fails, so does the save. An object may be there already, with the
-                same bytes.
+                skipped without a message while another save runs.
+            finite: names in `model` of tensors that must not hold NaN or infinity; then all of
+                `optimizer` must not, either. Else the save fails, and no restart uses its copy.
+                None: do not check.
+            before: path or URL → contents of files and objects to create before the step is
+                committed; those of rank 0 are created. If that fails, the save fails. An object
+                with the same bytes may exist already.
 
         Returns:
             False, on all ranks, if the step is not saved: an earlier save is running, or a writer
             is gone. `outcomes` has the reason.
 
         Raises:
-            ValueError: the tensors, the state or the files cannot be saved, on any rank; says which
+            ValueError: tensors, state or files of some rank cannot be saved; the message says which
                 and why. Raised on all ranks; if a rank other than 0 fails, some may get the error
                 as an outcome instead.
         """
-        # Every rank counts every call, so the number means the same save on all of them.
+        # every rank counts every call, so that the number identifies the same save on all ranks
         self._request_number += 1
         key = step, self._request_number
         contents = None
         try:
             plan, staging = self._prepared(model, optimizer, hurried=True)
-            # A copy that ends with this process serves no restart. Known on all ranks alike.
+            # A copy that ends with this process is useless for a restart. Equal on all ranks.
             if memory_only and not self.memory_lasts:
                 return False
             staging.finish()
@@ -278,39 +279,40 @@ class TensorCheckpointer:
                     known.newest, memory_only, dict(before or {}),
                 )  # fmt: skip
         except Exception as error:
-            # The others request this save, too, and would begin it without this rank.
+            # the other ranks also request this save, and would begin it without this rank
             self._refuse(key, error)
             raise
         wait = wait or (self.options.when_busy == "wait" and not memory_only)
         try:
-            answer = self._writers.request(plan, staging, msg.Begin(key, wait, contents))
+            answer = self._writers.request(plan, staging, msg.SaveRequest(key, wait, contents))
         except (WriterGoneError, StorageError) as gone:
-            # A lost writer costs this save, not the run.
-            answer = msg.Skip(key, str(gone))
+            # the loss of a writer costs this save, not the run
+            answer = msg.SaveSkipped(key, str(gone))
         match answer:
-            case msg.Refused(_, failure):
+            case msg.SaveRefused(_, failure):
                 raise failure.kind(failure.message)
-            case msg.Skip(_, reason):
+            case msg.SaveSkipped(_, reason):
                 if not memory_only:
                     self._saves.skipped(step, reason)
                 return False
-        # Before the copy, which may fail at once: its outcome must find a running save.
+        # before the copy, which may fail at once: its outcome must find a running save
         self._saves.begun(step, memory_only)
         try:
             tensors, at_once = by_section(model, optimizer), unguarded(model, optimizer)
             checked = _checked(finite, optimizer)
             staging.copy(answer.slot, tensors, at_once, checked, partial(self._copied, key))
-        except Exception as error:  # the other ranks have begun, and get it as the outcome
+        # The other ranks have begun the save, and get this error as its outcome.
+        except Exception as error:
             self._copied(key, error)
         return True
 
     def _refuse(self, key: msg.Key, error: Exception) -> None:
-        """Make a save fail on all ranks that has failed on this one before it began."""
-        with suppress(WriterGoneError):  # the other ranks find the writer gone, too
-            self._writers.send(msg.Refuse(key, RankError.of(self._ranks.rank, error)))
+        """Make a save that has failed on this rank before it began fail on all ranks."""
+        with suppress(WriterGoneError):  # the other ranks notice the loss of the writer themselves
+            self._writers.send(msg.RefuseSave(key, RankError.of(self._ranks.rank, error)))
 
     def wait_staged(self) -> None:
-        """Wait until the tensors of the last `save` may change. On each rank alone."""
+        """Wait until the tensors of the last `save` may change. Each rank calls it by itself."""
         if self._staging:
             self._staging.wait()
 
@@ -319,14 +321,14 @@ class TensorCheckpointer:
             self._staging.finish()
 
     def outcomes(self) -> list[msg.SaveOutcome]:
-        """Returns the outcomes of saves since the last call. On any rank; does not wait."""
+        """Returns the outcomes of saves since the last call, without waiting. On any rank."""
         return self._saves.outcomes(self._writers.link)
 
     def wait(self) -> None:
-        """Wait until no save is running. On each rank alone.
+        """Wait until no save is running. Each rank calls it by itself.
 
         Raises:
-            SaveFailed: the last save failed, on all ranks alike, even if `outcomes` has reported
+            SaveFailed: the last save failed. Raised on all ranks, even if `outcomes` has reported
                 it; earlier checkpoints are untouched.
         """
         self.wait_staged()
@@ -340,7 +342,7 @@ class TensorCheckpointer:
 
     def abandon(self) -> None:
         """Drop the running save, and leave the last copy in memory, for this or another process to
-        load. On each rank alone."""
+        load. Each rank calls it by itself."""
         self.wait_staged()
         if self._staging:
             self._staging.release()
@@ -349,7 +351,7 @@ class TensorCheckpointer:
         self._plan = None
 
     def close(self, *, keep_memory: bool = False) -> None:
-        """Wait for the running save, and end the writer processes. On each rank alone.
+        """Wait for the running save, and end the writer processes. Each rank calls it by itself.
 
         Args:
             keep_memory: leave the last copy in memory, for a restart.
@@ -360,9 +362,9 @@ class TensorCheckpointer:
         self._finish_staging()
         self._writers.close(keep_memory, seconds)
         if self._restored.superseded and not keep_memory and self._ranks.first_of_node:
-            collect_memory(str(self.directory))  # no slots of this run have replaced it
+            collect_memory(str(self.directory))  # no slots of this run have replaced that memory
         self._restored, self._plan = replace(self._restored, superseded=False), None
-        if self._staging and seconds is None:  # else the process ends, which unmaps faster
+        if self._staging and seconds is None:  # otherwise the process ends, which unmaps faster
             self._staging.release()
             self._staging = None
 
@@ -376,26 +378,26 @@ class TensorCheckpointer:
         refuse: Callable[[Mapping[str, Any]], None] = lambda state: None,
         holds: Callable[[Mapping[str, Any]], bool] = lambda state: False,
     ) -> dict[str, Any] | None:
-        """Load the newest good checkpoint into the given tensors, in place; or what the last run
-        left in memory, if that is as new or newer (see `newer_than_storage`). With `step` load that
-        one, from storage.
+        """Load the newest good checkpoint into the given tensors, in place; or the step that the
+        last run left in memory, if that is as new or newer (see `newer_than_storage`). With `step`,
+        load that step from storage.
 
-        A damaged checkpoint is logged, and the one before it is loaded. Every byte of every target
-        is read exactly once, from a checkpoint with exactly the targets' tensors, saved by any
-        world size and strategy.
+        A damaged checkpoint is logged, and the previous one is loaded. The checkpoint must have
+        exactly the targets' tensors; it may be saved by any world size and strategy.
 
         Args:
             model: targets by name.
-            optimizer: targets by name; or a function that returns them for a checkpoint, called on
-                each rank, since only a checkpoint may know what an optimizer keeps.
-            step: load this one.
-            finite: names in `model` of tensors that must not hold NaN or infinity; nor may
-                `optimizer` then. Else the checkpoint counts as damaged. None: any tensor may.
-            refuse: called on rank 0 with the saved state before anything is loaded; raises
-                WrongModel if that does not fit.
+            optimizer: targets by name; or a function that returns the targets for a checkpoint,
+                called on each rank, if the optimizer's state is known only from the checkpoint.
+            step: step to load; None: the newest good one.
+            finite: names in `model` of tensors that must not hold NaN or infinity; then all of
+                `optimizer` must not, either. Else the checkpoint counts as damaged. None: do not
+                check.
+            refuse: called on rank 0 with the saved state before any tensor is loaded; raises
+                WrongModel if the state does not fit.
             holds: called on each rank with the saved state; returns whether this rank's targets,
-                but for buffers, still are what was saved with it. Then only buffers are read, if
-                the step comes from memory.
+                except buffers, still have the saved numbers. Then only buffers are read, if the
+                step comes from memory.
 
         Returns:
             The saved `state`, equal on all ranks; None if there is no checkpoint, with the targets
@@ -404,15 +406,15 @@ class TensorCheckpointer:
         Raises:
             WrongModel: the newest good checkpoint has other tensors.
             DamagedCheckpoint: there are checkpoints, but no good one; or memory was lost during the
-                load, and there is no checkpoint. The targets may hold parts of one.
-            StorageError: a checkpoint cannot be read, and is not known to be damaged.
+                load, and there is no checkpoint. The targets may have been partly overwritten.
+            StorageError: a checkpoint cannot be read for a reason other than damage.
             CheckpointError: there is no such step.
         """
         self._finish_staging()  # a running copy must not see the loaded values
         goals: list[LoadGoal] = []
 
         def aim(saved: Mapping[str, Any], metas: Mapping[str, TensorMeta]) -> LoadGoal:
-            # A function may return other targets for each checkpoint that is tried.
+            # a function may return other targets for each checkpoint that is tried
             if callable(optimizer) or not goals:
                 targets, described = self._planner.describe(
                     lambda: (model, optimizer(saved, metas) if callable(optimizer) else optimizer)
@@ -423,9 +425,9 @@ class TensorCheckpointer:
         with ExitStack() as held:
             if not callable(optimizer):
                 with failing_alike():
-                    aim({}, {})  # raises for unusable targets, whatever storage holds
+                    aim({}, {})  # raises an error for unusable targets, even if storage is empty
             state = self._load(aim, step, held, refuse, holds)
-        # What a save before has copied is no longer in the tensors.
+        # the tensors no longer hold the numbers of earlier saves
         self._loaded, self.not_finite = True, ""
         if self._prepare_after_load and goals:
             self._prepared(*goals[-1].targets)
@@ -441,7 +443,7 @@ class TensorCheckpointer:
     ) -> dict[str, Any] | None:
         """Load like `load` after a restart: from the last copy in memory, if that is as new as the
         newest checkpoint or newer. Ends the writer processes, which hold that memory; the next
-        `save` starts new ones."""
+        `save` starts new writers."""
         self.close(keep_memory=True)
         return self.load(model=model, optimizer=optimizer, finite=finite)
 
@@ -455,19 +457,20 @@ class TensorCheckpointer:
     ) -> dict[str, Any] | None:
         torn = ""
         with failing_alike():
-            # With a staging, the memory is this run's own, and holds nothing else.
+            # with a staging, memory holds only steps of this object
             if self._staging is None and step is None:
                 memory = find_memory(self._ranks, self.directory, aim, held)
-                if memory and len(self._ranks.nodes()) > 1:  # other nodes may hold parts
+                # Other nodes may hold parts of the step.
+                if memory and len(self._ranks.nodes()) > 1:
                     self._start()
-                # Before a target is written to: if a checksum is wrong, storage is still an option.
+                # before a target is written to, so that storage can be used if a checksum is wrong
                 kept = check_memory(self._ranks, memory, refuse, holds) if memory else None
                 pull = Puller(self._writers.addresses, self._writers.secret)
                 try:
                     if memory and kept is not None:
                         load_memory(self._ranks, memory, pull, kept)
                         newer = memory.step != memory.newest
-                        self._restored = Restored("memory", newer, superseded=not newer)
+                        self._restored = LoadOrigin("memory", newer, superseded=not newer)
                         self._known = replace(self._known, newest=memory.listed)
                         return memory.state
                 except RankError as failed:
@@ -477,7 +480,7 @@ class TensorCheckpointer:
             state = self._load_stored(aim, step, refuse)
         if state is not None:
             return state
-        if torn:  # no checkpoint has overwritten the parts that were loaded
+        if torn:  # no checkpoint has overwritten the loaded parts
             raise DamagedCheckpoint(f"{torn}; {self.directory} has no checkpoint: start again")
         return None
 
@@ -488,7 +491,7 @@ class TensorCheckpointer:
         refuse: Callable[[Mapping[str, Any]], None],
     ) -> dict[str, Any] | None:
         """Load from storage. A step that another run deletes before it is read does not count as
-        damaged: there is a newer one by then."""
+        damaged, as there is a newer step by then."""
         damage: dict[Place, str] = {}
         gone = 0
         while gone < LOOKS and (left := [one for one in self._steps(step) if one not in damage]):
@@ -496,7 +499,7 @@ class TensorCheckpointer:
             try:
                 state = load_step(self._ranks, path, aim, verify, refuse)
                 self._restored = replace(self._restored, source="storage")
-                # So that retention does not read it again.
+                # so that retention does not read this step again
                 if verify:
                     self._known = replace(self._known, verified=self._known.verified | {path.name})
                 return state
@@ -555,7 +558,8 @@ class TensorCheckpointer:
         if self._plan and self._staging and self._plan.signature == signature:
             return self._plan, self._staging
         self._finish_staging()
-        self._saves.end(self._writers.link)  # its bytes are in the slots that are released now
+        # The bytes of a running save are in the slots that are released now.
+        self._saves.end(self._writers.link)
         if self._staging:
             self._staging.release()
         self._plan = self._staging = None
@@ -565,7 +569,7 @@ class TensorCheckpointer:
             devices = (tensor.device for tensor in (*model.values(), *optimizer.values()))
             device = next(devices, torch.device("cpu"))
             files = [file.name for file in plan.shared.files]
-            # Set by `allocate`: `together` exchanges results, and a staging cannot travel.
+            # appended to by `allocate`, as `together` would send a staging to all ranks
             stagings: list[Staging] = []
 
             def allocate() -> bool:
@@ -574,12 +578,12 @@ class TensorCheckpointer:
                 self._note = slots.note
                 return slots.lasting
 
-            # All or none: the others would wait in each save for a rank without slots.
+            # on all ranks or none, as otherwise each save would wait for a rank without slots
             lasting = self._ranks.together(allocate)
-        # A step is whole only with the parts of all nodes.
+        # a step in memory is complete only with the parts of all nodes
         self.memory_lasts = self._writers.has_token and all(lasting)
         self._plan, self._staging = plan, stagings[0]
-        # The new slots have taken the place of what the run before left.
+        # the new slots have replaced the memory of the previous run
         self._restored = replace(self._restored, superseded=False)
         return plan, stagings[0]
 
@@ -589,7 +593,7 @@ class TensorCheckpointer:
 
     def _token(self) -> str:
         """Returns the token by which a restart identifies this run's memory; "" if there is none.
-        On rank 0."""
+        Called on rank 0."""
         if self._moves:
             return ""
         try:
@@ -601,7 +605,7 @@ class TensorCheckpointer:
             return ""
 
     def _committed(self, step: int) -> None:
-        """Record that a save of this rank was committed."""
+        """Record that `step` was committed. Called on each rank."""
         self._known = self._known.committed(step)
 
     def _copied(
@@ -610,14 +614,13 @@ class TensorCheckpointer:
         """Report the progress of a copy. Called in the copying thread."""
         if numbers and numbers.bad:
             self.not_finite = not_finite(numbers.bad)
-        with suppress(WriterGoneError):  # the next request reports it
+        with suppress(WriterGoneError):  # the next request reports the loss of the writer
             if isinstance(progress, Exception):
                 self._writers.send(msg.CopyFailed(key, explain(progress)))
             else:
-                self._writers.send(msg.Staged(key, progress, numbers))
+                self._writers.send(msg.StagedReport(key, progress, numbers))
 
 
 def _checked(finite: Collection[str] | None, optimizer: Mapping[str, Tensor]) -> Collection[str]:
-    """Returns the names by section of tensors that must be finite; see
-    `TensorCheckpointer.save`."""
+    """Returns the joint names of tensors that must be finite; see `TensorCheckpointer.save`."""
     return () if finite is None else by_section(dict.fromkeys(finite), dict.fromkeys(optimizer))

@@ -3,8 +3,8 @@
 [Note: wire] `pack` returns one line of JSON, then the raw bytes in the value, in order. A type that
 JSON lacks is an object with one key that begins with "$": {"$tuple": […]}, {"$bytes": length},
 {"$path": "…"}, {"$dict": [[key, value], …]}, and {"$Name": [field, …]} for a registered dataclass.
-Fields are encoded by their annotations, without their types. `unpack` checks every field against
-its annotation, and creates registered classes only.
+Fields are encoded by their annotations, without naming their types. `unpack` checks every field
+against its annotation, and creates only registered classes.
 """
 
 import json
@@ -22,25 +22,26 @@ MAX_BYTES = 256 << 20
 MAX_NESTING = 64
 
 _NAMED: dict[str, type] = {}
-"""Registered dataclasses by name."""
+"""Name → registered dataclass."""
 _SHARED: set[type] = set()
-"""Registered dataclasses whose equal values travel once."""
+"""Registered dataclasses of which equal values are packed only once."""
 
 
 class WireError(Exception):
-    """The bytes were not made by `pack` in a process that runs this code."""
+    """The bytes do not come from `pack` in a process with the same code."""
 
 
 def register(*kinds: type, shared: bool = False) -> None:
-    """Allow values of these dataclasses to travel.
+    """Allow values of these dataclasses to be packed.
 
     Args:
-        kinds: dataclasses whose fields have types that travel.
-        shared: equal values travel once, and are one object afterwards; they must be hashable.
+        kinds: dataclasses whose fields have types that can be packed.
+        shared: pack equal values only once; `unpack` returns one object for them. They must be
+            hashable.
     """
     for kind in kinds:
         if _NAMED.setdefault(kind.__name__, kind) is not kind:
-            raise ValueError(f"two dataclasses called {kind.__name__} would travel")
+            raise ValueError(f"two dataclasses called {kind.__name__} are registered")
         if shared:
             _SHARED.add(kind)
 
@@ -50,10 +51,10 @@ def pack(value: Any) -> bytes:
 
     Args:
         value: None, numbers, text, bytes, paths, registered dataclasses; and lists, tuples and
-            mappings of such.
+            mappings of these.
 
     Raises:
-        TypeError: it contains something else.
+        TypeError: `value` contains something else.
     """
     out = _Packing([], {})
     text = json.dumps(_encode_any(value, out), separators=(",", ":"))
@@ -74,11 +75,11 @@ def unpack(data: bytes) -> Any:
         value = _decode_any(json.loads(text), found)
     except (ValueError, TypeError, RecursionError) as error:
         raise WireError(f"malformed: {error}"[:200]) from error
-    _require(found.at == len(blobs), blobs, "the end")  # no byte goes unread
+    _require(found.at == len(blobs), blobs, "the end")  # every byte must have been read
     return value
 
 
-# --- how each type travels -----------------------------------------------------------------------
+# --- how each type is packed ---------------------------------------------------------------------
 
 
 @dataclass
@@ -87,7 +88,7 @@ class _Packing:
 
     blobs: list[bytes]
     numbers: dict[Any, int]
-    """Number of each shared value that is packed already."""
+    """Number of each shared value that has been packed."""
 
 
 @dataclass
@@ -103,14 +104,14 @@ class _Unpacking:
 
 @dataclass(frozen=True)
 class _Form:
-    """How values of one type travel."""
+    """How values of one type are packed."""
 
     encode: Callable[[Any, _Packing], Any] | None
     """Value → JSON; None if the value is its own JSON."""
     decode: Callable[[Any, _Unpacking], Any]
     """JSON → value; raises WireError."""
     plain: frozenset[type] | None = None
-    """JSON types of a value that is its own JSON and needs no other check; else None."""
+    """JSON types of a value that is its own JSON and needs no further check; else None."""
     row: tuple[int, frozenset[type]] | None = None
     """For a tuple of values that are their own JSON: its length and their types; else None."""
 
@@ -122,7 +123,7 @@ def _require(right: bool, value: Any, expected: str) -> None:
 
 @cache
 def _form(hint: Any) -> _Form:
-    """Returns how values with an annotation travel."""
+    """Returns how values with an annotation are packed."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return _Form(_encode_any, _decode_any)
@@ -146,16 +147,16 @@ def _form(hint: Any) -> _Form:
         return _mapping(_form(inner[0]), _form(inner[1]))
     if is_dataclass(hint) and isinstance(hint, type):
         return _shared(hint) if hint in _SHARED else _fields(hint)
-    if isinstance(hint, type):  # a protocol: its values name their classes
+    if isinstance(hint, type):  # a protocol, whose values name their own classes
         return _Form(_encode_any, _decode_any)
-    raise TypeError(f"{hint} does not travel")
+    raise TypeError(f"{hint} cannot be packed")
 
 
 def _plain(*kinds: type) -> _Form:
     expected = " or ".join(kind.__name__ for kind in kinds)
 
     def decode(value: Any, _: _Unpacking) -> Any:
-        # Not isinstance: true would pass for a whole number.
+        # not isinstance, by which True would pass for an integer
         _require(type(value) in kinds, value, expected)
         return value
 
@@ -171,8 +172,7 @@ def _literal(values: tuple[Any, ...]) -> _Form:
 
 
 def _union(hints: tuple[Any, ...]) -> _Form:
-    """Returns the form of None or one type, of several plain types, or of values that name their
-    types."""
+    """Returns the form of an optional type, of plain types, or of self-naming values."""
     others = [hint for hint in hints if hint is not type(None)]
     optional = len(others) < len(hints)
     forms = [_form(hint) for hint in others]
@@ -203,7 +203,7 @@ def _many(form: _Form, make: Callable[[Any], Any]) -> _Form:
 
     def decode(value: Any, found: _Unpacking) -> Any:
         _require(type(value) is list, value, "a list")
-        # Lists may be long: uniform values are checked without a call for each.
+        # Lists may be long, so lists of plain values are checked without a call for each.
         if form.plain is not None:
             _require(form.plain.issuperset(map(type, value)), value, expected)
             return make(value)
@@ -272,7 +272,7 @@ def _fields(kind: type) -> _Form:
             _require(False, value, f"the {len(names)} fields of {kind.__name__}")
         return kind(
             **{
-                # Most fields are plain, and a call for each would cost more than the check.
+                # most fields are plain, and a call for each would cost more than the check
                 name: item if type(item) in plain else decode_one(item, found)
                 for (name, plain, decode_one), item in zip(parts, value, strict=True)
             }
@@ -352,7 +352,7 @@ def _encode_any(value: Any, out: _Packing) -> Any:
         return {"$dict": [[_encode_any(one, out) for one in item] for item in value.items()]}
     if isinstance(value, Path):
         return {"$path": str(value)}
-    raise TypeError(f"a {type(value).__qualname__} does not travel")
+    raise TypeError(f"a {type(value).__qualname__} cannot be packed")
 
 
 def _decode_any(value: Any, found: _Unpacking) -> Any:
@@ -377,7 +377,7 @@ def _decode_any(value: Any, found: _Unpacking) -> Any:
             if key.startswith("$"):
                 kind = _NAMED.get(key[1:])
                 if kind is None:
-                    raise WireError(f"{ascii(key)[:40]}: nothing of that name travels")
+                    raise WireError(f"{ascii(key)[:40]}: no class of this name is registered")
                 decoded = _form(kind).decode(value[key], found)
             else:
                 decoded = {key: _decode_any(item, found) for key, item in value.items()}

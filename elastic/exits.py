@@ -1,4 +1,4 @@
-"""Exit codes of a run, as schedulers see them, and the signals that lead to some of them."""
+"""Exit codes of a run, as schedulers see them, and the signals that ask a run to leave."""
 
 import os
 import signal
@@ -6,27 +6,26 @@ from contextlib import suppress
 from typing import NoReturn
 
 EXIT_DONE = 0
-"""All steps are done."""
 EXIT_FAILED = 1
-"""An error without a code of its own; the log has its traceback."""
+"""An error that has no exit code of its own; the log has its traceback."""
 EXIT_WRONG_INPUT = 2
-"""Wrong recipe or input, noticed before any rendezvous."""
+"""Wrong recipe or input, noticed before the first rendezvous."""
 EXIT_REQUEUE = 75
-"""The run left on a notice, with its state saved: start the same command again (EX_TEMPFAIL)."""
+"""The run left on a notice and saved its state: start the same command again (EX_TEMPFAIL)."""
 EXIT_PAUSED = 76
-"""Training process to agent: paused as requested, with its state saved."""
+"""From a training process to its agent: paused as requested, with its state saved."""
 EXIT_PEER_GONE = 77
-"""Training process to agent: it lost the connection to another rank."""
+"""From a training process to its agent: it lost the connection to another rank."""
 EXIT_MENDED = 78
-"""Training process to agent: it failed, and has prevented that the next attempt fails in the same
-way. Such a failure is not counted."""
+"""From a training process to its agent: it failed, and has prevented that the next attempt fails in
+the same way. Such a failure is not counted."""
 EXIT_OUTVOTED = 79
-"""Training process to agent: other ranks have found twice that it computes wrongly. Its node leaves
-for good."""
+"""From a training process to its agent: other ranks have found twice that it computes wrongly. Its
+node leaves for good."""
 EXIT_DO_NOT_REQUEUE = 93
 """A restart would not help: no progress, or bad numbers that persist."""
 EXIT_INTERRUPTED = 130
-"""Ctrl-C; the state is saved if there was time."""
+"""Ctrl-C; the state is saved if there was time before a second Ctrl-C."""
 
 
 def leaving_code(number: int) -> int:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def torchrun_handler() -> "Callable[[RendezvousParameters], RendezvousHandler]":
-    """Return the function that torch registers under the name `perdure`."""
+    """The entry point: returns the function that torch registers under the name `perdure`."""
     return create_handler
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from elastic.exits import EXIT_PEER_GONE
 from elastic.node.progress import Pulse, pause_code, watch_signals
-from elastic.node.recall import Recall, Recalled
+from elastic.node.recall import AttemptRecalled, RecallSocket
 from elastic.node.standin import execute, is_stand_in, stand_in_for, this_program
 from elastic.node.zygote import RESERVE
 from elastic.process import die_with_parent, set_name, tolerate_lost_output
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # a stand-in does not import torch
     from torch.distributed import ProcessGroup
 
     from elastic.group.sampler import Sampler
-    from elastic.node.exchange import Sum
+    from elastic.node.exchange import AsyncSum
     from elastic.world import World
 
 
@@ -41,11 +41,11 @@ class Job:
         recall: of this process; None: it ends with the first failure of a peer.
     """
 
-    def __init__(self, world: "World", pulse: Pulse, recall: Recall | None = None) -> None:
+    def __init__(self, world: "World", pulse: Pulse, recall: RecallSocket | None = None) -> None:
         self.world = world
         self._pulse = pulse
-        self._recall = recall or Recall(None)
-        self._pause_sum: Sum | None = None
+        self._recall = recall or RecallSocket(None)
+        self._pause_sum: AsyncSum | None = None
         """The ranks' summed pause requests for the current step; None outside of steps."""
         self._step = self._last = 0
 
@@ -62,8 +62,8 @@ class Job:
         after the loop runs only once all steps are done.
 
         Args:
-            done: number of steps done, or a sampler with its state loaded. The sampler's `done`
-                then counts the steps begun, so that a save at the end of a step is right.
+            done: how many steps are done, or the sampler that has loaded it. Its `done` then
+                counts the steps that were begun, so that a save at the end of a step is right.
             total: the last step.
         """
         first = done if isinstance(done, int) else done.done
@@ -83,14 +83,14 @@ class Job:
             step: its number, from 1 on.
             total: the last step.
         """
-        from elastic.node.exchange import Sum
+        from elastic.node.exchange import AsyncSum
 
         # From here on there is something to save.
         self._pulse.safe = False
         self._pulse.report(step, "data")
         self._step, self._last = step, total
         # Begun before the step, so that the ranks agree while it runs.
-        self._pause_sum = Sum(self._pulse.pause_request)
+        self._pause_sum = AsyncSum(self._pulse.pause_request)
 
     def end_step(self) -> None:
         """End the step that was begun, after its save. Called on all ranks.
@@ -199,7 +199,7 @@ def join(device: str = "auto", timeout_seconds: float = 1800.0) -> Job:
     _become_rank()
     pulse = Pulse.from_environment()
     watch_signals(pulse)
-    return _joined(pulse, Recall(None), device, timeout_seconds)
+    return _joined(pulse, RecallSocket(None), device, timeout_seconds)
 
 
 def run(
@@ -229,7 +229,7 @@ def run(
         RuntimeError: as for `join`.
     """
     _become_rank()
-    recall, own = Recall.from_environment(), dict(os.environ)
+    recall, own = RecallSocket.from_environment(), dict(os.environ)
     if RESERVE in own:
         _wait_for_generation(recall, own, seconds=None)
         set_name("rank")  # its name was "reserve"
@@ -241,7 +241,7 @@ def run(
             with recall.attempt():
                 main(_joined(pulse, recall, device, timeout_seconds))
                 return
-        except Recalled:
+        except AttemptRecalled:
             pass
         except Exception as error:
             if not recall.recalls(error, _says_peer_is_lost(error)):
@@ -253,7 +253,7 @@ def run(
 
 def _become_rank() -> None:
     """Become a stand-in where an agent of ours runs the rank, and do not return; else prepare this
-    process to be the rank."""
+    process to be one."""
     if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
         raise RuntimeError(
             "elastic.join() and run() make the process group: call them in place of "
@@ -270,7 +270,7 @@ def _become_rank() -> None:
     tolerate_lost_output()
 
 
-def _joined(pulse: Pulse, recall: Recall, device: str, timeout_seconds: float) -> Job:
+def _joined(pulse: Pulse, recall: RecallSocket, device: str, timeout_seconds: float) -> Job:
     from elastic.world import join_world
 
     pulse.safe = True  # before the first step there is nothing to save
@@ -293,8 +293,8 @@ def _says_peer_is_lost(error: BaseException | None) -> bool:
     return False
 
 
-def _release(recall: Recall) -> None:
-    """Free what a finished attempt held: process groups, and what libraries cache about them."""
+def _release(recall: RecallSocket) -> None:
+    """Free what a finished attempt held: process groups, and what libraries keep of them."""
     import torch
 
     from elastic.world import drop_world
@@ -313,7 +313,9 @@ def _release(recall: Recall) -> None:
     gc.collect()  # wrapped models are cycles
 
 
-def _wait_for_generation(recall: Recall, own: dict[str, str], seconds: float | None = 60.0) -> None:
+def _wait_for_generation(
+    recall: RecallSocket, own: dict[str, str], seconds: float | None = 60.0
+) -> None:
     """Wait until this process is a rank of the next generation, and keep the environment variables
     `own` that the program has set before `run`. Ends the process if none follows."""
     from elastic.world import leave_world

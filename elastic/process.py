@@ -1,13 +1,12 @@
 """Child processes that end with their parent, and output that may lose its reader.
 
-`python -m elastic.process MODULE ARGUMENT …` runs a module like `python -m`, which ends with its
-parent.
+`python -m elastic.process MODULE ARGUMENT …` runs a module like `python -m`, in a process that ends
+with its parent.
 
 [Note: output] When the reader of a pipe ends, a terminal is closed or the log's disk is full, a
-write fails, and Python raises an error where a program only wanted to print. Each process of ours
-calls `tolerate_lost_output` when it starts. From then on, output that cannot be written is dropped,
-and the process continues. Everything else stays: the same process writes to the same file at once.
-"""
+write fails, and `print` raises an error. Each of our processes calls `tolerate_lost_output` when it
+starts. From then on, output that cannot be written is dropped, and the process continues. Nothing
+is redirected or buffered more than before."""
 
 import ctypes
 import io
@@ -27,9 +26,8 @@ from typing import Any, TextIO
 def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process when its parent, process `parent`, dies. Linux only.
 
-    torchrun puts each rank into a session of its own. Ranks of a launcher that is killed with
-    SIGKILL would train on, and write where the restarted run writes.
-    """
+    torchrun starts each rank in a new session. Without this call, ranks would outlive a torchrun
+    killed by SIGKILL, and write to the files of the restarted run."""
     if sys.platform != "linux":
         return
     parent = parent or os.getppid()
@@ -40,16 +38,16 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def set_name(name: str) -> None:
-    """Name this process in /proc, `ps -o comm` and `top`. Its command line stays."""
+    """Set this process's name in /proc, `ps -o comm` and `top`. Its command line stays."""
     if sys.platform == "linux":
         pr_set_name = 15
         ctypes.CDLL(None).prctl(pr_set_name, f"perdure-{name}".encode())
 
 
 def search_path() -> list[str]:
-    """Module search path for a child process, to be used with `python -P`: this process's path
-    without the working directory that `python -m` puts first. A folder there with the name of a
-    module of ours, torch's or Python's would be imported instead of it."""
+    """Returns the module search path for a child process started with `python -P`: this process's
+    path without the working directory, which `python -m` puts first. A folder in it could hide a
+    module of the same name."""
     result = list(sys.path)
     if not sys.flags.safe_path and result[:1] in ([""], [os.getcwd()]):
         del result[0]
@@ -58,7 +56,7 @@ def search_path() -> list[str]:
 
 
 def boot_id() -> str:
-    """Identifies this boot of this machine; "" where the system has no boot id."""
+    """Identifier of this boot of this machine; "" if the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -66,7 +64,7 @@ def boot_id() -> str:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on; Slurm and cpusets may limit them."""
+    """Number of cores that this process may run on; Slurm and cpusets may limit it."""
     return len(os.sched_getaffinity(0))
 
 
@@ -74,7 +72,7 @@ def usable_cores() -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Process ids of the children of all threads of a process, oldest first."""
+    """Returns the process ids of the children of all threads of a process, oldest first."""
     result: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
@@ -83,7 +81,7 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Process ids of all descendants of a process, parents before children."""
+    """Returns the process ids of all descendants of a process, parents before children."""
     result, todo = [], [pid]
     while todo:
         more = children(todo.pop())
@@ -93,13 +91,13 @@ def descendants(pid: int) -> list[int]:
 
 
 def descends(pid: int, ancestor: int) -> bool:
-    """Whether a living process is a descendant of another."""
+    """Whether the process `pid` lives and is a descendant of `ancestor`, or `ancestor` itself."""
     while pid > 1 and pid != ancestor:
         try:
             status = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             return False
-        # The name in front may hold brackets and spaces.
+        # the process name may contain brackets and spaces
         pid = int(status.rpartition(")")[2].split()[1])
     return pid == ancestor
 
@@ -124,31 +122,31 @@ def remaining(find: Callable[[], list[str]], seconds: float) -> list[str]:
 # --- output ----------------------------------------------------------------------------------
 
 PATIENCE_SECONDS = 5.0
-"""How long a reader that does not read may block a process, once."""
+"""Seconds for which a reader that does not read may block a process, once."""
 STREAM_NAMES = {"stdout": "standard output", "stderr": "standard error"}
 
 
 class _LossyOutput(io.FileIO):
-    """A descriptor on which every write succeeds: what cannot be written is dropped."""
+    """A file descriptor on which every write succeeds: bytes that cannot be written are dropped."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
         self.begin()
 
     def begin(self) -> None:
-        """Reset the state: the descriptor may belong to another file now."""
+        """Reset the state, because the descriptor may refer to another file now."""
         self.why = ""
-        """Reason of the last failed write; empty: none has failed."""
+        """Error text of the last failed write; empty: none has failed."""
         self._missing = 0
         """Bytes dropped since the last successful write."""
         self._mid_line = False
 
     def write(self, data: Any) -> int:
-        """Write all of `data`, or drop the rest of it; returns its size in bytes."""
+        """Write all of `data`, or drop the rest; returns the size of `data` in bytes."""
         left = memoryview(data).cast("B")
         size = len(left)
         try:
-            # The reader is back, and learns what it has missed.
+            # The reader reads again: tell it first how many bytes are missing.
             if self._missing and left:
                 gap = f"[{self._missing} bytes of output are missing here: {self.why}]\n".encode()
                 self._put(b"\n" + gap if self._mid_line else gap)
@@ -163,14 +161,14 @@ class _LossyOutput(io.FileIO):
         return size
 
     def _put(self, data: bytes | memoryview) -> int:
-        """Write at least one byte, as many as the file takes now; returns the count.
+        """Write as many bytes as the file accepts now, at least one; returns the count.
 
         Raises:
-            OSError: the file takes nothing.
+            OSError: the file accepts no byte.
         """
         poll, milliseconds = select.poll(), 0 if self._missing else int(1e3 * PATIENCE_SECONDS)
         poll.register(self.fileno(), select.POLLOUT)
-        # A pipe that poll() calls ready takes PIPE_BUF bytes without blocking.
+        # if poll() reports a pipe ready, it accepts PIPE_BUF bytes without blocking
         count = super().write(data) if poll.poll(milliseconds) else None
         if not count:
             raise BlockingIOError(0, "nobody reads it")
@@ -178,12 +176,11 @@ class _LossyOutput(io.FileIO):
 
 
 def tolerate_lost_output() -> None:
-    """Make sys.stdout and sys.stderr drop what they cannot write, in this process and its forks. A
-    stream that the program has replaced stays as it is. Call it again after replacing descriptors.
+    """Make sys.stdout and sys.stderr drop output that they cannot write, in this process and its
+    forks. A stream that the program has replaced stays. Call it again after replacing descriptors.
 
-    Closed descriptors 0 to 2 are opened on the null device. Otherwise the next file opened would
-    take their place, and receive the output of child processes.
-    """
+    Closed descriptors 0 to 2 are opened on the null device. Otherwise the next opened file would
+    get such a number, and receive the output of child processes."""
     closed = [descriptor for descriptor in range(3) if not _is_open(descriptor)]
     for _ in closed:  # open() returns the lowest free number
         os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
@@ -202,20 +199,20 @@ def tolerate_lost_output() -> None:
 
 
 def plain_text(error: object) -> str:
-    """The text of an error without gloo's source location and its general advice."""
+    """Returns the text of an error without gloo's source location and its general advice."""
     text = re.sub(r"^\[\S+\.cc:\d+\] ", "", str(error))
     return re.sub(r"\. This is typically caused by .*", "", text)
 
 
 def lost_output() -> str:
-    """Which streams of this process dropped output, and why; empty: none did."""
+    """Returns which streams of this process dropped output, and why; empty: none did."""
     return ", ".join(
         f"{STREAM_NAMES[name]}: {raw.why}" for name, raw in _lossy_streams() if raw.why
     )
 
 
 def _lossy_stream(descriptor: int, stream: TextIO | None) -> TextIO:
-    """A text stream like `stream` over a descriptor whose writes cannot fail."""
+    """Returns a text stream like `stream` over `descriptor`, whose writes cannot fail."""
     raw = _LossyOutput(descriptor)
     if not isinstance(stream, io.TextIOWrapper):  # the stream was closed when this process started
         return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", line_buffering=True)
@@ -239,7 +236,6 @@ def _is_open(descriptor: int) -> bool:
 
 
 def _raw(stream: TextIO | None) -> object:
-    """The raw file under a text stream."""
     buffer = getattr(stream, "buffer", None)
     return getattr(buffer, "raw", buffer)
 

@@ -1,10 +1,9 @@
 """The rendezvous handler of `torchrun --rdzv-backend perdure …`.
 
-It is registered through torch's entry point group `torchrun.handlers`, and implements torch's
-public `RendezvousHandler`. torch's own handlers reuse the workers' store over rounds (restarted
-ranks read the addresses of dead ones), notice lost nodes only when somebody re-joins, and cannot
-let a node in without ending the job. Here every round has a store of its own, and membership.py
-decides its nodes.
+The handler is registered in torch's entry point group `torchrun.handlers`, and implements torch's
+public `RendezvousHandler`. torch's own handlers use one store for all rounds (restarted ranks read
+addresses of dead ranks), notice lost nodes only when a node re-joins, and cannot add a node without
+ending the job. Here every round has a new store, and membership.py decides its nodes.
 
 `--rdzv-conf` takes:
 
@@ -62,11 +61,11 @@ from elastic.group.job_claim import NO_MARK, claim
 from elastic.group.job_secret import SECRET_FILE, Secret, SecretError, find_secret
 from elastic.group.member import Member, node_name
 from elastic.group.membership import (
-    Ask,
     Failure,
     JobEnd,
     Limits,
     Membership,
+    NodeRequest,
     close,
     ranks_of,
     room,
@@ -76,9 +75,9 @@ from elastic.group.membership import (
 from elastic.group.sealed import SealedStore
 from elastic.group.store import STORE_ERRORS, StoreClient, StoreLostError, host_store
 from elastic.group.topology import describe_places, own_place
-from elastic.node.agent import Node
+from elastic.node.agent import NodeAgent
 from elastic.node.occupancy import Occupancy, OccupiedError
-from elastic.node.program import Facts, differences, digest, torchrun_program
+from elastic.node.program import JobFacts, differences, digest, torchrun_program
 from elastic.node.zygote import start_early
 from elastic.process import tolerate_lost_output
 from elastic.world import AGENT, JOB, PLACES, ROUND
@@ -89,12 +88,12 @@ TORCHRUN_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 """Environment variable: signals that torchrun handles, once it has started its workers."""
 NOTICES = "PERDURE_NOTICES"
 """Environment variable: sources of notices that this machine will be taken away: auto (default), or
-some of aws, gcp, azure, file:PATH; empty for none. See cloud.py."""
+some of aws, gcp, azure, file:PATH, separated by commas; empty for none. See cloud.py."""
 REJOIN_SECONDS = 3600.0
 LOOPBACK = "127.0.0.1"
 WARN_SECONDS = 10.0
 MEET_SECONDS = 3600.0
-"""Longest time that an unreachable store may keep a round from beginning."""
+"""Longest time that an unreachable store may delay the begin of a round."""
 STORE_PATIENCE = 5.0
 TORCH_LOGGERS = (
     "torch.distributed.elastic.agent.server.api",
@@ -103,11 +102,12 @@ TORCH_LOGGERS = (
 LOG_LEVEL = "LOGLEVEL"
 """torch's environment variable for the level of TORCH_LOGGERS."""
 RECOVER_SECONDS, MAX_RECOVER_SECONDS = 10.0, 600.0
-"""Time before a node that was sent away is checked again; doubled each time up to the maximum."""
+"""Seconds before a node that was removed for its failures is checked again; doubled each time up to
+the maximum."""
 
 
 def create_handler(parameters: RendezvousParameters) -> "PerdureRendezvous":
-    """Create the handler of this node; connects to the store, or hosts it."""
+    """Create the rendezvous handler of this node. Connects to the store, or hosts it."""
     tolerate_lost_output()
     start_early()
     host, _, port = parameters.endpoint.rpartition(":")
@@ -130,22 +130,22 @@ def create_handler(parameters: RendezvousParameters) -> "PerdureRendezvous":
 
 
 class JobClosed(SystemExit):
-    """Ends torchrun with the exit code of the job, as there is no next round for this node.
-    torchrun would turn other exceptions into exit code 1 and a traceback.
+    """Ends torchrun with the job's exit code, as there is no next round for this node. A
+    `SystemExit`, because torchrun turns other exceptions into exit code 1 and a traceback.
 
     Args:
-        end: how the job ended.
+        end: exit code and reason of the job's end.
     """
 
     def __init__(self, end: JobEnd) -> None:
         super().__init__(end.code)
         self.end = end
-        if end.code != EXIT_WRONG_INPUT:  # the rank has printed what is wrong
+        if end.code != EXIT_WRONG_INPUT:  # the rank has printed the error already
             print(end.reason, file=sys.stderr, flush=True)
 
 
 class PerdureRendezvous(RendezvousHandler):
-    """torch's interface to this node's `Member` and `Node`. Created in the agent's main thread."""
+    """torch's interface to this node's `Member` and `NodeAgent`; created in the main thread."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class PerdureRendezvous(RendezvousHandler):
             raise self._refusal(str(error)) from error
         self._mark = NO_MARK
         self._paused = -1
-        """Generation in which all ranks of this node have paused for the next round; -1: none."""
+        """Generation in which this node's ranks have paused for the next round; -1: none."""
         self._recover_seconds = RECOVER_SECONDS
         self._round_store: dist.TCPStore | None = None
         self._occupancy: Occupancy | None = None
@@ -174,15 +174,15 @@ class PerdureRendezvous(RendezvousHandler):
         lease = float(parameters.get("lease", 0)) or None
         name = node_name(address)
         self._member = Member(client, self._run_id, name, limits, self._wake_node, lease)
-        self._node = Node(self._member, torchrun_program())
+        self._node = NodeAgent(self._member, torchrun_program())
         self._node.start()
         self._end = threading.Event()
         if LOG_LEVEL not in os.environ:
-            # The end of a stand-in says nothing about its rank; the node's agent logs that.
+            # The exit code of a stand-in says nothing about its rank, whose end the agent logs.
             for logger_name in TORCH_LOGGERS:
                 logging.getLogger(logger_name).setLevel(logging.CRITICAL)
         if threading.current_thread() is threading.main_thread():
-            # torchrun would answer a signal with a traceback and exit code 1, and save nothing.
+            # torchrun would end with a traceback and exit code 1 on a signal, and save nothing.
             os.environ[TORCHRUN_SIGNALS] = "SIGQUIT"
             for number in handled_signals():
                 signal.signal(number, self._on_signal)
@@ -190,9 +190,9 @@ class PerdureRendezvous(RendezvousHandler):
         atexit.register(self.shutdown)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        """Signal handler: the first signal is a notice, a second Ctrl-C ends everything at once."""
+        """Signal handler: the first signal makes the node leave, a second Ctrl-C exits at once."""
         if self._interrupted and number == signal.SIGINT:
-            os._exit(EXIT_INTERRUPTED)  # the kernel ends the processes that this one has started
+            os._exit(EXIT_INTERRUPTED)  # the kernel kills the processes that this one has started
         self._interrupted = self._interrupted or number == signal.SIGINT
         idle = not self._node.busy and not self._member.state.closed
         how = "Ctrl-C; the next one ends it at once" if self._interrupted else ""
@@ -218,19 +218,18 @@ class PerdureRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True: workers meet in the store of their round, which the agent of group rank 0 hosts."""
+        """True: ranks connect through the round's store, hosted by the agent of group rank 0."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the next round that this node is in."""
-        # before arriving, as the members pause for an arrival: only a node that can start may cause
-        # that
+        """Wait for the next round that includes this node. Called by torchrun."""
+        # checked before arriving, as the members pause their training for an arrival
         if not self._round:
             self._check_health()
             self._secret = self._read_facts()
             self._member.start(self._secret, self._mark)
         elif reason := self._sent_away():
-            if reason.unfit:  # its checks would pass again
+            if reason.unfit:  # its health checks would pass again
                 why = f"this node does not join again: {reason.why}; take this machine out"
                 raise JobClosed(JobEnd(EXIT_DO_NOT_REQUEUE, why))
             self._recover()
@@ -248,8 +247,8 @@ class PerdureRendezvous(RendezvousHandler):
                 return info
 
     def _read_facts(self) -> Secret:
-        """Wait for the facts of this node's program, and apply them; returns the job's secret."""
-        # Before the facts: the zygote may block on a folder while it reads them.
+        """Wait for the job's description by this node's program; returns the job's secret."""
+        # checked first, as the zygote may block on a folder while it reads the facts
         deadline = time.monotonic() + self._timeout
         self._refuse(check_folders(self._node.folders(self._timeout)))
         facts = self._node.facts(max(0.0, deadline - time.monotonic()))
@@ -268,22 +267,22 @@ class PerdureRendezvous(RendezvousHandler):
         if facts.identity:
             self._identity = digest(facts.identity)
             key, text = self._identity_key(self._identity), json.dumps(facts.identity).encode()
-            with suppress(StoreLostError):  # only an error message would use it
+            with suppress(StoreLostError):  # only error messages use the value
                 client = StoreClient(*self._store_address, STORE_PATIENCE)
                 client.set(key, secret.seal(key, text))
         return secret
 
     def _identity_key(self, identity: str) -> str:
-        """Key of the store for the `Facts.identity` behind a digest."""
+        """Key in the store of the `JobFacts.identity` that has the digest `identity`."""
         return f"perdure/{self._run_id}/identity/{identity}"
 
     def _foreign_job(self) -> "JobClosed":
-        """The error of a node that would train something else than the job."""
+        """Returns the error of a node that would train something else than the job."""
         identity, key = None, self._identity_key(self._member.state.identity)
         with suppress(StoreLostError):
             client = StoreClient(*self._store_address, STORE_PATIENCE)
             identity = self._secret.open(key, client.get(key) or b"")
-        facts = self._node.facts(0) or Facts()
+        facts = self._node.facts(0) or JobFacts()
         differing = differences(facts.identity, json.loads(identity or b"{}"))
         return self._refusal(
             f"this node does not join job {self._run_id!r}, as it would train something else: "
@@ -295,18 +294,22 @@ class PerdureRendezvous(RendezvousHandler):
         return JobClosed(JobEnd(EXIT_WRONG_INPUT, why))
 
     def _check_health(self) -> None:
-        """Refuse to join with a machine that would fail the others."""
+        """Check this machine.
+
+        Raises:
+            RendezvousConnectionError: the machine would fail the job.
+        """
 
         def round_trip() -> float:
             client, times = StoreClient(*self._store_address, STORE_PATIENCE), []
-            client.get("health")  # connects
-            for _ in range(5):  # the best of several, as this machine is busy importing
+            client.get("health")  # this request opens the connection
+            for _ in range(5):  # the shortest of several, as this machine is busy with imports
                 started = time.monotonic()
                 client.get("health")
                 times.append(time.monotonic() - started)
             return min(times)
 
-        try:  # a store that is restarting is no fault of this machine
+        try:  # a store that is restarting is no fault of this machine, so wait for it
             StoreClient(*self._store_address, self._timeout).get("health")
         except StoreLostError as error:
             raise RendezvousConnectionError(str(error)) from error
@@ -317,7 +320,7 @@ class PerdureRendezvous(RendezvousHandler):
         self._refuse(health.problems)
 
     def _refuse(self, problems: Sequence[HealthProblem]) -> None:
-        """Log problems of this machine; raise if others would wait for it."""
+        """Log problems of this machine; raise an error if one of them keeps it from joining."""
         for problem in problems:
             logger.warning("health check: %s", problem)
         if any(problem.refuses for problem in problems):
@@ -325,8 +328,9 @@ class PerdureRendezvous(RendezvousHandler):
                 f"this node does not join: {'; '.join(map(str, problems))}"
             )
 
-    def _find_secret(self, facts: Facts) -> Secret:
-        """The secret of the job; raises rather than begin a second job beside the intended one."""
+    def _find_secret(self, facts: JobFacts) -> Secret:
+        """Returns the secret of the job. Raises an error where a second job would begin beside the
+        intended one."""
         if self._hosted and self._member.limits.maximum == 1 and not self._secret_file:
             return Secret(os.urandom(32))  # no other process needs it
         try:
@@ -341,14 +345,14 @@ class PerdureRendezvous(RendezvousHandler):
         return secret
 
     def _sent_away(self) -> Failure | None:
-        """The failure for which this node was removed; None if it was not."""
+        """Returns the failure for which this node was removed; None if it was not."""
         state, name = self._member.state, self._member.name
         if name in state.members or state.closed:
             return None
         return next((report for report in state.struck if report.node == name), None)
 
     def _recover(self) -> None:
-        """Wait until this node, which failed too often, passes its checks."""
+        """Wait until this node, which was removed for its failures, passes its health checks."""
         why = "this node was sent away for its failures"
         while True:
             logger.warning("%s; checking it in %.0f s", why, self._recover_seconds)
@@ -365,7 +369,7 @@ class PerdureRendezvous(RendezvousHandler):
                 why = str(error)
 
     def _next_round(self, before: int, timeout: float, deadline: float) -> Membership:
-        """Wait for a round after `before` that includes this node."""
+        """Request to join, and wait for a round after `before` that includes this node."""
         member, name = self._member, self._member.name
         if self._node.leaving:
             raise self._left()
@@ -375,7 +379,7 @@ class PerdureRendezvous(RendezvousHandler):
 
         present, ended, spare = bool(before), None, False
         ranks = self._node.program.ranks
-        member.request(Ask(False, before, self._paused, ranks, self._identity, self._place))
+        member.request(NodeRequest(False, before, self._paused, ranks, self._identity, self._place))
         while True:
             if member.wait_for(in_next, 0.5):
                 member.request(None)
@@ -408,7 +412,7 @@ class PerdureRendezvous(RendezvousHandler):
                     )  # fmt: skip
             if time.monotonic() < deadline:
                 continue
-            if ended:  # this node came late, and alone
+            if ended:  # this node came after the job's end, and no other node came
                 raise JobClosed(ended)
             of_replicas = f", in replicas of {limits.unit} ranks" if limits.unit > 1 else ""
             raise RendezvousTimeoutError(
@@ -418,9 +422,9 @@ class PerdureRendezvous(RendezvousHandler):
             )
 
     def _meet(self, state: Membership) -> RendezvousInfo | None:
-        """Meet the other nodes of a round in its store; None if the round ended meanwhile."""
+        """Wait for all nodes of a round in its store; returns None if the round ends meanwhile."""
         member, group_rank = self._member, state.members.index(self._member.name)
-        # the first node answers for the whole launch
+        # the first node holds the directory for the whole launch
         self._occupy(state.job if group_rank == 0 else None)
         if group_rank == 0:
             self._round_store = host_store(self._address, 0)
@@ -433,7 +437,7 @@ class PerdureRendezvous(RendezvousHandler):
         member.wait_for(lambda now: bool(now.address) or ended(now), MEET_SECONDS)
         warn_at = time.monotonic() + WARN_SECONDS
         secret = self._secret.derive(f"round {state.round} of job {state.job}")
-        # ranks must not be able to write as agents
+        # a derived secret, so that ranks cannot write as agents
         self._node.page.share_secret(secret.derive("ranks").key)
         while not ended(member.state) and member.state.address:
             host, _, port = member.state.address.rpartition(":")
@@ -447,11 +451,10 @@ class PerdureRendezvous(RendezvousHandler):
             )
             try:
                 store = SealedStore(connect, secret, "agents")
-                # Twice, as torch makes the agents wait for each other next, without a way out: an
-                # agent that dies between the two is noticed here.
+                # Twice: an agent that dies in the first wait is noticed in the second.
                 for word in ("here", "all here"):
                     store.set(f"{word} {group_rank}", b"")
-                    # The first node waits for a key of every node, the others for one of its own.
+                    # The first node waits for all nodes, the others for the first node.
                     nodes = range(state.size) if group_rank == 0 else ()
                     keys = [f"{word} {node}" for node in nodes]
                     while not store.check(keys or [word]) and not ended(member.state):
@@ -463,7 +466,7 @@ class PerdureRendezvous(RendezvousHandler):
                 address_info = RendezvousStoreInfo(host, int(port))
                 return RendezvousInfo(store, group_rank, state.size, address_info)
             except STORE_ERRORS:
-                time.sleep(0.1)  # the host is dead, and its lease ends soon
+                time.sleep(0.1)  # the host has died, and its lease ends soon
                 if time.monotonic() > warn_at:
                     warn_at = math.inf
                     logger.warning(
@@ -474,7 +477,7 @@ class PerdureRendezvous(RendezvousHandler):
         return None
 
     def _occupy(self, job: str | None) -> None:
-        """Hold the run directory for a job; None: release it."""
+        """Hold the run directory for `job`; release it if `job` is None."""
         facts = self._node.facts(0)
         if job and not self._occupancy and facts and facts.directory:
             try:
@@ -488,11 +491,10 @@ class PerdureRendezvous(RendezvousHandler):
             self._occupancy = None
 
     def num_nodes_waiting(self) -> int:
-        """Return 1 to make torchrun end its workers and come to the next round.
+        """Returns 1 to make torchrun end its workers and call `next_rendezvous`.
 
-        A node that is lost or has left is a reason at once. For nodes that have arrived, the ranks
-        are asked to pause first.
-        """
+        If a node is lost or has left, the result is 1 at once. If nodes have arrived, the ranks are
+        requested to pause first."""
         state = self._member.state
         in_round = state.round == self._round and self._member.name in state.members
         if state.closed:
@@ -502,10 +504,11 @@ class PerdureRendezvous(RendezvousHandler):
             if self._node.leaving:
                 return 0  # this node leaves, and its stand-ins end by themselves
             self._paused = -1 if paused is None else paused
-            self._node.expect_stop()  # the SIGTERM that follows is torchrun's, and no notice
+            # The SIGTERM that follows comes from torchrun, and is no notice.
+            self._node.expect_stop()
             return 1
         if room(state, self._member.limits):
-            self._node.pause()  # once all have paused, the next call returns 1
+            self._node.pause()  # once all ranks have paused, the next call returns 1
         return 0
 
     def is_closed(self) -> bool:
@@ -516,7 +519,7 @@ class PerdureRendezvous(RendezvousHandler):
 
     @property
     def verdict(self) -> JobEnd | None:
-        """How the job ended; None while it runs."""
+        """Exit code and reason of the job's end; None while it runs."""
         return self._member.state.closed
 
     def get_run_id(self) -> str:
@@ -526,8 +529,8 @@ class PerdureRendezvous(RendezvousHandler):
         """Leave the job, which continues without this node.
 
         Raises:
-            JobClosed: torchrun is about to report that its workers failed. They are stand-ins, and
-                have left with the exit code of the job.
+            JobClosed: torchrun is about to report that its workers failed, but these are stand-ins
+                that ended with the exit code of the job.
         """
         if not self._stopped:
             self._stopped = True
@@ -536,7 +539,7 @@ class PerdureRendezvous(RendezvousHandler):
             self._occupy(None)
             self._member.stop(timeout=2.0)
             if threading.current_thread() is threading.main_thread():
-                for number in SIGNALS:  # Python restores their default action as it exits
+                for number in SIGNALS:  # Python restores their default action when it exits
                     signal.signal(number, signal.SIG_IGN)
             if isinstance(sys.exc_info()[1], ChildFailedError):
                 if self._node.leaving:
@@ -547,7 +550,8 @@ class PerdureRendezvous(RendezvousHandler):
 
 
 def _host_if_ours(host: str, port: int, wanted: bool | None, alone: bool) -> dist.TCPStore | None:
-    """Host the store if it belongs on this node; else None; `alone`: for this machine only."""
+    """Host the store if its address is on this node and nobody hosts it yet; else return None.
+    `wanted`: the setting `is_host`; `alone`: only this machine uses the store."""
     if wanted is False:
         return None
     if wanted is None and port and (not _is_ours(host) or _answers(host, port)):
@@ -557,7 +561,7 @@ def _host_if_ours(host: str, port: int, wanted: bool | None, alone: bool) -> dis
     except OSError:
         if wanted or not _answers(host, port):
             raise
-        return None  # another agent of this machine was faster
+        return None  # another agent of this machine hosts the store
 
 
 def _answers(host: str, port: int) -> bool:
@@ -572,14 +576,14 @@ def _is_ours(host: str) -> bool:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address[0], 0))  # works only for an address of this machine
+            probe.bind((address[0], 0))  # bind() works only for an address of this machine
         return True
     except OSError:
         return False
 
 
 def _reachable(host: str, most_nodes: int) -> str:
-    """The address of this machine for other nodes, chosen by the way to `host`."""
+    """Returns the address of this machine for other nodes: that of the interface towards `host`."""
     address = _address_towards(host)
     present = host in ("localhost", address)
     if most_nodes > 1 and ip_address(address).is_loopback and not present:
@@ -591,11 +595,11 @@ def _reachable(host: str, most_nodes: int) -> str:
 
 
 def _address_towards(host: str) -> str:
-    """The address of this machine on the way to `host`."""
+    """Returns the address of the interface of this machine through which `host` is reached."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing over UDP: it only picks the route
+            probe.connect(address)  # over UDP this sends nothing, and only selects the route
             return str(probe.getsockname()[0])
     except OSError as error:
         raise RendezvousConnectionError(f"--rdzv-endpoint: no way to {host}: {error}") from error

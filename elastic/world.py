@@ -1,4 +1,4 @@
-"""The `World` of a rank, read from the environment once; joining and leaving the process group."""
+"""The `World` of a rank, read once from the environment; joining and leaving the process group."""
 
 import gc
 import json
@@ -26,33 +26,33 @@ logger = logging.getLogger(__name__)
 ROUND = "PERDURE_ROUND"
 """Environment variable: the membership round of this rank."""
 PLACES = "PERDURE_PLACES"
-"""Environment variable: which ranks of the round are in which rack or NVLink domain, in words."""
+"""Environment variable: text that says which ranks are in which rack or NVLink domain."""
 JOB = "PERDURE_JOB"
-"""Environment variable: identity of this launch, equal on all its nodes; see occupancy.Holder."""
+"""Environment variable: identity of this launch, equal on all its nodes."""
 AGENT = "PERDURE_AGENT"
 """Environment variable: process id of this rank's agent."""
 GENERATION = "PERDURE_GENERATION"
-"""Environment variable: this process's generation within its round."""
+"""Environment variable: generation of this process within its round."""
 CAUSE = "PERDURE_CAUSE"
-"""Environment variable: the failure that made this start necessary, as JSON."""
+"""Environment variable: the failure that caused this start, as JSON."""
 
 INTERFACES = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-"""Environment variables: interfaces on which gloo and NCCL listen."""
+"""Environment variables: network interfaces on which gloo and NCCL listen."""
 
 FREED_SECONDS, STILL_SECONDS = 10.0, 3.0
-"""Longest wait for the device memory of a killed rank: in total, and without any memory being
-freed. A device that is still occupied then is in use by others."""
+"""Longest wait for the memory of a killed rank's GPU: in total, and since memory was last freed. If
+the GPU is still occupied then, other processes use it."""
 FREED_SLACK = 1 << 30
-"""Bytes that other processes may have allocated since."""
+"""Bytes that other processes may have allocated on the GPU meanwhile."""
 
-# A rank that is recalled leaves a process group as garbage. A data worker forked from it has none
-# of the group's threads, and would hang or abort when it collects that garbage.
+# A data worker forked from a recalled rank lacks the threads of the rank's old process group, and
+# would hang or abort when it collects that group as garbage.
 os.register_at_fork(after_in_child=gc.freeze)
 
 
 @dataclass(frozen=True)
 class World:
-    """One process and its place among its peers."""
+    """A process and its ranks in the job."""
 
     rank: int
     local_rank: int
@@ -60,25 +60,25 @@ class World:
     local_world_size: int
     nodes: int
     round: int
-    """Membership round, counted from 1; 0 without an agent of ours."""
+    """Membership round, counted from 1; 0 without an agent."""
     generation: int
     """Restarts of the training processes within this round."""
     cause: Mapping[str, Any] | None
-    """The failure that made this start necessary: rank, node, step, why, at; else None."""
+    """The failure that caused this start: rank, node, step, why, at; None: there was none."""
     device: torch.device
     free: int = 0
-    """Most bytes that this rank's GPU has had free at a join."""
+    """Most free bytes that this rank's GPU has had when the rank joined."""
     places: str = ""
-    """Which ranks are in which rack or NVLink domain, in words; empty: unknown."""
+    """Text that says which ranks are in which rack or NVLink domain; empty: unknown."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which prints and decides for all."""
+        """Whether this is rank 0, which prints and decides for all ranks."""
         return self.rank == 0
 
 
 def read_environment() -> tuple[int, int, int, int]:
-    """(rank, local_rank, world_size, local_world_size) from torchrun, else (0, 0, 1, 1)."""
+    """Returns torchrun's (rank, local_rank, world_size, local_world_size), else (0, 0, 1, 1)."""
     read = os.environ.get
     return (
         int(read("RANK", "0")),
@@ -89,7 +89,7 @@ def read_environment() -> tuple[int, int, int, int]:
 
 
 _sealed: list[SealedStore] = []
-"""Keeps the store of this process's groups alive; torch holds no reference to its Python part."""
+"""Holds the store of this process's groups, as torch keeps no reference to its Python object."""
 
 
 def join_world(
@@ -99,10 +99,10 @@ def join_world(
 
     Args:
         device: "cuda", "cpu", or "auto" for CUDA where there is a GPU.
-        timeout_seconds: how long a collective waits for a missing rank.
-        secret: of this round (`Pulse.secret`); seals the addresses that ranks exchange. Empty:
-            none.
-        most_free: bytes that this rank's GPU had free at an earlier join; 0: not known.
+        timeout_seconds: seconds that a collective waits for a missing rank.
+        secret: secret of this round (`Pulse.secret`), which seals the addresses that ranks
+            exchange. Empty: they are not sealed.
+        most_free: free bytes of this rank's GPU at an earlier join; 0: unknown.
 
     The default group carries CUDA tensors over NCCL and CPU tensors over gloo.
     """
@@ -112,10 +112,10 @@ def join_world(
     place, free = torch.device("cpu"), 0
     if device == "cuda":
         place = torch.device("cuda", local_rank)
-        torch.cuda.set_device(place)  # first: any other call would open a context on GPU 0
+        torch.cuda.set_device(place)  # first, as any other call would open a context on GPU 0
         free = wait_until_freed(place, most_free)
     if local_world_size == world_size:
-        for variable in INTERFACES:  # all ranks are on this machine: do not listen on its network
+        for variable in INTERFACES:  # with all ranks on this machine, do not listen on its network
             os.environ.setdefault(variable, "lo")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
@@ -141,26 +141,26 @@ def join_world(
     )
 
 
-# torch 2.15 warns of the private name, which is all that releases before 2.14 have.
+# Releases before 2.14 have only the private name, of which torch 2.15 warns.
 _set_timeout: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
 
 def limit_waits(timeout_seconds: float) -> None:
-    """Give the collectives of all groups of this rank the same time-out. torch gives groups other
-    than the default one 10 or 30 minutes, whatever init_process_group was called with."""
+    """Give the collectives of all groups of this rank the same time-out. torch gives all groups but
+    the default group 10 or 30 minutes, whatever the argument of init_process_group was."""
     for group in list(distributed_c10d._world.pg_map):
         _set_timeout(timedelta(seconds=timeout_seconds), group)
 
 
 def wait_until_freed(place: torch.device, most: int) -> int:
     """Wait until a GPU has as much free memory as before a rank on it was killed. The driver may
-    free it seconds after the process has ended.
+    free the memory seconds after the process has ended.
 
     Args:
-        most: bytes that were free when a rank of this GPU last joined; 0: not known, no wait.
+        most: bytes that were free when a rank last joined on this GPU; 0: unknown, do not wait.
 
     Returns:
-        Bytes that are free now, or reserved by this process.
+        Bytes that are free now, or reserved by this process's allocator.
     """
 
     def free() -> int:
@@ -179,7 +179,7 @@ def wait_until_freed(place: torch.device, most: int) -> int:
 
 
 def _address_store(secret: bytes) -> dist.Store | None:
-    """The store in which ranks exchange addresses; None: torch creates it."""
+    """Returns the store in which ranks exchange addresses; None: torch creates a store."""
     read = os.environ.get
     if "RANK" not in os.environ:
         return dist.HashStore()  # a world of one rank
@@ -194,22 +194,19 @@ def _address_store(secret: bytes) -> dist.Store | None:
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     connect = partial(dist.TCPStore, host, port, is_master=False)
-    if secret:  # the store is new in every round; generations of a round share it
+    if secret:  # the store is new in every round, but generations of a round share it
         _sealed[:] = [SealedStore(connect, Secret(secret), f"generation {read(GENERATION, '0')}")]
         return _sealed[0]
     store = connect()
-    # torchrun 2.11 to 2.13 hands restarted ranks the store of the attempt before, with the
-    # addresses of dead peers in it. On one node the attempt's number keeps them apart.
+    # A prefix per attempt: torchrun 2.11 to 2.13 gives restarted ranks the old peers' addresses.
     return dist.PrefixStore(f"attempt-{read('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Whether an error only says that another rank, or the store's host, is gone."""
+    """Whether an error only means that another rank, or the store's host, is gone."""
     signs = ["Connection reset by peer", "Connection closed by peer", "Broken pipe"]
     if isinstance(error, dist.DistBackendError):
-        # DistBackendError is any failure of NCCL, such as two ranks on one GPU or too small a
-        # /dev/shm. NCCL's explanations of those speak of sockets and remote peers too, so only
-        # phrases that appear for a lost peer count.
+        # NCCL's texts for other failures mention sockets and peers too: use specific phrases only.
         signs += ["ncclRemoteError", "Connection closed by remote peer", "Connection refused"]
         signs += ["Connection timed out", "failed to recv", "communicator was aborted", "timeout"]
     elif isinstance(error, dist.DistError):  # errors of the store and of connections to it
@@ -218,23 +215,22 @@ def is_lost_peer(error: RuntimeError) -> bool:
 
 
 def drop_world() -> None:
-    """Destroy the process groups of an attempt that is over. Each rank calls it by itself."""
+    """Destroy the process groups of an attempt that has ended. Each rank calls it by itself."""
     if dist.is_initialized():
         with suppress(RuntimeError):  # some groups were aborted, others have lost peers
             dist.destroy_process_group()
 
 
 def supervised() -> bool:
-    """Whether an agent of ours started this process, and restarts it."""
+    """Whether this process has an agent of ours, which started it and restarts it."""
     return ROUND in os.environ
 
 
 def refuse_stale_store() -> str | None:
-    """Why this launch must not continue, in a line; None if it may.
+    """Returns one line that says why this launch must not continue; None if it may.
 
     On several nodes torchrun's own rendezvous gives restarted ranks a stale store. The nodes count
-    their restarts differently, so no number tells the attempts apart.
-    """
+    their restarts differently, so that no number can separate the attempts."""
     read = os.environ.get
     shared = read("TORCHELASTIC_USE_AGENT_STORE") == "True" and ROUND not in os.environ
     if not shared or int(read("GROUP_WORLD_SIZE", "1")) == 1:
@@ -250,16 +246,14 @@ def leave_world(code: int) -> NoReturn:
     """End this rank with exit code `code`. Called on all ranks after the last step and at a pause;
     otherwise each rank calls it by itself.
 
-    A rank that leaves alone does not destroy the group, for which NCCL waits for the others.
-    """
+    A rank that leaves alone does not destroy its groups, because NCCL would wait for the other
+    ranks."""
     if dist.is_initialized() and code in (EXIT_DONE, EXIT_PAUSED, EXIT_REQUEUE):
-        # A rank that destroys its group early looks like a lost peer to those still in the last
-        # step.
+        # The barrier: a rank that destroys its group early looks like a lost peer to the others.
         if code == EXIT_DONE:
             dist.barrier()
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    # No interpreter shutdown: gloo's threads sometimes abort a process there, after all work is
-    # done, and torchrun then calls the job failed.
+    # os._exit, as gloo's threads sometimes abort a process that shuts its interpreter down.
     os._exit(code)

@@ -17,7 +17,7 @@ def folders(arguments: tuple[str, ...]) -> dict[str, str]:
 
 
 def facts(arguments: tuple[str, ...], ranks: int) -> dict[str, Any]:
-    """The fields of `elastic.node.program.Facts` for a recipe with overrides, on a node with
+    """The fields of `elastic.node.program.JobFacts` for a recipe with overrides, on a node with
     `ranks` ranks."""
     try:
         recipe, _, _, identity = prepare(arguments)

@@ -21,7 +21,7 @@ from checkpointing.state import Stateful
 
 __all__ = ["async_save", "load", "save"]
 VALUES = "values"
-"""Name of the object that holds everything but tensors."""
+"""Key of the object that holds everything except tensors."""
 
 
 def save(
@@ -59,7 +59,7 @@ def async_save(
     **others: Any,
 ) -> "Future[None]":
     """Save; returns once the state_dict is copied and may change. Arguments and errors are those of
-    `save`, but for SaveFailed.
+    `save`, except SaveFailed.
 
     Returns:
         A future, done when the checkpoint is in storage. `result()` waits for that, and raises
@@ -112,17 +112,17 @@ def load(
 
 _Key = tuple[int, str, dist.ProcessGroup | None]
 _KEPT: dict[_Key, Checkpointer] = {}
-"""Checkpointers by process, directory of steps, and group: their memory and writers serve the next
-save. Paths that are no steps share one of each group, under an empty name. One slot suffices, since
+"""(process, directory, group) → Checkpointer, whose memory and writers the next save reuses. Paths
+that name no step share the Checkpointer of their group with directory "". It has one slot, since
 saves wait for each other."""
 
 
 _PENDING: dict[Checkpointer, "_Saving"] = {}
-"""The last save of each Checkpointer, until it was waited for."""
+"""Checkpointer → its last save, until it was waited for."""
 
 
 class _Saving(Future[None]):
-    """A running save. Each rank waits for it in the calling thread; there is no other."""
+    """A running save. Each rank waits for it in the calling thread, as there is no other thread."""
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def _begin(
     if step is not None and step == newest:
         raise CheckpointError(f"{checkpoint_id} is there already; move it away, or name another")
     if step is None:
-        step = 0 if newest is None else newest + 1  # keep=1 then deletes the one before
+        step = 0 if newest is None else newest + 1  # keep=1 then deletes the previous checkpoint
     state = checkpointer.on_all(lambda: _state(_plain(state_dict)))
     checkpointer.save(step, state, wait=wait)
     return checkpointer
@@ -193,10 +193,10 @@ def _opened(path: str | Path, group: dist.ProcessGroup | None) -> tuple[Checkpoi
     key = os.getpid(), "" if step is None else directory, group
     if key not in _KEPT:
         _KEPT[key] = Checkpointer(directory, group=group, keep=int(step is None), slots=1)
-    # One save at a time, whose outcome is for its own future.
+    # one save at a time, as its outcome belongs to its own future
     if pending := _PENDING.pop(_KEPT[key], None):
         pending.settle()
-    _KEPT[key].outcomes()  # drops those of earlier saves
+    _KEPT[key].outcomes()  # drops the outcomes of earlier saves
     if step is None:
         _KEPT[key].move(directory)
     return _KEPT[key], step
@@ -210,7 +210,7 @@ def _plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Values:
-    """Everything in a nested state_dict but tensors."""
+    """Everything in a nested state_dict except tensors."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
@@ -244,7 +244,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
         children = value.items()
     elif isinstance(value, list):
         children = enumerate(value)
-    # Nothing but values below: one leaf, saved as it is.
+    # a subtree without tensors is one leaf, saved unchanged
     if children is None or (path and not _holds_tensors(value)):
         yield path, value
         return

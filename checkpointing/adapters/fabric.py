@@ -12,7 +12,7 @@ import torch
 from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
-from checkpointing.adapters.strategies import Values, WithCheckpointers
+from checkpointing.adapters.strategies import PlainValues, WithCheckpointers
 from checkpointing.errors import CheckpointError, WrongModel
 from checkpointing.format.layout import split_step
 from checkpointing.state import Stateful
@@ -24,15 +24,16 @@ __all__ = [
     "CheckpointedSingleDevice",
 ]
 VALUES = "values"
-"""Name of the object that holds all plain values."""
+"""Key of the object that holds all plain values."""
 
 
 class Checkpointed(WithCheckpointers):
-    """Mixin before a strategy of Fabric among the bases of a class.
+    """Mixin that makes a strategy of Fabric save and load with this package. Must precede the
+    strategy among a class's bases.
 
-    Paths given to `fabric.save` are DIRECTORY/step-00000100. It returns once the state may change;
-    a process of each node writes. `fabric.load` takes such a path, or DIRECTORY for the newest good
-    checkpoint. The number of ranks that saved does not matter."""
+    Paths given to `fabric.save` have the form DIRECTORY/step-00000100. It returns once the state
+    may change; a process of each node writes. `fabric.load` takes such a path, or DIRECTORY for the
+    newest good checkpoint. Any number of ranks may have saved it."""
 
     def save_checkpoint(
         self,
@@ -45,7 +46,8 @@ class Checkpointed(WithCheckpointers):
         state_dict, and plain values.
 
         Raises:
-            ValueError: the path names no step, or something cannot be saved; says what and why.
+            ValueError: the path names no step, or part of the state cannot be saved. The message
+                says why.
         """
         if storage_options is not None or filter is not None:
             raise ValueError("fabric.save: storage_options and filter are not for this strategy")
@@ -55,7 +57,7 @@ class Checkpointed(WithCheckpointers):
         checkpointer = self.checkpointer(directory)
         objects = checkpointer.on_all(lambda: _objects(state))
         optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
-        checkpointer.guard(*optimizers)  # their steps wait for the copy, so `save` need not
+        checkpointer.guard(*optimizers)  # their steps wait for the copy, so that `save` need not
         checkpointer.save(step, objects)
 
     def load_checkpoint(
@@ -65,7 +67,7 @@ class Checkpointed(WithCheckpointers):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Called by `fabric.load` on all ranks. `fabric.load_raw` reads torch's files as before.
+        """Called by `fabric.load` on all ranks. `fabric.load_raw` still reads torch's own files.
 
         Raises:
             CheckpointError: there is no checkpoint, or no good one.
@@ -101,8 +103,8 @@ class CheckpointedModelParallel(Checkpointed, ModelParallelStrategy):
     """Fabric's strategy for FSDP2 and tensor parallelism."""
 
 
-class _ValuesByKey(Values):
-    """All plain values of a state; Fabric restores them by key."""
+class _ValuesByKey(PlainValues):
+    """All plain values of a state. Fabric restores them by key."""
 
     def refuse_state(self, state_dict: dict[str, Any]) -> None:
         if state_dict.keys() != self.values.keys():

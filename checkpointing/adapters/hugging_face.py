@@ -1,4 +1,4 @@
-"""A callback for transformers' Trainer that saves and resumes by this package."""
+"""A callback for the Trainer of transformers that saves and resumes with this package."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ class CheckpointCallback(TrainerCallback):
         self._directory, self._every, self._options = Path(directory), every, options
         self._found: int | None = None
         self._global_batch: int | None = None
-        """Sequences per step in the run that saved."""
+        """Sequences per step in the run that saved the checkpoint."""
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def resume(self) -> str | None:
@@ -61,14 +61,14 @@ class CheckpointCallback(TrainerCallback):
         values = read_state(path)["values"]
         self._folder = tempfile.TemporaryDirectory(prefix="resume-")
         folder = Path(self._folder.name)
-        # Links, as the weights may be large.
+        # links, as the weights may be large
         for file in path.absolute().glob("model*"):
             (folder / file.name).symlink_to(file)
         saved = from_json(values["trainer"])
         self._global_batch = saved["global_batch"]
         (folder / "trainer_state.json").write_text(json.dumps(saved["state"]))
         states = from_json(values["random"])
-        # With more ranks than saved, states repeat: the Trainer seeds all ranks alike.
+        # with more ranks than saved, states repeat, as the Trainer seeds all ranks equally
         for rank in range(int(os.environ.get("WORLD_SIZE", "1"))):
             torch.save(_of_process(states[rank % len(states)]), folder / f"rng_state_{rank}.pth")
         torch.save(states[0], folder / "rng_state.pth")
@@ -77,7 +77,7 @@ class CheckpointCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Load what the Trainer does not read from the folder."""
+        """Called by the Trainer: loads the state that it does not read from the folder."""
         optimizer = kwargs["optimizer"]
         self.checkpointer = Checkpointer(self._directory, **self._options)
         self._state = {
@@ -93,7 +93,7 @@ class CheckpointCallback(TrainerCallback):
             return self._found, parse_step(newest.name) if newest else None
 
         found, newest = self.checkpointer.on_main(steps)
-        # Not from memory: the Trainer reads its own state from storage.
+        # not from memory, as the Trainer reads its own state from storage
         loaded = newest if found is None else self.checkpointer.load(self._state, step=found)
 
         def compare() -> None:
@@ -118,15 +118,15 @@ class CheckpointCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Save if that is due, or another callback has asked for it by `should_save`. The Trainer
-        logs this step later, so after a resume its `log_history` lacks this step's entry."""
+        """Called by the Trainer: saves if a save is due, or another callback has set `should_save`.
+        The Trainer logs this step later, so after a resume its `log_history` lacks this step's
+        entry."""
         last = control.should_training_stop or state.global_step >= state.max_steps
         asked = control.should_save and args.save_strategy == "no"
         if asked:
-            control.should_save = False  # or the Trainer would save as well
+            control.should_save = False  # otherwise the Trainer would save as well
         if last or asked or state.global_step % self._every == 0:
-            # As the Trainer does: its state from the first process, random numbers from all. So
-            # another number of processes can resume.
+            # Rank 0's state, as in the Trainer, so that any number of processes can resume.
             trainer = self.checkpointer.on_main(
                 lambda: {"state": _plain(state), "global_batch": _global_batch(args)}
             )
@@ -138,7 +138,7 @@ class CheckpointCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Wait for the last save.
+        """Called by the Trainer: waits for the last save.
 
         Raises:
             SaveFailed: the last step could not be saved.
@@ -157,7 +157,7 @@ class _OfTrainer:
         return self.value
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Does nothing: the Trainer has the value."""
+        """Does nothing, as the Trainer has loaded the value."""
 
 
 def _plain(state: TrainerState) -> dict[str, Any]:
@@ -170,8 +170,8 @@ def _global_batch(args: TrainingArguments) -> int:
 
 
 def _random() -> dict[str, Any]:
-    """Returns the states of random number generators in the format of a single process. The Trainer
-    restores them itself, after it has skipped data."""
+    """Returns the states of all random number generators, in the Trainer's format for a single
+    process. The Trainer restores them itself, after it has skipped data."""
     name, keys, *rest = np.random.get_state()
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -184,8 +184,8 @@ def _random() -> dict[str, Any]:
 
 
 def _of_process(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns states in the format of one of several processes, with a state for each GPU that it
-    sees."""
+    """Returns random states in the Trainer's format for one of several processes: with a state for
+    each visible GPU."""
     if "cuda" not in state:
         return state
     return {**state, "cuda": [state["cuda"]] * torch.cuda.device_count()}

@@ -1,4 +1,4 @@
-"""Strategies of Lightning's Trainer that save and resume by this package."""
+"""Strategies of Lightning's Trainer that save and resume with this package."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from pytorch_lightning.strategies import (
     SingleDeviceStrategy,
 )
 
-from checkpointing.adapters.strategies import Values, WithCheckpointers
+from checkpointing.adapters.strategies import PlainValues, WithCheckpointers
 from checkpointing.errors import CheckpointError
 from checkpointing.format.layout import split_step, step_name
 from checkpointing.format.values import from_json, to_json
@@ -26,13 +26,14 @@ __all__ = [
 
 
 class Checkpointed(WithCheckpointers):
-    """Mixin before a strategy of the Trainer among the bases of a class.
+    """Mixin that makes a strategy of the Trainer save and load with this package. Must precede the
+    strategy among a class's bases.
 
     What `ModelCheckpoint(dirpath=DIRECTORY)` or `trainer.save_checkpoint` saves as
     DIRECTORY/…step=100….ckpt becomes DIRECTORY/step-00000100. A process of each node writes it
     while training goes on. `trainer.fit(ckpt_path=…)` takes either name, or DIRECTORY for the
-    newest good checkpoint. The number of ranks that saved does not matter. `keep` in `checkpoint`
-    decides which steps stay; `save_top_k` does not."""
+    newest good checkpoint. Any number of ranks may have saved it. `keep` in `checkpoint` decides
+    which steps stay; `save_top_k` does not."""
 
     optimizers: Any
     lightning_module: Any
@@ -50,18 +51,18 @@ class Checkpointed(WithCheckpointers):
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Empty: `save_checkpoint` reads the module itself."""
+        """Empty, as `save_checkpoint` reads the module itself."""
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Empty: `save_checkpoint` reads the optimizers themselves."""
+        """Empty, as `save_checkpoint` reads the optimizers themselves."""
         return {}
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Does nothing: `load_checkpoint` has loaded the model."""
+        """Does nothing, as `load_checkpoint` has loaded the model."""
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Does nothing: `load_checkpoint` has loaded the optimizers."""
+        """Does nothing, as `load_checkpoint` has loaded the optimizers."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
@@ -69,7 +70,8 @@ class Checkpointed(WithCheckpointers):
         """Called by the Trainer to save, on all ranks.
 
         Raises:
-            ValueError: the path names no step, or something cannot be saved; says what and why.
+            ValueError: the path names no step, or part of the state cannot be saved. The message
+                says why.
         """
         directory, step = _place(filepath)
         if step is None:
@@ -79,10 +81,10 @@ class Checkpointed(WithCheckpointers):
         checkpointer = self.checkpointer(directory)
         taken = ("state_dict", "optimizer_states")
         values = {key: value for key, value in checkpoint.items() if key not in taken}
-        # As the Trainer does: loops, callbacks and schedules come from the first rank.
+        # as the Trainer does: loops, callbacks and schedules come from the first rank
         of_first = checkpointer.on_main(lambda: to_json(values, "the Trainer's checkpoint"))
         checkpointer.guard(*self.optimizers)
-        checkpointer.save(step, self._state(Values(from_json(of_first))))
+        checkpointer.save(step, self._state(PlainValues(from_json(of_first))))
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
@@ -97,9 +99,10 @@ class Checkpointed(WithCheckpointers):
         directory, step = _place(checkpoint_path)
         checkpointer = self.checkpointer(directory)
         module = self.lightning_module
-        values = Values({})  # what the Trainer restores itself: loops, callbacks, schedules, …
+        # Values that the Trainer restores itself: loops, callbacks, schedules, ….
+        values = PlainValues({})
         checkpointer.wait()  # a save of this program may be the newest checkpoint
-        # Only training takes more than the weights.
+        # only training loads more than the weights
         if module.trainer.state.fn.value == "fit":
             if checkpointer.load(self._state(values), step) is None:
                 raise CheckpointError(f"{directory} has no checkpoint; save one first")
@@ -113,10 +116,10 @@ class Checkpointed(WithCheckpointers):
         return dict(from_json(read_state(path)["values"]["values"]))
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Does nothing: `keep` decides which steps stay."""
+        """Does nothing, as `keep` decides which steps are kept."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Record the exception, which other ranks may not have."""
+        """Record the exception, which other ranks may not have raised."""
         self._exception = exception
         strategy: Any = super()
         strategy.on_exception(exception)
@@ -137,7 +140,7 @@ class Checkpointed(WithCheckpointers):
             strategy: Any = super()
             strategy.teardown()
 
-    def _state(self, values: Values) -> dict[str, Any]:
+    def _state(self, values: PlainValues) -> dict[str, Any]:
         """Returns the state in the form that `Checkpointer` takes."""
         optimizers = enumerate(self.optimizers)
         return {

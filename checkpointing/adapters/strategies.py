@@ -1,4 +1,4 @@
-"""The common base of strategies for Lightning Fabric and for Lightning's Trainer."""
+"""Base class of the strategies for Lightning Fabric and for Lightning's Trainer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 from checkpointing.checkpointer import Checkpointer
 
 
-class Values:
-    """Plain values that a strategy saves beside its modules and optimizers."""
+class PlainValues:
+    """Plain values that a strategy saves in addition to modules and optimizers."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
@@ -20,7 +20,8 @@ class Values:
 
 
 class WithCheckpointers:
-    """Mixin before a strategy among the bases of a class: has a `Checkpointer` for each directory.
+    """Mixin that holds a `Checkpointer` for each directory. Must precede the strategy among a
+    class's bases.
 
     Args:
         checkpoint: options of `Checkpointer`, such as {"keep": 2}.
@@ -34,8 +35,7 @@ class WithCheckpointers:
         self._checkpointers: dict[str, Checkpointer] = {}
 
     def checkpointer(self, directory: str) -> Checkpointer:
-        """Returns the Checkpointer of a directory: its `outcomes` reports how saves ended, its
-        `wait` waits for them."""
+        """Returns the Checkpointer of a directory, to wait for saves and get their outcomes."""
         if directory not in self._checkpointers:
             self._checkpointers[directory] = Checkpointer(directory, **self._options)
         return self._checkpointers[directory]
@@ -47,7 +47,7 @@ class WithCheckpointers:
             SaveFailed: the last save in a directory failed.
         """
         while self._checkpointers:
-            # Removed first: if its save has failed, a second call goes on with the others.
+            # removed first: if its save has failed, a second call continues with the others
             _, checkpointer = self._checkpointers.popitem()
             with checkpointer:
                 checkpointer.wait()

@@ -1,10 +1,10 @@
 """Finiteness and digests of tensors, from their bytes. Imports no torch.
 
 [Note: digest] The digest of a collection of tensors is a sum modulo 2^64. Each 8-byte word of a row
-is multiplied by an odd number, derived from the tensor's name and the row, and added. A row lies
-along the last dimension, and begins a word; a vector has a word per row. So the digests of parts of
-tensors add up to that of the whole, wherever the parts of ranks, nodes or files end. It detects
-errors, such as a wrong row or a flipped bit, but no forgery.
+is multiplied by an odd number, derived from the tensor's name and the row, and added. A row extends
+along the last dimension, and begins a new word; a vector has a word per row. So the digests of
+parts add up to the digest of the whole, wherever the parts of ranks, nodes or files end. The digest
+detects errors, such as a wrong row or a flipped bit, but no forgery.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,8 +23,7 @@ _KINDS = {
     "F64": ("8", 0x7FF0000000000000), "C64": ("4", 0x7F800000),
     "F8_E5M2": ("1", 0x7C), "F8_E4M3": ("1", 0x7F),
 }  # fmt: skip
-"""dtype → size in bytes, and the bits (without the sign) from which on a number is infinite or
-NaN."""
+"""dtype → size in bytes, and the smallest bits (without the sign) of an infinite number or NaN."""
 _SINGLE = {"F8_E8M0": 0xFF, "F8_E4M3FNUZ": 0x80, "F8_E5M2FNUZ": 0x80}
 """dtype → the only byte that is NaN."""
 
@@ -39,15 +38,15 @@ def is_finite(dtype: str, data: NDArray[np.generic]) -> bool:
 
     Args:
         dtype: safetensors' name.
-        data: the numbers' bits, of any unsigned dtype, contiguous along the last dimension.
+        data: bits of the numbers, of any unsigned dtype, contiguous along the last dimension.
     """
     if dtype in _SINGLE:
         return not (data.view(np.uint8) == _SINGLE[dtype]).any()
     if dtype not in _KINDS or not data.size:
         return True
     size, limit = _KINDS[dtype]
-    # Two maxima allocate nothing, unlike a mask. As signed integers the bits of positive numbers
-    # are the largest, as unsigned integers those of negative ones.
+    # Two maxima need no mask in memory. As signed integers the bits of positive numbers are
+    # the largest, as unsigned integers the bits of negative numbers.
     sign = 1 << (8 * int(size) - 1)
     return bool(
         data.view(f"i{size}").max() < limit and data.view(f"u{size}").max() < (sign | limit)
@@ -67,12 +66,12 @@ def digest_and_finite(
         name: name of the tensor, which enters the digest.
         dtype: safetensors' name.
         shape: shape of the whole tensor.
-        offset: index of the box's first element in it.
-        data: the box's bits, as unsigned integers of the element's size; contiguous along the last
+        offset: index of the box's first element in the whole tensor.
+        data: bits of the box, as unsigned integers of the element's size; contiguous along the last
             dimension.
     """
     total, finite = 0, True
-    base = crc32(name.encode()) << 32  # rows of different tensors get different factors
+    base = crc32(name.encode()) << 32  # so that rows of different tensors get different factors
     if data.ndim < 2:
         first = offset[0] * data.itemsize if offset else 0
         step = CHUNK_BYTES // data.itemsize
@@ -83,7 +82,7 @@ def digest_and_finite(
             at = first + start * data.itemsize
             words = _words(part[None], at % WORD_BYTES)[0]
             rows = np.arange(len(words), dtype=np.uint64) + np.uint64(base + at // WORD_BYTES)
-            # Odd factors are invertible modulo 2^64: no changed word is multiplied away.
+            # odd factors are invertible modulo 2^64: every change of a word changes the digest
             total += int((words * (rows * np.uint64(2) + np.uint64(1))).sum())
         return total & _MASK, finite
     strides = [int(np.prod(shape[dim + 1 : -1], dtype=np.uint64)) for dim in range(len(shape) - 1)]
@@ -99,20 +98,15 @@ def digest_and_finite(
 def _chunks(
     data: NDArray[np.generic], first: int, strides: Sequence[int]
 ) -> Iterator[tuple[NDArray[np.generic], NDArray[np.uint64]]]:
-    """Yields rows of a box, shape (rows, columns), in chunks of about CHUNK_BYTES, and their
-    numbers.
-
-    Args:
-        data: the box, of at least two dimensions.
-        first: number of its first row.
-        strides: rows from one index to the next, for each dimension but the last.
+    """Yields (rows of a box of shape (rows, columns), their row numbers), in chunks of about
+    CHUNK_BYTES.
     """
     if not data.size:
         return
     step = max(1, CHUNK_BYTES * len(data) // data.nbytes)
     for start in range(0, len(data), step):
         part, at = data[start : start + step], first + start * strides[0]
-        if part.ndim > 2 and part.nbytes > CHUNK_BYTES:  # step is 1, so len(part) is 1
+        if part.ndim > 2 and part.nbytes > CHUNK_BYTES:  # the step is 1, so len(part) is 1
             yield from _chunks(part[0], at, strides[1:])
             continue
         rows = np.array([at], np.uint64)
@@ -122,14 +116,11 @@ def _chunks(
 
 
 def _words(part: NDArray[np.generic], lead: int) -> NDArray[np.uint64]:
-    """Returns the 8-byte words that rows of a matrix touch, with zeros for bytes outside the rows.
-
-    Args:
-        part: shape (rows, columns), contiguous along the last dimension.
-        lead: bytes of a row's first word before the row.
+    """Returns the 8-byte words of each row of a matrix. Bytes of these words outside the row are
+    zero.
     """
     width = part.shape[1] * part.itemsize
-    # The usual case, without a copy.
+    # the usual case needs no copy
     if lead == 0 and width % WORD_BYTES == 0:
         return part.view(np.uint64)
     padded = np.zeros((len(part), -(-(lead + width) // WORD_BYTES) * WORD_BYTES), np.uint8)

@@ -1,4 +1,4 @@
-"""Checksums of blocks, combined from parts that several ranks read.
+"""Checksums of blocks, combined from parts that different ranks read.
 
 [Note: parts] CRC-32 is a remainder of polynomials over GF(2). So the CRC of a block is the sum of
 contributions of its parts: crc(A B) = crc(A) · x^(8 · len(B)) + crc(B) modulo the CRC's polynomial,
@@ -27,8 +27,8 @@ _TABLE = 1 << 13
 
 @dataclass(frozen=True)
 class Replica:
-    """One of `count` readers of the same bytes. The first accounts for them; the others must have
-    read the same."""
+    """Reader number `index` of `count` readers of the same bytes. The contribution of the first
+    counts; the others must have read the same."""
 
     index: int
     count: int
@@ -38,10 +38,10 @@ ONLY = Replica(0, 1)
 
 
 class BlockSums:
-    """This rank's contributions to the checksums of blocks.
+    """Accumulates this rank's contributions to the checksums of blocks.
 
     Args:
-        records: sizes and checksums of the files, equal on all ranks that add up together.
+        records: file → size and checksums; equal on all ranks whose contributions are combined.
         block_bytes: size of a block.
     """
 
@@ -50,11 +50,11 @@ class BlockSums:
         self._block_bytes = block_bytes
         self._first: dict[str, int] = {}
         self.blocks = 0
-        """Number of blocks of all files."""
+        """Number of blocks in all files."""
         for file in sorted(records):
             self._first[file] = self.blocks
             self.blocks += len(records[file].checksums)
-        # Finished parts: block, bytes to its end, CRC-32 and replica. `_next` is the open part.
+        # For each finished part: block, bytes to the block's end, CRC-32, replica.
         self._blocks: list[int] = []
         self._rests: list[int] = []
         self._crcs: list[int] = []
@@ -63,8 +63,8 @@ class BlockSums:
         self._crc = 0
 
     def take(self, file: str, offset: int, data: memoryview, replica: Replica) -> None:
-        """Account for `data`, read from `offset` on. Best called with a megabyte at a time, while
-        it is in the processor's cache."""
+        """Add the checksum of `data`, read from `offset` of `file`. Best called with about a
+        megabyte, while it is in the processor's cache."""
         if file not in self._records:
             return
         while data:
@@ -91,8 +91,8 @@ class BlockSums:
         self._next, self._crc = None, 0
 
     def contribution(self) -> Words:
-        """Returns uint32 of shape (2, blocks). XORed over all ranks, the first row is the CRC-32 of
-        each block whose every byte was read; the second is zero where all replicas read the
+        """Returns uint32 of shape (2, blocks). XORed over all ranks, the first row holds the CRC-32
+        of every block that was read completely; the second is zero where all replicas read the
         same."""
         self._end_part()
         sums = np.zeros((2, self.blocks), np.uint32)
@@ -110,26 +110,26 @@ class BlockSums:
         return sums
 
     def differing(self, sums: Any, checked: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
-        """Returns (file, block) of the blocks whose bytes differ from the record.
+        """Returns (file, block) of each block whose bytes differ from the record.
 
         Args:
             sums: contributions XORed over all ranks; array-like of shape (2, blocks).
-            checked: by file, the blocks whose every byte was read.
+            checked: file → blocks that were read completely.
         """
         found = np.asarray(sums).astype(np.uint32)
         bad = []
         for file, blocks in checked.items():
             for block in blocks:
                 at = self._first[file] + block
-                # The second row is not 0 where replicas have read different bytes.
+                # the second row is not 0 if replicas have read different bytes
                 if found[0, at] != self._records[file].checksums[block] or found[1, at]:
                     bad.append((file, block))
         return bad
 
 
 def _weight(replica: Replica) -> Words:
-    """Returns the factor of a replica: x^8, x^16, … and for the first one their sum. They add up to
-    zero, so that equal parts cancel and unequal ones do not."""
+    """Returns the factor of a replica: x^8, x^16, …, and for the first replica their sum. All
+    factors add up to zero, so that equal parts cancel and unequal parts do not."""
     if replica.index:
         return _power(np.array(replica.index))
     return np.bitwise_xor.reduce(_power(np.arange(1, replica.count)))

@@ -41,7 +41,7 @@ from checkpointing.wire import register
 
 FORMAT = 1
 BLOCK_BYTES = 16 << 20
-"""Unit of checksums and of writing: block i of a file is its bytes from i · BLOCK_BYTES on."""
+"""Size of the blocks of a file for checksums and writes: block i begins at byte i · BLOCK_BYTES."""
 
 COMMIT_RECORD = "index.json"
 TRAINER_STATE = "trainer_state.json"
@@ -49,7 +49,7 @@ LATEST = "latest"
 DCP_METADATA = ".metadata"
 """File that marks a checkpoint of torch.distributed.checkpoint."""
 MAX_HEADER_BYTES = 100_000_000
-"""Largest header that safetensors reads."""
+"""Largest header, in bytes, that safetensors reads."""
 MAX_DIMS = 64
 """Most dimensions of a torch tensor."""
 
@@ -58,8 +58,8 @@ DTYPE_BYTES = {
     "F8_E5M2FNUZ": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4,
     "C64": 8, "F64": 8, "I64": 8, "U64": 8,
 }  # fmt: skip
-"""Bytes of an element by safetensors' name, in the order of safetensors' own enumeration: its
-writer puts later dtypes first, which aligns every tensor."""
+"""safetensors' name of a dtype → bytes of an element. In the order of safetensors' enumeration,
+whose writer puts later dtypes first, so that every tensor is aligned."""
 
 _DTYPE_ORDER = {dtype: order for order, dtype in enumerate(DTYPE_BYTES)}
 _STATE_COUNTS = {"step", "sequences", "tokens", "skipped", "skipped_in_row", "rollbacks"}
@@ -85,7 +85,7 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a whole tensor lies: row-major bytes from offset `begin` of `file`."""
+    """Position of a whole tensor: row-major bytes from offset `begin` of `file`."""
 
     file: str
     begin: int
@@ -94,12 +94,12 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A safetensors file to be written."""
+    """A safetensors file that will be written."""
 
     name: str
     """Path relative to the checkpoint directory."""
     header: bytes
-    """Length word and JSON: all bytes before the first tensor."""
+    """All bytes before the first tensor: a length word and JSON."""
     tensors: dict[str, StoredTensor]
     size: int
     """Bytes of the whole file."""
@@ -107,12 +107,12 @@ class TensorFile:
 
 @dataclass(frozen=True)
 class Section:
-    """One of the two collections of tensors in a checkpoint, with the names of its files."""
+    """A collection of tensors in a checkpoint, model or optimizer, and the names of its files."""
 
     folder: str
     stem: str
     single: bool = False
-    """Whether it has one file, whatever its size."""
+    """Whether all tensors are in one file, whatever its size."""
 
     @property
     def index(self) -> str:
@@ -128,8 +128,8 @@ class Section:
 
 MODEL = Section("", "model")
 ADAPTER = Section("", "adapter_model", single=True)
-"""Takes the place of MODEL for what is trained over a model stored elsewhere."""
-# A folder of its own: Hugging Face readers glob the top level.
+"""Section in place of MODEL for an adapter, whose base model is stored elsewhere."""
+# In a folder of its own, because Hugging Face readers glob the top level.
 OPTIMIZER = Section("optimizer/", "optimizer")
 
 
@@ -144,7 +144,8 @@ def step_name(step: int) -> str:
 
 def parse_step(name: str) -> int | None:
     """Returns the step of a directory name; None for any other name."""
-    match = _STEP.fullmatch(name)  # then exactly as `step_name` writes it: one name per step
+    # Accepts only names that `step_name` returns, so that a step has one name.
+    match = _STEP.fullmatch(name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
@@ -167,9 +168,9 @@ def lay_out(
 
     Args:
         section: the collection, which names the files.
-        tensors: metadata by name. The order decides which file a tensor goes to.
-        max_bytes: most tensor bytes per file; a larger tensor has a file to itself. Ignored for a
-            section of a single file.
+        tensors: metadata by name, in the order in which files are filled.
+        max_bytes: most tensor bytes per file; a larger tensor has a file of its own. Ignored for a
+            section with a single file.
     """
     groups: list[dict[str, TensorMeta]] = []
     room = -1
@@ -204,7 +205,7 @@ def _tensor_file(name: str, tensors: Mapping[str, TensorMeta]) -> TensorFile:
             "data_offsets": [offsets[key], end],
         }
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # as safetensors pads: tensors begin at a multiple of 8
+    text += b" " * (-len(text) % 8)  # padded like safetensors: tensors begin at a multiple of 8
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(
             f"{name}: {len(tensors)} tensors make a header of {len(text)} bytes, more than "
@@ -222,7 +223,7 @@ def header_bytes(prefix: bytes, where: str, size: int) -> int:
     file of `size` bytes.
 
     Raises:
-        DamagedCheckpoint: it is not a safetensors file.
+        DamagedCheckpoint: the file is not a safetensors file.
     """
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
     if length > min(MAX_HEADER_BYTES, size - 8):
@@ -235,9 +236,9 @@ def parse_header(header: bytes, file: str, size: int, where: str) -> dict[str, S
 
     Args:
         header: as many bytes as `header_bytes` returns.
-        file: its name, for the result.
+        file: name of the file, for the result.
         size: bytes of the whole file.
-        where: its path, for messages.
+        where: path of the file, for messages.
 
     Raises:
         DamagedCheckpoint: the header is malformed, or its tensors do not fill the file exactly.
@@ -256,7 +257,7 @@ def parse_header(header: bytes, file: str, size: int, where: str) -> dict[str, S
             f"{where}: its header is unreadable or damaged: {_why(error)}"
         ) from error
     position = 0
-    # A file without gaps or overlaps has one reading: nothing is hidden in it.
+    # In a file without gaps and overlaps, no bytes are hidden from readers.
     for begin, end in sorted(spans):
         if begin != position:
             raise DamagedCheckpoint(
@@ -279,7 +280,7 @@ def _parse_entry(name: str, entry: Any) -> tuple[int, int, TensorMeta]:
     if fields["dtype"] not in list(DTYPE_BYTES):
         raise ValueError(f"tensor {name}: dtype {fields['dtype']!a} is not known")
     meta = TensorMeta(fields["dtype"], tuple(map(count, a_list(fields["shape"], MAX_DIMS))))
-    # With 0 for one dimension, the others could be too large to allocate.
+    # a dimension of 0 must not hide other dimensions that are too large to allocate
     count(math.prod(size or 1 for size in meta.shape))
     begin, end = map(count, a_list(fields["data_offsets"]))
     if end - begin != meta.nbytes:
@@ -291,7 +292,7 @@ def _parse_entry(name: str, entry: Any) -> tuple[int, int, TensorMeta]:
 
 
 def index_json(files: Iterable[TensorFile]) -> bytes:
-    """Returns the index of a section, in Hugging Face's format."""
+    """Returns the index of a section in Hugging Face's format."""
     stored = {name: tensor for file in files for name, tensor in file.tensors.items()}
     metadata = {
         "total_parameters": sum(math.prod(tensor.meta.shape) for tensor in stored.values()),
@@ -306,7 +307,7 @@ def parse_index(data: bytes, file: str) -> dict[str, str]:
     """Returns the weight map (tensor name → file) of an index.
 
     Raises:
-        DamagedCheckpoint: it is not an index.
+        DamagedCheckpoint: `data` is not an index.
     """
     try:
         weight_map = an_object(read_object(data)["weight_map"])
@@ -324,7 +325,7 @@ def parse_state(data: bytes, file: str) -> dict[str, Any]:
     """Parse trainer_state.json.
 
     Raises:
-        DamagedCheckpoint: it is not a JSON object.
+        DamagedCheckpoint: `data` is not a JSON object.
     """
     try:
         return read_object(data)
@@ -333,15 +334,15 @@ def parse_state(data: bytes, file: str) -> dict[str, Any]:
 
 
 def check_state(state: Mapping[str, Any], step: int, file: str) -> None:
-    """Check that a trainer state is of this step, and that its counts, where present, are whole
+    """Check that a trainer state belongs to `step`, and that its counts, if present, are whole
     numbers.
 
     Args:
-        state: what `parse_state` returned.
-        step: the step in the commit record.
+        state: result of `parse_state`.
+        step: step in the commit record.
 
     Raises:
-        DamagedCheckpoint: it is not; says why.
+        DamagedCheckpoint: the check failed; the message says why.
     """
     try:
         for name in _STATE_COUNTS & state.keys():
@@ -358,8 +359,7 @@ def check_state(state: Mapping[str, Any], step: int, file: str) -> None:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Returns JSON for people: indented, with sorted keys, so that equal values give equal
-    bytes."""
+    """Returns readable JSON: indented, with sorted keys, so that equal values give equal bytes."""
     return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
@@ -372,27 +372,25 @@ def block_checksums(data: bytes) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file in the commit record."""
-
     size: int
-    """Bytes."""
     checksums: tuple[int, ...]
     """CRC-32 of each block."""
 
 
 @dataclass(frozen=True)
 class CommitRecord:
-    """Contents of index.json, which makes a directory a checkpoint by listing every other file in
-    it."""
+    """Contents of index.json, the commit record: it lists every other file, and makes a directory a
+    checkpoint."""
 
     step: int
     files: dict[str, FileRecord]
     odd: Sequence[str] = ()
-    """Tensors that hold NaN or infinity and may, such as masks: model/<name>, optimizer/<name>."""
+    """Tensors that hold NaN or infinity and are allowed to, such as masks: model/<name>,
+    optimizer/<name>."""
 
     def encode(self) -> bytes:
         body = self._body()
-        # Not indented, for a hundred thousand checksums.
+        # not indented, as it may hold a hundred thousand checksums
         return (json.dumps({**body, "sha256": _digest(body)}) + "\n").encode()
 
     def _body(self) -> dict[str, Any]:
@@ -412,18 +410,18 @@ class CommitRecord:
         """Parse index.json.
 
         Args:
-            where: its path, for messages.
+            where: path of the file, for messages.
 
         Raises:
-            DamagedCheckpoint: it is malformed, or its own checksum is wrong.
-            StorageError: its format is newer than this code.
+            DamagedCheckpoint: the record is malformed, or its own checksum is wrong.
+            StorageError: the format is newer than this code.
         """
         try:
             body = read_object(data)
             checksum = body.pop("sha256")
             if checksum != _digest(body):
                 raise ValueError("it was changed after it was written")
-            # After the checksum: a damaged number would read as a later version.
+            # checked after the checksum, as a damaged number could look like a later version
             if count(body["format"]) > FORMAT:
                 raise StorageError(
                     f"{where}: written in format {body['format']} by a later version of perdure; "

@@ -1,10 +1,10 @@
 """NF4: weights in 4 bits (Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs").
 
 [Note: nf4] A row of a weight is cut into blocks of 64. Each block has a float32 scale, its largest
-magnitude, and for each number the code of the nearest of 16 levels times the scale. So a weight
-(out, in) becomes uint8 (out, in / 64 · 36): for each block 32 bytes of codes, the first of two in
-the upper half of a byte, then the 4 bytes of the scale. A cut by rows, or by 64 columns, is a cut
-of the bytes. Codes and values are those of bitsandbytes (blocksize 64, without double
+magnitude. Each number is stored as the code of the nearest of 16 levels times the scale. So a
+weight (out, in) becomes uint8 (out, in / 64 · 36): for each block 32 bytes of codes, the first of
+two in the upper half of a byte, then the 4 bytes of the scale. A cut by rows, or by 64 columns, is
+a cut of the bytes. Codes and values are those of bitsandbytes (blocksize 64, without double
 quantisation).
 """
 
@@ -26,7 +26,7 @@ LEVELS = (
 )  # fmt: skip
 """The 16 levels of the paper's appendix E, by code."""
 PIECE = 1 << 24
-"""Weights dequantised at a time: the intermediates take six bytes for each."""
+"""Weights that are dequantised at a time, as the intermediates take six bytes for each."""
 
 
 def packed_shape(rows: int, columns: int) -> tuple[int, int]:
@@ -47,22 +47,20 @@ def weight_shape(packed: Tensor) -> tuple[int, int]:
 
 
 def quantise(weight: Tensor) -> Tensor:
-    """(out, in) of finite numbers → (out, in / 64 · 36) uint8.
-
-    Raises:
-        ValueError: the columns are not a multiple of BLOCK.
-    """
+    """Returns (out, in / 64 · 36) uint8 for a weight (out, in) of finite numbers."""
     shape = packed_shape(*weight.shape)
     blocks = weight.float().unflatten(1, (weight.shape[1] // BLOCK, BLOCK))
     scales = blocks.abs().amax(-1, keepdim=True)
-    relative = blocks * (1 / scales.clamp_min(1e-38))  # rounds as bitsandbytes does
+    # Multiplying by the reciprocal rounds as bitsandbytes does.
+    relative = blocks * (1 / scales.clamp_min(1e-38))
     codes = torch.bucketize(relative, _table(_borders, weight.device), out_int32=True).byte()
     pairs = codes[..., ::2] << 4 | codes[..., 1::2]
     return torch.cat([pairs, scales.view(torch.uint8)], -1).view(shape)
 
 
 def dequantise(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """(out, in / 64 · 36) uint8 → (out, in): products in float32, rounded to `dtype`."""
+    """Returns the weight (out, in) of packed bytes (out, in / 64 · 36): products in float32,
+    rounded to `dtype`."""
     rows, columns = weight_shape(packed)
     blocks = packed.unflatten(1, (columns // BLOCK, BLOCK_BYTES))
     if torch.compiler.is_compiling():  # the compiler fuses all of it into one kernel
@@ -77,8 +75,8 @@ def dequantise(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows, blocks, BLOCK_BYTES) uint8 → levels (rows, blocks, BLOCK) and scales (rows, blocks,
-    1), float32."""
+    """Returns levels (rows, blocks, BLOCK) and scales (rows, blocks, 1), float32, of (rows, blocks,
+    BLOCK_BYTES) uint8."""
     pairs = _table(_pairs, blocks.device)
     levels = pairs.index_select(0, blocks[..., :CODE_BYTES].int().flatten())
     scales = blocks[..., CODE_BYTES:].contiguous().view(torch.float32)
@@ -86,7 +84,7 @@ def _factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounded(weight: Tensor) -> Tensor:
-    """Returns a weight in float32, rounded to what nf4 represents.
+    """Returns a weight in float32, rounded to numbers that nf4 represents.
 
     Raises:
         ValueError: the columns are not a multiple of BLOCK.
@@ -95,28 +93,28 @@ def rounded(weight: Tensor) -> Tensor:
 
 
 def _borders(device: torch.device) -> Tensor:
-    """Midpoints of neighbouring levels, float32 (15,)."""
+    """Returns the midpoints of neighbouring levels, float32 (15,)."""
     levels = torch.tensor(LEVELS, device=device)
     return (levels[1:] + levels[:-1]) / 2
 
 
 def _pairs(device: torch.device) -> Tensor:
-    """Two levels for each byte, float32 (256, 2)."""
+    """Returns the two levels of each byte, float32 (256, 2)."""
     levels = torch.tensor(LEVELS, device=device)
     return torch.cartesian_prod(levels, levels)
 
 
 def _table(make: Callable[[torch.device], Tensor], device: torch.device) -> Tensor:
-    # Not at import: a process that will be forked must not have started torch's threads.
+    # computed on first use, as a process that will be forked must not have started torch's threads
     if torch.compiler.is_compiling():
         return make(device)
     table = _TABLES.get((make, device))
     if table is None:
         table = make(device)
-        if type(table) is Tensor:  # a fake one, of a plan, has no numbers
+        if type(table) is Tensor:  # a fake tensor, as in a memory plan, has no numbers
             _TABLES[make, device] = table
     return table
 
 
 _TABLES: dict[tuple[Callable[[torch.device], Tensor], torch.device], Tensor] = {}
-"""Tables that are computed already."""
+"""(function, device) → table that it returned."""

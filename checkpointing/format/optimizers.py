@@ -2,9 +2,9 @@
 
 [Note: optimizer state] Each parameter's state is a tree: dictionaries, lists, numbers and tensors.
 Its tensors are saved as `<parameter>.<key>`, such as `layer.weight.exp_avg`, and the tree as JSON,
-in which a dtype and a shape replace a tensor. So a load creates exactly the saved state, without a
-dummy step of the optimizer before it. If an optimizer overrides `state_dict` with other contents
-than torch's, the result of that is saved, and loaded by its `load_state_dict`.
+in which a dtype and a shape replace each tensor. So a load creates exactly the saved state, without
+a dummy step of the optimizer. If an optimizer overrides `state_dict` and returns other contents
+than torch's, this result is saved, and loaded by its `load_state_dict`.
 """
 
 from collections import deque
@@ -23,29 +23,28 @@ from checkpointing.format.tensors import STORED_DTYPES, TORCH_DTYPES
 from checkpointing.format.values import from_json, to_json
 
 OWN = "$own"
-"""Key of the tree that an own `state_dict` returned, in place of names of parameters."""
+"""Key of the tree that an overridden `state_dict` returned, in place of names of parameters."""
 Parameters = Mapping[str, nn.Parameter]
 """Parameters by FQN."""
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """The state of an optimizer."""
-
     tensors: dict[str, Tensor]
-    """Live tensors by name, not copies."""
+    """Name → tensor of the optimizer, not a copy."""
     trees: dict[str, Any]
-    """JSON by FQN, or under `OWN`; see [Note: optimizer state]."""
+    """FQN → tree as JSON, or `OWN` → tree; see [Note: optimizer state]."""
 
 
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, parameters: Parameters
 ) -> dict[str, Tensor]:
-    """Returns an optimizer's live tensors as `<fqn>.exp_avg`, `<fqn>.exp_avg_sq`, `<fqn>.step`
-    (AdamW; others likewise), not copies. Most optimizers have none before their first step.
+    """Returns an optimizer's live tensors, not copies: for AdamW `<fqn>.exp_avg`,
+    `<fqn>.exp_avg_sq`, `<fqn>.step`, for others likewise. Most optimizers have no tensors before
+    their first step.
 
     Raises:
-        ValueError: as `optimizer_state`.
+        ValueError: as for `optimizer_state`.
     """
     return optimizer_state(optimizer, parameters).tensors
 
@@ -53,14 +52,14 @@ def optimizer_tensors(
 def optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Parameters, name: str = "optimizer"
 ) -> OptimizerState:
-    """Returns the current state of an optimizer, without a step.
+    """Returns the current state of an optimizer, without making a step.
 
     Args:
-        parameters: by FQN, such as `dict(model.named_parameters())`.
-        name: name of the optimizer, the prefix of state that belongs to no parameter.
+        parameters: parameters by FQN, such as `dict(model.named_parameters())`.
+        name: name of the optimizer, used as prefix of state that belongs to no parameter.
 
     Raises:
-        ValueError: its state cannot be saved; says what and why.
+        ValueError: part of the state cannot be saved; the message says which and why.
     """
     kind = type(optimizer).__name__
     names: dict[Tensor, str] = {parameter: fqn for fqn, parameter in parameters.items()}
@@ -87,7 +86,7 @@ def optimizer_state(
     trees = {}
     for fqn in _in_order(kept, parameters):
         state, like = kept[fqn]
-        if state or like is None:  # reading the defaultdict leaves an empty state
+        if state or like is None:  # reading the defaultdict `state` leaves an empty entry
             writer = _Writer(kind, names, {})
             trees[fqn] = writer.write(state, fqn, like)
             tensors |= _sorted(writer.tensors)
@@ -95,8 +94,8 @@ def optimizer_state(
 
 
 def _in_order(names: Mapping[str, Any], parameters: Parameters) -> list[str]:
-    """Returns names of parameters in their order, then others. The same when saved and loaded, so
-    that state in memory is recognised."""
+    """Returns names of parameters in the parameters' order, then other names sorted. Saving and
+    loading use the same order, so that state in memory is recognised."""
     return [
         *(fqn for fqn in parameters if fqn in names),
         *sorted(name for name in names if name not in parameters),
@@ -108,16 +107,16 @@ def _sorted(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its `state_dict` is its own and returns other contents than torch's.
+    """Whether the optimizer overrides `state_dict` and returns other contents than torch's.
 
     Raises:
-        ValueError: it fails, or omits the state of an optimizer inside this one.
+        ValueError: the method fails, or omits the state of an optimizer inside this one.
     """
     return _own_state(optimizer) is not None
 
 
 def kept_as_subclass(optimizer: torch.optim.Optimizer) -> str:
-    """Returns which state is a tensor subclass, such as 8-bit blocks; "" if none is."""
+    """Describes state that is a tensor subclass, such as 8-bit blocks; "" if there is none."""
     for parameter, kept in optimizer.state.items():
         if isinstance(parameter, Tensor) and isinstance(kept, Mapping):
             for key, value in kept.items():
@@ -128,7 +127,7 @@ def kept_as_subclass(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _own_state(optimizer: torch.optim.Optimizer) -> Any:
-    """Returns the result of its own `state_dict`; None if that is torch's, or equal to it."""
+    """Returns the result of an overridden `state_dict`; None if it equals torch's."""
     kind, torchs = type(optimizer), torch.optim.Optimizer.state_dict
     if getattr(optimizer.state_dict, "__func__", None) is torchs:
         for inner in _inside(optimizer):
@@ -146,13 +145,13 @@ def _own_state(optimizer: torch.optim.Optimizer) -> Any:
         ) from error
     try:
         plain = torchs(optimizer)
-    except Exception:  # its class may not call torch's __init__
+    except Exception:  # the optimizer's class may not call torch's __init__
         return found
     return None if not [*_inside(optimizer)] and _same(found, plain) else found
 
 
 def _inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
-    """Yields optimizers among its attributes that have state of their own."""
+    """Yields optimizers among the attributes of `optimizer` that have separate state."""
     for value in vars(optimizer).values():
         for one in value if isinstance(value, list | tuple) else [value]:
             inner = isinstance(one, torch.optim.Optimizer) and one is not optimizer
@@ -163,19 +162,19 @@ def _inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]
 def _same(one: Any, other: Any) -> bool:
     """Whether two trees are equal and their tensors identical."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
-        # Comparing numbers would wait for a GPU.
+        # identity, as a comparison of numbers would wait for the GPU
         return one is other
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
-    # To Python 1, 1.0 and True are equal.
+    # in Python 1, 1.0 and True are equal
     return type(one) is type(other) and bool(one == other)
 
 
 @dataclass(frozen=True)
 class _Writer:
-    """Converts trees to JSON and collects their tensors by name."""
+    """Converts trees to JSON, and collects their tensors by name."""
 
     kind: str
     names: Mapping[Tensor, str]
@@ -187,7 +186,7 @@ class _Writer:
         Args:
             like: the parameter that the state belongs to.
         """
-        # A parameter is saved with the model.
+        # parameters are saved with the model
         if isinstance(value, Tensor) and value in self.names:
             return {"$parameter": self.names[value]}
         if isinstance(value, Tensor):
@@ -241,19 +240,19 @@ class _Writer:
         if name in self.tensors and self.tensors[name] is not value:
             raise ValueError(f"{self.kind} keeps two tensors that would be called {name}")
         self.tensors[name] = value
-        # State of a sharded parameter may be sharded, too, or whole on each rank.
+        # the state of a sharded parameter may be sharded, or whole on each rank
         spread = isinstance(value, DTensor) if isinstance(like, DTensor) else None
         return {"$like": [STORED_DTYPES[value.dtype], [*value.shape], spread]}
 
 
 @dataclass(frozen=True)
 class OptimizerTargets:
-    """What an optimizer's state is loaded into."""
+    """Tensors to load an optimizer's state into."""
 
     tensors: dict[str, Tensor]
-    """By name: the optimizer's own tensors where they fit, else new ones."""
+    """Name → tensor: the optimizer's own tensor if it fits, else a new one."""
     put: Callable[[], None]
-    """Sets the optimizer's state, once the tensors are loaded."""
+    """Function that sets the optimizer's state, called once the tensors are loaded."""
 
 
 def optimizer_targets(
@@ -266,7 +265,7 @@ def optimizer_targets(
     """Returns tensors for the state in a checkpoint; changes nothing until `put` is called.
 
     Args:
-        trees: see `OptimizerState`; None in old checkpoints.
+        trees: `OptimizerState.trees` from the checkpoint; None in old checkpoints.
         metas: dtypes and shapes of the optimizer's tensors in the checkpoint, by name.
 
     Raises:
@@ -284,14 +283,14 @@ def optimizer_targets(
     others = {f"{name}.{key}": key for key in optimizer.state if not isinstance(key, Tensor)}
     for fqn in _in_order(trees, parameters):
         if fqn not in parameters and not fqn.startswith(f"{name}."):
-            continue  # its parameter is not here: comparing the names reports that
+            continue  # the parameter does not exist here, which the comparison of names reports
         key: Any = parameters.get(fqn, others.get(fqn, fqn.removeprefix(f"{name}.")))
         reader = _Reader(parameters, {})
         found[key] = reader.read(trees[fqn], fqn, parameters.get(fqn), optimizer.state.get(key), "")
         tensors |= _sorted(reader.tensors)
 
     def put() -> None:
-        # State that was not saved goes: the next step must not mix two runs.
+        # State that was not saved is deleted: the next step must not mix two runs.
         for key in [key for key in optimizer.state if key not in found]:
             del optimizer.state[key]
         for key, kept in found.items():
@@ -301,7 +300,7 @@ def optimizer_targets(
 
 
 def _flat(parameters: Parameters, metas: Mapping[str, TensorMeta]) -> dict[str, Any]:
-    """Returns trees that hold tensors alone, from the tensors' names."""
+    """Returns trees of tensors only, derived from the names of the tensors in the checkpoint."""
     trees: dict[str, Any] = {}
     for name, meta in metas.items():
         fqn, _, key = name.rpartition(".")
@@ -312,19 +311,17 @@ def _flat(parameters: Parameters, metas: Mapping[str, TensorMeta]) -> dict[str, 
 
 @dataclass(frozen=True)
 class _Reader:
-    """Converts JSON to trees, with existing tensors or new ones."""
-
     parameters: Parameters
     tensors: dict[str, Tensor]
 
     def read(self, tree: Any, name: str, like: Tensor | None, live: Any, key: str) -> Any:
-        """Returns a tree.
+        """Returns the tree for `tree`, the result of `_Writer.write`.
 
         Args:
             tree: result of `_Writer.write`.
-            like: the parameter that the state belongs to, or whose device it is on.
-            live: the optimizer's current state in its place.
-            key: its key in its dictionary.
+            like: the parameter that the state belongs to, or a parameter on the same device.
+            live: the optimizer's current state at this place of the tree.
+            key: key of the tree in the dictionary that contains it.
         """
         if isinstance(tree, list):
             row = live if isinstance(live, list | tuple | deque) else []
@@ -391,7 +388,7 @@ class _Reader:
             )  # fmt: skip
         if shape == like.shape and not isinstance(like, DTensor):
             return torch.empty_like(like, dtype=dtype, requires_grad=False)
-        # torch's load_state_dict keeps `step` on the CPU.
+        # torch's load_state_dict keeps `step` on the CPU, so the same is done here
         host = key == "step" and not shape
         return torch.empty(shape, dtype=dtype, device="cpu" if host else like.device)
 
@@ -427,7 +424,7 @@ def _named(kind: type) -> str:
 
 
 def _subclasses(kind: type[Tensor]) -> Iterator[type[Tensor]]:
-    """Yields the tensor subclasses that are imported: loading a checkpoint imports none."""
+    """Yields the tensor subclasses that are imported: loading a checkpoint imports no code."""
     for one in kind.__subclasses__():
         yield one
         yield from _subclasses(one)
@@ -438,8 +435,8 @@ def _at(values: Any, place: int) -> Any:
 
 
 def placements_of(shape: tuple[int, ...] | torch.Size, like: DTensor) -> list[Placement]:
-    """Returns the placements of a tensor of some shape that belongs to a sharded parameter: sharded
-    along the dimensions that both have, unless some ranks have no part of the parameter; else
+    """Returns placements for state of `shape` that belongs to the sharded parameter `like`: sharded
+    along dimensions of equal length, unless some ranks hold no part of the parameter; else
     replicated."""
     return [cut if _keeps(cut, shape, like) else Replicate() for cut in like.placements]
 
@@ -451,6 +448,6 @@ def _keeps(cut: Placement, shape: tuple[int, ...] | torch.Size, like: DTensor) -
 
 
 def has_empty_shards(tensor: DTensor) -> bool:
-    """Whether some ranks have no part of it."""
+    """Whether some ranks hold no part of `tensor`."""
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return any(isinstance(cut, Shard) and tensor.shape[cut.dim] < ranks for cut, ranks in sizes)

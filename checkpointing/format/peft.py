@@ -11,10 +11,10 @@ from checkpointing.format.untrusted import a_text, count, number, printable, rea
 
 CONFIG = "adapter_config.json"
 BASE = "adapter_base.json"
-"""File of ours beside an exported adapter: path, fingerprint and format of the model under it, as
-the trainer state of a checkpoint has them. PEFT passes it over."""
+"""Additional file beside an exported adapter: path, fingerprint and format of the base model, as in
+the trainer state of a checkpoint. PEFT ignores it."""
 PARTS = "lora_A", "lora_B"
-"""Last parts of the FQNs of a layer's two matrices."""
+"""Last parts of the FQNs of the two matrices of an adapted layer."""
 _PREFIX = "base_model.model."
 _PLAIN: Mapping[str, Any] = {
     "peft_type": "LORA", "bias": "none", "use_dora": False, "lora_bias": False,
@@ -24,7 +24,7 @@ _PLAIN: Mapping[str, Any] = {
 
 
 def is_part(name: str) -> bool:
-    """Whether a parameter, by its FQN, is a matrix of an adapter."""
+    """Whether the parameter with this FQN is a matrix of an adapter."""
     return name.rpartition(".")[2] in PARTS
 
 
@@ -35,7 +35,7 @@ def name_in_file(name: str) -> str:
 
 @dataclass(frozen=True)
 class AdapterTensors:
-    """The tensors in an adapter's file, by FQN of the model's parameters."""
+    """Names of the tensors in an adapter's file, by FQN of the model's parameters."""
 
     pairs: dict[str, tuple[str, str]] = field(default_factory=dict)
     """FQN of a weight → names of A and B in the file."""
@@ -44,7 +44,8 @@ class AdapterTensors:
 
 
 def adapter_tensors(names: Iterable[str], where: str) -> AdapterTensors:
-    """Sort an adapter's tensors by their names; `where` is its path, for messages.
+    """Returns the tensors of an adapter's file, sorted out by their names; `where` is the file's
+    path, for messages.
 
     Raises:
         DamagedCheckpoint: A or B of a pair is missing.
@@ -71,12 +72,12 @@ def adapter_tensors(names: Iterable[str], where: str) -> AdapterTensors:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What a reader needs of adapter_config.json."""
+    """Values of adapter_config.json that a reader needs."""
 
     base: str
-    """Directory of the base model; "" if it names none."""
+    """Directory of the base model; "" if the file names none."""
     scale: float
-    """Factor of B A."""
+    """Factor of the product B A."""
 
 
 def scale_of(rank: int, alpha: float, rslora: bool) -> float:
@@ -98,7 +99,7 @@ def write_config(
     Args:
         base: directory of the base model.
         alpha: numerator of the scale.
-        rslora: divide by the root of the rank instead.
+        rslora: divide alpha by the square root of the rank instead of the rank.
         targets: names, or suffixes of names, of the linear layers.
         whole: names, or suffixes, of fully trained modules.
     """
@@ -118,16 +119,16 @@ def write_config(
 
 
 def read_config(data: bytes, where: str) -> AdapterConfig:
-    """Parse adapter_config.json; `where` is its path, for messages.
+    """Parse adapter_config.json; `where` is the file's path, for messages.
 
     Raises:
-        DamagedCheckpoint: it is malformed.
+        DamagedCheckpoint: the file is malformed.
         StorageError: the adapter computes something other than LoRA.
     """
     try:
         config = read_object(data)
         for key, plain in _PLAIN.items():
-            # None, False and empty mean the same as a default that is empty.
+            # None, False and an empty value all mean the default, if the default is empty
             if config.get(key, plain) != plain and (config[key] or plain):
                 raise StorageError(
                     f"{where}: {key}={printable(str(config[key]))} is not supported, only {plain}; "

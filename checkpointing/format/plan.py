@@ -1,15 +1,4 @@
-"""Which rank holds which bytes of a tensor, and which writes them. Pure: no I/O, no torch.
-
-[Note: words]
-  layout   how a whole tensor is spread over the ranks of a mesh
-  box      a rectangle of the whole tensor that a rank holds; a rank holds one, or several where
-           a dimension is split right to left (`_StridedShard`), or none
-  run      a stretch of a box whose bytes also lie side by side in the whole tensor, that is, in
-           the file. A Shard(0) box is a single run; a Shard(1) box has a run per row
-  piece    a box, or a slab of one, that one rank contributes to a save
-  node     the ranks that share a machine's memory, and one writer process
-  owner    the node that writes a file; it fetches the pieces of other nodes
-"""
+"""Which rank holds which bytes of a tensor, and which rank writes them. Pure: no I/O, no torch."""
 
 import hashlib
 import heapq
@@ -27,12 +16,12 @@ from checkpointing.wire import register
 
 @dataclass(frozen=True)
 class Split:
-    """Effect of one mesh dimension on a tensor."""
+    """How one mesh dimension splits a tensor."""
 
     dim: int | None
-    """The tensor dimension that it splits, like torch.chunk; None: it replicates."""
+    """Tensor dimension that is split, like torch.chunk; None: the tensor is replicated."""
     factor: int = 1
-    """Parts into which the dimension is cut first, each of which is then split over the mesh
+    """Number of parts into which the dimension is cut first; each part is then split over the mesh
     dimension (`_StridedShard.split_factor`)."""
 
 
@@ -44,18 +33,18 @@ Nodes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class TensorLayout:
-    """How a whole tensor is spread over the ranks of a mesh. Compared and hashed by a digest,
-    computed once: a plan compares layouts several times per tensor, and they list tens of thousands
-    of ranks."""
+    """How a whole tensor is spread over the ranks of a mesh. Equality and hash use a digest that is
+    computed once, because a plan compares layouts several times per tensor, and a layout may list
+    tens of thousands of ranks."""
 
     ranks: tuple[int, ...]
     """Global ranks of the mesh, row-major."""
     mesh_shape: tuple[int, ...]
     splits: tuple[Split, ...]
-    """One per mesh dimension, applied from left to right."""
+    """One split per mesh dimension, applied from left to right."""
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Returns the place of a rank on the mesh; None if it is not on it."""
+        """Returns the coordinate of a rank on the mesh; None if it is not on the mesh."""
         index = self._places.get(rank)
         if index is None:
             return None
@@ -88,14 +77,14 @@ def replicated(ranks: Sequence[int]) -> TensorLayout:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A whole tensor and how it is spread. Several layouts are meshes side by side with copies,
-    each known to its own ranks only."""
+    """A whole tensor and its distribution. With several layouts, disjoint meshes hold copies, and
+    each mesh is known only to its own ranks."""
 
     meta: TensorMeta
     layouts: tuple[TensorLayout, ...]
 
 
-register(TensorLayout, shared=True)  # as large as the world, and few
+register(TensorLayout, shared=True)  # large, as they list the whole world, but few
 register(TensorSpec)
 
 
@@ -116,12 +105,12 @@ class TensorPiece:
 
     name: str
     stored: StoredTensor
-    """Where the whole tensor lies."""
+    """Position of the whole tensor in the checkpoint."""
     box: Box
 
 
 def merge_specs(specs_of_ranks: Mapping[int, Mapping[str, TensorSpec]]) -> dict[str, TensorSpec]:
-    """Merge what each rank (global) knows of its tensors, in the order of ranks and names.
+    """Merge the specs of each (global) rank, in the order of ranks and names.
 
     Raises:
         ValueError: ranks disagree about a tensor's shape, dtype or splits, or some ranks of its
@@ -135,7 +124,7 @@ def merge_specs(specs_of_ranks: Mapping[int, Mapping[str, TensorSpec]]) -> dict[
             known = merged.setdefault(name, spec)
             if known.meta != spec.meta:
                 raise ValueError(f"{name} is {known.meta} on one rank and {spec.meta} on another")
-            # A rank knows the mesh that it is on; copies may lie on another.
+            # A rank knows only its own mesh; copies may be on another mesh.
             layouts = tuple(dict.fromkeys((*known.layouts, *spec.layouts)))
             if len({(layout.mesh_shape, layout.splits) for layout in layouts}) > 1:
                 raise ValueError(f"{name} is split differently on different ranks: {layouts}")
@@ -147,17 +136,18 @@ def merge_specs(specs_of_ranks: Mapping[int, Mapping[str, TensorSpec]]) -> dict[
         if any(split != REPLICATE for split in spec.layouts[0].splits):
             missing = sorted(meshes - set(holders[name]))
             raise ValueError(f"{name} is missing on ranks {missing}, which hold parts of it")
-        # Replicated: the ranks that list it hold it, whatever its mesh says.
+        # A replicated tensor is held by the ranks that list it, whatever its mesh says.
         merged[name] = TensorSpec(spec.meta, (replicated(holders[name]),))
     return merged
 
 
 def assign_files(files: Sequence[TensorFile], nodes: int) -> dict[str, int]:
     """Returns the node that owns each file: the largest file first, to the node with the fewest
-    bytes so far (Graham's LPT rule, within 4/3 of the optimum). Equal on all ranks."""
+    bytes so far (Graham's LPT rule, within 4/3 of the optimum). The result is equal on all
+    ranks."""
     loads = [(0, node) for node in range(nodes)]
     owners = {}
-    # The name breaks ties, so that all ranks decide alike.
+    # the name breaks ties, so that all ranks get the same result
     for file in sorted(files, key=lambda file: (-file.size, file.name)):
         load, node = loads[0]
         heapq.heapreplace(loads, (load + file.size, node))
@@ -171,18 +161,18 @@ def plan_pieces(
     owners: Mapping[str, tuple[int, ...]],
     rank: int,
 ) -> list[TensorPiece]:
-    """Returns what `rank` contributes. Over all ranks every byte of every tensor occurs exactly
-    once.
+    """Returns the pieces that `rank` contributes. Over all ranks every byte of every tensor occurs
+    exactly once.
 
-    Replicas share the work on a box: those on the node that owns the file, so that nothing is sent,
-    or all of them if none is there. Each takes a slab of equal size. The remaining rows, and small
-    tensors, rotate among them. So a contribution depends on each tensor alone, without a balance
-    over tensors.
+    The replicas of a box divide it: those on the node that owns the file, so that no bytes are
+    sent, or all replicas if none is on that node. Each takes a slab of equal size. Remaining rows,
+    and small tensors, rotate among them. So the division of a tensor does not depend on other
+    tensors.
 
     Args:
         specs: all tensors, the same on all ranks.
-        stored: where each tensor will lie.
-        owners: by file, the ranks of the node that owns it.
+        stored: position of each tensor in the checkpoint.
+        owners: file → ranks of the node that owns it.
     """
     pieces = []
     for name, spec in specs.items():
@@ -203,13 +193,13 @@ def plan_pieces(
 def plan_file(
     file: TensorFile, specs: Mapping[str, TensorSpec], owner: tuple[int, ...]
 ) -> Iterator[tuple[int, TensorPiece]]:
-    """Yields all pieces of one file with the rank that contributes each: those that `plan_pieces`
-    returns on all ranks, for the node that owns the file."""
+    """Yields (rank, piece) for all pieces of one file, as `plan_pieces` assigns them. Used by the
+    node that owns the file."""
     for name, stored in file.tensors.items():
         spec = specs[name]
         done: set[int] = set()
         for rank in itertools.chain.from_iterable(layout.ranks for layout in spec.layouts):
-            # One rank stands for all its replicas.
+            # one rank represents all its replicas
             if rank in done:
                 continue
             done.update(replica_set(spec.layouts, rank))
@@ -223,11 +213,11 @@ def plan_file(
 
 
 SMALL_BYTES = 1 << 16
-"""A smaller box is not divided among replicas."""
+"""Smallest box in bytes that is divided among replicas."""
 
 
 def _first(name: str, contributors: Sequence[int]) -> int:
-    """Returns which contributor has the first turn; it rotates with the tensor's name."""
+    """Returns the index of the first contributor, which depends on the tensor's name."""
     return crc32(name.encode()) % len(contributors)
 
 
@@ -237,7 +227,7 @@ def _share(spec: TensorSpec, box: Box, turn: int, count: int) -> Box | None:
         return box
     if math.prod(box.shape) * DTYPE_BYTES[spec.meta.dtype] < SMALL_BYTES:
         return None if turn else box
-    # The first dimension that can be divided gives the longest contiguous slabs.
+    # the first dimension that can be divided gives the longest contiguous slabs
     dim = next(dim for dim, length in enumerate(box.shape) if length > 1)
     rows, more = divmod(box.shape[dim], count)
     start, length = turn * rows + min(turn, more), rows + (turn < more)
@@ -253,8 +243,7 @@ def _share(spec: TensorSpec, box: Box, turn: int, count: int) -> Box | None:
 
 @lru_cache(maxsize=4096)
 def replica_set(layouts: tuple[TensorLayout, ...], rank: int) -> tuple[int, ...]:
-    """Returns the ranks that hold the same boxes as `rank`, itself included; empty if it holds
-    none."""
+    """Returns the ranks that hold the same boxes as `rank`, with itself; empty without boxes."""
     coordinate = _coordinate(layouts, rank)
     if coordinate is None:
         return ()
@@ -272,13 +261,13 @@ def replica_set(layouts: tuple[TensorLayout, ...], rank: int) -> tuple[int, ...]
     return tuple(dict.fromkeys(ranks))
 
 
-# Cached: thousands of tensors share a few layouts.
+# cached, as thousands of tensors share a few layouts
 @lru_cache(maxsize=65536)
 def _contributors(
     layouts: tuple[TensorLayout, ...], rank: int, owner: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Returns, of the ranks with the same boxes as `rank` (which has some), those of the node that
-    owns the file, or all if none is there."""
+    """Returns the ranks that hold the same boxes as `rank` and are on the node that owns the file,
+    or all that hold them if none is there. `rank` holds at least one box."""
 
     def shard(of: int) -> list[int] | None:
         coordinate = _coordinate(layouts, of)
@@ -295,7 +284,7 @@ def _contributors(
 
 @lru_cache(maxsize=65536)
 def _coordinate(layouts: tuple[TensorLayout, ...], rank: int) -> tuple[int, ...] | None:
-    # Meshes side by side: a rank is on one of them at most.
+    # a rank is on at most one of several meshes
     coordinates = (layout.coordinate(rank) for layout in layouts)
     return next((coordinate for coordinate in coordinates if coordinate is not None), None)
 
@@ -306,12 +295,12 @@ def local_boxes(
 ) -> tuple[Box, ...]:
     """Returns the boxes of a whole tensor of `shape` that `rank` holds, none of them empty.
 
-    Each dimension splits like torch.chunk: parts of ceil(size / count), the last ones shorter or
+    Each dimension is split like torch.chunk: parts of ceil(size / count), the last parts shorter or
     empty."""
     coordinate = _coordinate(layouts, rank)
     if coordinate is None:
         return ()
-    # Per tensor dimension: stretches (start, stop) of the whole, in local order.
+    # for each tensor dimension: stretches (start, stop) of the whole, in local order
     stretches = [[(0, size)] for size in shape]
     for size, split, place in zip(
         layouts[0].mesh_shape, layouts[0].splits, coordinate, strict=True
@@ -368,7 +357,7 @@ def extents_of(meta: TensorMeta, box: Box) -> Iterator[Extent]:
     itemsize = DTYPE_BYTES[meta.dtype]
     strides = [itemsize * math.prod(meta.shape[dim + 1 :]) for dim in range(len(meta.shape))]
     origin = sum(map(math.prod, zip(box.offset, strides, strict=True)))
-    # Dimensions after the last one that the box does not span are whole: they belong to the extent.
+    # Dimensions after the last one in which the box is cut are whole, so they belong to the extent.
     cut = [dim for dim in range(len(box.shape)) if box.shape[dim] != meta.shape[dim]]
     outer = cut[-1] if cut else 0
     length = itemsize * math.prod(box.shape[outer:])
@@ -381,8 +370,8 @@ def extents_of(meta: TensorMeta, box: Box) -> Iterator[Extent]:
 
 
 def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns the stretches (start, stop) sorted, with touching and overlapping ones joined and
-    empty ones dropped."""
+    """Returns stretches (start, stop), sorted. Touching and overlapping stretches are joined; empty
+    ones are dropped."""
     result: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
         if start < stop and result and start <= result[-1][1]:

@@ -1,4 +1,4 @@
-"""torch tensors and DTensors: their specs for a plan, their local memory and its bytes."""
+"""torch tensors and DTensors: their specs for a plan, and the memory of their local parts."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -21,14 +21,14 @@ _TORCH_NAMES = {
 TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, _TORCH_NAMES[name]) for name in DTYPE_BYTES
 }
-"""torch dtype by safetensors' name."""
+"""safetensors' name of a dtype → torch dtype."""
 STORED_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def place_of(tensor: Tensor) -> Hashable:
-    """Returns a key equal for two tensors that are one: tied weights, which `state_dict` lists
-    under each of their names. DTensors must be the same object, since a rank may hold no memory of
-    them to compare."""
+    """Returns a key that is equal for tied weights, which `state_dict` lists under several names.
+    DTensors count as tied only if they are the same object, since a rank may hold no memory of them
+    to compare."""
     dense = tensor.layout == torch.strided and not tensor.is_meta
     if isinstance(tensor, DTensor) or not dense or not tensor.numel():
         return id(tensor)
@@ -36,7 +36,7 @@ def place_of(tensor: Tensor) -> Hashable:
 
 
 def specs_of(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str, TensorSpec]:
-    """Returns what a plan needs of each tensor.
+    """Returns the spec of each tensor, for a plan.
 
     Args:
         tensors: plain tensors, which every rank holds whole, or DTensors on any mesh.
@@ -55,7 +55,7 @@ def specs_of(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str, T
         meta = TensorMeta(STORED_DTYPES[tensor.dtype], tuple(tensor.shape))
         spread: tuple[TensorLayout, ...] = (whole,)
         if isinstance(tensor, DTensor):
-            # Few layouts for thousands of tensors, and a mesh lists all its ranks.
+            # Thousands of tensors share a few layouts, and each layout lists all ranks of its mesh.
             key = id(tensor.device_mesh), tensor.placements
             if key not in layouts:
                 layouts[key] = (_layout(name, tensor, known),)
@@ -81,13 +81,12 @@ def _split(name: str, placement: Any) -> Split:
         return REPLICATE
     if not hasattr(placement, "dim"):
         raise ValueError(f"{name}: a tensor placed as {placement} cannot be saved; reduce it first")
-    # `_StridedShard` (FSDP over tensor parallelism) is a subclass of Shard in some versions of
-    # torch only; all have its split_factor.
+    # `_StridedShard` (FSDP over tensor parallelism) is a subclass of Shard only in some torch.
     return Split(placement.dim, getattr(placement, "split_factor", 1))
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor, detached: the live memory, not a copy."""
+    """Returns this rank's part of a tensor: its live memory, detached, not a copy."""
     return _memory(tensor).detach()
 
 
@@ -100,13 +99,13 @@ def box_view(local: Tensor, box: Box) -> Tensor:
 
 @torch.no_grad()
 def tensors_not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Returns the names of tensors whose local part holds NaN or infinity. Waits for a GPU once."""
+    """Returns names of tensors whose local part has NaN or infinity. Synchronises once."""
     numbers = {
         name: local_tensor(tensor)
         for name, tensor in tensors.items()
         if tensor.is_floating_point() or tensor.is_complex()
     }
-    verdicts = [  # torch compares no 8-bit floats
+    verdicts = [  # torch cannot test 8-bit floats for finiteness
         (local.float() if local.itemsize == 1 else local).isfinite().all().reshape(1)
         for local in numbers.values()
     ]
@@ -118,7 +117,7 @@ def tensors_not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Returns the bytes of a contiguous tensor of any dtype, 0-dim too, as a flat uint8 view."""
+    """Returns a flat uint8 view of a contiguous tensor of any dtype and dimension."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
@@ -126,16 +125,17 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def broadcast(
     tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> None:
-    """Copy the tensors of one rank to all ranks of a group, in one message. Called on all of them.
+    """Copy the tensors of one rank to all ranks of a group, in one message. Called on all its
+    ranks.
 
     Args:
-        tensors: plain tensors, or DTensors, whose local parts are copied; as many bytes on each
-            rank.
+        tensors: plain tensors, or DTensors, whose local parts are copied. Their total size is equal
+            on all ranks.
         source: rank in the group to copy from.
         group: None: the default group.
         device: device of the tensors that the group carries.
     """
-    # Large elements first, so that each part is aligned to its element size.
+    # large elements first, so that each part is aligned to its element size
     parts = sorted(map(local_tensor, tensors), key=lambda part: -part.itemsize)
     message = torch.cat([as_bytes(part).to(device) for part in parts])
     dist.broadcast(message, group=group, group_src=source)
@@ -144,7 +144,7 @@ def broadcast(
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """Returns the tensor that owns this rank's memory of `tensor`."""
+    """Returns the tensor that owns the memory of this rank's part of `tensor`."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():  # to_local is 50 times faster without autograd

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 MAX_JSON_BYTES = 256 << 20
-"""Largest JSON file that is read, as large as the commit record of 400 TB."""
+"""Size of the largest JSON file that is read: the commit record of a checkpoint of 400 TB."""
 MAX_NESTING = 64
 _MAX_NAME_BYTES = 255
 _MAX_PATH_BYTES = 1024
@@ -14,7 +14,7 @@ _MAX_COUNT = 2**63 - 1
 
 
 def is_plain(name: Any) -> bool:
-    """Whether a name is a relative path of a file below its directory and printable: no absolute
+    """Whether a name is a printable, relative path that stays below its directory: no absolute
     path, no `..`, no NUL, line end or terminal escape."""
     if not isinstance(name, str) or not name.isprintable():
         return False
@@ -36,10 +36,10 @@ def printable(text: str) -> str:
 
 
 def count(value: Any) -> int:
-    """Check a number of bytes, elements or steps.
+    """Returns `value`, checked to be a number of bytes, elements or steps.
 
     Raises:
-        ValueError: it is no whole number from 0 to 2^63 - 1.
+        ValueError: `value` is no whole number from 0 to 2^63 - 1.
     """
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_COUNT:
         raise ValueError(f"{_short(value)} where a whole number is due")
@@ -47,10 +47,10 @@ def count(value: Any) -> int:
 
 
 def number(value: Any) -> float:
-    """Check a finite number.
+    """Returns `value`, checked to be a finite number.
 
     Raises:
-        ValueError: it is none.
+        ValueError: `value` is no finite number.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
         raise ValueError(f"{_short(value)} where a number is due")
@@ -58,10 +58,10 @@ def number(value: Any) -> float:
 
 
 def a_list(value: Any, most: int | None = None) -> list[Any]:
-    """Check a list of at most `most` values.
+    """Returns `value`, checked to be a list of at most `most` values.
 
     Raises:
-        ValueError: it is none.
+        ValueError: `value` is no such list.
     """
     if not isinstance(value, list) or (most is not None and len(value) > most):
         raise ValueError(f"{_short(value)} where a list is due")
@@ -69,10 +69,10 @@ def a_list(value: Any, most: int | None = None) -> list[Any]:
 
 
 def a_text(value: Any) -> str:
-    """Check a text.
+    """Returns `value`, checked to be text.
 
     Raises:
-        ValueError: it is none.
+        ValueError: `value` is not text.
     """
     if not isinstance(value, str):
         raise ValueError(f"{_short(value)} where text is due")
@@ -80,10 +80,10 @@ def a_text(value: Any) -> str:
 
 
 def a_name(value: Any) -> str:
-    """Check a name by `is_plain`.
+    """Returns `value`, checked by `is_plain`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: `value` is no plain name.
     """
     if not is_plain(value):
         raise ValueError(f"{_short(value)} is no file in its directory")
@@ -91,10 +91,10 @@ def a_name(value: Any) -> str:
 
 
 def an_object(value: Any) -> dict[str, Any]:
-    """Check a JSON object.
+    """Returns `value`, checked to be a JSON object.
 
     Raises:
-        ValueError: it is none.
+        ValueError: `value` is no object.
     """
     if not isinstance(value, dict):
         raise ValueError(f"{_short(value)} where an object is due")
@@ -105,7 +105,8 @@ def read_object(data: bytes | str) -> dict[str, Any]:
     """Parse the object in a JSON file.
 
     Raises:
-        ValueError: it is no JSON, too large, nested too deeply, or no object; in one line.
+        ValueError: the file is no JSON object, too large or nested too deeply. The message is one
+            line.
     """
     if len(data) > MAX_JSON_BYTES:
         raise ValueError(f"{len(data)} bytes of JSON, more than {MAX_JSON_BYTES}")
@@ -122,8 +123,8 @@ def read_object(data: bytes | str) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns an object after checking that its names differ: readers disagree about which of two
-    equal ones counts."""
+    """Returns an object after checking that its names differ. Readers disagree which of two equal
+    names counts."""
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]

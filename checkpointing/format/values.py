@@ -1,5 +1,6 @@
-"""Exact conversion of plain values to JSON and back. What JSON would change (tuples, keys that are
-no strings) or reject (bytes, tensors) becomes an object with one key that begins with "$"."""
+"""Exact conversion of plain values to JSON and back. Values that JSON would change (tuples, keys
+that are no strings) or reject (bytes, tensors) become an object with one key that begins with
+"$"."""
 
 import base64
 from collections import Counter
@@ -22,11 +23,11 @@ def to_json(value: Any, name: str) -> Any:
 
     Args:
         value: numbers, strings, None, bytes, CPU or GPU tensors, dtypes, numpy arrays; and lists,
-            tuples, sets, dictionaries and Counters of such.
+            tuples, sets, dictionaries and Counters of these.
         name: name of the value, for errors.
 
     Raises:
-        ValueError: it contains something else; says where and what.
+        ValueError: `value` contains something else; the message says where and what.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -37,7 +38,7 @@ def to_json(value: Any, name: str) -> Any:
     if isinstance(value, torch.Size):
         return {"$size": [*value]}
     if type(value) is set:
-        # Sorted: digests of the JSON are compared among ranks.
+        # sorted, as ranks compare digests of the JSON
         return {"$set": [to_json(one, name) for one in sorted(value)]}
     if type(value) is tuple:
         return {"$tuple": to_json(list(value), name)}
@@ -65,7 +66,7 @@ def to_json(value: Any, name: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Restores the value given to `to_json`; tensors are on the CPU."""
+    """Returns the value that was given to `to_json`; its tensors are on the CPU."""
     if isinstance(value, list):
         return [from_json(one) for one in value]
     if not isinstance(value, dict):
@@ -83,7 +84,7 @@ def from_json(value: Any) -> Any:
             return base64.b64decode(data)
         case ("$tensor" | "$array" as kind, (dtype, shape, data)):
             held = bytearray(base64.b64decode(data))
-            # frombuffer rejects an empty buffer.
+            # frombuffer rejects an empty buffer
             flat = torch.frombuffer(held or bytearray(1), dtype=torch.uint8)[: len(held)]
             tensor = flat.view(getattr(torch, dtype)).reshape(shape)
             return tensor if kind == "$tensor" else tensor.numpy()

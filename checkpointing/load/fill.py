@@ -39,10 +39,9 @@ from checkpointing.load.window import HALF_BYTES, SharedWindow, make_window, rem
 from checkpointing.ranks import RankGroup, failing_alike
 
 STEP_BYTES = 4 << 20
-"""Bytes read at a time, few enough to be in the processor's cache when their checksum is
-computed."""
+"""Bytes read at a time: their checksum is computed while they are in the cache."""
 MOST_THREADS = 8
-"""Most threads of a rank that read; fewer where ranks have fewer processors each."""
+"""Most threads with which a rank reads; fewer if a node has fewer processors per rank."""
 
 
 def read_tensors(
@@ -59,19 +58,19 @@ def read_tensors(
     """Fill the tensors of all ranks, in the order of files and offsets. Called on all ranks of the
     group.
 
-    The ranks of a node together read every byte that they hold once. Checksums cover whole blocks,
-    of which each rank reads its parts; the combined checksums are compared at the end. So targets
-    may have been written to when an error is raised.
+    The ranks of a node together read every byte that they hold once. A checksum covers a whole
+    block, of which each rank reads its parts; the combined checksums are compared at the end. So
+    targets may have been written to when an error is raised.
 
     Args:
         specs: all tensors, the same on all ranks.
         tensors: the targets, of which this rank holds parts, on any device. Floating point numbers
             are converted where a file has another dtype.
-        group: carries CPU tensors. None: this process reads what it holds, and the rest of the
-            blocks that it checks.
-        nodes: the ranks of the group that share memory; None: those of a machine.
+        group: process group that carries CPU tensors. None: this process alone reads the parts that
+            it holds, and the rest of the blocks that it checks.
+        nodes: ranks of each node, which share memory; None: the ranks of each machine.
         finite: names of tensors that must not hold NaN or infinity.
-        threads: threads that read; None: by the processors for each rank of a node.
+        threads: threads with which a rank reads; None: by the processors per rank of a node.
 
     Raises:
         DamagedCheckpoint: a file is missing or short, a checksum is wrong, or a tensor of `finite`
@@ -96,10 +95,10 @@ def read_together(
     step_bytes: int = STEP_BYTES,
     threads: int | None = None,
 ) -> None:
-    """Like `read_tensors`, for ranks that already act together.
+    """Like `read_tensors`, for an existing `RankGroup`.
 
     Raises:
-        RankError: on all ranks; its kind is what `read_tensors` raises.
+        RankError: raised on all ranks; its `kind` is an error of `read_tensors`.
     """
     load = _Load(files, specs, tensors, ranks, nodes, finite, step_bytes, threads)
     try:
@@ -107,15 +106,15 @@ def read_together(
         if any(path for path, _ in windows.values()):
             ranks.together(lambda: load.open_window(windows))
     finally:
-        # All have mapped it, or failed: a crash from here on leaves no file.
+        # All ranks have mapped the window, or failed: from here on a crash leaves no file.
         load.remove_window()
     ranks.together(load.read)
-    if load.has_checksums:  # else one collective fewer while the job waits
+    if load.has_checksums:  # without checksums one collective fewer, while the job waits
         ranks.together(load.check)
 
 
 class _Load:
-    """One rank's part of a load; methods are called in their order."""
+    """One rank's part of a load. Its methods are called in their order."""
 
     def __init__(
         self,
@@ -132,7 +131,7 @@ class _Load:
         self._ranks, self._nodes, self._step = ranks, nodes, step_bytes
         self._finite = finite
         self._bad: dict[str, str] = {}
-        """Tensors with NaN or infinity, and their files."""
+        """Tensor with NaN or infinity → its file."""
         self._near = next(near for near in nodes if ranks.rank in near)
         names = sorted({files.tensors[name].file for name in specs})
         self._records = {name: files.records[name] for name in names if name in files.records}
@@ -140,13 +139,13 @@ class _Load:
             processors = len(os.sched_getaffinity(0)) // len(self._near)
             threads = max(1, min(MOST_THREADS, processors))
         self._sums = [BlockSums(self._records, BLOCK_BYTES) for _ in range(threads)]
-        """One for each thread."""
+        """Contributions to the checksums, one object for each thread."""
         self._targets: dict[str, LocalTarget] = {}
         self._own: dict[str, list[Segment]] = {name: [] for name in names}
-        """What this rank reads alone, by file."""
+        """File → segments that this rank reads alone."""
         self._shared: list[ReadUnit] = []
         self._checked: dict[str, list[int]] = {}
-        """Blocks to check, by file."""
+        """File → blocks whose checksums are compared."""
         self._created_window = "", 0
         """Path and area of the window that this rank created."""
         self._window: SharedWindow | None = None
@@ -154,8 +153,8 @@ class _Load:
     # --- before reading ----------------------------------------------------------------------
 
     def prepare(self) -> tuple[str, int]:
-        """Plan, and create the window if the node needs one and this rank is its first; returns the
-        result of `make_window`, else ("", 0)."""
+        """Plan the reads. On the first rank of a node that needs a window, create it; returns the
+        result of `make_window`, on other ranks ("", 0)."""
         for name, tensor in self._tensors.items():
             shape, layouts = self._files.tensors[name].meta.shape, self._specs[name].layouts
             boxes = local_boxes(shape, layouts, self._ranks.rank)
@@ -168,7 +167,7 @@ class _Load:
         if not plan.shared or self._ranks.rank != self._near[0]:
             return "", 0
         share = sum(unit.nbytes for unit in plan.shared) // len(self._near)
-        # Room for a slab at least, and no more than what is read.
+        # room for at least one slab, and for no more bytes than are read
         area = min(max(HALF_BYTES // len(self._near), self._step), share + self._step)
         self._created_window = make_window(len(self._near), area, self._step)
         return self._created_window
@@ -177,7 +176,7 @@ class _Load:
         meta, target = unit.stored.meta, self._targets[unit.name]
         checked = unit if unit.name in self._finite else None
         data = target.memory(unit.box, TORCH_DTYPES[meta.dtype])
-        # A target that cannot be read in place, as on a GPU, is filled from memory of the reader.
+        # A target that cannot be read in place (on a GPU) is filled from the reader's memory.
         if data is None:
             for slab in slabs(unit, self._step):
                 yield Segment(slab.begin, slab.nbytes, None, unit.replica, slab, checked)
@@ -188,10 +187,10 @@ class _Load:
             yield Segment(begin, run.length, part, unit.replica, None, checked)
 
     def _plan_checks(self) -> None:
-        """Plan to read every byte of the blocks to check: those of the tensors and of the header.
-        Bytes that no rank holds are divided among all."""
+        """Choose the blocks to check: those that contain tensors or the header. All their bytes
+        must be read, so bytes that no rank holds are divided among the ranks."""
         held: dict[str, list[tuple[int, int]]] = {file: [] for file in self._own}
-        # Ranks complete each other's blocks. One that reads alone reads the rest itself.
+        # The ranks of a group complete each other's blocks; a single process reads all.
         if self._ranks.group is None:
             for file, segments in self._own.items():
                 held[file] = [(read.begin, read.begin + read.nbytes) for read in segments]
@@ -215,13 +214,12 @@ class _Load:
             ]
 
     def open_window(self, windows: Mapping[int, tuple[str, int]]) -> None:
-        """Open the node's window, if it has one."""
         path, area = windows[self._near[0]]
         if path and self._ranks.group is not None:
             self._window = SharedWindow(path, area, self._near, self._ranks.rank, self._ranks.group)
 
     def remove_window(self) -> None:
-        """Unlink the window's file; its memory stays while ranks have it mapped."""
+        """Unlink the window's file. Its memory stays while ranks have it mapped."""
         path, _ = self._created_window
         if path:
             remove_window(path)
@@ -229,11 +227,10 @@ class _Load:
     # --- reading -----------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Read everything that this rank has to read; without checksums also require finite
-        numbers."""
+        """Read all segments of this rank. Without checksums, also require finite numbers."""
         pinned = any(target.local.is_cuda for target in self._targets.values())
         with ExitStack() as stack:
-            # Any thread takes any free reader, as each has buffers and an open file of its own.
+            # Any thread can use any free reader, as each has its own buffers and open file.
             readers: SimpleQueue[SegmentReader] = SimpleQueue()
             for sums in self._sums:
                 reader = SegmentReader(
@@ -253,11 +250,11 @@ class _Load:
                 try:
                     for _ in pool.map(work, jobs(segments, self._step)):
                         pass
-                except BaseException:  # queued jobs would delay the error
+                except BaseException:  # otherwise queued jobs would delay the error
                     pool.shutdown(cancel_futures=True)
                     raise
 
-            if self._window is None:  # nothing of the node is shared
+            if self._window is None:  # the ranks of this node share no reads
                 run(self._own)
             else:
                 self._read_with_others(self._window, run)
@@ -268,9 +265,9 @@ class _Load:
     def _read_with_others(
         self, window: SharedWindow, run: Callable[[Mapping[str, list[Segment]]], None]
     ) -> None:
-        """Read in rounds: fill one half of the window, and copy from the other what the last round
-        filled. A rank that fails still joins the meeting at the end of a round, where the others
-        learn of it."""
+        """Read in rounds: fill one half of the window, and copy the slabs of the previous round
+        from the other half. A rank that fails still takes part in the synchronisation at the end of
+        a round, where the others learn of the failure."""
         rounds = read_rounds(
             self._shared, window.places, window.area, max(self._step, window.area // 4)
         )
@@ -286,7 +283,7 @@ class _Load:
                     deliver(slab, other[position : position + slab.nbytes], self._targets)
             except Exception as error:
                 failure = error
-            # All ranks of the node get the same rounds, so they leave the loop together.
+            # all ranks of the node get the same rounds, so they leave the loop together
             if window.meet(failure is not None) or not now:
                 break
             before = now
@@ -305,7 +302,7 @@ class _Load:
         have read.
 
         Raises:
-            DamagedCheckpoint: names file and block, or tensors.
+            DamagedCheckpoint: the message names file and block, or tensors.
         """
         mine = np.bitwise_xor.reduce([sums.contribution() for sums in self._sums])
         total = torch.from_numpy(mine.astype(np.int64))  # gloo reduces no uint32
@@ -319,13 +316,13 @@ class _Load:
                 f"{self._files.where / file}: checksum of block {block} (from byte "
                 f"{block * BLOCK_BYTES} on) is wrong{more}; the file was changed after it was saved"
             )
-        self.refuse_not_finite()  # last: damaged bytes may look like NaN
+        self.refuse_not_finite()  # checked last, as damaged bytes may look like NaN
 
     def refuse_not_finite(self) -> None:
-        """Require finite numbers in what this rank has read.
+        """Require finite numbers in the tensors that this rank has read.
 
         Raises:
-            DamagedCheckpoint: names a file and the tensors.
+            DamagedCheckpoint: the message names a file and the tensors.
         """
         if self._bad:
             file = min(self._bad.values())
@@ -335,7 +332,7 @@ class _Load:
 def _to_fill(
     dealt: ReadRound, place: int, memory: memoryview, finite: Collection[str]
 ) -> dict[str, list[Segment]]:
-    """Returns what a rank reads in a round, by file."""
+    """Returns file → segments that the rank at `place` in its node reads in a round."""
     segments: dict[str, list[Segment]] = {}
     for slab, reader, position in dealt:
         if reader == place:

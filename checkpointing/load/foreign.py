@@ -43,15 +43,13 @@ _MODEL_PREFIXES = ("app.model.", "state_dict.model.", "state.model.", "model.", 
 
 @dataclass(frozen=True)
 class DcpCheckpoint:
-    """A DCP checkpoint; `read` and `fill` read its tensors."""
-
     path: Path
     metadata: Metadata
 
     @property
     def optimizer(self) -> dict[str, StoredTensor]:
-        """Optimizer state by this package's names (`<fqn>.exp_avg`); `file` is the tensor's name in
-        the checkpoint.
+        """Optimizer state by this package's names (`<fqn>.exp_avg`). `StoredTensor.file` holds the
+        name of the tensor in the checkpoint.
 
         Raises:
             StorageError: state is saved by the number of a parameter, not by its name.
@@ -70,14 +68,14 @@ class DcpCheckpoint:
 
     @property
     def model(self) -> dict[str, StoredTensor]:
-        """All tensors but the optimizer's, without their common prefix (such as `model.`); `file`
-        is the tensor's name in the checkpoint."""
+        """All tensors but the optimizer's, without their common prefix (such as `model.`);
+        `StoredTensor.file` holds the name of the tensor in the checkpoint."""
         names = self._model_names()
         return self._under(self._nesting(names), names)
 
     def model_for(self, wanted: Collection[str]) -> dict[str, StoredTensor]:
-        """Returns tensors by the names of a model: those under the prefix that matches most of
-        `wanted`; `file` is the tensor's name in the checkpoint."""
+        """Returns tensors by the names of a model: the tensors under the prefix that matches most
+        of `wanted`. `StoredTensor.file` holds the name of the tensor in the checkpoint."""
         names = self._model_names()
         prefixes = Counter(
             name.removesuffix(target)
@@ -126,10 +124,10 @@ class DcpCheckpoint:
         return StoredTensor(name, 0, TensorMeta(dtype, tuple(entry.size)))
 
     def read(self, stored: StoredTensor) -> Tensor:
-        """Returns one whole tensor, on the CPU.
+        """Returns a whole tensor, on the CPU.
 
         Raises:
-            DamagedCheckpoint: names what is missing or damaged.
+            DamagedCheckpoint: the message names the missing or damaged part.
         """
         whole = torch.empty(stored.meta.shape, dtype=TORCH_DTYPES[stored.meta.dtype])
         origin = (0,) * whole.ndim
@@ -138,10 +136,10 @@ class DcpCheckpoint:
 
     @torch.no_grad()
     def fill(self, stored: Mapping[str, StoredTensor], targets: Mapping[str, LocalTarget]) -> None:
-        """Read the boxes of targets by torch's own reader, on this rank alone.
+        """Read the boxes of targets with torch's own reader. Each rank calls it by itself.
 
         Raises:
-            DamagedCheckpoint: names what is missing or damaged.
+            DamagedCheckpoint: the message names the missing or damaged part.
             StorageError: a file cannot be read.
         """
         planner = _Planner({stored[name].file: target for name, target in targets.items()})
@@ -155,19 +153,20 @@ class DcpCheckpoint:
             ]
             entry = self._tensors[there]
             items += create_read_items_for_chunk_list(there, entry, chunks)
-        reader = FileSystemReader(self.path)  # torch's own: it knows every version's chunks
+        # torch's own reader can read the chunks of every version.
+        reader = FileSystemReader(self.path)
         reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         try:
             with reading(self.path):
                 reader.read_data(LoadPlan(items), planner).wait()
         except CheckpointError:
             raise
-        except Exception as error:  # torch's reader and pickles in a chunk may raise anything
+        except Exception as error:  # torch's reader, and pickles in a chunk, may raise anything
             text = printable(str(error).partition("\n")[0])
             raise DamagedCheckpoint(f"{self.path}: a saved chunk is damaged: {text}") from error
 
     def _require_whole(self, name: str) -> None:
-        """Require every byte of a tensor: torch's reader leaves missing parts unchanged."""
+        """Require every byte of a tensor, as torch's reader leaves missing parts unchanged."""
         entry = self._tensors[name]
         saved, whole = sum(chunk.sizes.numel() for chunk in entry.chunks), entry.size.numel()
         if saved != whole:
@@ -183,11 +182,11 @@ class DcpCheckpoint:
 
 
 def open_dcp(path: Path) -> DcpCheckpoint:
-    """Read the metadata of a DCP checkpoint. It is a pickle: only DCP's own classes are loaded.
+    """Read the metadata of a DCP checkpoint, which is a pickle. Only DCP's own classes are loaded.
 
     Raises:
         DamagedCheckpoint: the metadata is malformed.
-        StorageError: it names other classes, or cannot be read.
+        StorageError: the metadata names other classes, or cannot be read.
     """
     where = path / DCP_METADATA
     with reading(where):
@@ -208,8 +207,8 @@ def open_dcp(path: Path) -> DcpCheckpoint:
 
 
 def _check(metadata: Metadata) -> None:
-    """Raises any exception if the metadata is not as torch writes it, or leads out of its
-    directory."""
+    """Raises an exception of any class if torch would not write such metadata, or if a file would
+    be outside of the directory."""
     for name, entry in metadata.state_dict_metadata.items():
         if not name.isprintable():
             raise ValueError(f"{name!a} is no name of a tensor")
@@ -233,7 +232,7 @@ def targets_of(
     tensors: Mapping[str, Tensor],
     rank: int,
 ) -> dict[str, LocalTarget]:
-    """Returns what `rank` holds of `tensors`, for `DcpCheckpoint.fill`."""
+    """Returns the local part of each tensor on `rank`, for `DcpCheckpoint.fill`."""
     return {
         name: LocalTarget.of(
             name, tensor, local_boxes(stored[name].meta.shape, specs[name].layouts, rank)
@@ -243,14 +242,14 @@ def targets_of(
 
 
 class _Planner(DefaultLoadPlanner):
-    """Gives the boxes of targets to torch's reader."""
+    """Makes torch's reader copy into the boxes of targets."""
 
     def __init__(self, targets: Mapping[str, LocalTarget]) -> None:
         super().__init__()
         self._targets = targets
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Returns where the reader copies a part of a chunk to."""
+        """Returns the memory that the reader copies a part of a chunk to."""
         index = read_item.dest_index
         target = self._targets[index.fqn]
         offset = tuple(index.offset or ())
@@ -263,7 +262,7 @@ class _Planner(DefaultLoadPlanner):
         return view
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Does nothing: `resolve_tensor` returns the target's own memory."""
+        """Does nothing, as `resolve_tensor` returns the target's own memory."""
 
 
 _ALLOWED = {

@@ -1,14 +1,15 @@
-"""Restart from the memory that a run left: which complete step it holds, and its bytes.
+"""Restart from the memory that a run left: finds the newest complete step in it, and reads its
+bytes.
 
 A killed rank leaves its node's slots (slots.py). When the run starts again, with any world size,
 the ranks combine the slots on their machines. They load the newest step of which every byte exists,
-unless storage has a newer one. Memory is not used if storage has changed since: a step was removed
-or added, or the whole run, whose token is then gone.
+unless storage has a newer step. Memory is not used if storage has changed since: a step was added
+or removed, or the whole run was, and with it the token.
 
 [Note: token] A secret of the run in its checkpoint directory, created before the first step is
-copied to memory. Manifests carry a MAC under it (peers.py), so that only memory of this very run is
-loaded. On a filesystem only its user can read it. In an object store every reader of the bucket can
-read it, so there it prevents mistakes, not attacks.
+copied to memory. Manifests carry a MAC under this token (peers.py), so that only memory of this
+very run is loaded. On a filesystem only its user can read it. In an object store every reader of
+the bucket can read it, so there it prevents mistakes, not attacks.
 """
 
 import logging
@@ -36,20 +37,20 @@ from checkpointing.wire import register
 logger = logging.getLogger(__name__)
 
 DYING_SECONDS = 2.0
-"""How long to wait for writers of killed ranks to end."""
+"""Seconds to wait until the writers of killed ranks have ended."""
 MOST_CHECKS = 16
 """Most threads that compute checksums while all ranks wait for them."""
 TOKEN = ".run"
-"""File that holds the token."""
+"""Name of the file that holds the token."""
 _TOKEN = re.compile(rb"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
 class LeftoverSlot:
-    """A slot left by a dead process of the run, and the node of the new start that it is on."""
+    """A slot left by a dead process of the run, and the node of the new start that has it."""
 
     slot: str
-    """Path of its folder."""
+    """Path of the slot's folder."""
     home: int
     manifest: Manifest
 
@@ -58,8 +59,7 @@ register(LeftoverSlot)
 
 
 def token(directory: Place) -> str | None:
-    """Returns the token of the run; None if nothing was saved here, or the file cannot be
-    trusted."""
+    """Returns the token of the run; None if there is none that only this user can know."""
     try:
         found = storage_of(directory).read_private(directory / TOKEN)
     except FileNotFoundError:
@@ -67,12 +67,12 @@ def token(directory: Place) -> str | None:
     except OSError as error:
         if error.errno not in (EACCES, EPERM, ELOOP):
             raise
-        return None  # another user's file, or a link
+        return None  # the file is another user's, or a link
     return found.decode() if _TOKEN.fullmatch(found) else None
 
 
 def make_token(directory: Place) -> str:
-    """Returns the token, created if there is none that can be trusted.
+    """Returns the token of the run. Creates it if there is none that only this user can know.
 
     Raises:
         OSError: the directory cannot be written.
@@ -82,7 +82,7 @@ def make_token(directory: Place) -> str:
     storage.make_directory(directory)
     path, new = directory / TOKEN, secrets.token_hex(32).encode()
     if token(directory) is None:
-        with suppress(FileExistsError):  # another start of the run was faster
+        with suppress(FileExistsError):  # another start of the run has created the file
             storage.create(path, new, 0o600)
     if token(directory) is None:
         logger.warning(
@@ -101,15 +101,16 @@ def make_token(directory: Place) -> str:
 def leftover_slots(directory: str, home: int, run: str, held: ExitStack) -> list[LeftoverSlot]:
     """Returns the slots that dead processes of a run left on this machine.
 
-    The writer of a killed rank dies a moment after it, and this start has no writers yet. So living
-    processes of the run are waited for.
+    The writer of a killed rank dies a moment after it. This start has no writers yet, so living
+    processes of the run are such writers, and their end is awaited.
 
     Args:
-        home: node of this process.
-        held: keeps other processes from taking over or deleting the slots until it is closed.
+        home: number of this process's node.
+        held: collects locks that keep other processes from taking over or deleting the slots, until
+            it is closed.
     """
     deadline = time.monotonic() + DYING_SECONDS
-    # Bounded: a writer that hangs in storage may not die for a long time.
+    # limited, as a writer that hangs in storage may not die for a long time
     while living_folders(directory) and time.monotonic() < deadline:
         time.sleep(0.01)
     found = []
@@ -117,7 +118,7 @@ def leftover_slots(directory: str, home: int, run: str, held: ExitStack) -> list
         folder = hold(place, to_read=True)
         if folder is None:
             continue
-        # The lock ends with the descriptor, and the bytes are read later.
+        # closing the descriptor would end the lock, and the bytes are read later
         held.callback(folder.close)
         for path in sorted(folder.path.glob("*.manifest")):
             manifest = read_manifest(path, run)
@@ -129,15 +130,16 @@ def leftover_slots(directory: str, home: int, run: str, held: ExitStack) -> list
 def newest_whole(
     left: Sequence[LeftoverSlot], tensors: str, listed: int | None, good: int | None
 ) -> tuple[int, list[LeftoverSlot]] | None:
-    """Returns the newest complete step, and its parts, one for each node of the run that left it;
-    None if there is none.
+    """Returns (step, slots) of the newest complete step, with one slot for each node of the run
+    that left it; None if there is none.
 
-    Of a part and its copy the one on the node of the same number is preferred: the same ranks run
-    there, and read it locally. The result is None, too, if any slot reports a later step in storage
-    than there is: somebody has deleted it, and memory must not restore an earlier one.
+    Of a slot and its copy, the one on the node of the same number is preferred, as the same ranks
+    run there and read it locally. The result is also None if any slot recorded a later step in
+    storage than storage has now: somebody has deleted that step, and memory must not restore an
+    earlier one.
 
     Args:
-        left: slots of all machines.
+        left: leftover slots of all machines.
         tensors: digest of the tensors to be loaded.
         listed: newest step in storage, good or not.
         good: newest good step in storage.
@@ -147,10 +149,10 @@ def newest_whole(
     parts: dict[tuple[int, int, str], dict[int, LeftoverSlot]] = {}
     for part in left:
         found = part.manifest
-        # Storage is as it was at the copy, or has got this very step since.
+        # storage is as it was at the copy, or this very step has been committed since
         follows = listed in (found.committed, found.step) and (good is None or found.step >= good)
         if found.tensors == tensors and follows:
-            # Two attempts reach the same step with other bits: their parts do not mix.
+            # Slots of different attempts must not be mixed: their bits may differ at the same step.
             key = found.step, found.nodes, found.attempt
             by_node = parts.setdefault(key, {})
             if part.home == found.node or found.node not in by_node:
@@ -163,7 +165,7 @@ def newest_whole(
 
 
 def check(part: LeftoverSlot, run: str) -> None:
-    """Compare a part on this machine with its checksums, on all cores, since all ranks wait for it.
+    """Compare a slot on this machine with its checksums, on all cores, since all ranks wait for it.
 
     Raises:
         DamagedCheckpoint: a checksum is wrong.
@@ -190,7 +192,7 @@ def open_parts(
 
 
 class _Parts:
-    """Implements StoredFile over several slots."""
+    """Reads a tensor file from several slots; implements StoredFile."""
 
     def __init__(
         self, file: str, parts: Sequence[LeftoverSlot], home: int, pull: Pull, run: str
@@ -210,7 +212,7 @@ class _Parts:
         self.size = max((stop for _, stop, _ in self._spans), default=0)
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill `buffers` in turn; stops at the first byte that no slot holds."""
+        """Fill `buffers` up to the first byte that no slot holds; returns the bytes read."""
         done = 0
         for buffer in buffers:
             filled = 0

@@ -1,5 +1,5 @@
-"""Maps the tensor names of published checkpoints to those of a model. Pure, but for a function that
-reads tensors."""
+"""Maps tensor names of published checkpoints to names of a model. Pure, except that
+`without_copies` calls a function to read tensors."""
 
 import re
 from collections import Counter
@@ -19,9 +19,9 @@ _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _COMPUTED = re.compile(
     r"(^|\.)(rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)|position_ids)$"
 )
-"""Buffers that older versions of transformers saved, and that all versions compute."""
+"""Buffers that older versions of transformers saved, and that all versions recompute."""
 _MASKS = re.compile(r"(^|\.)(attn|attention)\.(masked_)?bias$")
-"""Such buffers of GPT-2's time, if they have the four dimensions of a mask, or none."""
+"""Attention masks of GPT-2's time, which are such buffers if they have four dimensions or none."""
 _CURES = (
     (
         r"lora_|^base_model\.",
@@ -44,9 +44,9 @@ def by_model_names(
     stored: Mapping[str, StoredTensor], known: Collection[str]
 ) -> dict[str, StoredTensor]:
     """Returns tensors by the names of a model: without wrappers' parts, and with or without the
-    first part that most of the model's names have, such as `model.`. Files saved from the part
-    below the head lack it, files saved from a wrapper have it twice; transformers opens both.
-    Buffers that every reader computes are omitted. A tensor that the model lacks keeps its name.
+    first part that most of the model's names have, such as `model.`. Files saved from the backbone
+    lack this part, files saved from a wrapper have it twice; transformers opens both. Buffers that
+    every reader computes are omitted. A tensor that the model lacks keeps its name.
 
     Args:
         stored: tensors by their names in the files.
@@ -61,7 +61,7 @@ def by_model_names(
     for there in stored:
         bare = _without_wrappers(there)
         candidates = (there, bare, bare.removeprefix(base), base + bare)
-        # The name as it stands comes first, so that no other reading of it wins.
+        # The unchanged name is tried first, so that it wins over changed ones.
         name = next((one for one in candidates if one in known), there)
         mask = _MASKS.search(there) and len(stored[there].meta.shape) in (0, 4)
         if name not in known and (mask or _COMPUTED.search(there)):

@@ -2,11 +2,11 @@
 
 [Note: reading] Ranks read the parts that they hold straight into their tensors, so that together
 they read each byte once. Parts that several ranks of a node hold, or that consist of short
-stretches, are read into memory that these ranks share, and copied from there. Otherwise an object
-store, or another node's memory, would send the same bytes several times.
+stretches, are read into memory that the ranks of the node share, and copied from there. Otherwise
+an object store, or another node's memory, would send the same bytes several times.
 
   unit   a box of a tensor that is read as a whole: by one rank alone, or by a node together
-  slab   a part of a unit that is a box, too, and whose bytes are contiguous in the file
+  slab   a box inside a unit whose bytes are contiguous in the file
 """
 
 import itertools
@@ -27,8 +27,8 @@ from checkpointing.format.plan import (
 )
 
 SMALL_BYTES = 1 << 16
-"""A smaller box is read by every rank that holds it. A tensor of which a rank holds shorter
-stretches is read whole."""
+"""Bytes. A smaller box is read by every rank that holds it; a tensor of which a rank holds shorter
+contiguous stretches is read whole."""
 
 Spans = list[tuple[int, int]]
 """Stretches (start, stop) of a file, sorted, neither touching nor overlapping."""
@@ -42,7 +42,7 @@ class ReadUnit:
     stored: StoredTensor
     box: Box
     replica: Replica
-    """Which of the box's readers this one is."""
+    """Number of this reader among all readers of these bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -56,18 +56,18 @@ class Slab:
     unit: ReadUnit
     box: Box
     begin: int
-    """Offset in the file, bytes."""
+    """Offset in the file, in bytes."""
     nbytes: int
 
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """What one rank reads, in the order of files and offsets."""
+    """The boxes that one rank reads, in the order of files and offsets."""
 
     own: list[ReadUnit]
-    """Boxes that it reads alone."""
+    """Boxes that the rank reads alone."""
     shared: list[ReadUnit]
-    """Boxes that the ranks of its node read together; equal on all of them."""
+    """Boxes that the ranks of its node read together; equal on all these ranks."""
 
 
 def plan_reads(
@@ -77,12 +77,12 @@ def plan_reads(
 
     Args:
         specs: all tensors, the same on all ranks of `nodes`.
-        nodes: the ranks that load together. Other ranks that hold parts of the tensors load on
-            their own, and do not count.
+        nodes: ranks of each node that load together. Other ranks that hold parts of the tensors
+            load on their own, and are ignored.
     """
     node_of = {other: number for number, ranks in enumerate(nodes) for other in ranks}
     near = nodes[node_of[rank]]
-    # Most tensors share a few layouts.
+    # most tensors share a few layouts
     known: dict[tuple[tuple[TensorLayout, ...], int | None], _Holders] = {}
 
     def holders_of(layouts: tuple[TensorLayout, ...], one: int | None) -> _Holders:
@@ -94,7 +94,7 @@ def plan_reads(
     for name in sorted(specs, key=lambda name: (stored[name].file, stored[name].begin)):
         spec, at = specs[name], stored[name]
         whole = _is_fine(at.meta, spec.layouts[0])
-        # For every rank of the node, as `shared` must be equal on all of them.
+        # for every rank of the node, as `shared` must be equal on all of them
         for one in near:
             holders = holders_of(spec.layouts, None if whole else one)
             if one not in holders.near:
@@ -113,21 +113,20 @@ def plan_reads(
 
 @dataclass(frozen=True)
 class _Holders:
-    """The ranks that hold the same part of a tensor, as one of them sees it."""
+    """The ranks that hold the same part of a tensor, as seen by one rank."""
 
     near: tuple[int, ...]
-    """Those on its node."""
+    """Ranks on the node of this rank."""
     of_rank: Replica
-    """Its replica, if each rank reads alone."""
+    """Number of this rank among the readers, if each rank reads alone."""
     of_node: Replica
-    """Its replica, if the ranks of a node read together."""
+    """Number of this rank's node among the readers, if the ranks of a node read together."""
 
 
 def _holders(
     layouts: tuple[TensorLayout, ...], one: int | None, rank: int, node_of: Mapping[int, int]
 ) -> _Holders:
-    """Returns the ranks that hold what rank `one` holds, or any part (None), as `rank` sees
-    them."""
+    """Returns the ranks that hold the same part as rank `one` (None: any), as seen by `rank`."""
     everyone: Iterable[int] = (
         itertools.chain.from_iterable(layout.ranks for layout in layouts)
         if one is None
@@ -144,7 +143,7 @@ def _holders(
 
 
 def _is_fine(meta: TensorMeta, layout: TensorLayout) -> bool:
-    """Whether a rank holds the tensor in many short stretches; equal for all ranks."""
+    """Whether each rank holds the tensor in many short stretches. Equal for all ranks."""
     parts = [1] * len(meta.shape)
     for size, split in zip(layout.mesh_shape, layout.splits, strict=True):
         if split.dim is not None:
@@ -167,13 +166,12 @@ def _nbytes(meta: TensorMeta, box: Box) -> int:
 
 
 def slabs(unit: ReadUnit, most: int) -> Iterator[Slab]:
-    """Yields a unit in slabs of at most `most` bytes (at least one element), in the order of the
-    file."""
+    """Yields a unit in slabs of at most `most` bytes, or one element, in the file's order."""
     meta, box = unit.stored.meta, unit.box
     itemsize = DTYPE_BYTES[meta.dtype]
-    # Bytes from one index of a dimension to the next.
+    # in bytes, from one index of a dimension to the next
     strides = [itemsize * math.prod(meta.shape[dim + 1 :]) for dim in range(len(meta.shape))]
-    # A slab has one index of the dimensions before `dim`, some of it, and all of those after it.
+    # A slab: one index of dimensions before `dim`, some of `dim`, all of later dimensions.
     dims = range(len(meta.shape))
     last_cut = max((dim for dim in dims if box.shape[dim] != meta.shape[dim]), default=0)
     fitting = next((dim for dim in dims if strides[dim] <= most), len(meta.shape) - 1)
@@ -197,14 +195,14 @@ def slabs(unit: ReadUnit, most: int) -> Iterator[Slab]:
 
 
 ReadRound = list[tuple[Slab, int, int]]
-"""(slab, place in the node of its reader, offset in the shared memory) of one round."""
+"""(slab, position of its reader among the ranks of the node, offset in the shared memory)."""
 
 
 def read_rounds(
     units: Sequence[ReadUnit], places: int, area: int, most: int
 ) -> Iterator[ReadRound]:
-    """Yields what the ranks of a node read together, round by round. In each, every rank fills its
-    `area` bytes of the shared memory with slabs of at most `most` bytes."""
+    """Yields the slabs that the ranks of a node read together, round by round. In a round, every
+    rank fills its `area` bytes of the shared memory with slabs of at most `most` bytes."""
     dealt: ReadRound = []
     place, position = 0, 0
     for slab in itertools.chain.from_iterable(slabs(unit, most) for unit in units):
@@ -214,18 +212,19 @@ def read_rounds(
             yield dealt
             dealt, place = [], 0
         dealt.append((slab, place, place * area + position))
-        position += -(-slab.nbytes // ALIGNMENT) * ALIGNMENT  # torch views need aligned bytes
+        # Aligned, as a torch view of another dtype requires it.
+        position += -(-slab.nbytes // ALIGNMENT) * ALIGNMENT
     if dealt:
         yield dealt
 
 
 ALIGNMENT = 64
-"""Alignment of slabs in memory: suits every dtype, and is a cache line."""
+"""Alignment of slabs in memory, in bytes: suits every dtype, and is a cache line."""
 
 
 def intersection(slab: Box, held: Box) -> tuple[Box, Box] | None:
-    """Returns the part of a slab that a rank holds, twice: with its place in the local tensor, and
-    with its place in the slab; None if they do not overlap."""
+    """Returns the overlap of a slab and the box that a rank holds, as two boxes: with the offset in
+    the local tensor, and with the offset in the slab; None without overlap."""
     starts = tuple(map(max, zip(slab.offset, held.offset, strict=True)))
     stops = tuple(
         min(one + length, other + other_length)
@@ -260,7 +259,7 @@ def blocks_and_gaps(
         }
     )
     whole = merged((block * block_bytes, (block + 1) * block_bytes) for block in blocks)
-    # Spans lie in the blocks, so that of all edges in order each second one ends a gap.
+    # Spans lie in blocks, so in the sorted list of all edges every second one ends a gap.
     edges = sorted(min(edge, record.size) for span in (*whole, *spans) for edge in span)
     gaps = zip(edges[::2], edges[1::2], strict=True)
     return blocks, [(start, stop) for start, stop in gaps if start < stop]

@@ -57,24 +57,25 @@ def load_model(
             any prefix.
         tensors: targets by name: plain or DTensor, on any device. Floating point numbers are
             converted where a file has another dtype.
-        verify: check the checksums of the blocks that are read, where there are any.
+        verify: check the checksums of the blocks that are read, if the checkpoint has checksums.
         optional: names that a checkpoint may hold in addition to the targets.
         tied: name of the copy of a tied weight → name of the target. A checkpoint may hold either,
-            or both with equal numbers. The same applies to targets that are one tensor.
+            or both with equal numbers. Targets that are the same tensor are treated likewise.
         finite: names of tensors that must not hold NaN or infinity.
-        group: carries CPU tensors. Called on all its ranks, which read every byte once per node.
-            None: this process reads on its own.
+        group: process group that carries CPU tensors. All its ranks call this function, and read
+            every byte once per node. None: this process reads alone.
 
     Raises:
-        WrongModel: names the tensors that are missing, unexpected or of another shape, or a copy of
-            a tied weight that differs from it.
-        DamagedCheckpoint: names the file; also if a tensor of `finite` holds NaN or infinity.
-        StorageError: there is no model at `path`, or it cannot be read.
+        WrongModel: tensors are missing, unexpected or of another shape, or a copy of a tied weight
+            differs from it. The message names them.
+        DamagedCheckpoint: a file is damaged, or a tensor of `finite` holds NaN or infinity. The
+            message names the file.
+        StorageError: there is no model at `path`, or the model cannot be read.
     """
     path, ranks = location(path), RankGroup(group)
     copies = _copies(tensors)
     tied = {**copies, **(tied or {})}
-    # Each byte of a target is written once, also of one with several names.
+    # each byte of a target is written once, even if it has several names
     tensors = {name: tensor for name, tensor in tensors.items() if name not in copies}
     with failing_alike():
         (specs,) = ranks.specs(lambda: [tensors])
@@ -91,7 +92,7 @@ def load_model(
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Returns name of a target → first name of the same tensor."""
+    """Returns name of a target → first name of the same tensor, for targets with several names."""
     first: dict[Hashable, str] = {}
     found = {name: first.setdefault(place_of(tensor), name) for name, tensor in tensors.items()}
     return {name: known for name, known in found.items() if known != name}
@@ -100,13 +101,13 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 ReadPieces = Callable[[StoredTensor], Iterable[Tensor]]
 """Yields the elements of a tensor in order, piece by piece."""
 Fit = Callable[[Mapping[str, StoredTensor], ReadPieces], dict[str, StoredTensor]]
-"""Returns the tensors of a checkpoint for the targets, by their names; raises WrongModel."""
+"""(tensors of a checkpoint, `ReadPieces`) → tensors by target; raises WrongModel."""
 
 
 def _look(
     path: Place, fit: Fit, *, verify: bool
 ) -> tuple[dict[str, StoredTensor], dict[str, FileRecord]] | None:
-    """Returns where the tensors lie, and the checksums by file; None for a DCP checkpoint."""
+    """Returns (positions of the tensors, checksums by file); None for a DCP checkpoint."""
     storage = storage_of(path)
     if storage.exists(path / DCP_METADATA):
         return None
@@ -120,7 +121,7 @@ def _look(
     try:
         return fit(stored, lambda tensor: _pieces(path, tensor, records)), records
     except WrongModel:
-        if verify:  # headers are not checked yet; a damaged one could cause the error
+        if verify:  # headers are not checked yet, and a damaged one could cause the error
             stored_tensors(step, MODEL, verify=True)
         raise
 
@@ -143,7 +144,7 @@ def _load_dcp(
     finite: Collection[str],
     ranks: RankGroup,
 ) -> None:
-    from checkpointing.load.foreign import open_dcp, targets_of  # slow to import, and rarely wanted
+    from checkpointing.load.foreign import open_dcp, targets_of  # slow to import, and rarely used
 
     checkpoint = ranks.each(lambda: open_dcp(local(path)))
 
@@ -167,7 +168,7 @@ def _fit(
     tied: Mapping[str, str],
     read: ReadPieces,
 ) -> dict[str, StoredTensor]:
-    """Implements `Fit`; the other parameters as in `load_model`."""
+    """Implements `Fit`; the other parameters are those of `load_model`."""
     try:
         named = by_model_names(stored, {*specs, *optional, *tied})
         found = without_copies(named, specs, tied, read)
@@ -177,7 +178,7 @@ def _fit(
     try:
         refuse_differences(path, found, specs)
     except WrongModel as error:
-        # Without it, it is no Hugging Face model, and no advice applies.
+        # without config.json this is no Hugging Face model, and the advice does not apply
         if not storage_of(path).exists(path / "config.json"):
             raise
         advice = cure(found.keys() - specs.keys(), specs.keys() - found.keys())

@@ -52,19 +52,19 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class LoadGoal:
-    """What a checkpoint is loaded into."""
+    """The tensors to load a checkpoint into."""
 
     targets: tuple[Tensors, Tensors]
-    """Tensors of model and of optimizer."""
+    """(tensors of the model, tensors of the optimizer)."""
     described: DescribedTensors
-    """These tensors as all ranks hold them."""
+    """Specs of these tensors, merged over all ranks."""
     finite: Collection[str]
-    """Names, by section, of tensors that must not hold NaN or infinity."""
+    """Names, with their section, of tensors that must not hold NaN or infinity."""
 
 
 GoalOf = Callable[[Mapping[str, Any], Mapping[str, TensorMeta]], LoadGoal]
-"""(saved state, metas of the saved optimizer tensors as far as known) → goal. Called on all
-ranks."""
+"""(saved trainer state, metadata of the saved optimizer tensors as far as known) → goal. Called on
+all ranks."""
 
 
 def load_step(
@@ -74,15 +74,15 @@ def load_step(
     verify: bool,
     refuse: Callable[[Mapping[str, Any]], None],
 ) -> dict[str, Any]:
-    """Load a committed step; returns its state. Called on all ranks. Only rank 0 reads small files
-    and headers, and locks the step against retention.
+    """Load a committed step; returns its trainer state. Called on all ranks. Only rank 0 reads
+    small files and headers, and locks the step against retention.
 
     Args:
-        aim: returns what to load into.
+        aim: returns the tensors to load into.
         refuse: raises if the state does not fit; called on rank 0, before any tensor is read.
 
     Raises:
-        RankError: on all ranks; its kind is WrongModel, DamagedCheckpoint or StorageError.
+        RankError: raised on all ranks; its `kind` is WrongModel, DamagedCheckpoint or StorageError.
     """
     lock = ExitStack()
 
@@ -97,19 +97,19 @@ def load_step(
             sections_of(record.files), (model, optimizer), goal.described.specs, strict=True
         ):
             try:
-                # To the user an adapter is the model.
+                # to the user, an adapter is the model
                 what = OPTIMIZER.stem if section is OPTIMIZER else MODEL.stem
                 refuse_differences(path, there, wanted, what)
             except WrongModel:
-                if verify:  # headers are not checked yet; a damaged one could cause the error
+                if verify:  # headers are not checked yet, and a damaged one could cause the error
                     stored_tensors(open_step(path), section, verify=True)
                 raise
         refuse(state)
 
-    # Until all ranks have read it, retention of another process must not delete it.
+    # The lock keeps retention from deleting the step until all ranks have read it.
     with lock:
         record, (model, optimizer), state = ranks.on_main(look)
-        # Outside of `on_main`: describing the targets is collective itself.
+        # Outside of `on_main`, as describing the targets is itself a collective operation.
         goal = aim(state, {name: tensor.meta for name, tensor in optimizer.items()})
         ranks.on_main(compare)
         read_together(
@@ -150,12 +150,13 @@ class MemoryStep:
 def find_memory(
     ranks: RankGroup, directory: Place, aim: GoalOf, held: ExitStack
 ) -> MemoryStep | None:
-    """Returns the complete step in memory that is no older than storage, if there is one. Called on
-    all ranks.
+    """Returns the newest complete step in memory that is no older than storage; None if there is
+    none. Called on all ranks.
 
     Args:
-        aim: returns what to load into.
-        held: keeps other processes from taking over or deleting the slots until it is closed.
+        aim: returns the tensors to load into.
+        held: collects locks that keep other processes from taking over or deleting the slots, until
+            it is closed.
     """
     run = ranks.on_main(lambda: token(directory))
     left = all_leftover_slots(ranks, directory, run, held) if run else []
@@ -166,13 +167,14 @@ def find_memory(
         paths = list_steps(directory)
         return newest_step(paths), _newest_good(paths)
 
-    listed, good = ranks.on_main(look)  # last: a dying writer may have committed
-    # A run may change its tensors between two starts, and leave slots of both kinds.
+    # Read last, as a dying writer may have committed a step meanwhile.
+    listed, good = ranks.on_main(look)
+    # A run may change its tensors between two starts, and leave slots of both versions.
     digests = dict.fromkeys(part.manifest.tensors for part in left)
     whole = [newest_whole(left, digest, listed, good) for digest in digests]
     found = sorted((one for one in whole if one), key=lambda one: one[0], reverse=True)
     for step, parts in found:
-        # Every part has rank 0's state: the coordinator sends it with Go.
+        # Every slot has the trainer state of rank 0, which SaveAdmitted carries.
         state = dict(json.loads(parts[0].manifest.state))
         goal = aim(state, {})
         planned = goal.described.layout
@@ -185,7 +187,7 @@ def find_memory(
 def all_leftover_slots(
     ranks: RankGroup, directory: Place, run: str, held: ExitStack
 ) -> list[LeftoverSlot]:
-    """Returns what a run left in the memory of all machines. Called on all ranks."""
+    """Returns the slots that a run left in the memory of all machines. Called on all ranks."""
     ranks.nodes()
 
     def look() -> list[LeftoverSlot]:
@@ -204,21 +206,21 @@ def check_memory(
 
     Args:
         refuse: raises WrongModel if the state does not fit; called on rank 0.
-        holds: whether this rank's targets, but for buffers, still are what was saved with the
-            state.
+        holds: whether this rank's targets, except buffers, still have the numbers that were saved
+            with the state.
 
     Returns:
-        Result of `holds` by rank; None if a checksum is wrong.
+        Rank → result of `holds`; None if a checksum is wrong.
 
     Raises:
-        RankError: on all ranks: `refuse` has raised.
+        RankError: raised on all ranks if `refuse` has raised.
     """
 
     def look() -> bool:
         if ranks.is_main:
             refuse(memory.state)
         for part in memory.parts:
-            # One rank of each node: `check` uses all its cores.
+            # on one rank of each node, as `check` uses all cores of the node
             if ranks.first_of_node and part.home == ranks.node:
                 check(part, memory.run)
         return holds(memory.state)
@@ -237,18 +239,19 @@ def load_memory(ranks: RankGroup, memory: MemoryStep, pull: Pull, kept: Mapping[
     """Load the step that `check_memory` accepted. Called on all ranks.
 
     Args:
-        pull: fetches bytes from other nodes.
-        kept: by rank, whether its targets still are what was saved; such a rank reads only buffers.
+        pull: function that fetches bytes from other nodes.
+        kept: rank → whether its targets still have the saved numbers; such a rank reads only
+            buffers.
 
     Raises:
-        RankError: on all ranks: a part was loaded, and the rest cannot be.
+        RankError: raised on all ranks: the load failed, and a part of it is done.
     """
     specs, targets = by_section(*memory.goal.described.specs), by_section(*memory.goal.targets)
     if kept[ranks.rank]:
         read = unguarded(*memory.goal.targets)
         specs = {name: spec for name, spec in specs.items() if name in read}
         targets = {name: target for name, target in targets.items() if name in read}
-    # A rank that reads only buffers reads alone: the others of its node read more.
+    # A rank that reads only buffers is alone, as the other ranks of its node read more.
     nodes = [tuple(rank for rank in node if not kept[rank]) for node in ranks.nodes()]
     nodes += [(rank,) for rank, keeps in kept.items() if keeps]
     read_together(
@@ -275,12 +278,12 @@ def load_memory(ranks: RankGroup, memory: MemoryStep, pull: Pull, kept: Mapping[
 
 
 def newest_step(paths: Sequence[Place]) -> int | None:
-    """Returns the newest of the steps that `list_steps` returned, good or not."""
+    """Returns the newest step in the result of `list_steps`, undamaged or not."""
     return parse_step(paths[0].name) if paths else None
 
 
 def _newest_good(paths: Sequence[Place]) -> int | None:
-    """Returns the newest step whose record is good. Reads no tensors."""
+    """Returns the newest step whose commit record is undamaged. Reads no tensors."""
     for path in paths:
         try:
             return open_step(path).record.step

@@ -29,15 +29,15 @@ OpenFile = Callable[[str], AbstractContextManager[StoredFile]]
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """The files of a checkpoint: how to open them, where tensors lie, and checksums."""
+    """A checkpoint's files: how to open them, positions of the tensors, and checksums."""
 
     where: Place
     """Path of the checkpoint, for messages."""
     open: OpenFile
     tensors: Mapping[str, StoredTensor]
-    """Where each tensor lies."""
+    """Position of each tensor."""
     records: Mapping[str, FileRecord]
-    """Checksums by file; other files are not checked."""
+    """File → checksums. Other files are not checked."""
 
 
 class Segment(NamedTuple):
@@ -46,12 +46,12 @@ class Segment(NamedTuple):
     begin: int
     nbytes: int
     data: memoryview | None
-    """Destination; None: memory of the reader, for the checksum or for `slab`."""
+    """Destination; None: the reader's own memory, to compute the checksum or to copy `slab`."""
     replica: Replica
     slab: Slab | None = None
-    """The slab that is then copied to the target, at most a step long."""
+    """Slab that is copied from there to the target, at most a step long."""
     unit: ReadUnit | None = None
-    """The tensor of these bytes if its numbers must be finite, else None."""
+    """The unit of these bytes if its numbers must be finite, else None."""
 
 
 class ReadJob(NamedTuple):
@@ -69,7 +69,7 @@ def jobs(segments: Mapping[str, Iterable[Segment]], step: int) -> Iterator[ReadJ
         batches: list[list[Segment]] = []
         for batch in _batches(of_file, step):
             batches.append(batch)
-            # Small jobs keep all threads busy until the end.
+            # small jobs keep all threads busy until the end
             if len(batches) == _JOB_STEPS:
                 yield ReadJob(file, batches)
                 batches = []
@@ -84,7 +84,7 @@ def _batches(segments: Iterable[Segment], most: int) -> Iterator[list[Segment]]:
         begin, nbytes, data, replica, slab, unit = segment
         for start in range(0, nbytes, most):
             length = min(most, nbytes - start)
-            # One call reads one contiguous range, into at most so many buffers.
+            # a call reads one contiguous range into at most _MOST_BUFFERS buffers
             if begin + start != end or length > room or len(batch) == _MOST_BUFFERS:
                 if batch:
                     yield batch
@@ -98,7 +98,7 @@ def _batches(segments: Iterable[Segment], most: int) -> Iterator[list[Segment]]:
 
 @dataclass(frozen=True)
 class LocalTarget:
-    """A tensor of which this rank holds parts."""
+    """The local part of a tensor, and the boxes of the whole tensor that it holds."""
 
     local: Tensor
     boxes: Sequence[Box]
@@ -119,8 +119,7 @@ class LocalTarget:
         return LocalTarget(local, boxes)
 
     def memory(self, box: Box, dtype: torch.dtype) -> memoryview | None:
-        """Returns the bytes of a box if a file with this dtype can be read straight into them, else
-        None."""
+        """Returns the bytes of a box if a file with this dtype can be read into them, else None."""
         if box not in self.boxes or self.local.device.type != "cpu" or self.local.dtype != dtype:
             return None
         view = box_view(self.local, box)
@@ -128,7 +127,7 @@ class LocalTarget:
 
 
 def deliver(slab: Slab, data: Tensor, targets: Mapping[str, LocalTarget]) -> None:
-    """Copy the part of a slab that this rank holds."""
+    """Copy the part of a slab that this rank holds to its target."""
     target = targets.get(slab.unit.name)
     if target is None:
         return
@@ -141,14 +140,13 @@ def deliver(slab: Slab, data: Tensor, targets: Mapping[str, LocalTarget]) -> Non
 
 
 class SegmentReader:
-    """Reads ranges of files in one thread, with buffers and an open file of its own. A context
-    manager.
+    """Reads segments of files in one thread, with its own buffers and open file. A context manager.
 
     Args:
-        sums: gets the checksums of what is read.
-        bad: gets the names of tensors with forbidden NaN or infinity, and their files.
+        sums: collects the checksums of the bytes that are read.
+        bad: collects name → file of tensors with forbidden NaN or infinity.
         step: most bytes of a read.
-        pinned: whether its buffer is pinned, for asynchronous copies to a GPU.
+        pinned: whether the buffer is pinned, for asynchronous copies to a GPU.
     """
 
     def __init__(
@@ -163,7 +161,7 @@ class SegmentReader:
     ) -> None:
         self._files, self._targets = files, targets
         self.sums, self._bad = sums, bad
-        size = step + _MOST_BUFFERS * ALIGNMENT  # a batch, with each segment aligned
+        size = step + _MOST_BUFFERS * ALIGNMENT  # room for a batch, with each segment aligned
         self._arena = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         self._opened = ExitStack()
         self._name: str | None = None
@@ -206,7 +204,7 @@ class SegmentReader:
         if file.read_into(buffers, batch[0].begin) != sum(segment.nbytes for segment in batch):
             raise DamagedCheckpoint(f"{self._files.where / name}: ends too early; it was cut short")
         for segment, data, place in zip(batch, buffers, places, strict=True):
-            # Now, while the bytes are in the processor's cache.
+            # computed now, while the bytes are in the processor's cache
             self.sums.take(name, segment.begin, data, segment.replica)
             if (unit := segment.unit) and not is_finite(
                 unit.stored.meta.dtype, np.frombuffer(data, np.uint8)

@@ -29,22 +29,22 @@ def make_window(ranks: int, wanted: int, least: int) -> tuple[str, int]:
         least: smallest usable area, in bytes.
 
     Returns:
-        Its path, for `SharedWindow` on all ranks of the node, and the bytes of an area.
+        (path for `SharedWindow` on all ranks of the node, bytes of an area).
 
     Raises:
-        StorageError: no folder has room for it.
+        StorageError: no folder has room for the file.
     """
     for folder in _FOLDERS:
         try:
             status = os.statvfs(folder)
-            # At most a quarter of the free space: other processes use it, too.
+            # at most a quarter of the free space, as other processes use it, too
             free = status.f_bavail * status.f_frsize // 4
             area = min(-(-wanted // ALIGNMENT), free // (2 * ranks * ALIGNMENT)) * ALIGNMENT
             if area < least:
                 continue
             descriptor, path = tempfile.mkstemp(prefix="perdure_window-", dir=folder)
             try:
-                # Reserved now: a full folder would kill ranks by SIGBUS later.
+                # reserved now, as a full folder would kill ranks by SIGBUS later
                 os.posix_fallocate(descriptor, 0, 2 * ranks * area)
             finally:
                 os.close(descriptor)
@@ -58,14 +58,14 @@ def make_window(ranks: int, wanted: int, least: int) -> tuple[str, int]:
 
 
 class SharedWindow:
-    """Memory that the ranks of a node share while they load, in two halves: while ranks copy from
-    one, they fill the other.
+    """Memory that the ranks of a node share while they load, in two halves: ranks fill one half and
+    copy from the other.
 
     Args:
         path: path of the file, which may be unlinked once all ranks have opened it.
         area: bytes of each rank's area in a half.
         ranks: global ranks of the node.
-        group: contains all of them; carries one word between them.
+        group: process group that contains these ranks; it carries one word between them.
 
     Raises:
         OSError, StorageError: the file is not the one that was created.
@@ -94,7 +94,7 @@ class SharedWindow:
         Raises:
             RuntimeError: a rank is gone.
         """
-        # By the first rank, not a collective: `group` has ranks of other nodes, too.
+        # through the first rank instead of a collective, as `group` also has ranks of other nodes
         word = torch.tensor([int(failed)])
         first, *others = self._ranks
         if self.place:
@@ -111,5 +111,5 @@ class SharedWindow:
 
 
 def remove_window(path: str) -> None:
-    """Unlink the file of a window; its memory stays while ranks have it mapped."""
+    """Unlink the file of a window. Its memory stays while ranks have it mapped."""
     Path(path).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""The blocks of a save: which writer gets them, and how a node writes them.
+"""The blocks of a save: which node's writer writes each, and how.
 
-A node writes the tensor files that it owns. It holds some of their bytes in a slot and fetches the
+A node writes the tensor files that it owns. It has a part of their bytes in a slot, and fetches the
 rest from other nodes.
 """
 
@@ -37,33 +37,32 @@ from checkpointing.storage.posix import is_shared
 # --- which writer ---------------------------------------------------------------------------------
 
 UNIT_BLOCKS = 16
-"""Blocks in one grant where several writers may write to one file."""
+"""Blocks in one grant if several writers may write to one file."""
 
 
 @dataclass
 class FileLayout:
-    """The tensor files of a plan, in order, and the node that owns each."""
+    """The tensor files of a plan, in order, and the node that owns each file."""
 
     files: Sequence[TensorFile] = ()
     owners: Mapping[str, int] = field(default_factory=dict)
-    """Node by file name."""
+    """File name → node."""
 
     def __post_init__(self) -> None:
         self._numbers = {file.name: number for number, file in enumerate(self.files)}
 
     @property
     def end(self) -> Position:
-        """Position after the last byte."""
+        """Position after the last byte of the last file."""
         return len(self.files), 0
 
     def place(self, blocks: BlockRange) -> Position:
-        """Returns the position up to which all nodes must have staged before `blocks` can be
-        written."""
+        """Returns the position that all nodes must have staged before `blocks` can be written."""
         number = self._numbers[blocks.file]
         return number, min(blocks.stop * BLOCK_BYTES, self.files[number].size)
 
     def by_node(self, in_parts: bool) -> dict[int, deque[BlockRange]]:
-        """Returns all blocks in units of one grant, by the node that owns them.
+        """Returns node → the blocks that it owns, one range for each grant.
 
         Args:
             in_parts: whether several writers may write to one file.
@@ -71,7 +70,7 @@ class FileLayout:
         units: dict[int, deque[BlockRange]] = {}
         for file in self.files:
             blocks = math.ceil(file.size / BLOCK_BYTES)
-            # One writer for a whole object, which is one upload.
+            # an object is one upload, so it has a single writer
             some = UNIT_BLOCKS if in_parts else blocks
             units.setdefault(self.owners[file.name], deque()).extend(
                 BlockRange(file.name, first, min(first + some, blocks))
@@ -81,8 +80,8 @@ class FileLayout:
 
 
 class Grants:
-    """Blocks granted to writers and not yet returned. Those of a failed save count until its
-    writers have stopped."""
+    """Grants that writers have not returned yet. Grants of a failed save count until its writers
+    have stopped."""
 
     def __init__(self, nodes: int) -> None:
         self._nodes, self._turn = nodes, 0
@@ -92,9 +91,9 @@ class Grants:
         return len(self._out)
 
     def choose(self, nodes: Sequence[int]) -> int:
-        """Returns the node with the fewest grants; nodes with as many take turns."""
+        """Returns the node with the fewest grants. Nodes with equally many take turns."""
         busy = Counter(self._out.values())
-        self._turn += 1  # nodes with as many grants take turns, else node 0 would do most
+        self._turn += 1  # otherwise node 0 would get most grants
         return min(nodes, key=lambda node: (busy[node], (node - self._turn) % self._nodes))
 
     def give(self, key: Key, blocks: BlockRange, node: int) -> None:
@@ -106,23 +105,22 @@ class Grants:
         return self._out.pop((key, blocks), None) is not None
 
     def forget(self, node: int) -> None:
-        """Remove all grants of a node whose writer is gone."""
+        """Remove all grants of a node whose writer has died."""
         self._out = {what: where for what, where in self._out.items() if where != node}
 
     def writes(self, key: Key) -> bool:
-        """Whether any block of the save is granted."""
+        """Whether any block of the save `key` is granted."""
         return any(of == key for of, _ in self._out)
 
     @property
     def files(self) -> dict[int, str]:
-        """A file that each node is writing, by node."""
+        """Node → a file that it is writing."""
         return {node: blocks.file for (_, blocks), node in self._out.items()}
 
 
 def default_writers(kind: str) -> int:
-    """Returns the number of writers that a kind of storage serves well: 16 on Lustre and on object
-    stores (""), 4 on other shared filesystems; on a local disk as many as there are cores, up to
-    4."""
+    """Returns a suitable number of writers for a kind of storage: 16 on Lustre and on object stores
+    (""), 4 on other shared filesystems; on a local disk the number of cores, at most 4."""
     if kind in ("lustre", ""):
         return 16
     if is_shared(kind):
@@ -133,7 +131,7 @@ def default_writers(kind: str) -> int:
 # --- writing --------------------------------------------------------------------------------------
 
 _scratch = threading.local()
-"""Buffers that a thread reuses for every block."""
+"""Buffers that each thread reuses for all its blocks."""
 
 
 @dataclass
@@ -142,14 +140,14 @@ class NodePlan:
 
     digest: str
     tensors: str
-    """Digest of the tensors and of where they are stored, equal for all world sizes."""
+    """Digest of the tensors and of their positions, equal for all world sizes."""
     files: dict[str, TensorFile]
     ranges: Ranges
-    """Bytes that its ranks copy into a slot, rounded outwards to pages."""
+    """File → bytes that the node's ranks copy into a slot, rounded outwards to pages."""
     exact: Ranges
-    """The bytes that its ranks copy into a slot, without rounding."""
+    """File → bytes that the node's ranks copy into a slot, without rounding."""
     sources: dict[str, list[tuple[int, int, int]]]
-    """Bytes held by other nodes, by file that this node owns: (start, stop, node)."""
+    """File that this node owns → (start, stop, node) of bytes that other nodes hold."""
     owners: dict[str, int]
 
 
@@ -166,11 +164,11 @@ def plan_node(plan: PlanInput, digest: str, nodes: Nodes, node: int) -> NodePlan
     for file in plan.files:
         if owners[file.name] != node:
             continue
-        # Only the owner stages the header: it writes the file's first block.
+        # The owner alone stages the header, as it writes the first block of the file.
         header = (0, -(-len(file.header) // mmap.PAGESIZE) * mmap.PAGESIZE)
         pages[file.name] = merged([header, *pages.get(file.name, [])])
         elsewhere = sources.setdefault(file.name, [])
-        if len(nodes) == 1:  # no byte is elsewhere: plan_file would be called for nothing
+        if len(nodes) == 1:  # no byte is on another node, so plan_file need not be called
             continue
         for rank, piece in plan_file(file, plan.specs, nodes[node]):
             if home[rank] != node:
@@ -184,7 +182,7 @@ def plan_node(plan: PlanInput, digest: str, nodes: Nodes, node: int) -> NodePlan
 
 
 def _joined(sources: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Returns `sources` (start, stop, node) in order, with adjoining ones of a node joined: the
+    """Returns `sources` (start, stop, node) sorted, with adjoining ranges of a node joined, as the
     ranks of a node often hold neighbouring rows."""
     joined: list[tuple[int, int, int]] = []
     for start, stop, node in sorted(sources):
@@ -196,7 +194,7 @@ def _joined(sources: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 class StoppedError(Exception):
-    """Raised by a writer whose save has failed meanwhile."""
+    """Raised in a writer when the save that it writes has failed."""
 
 
 def write_blocks(
@@ -209,10 +207,10 @@ def write_blocks(
     rate: float | None,
     stopped: Callable[[], bool],
 ) -> tuple[dict[int, int], int]:
-    """Write some blocks of a file; returns the CRC-32 of each and the number of bytes written.
+    """Write blocks of a file; returns (block → CRC-32, number of bytes written).
 
     Args:
-        address: the slot as other nodes address it.
+        address: address of the slot on other nodes.
         rate: most bytes per second; None: no limit.
         stopped: whether the save has failed; called before each block.
 
@@ -223,7 +221,7 @@ def write_blocks(
     file = plan.files[blocks.file]
     image = memoryview(slot.maps[blocks.file])
     checksums, done, started = {}, 0, time.monotonic()
-    # After an error the block is left without `finish`, and the part does not count as written.
+    # after an error `finish` is not called, so the part does not count as written
     with target.writer(file.name, file.size) as out:
         for block in range(blocks.first, blocks.stop):
             if stopped():
@@ -236,7 +234,7 @@ def write_blocks(
             checksums[block] = crc32(data)
             out.write(data, start)
             done += stop - start
-            if rate:  # sleeps off what it is ahead of the rate
+            if rate:  # sleep if faster than the rate
                 time.sleep(max(0.0, started + done / rate - time.monotonic()))
         out.finish()
     return checksums, done
@@ -245,7 +243,7 @@ def write_blocks(
 def _within(
     sources: list[tuple[int, int, int]], start: int, stop: int
 ) -> list[tuple[int, int, int]]:
-    """Returns the parts of `sources` (sorted, disjoint) that lie between `start` and `stop`."""
+    """Returns the parts of `sources` (sorted, disjoint) between `start` and `stop`."""
     first = max(0, bisect_right(sources, (start, sys.maxsize, 0)) - 1)
     found = itertools.takewhile(lambda source: source[0] < stop, sources[first:])
     return [(max(a, start), min(b, stop), node) for a, b, node in found if b > start]
@@ -260,15 +258,15 @@ def _assembled(
     pull: Pull,
     address: Slot,
 ) -> memoryview:
-    """Returns a block of which other nodes hold parts: a page-aligned buffer, valid until this
-    thread assembles the next."""
+    """Returns a block, parts of which are fetched from other nodes: a page-aligned buffer, valid
+    until this thread assembles the next block."""
     stop = start + len(image)
     if not hasattr(_scratch, "block"):
         _scratch.block = memoryview(mmap.mmap(-1, BLOCK_BYTES))  # page-aligned, for O_DIRECT
     block = _scratch.block[: len(image)]
     header = min(max(0, len(plan.files[file].header) - start), len(image))
     block[:header] = image[:header]
-    # Exact bytes, not whole pages: the rest of a page may belong to another node's piece.
+    # Copy exact bytes, not whole pages, as the rest of a page may belong to another node's piece.
     for a, b, _ in _within([(a, b, 0) for a, b in plan.exact.get(file, [])], start, stop):
         block[a - start : b - start] = image[a - start : b - start]
     by_node: dict[int, list[tuple[int, int]]] = {}

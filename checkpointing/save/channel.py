@@ -35,31 +35,31 @@ from checkpointing.storage.folders import is_private
 from checkpointing.wire import WireError, pack, unpack
 
 SILENT_SECONDS = 60
-"""After so long a machine that vanished is detected, and a process that reads nothing of what it is
-sent."""
+"""Seconds after which a vanished machine, or a process that does not read, is detected."""
 NONCE_BYTES = 32
 MAC_BYTES = 16
 FIRST_BYTES = 4096
-"""Longest message accepted from a caller that is not authenticated yet."""
+"""Longest message in bytes accepted from a caller that is not authenticated yet."""
 PROOF = b"I know it, too"
 
 
 class StrangerError(OSError):
-    """The other side does not know the secret, or its messages were tampered with."""
+    """The peer does not know the secret, or its messages were tampered with."""
 
 
 class Channel:
-    """One side of an authenticated connection, see [Note: channel]; `call` and `welcome` return it.
+    """One side of an authenticated connection, see [Note: channel]. Created by `call` and
+    `welcome`.
 
     Args:
         ours: key for messages that this side sends.
-        theirs: key for messages that it receives.
+        theirs: key for messages that this side receives.
     """
 
     def __init__(self, connection: Connection, ours: bytes, theirs: bytes) -> None:
         self._connection, self._ours, self._theirs = connection, AESGCM(ours), AESGCM(theirs)
         self._sent, self._received = 0, 0
-        self._sending = threading.Lock()  # MAC and message must follow each other
+        self._sending = threading.Lock()  # so that MAC and message follow each other
 
     def send(self, message: Any) -> None:
         """Send a value that `wire.pack` accepts. Callable from any thread."""
@@ -69,17 +69,17 @@ class Channel:
         """Returns the next value.
 
         Raises:
-            StrangerError: its MAC is wrong, or it is not a packed value.
-            EOFError, OSError: the other side is gone.
+            StrangerError: the MAC is wrong, or the message is not a packed value. EOFError,
+            OSError: the other side is gone.
         """
         return _message(self.recv_bytes())
 
     def send_bytes(self, data: bytes | memoryview) -> None:
-        """Send fewer than 2 GiB. Callable from any thread.
+        """Send bytes, fewer than 2 GiB. Callable from any thread.
 
         Raises:
-            OSError: the other side is gone, or has read nothing for SILENT_SECONDS. The connection
-                ends: the receiver cannot find the next message after half of one.
+            OSError: the peer is gone, or has read nothing for SILENT_SECONDS. The connection is
+                shut, as the receiver could not find the next message after half of one.
         """
         with self._sending:
             self._sent += 1
@@ -91,14 +91,14 @@ class Channel:
                 raise
 
     def recv_bytes(self, most: int | None = None) -> bytes:
-        """Returns the next bytes; raises as `recv`, and OSError instead of reading more than
-        `most`."""
+        """Returns the next message as bytes. Raises errors like `recv`, and OSError if the message
+        is longer than `most` bytes."""
         try:
             mac = self._connection.recv_bytes(MAC_BYTES)
             data = self._connection.recv_bytes(most)
-        except BlockingIOError as error:  # SO_RCVTIMEO has run out
+        except BlockingIOError as error:  # SO_RCVTIMEO has passed
             raise TimeoutError("nothing came for too long") from error
-        # Counted on both sides: a message that is repeated, dropped or swapped has a wrong MAC.
+        # both sides count messages: a repeated, dropped or swapped message has a wrong MAC
         self._received += 1
         if not hmac.compare_digest(mac, _mac(self._theirs, self._received, data)):
             raise StrangerError("a message that the other side has not sent")
@@ -110,7 +110,7 @@ class Channel:
 
     def limit(self, seconds: float) -> None:
         """Make `recv` fail after `seconds` without a byte; 0: never."""
-        # A duplicate, since a socket object closes its descriptor.
+        # dup(), as a socket object closes its descriptor
         with socket.socket(fileno=os.dup(self._connection.fileno())) as same:
             _limit(same, seconds)
 
@@ -134,11 +134,11 @@ def call(address: tuple[str, int] | str, secret: bytes, seconds: float = SILENT_
 
     Args:
         address: (host, port), or the name of the socket.
-        seconds: longest silence during the handshake: a machine that is gone is silent for ever.
+        seconds: longest silence during the handshake, as a machine that is gone never answers.
 
     Raises:
-        StrangerError: it does not know the secret.
-        EOFError, OSError: nobody listens there, or the handshake times out.
+        StrangerError: the listener does not know the secret. EOFError, OSError: nobody listens
+        there, or the handshake times out.
     """
     connection = _connect(address, seconds)
     try:
@@ -149,7 +149,7 @@ def call(address: tuple[str, int] | str, secret: bytes, seconds: float = SILENT_
         connection.send_bytes(ours)
         listener_key, caller_key = _keys(secret, theirs, ours)
         channel = Channel(connection, caller_key, listener_key)
-        # The listener proves itself first, so a stranger gets no message of this process.
+        # The listener proves itself first, so that a stranger gets no message of this process.
         if channel.recv_bytes(len(PROOF)) != PROOF:
             raise StrangerError("it does not speak as a process of this run")
         channel.limit(0)
@@ -160,8 +160,8 @@ def call(address: tuple[str, int] | str, secret: bytes, seconds: float = SILENT_
 
 
 def welcome(connection: Connection, secret: bytes, seconds: float) -> tuple[Channel, Any]:
-    """Authenticate a caller; returns the channel and its first message, in which it introduces
-    itself.
+    """Authenticate a caller; returns the channel and the caller's first message, which identifies
+    it.
 
     Args:
         seconds: longest silence during the handshake.
@@ -171,13 +171,13 @@ def welcome(connection: Connection, secret: bytes, seconds: float) -> tuple[Chan
     """
     _set_up(connection)
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
-        # Abstract sockets have no file mode: the kernel names the peer's user.
+        # abstract sockets have no file mode, so ask the kernel for the user of the peer
         if same.family == socket.AF_UNIX:
             credentials = same.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             _, uid, _ = struct.unpack("3i", credentials)
             if uid != os.geteuid():
                 raise StrangerError(f"a process of uid {uid}")
-        # multiprocessing's Connection has no timeout, so the socket gets one.
+        # multiprocessing's Connection has no timeout, so set one on the socket
         _limit(same, seconds)
         ours = os.urandom(NONCE_BYTES)
         connection.send_bytes(ours)
@@ -207,12 +207,11 @@ def _message(data: bytes) -> Any:
 
 
 def _set_up(connection: Connection) -> None:
-    """Set timeouts: sends fail if the peer reads nothing, and TCP detects a machine that is
-    gone."""
+    """Set timeouts, so that a send fails if the peer reads nothing or its machine is gone."""
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _time(SILENT_SECONDS))
         if same.family != socket.AF_UNIX:
-            # Else a small message waits 40 ms for the acknowledgement of the one before (Nagle).
+            # otherwise a small message waits 40 ms for an acknowledgement (Nagle's algorithm)
             same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             same.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_SECONDS // 3)
@@ -226,12 +225,11 @@ def _limit(connection: socket.socket, seconds: float) -> None:
 
 
 def _time(seconds: float) -> bytes:
-    """Returns a `struct timeval`."""
     return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 def _keys(secret: bytes, listener: bytes, caller: bytes) -> tuple[bytes, bytes]:
-    """Returns the key for the listener's messages, and the key for the caller's."""
+    """Returns (key for the listener's messages, key for the caller's messages)."""
     both = listener + caller
     keyed = partial(blake2b, key=secret, digest_size=32)
     return keyed(b"listener" + both).digest(), keyed(b"caller" + both).digest()
@@ -244,7 +242,7 @@ def _mac(key: AESGCM, number: int, data: bytes | memoryview) -> bytes:
 # --- the secret of a job --------------------------------------------------------------------------
 
 SECRET_FILE = "PERDURE_SECRET_FILE"
-"""Environment variable with the path of the job's secret."""
+"""Environment variable: path of the file with the job's secret."""
 MIN_BYTES = 16
 
 
@@ -254,12 +252,12 @@ def job_secret() -> bytes | None:
 
     Raises:
         OSError: the file cannot be read.
-        StorageError: another user could have read or written it, or it is too short.
+        StorageError: another user could have read or written the file, or it is too short.
     """
     path = os.environ.get(SECRET_FILE)
     if not path:
         return None
-    # O_NONBLOCK: opening a pipe would wait for its other end.
+    # O_NONBLOCK: opening a pipe would wait for its other end
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         status, data = os.fstat(descriptor), file.read(4096).strip()
@@ -269,5 +267,5 @@ def job_secret() -> bytes | None:
             f"to uid {os.geteuid()} and has mode 600; mend it, or name another by {SECRET_FILE}"
         )
     key = hashlib.sha256(data).digest()
-    # A key of its own for checkpoints, so that no other use of the secret reveals it.
+    # a key derived for checkpoints only, so that no other use of the secret reveals it
     return hashlib.blake2b(b"purpose checkpoints", key=key, digest_size=32).digest()

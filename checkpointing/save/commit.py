@@ -1,12 +1,13 @@
 """The coordinator's work in storage: claim the directory, prepare, commit, verify, delete steps.
 
-All of it is slow and runs in threads. The coordinator orders what must not run at the same time.
+All of this is slow and runs in threads. The coordinator never starts two operations at once that
+would disturb each other.
 
-[Note: claim] A machine that was cut off or frozen may wake after the others went on without it,
-with a save that it takes for the newest. Each coordinator therefore claims the directory at its
-first save. It checks that its claim is still the newest at the beginning of every save and right
-before its commit (a fencing token; Kleppmann, Designing Data-Intensive Applications, 2017, chapter
-8). Two runs with the same directory by mistake notice each other in the same way.
+[Note: claim] A machine that was cut off or frozen may wake after the others have continued without
+it, with a save that it believes to be the newest. Each coordinator therefore claims the directory
+at its first save. It checks that its claim is still the newest at the beginning of every save and
+right before its commit (a fencing token; Kleppmann, Designing Data-Intensive Applications, 2017,
+chapter 8). Two runs with the same directory by mistake notice each other in the same way.
 """
 
 import json
@@ -32,7 +33,7 @@ from checkpointing.save.messages import SaveContents
 from checkpointing.storage.interface import NewStep
 from checkpointing.storage.ownership import is_alive, keep_to, owner
 from checkpointing.storage.place import P, Place, location
-from checkpointing.storage.retention import Verdicts, inspect_steps, prune
+from checkpointing.storage.retention import StepVerdicts, inspect_steps, prune
 from checkpointing.storage.steps import new_step, storage_of
 from checkpointing.storage.verification import VerificationStoppedError, is_damage, verify_step
 
@@ -46,15 +47,16 @@ _CLAIM = re.compile(r"\.writer-(\d+)")
 
 
 def hold(directory: P, mine: P | None) -> P:
-    """Claim a checkpoint directory, or confirm the claim `mine`; returns the file that is the
-    claim, see [Note: claim].
+    """Claim a checkpoint directory, or confirm the claim `mine`; returns the path of the claim's
+    file, see [Note: claim].
 
-    A new claim is made if `mine` is None or all claims are gone. It removes what earlier owners
-    were writing, alive or not, wherever they run: they can commit nothing any more. The file stays
-    after the run, for a process that wakes later.
+    A new claim is created if `mine` is None or all claims are gone. It removes the unfinished steps
+    of earlier owners, dead or alive: they can no longer commit. The file stays after the run, so
+    that a process that wakes later finds it.
 
     Raises:
-        StorageError: another process has claimed it since; names its owner and time.
+        StorageError: another process has claimed the directory since; the message names its owner
+            and time.
         OSError: the directory cannot be read or written.
     """
     storage = storage_of(directory)
@@ -66,13 +68,13 @@ def hold(directory: P, mine: P | None) -> P:
                 return mine
             raise StorageError(_words(claims[-1][1], "another process has taken over this run"))
         new = directory / f".writer-{claims[-1][0] + 1 if claims else 1:06}"
-        with suppress(FileExistsError):  # another process was faster: take the next number
+        with suppress(FileExistsError):  # another process has created this number, so take the next
             storage.create(new, f"{owner()} {time.time():.3f}\n".encode())
             lost = [_owner(old)[0] for _, old in claims]
             if lost and lost[-1] != owner() and is_alive(lost[-1]):
                 what = "taken over from a process that lives, and can commit no more"
                 logger.warning("%s", _words(claims[-1][1], what))
-            # Before the old claims go: after a crash here, the next claim still finds them.
+            # before the old claims go: after a crash here, the next claim still finds them
             storage.collect(directory, lost=lost)
             for _, old in claims:
                 storage.remove(old)
@@ -82,7 +84,8 @@ def hold(directory: P, mine: P | None) -> P:
 def _words(path: Place, what: str) -> str:
     name, moment = _owner(path)
     since = ""
-    with suppress(ValueError, OverflowError, OSError):  # whatever it says, the directory is claimed
+    # The text may be damaged; the directory is claimed anyway.
+    with suppress(ValueError, OverflowError, OSError):
         since = time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(float(moment)))
     return (
         f"{path.parent}: {what} ({printable(name) or 'it'} saves there{since}); if these are two "
@@ -91,9 +94,9 @@ def _words(path: Place, what: str) -> str:
 
 
 def _owner(path: Place) -> tuple[str, str]:
-    """Returns (owner, Unix time as text) of a claim; empty if it says neither."""
+    """Returns (owner, Unix time as text) of a claim; empty texts if the file has none."""
     text = ""
-    with suppress(FileNotFoundError):  # a newer claim has removed it
+    with suppress(FileNotFoundError):  # a newer claim has removed the file
         text = storage_of(path).read(path, _MOST_BYTES).decode(errors="replace")
     name, _, moment = text.strip().rpartition(" ")
     return name, moment
@@ -112,29 +115,28 @@ def _claims(directory: P) -> list[tuple[int, P]]:
 # --- steps ----------------------------------------------------------------------------------------
 
 READ_AT_END_BYTES = 256 << 20
-"""The last step is read back before the writers end only up to this size."""
+"""Size in bytes up to which the last step is read back before the writers end."""
 
 
 class StepCommitter:
-    """Prepares, commits, verifies and deletes the steps of a run in storage, for the
-    coordinator."""
+    """Prepares, commits, verifies and deletes a run's steps in storage."""
 
     def __init__(self, directory: Place, options: CheckpointOptions) -> None:
         self._directory, self._options = directory, options
         keep_to(directory, options.trust)
         self._claim: Place | None = None
-        """The file that holds the right to commit, from the first save on."""
+        """File of this run's claim, from the first save on."""
         self._verified: set[str] = set()
-        """Names of steps whose every byte was read and is correct."""
+        """Names of steps that were read completely and are undamaged."""
         self._damaged: set[str] = set()
         """Names of steps that a rank failed to load."""
         self._found_damaged: set[str] = set()
-        """Names of steps that are damaged by what was read back here."""
+        """Names of steps that reading back here has found damaged."""
         self._spans: list[bytes] = []
-        """Lines not written to trace.jsonl yet."""
+        """Lines that are not in trace.jsonl yet."""
 
     def path(self, step: int) -> Place:
-        """Returns the path of a step once it is committed."""
+        """Returns the path that a step has once it is committed."""
         return self._directory / step_name(step)
 
     def begin(
@@ -142,8 +144,7 @@ class StepCommitter:
     ) -> NewStep | None:
         """Prepare a step for writing; returns None if it is committed already."""
         started = time.time()
-        # Before anything is written: a later claim removes what is begun here. Also if the step
-        # is committed already, perhaps by another run in the same directory.
+        # Before anything is written, and even if `step` is committed, perhaps by another run.
         self._claim = hold(self._directory, self._claim)
         target = new_step(self.path(step), self._found_damaged.union(damaged))
         if target:
@@ -168,9 +169,9 @@ class StepCommitter:
         """Turn a fully written step into a checkpoint.
 
         Args:
-            checksums: CRC-32 of each block, by file.
-            small: all other files but the commit record, by name.
-            odd: names of tensors that hold NaN or infinity and may.
+            checksums: file → block → CRC-32.
+            small: name → contents of all other files except the commit record.
+            odd: names of tensors that hold NaN or infinity and are allowed to.
             before: see `SaveContents.before`.
         """
         started = time.time()
@@ -190,15 +191,16 @@ class StepCommitter:
         self._trace_metadata("commit", step, started)
 
     def committed(self, name: str, contents: SaveContents) -> None:
-        """Record a new step, and rank 0's knowledge of earlier ones."""
-        # A damaged step is written anew under its name: nothing of the new one was read yet.
+        """Record that the step `name` was committed, and rank 0's knowledge of earlier steps."""
+        # A damaged step is written again under its name, and the new one has not been read yet.
         self._verified.discard(name)
         self._found_damaged.discard(name)
         self._verified |= set(contents.verified)
-        self._damaged = set(contents.damaged)  # rank 0's list is complete, so it replaces ours
+        # Rank 0's list is complete, so it replaces the old one.
+        self._damaged = set(contents.damaged)
 
     def tidy(self, busy: Callable[[], bool], ending: Callable[[], bool]) -> None:
-        """Read the newest step back, then delete the steps that retention does not keep.
+        """Read the newest step back to verify it, then delete steps that retention does not keep.
 
         Args:
             busy: whether a save is being written; reading then slows down.
@@ -206,18 +208,19 @@ class StepCommitter:
         """
         unreadable: set[str] = set()
 
-        def known() -> Verdicts:
-            return Verdicts(self._damaged | self._found_damaged, unreadable, self._verified)
+        def known() -> StepVerdicts:
+            return StepVerdicts(self._damaged | self._found_damaged, unreadable, self._verified)
 
         while self._options.keep:
-            # Again after each bad step: then the one before must prove that it can be read.
+            # After a bad step, the step before it is read, to prove that a readable step exists.
             found = inspect_steps(self._directory, self._options.best_by, known())
             newest = next((item for item in found if item.is_good), None)
             if newest is None or newest.verified:
-                break  # `decide` relies on the newest verified step; older ones need no reading
+                # `decide` needs only the newest verified step, so older steps need not be read.
+                break
             pause = _slowly(newest.size, busy, ending)
             try:
-                # One thread: training and the next save go first.
+                # one thread, as training and the next save go first
                 _, problems = verify_step(newest.path, threads=1, pause=pause)
             except VerificationStoppedError:
                 break
@@ -249,26 +252,27 @@ class StepCommitter:
         try:
             path = self._directory / "trace.jsonl"
             storage_of(self._directory).append(path, b"".join(spans))
-        except (CheckpointError, OSError) as error:  # a save does not fail by its trace
+        except (CheckpointError, OSError) as error:  # a failed trace must not fail the save
             logger.warning("%d spans of the trace are lost: %s", len(spans), explain(error))
 
 
 def small_files(contents: SaveContents, indexes: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Returns all files of a step but tensor files and commit record, by name."""
+    """Returns name → contents of all files of a step except tensor files and commit record."""
     return {**contents.files, TRAINER_STATE: contents.state, **indexes}
 
 
 def _slowly(
     nbytes: int, busy: Callable[[], bool], ending: Callable[[], bool]
 ) -> Callable[[], None]:
-    """Returns the function that reading back calls before each block, see `StepCommitter.tidy`."""
+    """Returns the function that is called before each block is read back, see
+    `StepCommitter.tidy`."""
     last = time.monotonic()
 
     def pause() -> None:
         nonlocal last
         if ending() and nbytes > READ_AT_END_BYTES:
             raise VerificationStoppedError
-        if busy():  # leaves three quarters of the bandwidth to the save
+        if busy():  # this leaves three quarters of the bandwidth to the save
             time.sleep(min(1.0, 3 * (time.monotonic() - last)))
         last = time.monotonic()
 

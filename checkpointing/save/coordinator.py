@@ -1,27 +1,27 @@
-"""Rank 0's part of a save: admit it, grant blocks to writers, collect receipts, commit. A state
-machine without threads or sockets of its own, in the writer process of rank 0's node.
+"""The coordinator of saves: admits a save, grants blocks to writers, collects receipts, commits. It
+is a state machine without threads or sockets, in the writer process of rank 0's node.
 
-[Note: a save] The messages are those of messages.py.
-  Begin       every rank requests; the coordinator answers all alike: Go (with a slot) or Skip
-  Refuse      a rank cannot save: all are answered Refused, or the running save fails
-  Staged      up to where a node's ranks have copied their pieces, in the order of files. Blocks
-              that all nodes have staged may be written. The last one summarises the numbers: if a
-              number that must be finite is not, the save fails
-  Remembered  a node's slot is complete, and a restart may use it; a save that stays in memory ends
-              once all nodes have sent it
-  Write       grants blocks to a writer, one grant at a time; at most `limit` are out
-  Written     its receipt: a checksum for each block
-  commit      the commit record, after all receipts
-  Ended       sent to all ranks, whether the save succeeded or failed
-No handler waits for an answer. If a node is lost, the save fails and its grants return; the next
-save may begin when the node is back. If this process is lost, the writers of the nodes keep their
-requests and send them to the next one. A rank that has its answer goes on, and restarts the writer
-of its node only with its next request. So rank 0 never repeats a request that this process may have
-answered to some ranks: it would wait for writers that nobody restarts before rank 0 itself goes on.
-That request is skipped for all ranks that still make it. A save that exceeds `deadline` fails, too;
-the writers that block it exit and reconnect. Only a commit under way is waited for, because
-removing the files at that moment could publish some of them. If the commit hangs, the ranks of rank
-0's node kill this process, which is like any other crash.
+[Note: a save] The messages are defined in messages.py.
+  SaveRequest     from every rank; all get SaveAdmitted (with a slot) or SaveSkipped
+  RefuseSave      a rank cannot save: all ranks get SaveRefused, or the running save fails
+  StagedReport    how far a node's ranks have copied their pieces, in the order of files. Blocks
+                  that all nodes have staged may be written. The last report summarises the
+                  numbers: if a number that must be finite is not, the save fails
+  SlotRemembered  a node's slot is complete, and a restart may use it; a save that stays in memory
+                  ends once all nodes have sent it
+  WriteGrant      grants blocks to a writer; at most `limit` grants are outstanding
+  WriteReceipt    the writer's receipt: a checksum for each block
+  commit          the commit record, after all receipts
+  SaveEnded       sent to all ranks, whether the save succeeded or failed
+No handler waits for an answer. If a node is lost, the save fails and the node's grants are removed;
+the next save may begin when the node is back. If this process is lost, the writers of the other
+nodes keep their requests and send them to its successor. A rank that has its answer continues, and
+restarts the writer of its node only with its next request. So rank 0 never repeats a request that
+this process may have answered to some ranks: it would wait for writers that nobody restarts before
+rank 0 itself continues. That request is skipped for all ranks that still make it. A save that
+exceeds `deadline` fails, too; the writers that block it exit and reconnect. A commit that has begun
+is never interrupted, as removing the files at that moment could publish some of them. If the commit
+hangs, the ranks of rank 0's node kill this process, which is like any other crash.
 """
 
 import logging
@@ -47,8 +47,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STAGGER_SECONDS = 0.02
-"""Time between two grants on a shared filesystem, so that writers do not open their files at
-once."""
+"""Seconds between two grants on a shared filesystem, so that file opens are spread."""
 
 
 @dataclass
@@ -69,17 +68,17 @@ class _Save:
     started: float
     target: NewStep | None = None
     staged: dict[int, msg.Position] = field(default_factory=dict)
-    """Up to where each node has copied everything."""
+    """Node → position up to which it has copied everything."""
     numbers: dict[int, NumberSummary] = field(default_factory=dict)
-    """Summary of the numbers, by node that has copied all."""
+    """Node that has copied everything → summary of the numbers."""
     preparing: bool = False
-    """Whether its step is being prepared in storage."""
+    """Whether the step is being prepared in storage."""
     waiting: dict[int, deque[msg.BlockRange]] = field(default_factory=dict)
-    """Blocks not granted yet, by the node that owns their file."""
+    """Node → blocks of files that it owns and that are not granted yet."""
     checksums: dict[str, dict[int, int]] = field(default_factory=dict)
     committing: bool = False
     remembered: set[int] = field(default_factory=set)
-    """Nodes whose slot a restart may use."""
+    """Nodes whose slots a restart may use."""
 
     @property
     def step(self) -> int:
@@ -91,17 +90,17 @@ class _Save:
 
 
 class CoordinatorHost(Protocol):
-    """What the coordinator needs of its process."""
+    """Functions of its process that the coordinator calls."""
 
     def send(self, node: int, message: msg.ToNode) -> None:
-        """Send to a node's writer; ignored if it is gone."""
+        """Send to a node's writer. The message is dropped if the writer has died."""
 
     def later(self, work: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
         """Run work() in another thread, then done(its result or exception) in the coordinator's."""
 
     def drop(self, node: int) -> None:
-        """Disconnect a node's writer, which may send nothing more. It exits if it is writing, or is
-        this process; else it connects again."""
+        """Disconnect a node's writer, whose later messages are ignored. The writer exits if it is
+        writing, or is this process; else it connects again."""
 
     def call_at(self, moment: float, work: Callable[[], None]) -> None:
         """Run work() in the coordinator's thread at `moment` of time.monotonic()."""
@@ -109,7 +108,7 @@ class CoordinatorHost(Protocol):
 
 class Coordinator:
     """Admits saves, grants blocks and commits, see [Note: a save]. All methods run in one thread;
-    the work given to `CoordinatorHost.later` runs in others."""
+    functions passed to `CoordinatorHost.later` run in others."""
 
     def __init__(
         self,
@@ -122,38 +121,36 @@ class Coordinator:
         self._voided = voided
         self._options, self._nodes, self._host = options, nodes, host
         self._newest: int | None = None
-        """Last committed step, since this process began or moved."""
+        """Last step that this process committed in the current directory."""
         self._move(directory)
         self._plan = ""
         self._layout = FileLayout()
         self._indexes: dict[str, bytes] = {}
-        self._hellos: dict[int, msg.Hello] = {}
-        """The plan that each node has slots for. A node may be ready before this one knows the
-        plan."""
+        self._hellos: dict[int, msg.SlotsReport] = {}
+        """Node → its report of slots for a plan, which this node may not know yet."""
         self._save: _Save | None = None
         self._requests: dict[msg.Key, _Request] = {}
-        """Requests without an answer."""
-        self._answers: dict[msg.Key, list[msg.Answer | msg.Ended]] = {}
-        """The messages about the last four requests, for nodes that request later than others: the
-        answer, and the outcome once it is known."""
+        """Requests that are not answered yet."""
+        self._answers: dict[msg.Key, list[msg.Answer | msg.SaveEnded]] = {}
+        """The messages about the last four requests (the answer, later the outcome), for nodes
+        whose request comes later."""
         self._grants = Grants(nodes)
         self._clearing = 0
-        """Failed saves whose files are not removed yet. The next save, which may be of the same
-        step, is prepared after that."""
+        """Number of failed saves whose files are still being removed. The next save, perhaps of the
+        same step, is prepared after that."""
         self._slot = -1
         self._next_grant = 0.0
         self._aside = 0
-        """Work in other threads that must end before this process may."""
+        """Number of functions running in other threads, which must end before this process may."""
         self._closing: set[int] = set()
         self._failed: _Save | None = None
-        """The save that failed last; its slot may still become complete."""
+        """The save that failed last, whose slot may still become complete."""
         self._tidying = False
         """Whether retention is running."""
         self._untidy: set[StepCommitter] = set()
-        """Where retention must run next."""
+        """Committers of the directories in which retention must run next."""
 
     def _move(self, directory: Place) -> None:
-        """Save in `directory` from now on."""
         self._directory, self._newest = directory, None
         self._steps = StepCommitter(directory, self._options)
         kind = storage_of(directory).filesystem(directory)
@@ -164,38 +161,38 @@ class Coordinator:
 
     def on_message(self, node: int, message: msg.ToCoordinator) -> None:
         match message:
-            case msg.Hello():
+            case msg.SlotsReport():
                 self._on_hello(node, message)
-            case msg.Begin():
+            case msg.SaveRequest():
                 self._on_begin(node, message)
-            case msg.Refuse(key, failure):
+            case msg.RefuseSave(key, failure):
                 if key not in self._answers:
-                    self._answer(msg.Refused(key, failure))
-                # Answered with Go already: the others copy by now, so the save fails instead.
+                    self._answer(msg.SaveRefused(key, failure))
+                # The save was admitted already, so that ranks are copying: it fails instead.
                 elif self._is_current(key):
                     why = f"rank {failure.rank} cannot save: {failure.message}"
                     self._fail(node, msg.NodeFailure(why))
-            case msg.Staged():
+            case msg.StagedReport():
                 self._on_staged(node, message)
-            case msg.Remembered(key):
+            case msg.SlotRemembered(key):
                 self._on_remembered(node, key)
-            case msg.ForNext(key, slot, manifest):
+            case msg.SlotComplete(key, slot, manifest):
                 copy = msg.CopySlot(node, key, slot, manifest)
                 self._host.send((node + 1) % self._nodes, copy)
-            case msg.Copied(source, key):
+            case msg.PeerCopyEnded(source, key):
                 self._on_remembered(source, key)
-            case msg.Written():
+            case msg.WriteReceipt():
                 self._on_written(message)
-            case msg.Stopped(key, blocks):
+            case msg.GrantDropped(key, blocks):
                 self._on_failed(
                     node,
                     key,
                     msg.NodeFailure(f"its writer process has given up {blocks.file}"),
                     blocks,
                 )
-            case msg.Failed():
+            case msg.NodeCannotSave():
                 self._on_failed(node, message.key, message.failure, message.blocks)
-            case msg.Closing():
+            case msg.NodeClosing():
                 self._closing.add(node)
                 self._maybe_closed()
             case _:
@@ -224,29 +221,29 @@ class Coordinator:
 
     @property
     def _slots(self) -> dict[int, int]:
-        """Number of slots of each node that has some for the current plan."""
+        """Node → number of slots, for nodes that have slots for the current plan."""
         return {node: said.slots for node, said in self._hellos.items() if said.plan == self._plan}
 
     def _is_current(self, key: msg.Key) -> bool:
         return self._save is not None and self._save.key == key
 
-    def _on_hello(self, node: int, hello: msg.Hello) -> None:
-        """Record that a node has slots for a plan. A repeated Hello is from a restarted writer and
-        arrived before the loss of its predecessor was noticed."""
+    def _on_hello(self, node: int, hello: msg.SlotsReport) -> None:
+        """Record that a node has slots for a plan. A repeated report is from a restarted writer,
+        whose predecessor's loss has not been noticed yet."""
         if self._hellos.get(node) == hello:
             self.on_lost(node)
         self._hellos[node] = hello
         self._consider_all()
 
-    def _on_begin(self, node: int, begin: msg.Begin) -> None:
+    def _on_begin(self, node: int, begin: msg.SaveRequest) -> None:
         key = begin.key
         if key in self._answers:
-            # A late node, or one with a new writer, gets what the others got.
+            # a late node, or one with a new writer, gets the same messages as the other nodes
             for message in self._answers[key]:
                 self._host.send(node, message)
             return
-        if key[1] <= self._voided:  # rank 0 has gone on, and does not repeat the request
-            self._answer(msg.Skip(key, msg.VOIDED))
+        if key[1] <= self._voided:  # rank 0 has continued, and does not repeat this request
+            self._answer(msg.SaveSkipped(key, msg.VOIDED))
             return
         if key not in self._requests:
             self._requests[key] = _Request(begin.wait)
@@ -264,24 +261,26 @@ class Coordinator:
     def _consider(self, key: msg.Key) -> None:
         """Answer a request as soon as that is possible."""
         request = self._requests[key]
-        # Considered again when rank 0 requests, and when a node has slots.
+        # called again when rank 0 requests, and when a node has slots
         if request.contents is None or len(self._slots) < self._nodes:
             return
         if self._save is not None:
-            # A save that stays in memory ends soon, so a durable one waits for it.
+            # a save to memory ends soon, so a durable save waits for it
             if not request.wait and not (self._save.memory_only and request.is_durable):
-                self._answer(msg.Skip(key, f"step {self._save.step} is still being saved"))
+                self._answer(msg.SaveSkipped(key, f"step {self._save.step} is still being saved"))
             return  # `_end` considers a waiting request again
         # Only here, between saves: a save commits where it began.
         if request.contents.directory != str(self._directory):
             self._move(location(request.contents.directory))
-        # Round robin: with two slots, the last complete one is never overwritten.
+        # In turn, so that with two slots the last complete one is never overwritten.
         self._slot = (self._slot + 1) % min(self._slots.values())
         self._save = save = _Save(key, request.contents, self._slot, time.monotonic())
         self._failed = None
-        # Rank 0 may have made its request before it learned of the last commit.
+        # Rank 0 may have sent its request before it learned of the last commit.
         known = [step for step in (save.contents.newest, self._newest) if step is not None]
-        self._answer(msg.Go(key, save.slot, save.contents.state, max(known, default=None)))
+        self._answer(
+            msg.SaveAdmitted(key, save.slot, save.contents.state, max(known, default=None))
+        )
         self._host.call_at(save.started + self._options.deadline, lambda: self._expire(save))
         self._maybe_prepare()
 
@@ -293,7 +292,7 @@ class Coordinator:
                 return
             missing = sorted(set(range(self._nodes)) - set(self._slots))
             if missing:
-                self._answer(msg.Skip(key, f"there is no writer on node(s) {missing}"))
+                self._answer(msg.SaveSkipped(key, f"there is no writer on node(s) {missing}"))
             else:
                 self._wait_for_nodes(key)
 
@@ -322,7 +321,7 @@ class Coordinator:
 
     def _prepared(self, save: _Save, target: NewStep | Exception | None) -> None:
         save.preparing = False
-        if save is not self._save:  # it has failed meanwhile
+        if save is not self._save:  # the save has failed meanwhile
             if target and not isinstance(target, Exception):
                 self._clear(target)
             else:
@@ -339,14 +338,14 @@ class Coordinator:
 
     # --- work ------------------------------------------------------------------------------------
 
-    def _on_staged(self, node: int, message: msg.Staged) -> None:
+    def _on_staged(self, node: int, message: msg.StagedReport) -> None:
         save = self._save
         if save is None or save.key != message.key:
             return
         save.staged[node] = message.position
         if message.numbers:
             save.numbers[node] = message.numbers
-            # At once: nothing of this step may be committed.
+            # fail at once, as nothing of this step may be committed
             if bad := message.numbers.bad:
                 self._fail(node, msg.NodeFailure(not_finite(bad)))
                 return
@@ -359,17 +358,18 @@ class Coordinator:
             return
         save.remembered.add(node)
         if save is self._failed and self._save is None and len(save.remembered) == self._nodes:
-            self._slot = save.slot  # complete after all: the next save takes another slot
+            # The failed slot is complete after all, so the next save takes another slot.
+            self._slot = save.slot
         elif save.memory_only and len(save.remembered) == self._nodes:
             self._end(save, msg.SaveOutcome(save.step, None, memory_only=True))
 
     def _staged_to(self, save: _Save) -> msg.Position:
-        """Returns the position up to which all nodes have copied everything."""
+        """Returns the position up to which all nodes have copied their pieces."""
         return min(save.staged.values()) if len(save.staged) == self._nodes else (0, 0)
 
-    def _on_written(self, receipt: msg.Written) -> None:
+    def _on_written(self, receipt: msg.WriteReceipt) -> None:
         self._steps.trace(receipt.span)
-        # The receipt of a node that was given up meanwhile counts for nothing.
+        # The receipt of a writer that was given up meanwhile is ignored.
         granted = self._grants.take_back(receipt.key, receipt.blocks)
         save = self._save
         if granted and save is not None and save.key == receipt.key:
@@ -386,7 +386,7 @@ class Coordinator:
         self._grant()
 
     def _grant(self) -> None:
-        """Grant blocks while writers are free; commit when all are written."""
+        """Grant blocks while writers are free. Commit when all blocks are written."""
         save = self._save
         if save is None or save.target is None or save.committing:
             return
@@ -408,8 +408,9 @@ class Coordinator:
             blocks = save.waiting[node].popleft()
             self._grants.give(save.key, blocks, node)
             rate = self._options.bytes_per_second
-            share = rate / self._limit if rate else None  # at most `limit` writers share it
-            self._host.send(node, msg.Write(save.key, save.slot, blocks, save.target, share))
+            # At most `limit` writers share the bandwidth.
+            share = rate / self._limit if rate else None
+            self._host.send(node, msg.WriteGrant(save.key, save.slot, blocks, save.target, share))
         if not any(save.waiting.values()) and not self._grants.writes(save.key):
             save.committing = True
             target = save.target
@@ -449,11 +450,10 @@ class Coordinator:
         )
         self._steps.committed(target.final.name, save.contents)
         self._untidy.add(self._steps)
-        self._maybe_tidy()  # before `_end`, which could let this process close
+        self._maybe_tidy()  # before `_end`, after which this process may close
         self._end(save, outcome)
 
     def _maybe_tidy(self) -> None:
-        """Run retention in another thread, once at a time."""
         if self._untidy and not self._tidying:
             self._tidying, steps = True, self._untidy.pop()
             self._later(
@@ -462,14 +462,15 @@ class Coordinator:
             )
 
     def _tidied(self, result: Exception | None) -> None:
-        if isinstance(result, Exception):  # the save itself has succeeded
+        # Only the log mentions it, as the save itself has succeeded.
+        if isinstance(result, Exception):
             logger.warning("could not tidy checkpoints: %s", msg.NodeFailure.of(result).message)
         self._tidying = False
         self._maybe_tidy()
 
     def _fail(self, node: int, failure: msg.NodeFailure) -> None:
         save = self._save
-        if save is None or save.committing:  # all bytes are written; no node is needed
+        if save is None or save.committing:  # all bytes are written, so no node is needed
             return
         where = f"on node {node}" if self._nodes > 1 else ""
         outcome = msg.SaveOutcome(
@@ -483,9 +484,9 @@ class Coordinator:
             time.monotonic() - save.started,
             memory_only=save.memory_only,
         )
-        # Writers stop at their next block; until then they write to unlinked files.
-        self._send_to_all(msg.Stop(save.key))
-        # Also while the step is prepared: `_prepared` clears what it has made.
+        # Writers stop at their next block. Until then they write to unlinked files.
+        self._send_to_all(msg.StopWriting(save.key))
+        # Also while the step is being prepared: then `_prepared` removes the files.
         if save.target or save.preparing:
             self._clearing += 1
         if save.target:
@@ -511,7 +512,8 @@ class Coordinator:
         late = set(writing) | (silent - {0})
         if save.target is None and not silent:
             late.add(0)
-        for other in late:  # first: `_fail` admits the next save, which must wait for these nodes
+        # Before `_fail`, which admits the next save: it must wait until these nodes are back.
+        for other in late:
             self._forget(other)
         self._fail(
             node, msg.NodeFailure(f"{msg.overdue(self._options)}, waiting for {missing}", file)
@@ -532,16 +534,16 @@ class Coordinator:
         if outcome.path:
             self._newest = max(save.step, self._newest or 0)
         elif len(save.remembered) < self._nodes:
-            self._slot -= 1  # the next save reuses this slot: the others may be complete
+            self._slot -= 1  # the next save reuses this slot, as the other slots may be complete
             self._failed = save
-        ended = msg.Ended(save.key, outcome)
+        ended = msg.SaveEnded(save.key, outcome)
         self._answers.get(save.key, []).append(ended)
         self._send_to_all(ended)
         self._consider_all()
         self._maybe_closed()
 
     def _later(self, work: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
-        """Like CoordinatorHost.later; this process does not end before `done` has run."""
+        """Like CoordinatorHost.later, but keeps this process alive until `done` has run."""
         self._aside += 1
 
         def ended(result: T | Exception) -> None:
@@ -552,7 +554,7 @@ class Coordinator:
         self._host.later(work, ended)
 
     def _maybe_closed(self) -> None:
-        """Let all nodes close once each has asked to and nothing is left to do."""
+        """Let all nodes close once each has sent NodeClosing and no work is left."""
         if self._save is not None or self._aside:
             return
         if self._closing and self._closing >= set(self._slots):

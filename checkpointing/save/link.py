@@ -1,4 +1,4 @@
-"""The connection of a rank to the writer process of its node, which it also starts and restarts."""
+"""A rank's connection to the writer process of its node. The first rank starts the process."""
 
 import logging
 import os
@@ -12,7 +12,14 @@ from dataclasses import replace
 
 from checkpointing.errors import StorageError, explain
 from checkpointing.save.channel import Channel, call
-from checkpointing.save.messages import SIZE_BYTES, Address, Caller, FromRank, ToRank, WriterSetup
+from checkpointing.save.messages import (
+    SIZE_BYTES,
+    Address,
+    CallerGreeting,
+    FromRank,
+    ToRank,
+    WriterSetup,
+)
 from checkpointing.wire import pack
 
 logger = logging.getLogger(__name__)
@@ -24,11 +31,11 @@ GONE = "the checkpoint writer process of this node is gone"
 
 
 class WriterGoneError(Exception):
-    """The writer process does not answer."""
+    """The writer process is gone or does not answer."""
 
 
 class UnansweredError(WriterGoneError):
-    """The writer process accepted a request and is gone; it may have answered other ranks."""
+    """The writer process is gone after it accepted a request, perhaps with other ranks answered."""
 
 
 def launch() -> "subprocess.Popen[bytes]":
@@ -37,15 +44,14 @@ def launch() -> "subprocess.Popen[bytes]":
         [sys.executable, "-m", "checkpointing.save.writer"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        start_new_session=True,  # the rank forwards signals to the job, not the terminal
-        # The child imports this very package, and nothing from its working directory.
+        start_new_session=True,  # signals of the terminal are for the job's ranks only
+        # the child must import this very package, and nothing from its working directory
         env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
     )
 
 
 def end(process: "subprocess.Popen[bytes]", seconds: float) -> int:
-    """Wait for a process whose connections are closed, and kill it after `seconds`; returns its
-    exit code."""
+    """Wait for a process that has no connections, and kill it after `seconds`; returns its code."""
     if process.stdin:
         with suppress(BrokenPipeError):
             process.stdin.close()
@@ -57,20 +63,20 @@ def end(process: "subprocess.Popen[bytes]", seconds: float) -> int:
         process.stdout.close()
     try:
         return process.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:  # stuck in an uninterruptible system call
+    except subprocess.TimeoutExpired:  # the process hangs in an uninterruptible system call
         return -signal.SIGKILL
 
 
 class Spare:
-    """A writer process started before it is needed, since its imports take a while. A process has
-    one Spare for all its checkpointers. Used in the main thread; an unused writer ends with this
-    process."""
+    """A writer process that is started before it is needed, since its imports take a while. A rank
+    has one for all its checkpointers. Used in the main thread; an unused writer process ends with
+    the rank."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the spare process if there is none; errors are ignored."""
+        """Start a writer process unless one is spare already. Errors are ignored."""
         if self._process is None:
             with suppress(OSError):  # `take` tries again
                 self._process = launch()
@@ -87,7 +93,7 @@ class Spare:
             OSError: no process can be started.
         """
         process, self._process = self._process, None
-        # The writer started ahead may have ended since, for example for lack of memory.
+        # the spare process may have ended, for example for lack of memory
         if process is not None and process.poll() is not None:
             end(process, 0)
             process = None
@@ -95,11 +101,11 @@ class Spare:
 
 
 class WriterLink:
-    """A rank's connection to the writer process of its node. All ranks of a node have one.
+    """A rank's connection to the writer process of its node. Every rank has one.
 
     Args:
-        process: the process that `launch` returned, on the node's first rank; it ends with the
-            link.
+        process: on the node's first rank the result of `launch`, which ends with this object; else
+            None.
     """
 
     def __init__(
@@ -111,26 +117,26 @@ class WriterLink:
 
     @property
     def secret(self) -> bytes:
-        """Secret that authenticates the processes of this run."""
+        """Key that authenticates the processes of this run."""
         return self._setup.secret
 
     def start(self) -> Address:
-        """Send the setup if this rank owns the process; returns the address for other nodes, else
-        ("", 0)."""
+        """Send the setup if this rank owns the process; returns the process's address for other
+        nodes. On other ranks returns ("", 0)."""
         process = self._process
         if process is None:
             return "", 0
         if process.stdin is None or process.stdout is None:
             raise StorageError("the checkpoint writer process has no pipes")
         setup = pack(replace(self._setup, parent=os.getpid()))
-        with suppress(BrokenPipeError):  # it has ended: readline returns nothing
-            # The size comes first: a forked child may keep the pipe open, so there is no EOF.
+        with suppress(BrokenPipeError):  # the process has ended, so readline returns nothing
+            # the size comes first: a forked child may keep the pipe open, without EOF
             process.stdin.write(len(setup).to_bytes(SIZE_BYTES, "little") + setup)
             process.stdin.close()
         line = process.stdout.readline()
         if not line:
             raise StorageError("the checkpoint writer process did not start; see its error above")
-        # A restarted process listens on the same port, where other nodes expect it.
+        # a restarted process must listen on the same port, where other nodes expect it
         self._setup = replace(self._setup, port=int(line))
         return self._setup.host, int(line)
 
@@ -138,16 +144,16 @@ class WriterLink:
         """Connect to the process, which may still be starting or restarting.
 
         Raises:
-            WriterGoneError: it is not reached within `seconds`, or `interrupt` was called.
+            WriterGoneError: the process is not reached within `seconds`, or `interrupt` was called.
         """
         deadline = time.monotonic() + seconds
         while True:
-            if self._interrupted:  # `interrupt` may come before there is a connection to end
+            if self._interrupted:  # `interrupt` may be called before there is a connection
                 raise WriterGoneError(GONE)
             try:
                 left = max(0.01, deadline - time.monotonic())
                 self._connection = call(self._setup.address, self._setup.secret, left)
-                self._connection.send(Caller("rank", self._rank))
+                self._connection.send(CallerGreeting("rank", self._rank))
                 return
             except (OSError, EOFError) as error:
                 if time.monotonic() > deadline:
@@ -168,7 +174,7 @@ class WriterLink:
         if self._interrupted:
             raise WriterGoneError(GONE)
         if self._process:
-            # Its end frees the name of the socket, and the lock on the slots.
+            # the end of the process frees the name of the socket, and the lock on the slots
             code = end(self._process, END_SECONDS)
             logger.warning(
                 "the checkpoint writer process ended with code %d; starting it again", code
@@ -181,8 +187,7 @@ class WriterLink:
                 raise WriterGoneError(
                     f"the checkpoint writer process cannot be started again: {explain(error)}"
                 ) from error
-        # Short: if it died after it had answered the first rank and before this one, nobody
-        # restarts it before the next save.
+        # A short wait, as nobody restarts the process if the first rank has its answer already.
         self.connect(RESTART_SECONDS)
 
     def send(self, message: FromRank) -> None:
@@ -208,7 +213,7 @@ class WriterLink:
         if self._connection is None:
             raise WriterGoneError(GONE)
         try:
-            # A message that has begun to arrive is read whole, whatever that takes.
+            # a message that has begun to arrive is read completely, however long that takes
             if timeout is not None and not self._connection.poll(timeout):
                 return None
             message: ToRank = self._connection.recv()
@@ -218,8 +223,7 @@ class WriterLink:
             raise WriterGoneError(GONE) from error
 
     def interrupt(self) -> None:
-        """End the connection for good, and wake threads that wait for it. Callable from any
-        thread."""
+        """End the connection for good, and wake threads that wait for it. From any thread."""
         self._interrupted = True
         if self._connection is not None:
             self._connection.shut()
@@ -244,13 +248,13 @@ class WriterLink:
 
 
 def own_address() -> str:
-    """Returns the address of this machine that other nodes reach: that of the interface towards
+    """Returns the address of this machine for other nodes: that of the interface towards
     MASTER_ADDR."""
     master = os.environ.get("MASTER_ADDR", "localhost")
     try:
         family, *_, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing: a datagram socket only gets its route
+            probe.connect(address)  # over UDP this sends nothing, and only selects the route
             return str(probe.getsockname()[0])
     except OSError:
         return socket.gethostbyname(socket.gethostname())

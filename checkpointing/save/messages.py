@@ -1,7 +1,8 @@
 """Messages between the processes of a save: ranks, the writer of each node, and the coordinator in
 the writer of rank 0's node. coordinator.py [Note: a save] explains the protocol.
 
-They travel over a Channel, packed by wire.py. A process handles every message of its union below.
+They are sent over a Channel, packed by wire.py. A process handles every message in its union below
+(FromRank, ToCoordinator, ToNode, ToRank).
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,17 +19,17 @@ from checkpointing.storage.interface import NewStep
 from checkpointing.wire import register
 
 ANSWER_SECONDS = 30
-"""A request to save is answered after so long even if a node is missing."""
+"""Seconds after which a request to save is answered even if a node is missing."""
 
 SIZE_BYTES = 8
-"""Length of the little-endian size that precedes a WriterSetup on standard input."""
+"""Bytes of the little-endian size that precedes a WriterSetup on standard input."""
 
 VOIDED = "the writer process of rank 0's node was lost while it was asked for"
 
 Position = tuple[int, int]
-"""A place in the order of all bytes: (number of a file, byte in it)."""
+"""A place in the order of all bytes of a save: (number of a file, byte in that file)."""
 Key = tuple[int, int]
-"""Identifies a save: (step, number of the request, from 1)."""
+"""Identifies a save: (step, number of the request, counted from 1)."""
 Address = tuple[str, int]
 
 
@@ -37,7 +38,7 @@ class WriterSetup:
     """Configuration that a writer process reads from its standard input."""
 
     parent: int
-    """Process id of the rank that starts it."""
+    """Process id of the rank that starts the writer."""
     node: int
     nodes: Nodes
     """Global ranks of each node; rank 0 is on node 0."""
@@ -46,30 +47,30 @@ class WriterSetup:
     """Token of the run, see memory.py [Note: token]."""
     options: CheckpointOptions
     address: str
-    """Name of the abstract Unix socket on which it listens for its ranks."""
+    """Name of the abstract Unix socket on which the writer listens for its ranks."""
     host: str
-    """Address on which it listens for other nodes; "" if there are none."""
+    """Address on which the writer listens for other nodes; "" if there are none."""
     port: int
     """TCP port for other nodes; 0: any free one."""
     secret: bytes
-    """Authenticates the processes of the run."""
+    """Key that authenticates the processes of the run."""
     voided: int = 0
-    """On rank 0's node: number of the last request that the previous process may have answered to
-    other ranks and not to rank 0. Every request up to it is skipped."""
+    """On rank 0's node: number of the last request whose answer from the previous process may have
+    reached other ranks but not rank 0. Every request up to this number is skipped."""
 
 
 @dataclass(frozen=True)
-class Caller:
-    """First message on a connection to a writer."""
+class CallerGreeting:
+    """First message on a connection to a writer: who calls."""
 
     kind: Literal["rank", "node", "pull"]
     number: int
-    """Rank or node of the caller; with `pull` the node that it means to reach."""
+    """Rank or node of the caller; with `pull` the node that the caller intends to reach."""
 
 
 @dataclass(frozen=True)
 class BlockRange:
-    """Some blocks of one file, `first` to before `stop`: the work of one grant."""
+    """Blocks `first` to before `stop` of one file: the work of one grant."""
 
     file: str
     first: int
@@ -78,27 +79,27 @@ class BlockRange:
 
 @dataclass(frozen=True)
 class SaveContents:
-    """What rank 0 alone contributes to the request to save."""
+    """The part of a request to save that only rank 0 contributes."""
 
     directory: str
     state: bytes
     """trainer_state.json."""
     files: Mapping[str, bytes]
     damaged: Sequence[str]
-    """Names of steps that failed to load."""
+    """Names of checkpoints that failed to load."""
     verified: Sequence[str]
-    """Names of steps whose every byte was read and is correct."""
+    """Names of checkpoints that were read completely and are undamaged."""
     newest: int | None
-    """Newest step in storage that rank 0 knows of."""
+    """Newest step in storage, as far as rank 0 knows."""
     memory_only: bool
     before: Mapping[str, bytes] = field(default_factory=dict)
-    """Files and objects to create before the commit record, by path or URL. An object may be there
-    already, with the same bytes."""
+    """Path or URL → contents of files and objects to create before the commit record. An object
+    with the same bytes may exist already."""
 
 
 @dataclass(frozen=True)
 class NodeFailure:
-    """An error on a node."""
+    """An error on a node, as sent to other nodes."""
 
     message: str
     file: str | None = None
@@ -109,7 +110,7 @@ class NodeFailure:
         """Describes an exception for the other nodes."""
         if isinstance(error, OSError):
             path = error.filename and str(error.filename)
-            full = error.errno in (ENOSPC, EDQUOT)  # the user can mend these
+            full = error.errno in (ENOSPC, EDQUOT)  # the user can make room
             return NodeFailure(explain(error) + "; make room there" * full, path, error.errno)
         return NodeFailure(explain(error))
 
@@ -120,27 +121,26 @@ class SaveOutcome:
 
     step: int
     path: str | None
-    """The committed checkpoint; None if the save failed or was skipped."""
+    """Path of the committed checkpoint; None if the save failed or was skipped."""
     error: str | None = None
-    """Why there is no checkpoint, and where it failed; one line."""
+    """One line: why there is no checkpoint, and where the save failed."""
     node: int | None = None
-    """Node on which it failed."""
+    """Node on which the save failed."""
     file: str | None = None
-    """File or directory on which it failed."""
+    """File or directory on which the save failed."""
     errno: int | None = None
     seconds: float = 0.0
     """Time from the request to the commit."""
     nbytes: int = 0
     """Bytes of tensor files."""
     writers: int = 0
-    """Most writers at a time."""
+    """Most writers at the same time."""
     memory_only: bool = False
-    """Whether it was to stay in memory."""
+    """Whether the step was saved only to memory."""
     weights: str = ""
-    """Digest of the model's tensors in 16 hexadecimal digits, known once all are copied; see
-    bits.py [Note: digest]."""
+    """Digest of the model's tensors, 16 hexadecimal digits; see bits.py [Note: digest]."""
     moments: str = ""
-    """Digest of the optimizer's tensors, likewise."""
+    """Digest of the optimizer's tensors in the same form."""
 
 
 def overdue(options: CheckpointOptions) -> str:
@@ -153,22 +153,22 @@ def overdue(options: CheckpointOptions) -> str:
 
 @dataclass(frozen=True)
 class Addresses:
-    """Gives a writer the addresses of the writers of all nodes, in order."""
+    """A rank sends its writer the addresses of the writers of all nodes, in order."""
 
     of_nodes: Sequence[Address]
 
 
 @dataclass(frozen=True)
 class WantSlots:
-    """A rank requests slots for a plan; the node's first rank attaches the plan."""
+    """A rank requests slots for a plan. The first rank of the node attaches the plan."""
 
     digest: str
     plan: PlanInput | None
 
 
 @dataclass(frozen=True)
-class Begin:
-    """A rank, or all ranks of a node, request to save; rank 0 attaches the contents."""
+class SaveRequest:
+    """A rank, or a writer for its node, requests to save. Rank 0 attaches the contents."""
 
     key: Key
     wait: bool
@@ -176,61 +176,62 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class Refuse:
-    """A rank cannot save, and waits for no answer."""
+class RefuseSave:
+    """A rank reports that it cannot save. It waits for no answer."""
 
     key: Key
     failure: RankFailure
 
 
 @dataclass(frozen=True)
-class Staged:
-    """Reports up to where a rank, or all ranks of a node, have copied their pieces."""
+class StagedReport:
+    """A rank, or a writer for all ranks of its node, reports how far it has copied its pieces."""
 
     key: Key
     position: Position
     numbers: NumberSummary | None = None
-    """Summary of the copied numbers, with the last position."""
+    """Summary of the copied numbers; sent with the last position."""
 
 
 @dataclass(frozen=True)
 class CopyFailed:
-    """A rank could not copy its tensors."""
+    """A rank reports that it could not copy its tensors."""
 
     key: Key
     message: str
 
 
 @dataclass(frozen=True)
-class Close:
+class RankClosing:
     """A rank will request no more saves."""
 
     keep_memory: bool
 
 
-FromRank = Addresses | WantSlots | Begin | Refuse | Staged | CopyFailed | Close
+FromRank = (
+    Addresses | WantSlots | SaveRequest | RefuseSave | StagedReport | CopyFailed | RankClosing
+)
 
 
 @dataclass
 class Manifest:
-    """Describes the content of a slot: one node's part of a step. Written to disk, see peers.py
-    [Note: manifest]."""
+    """Contents of a slot: one node's part of a step. Stored, see peers.py [Note: manifest]."""
 
     attempt: str
-    """Equal on all nodes, and new at each start of the run: a restarted run may reach the same step
-    with other bits."""
+    """Identifier that is equal on all nodes and new at each start of the run, as a restarted run
+    may reach the same step with different bits."""
     step: int
     committed: int | None
-    """Newest step in storage when this one was copied, or this step once it is committed. A restart
-    compares it with storage to detect added or deleted checkpoints."""
+    """Newest step in storage when this step was copied; once this step is committed, this step. A
+    restart compares it with storage to detect added or deleted checkpoints."""
     tensors: str
-    """Digest of names, dtypes, shapes and file sizes, which determine where every byte lies."""
+    """Digest of names, dtypes, shapes and file sizes, which determine all positions."""
     node: int
     nodes: int
-    """Number of nodes over which the step is spread."""
+    """Number of nodes that hold parts of the step."""
     ranges: Ranges
     checksums: dict[str, list[int]]
-    """CRC-32 of each of the `portions` of these ranges, by file."""
+    """File → CRC-32 of each of the `portions` of its ranges."""
     state: str
     """Contents of trainer_state.json."""
 
@@ -239,23 +240,23 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class Hello:
-    """Tells the coordinator that a node has slots for a plan."""
+class SlotsReport:
+    """A writer reports to the coordinator that its node has slots for a plan."""
 
     plan: str
     slots: int
 
 
 @dataclass(frozen=True)
-class Remembered:
-    """A node's slot holds its whole part, with known checksums."""
+class SlotRemembered:
+    """A node's slot holds its part completely, with known checksums."""
 
     key: Key
 
 
 @dataclass(frozen=True)
-class ForNext:
-    """A node's slot is complete, and the next node shall keep a copy of it."""
+class SlotComplete:
+    """A node's slot is complete, so that the next node can copy it."""
 
     key: Key
     slot: int
@@ -263,36 +264,36 @@ class ForNext:
 
 
 @dataclass(frozen=True)
-class Copied:
-    """A node has copied the slot of node `source`, or failed to."""
+class PeerCopyEnded:
+    """A node has copied the slot of node `source`, or has failed to."""
 
     source: int
     key: Key
 
 
 @dataclass(frozen=True)
-class Written:
-    """Receipt for a grant."""
+class WriteReceipt:
+    """A writer's receipt for a grant."""
 
     key: Key
     blocks: BlockRange
     checksums: Mapping[int, int]
-    """CRC-32 by number of the block."""
+    """Number of a block → CRC-32."""
     span: Mapping[str, Any]
     """Entry for trace.jsonl."""
 
 
 @dataclass(frozen=True)
-class Stopped:
-    """A writer dropped a grant because its save failed, or is unknown to it."""
+class GrantDropped:
+    """A writer dropped a grant, because the save failed or the writer does not know it."""
 
     key: Key
     blocks: BlockRange
 
 
 @dataclass(frozen=True)
-class Failed:
-    """Blocks could not be written, or, without blocks, a node cannot take part."""
+class NodeCannotSave:
+    """A writer could not write blocks; without blocks: its node cannot take part in the save."""
 
     key: Key
     failure: NodeFailure
@@ -300,13 +301,14 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Closing:
-    """All ranks of a node have sent Close."""
+class NodeClosing:
+    """All ranks of a node have sent RankClosing."""
 
 
 ToCoordinator = (
-    Hello | Begin | Refuse | Staged | Remembered | ForNext | Copied
-    | Written | Stopped | Failed | Closing
+    SlotsReport | SaveRequest | RefuseSave | StagedReport
+    | SlotRemembered | SlotComplete | PeerCopyEnded
+    | WriteReceipt | GrantDropped | NodeCannotSave | NodeClosing
 )  # fmt: skip
 
 
@@ -314,8 +316,8 @@ ToCoordinator = (
 
 
 @dataclass(frozen=True)
-class Go:
-    """Answer to Begin: copy the tensors into `slot`."""
+class SaveAdmitted:
+    """Answer to SaveRequest: copy the tensors into slot number `slot`."""
 
     key: Key
     slot: int
@@ -326,23 +328,23 @@ class Go:
 
 
 @dataclass(frozen=True)
-class Skip:
-    """Answer to Begin: there will be no such save."""
+class SaveSkipped:
+    """Answer to SaveRequest: this save will not take place."""
 
     key: Key
     reason: str
 
 
 @dataclass(frozen=True)
-class Refused:
-    """Answer to Begin: the save fails on all ranks, since one cannot save."""
+class SaveRefused:
+    """Answer to SaveRequest: the save fails on all ranks, because one rank cannot save."""
 
     key: Key
     failure: RankFailure
 
 
 @dataclass(frozen=True)
-class Write:
+class WriteGrant:
     """Grants blocks to a writer."""
 
     key: Key
@@ -354,15 +356,15 @@ class Write:
 
 
 @dataclass(frozen=True)
-class Stop:
-    """A save has failed; its writers stop."""
+class StopWriting:
+    """A save has failed, so its writers must stop."""
 
     key: Key
 
 
 @dataclass(frozen=True)
 class CopySlot:
-    """Asks a node to copy the slot of node `source`."""
+    """Makes a node copy the slot of node `source`."""
 
     source: int
     key: Key
@@ -371,8 +373,8 @@ class CopySlot:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A save has ended, successfully or not."""
+class SaveEnded:
+    """A save has ended, with or without success."""
 
     key: Key
     outcome: SaveOutcome
@@ -380,16 +382,16 @@ class Ended:
 
 @dataclass(frozen=True)
 class AllClosed:
-    """Tells processes that asked to close that nothing is pending."""
+    """Tells processes that have sent RankClosing that nothing is pending any more."""
 
 
 @dataclass(frozen=True)
 class EndWriter:
-    """Asks a writer to exit if it is writing, since it blocks a save."""
+    """Makes a writer exit if it is writing, because it blocks a save."""
 
 
-Answer = Go | Skip | Refused
-ToNode = Answer | Write | Stop | CopySlot | Ended | AllClosed | EndWriter
+Answer = SaveAdmitted | SaveSkipped | SaveRefused
+ToNode = Answer | WriteGrant | StopWriting | CopySlot | SaveEnded | AllClosed | EndWriter
 
 
 # --- from a writer to its ranks ------------------------------------------------------------------
@@ -405,21 +407,21 @@ class SlotsMade:
 
 @dataclass(frozen=True)
 class NoSlots:
-    """No slots could be made."""
+    """No slots could be created."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class StageInto:
-    """A rank's answer to Begin: copy into `slot`."""
+    """Answer to a rank's SaveRequest: copy into slot number `slot`."""
 
     key: Key
     slot: int
 
 
-RankAnswer = StageInto | Skip | Refused
-ToRank = RankAnswer | Ended | SlotsMade | NoSlots | AllClosed
+RankAnswer = StageInto | SaveSkipped | SaveRefused
+ToRank = RankAnswer | SaveEnded | SlotsMade | NoSlots | AllClosed
 
 
 # --- from a writer to another --------------------------------------------------------------------
@@ -427,16 +429,16 @@ ToRank = RankAnswer | Ended | SlotsMade | NoSlots | AllClosed
 
 @dataclass(frozen=True)
 class SlotInUse:
-    """Addresses a slot of the current run on the node that receives the request."""
+    """Address of a slot of the current run, on the node that receives the request."""
 
     number: int
     key: Key | None = None
-    """The save that it must hold; None: any."""
+    """Save that the slot must hold; None: any."""
 
 
 @dataclass(frozen=True)
 class LeftoverAddress:
-    """Addresses a slot that an earlier process of this run left there."""
+    """Address of a slot that an earlier process of this run left on the receiver's node."""
 
     folder: str
 
@@ -446,12 +448,12 @@ Slot = SlotInUse | LeftoverAddress
 
 @dataclass(frozen=True)
 class Fetch:
-    """Requests bytes of a slot; the answer is the bytes of each range."""
+    """Requests bytes of a slot. The answer is the bytes of each range."""
 
     slot: Slot
     file: str
     ranges: Sequence[tuple[int, int]]
 
 
-register(WriterSetup, Caller, Fetch, *get_args(Slot))
+register(WriterSetup, CallerGreeting, Fetch, *get_args(Slot))
 register(*{*get_args(FromRank), *get_args(ToCoordinator), *get_args(ToNode), *get_args(ToRank)})

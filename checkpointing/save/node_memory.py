@@ -1,4 +1,5 @@
-"""The writer's side of slots: it makes them, tracks their saves and leaves them to a restart."""
+"""The slots of a node in its writer process: creates them, tracks the saves in them, and leaves
+them to a restart."""
 
 import hashlib
 import logging
@@ -13,56 +14,56 @@ from checkpointing.format.sections import NumberSummary, PlanInput
 from checkpointing.save.blocks import NodePlan, plan_node
 from checkpointing.save.messages import (
     CopySlot,
-    Go,
     Key,
     Manifest,
     Position,
+    SaveAdmitted,
     SlotInUse,
     WriterSetup,
 )
 from checkpointing.save.peers import Pull, copy_slot, write_manifest
 from checkpointing.save.serving import EventLoop, give_way
 from checkpointing.save.slots import SlotFiles, Slots, close_slots, give_back, make_room, make_slots
-from checkpointing.storage.folders import Folder, collect_memory, forget
+from checkpointing.storage.folders import LockedFolder, collect_memory, forget
 
 logger = logging.getLogger(__name__)
 
 MOST_THREADS = 4
-"""Threads that compute the checksums of a copied save."""
-NewSlots = tuple[NodePlan, Folder | None, Slots]
+"""Most threads that compute the checksums of a copied save."""
+NewSlots = tuple[NodePlan, LockedFolder | None, Slots]
 
 
 @dataclass
 class SlotFilling:
-    """A save whose tensors are copied into a slot."""
+    """A save whose tensors are being copied into a slot, or have been."""
 
     key: Key
     slot: int
     state: str
     newest: int | None
-    """Newest step in storage when it began."""
+    """Newest step in storage when the save began."""
     staged: dict[int, Position] = field(default_factory=dict)
-    """Up to where each rank has copied its pieces."""
+    """Rank → position up to which it has copied its pieces."""
     numbers: dict[int, NumberSummary] = field(default_factory=dict)
-    """Summary of the copied numbers, by rank that has copied all."""
+    """Rank that has copied everything → summary of the numbers."""
     stopped: bool = False
 
 
 class NodeMemory:
-    """A node's slots in its writer process: made for a plan, filled by saves, left to a restart.
-    Its methods run in the writer's loop."""
+    """A node's slots in its writer process: created for a plan, filled by saves, left to a restart.
+    Methods run in the thread of the writer's loop."""
 
     def __init__(self, setup: WriterSetup, directory: str, loop: EventLoop) -> None:
         self._setup, self._directory, self._loop = setup, directory, loop
         self._ranks = setup.nodes[setup.node]
         self.plan: NodePlan | None = None
         self.slots: Slots | None = None
-        self._folder: Folder | None = None
+        self._folder: LockedFolder | None = None
         self.files: list[SlotFiles] = []
         self._filled: dict[int, SlotFilling] = {}
-        """The last save copied into each slot, kept after its end, even if it failed."""
+        """Slot → the last save copied into it, even if that has ended or failed."""
         self._manifests: dict[str, Manifest] = {}
-        """Valid manifests, by name of a slot or of a copy of another node's slot."""
+        """Name of a slot, or of a copy of another node's slot → its valid manifest."""
         self.remembering = 0
         """Number of slots whose checksums are being computed."""
         self._committed: int | None = None
@@ -73,15 +74,14 @@ class NodeMemory:
     def make(
         self, digest: str, plan: PlanInput, done: Callable[[NewSlots | Exception], None]
     ) -> None:
-        """Make slots for a plan in another thread; `done` gets them, for `use`, or an
-        exception."""
-        # Nothing of the old slots may be taken for the contents of the new ones.
+        """Create slots for a plan in another thread, then call done(slots or an exception)."""
+        # Contents of the old slots must not be taken for contents of the new slots.
         self._filled.clear()
         self._manifests.clear()
-        self.files = []  # their memory is freed only when no process maps it
+        self.files = []  # memory is freed only when no process maps it
 
         def work() -> NewSlots:
-            # In this thread, as the kernel takes a while to free the pages.
+            # in this thread, as the kernel takes a while to free the pages
             if self._folder:
                 forget(self._folder)
                 self._folder = None
@@ -98,7 +98,7 @@ class NodeMemory:
         self._loop.later(work, done)
 
     def use(self, slots: NewSlots | None) -> None:
-        """Use the given slots; None: there are none."""
+        """Use these slots from now on; None: there are none."""
         if slots is None:
             self.plan = self.slots = None
             return
@@ -134,9 +134,9 @@ class NodeMemory:
         """Position of a rank that has copied everything."""
         return (len(self.plan.files) if self.plan else 0), 0
 
-    def fill(self, go: Go) -> SlotFilling:
-        """Begin to fill a slot: its manifest becomes invalid. `make_room` must follow."""
-        # Replaces what the slot held: a pull that names the earlier save is refused now.
+    def fill(self, go: SaveAdmitted) -> SlotFilling:
+        """Begin to fill a slot, whose manifest becomes invalid. `make_room` must be called next."""
+        # replaces the earlier save, so that a pull that names the earlier save is refused now
         filling = self._filled[go.slot] = SlotFilling(go.key, go.slot, go.state.decode(), go.newest)
         if self._folder:  # first, so that no restart reads a slot that is being overwritten
             name = f"slot-{go.slot}"
@@ -145,14 +145,14 @@ class NodeMemory:
         return filling
 
     def make_room(self) -> None:
-        """Allocate a transient slot, see slots.py [Note: no slots].
+        """Allocate the memory of a transient slot, see slots.py [Note: no slots].
 
         Raises:
             StorageError: memory, or the disk, has no room.
         """
         if self.slots and self.slots.transient and self.plan:
             make_room(self.slots, self.plan.ranges, self._setup.options.slot_directory)
-            # Its pages are new, and empty.
+            # the new pages are empty
             self._write_headers(self.plan)
 
     def give_back(self, lost: set[int]) -> None:
@@ -169,10 +169,11 @@ class NodeMemory:
         return next((held for held in self._filled.values() if held.key == key), None)
 
     def slot_of(self, slot: int, key: Key | None) -> SlotFiles:
-        """Returns a slot in use. A restarted process has none of the saves that it was in.
+        """Returns the files of a slot in use. A restarted process has lost the saves of its
+        predecessor.
 
         Raises:
-            EOFError: the slot holds another save than `key`.
+            EOFError: the slot does not hold the save `key`.
         """
         held = self._filled.get(slot)
         if held is None or key not in (None, held.key):
@@ -183,7 +184,7 @@ class NodeMemory:
 
     def remember(self, filling: SlotFilling, done: Callable[[Manifest | None], None]) -> None:
         """Compute the checksums of a complete slot and write its manifest, so that a restart may
-        use it. `done` gets the manifest, or None if a restart cannot use the slot."""
+        use it. Calls done(manifest), or done(None) if a restart cannot use the slot."""
         plan, folder, files = self.plan, self._folder, self.files[filling.slot]
         if plan is None or folder is None or not self._setup.run:
             done(None)
@@ -192,7 +193,8 @@ class NodeMemory:
 
         def checked(checksums: dict[str, list[int]] | Exception) -> None:
             self.remembering -= 1
-            if self.filling(filling.key) is not filling:  # the bytes may be of two saves
+            # Another save has begun in this slot, so the bytes may be of both.
+            if self.filling(filling.key) is not filling:
                 done(None)
                 return
             if isinstance(checksums, Exception):
@@ -210,24 +212,24 @@ class NodeMemory:
                     self.confirm(self._committed)
                     done(manifest)
                     return
-                except OSError as full:  # shared memory
+                except OSError as full:  # shared memory is full
                     error = full
             logger.warning("a restart cannot use memory: %s", explain(error))
             done(None)
 
-        # Several threads: until the checksums are known, a failure costs the steps since the copy
-        # before. Few threads: the other cores are for the ranks.
+        # Several threads, as a failure before their end costs the steps since the previous copy;
+        # only a few, as the ranks need the other cores.
         threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 4))
         self.remembering += 1
         self._loop.later(lambda: files.checksums(exact, threads), checked)
 
     def keep_copy(self, copy: CopySlot, pull: Callable[[], Pull], done: Callable[[], None]) -> None:
-        """Copy another node's slot in another thread; `done` is called even if that fails."""
+        """Copy another node's slot in another thread, then call done(), even if that failed."""
         folder, name = self._folder, f"peer-{copy.source}-{copy.slot}"
         if folder is None:
             done()
             return
-        # Not valid until all of it is there; `copy_slot` removes the file.
+        # invalid until the copy is complete; `copy_slot` removes the file
         self._manifests.pop(name, None)
 
         def copied(error: Exception | None) -> None:
@@ -246,8 +248,8 @@ class NodeMemory:
         self._loop.later(work, copied)
 
     def confirm(self, step: int | None) -> None:
-        """Record in memory that `step` is committed, and invalidate older slots. If somebody
-        deletes that checkpoint, memory must restore neither it nor an earlier step."""
+        """Record in the manifests that `step` is committed, and invalidate older slots. If a user
+        deletes that checkpoint, memory must restore neither this step nor an earlier one."""
         self._committed = step
         if self._folder is None or step is None:
             return

@@ -1,8 +1,8 @@
 """Slots of other nodes and of earlier runs: their manifests, their copies and their bytes.
 
 [Note: manifest] A manifest carries a MAC under the secret token of the run (memory.py). So a run
-ignores what another run of the same user left under the same path. The checksums in it are CRC-32s,
-which detect accidents: other users cannot write to these folders.
+ignores slots that another run of the same user left under the same path. The checksums in a
+manifest are CRC-32s, which detect accidents only: other users cannot write to these folders.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from isal.isal_zlib import crc32
 from checkpointing.errors import StorageError, explain
 from checkpointing.save.channel import SILENT_SECONDS, Channel, call
 from checkpointing.save.messages import (
-    Caller,
+    CallerGreeting,
     Fetch,
     Key,
     LeftoverAddress,
@@ -39,14 +39,15 @@ logger = logging.getLogger(__name__)
 
 
 def write_manifest(folder: Path, slot: str, manifest: Manifest | None, token: str) -> None:
-    """Write the manifest of a slot, authenticated by the token of the run; None: remove it, so that
-    no restart uses the slot."""
+    """Write the manifest of a slot, authenticated by the token of the run. None removes the
+    manifest, so that no restart uses the slot."""
     path = folder / f"{slot}.manifest"
     if manifest is None:
         path.unlink(missing_ok=True)
         return
     body = json.dumps(asdict(manifest)).encode()
-    aside = path.with_suffix(".tmp")  # then renamed: a restart never reads half a manifest
+    # Renamed when complete, so that a restart never reads half a manifest.
+    aside = path.with_suffix(".tmp")
     aside.write_bytes(_mac(body, token) + b"\n" + body)
     os.replace(aside, path)
 
@@ -83,14 +84,14 @@ def copy_slot(
 
     Args:
         folder: folder of this node's slots.
-        name: name of the copy in it.
+        name: name of the copy in `folder`.
         pull: (file, ranges) → the bytes of each range.
 
     Raises:
-        StorageError: there is no memory, the node does not answer, or the node has begun to
+        StorageError: there is no memory, the other node does not answer, or it has begun to
             overwrite the slot.
     """
-    write_manifest(folder, name, None, token)  # invalid until the copy is complete
+    write_manifest(folder, name, None, token)  # the copy is invalid until it is complete
     spans = [span for of_file in manifest.ranges.values() for span in of_file]
     nbytes = sum(stop - start for start, stop in spans)
     if not (folder / name).exists() and not fitting(nbytes, folders.SHARED_MEMORY, 1):
@@ -117,10 +118,10 @@ def open_leftover(slot: str, files: Sequence[str], token: str) -> SlotFiles:
     """Open files of a slot that an earlier process of this run left.
 
     Args:
-        slot: folder of the slot; may be claimed by another node, so it is checked.
+        slot: folder of the slot. The path may come from another node, so it is checked.
 
     Raises:
-        StorageError: that is no slot of this run, or it lacks one of the files.
+        StorageError: the folder is no slot of this run, or it lacks one of the files.
     """
     path = Path(slot)
     manifest = None
@@ -139,16 +140,16 @@ def open_leftover(slot: str, files: Sequence[str], token: str) -> SlotFiles:
 # --- bytes between nodes --------------------------------------------------------------------------
 
 BUNDLE_BYTES = 1 << 20
-"""Ranges that are smaller together travel as one message: a shard of many tensors is many ranges,
-and each message costs a MAC and two system calls on either side."""
+"""Most bytes of ranges that are sent as one message. A shard of many tensors has many ranges, and
+each message costs a MAC and two system calls on either side."""
 
 Pull = Callable[[int, Slot, str, Sequence[tuple[int, int]]], Generator[bytes]]
-"""(node, slot, file, ranges) → the bytes of each range; a Puller."""
+"""(node, slot, file, ranges) → the bytes of each range; see Puller."""
 
 
 class Puller:
     """Fetches bytes of slots from the writers of other nodes. Each thread has its own connections,
-    so that no thread reads another's answer."""
+    so that it reads only its own answers."""
 
     def __init__(self, addresses: Sequence[tuple[str, int]], secret: bytes) -> None:
         self._addresses, self._secret = addresses, secret
@@ -156,15 +157,15 @@ class Puller:
 
     @property
     def _connections(self) -> dict[int, Channel]:
-        """Connections of the calling thread, by node."""
+        """Node → connection of the calling thread."""
         connections: dict[int, Channel] = self._of_thread.__dict__.setdefault("by_node", {})
         return connections
 
     def __call__(
         self, node: int, slot: Slot, file: str, ranges: Sequence[tuple[int, int]]
     ) -> Generator[bytes]:
-        """Yields the bytes of each range. Closing the generator early closes the connection, on
-        which the remaining bytes are under way.
+        """Yields the bytes of each range. Closing the generator early closes the connection, as the
+        remaining bytes have been sent already.
 
         Args:
             ranges: (start, stop) of each range, in bytes.
@@ -181,11 +182,12 @@ class Puller:
                 for bundle in bundles(tuple(left)):
                     data, at = connection.recv_bytes(), 0
                     for start, stop in bundle:
-                        # Before it is yielded: a second attempt asks only for what has not arrived.
+                        # removed first: a second attempt requests only the remaining ranges
                         del left[0]
                         yield data[at : at + stop - start]
                         at += stop - start
-            except GeneratorExit:  # answers under way would be taken for the next request's
+            # Otherwise the next request would read the remaining answers of this one.
+            except GeneratorExit:
                 self._connections.pop(node).close()
                 raise
             except (EOFError, OSError) as error:
@@ -201,7 +203,7 @@ class Puller:
             connection = self._connections[node] = call(self._addresses[node], self._secret)
             # A machine that is gone sends no end.
             connection.limit(SILENT_SECONDS)
-            connection.send(Caller("pull", node))
+            connection.send(CallerGreeting("pull", node))
         return self._connections[node]
 
 

@@ -1,11 +1,12 @@
 """A save as its ranks plan it: what each contributes, and whether their replicas are equal.
 
 [Note: sample] A checkpoint holds each plain tensor once, and reads parts of it from several ranks.
-From tensors that differ it would assemble a mixture that no rank ever had. Ranks therefore compare
-samples, as reading all of every replica takes longer than writing one. A sample has all numbers of
-a small tensor, and every STRIDE-th of a large one: at least one of each row of STRIDE numbers. Of
-the optimizer's tensors it has STATES, since a difference there appears in a parameter after the
-next step. The first number of a sample depends on the step, so later saves compare others.
+If replicas differ, the checkpoint would be a mixture that no rank ever had. Ranks therefore compare
+samples, as reading every replica completely takes longer than writing one. A sample has all numbers
+of a small tensor, and every STRIDE-th of a large one: at least one of each row of STRIDE numbers.
+Of the optimizer's tensors only about STATES are compared, since a difference in them appears in a
+parameter after the next step. The first number of a sample depends on the step, so that later saves
+compare other numbers.
 """
 
 import hashlib
@@ -40,32 +41,32 @@ StateTensors = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class DescribedTensors:
-    """The tensors of model and optimizer as all ranks hold them."""
+    """Specs of the tensors of model and optimizer, merged over all ranks."""
 
     signature: Signature
-    """Tells this rank whether its tensors have changed."""
+    """Names, dtypes, shapes and placements of this rank's tensors, to detect changes."""
     specs: tuple[Specs, Specs]
-    """Specs of model and of optimizer, equal on all ranks."""
+    """(specs of the model, specs of the optimizer), equal on all ranks."""
     max_shard_bytes: int
     of_model: Section = MODEL
 
     @cached_property
     def layout(self) -> PlanInput:
-        """Where each tensor is stored."""
+        """The file and position in which each tensor is stored."""
         return plan_input(*self.specs, self.max_shard_bytes, self.of_model)
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """A save as far as names, shapes, dtypes and meshes determine it."""
+    """The part of a save that depends only on names, shapes, dtypes and meshes."""
 
     signature: Signature
-    """Tells whether the tensors are those of the last save."""
+    """Names, dtypes, shapes and placements of the tensors, to detect that they have changed."""
     shared: PlanInput
-    """Equal on all ranks."""
+    """The part of the plan that is equal on all ranks."""
     digest: str
     pieces: list[TensorPiece]
-    """What this rank contributes."""
+    """Pieces that this rank contributes."""
 
 
 class Planner:
@@ -80,12 +81,12 @@ class Planner:
     def __init__(self, ranks: RankGroup, max_shard_bytes: int, of_model: Section = MODEL) -> None:
         self._ranks, self._max_shard_bytes, self._of_model = ranks, max_shard_bytes, of_model
         self._described: DescribedTensors | None = None
-        """The tensors last loaded or planned for."""
+        """The tensors of the last load or plan."""
 
     def describe(
         self, tensors: Callable[[], StateTensors]
     ) -> tuple[StateTensors, DescribedTensors]:
-        """Returns this rank's tensors, and these tensors as all ranks hold them.
+        """Returns (this rank's tensors, their specs merged over all ranks).
 
         Args:
             tensors: returns the tensors of model and optimizer; called once.
@@ -107,9 +108,9 @@ class Planner:
     def plan(
         self, signature: Signature, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]
     ) -> SavePlan:
-        """Returns the plan of a save of these tensors; raises as `describe`."""
+        """Returns the plan of a save of these tensors. Raises the errors of `describe`."""
         nodes = self._ranks.nodes()
-        # Set by `make`: `together` sends results to all ranks, and a plan is large.
+        # appended to by `make`, as `together` would send a plan, which is large, to all ranks
         plans: list[SavePlan] = []
 
         def make() -> bool:
@@ -127,7 +128,7 @@ class Planner:
             plans.append(SavePlan(signature, shared, digest, pieces))
             return True
 
-        # A save mostly follows a load of the same tensors, whose specs are known.
+        # a save often follows a load of the same tensors, whose specs are known
         if self._described is None or not all(self._ranks.together(make)):
             plans.clear()
             self.describe(lambda: (model, optimizer))
@@ -138,8 +139,9 @@ class Planner:
 def signatures(
     model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], *, strict: bool = False
 ) -> Signature:
-    """Returns what a plan depends on. Unless `strict`, values that are no tensors give an empty
-    signature: the ranks compare their tensors next, and report the error there."""
+    """Returns names, dtypes, shapes and placements, on which a plan depends. Unless `strict`,
+    values that are no tensors give an empty signature: the ranks compare their tensors next, and
+    then report the error."""
     try:
         return _signature(model), _signature(optimizer)
     except Exception:
@@ -154,7 +156,7 @@ def _signature(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
             name,
             tensor.dtype,
             tensor.shape,
-            # Not the spec: it would be built for each tensor at each save.
+            # not the spec, which would be built for each tensor at each save
             (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None,
         )
         for name, tensor in tensors.items()
@@ -162,8 +164,8 @@ def _signature(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
 
 
 def unguarded(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> set[str]:
-    """Returns the names, by section, of tensors that may change before the next optimizer step:
-    those that are no parameters and have no optimizer state, such as a batch norm's statistics."""
+    """Returns the joint names of tensors that may change before the next optimizer step, because
+    they are no parameters and have no optimizer state, such as a batch norm's statistics."""
     trained = {name.rpartition(".")[0] for name in optimizer}
     buffers = {
         name: tensor
@@ -176,23 +178,22 @@ def unguarded(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> s
 # --- replicas ------------------------------------------------------------------------------------
 
 STRIDE = 1021
-"""Prime, so that samples of a matrix do not repeat the same columns."""
+"""Distance of compared numbers; prime, so that samples of a matrix cover all columns."""
 LEAST = 256
-"""Least numbers compared of a tensor, if it has as many."""
+"""Fewest numbers that are compared of a tensor, if it has as many."""
 STATES = 64
-"""Least tensors of optimizer state compared, if there are as many."""
+"""Fewest tensors of optimizer state that are compared, if there are as many."""
 SHOWN = 3
-"""Most names in an error."""
+"""Most names in an error message."""
 
 SampleDigest = tuple[bytes, int]
-"""What a rank reports of its tensors: (digest of their names, digest of their sample)."""
+"""(digest of the names of a rank's tensors, digest of the sample of their numbers)."""
 
 
 def replicas_to_compare(
     model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], step: int
 ) -> dict[str, Tensor]:
-    """Returns the plain tensors to compare: all of the model, and a part of the optimizer's that
-    depends on the step."""
+    """Returns the plain tensors to compare: the model's, and some of the optimizer's by step."""
     plain = {name: one for name, one in model.items() if not isinstance(one, DTensor)}
     states = [name for name, one in optimizer.items() if not isinstance(one, DTensor)]
     stride = len(states) // STATES or 1
@@ -200,7 +201,7 @@ def replicas_to_compare(
 
 
 def sample_digest(tensors: Mapping[str, Tensor], step: int) -> SampleDigest:
-    """Returns this rank's digests for `require_equal`. Waits for a GPU.
+    """Returns this rank's digests for `require_equal`. Synchronises with a GPU.
 
     Args:
         tensors: plain tensors by name.
@@ -221,9 +222,9 @@ def require_equal(
         digests: results of `sample_digest` of all ranks, in order.
 
     Raises:
-        ValueError: tensors differ; names them, on all ranks.
+        ValueError: tensors differ; the message names them. Raised on all ranks.
     """
-    if len(set(digests)) == 1:  # the usual case, without another exchange
+    if len(set(digests)) == 1:  # the usual case needs no other exchange
         return
     first: dict[str, tuple[int, int]] = {}
     differing: dict[str, tuple[int, int]] = {}
@@ -233,7 +234,7 @@ def require_equal(
             holder, theirs = first.setdefault(name, (rank, digest))
             if digest != theirs:
                 differing.setdefault(name, (holder, rank))
-    if not differing:  # ranks hold tensors of other names, such as stages of a pipeline
+    if not differing:  # ranks hold tensors with different names, such as stages of a pipeline
         return
     shown = ", ".join(list(differing)[:SHOWN])
     more = f" and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
@@ -261,21 +262,20 @@ def _digest(name: str, data: NDArray[np.uint8]) -> int:
 def _samples(
     tensors: Mapping[str, Tensor], step: int
 ) -> Iterator[tuple[list[str], list[int], Tensor]]:
-    """Yields (names, how many numbers of each, the numbers on the CPU) for each device and dtype:
-    one copy from a GPU for many tensors."""
+    """Yields (names, compared numbers of each, the numbers on the CPU) by device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         group = groups.setdefault((tensor.device, tensor.dtype), {})
         group[name] = _sample(tensor, tensor.numel(), step)
     for group in groups.values():
         parts = list(group.values())
-        # Concatenated first: one copy from a GPU and one wait for thousands of tensors.
+        # concatenated first: a single copy from a GPU, and a single synchronisation
         yield list(group), [len(part) for part in parts], torch.cat(parts).cpu()
 
 
 def _sample(tensor: Tensor, size: int, step: int) -> Tensor:
     """Returns the sample of a tensor of `size` numbers, flat; see [Note: sample]."""
-    # At most one call to torch for each of thousands of tensors.
+    # with at most one call of torch, as there may be thousands of tensors
     stride = min(STRIDE, size // LEAST)
     if stride < 2:
         return tensor if tensor.ndim == 1 else tensor.reshape(-1)

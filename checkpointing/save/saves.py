@@ -1,4 +1,4 @@
-"""A rank's side of saves: its requests to the writer of its node, and the outcomes."""
+"""A rank's part in saves: its requests to the writer of its node, and the outcomes."""
 
 import hashlib
 import math
@@ -37,16 +37,16 @@ from checkpointing.save.slots import Slots
 from checkpointing.save.staging import Staging
 
 POLL_SECONDS = 60.0
-"""Longest wait for a message before the deadlines are checked again."""
+"""Longest wait in seconds for a message before the deadlines are checked again."""
 
 
 class SaveTracker:
-    """Follows the saves of a rank by the messages of its node's writer: which is running, how each
-    ended. Methods that take a link raise WriterGoneError if it is broken, unless they say
+    """Follows the saves of a rank by the messages of its node's writer: which save is running, and
+    how each ended. Methods with a `link` raise WriterGoneError if it is broken, unless they say
     otherwise.
 
     Args:
-        ranks: decides how long this rank waits, see `_patience`.
+        ranks: ranks of the run; `_patience` depends on this rank's node.
         committed: called with each step that is committed.
     """
 
@@ -55,9 +55,9 @@ class SaveTracker:
     ) -> None:
         self._options, self._ranks, self._committed = options, ranks, committed
         self._running: tuple[int, bool] | None = None
-        """(step, whether it stays in memory) of the running save."""
+        """(step of the running save, whether it is only to memory); None: no save is running."""
         self._overdue_at = 0.0
-        """Time of time.monotonic() at which this rank gives the running save up."""
+        """Time, by time.monotonic(), at which this rank abandons the running save."""
         self._outcomes: list[msg.SaveOutcome] = []
         self._last_returned: msg.SaveOutcome | None = None
         """Outcome of the last save, once `outcomes` has returned it."""
@@ -70,14 +70,14 @@ class SaveTracker:
         self._outcomes.append(msg.SaveOutcome(step, None, f"step {step} is not saved: {reason}"))
 
     def outcomes(self, link: WriterLink | None) -> list[msg.SaveOutcome]:
-        """Returns the outcomes since the last call. Does not wait; does not raise."""
+        """Returns the outcomes since the last call. Neither waits nor raises."""
         self._receive(link, 0)
         ended, self._outcomes = self._outcomes, []
         self._last_returned = ended[-1] if ended else self._last_returned
         return ended
 
     def end(self, link: WriterLink | None) -> None:
-        """Wait until no save is running. Does not raise."""
+        """Wait until no save is running. Raises nothing."""
         self._receive(link, math.inf)
 
     def raise_last(self) -> None:
@@ -98,18 +98,18 @@ class SaveTracker:
             self.lost_writer()
 
     def close(self, link: WriterLink, keep_memory: bool, seconds: float | None) -> bool:
-        """Tell the writer that no save will follow; wait until its work is done. Returns whether it
-        is, or the writer is gone. Does not raise.
+        """Tell the writer that no save will follow, and wait until its work is done. Returns
+        whether it is done or the writer is gone. Raises nothing.
 
         Args:
-            keep_memory: whether the slots stay for a restart.
+            keep_memory: whether the slots are kept for a restart.
             seconds: longest wait; None: as long as a save may take.
         """
         closed = False
         most = self._patience(self._options.deadline) if seconds is None else seconds
         until = time.monotonic() + most
         try:
-            link.send(msg.Close(keep_memory))
+            link.send(msg.RankClosing(keep_memory))
             while not closed and time.monotonic() < until:
                 message = self._next(link, until)
                 if message:
@@ -126,7 +126,7 @@ class SaveTracker:
         Raises:
             StorageError: the writer cannot make them.
         """
-        # Each time: a restarted writer knows no other node.
+        # at each request, as a restarted writer does not know the other nodes
         link.send(addresses)
         link.send(want)
         until = time.monotonic() + self._patience(self._options.deadline)
@@ -138,7 +138,7 @@ class SaveTracker:
                 return message.slots
             self._handle(message)
 
-    def request(self, link: WriterLink, begin: msg.Begin) -> msg.RankAnswer:
+    def request(self, link: WriterLink, begin: msg.SaveRequest) -> msg.RankAnswer:
         """Request a save; returns the answer.
 
         Raises:
@@ -146,7 +146,7 @@ class SaveTracker:
         """
         link.send(begin)
         patience = self._patience(min(self._options.deadline, 2 * msg.ANSWER_SECONDS))
-        # A running save may delay the answer until its own deadline.
+        # a running save may delay the answer until its own deadline
         until = max(self._overdue_at if self._running else 0, time.monotonic()) + patience
         try:
             while True:
@@ -158,19 +158,20 @@ class SaveTracker:
             raise UnansweredError(str(gone)) from gone
 
     def _await_answer(self, link: WriterLink, until: float) -> msg.ToRank:
-        """Returns the next message of a writer from which an answer is due. Kills a writer that
-        sends none until then."""
+        """Returns the next message of a writer from which an answer is expected. Kills the writer
+        if none comes before `until`."""
         while True:
             message = self._next(link, until)
             if message:
                 return message
             if time.monotonic() >= until:
-                link.kill()  # it may hang in a system call; the next request restarts it
+                link.kill()  # the process may hang in a system call; the next request restarts it
                 raise WriterGoneError("the checkpoint writer process of this node does not answer")
 
     def _next(self, link: WriterLink, until: float) -> msg.ToRank | None:
-        """Returns the next message, or None at `until`. If the running save is overdue, kills this
-        node's writer: it may be stopped, or block in a call that nothing can interrupt."""
+        """Returns the next message; None if none comes before `until`. If the running save is
+        overdue, kills this node's writer, which may be stopped or hang in an uninterruptible
+        call."""
         limit = min(until, self._overdue_at) if self._running else until
         message = link.receive(min(max(0.0, limit - time.monotonic()), POLL_SECONDS))
         if message is None and self._running and time.monotonic() >= self._overdue_at:
@@ -180,17 +181,18 @@ class SaveTracker:
         return message
 
     def _patience(self, seconds: float) -> float:
-        """Returns how long this rank waits for what is due after `seconds`. The coordinator gives
-        up first, since it knows what is missing. The ranks of its node follow, and kill it if it
-        hangs. The other ranks are last: their writers may not hear of that."""
+        """Returns the seconds that this rank waits for a message that is due after `seconds`. The
+        coordinator gives up first, since it knows what is missing. Then the ranks of its node do,
+        and kill it if it hangs. The other ranks are last, as their writers may not learn of
+        that."""
         return seconds * (1.1 if self._ranks.node == 0 else 1.2)
 
     def _handle(self, message: msg.ToRank) -> None:
-        if not isinstance(message, msg.Ended):
+        if not isinstance(message, msg.SaveEnded):
             return
         outcome = message.outcome
         if self._running and outcome.step == self._running[0]:
-            # Not outcome.memory_only: a writer that has lost the coordinator does not know it.
+            # not outcome.memory_only, which a writer that has lost the coordinator does not know
             (_, memory_only), self._running = self._running, None
             if memory_only:
                 return
@@ -209,8 +211,8 @@ class SaveTracker:
 
 
 class WriterClient:
-    """A rank's access to the writer process of its node. Methods are called on each rank alone,
-    unless they say otherwise.
+    """Starts, restarts and talks to the writer process of a rank's node. Each rank calls the
+    methods by itself, unless they say otherwise.
 
     Args:
         tracker: follows the saves that are requested here.
@@ -223,11 +225,11 @@ class WriterClient:
         self._ranks, self._options, self._tracker, self._spare = ranks, options, tracker, spare
         self.link: WriterLink | None = None
         self.addresses: list[msg.Address] = []
-        """Addresses of the writers of all nodes, once they are started."""
+        """Addresses of the writers of all nodes, once these have started."""
         self.has_token = False
-        """Whether a restart can identify the memory of these writers."""
+        """Whether a restart can identify the memory of these writers by the run's token."""
         self._process: subprocess.Popen[bytes] | None = None
-        """The node's writer process, if it was started early."""
+        """The node's writer process if it was started early; else None."""
 
     @property
     def secret(self) -> bytes:
@@ -238,11 +240,11 @@ class WriterClient:
         """Start the writer process of this node without a configuration. Called on all ranks."""
         self._ranks.nodes()
         if self._ranks.first_of_node and not self._process and not self.link:
-            with suppress(OSError):  # `start` tries again, and fails on all ranks
+            with suppress(OSError):  # `start` tries again, and raises the error on all ranks
                 self._process = self._spare.take()
 
     def start_spare(self) -> None:
-        """Start a writer process for this node's next client."""
+        """Start a spare writer process, for the next WriterClient of this node."""
         if self._ranks.first_of_node:
             self._spare.start()
 
@@ -260,13 +262,14 @@ class WriterClient:
         )
         self.has_token = bool(run)
         nodes, node = self._ranks.nodes(), self._ranks.node
-        # Abstract: a crash leaves no file behind.
+        # an abstract socket, so that a crash leaves no file behind
         name = f"\0perdure-{name}-{node}"
         host = own_address() if len(nodes) > 1 else ""
         started: list[WriterLink] = []
 
         def start() -> tuple[str, int]:
-            known = job_secret() or b""  # an eavesdropper on the group does not know it
+            # A stranger who can read the group's messages does not know the job's secret.
+            known = job_secret() or b""
             secret = hashlib.blake2b(drawn, key=known, digest_size=32).digest()
             setup = msg.WriterSetup(
                 0, node, nodes, directory, run, self._options, name, host, 0, secret
@@ -298,7 +301,7 @@ class WriterClient:
 
         Raises:
             StorageError: the writer cannot make them.
-            WriterGoneError: it cannot be restarted, or is lost again.
+            WriterGoneError: the writer cannot be restarted, or is lost again.
         """
         link = self._connected()
         addresses = msg.Addresses(self.addresses)
@@ -310,15 +313,15 @@ class WriterClient:
         link.restart()
         return self._tracker.slots(link, addresses, want)
 
-    def request(self, plan: SavePlan, staging: Staging, begin: msg.Begin) -> msg.RankAnswer:
+    def request(self, plan: SavePlan, staging: Staging, begin: msg.SaveRequest) -> msg.RankAnswer:
         """Send a request to the node's writer, and wait for its answer. A lost writer is restarted
         once. If it has no slots, the next request tries again.
 
-        Rank 0 does not repeat a request that other nodes may have an answer to: see
-        coordinator.py [Note: a save].
+        Rank 0 does not repeat a request that other nodes may have an answer to, see coordinator.py
+        [Note: a save].
 
         Raises:
-            StorageError, WriterGoneError: as `slots`.
+            StorageError, WriterGoneError: as for `slots`.
         """
         link = self._connected()
         lost: UnansweredError | None = None
@@ -330,11 +333,11 @@ class WriterClient:
                 self._tracker.lost_writer()
             except WriterGoneError:
                 self._tracker.lost_writer()
-            # The new process makes slots anew, or takes these over under other paths.
+            # The new process creates new slots, or takes the old ones over under other paths.
             staging.release()
             link.restart(begin.key[1] if lost else 0)
         staging.move(self.slots(plan))
-        # Only now: this rank has slots again, so its next request can succeed.
+        # only now, when this rank has slots again and its next request can succeed
         if lost:
             raise lost
         return self._tracker.request(link, begin)
@@ -350,7 +353,7 @@ class WriterClient:
             link.interrupt()
 
     def abandon(self) -> None:
-        """Kill the node's writer process, whatever it does."""
+        """Kill the node's writer process, even if it is working."""
         if self.link:
             self.link.kill()
             self.link.end(0)
@@ -373,14 +376,14 @@ class WriterClient:
 def checked_state(
     state: Mapping[str, Any], files: Mapping[str, bytes], used: Collection[str]
 ) -> bytes:
-    """Returns the bytes of trainer_state.json after checking that it and the other files can be
+    """Returns the bytes of trainer_state.json, after checking that the state and `files` can be
     saved.
 
     Args:
-        used: names that these files must not have.
+        used: further names that `files` must not contain.
 
     Raises:
-        ValueError: a file or the state cannot be saved; says which and why.
+        ValueError: a file or the state cannot be saved; the message says which and why.
     """
     reserved = {TRAINER_STATE, COMMIT_RECORD, LATEST, OPTIMIZER.stem, *used}
     for name in files:

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from checkpointing.errors import explain
 from checkpointing.save.channel import Channel, StrangerError, welcome
-from checkpointing.save.messages import Caller
+from checkpointing.save.messages import CallerGreeting
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +23,7 @@ T = TypeVar("T")
 
 
 NICENESS = 10
-"""Priority of threads that move bytes. Training goes first where there are fewer cores than
-threads."""
+"""Nice value of threads that move bytes, so that training goes first if cores are scarce."""
 
 
 class EventLoop:
@@ -42,7 +41,7 @@ class EventLoop:
 
     def call_at(self, moment: float, work: Callable[[], None]) -> None:
         """Run work() at `moment` of time.monotonic(). Callable from the loop's thread only."""
-        # The number breaks ties: functions cannot be compared.
+        # the number breaks ties, as functions cannot be compared
         heapq.heappush(self._timers, (moment, next(self._numbers), work))
 
     def later(self, work: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
@@ -59,14 +58,13 @@ class EventLoop:
         self._aside.submit(run)
 
     def run(self) -> None:
-        """Run for ever. An unexpected exception ends the whole process, whose ranks then restart
-        it."""
+        """Run for ever. An unexpected exception ends the process, which a rank restarts."""
         try:
             while True:
                 self.turn()
         except Exception:
             logger.exception("the checkpoint writer process ends")
-            os._exit(1)  # sys.exit would wait for threads that may block in storage
+            os._exit(1)  # sys.exit would wait for threads that may hang in storage
 
     def turn(self, seconds: float | None = None) -> None:
         """Run the timers that are due, then the next function that arrives before the next timer
@@ -86,31 +84,33 @@ def give_way() -> None:
 
 
 WELCOME_SECONDS = 20
-"""Longest that a caller may take to authenticate."""
+"""Longest time in seconds that a caller may take to authenticate."""
 
 
 class ConnectionAcceptor:
     """Accepts connections to a node's writer; rejects peers without the run's secret.
 
     Args:
-        serve: called with each authenticated caller, in a thread of its own; raises EOFError or
+        serve: called with each authenticated caller, each in a separate thread; raises EOFError or
             OSError when the caller is gone.
     """
 
-    def __init__(self, node: int, secret: bytes, serve: Callable[[Caller, Channel], None]) -> None:
+    def __init__(
+        self, node: int, secret: bytes, serve: Callable[[CallerGreeting, Channel], None]
+    ) -> None:
         self._node, self._secret, self._serve = node, secret, serve
         self._refused = 0
         """Number of rejected callers."""
 
     def listen(self, listener: Listener) -> None:
-        """Accept connections in the background, each in a thread of its own: a silent caller delays
-        nobody else."""
+        """Accept connections in the background. Each has a separate thread, so that a silent caller
+        delays no other."""
 
         def accept() -> None:
             while True:
                 try:
                     connection = listener.accept()
-                except OSError as error:  # the caller disconnected at once
+                except OSError as error:  # the caller has disconnected already
                     logger.debug("lost a connection: %s", explain(error))
                     continue
                 who = connection, listener.last_accepted
@@ -119,12 +119,12 @@ class ConnectionAcceptor:
         threading.Thread(target=accept, daemon=True).start()
 
     def _admit(self, connection: Connection, peer: object) -> None:
-        caller: Caller
+        caller: CallerGreeting
         try:
             channel, caller = welcome(connection, self._secret, WELCOME_SECONDS)
-            if caller.kind == "pull" and caller.number != self._node:  # its address book was forged
+            if caller.kind == "pull" and caller.number != self._node:  # its addresses are forged
                 raise StrangerError(f"a call for node {caller.number}")
-        except Exception as error:  # a stranger, or a caller that disconnected or is silent
+        except Exception as error:  # a stranger, or a caller that has disconnected or is silent
             self._refuse(peer, error)
             connection.close()
             return
@@ -136,8 +136,7 @@ class ConnectionAcceptor:
             pass
 
     def _refuse(self, peer: object, error: Exception) -> None:
-        """Logs the first rejection as a warning and later ones for debugging: a stranger can try
-        for ever."""
+        """Log the first rejection as a warning, later ones for debugging: there may be many."""
         # Usual: a rank or a node that dies ends its connections.
         if isinstance(error, EOFError | ConnectionError):
             logger.debug("lost a connection: %s", explain(error))
@@ -151,7 +150,6 @@ class ConnectionAcceptor:
 
 
 def send(channel: Channel, message: object) -> None:
-    """Send, and ignore that the receiver is gone: the thread that reads from the channel detects
-    that."""
+    """Send. If the receiver is gone, the thread that reads from the channel notices it."""
     with suppress(OSError):
         channel.send(message)

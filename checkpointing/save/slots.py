@@ -1,10 +1,9 @@
 """A node's slots: shared memory that saves are copied into, and that outlives its processes.
 
-[Note: slot] A slot holds what the ranks of a node contribute to one save: sparse files in shared
-memory with the names, sizes and offsets of the checkpoint's tensor files. A rank copies its pieces
-to where they lie in the finished file. A writer reads whole blocks from there, aligned for direct
-I/O. Code that reads a checkpoint can read a slot. Pages without a piece of this node take no
-memory.
+[Note: slot] A slot holds the pieces that the ranks of a node contribute to one save: sparse files
+in shared memory with the names, sizes and offsets of the checkpoint's tensor files. A rank copies
+its pieces to their final offsets. A writer reads whole blocks from there, aligned for direct I/O.
+Code that reads a checkpoint can read a slot. Pages without a piece of this node take no memory.
 
     /dev/shm/perdure-<run>-<pid>-<random>/      closed to other users; see folders.py
       slot-0.manifest                   what slot 0 holds; replaced at once, never half written
@@ -39,30 +38,30 @@ from checkpointing.errors import StorageError, explain
 from checkpointing.format.layout import TensorFile
 from checkpointing.format.plan import TensorPiece, extents_of, merged
 from checkpointing.storage import folders
-from checkpointing.storage.folders import Folder
+from checkpointing.storage.folders import LockedFolder
 
 _PORTION = 16 << 20
-"""Bytes that are touched, copied to another node, or checksummed as a unit."""
+"""Bytes that are touched, sent to another node, or checksummed at a time."""
 Ranges = dict[str, list[tuple[int, int]]]
-"""Bytes (start, stop) by file, sorted, neither touching nor overlapping."""
+"""File → (start, stop) of bytes, sorted, neither touching nor overlapping."""
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Where a node's slots are; equal for its writer and its ranks."""
+    """Paths and properties of a node's slots; equal for its writer and its ranks."""
 
     paths: list[dict[str, str]]
-    """For each slot, path by file name."""
+    """For each slot: file name → path."""
     nbytes: int
-    """Bytes of memory or disk of one slot."""
+    """Bytes of memory or disk that one slot takes."""
     note: str
-    """One line for the log."""
+    """Line for the log."""
     lasting: bool
-    """Whether they outlive this node's processes."""
+    """Whether the slots outlive this node's processes."""
     resident: bool = True
-    """Whether they are memory, to be touched and pinned before use."""
+    """Whether the slots are memory, which is touched and pinned before use."""
     transient: bool = False
-    """Whether they are empty between saves; see [Note: no slots]."""
+    """Whether the slots are empty between saves; see [Note: no slots]."""
 
 
 def portions(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -75,7 +74,7 @@ def portions(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def ranges_of(pieces: Iterable[TensorPiece], page: int = 1) -> Ranges:
-    """Returns where pieces lie in their files, rounded outwards to multiples of `page` bytes."""
+    """Returns the positions of pieces in their files, rounded outwards to whole `page`s."""
     spans: dict[str, list[tuple[int, int]]] = {}
     for piece in pieces:
         of_file = spans.setdefault(piece.stored.file, [])
@@ -94,29 +93,28 @@ class SlotFiles:
             descriptor = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
             access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
             try:
-                # The mapping outlives the descriptor, of which a process may have few.
+                # the mapping outlives the descriptor, of which a process may have few
                 self.maps[name] = mmap.mmap(descriptor, 0, access=access)
             finally:
                 os.close(descriptor)
 
     def checksums(self, ranges: Ranges, threads: int) -> dict[str, list[int]]:
-        """Returns the CRC-32 of each of the `portions` of each file, computed by at most `threads`
-        threads."""
+        """Returns file → CRC-32 of each of its `portions`, by at most `threads` threads."""
         pieces = {
             name: [memoryview(self.maps[name])[slice(*one)] for one in portions(spans)]
             for name, spans in ranges.items()
         }
         nbytes = sum(len(piece) for of_file in pieces.values() for piece in of_file)
         threads = min(threads, nbytes // _PORTION)
-        if threads <= 1:  # handing a small piece to a thread takes longer than its checksum
+        if threads <= 1:  # for a small piece, starting a thread takes longer than the checksum
             return {name: list(map(crc32, of_file)) for name, of_file in pieces.items()}
         with ThreadPoolExecutor(threads) as pool:
             coming = {name: pool.map(crc32, of_file) for name, of_file in pieces.items()}
             return {name: list(sums) for name, sums in coming.items()}
 
     def touch(self, ranges: Ranges, *, rest: float = 0.0) -> None:
-        """Fault in every page of `ranges`, so that the first save is as fast as later ones. Takes
-        about a second per GB and releases the GIL.
+        """Fault in every page of `ranges`, so that the first save is as fast as later ones.
+        Releases the GIL.
 
         Args:
             rest: sleep for this multiple of the time worked, to leave the core to training.
@@ -130,8 +128,8 @@ _POPULATE_WRITE = 23
 
 
 def _populate(region: mmap.mmap, start: int, stop: int, rest: float) -> None:
-    """Call madvise(MADV_POPULATE_WRITE) of Linux 5.14; on older kernels pages come with their first
-    use."""
+    """Call madvise(MADV_POPULATE_WRITE) of Linux 5.14. On older kernels pages are allocated at
+    their first use."""
     begin = ctypes.addressof(ctypes.c_char.from_buffer(region))
     libc = ctypes.CDLL(None, use_errno=True)
     start, stop = start // mmap.PAGESIZE * mmap.PAGESIZE, min(stop, len(region))
@@ -175,8 +173,8 @@ def fitting_on_disk(nbytes: int, disk: str) -> int:
 
 
 def fitting(nbytes: int, shared: Path | None, wanted: int) -> int:
-    """Returns how many slots of `nbytes` fit into memory, and into the filesystem `shared`. Waits
-    for memory that is being freed while fewer than `wanted` fit."""
+    """Returns how many slots of `nbytes` fit into memory and into the filesystem `shared`. While
+    fewer than `wanted` fit, waits for memory that is being freed."""
 
     def free() -> int:
         free = available_bytes() - RESERVE
@@ -196,9 +194,8 @@ _GROWTH = 16 << 20
 
 
 def settled(free: Callable[[], int], enough: int) -> int:
-    """Returns the free bytes once they are `enough` or have not grown for SETTLE_SECONDS. Memory of
-    the previous run's ranks comes back late: the kernel takes seconds to free pages that GPUs had
-    pinned."""
+    """Returns the free bytes once they are `enough` or have not grown for SETTLE_SECONDS. The
+    kernel takes seconds to free pages of the previous run's ranks that GPUs had pinned."""
     now = most = free()
     since = time.monotonic()
     while now < enough and time.monotonic() - since < SETTLE_SECONDS:
@@ -210,19 +207,19 @@ def settled(free: Callable[[], int], enough: int) -> int:
 
 
 def available_bytes() -> int:
-    """Returns the bytes of memory that this process can still allocate: of the machine, and by the
+    """Returns the bytes that this process can still allocate within the machine's memory and the
     limits of its control groups. Page cache counts as free."""
     free = [_meminfo("MemAvailable")]
     try:
         _, _, group = Path("/proc/self/cgroup").read_text().splitlines()[-1].split(":", 2)
         path = Path("/sys/fs/cgroup") / group.lstrip("/")
-        # Each level limits all that is below it.
+        # each level limits all levels below it
         for level in (path, *path.parents):
             if (level / "memory.max").exists():
                 limit = (level / "memory.max").read_text().strip()
                 if limit != "max":
                     statistics = (level / "memory.stat").read_text().split()
-                    # The kernel reclaims this before it kills for memory.
+                    # the kernel reclaims this cache before it kills a process
                     cache = int(statistics[statistics.index("inactive_file") + 1])
                     used = int((level / "memory.current").read_text()) - cache
                     free.append(int(limit) - used)
@@ -241,10 +238,10 @@ def _meminfo(key: str) -> int:
 # --- making slots ---------------------------------------------------------------------------------
 
 MAKERS = 8
-"""Threads that create files of slots."""
+"""Threads that create the files of slots."""
 
 Shape = list[object]
-"""What slots are laid out for, as JSON: plan, node, ranges."""
+"""Parameters for which slots are laid out, as JSON: plan, node, ranges."""
 
 
 def make_slots(
@@ -255,17 +252,17 @@ def make_slots(
     plan: str,
     node: int,
     disk: str | None = None,
-) -> tuple[Folder | None, Slots]:
-    """Make the slots of this node, or reuse those that a dead run of the same plan left.
+) -> tuple[LockedFolder | None, Slots]:
+    """Create the slots of this node, or reuse slots that a dead run with the same plan left.
 
     Args:
         files: all tensor files by name.
         ranges: bytes that this node's ranks contribute, in whole pages.
         wanted: number of slots; 0: see [Note: no slots].
-        disk: directory whose disk holds them instead of memory, in unnamed files.
+        disk: directory whose disk holds the slots instead of memory, in unnamed files.
 
     Returns:
-        The folder in shared memory (None: unnamed files), and the slots.
+        (folder in shared memory, or None for unnamed files; slots).
 
     Raises:
         StorageError: not even one slot fits.
@@ -281,20 +278,20 @@ def make_slots(
     where, why = f"in {shared}", "less than one slot is free there"
     folder = None
     try:
-        folder = _folder(directory, shape)  # a dead run's slots have their pages already
+        folder = _folder(directory, shape)  # slots of a dead run have their pages already
         (folder.path / "shape.json").write_text(json.dumps(shape))
-        # Their pages are allocated: only further slots need free memory.
+        # The pages of these slots are allocated: only further slots need free memory.
         kept = len(list(folder.path.glob("slot-?/")))
         count = max(kept, min(wanted, kept + fitting(nbytes, shared, wanted - kept)))
         paths = _shared_slots(folder.path, count, files, ranges)
-    except OSError as error:  # /dev/shm is missing, closed to us, or was filled just now
+    except OSError as error:  # /dev/shm is missing, not writable, or was filled just now
         count, why = 0, explain(error)
     if not count:
         if folder:
             folders.forget(folder)
             folder = None
         where = f"in anonymous memory, not {where}: {why}"
-    # A container often limits /dev/shm alone.
+    # in a container often only /dev/shm is limited
     if not count and fitting(nbytes, None, 1):
         paths, count = [_anonymous_slot(files, ranges, None)], 1
     if not count:
@@ -307,7 +304,8 @@ def make_slots(
 def _no_slots(
     files: Mapping[str, TensorFile], ranges: Ranges, nbytes: int, disk: str | None
 ) -> Slots:
-    if disk is None and not fitting(nbytes, None, 1):  # fail at the start, not at the first save
+    # So that the job fails at its start, not at the first save.
+    if disk is None and not fitting(nbytes, None, 1):
         raise no_memory(nbytes)
     try:
         if disk is not None:
@@ -321,14 +319,14 @@ def _no_slots(
 
 
 def make_room(slots: Slots, ranges: Ranges, disk: str | None) -> None:
-    """Reserve what a transient slot will take.
+    """Reserve the memory or disk space of a transient slot.
 
     Raises:
         StorageError: memory, or the disk, has no room.
     """
     if disk is None and available_bytes() - RESERVE < slots.nbytes:
         raise no_memory(slots.nbytes)
-    if disk is not None:  # a rank that copies to a full disk is killed by SIGBUS
+    if disk is not None:  # otherwise a rank that copies to a full disk would be killed by SIGBUS
         fitting_on_disk(slots.nbytes, disk)
         for name, path in slots.paths[0].items():
             descriptor = os.open(path, os.O_RDWR)
@@ -346,7 +344,7 @@ def give_back(files: SlotFiles, ranges: Ranges) -> None:
     for name, spans in ranges.items():
         region = files.maps[name]
         for start, stop in spans:
-            with suppress(OSError):  # a filesystem without holes keeps the pages
+            with suppress(OSError):  # on a filesystem without holes the pages stay
                 region.madvise(mmap.MADV_REMOVE, start, min(stop, len(region)) - start)
 
 
@@ -365,7 +363,7 @@ def _slots_on_disk(
 def _shared_slots(
     folder: Path, count: int, files: Mapping[str, TensorFile], ranges: Ranges
 ) -> list[dict[str, str]]:
-    """Create the files side by side: the kernel clears the pages of a file on one core."""
+    """Create the files in parallel, as the kernel clears the pages of a file on one core."""
 
     def make(slot: int, name: str) -> None:
         path = folder / f"slot-{slot}" / name
@@ -394,7 +392,7 @@ def _anonymous_slot(
             descriptor = os.memfd_create(Path(name).name)
         else:
             with tempfile.TemporaryFile(dir=disk) as opened:
-                # The file has no name, and goes with this descriptor.
+                # the file has no name, and ends with this descriptor
                 descriptor = os.dup(opened.fileno())
         _reserve(descriptor, files[name].size, () if empty else of_file)
         paths[name] = f"/proc/{os.getpid()}/fd/{descriptor}"
@@ -402,7 +400,7 @@ def _anonymous_slot(
 
 
 def close_slots(slots: Slots) -> None:
-    """Close unnamed files, in the process that made them."""
+    """Close the unnamed files of slots. Called in the process that created them."""
     if not slots.lasting:
         for paths in slots.paths:
             for path in paths.values():
@@ -411,23 +409,24 @@ def close_slots(slots: Slots) -> None:
 
 def _reserve(descriptor: int, size: int, ranges: Sequence[tuple[int, int]]) -> None:
     os.ftruncate(descriptor, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
-    for start, stop in ranges:  # else a full filesystem would kill the copying rank by SIGBUS
+    for start, stop in ranges:  # otherwise a full filesystem would kill the copying rank by SIGBUS
         os.posix_fallocate(descriptor, start, stop - start)
 
 
-def _folder(directory: str, shape: Shape) -> Folder:
-    """Returns the folder for slots of a shape: one that a dead process of this run left, else a new
-    one. Folders for other plans are deleted."""
-    mine: Folder | None = None
+def _folder(directory: str, shape: Shape) -> LockedFolder:
+    """Returns a folder for slots of `shape`: a folder that a dead process of this run left, else a
+    new one. Folders for other plans are deleted."""
+    mine: LockedFolder | None = None
     for path in folders.of_run(directory):
         there: Shape = [""]
         with suppress(OSError, ValueError):
             there = json.loads((path / "shape.json").read_text())
-        if there[0] == shape[0] and there != shape:  # another node's, which may reuse it
+        # The folder belongs to another node, which may reuse it.
+        if there[0] == shape[0] and there != shape:
             continue
         left = folders.hold(path)
         if left and there == shape and mine is None:
-            mine = folders.take_over(left, directory)  # under the name of the new process
+            mine = folders.take_over(left, directory)  # renamed to this process
         elif left:
             folders.forget(left)
     return mine or folders.make(directory)

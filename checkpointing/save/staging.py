@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 REST = 4.0
-"""`rest` for `SlotFiles.touch` while training steps run beside it."""
+"""Value of `rest` for `SlotFiles.touch` while training runs at the same time."""
 
 
 class Staging:
@@ -38,7 +38,7 @@ class Staging:
 
     Args:
         files: names of all files, in their order.
-        hurried: whether a save waits for the slots.
+        hurried: whether a save already waits for these slots.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class Staging:
             return numbers[part.piece.stored.file], part.start
 
         self._pieces = sorted(pieces, key=lambda piece: (numbers[piece.stored.file], _begin(piece)))
-        # In the order of files, in which the coordinator grants blocks as soon as all have copied.
+        # In the order of files, in which the coordinator grants blocks.
         self._parts = sorted((part for piece in pieces for part in _parts(piece)), key=position)
         self._portions = _portions([part.nbytes for part in self._parts])
         starts = [*map(position, self._parts), (len(files), 0)]
         self._ends = [starts[stop] for _, stop in self._portions]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread: threading.Thread | None = None
-        """The copying thread. Ends after its last report, so that later requests see it."""
+        """The copying thread, which ends after its last report."""
         self._copied = threading.Event()
         """Set while the tensors may change."""
         self._copied.set()
@@ -71,9 +71,9 @@ class Staging:
         self._views: list[list[Tensor]] = []
         self._touching: threading.Thread | None = None
         self._pinned: list[int] = []
-        """Addresses registered with the GPU."""
+        """Addresses of memory that is pinned for the GPU."""
         self._stop_pinning = threading.Event()
-        """Set when the pinning thread shall stop."""
+        """Set to make the pinning thread stop."""
         self.move(slots, hurried=hurried)
 
     @property
@@ -81,7 +81,7 @@ class Staging:
         return bool(self._files)
 
     def release(self) -> None:
-        """Unmap the slots until `move`: mapped memory is not free for new slots."""
+        """Unmap the slots until `move`, because mapped memory is not available for new slots."""
         self.finish()
         self._unpin()
         self._files, self._views = [], []
@@ -96,7 +96,7 @@ class Staging:
         ]
         self._views = [[part.view(files) for part in self._parts] for files in self._files]
         if slots.resident:
-            # A daemon: the program may end while pages are still being faulted in.
+            # a daemon thread, as the program may end while pages are still being faulted in
             self._touching = threading.Thread(target=self._touch, args=(hurried,), daemon=True)
             self._touching.start()
 
@@ -105,20 +105,21 @@ class Staging:
         ranges = ranges_of((part.piece for part in self._parts), mmap.PAGESIZE)
         for files in self._files:
             files.touch(ranges, rest=rest)
-            rest = REST if hurried and self._stream is None else 0.0  # no save waits for the next
+            # No save waits for the next slot.
+            rest = REST if hurried and self._stream is None else 0.0
             if self._stream is not None:
                 with torch.cuda.device(self._stream.device):  # a new thread begins on GPU 0
                     _pin(files, ranges, self._pinned, self._stop_pinning)
 
     def _unpin(self) -> None:
-        """Unregister pages before they are unmapped. Else the GPU would copy to the old physical
-        pages wherever new ones get the same addresses."""
+        """Unpin pages before they are unmapped. Else the GPU would copy to the old physical pages
+        if new pages get the same addresses."""
         if self._stream is None or self._touching is None:
             return
         self._stop_pinning.set()
         self._touching.join()
         self._stop_pinning.clear()
-        # A GPU that has failed copies nothing more.
+        # a GPU that has failed makes no more copies
         with suppress(RuntimeError), torch.cuda.device(self._stream.device):
             for address in self._pinned:
                 torch.cuda.cudart().cudaHostUnregister(address)
@@ -139,18 +140,18 @@ class Staging:
         Args:
             at_once: names of tensors copied before this returns.
             finite: names of tensors that must not hold NaN or infinity.
-            copied: called in the thread with the position reached, at the end with the summary of
-                the numbers too; or with the exception that ended the copy.
+            copied: called in the thread with (position reached, None), at the end with (last
+                position, summary of the numbers), or with (exception that ended the copy, None).
         """
         sources = [local_tensor(tensors[part.piece.name]) for part in self._parts]
         views = self._views[slot]
         first = [number for number, part in enumerate(self._parts) if part.piece.name in at_once]
-        with torch.no_grad():  # copying into a slot must not extend the graph
-            for number in first:  # on a GPU in stream order, so before any later change
+        with torch.no_grad():  # copying into a slot must not extend the autograd graph
+            for number in first:  # on a GPU in stream order, and so before any later change
                 views[number].copy_(self._parts[number].of(sources[number]), non_blocking=True)
         written = torch.cuda.current_stream().record_event() if self._stream is not None else None
         left = sorted(set(range(len(sources))).difference(first))
-        # Versions of the DTensor, not of its local part, whose counter does not change.
+        # The version counter is that of the DTensor, as its local part's does not change.
         changing = [tensors[self._parts[number].piece.name] for number in left]
         versions = [_version(tensor) for tensor in changing]
 
@@ -165,7 +166,7 @@ class Staging:
         def numbers() -> NumberSummary:
             return self._numbers(slot, finite)
 
-        # Cleared here, not in the thread: `wait` may be called before that begins.
+        # Cleared here, not in the thread, as `wait` may be called before the thread begins.
         self._copied.clear()
         work = views, sources, left, written, copied, unchanged, numbers
         thread = threading.Thread(target=self._copy, args=work)
@@ -183,31 +184,32 @@ class Staging:
         numbers: Callable[[], NumberSummary],
     ) -> None:
         try:
-            # torch 2.14 would begin with CUDA for the stream None, too, which a fork may not.
+            # With the stream None, torch 2.14 would initialise CUDA, which a fork must not do.
             on_stream = torch.cuda.stream(self._stream) if self._stream else nullcontext()
             with torch.no_grad(), on_stream:
-                if self._stream is not None:  # kernels that write the tensors must be done
+                if self._stream is not None:  # wait for the kernels that write the tensors
                     self._stream.wait_event(written)
                 for (start, stop), end in zip(self._portions, self._ends, strict=True):
                     some = left[bisect_left(left, start) : bisect_left(left, stop)]
-                    if some:  # one call for many tensors releases the GIL to training
+                    if some:  # one call for many tensors, which releases the GIL to training
                         torch._foreach_copy_(
                             [views[number] for number in some],
                             [self._parts[number].of(sources[number]) for number in some],
                             non_blocking=True,
                         )
-                    if self._stream is not None:  # a reported position must be in the slot
+                    # A position may be reported only when its bytes are in the slot.
+                    if self._stream is not None:
                         self._stream.synchronize()
-                    # The last position is reported below, after the numbers are known.
+                    # the last position is reported below, once the numbers are summarised
                     if end is not self._ends[-1]:
                         copied(end, None)
-            unchanged()  # before anything is reported that a commit could rely on
-            self._copied.set()  # the update may go on: the numbers are read from the slot
-            copied(self._ends[-1], numbers())  # last: a reported save may be committed
+            unchanged()  # before anything is reported that a commit could depend on
+            self._copied.set()  # the optimizer may go on, as the numbers are read from the slot
+            copied(self._ends[-1], numbers())  # last, as a reported save may be committed
         except Exception as error:
             copied(error, None)
         finally:
-            self._copied.set()  # after an error, too: the optimizer step must not wait for ever
+            self._copied.set()  # after an error, too, as the optimizer step must not wait for ever
 
     def _numbers(self, slot: int, finite: Collection[str]) -> NumberSummary:
         """Returns the summary of the numbers that this rank has copied into a slot."""
@@ -235,15 +237,14 @@ class Staging:
 
 
 def _version(tensor: Tensor) -> int:
-    """Returns the count of in-place changes to the tensor and to views of its memory."""
+    """Returns the number of in-place changes to a tensor and to views of its memory."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 REPORT_BYTES = 64 << 20
-"""Progress of the copy is reported about every so many bytes."""
+"""Bytes that are copied between two reports of progress, about."""
 PORTION_BYTES = 16 << 20
-"""Bytes pinned by one call, a multiple of the page: pinning occupies the driver, and kernel
-launches wait meanwhile."""
+"""Bytes pinned by one call, in whole pages. Kernel launches wait while memory is pinned."""
 
 
 @dataclass(frozen=True)
@@ -256,9 +257,9 @@ class _Part:
 
     piece: TensorPiece
     start: int
-    """First byte in the file."""
+    """Offset of the first byte in the file."""
     stop: int | None = None
-    """End in the file; None: the whole piece, in its shape."""
+    """End of the bytes in the file; None: the part is the whole piece, in its shape."""
 
     @property
     def nbytes(self) -> int:
@@ -267,8 +268,8 @@ class _Part:
         return math.prod(self.piece.box.shape) * DTYPE_BYTES[self.piece.stored.meta.dtype]
 
     def of(self, local: Tensor) -> Tensor:
-        """Returns these bytes of this rank's part of the tensor: a view, or a copy of these bytes
-        alone if the tensor is not in the file's order."""
+        """Returns this part's bytes of the local tensor: a view, or a copy if the tensor is not in
+        the file's order."""
         tensor = box_view(local, self.piece.box)
         if self.stop is None:
             return tensor
@@ -277,7 +278,7 @@ class _Part:
         return as_bytes(_elements(tensor, begin, end))[first - begin * size :][: self.nbytes]
 
     def view(self, files: SlotFiles) -> Tensor:
-        """Returns their place in a slot, as a tensor of the same shape and dtype."""
+        """Returns the memory of this part in a slot, as a tensor of the same shape and dtype."""
         meta, begin, box = self.piece.stored.meta, self.piece.stored.begin, self.piece.box
         region = files.maps[self.piece.stored.file]
         if self.stop is not None:
@@ -288,12 +289,12 @@ class _Part:
 
 
 def _elements(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """Returns elements `start` to `stop` in row-major order, flat; copies no other element."""
+    """Returns elements `start` to `stop` in row-major order, flat. Copies no other elements."""
     if tensor.is_contiguous():
         return tensor.view(-1)[start:stop]
     row = tensor.numel() // len(tensor)
-    first, last = -(-start // row), stop // row  # rows that are wanted whole
-    if first > last:  # it begins and ends in one row
+    first, last = -(-start // row), stop // row  # rows that are returned completely
+    if first > last:  # the range begins and ends in one row
         return _elements(tensor[last], start - last * row, stop - last * row)
     parts = [tensor[first:last].reshape(-1)]
     if start < first * row:
@@ -323,7 +324,8 @@ def _begin(piece: TensorPiece) -> int:
 
 
 def _parts(piece: TensorPiece) -> list[_Part]:
-    """Returns a piece as parts, several if it is contiguous and crosses portions."""
+    """Divide a piece into parts: several if it is contiguous and crosses multiples of
+    PORTION_BYTES."""
     start, whole = _begin(piece), _Part(piece, _begin(piece))
     cuts = _cut(start, start + whole.nbytes)
     strided = len(list(islice(extents_of(piece.stored.meta, piece.box), 2))) > 1
@@ -331,14 +333,14 @@ def _parts(piece: TensorPiece) -> list[_Part]:
 
 
 def _cut(start: int, stop: int) -> list[tuple[int, int]]:
-    """Returns the bytes of a file, cut at multiples of PORTION_BYTES."""
+    """Returns (start, stop) of the parts of a range of a file, cut at multiples of
+    PORTION_BYTES."""
     inner = range((start // PORTION_BYTES + 1) * PORTION_BYTES, stop, PORTION_BYTES)
     return list(pairwise([start, *inner, stop]))
 
 
 def _portions(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Group parts, by their sizes in bytes, into (first, stop) of about REPORT_BYTES; at least one
-    group."""
+    """Group parts of these sizes (bytes) into (first, stop) of about REPORT_BYTES, at least one."""
     portions, first, held = [], 0, 0
     for number, size in enumerate(sizes):
         held += size
@@ -354,8 +356,8 @@ def _pin(
     pinned: list[int],
     stopped: threading.Event,
 ) -> None:
-    """Register pages with the GPU, so that its copies are asynchronous, until `stopped` is set.
-    Appends the addresses to `pinned`."""
+    """Pin pages, so that copies from the GPU are asynchronous, until `stopped` is set. Appends the
+    addresses to `pinned`."""
     for name, spans in ranges.items():
         begin = ctypes.addressof(ctypes.c_char.from_buffer(files.maps[name]))
         for start, stop in (cut for span in spans for cut in _cut(*span)):
@@ -369,8 +371,8 @@ def _pin(
 
 
 def register(address: int, nbytes: int) -> int:
-    """Pin memory (cudaHostRegister), then sleep as long as that took: back-to-back calls would
-    delay kernel launches by dozens of them. Returns CUDA's error, or 0."""
+    """Pin memory (cudaHostRegister), then sleep as long as that took, as kernel launches would have
+    to wait for back-to-back calls. Returns CUDA's error, or 0."""
     began = time.monotonic()
     result = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
     time.sleep(time.monotonic() - began)

@@ -1,10 +1,10 @@
-"""The writer process of a node: writes blocks that its ranks have copied into a slot, as granted by
-the coordinator. Runs as `python -m checkpointing.save.writer`, a child of the node's first rank,
-and ends with it. Imports no torch.
+"""The writer process of a node: writes blocks that the node's ranks have copied into a slot, as
+granted by the coordinator. Runs as `python -m checkpointing.save.writer`, a child of the node's
+first rank, and ends with that rank. Imports no torch.
 
-One thread holds all state. Connections and slow work have threads of their own, which only submit
-functions to its loop. On rank 0's node the coordinator runs in the same thread.
-"""
+One thread holds all state, and runs an event loop. Connections and slow work have other threads,
+which only submit functions to the loop. On rank 0's node the coordinator runs in the same
+thread."""
 
 import ctypes
 import logging
@@ -41,37 +41,38 @@ T = TypeVar("T")
 
 RECONNECT_SECONDS = 0.25
 CALL_SECONDS = 3.0
-"""Longest that connecting to the coordinator may take: a machine that is gone never answers."""
+"""Longest time in seconds to connect to the coordinator: a dead machine never answers."""
 ALONE_SECONDS = 1.5
-"""How long requests wait for a lost coordinator. Rank 0 restarts it when it requests the same save.
-But if rank 0 had its answer before a writer of this node was lost, it waits for this node's ranks
-before its next request."""
+"""Seconds for which requests wait for a lost coordinator. Rank 0 restarts the coordinator when it
+requests the same save. But if rank 0 already has its answer, its next request comes only after the
+ranks of this node have continued."""
 _scratch = threading.local()
-"""Each thread's connections to other nodes."""
+"""Connections of each thread to other nodes."""
 GIVEN_UP = "it was given up here when the writer process of rank 0's node was lost"
 
 
 class Writer:
-    """The writer process of a node: its state and its handlers, see coordinator.py [Note: a
-    save]."""
+    """The writer process of a node: state and handlers, see coordinator.py [Note: a save]."""
 
     def __init__(self, setup: msg.WriterSetup) -> None:
         self.setup, self.node, self.ranks = setup, setup.node, setup.nodes[setup.node]
         directory = location(setup.directory)
-        storage_of(directory)  # registers this storage's steps with wire.py, to be unpacked
+        # Registers the types of this storage with wire.py, so that they can be unpacked.
+        storage_of(directory)
         self.loop = EventLoop()
         self.call_at, self.acceptor = (
             self.loop.call_at,
             ConnectionAcceptor(setup.node, setup.secret, self._serve),
         )
         self.memory = NodeMemory(setup, str(directory), self.loop)
-        self._threads = ThreadPoolExecutor(64, "writer", give_way)  # the coordinator limits grants
+        # The coordinator limits the grants.
+        self._threads = ThreadPoolExecutor(64, "writer", give_way)
         self._connected: dict[int, Channel] = {}
-        """Channels to the ranks of this node."""
+        """Rank of this node → its channel."""
         self._lost: set[int] = set()
-        """Ranks that have disconnected."""
+        """Ranks of this node that have disconnected."""
         self._peers: dict[int, Channel] = {}
-        """The coordinator's channels to the other nodes."""
+        """Other node → its channel to the coordinator in this process."""
         self._addresses: Sequence[msg.Address] = ()
         """Addresses of the writers of all nodes."""
         self._current: SlotFilling | None = None
@@ -79,21 +80,21 @@ class Writer:
         self._waiting: set[int] = set()
         """Ranks that wait for slots."""
         self._no_slots: dict[int, str] = {}
-        """Why slots were refused, by rank that has not requested them yet."""
+        """Rank that has not requested slots yet → why they were refused."""
         self._writing = 0
-        """Grants being written."""
-        self._requests: dict[msg.Key, msg.Begin] = {}
+        """Number of grants that are being written."""
+        self._requests: dict[msg.Key, msg.SaveRequest] = {}
         """Requests to save that the coordinator has not answered."""
         self._answered = 0
-        """Number of the last answered request."""
+        """Number of the last request that was answered."""
         self._alone_since: float | None = None
-        """When the coordinator was lost; None while it is connected."""
+        """Time at which the connection to the coordinator was lost; None while it is connected."""
         self._newest_request: dict[int, int] = {}
-        """Number of each rank's last request."""
-        self._undelivered: dict[int, list[msg.RankAnswer | msg.Ended]] = {}
-        """Messages for ranks that have not made the request yet."""
+        """Rank → number of its last request."""
+        self._undelivered: dict[int, list[msg.RankAnswer | msg.SaveEnded]] = {}
+        """Rank → messages about a save that it has not requested yet."""
         self._closing: dict[int, bool] = {}
-        """Ranks that sent Close, and whether to keep the slots."""
+        """Rank that has sent RankClosing → whether to keep the slots."""
         self._uplink: Channel | None = None
         self.coordinator: Coordinator | None = None
         if self.node == 0:
@@ -106,7 +107,7 @@ class Writer:
     def send(self, node: int, message: msg.ToNode) -> None:
         """Implements coordinator.CoordinatorHost."""
         if node == self.node:
-            # Queued, not called: no handler runs inside another.
+            # queued instead of called, so that no handler runs inside another
             self.loop.put(lambda: self.on_coordinator(message))
         elif node in self._peers:
             send(self._peers[node], message)
@@ -124,13 +125,13 @@ class Writer:
             self._peers[node].shut()
 
     def _end(self) -> None:
-        """Exit at once, whatever other threads do; the ranks restart this process."""
+        """Exit at once, even if other threads hang. A rank restarts this process."""
         logger.warning("the checkpoint writer process of node %d gives up what hangs", self.node)
         os._exit(1)
 
     # --- connections -----------------------------------------------------------------------------
 
-    def _serve(self, caller: msg.Caller, channel: Channel) -> None:
+    def _serve(self, caller: msg.CallerGreeting, channel: Channel) -> None:
         if caller.kind == "pull":
             serve_pulls(channel, self.memory.slot_of, self.setup.run)
         elif caller.kind == "rank":
@@ -152,7 +153,7 @@ class Writer:
                 message: T = channel.recv()
                 self.loop.put(partial(handle, number, message))
         finally:
-            # Through the loop: messages that came before the loss are handled before it.
+            # through the loop, so that messages that came before the loss are handled first
             self.loop.put(lambda: lost(number, channel))
 
     def _puller(self) -> Puller:
@@ -175,28 +176,28 @@ class Writer:
             self.coordinator.on_message(node, message)
 
     def _lost_node(self, node: int, connection: Channel) -> None:
-        # Else the node has connected again already.
+        # otherwise the node has connected again already
         if self.coordinator and self._peers.get(node) is connection:
             del self._peers[node]
             self.coordinator.on_lost(node)
 
     def _join(self) -> None:
-        """Connect to the coordinator, again after each loss. Runs in a thread."""
+        """Connect to the coordinator, again after each loss. Runs in a separate thread."""
         while True:
             try:
                 uplink = call(self._addresses[0], self.setup.secret, CALL_SECONDS)
-                uplink.send(msg.Caller("node", self.node))
+                uplink.send(msg.CallerGreeting("node", self.node))
                 self.loop.put(partial(self.joined, uplink))
                 while True:
                     message: msg.ToNode = uplink.recv()
                     self.loop.put(partial(self.on_coordinator, message))
-            except Exception as error:  # of any kind: another program may have its port
+            except Exception as error:  # any exception, as another program may use the port
                 logger.debug("not connected to rank 0's node: %s", explain(error))
                 self.loop.put(self.lost_coordinator)
                 time.sleep(RECONNECT_SECONDS)
 
     def joined(self, uplink: Channel) -> None:
-        """Handle a new connection to the coordinator: repeat what it must know."""
+        """Handle a new connection to the coordinator: send slots and pending requests again."""
         self._uplink, self._alone_since = uplink, None
         self._hello()
         for begin in self._requests.values():
@@ -204,39 +205,43 @@ class Writer:
 
     def _hello(self) -> None:
         if self.memory.plan and self.memory.slots:
-            self._to_coordinator(msg.Hello(self.memory.plan.digest, len(self.memory.slots.paths)))
+            self._to_coordinator(
+                msg.SlotsReport(self.memory.plan.digest, len(self.memory.slots.paths))
+            )
 
     def lost_coordinator(self) -> None:
-        """Handle the loss of the coordinator, or a failed attempt to connect to it."""
+        """Handle the loss of the coordinator, or a failed attempt to connect to a new one."""
         self._uplink, now = None, time.monotonic()
         self._alone_since = self._alone_since or now
         reason = "the writer process of rank 0's node is gone"
         if now > self._alone_since + ALONE_SECONDS:
             for key in list(self._requests):
-                self.on_coordinator(msg.Skip(key, reason))
-        # Its successor does not know this save, and cannot commit it.
+                self.on_coordinator(msg.SaveSkipped(key, reason))
+        # a new coordinator does not know this save, and cannot commit it
         if self._current:
             step = self._current.key[0]
             outcome = msg.SaveOutcome(step, None, f"saving step {step} failed: {reason}", 0)
-            self.on_coordinator(msg.Ended(self._current.key, outcome))
-        if self._closing:  # no rank restarts it while all close
+            self.on_coordinator(msg.SaveEnded(self._current.key, outcome))
+        if self._closing:  # while all ranks close, none restarts the coordinator
             self._maybe_close()
 
     def on_coordinator(self, message: msg.ToNode) -> None:
         match message:
-            case msg.Go() | msg.Skip() | msg.Refused():
+            case msg.SaveAdmitted() | msg.SaveSkipped() | msg.SaveRefused():
                 self._on_answer(message)
-            case msg.Write():
+            case msg.WriteGrant():
                 self._on_write(message)
-            case msg.Stop(key):
+            case msg.StopWriting(key):
                 if self._current and self._current.key == key:
                     self._current.stopped = True
             case msg.CopySlot(source, key):
                 self.memory.keep_copy(
-                    message, self._puller, lambda: self._to_coordinator(msg.Copied(source, key))
+                    message,
+                    self._puller,
+                    lambda: self._to_coordinator(msg.PeerCopyEnded(source, key)),
                 )
-            case msg.Ended(key, outcome):
-                if self._current and self._current.key == key:  # else handled before
+            case msg.SaveEnded(key, outcome):
+                if self._current and self._current.key == key:  # otherwise handled before
                     self._current.stopped = True
                     self._current = None
                     if outcome.path:
@@ -253,44 +258,45 @@ class Writer:
 
     def _on_answer(self, answer: msg.Answer) -> None:
         key = answer.key
-        if key[1] <= self._answered:  # a repeated answer
-            if isinstance(answer, msg.Go) and (self._current is None or self._current.key != key):
-                # From a restarted coordinator. The one before had answered Go as well, and its
-                # loss has ended the save on this node.
-                self._to_coordinator(msg.Failed(key, msg.NodeFailure(GIVEN_UP)))
+        if key[1] <= self._answered:  # this request was answered before
+            if isinstance(answer, msg.SaveAdmitted) and (
+                self._current is None or self._current.key != key
+            ):
+                # A restarted coordinator: the loss of its predecessor ended the save on this node.
+                self._to_coordinator(msg.NodeCannotSave(key, msg.NodeFailure(GIVEN_UP)))
             return
-        self._answered = key[1]  # an answer that arrives again, after a reconnect, is ignored
+        self._answered = key[1]  # an answer that arrives again after a reconnect is ignored
         self._requests.pop(key, None)
-        self._send_to_ranks(self._begin(answer) if isinstance(answer, msg.Go) else answer)
+        self._send_to_ranks(self._begin(answer) if isinstance(answer, msg.SaveAdmitted) else answer)
 
-    def _begin(self, go: msg.Go) -> msg.StageInto | msg.Skip:
-        """Take part in a save; returns the answer for the ranks."""
+    def _begin(self, go: msg.SaveAdmitted) -> msg.StageInto | msg.SaveSkipped:
+        """Begin to take part in a save; returns the answer for the ranks."""
         self._current = self.memory.fill(go)
-        for rank in self._lost:  # they cannot copy: fail now, not at the deadline
+        for rank in self._lost:  # lost ranks cannot copy: fail now, not at the deadline
             self._fail_without(rank)
         self.call_at(time.monotonic() + msg.ANSWER_SECONDS, lambda: self._fail_if_absent(go.key))
         try:
             self.memory.make_room()
         except StorageError as error:
-            # The other nodes have their Go, so there the save fails.
-            self._to_coordinator(msg.Failed(go.key, msg.NodeFailure(str(error))))
-            return msg.Skip(go.key, str(error))
+            # the other nodes take part already, so the save must fail there
+            self._to_coordinator(msg.NodeCannotSave(go.key, msg.NodeFailure(str(error))))
+            return msg.SaveSkipped(go.key, str(error))
         return msg.StageInto(go.key, go.slot)
 
-    def _send_to_ranks(self, message: msg.RankAnswer | msg.Ended) -> None:
+    def _send_to_ranks(self, message: msg.RankAnswer | msg.SaveEnded) -> None:
         """Send a message about a save to the ranks. A rank that has not requested the save yet gets
-        it upon its request: it may be busy with other messages, or not connected."""
+        the message when it does: it may be busy, or not connected."""
         for rank in self.ranks:
             if self._newest_request.get(rank, 0) < message.key[1]:
                 self._undelivered.setdefault(rank, []).append(message)
             elif rank in self._connected:
                 send(self._connected[rank], message)
 
-    def _on_write(self, write: msg.Write) -> None:
+    def _on_write(self, write: msg.WriteGrant) -> None:
         plan, current, key, blocks = self.memory.plan, self._current, write.key, write.blocks
-        # The save ended here while the grant was on its way.
+        # the save ended on this node while the grant was on its way
         if plan is None or current is None or current.key != key:
-            self._to_coordinator(msg.Stopped(key, blocks))
+            self._to_coordinator(msg.GrantDropped(key, blocks))
             return
         files = self.memory.files[write.slot]
         self._writing += 1
@@ -299,7 +305,7 @@ class Writer:
             self._writing -= 1
             self._to_coordinator(message)
 
-        def work() -> msg.Written | msg.Stopped | msg.Failed:
+        def work() -> msg.WriteReceipt | msg.GrantDropped | msg.NodeCannotSave:
             span = {
                 "node": self.node, "thread": threading.current_thread().name, "kind": "write",
                 "step": key[0], "file": blocks.file, "first": blocks.first, "start": time.time(),
@@ -311,16 +317,16 @@ class Writer:
                     write.rate, lambda: current.stopped,
                 )  # fmt: skip
             except StoppedError:
-                return msg.Stopped(key, blocks)
+                return msg.GrantDropped(key, blocks)
             except Exception as error:
-                return msg.Failed(key, msg.NodeFailure.of(error), blocks)
-            return msg.Written(
+                return msg.NodeCannotSave(key, msg.NodeFailure.of(error), blocks)
+            return msg.WriteReceipt(
                 key, blocks, checksums, span | {"stop": time.time(), "bytes": nbytes}
             )
 
         def run() -> None:
             message = work()
-            # Counters and connections belong to the loop's thread.
+            # counters and connections belong to the loop's thread
             self.loop.put(lambda: answer(message))
 
         self._threads.submit(run)
@@ -332,23 +338,23 @@ class Writer:
         match message:
             case msg.Addresses(addresses):
                 known, self._addresses = self._addresses, addresses
-                # On node 0 the coordinator is in this process.
+                # on node 0 the coordinator is in this process
                 if self.node and not known:
                     threading.Thread(target=self._join, daemon=True).start()
             case msg.WantSlots():
                 self._on_want_slots(rank, message)
-            case msg.Begin():
+            case msg.SaveRequest():
                 self._on_begin(rank, message)
-            case msg.Refuse(key):
+            case msg.RefuseSave(key):
                 self._newest_request[rank] = key[1]
                 self._take_undelivered(rank, key)
                 self._to_coordinator(message)
-            case msg.Staged():
+            case msg.StagedReport():
                 self._on_staged(rank, message)
             case msg.CopyFailed(key, why):
                 failure = msg.NodeFailure(f"rank {rank} could not copy its tensors: {why}")
-                self._to_coordinator(msg.Failed(key, failure))
-            case msg.Close(keep_memory):
+                self._to_coordinator(msg.NodeCannotSave(key, failure))
+            case msg.RankClosing(keep_memory):
                 self._closing[rank] = keep_memory
                 self._maybe_close()
             case _:
@@ -356,8 +362,9 @@ class Writer:
 
     def _on_want_slots(self, rank: int, want: msg.WantSlots) -> None:
         if want.plan is not None:
-            self._no_slots.clear()  # of an earlier request
-        elif rank in self._no_slots:  # refused to the others before this rank requested
+            self._no_slots.clear()  # these belong to an earlier request
+        # Slots were refused to the other ranks before this rank requested them.
+        elif rank in self._no_slots:
             send(self._connected[rank], msg.NoSlots(self._no_slots.pop(rank)))
             return
         self._waiting.add(rank)
@@ -377,10 +384,10 @@ class Writer:
         part, _, slots = result
         if self.coordinator and want.plan:
             self.coordinator.set_plan(want.digest, want.plan.files, want.plan.indexes, part.owners)
-        # First: when the ranks request a save, the coordinator must know that this node is ready.
+        # first, as the coordinator must know of the slots before the ranks request a save
         self._hello()
         self._send_slots(msg.SlotsMade(want.digest, slots))
-        # Last, since nobody waits for it.
+        # last, since nobody waits for it
         self.memory.touch()
 
     def _send_slots(self, message: msg.SlotsMade | msg.NoSlots) -> None:
@@ -388,31 +395,32 @@ class Writer:
             send(self._connected[rank], message)
         self._waiting.clear()
 
-    def _on_begin(self, rank: int, begin: msg.Begin) -> None:
-        """Handle a rank's request; that of the node's first rank goes to the coordinator."""
+    def _on_begin(self, rank: int, begin: msg.SaveRequest) -> None:
+        """Handle a rank's request to save. The request of the node's first rank is sent to the
+        coordinator."""
         key = begin.key
         self._newest_request[rank] = key[1]
         if key[1] <= self.setup.voided:
-            send(self._connected[rank], msg.Skip(key, msg.VOIDED))
+            send(self._connected[rank], msg.SaveSkipped(key, msg.VOIDED))
             return
         for message in self._take_undelivered(rank, key):
             if message.key == key:
                 send(self._connected[rank], message)
         if self._current and self._current.key[1] < key[1]:
             self._fail_without(rank)
-        # One request for each node: its ranks all ask for the same.
+        # one request per node, as all its ranks request the same save
         if rank == self.ranks[0] and key[1] > self._answered:
             self._requests[key] = begin
             self._to_coordinator(begin)
 
-    def _take_undelivered(self, rank: int, key: msg.Key) -> list[msg.RankAnswer | msg.Ended]:
-        """Remove and return the messages held for a rank up to a save. The first rank may be
-        several saves ahead, if those were refused at once."""
+    def _take_undelivered(self, rank: int, key: msg.Key) -> list[msg.RankAnswer | msg.SaveEnded]:
+        """Remove and return the messages kept for a rank, up to the save `key`. Later messages
+        stay, as another rank may be several saves ahead."""
         messages = self._undelivered.pop(rank, [])
         self._undelivered[rank] = [message for message in messages if message.key[1] > key[1]]
         return [message for message in messages if message.key[1] <= key[1]]
 
-    def _on_staged(self, rank: int, message: msg.Staged) -> None:
+    def _on_staged(self, rank: int, message: msg.StagedReport) -> None:
         filling = self.memory.filling(message.key)
         if filling is None or self.memory.plan is None:
             return
@@ -421,30 +429,30 @@ class Writer:
             filling.numbers[rank] = message.numbers
         if len(filling.staged) < len(self.ranks):
             return
-        # The slowest rank decides: blocks may hold pieces of every rank.
+        # the slowest rank decides, as blocks may hold pieces of every rank
         all_ranks, numbers = min(filling.staged.values()), None
         if all_ranks == self.memory.end:
             numbers = sum(filling.numbers.values(), NumberSummary())
-            if not numbers.bad:  # no restart may load NaN
+            if not numbers.bad:  # a restart must not load NaN
                 self.memory.remember(filling, lambda manifest: self._remembered(filling, manifest))
             if not self._current:
                 self.memory.give_back(self._lost)
-        self._to_coordinator(msg.Staged(message.key, all_ranks, numbers))
+        self._to_coordinator(msg.StagedReport(message.key, all_ranks, numbers))
 
     def _remembered(self, filling: SlotFilling, manifest: Manifest | None) -> None:
         if self.memory.filling(filling.key) is filling:
             if manifest and self.setup.options.peer_copy and len(self.setup.nodes) > 1:
-                self._to_coordinator(msg.ForNext(filling.key, filling.slot, manifest))
+                self._to_coordinator(msg.SlotComplete(filling.key, filling.slot, manifest))
             else:
-                self._to_coordinator(msg.Remembered(filling.key))
+                self._to_coordinator(msg.SlotRemembered(filling.key))
         if self._closing:
             self._maybe_close()
 
     def _maybe_close(self) -> None:
-        # Checksums of complete slots come first, even of a failed save: a restart may use them.
+        # after the checksums of complete slots, even of a failed save, as a restart may use them
         if set(self._closing) >= set(self._connected) and not self.memory.remembering:
             if self.coordinator or self._uplink:
-                self._to_coordinator(msg.Closing())
+                self._to_coordinator(msg.NodeClosing())
             else:
                 self._on_closed()
 
@@ -457,7 +465,7 @@ class Writer:
         self._closing.clear()
 
     def _lost_rank(self, rank: int, connection: Channel) -> None:
-        # A rank may have connected again before its old connection is found broken.
+        # the rank may have connected again before the loss of its old connection is noticed
         if self._connected.get(rank) is not connection:
             return
         del self._connected[rank]
@@ -465,13 +473,13 @@ class Writer:
         self._waiting.discard(rank)
         self._fail_without(rank)
         if not self._connected:
-            os._exit(0)  # no rank is left to write for; slots stay for a restart
+            os._exit(0)  # no rank is left to write for; the slots stay for a restart
         if self._closing:
             self._maybe_close()
 
     def _fail_if_absent(self, key: msg.Key) -> None:
-        """Fail the save if ranks are not connected. A rank that could not reach a restarted writer
-        has abandoned its save; it never disconnects, so `_lost_rank` is not called."""
+        """Fail the save if a rank is not connected. A rank that could not reach this restarted
+        writer has abandoned the save; as it never was connected, `_lost_rank` is not called."""
         if self._current and self._current.key == key:
             for rank in set(self.ranks) - set(self._connected):
                 self._fail_without(rank)
@@ -481,12 +489,12 @@ class Writer:
         current = self._current
         if current and self.memory.plan and current.staged.get(rank) != self.memory.end:
             failure = msg.NodeFailure(f"rank {rank} was lost before its tensors were copied")
-            self._to_coordinator(msg.Failed(current.key, failure))
+            self._to_coordinator(msg.NodeCannotSave(current.key, failure))
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, for any reason. For Linux the parent
-    is a thread: start writers in one that lives as long as the run."""
+    """Have the kernel kill this process when its parent dies. On Linux the parent is a thread, so
+    writers must be started in a thread that lives as long as the run."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
@@ -499,12 +507,13 @@ def serve(setup: msg.WriterSetup, ready: Callable[[msg.Address], None]) -> None:
         ready: called with the address for other nodes once the process accepts connections.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the rank that started this process decides
+        signal.signal(number, signal.SIG_IGN)  # the rank that started this process handles signals
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # for connections to every node
+    # So that connections to every node are possible.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     writer = Writer(setup)
     writer.acceptor.listen(Listener(setup.address, "AF_UNIX", backlog=64))
-    # Alone, a node opens no port to the network.
+    # a job of one node opens no port to the network
     here = ("", 0)
     if len(setup.nodes) > 1:
         listener = Listener((setup.host, setup.port), backlog=1024)
@@ -515,9 +524,9 @@ def serve(setup: msg.WriterSetup, ready: Callable[[msg.Address], None]) -> None:
 
 
 def main() -> None:
-    """Read a Setup from standard input, write the port to standard output, and serve."""
+    """Read a WriterSetup from standard input, write the TCP port to standard output, and serve."""
     size = int.from_bytes(sys.stdin.buffer.read(msg.SIZE_BYTES), "little")
-    if not size:  # no save is planned, or the rank is dead
+    if not size:  # no save will take place, or the rank is dead
         return
     setup: msg.WriterSetup = unpack(sys.stdin.buffer.read(size))
     die_with(setup.parent)

@@ -2,8 +2,8 @@
 
 [Note: private folders] Any user may create a folder in /dev/shm, under any name. A folder is used
 only if it belongs to this user and is closed to all others (0700): then only this user's processes
-can have filled it. A process that uses it holds a lock on it (flock). The kernel drops the lock
-with the process, in whatever container that ran, so no process id or host is compared.
+can have filled it. A process that uses a folder holds a lock on it (flock). The kernel drops the
+lock when the process ends, in any container, so no process id or host is compared.
 
     perdure-<run>-<pid>-<random>   in use while it is locked, else left by a dead process
     perdure-new-<random>           being created
@@ -29,32 +29,32 @@ logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 FORGET_SECONDS = 3600
-"""How long a dead run's memory is kept for its restart. A new start in the same run directory takes
-it over at once."""
+"""Seconds for which a dead run's memory is kept for its restart. A new start with the same
+checkpoint directory takes it over at once."""
 _NEW, _GONE = "perdure-new-", "perdure-gone-"
 
 
 @dataclass(frozen=True)
-class Folder:
+class LockedFolder:
     """A folder in shared memory that this process has locked."""
 
     path: Path
     lock: int
-    """Locked file descriptor."""
+    """Descriptor that holds the lock."""
 
     def close(self) -> None:
-        """Unlock it; its contents stay."""
+        """Unlock the folder. Its contents stay."""
         os.close(self.lock)
 
 
 def run_id(directory: str) -> str:
     """Returns the identifier in the names of a run's folders: a digest of its checkpoint directory,
-    with links resolved (a URL is taken as it is)."""
+    with links resolved; a URL is used unchanged."""
     place = directory if "://" in directory else os.path.realpath(directory)
     return hashlib.sha256(place.encode()).hexdigest()[:12]
 
 
-def make(directory: str) -> Folder:
+def make(directory: str) -> LockedFolder:
     """Create a folder for the run with this checkpoint directory.
 
     Raises:
@@ -63,40 +63,41 @@ def make(directory: str) -> Folder:
     mode = stat.S_IMODE(SHARED_MEMORY.stat().st_mode)
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         try:
-            SHARED_MEMORY.chmod(mode | stat.S_ISVTX)  # an emptyDir of Kubernetes lacks it
+            # An emptyDir of Kubernetes lacks the sticky bit.
+            SHARED_MEMORY.chmod(mode | stat.S_ISVTX)
         except OSError as error:
             why = f"anybody may rename what is in it; chmod +t {SHARED_MEMORY} as its owner"
             raise PermissionError(errno.EPERM, why, str(SHARED_MEMORY)) from error
     path = SHARED_MEMORY / f"{_NEW}{secrets.token_hex(4)}"
     path.mkdir(mode=0o700)
-    # Locked before it has a name under which others look for it.
+    # locked before it has a name that other processes look for
     folder = hold(path)
     if folder is None:
         raise PermissionError(errno.EPERM, "cannot be locked", str(path))
     return take_over(folder, directory)
 
 
-def take_over(folder: Folder, directory: str) -> Folder:
-    """Rename a locked folder to this run and process."""
+def take_over(folder: LockedFolder, directory: str) -> LockedFolder:
+    """Rename a locked folder so that it belongs to this run and process."""
     path = SHARED_MEMORY / f"perdure-{run_id(directory)}-{os.getpid()}-{secrets.token_hex(4)}"
     os.rename(folder.path, path)
-    return Folder(path, folder.lock)
+    return LockedFolder(path, folder.lock)
 
 
-def hold(path: Path, *, to_read: bool = False) -> Folder | None:
-    """Lock a private folder that no process uses, or, `to_read`, share its lock with other readers;
-    returns None if that is not possible."""
+def hold(path: Path, *, to_read: bool = False) -> LockedFolder | None:
+    """Lock a private folder that no process uses; with `to_read`, share the lock with other
+    readers. Returns None if that is not possible."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
-        # LOCK_NB: a living process holds it for as long as it runs.
+        # LOCK_NB, as a living process holds its lock for as long as it runs
         fcntl.flock(descriptor, (fcntl.LOCK_SH if to_read else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         status = os.fstat(descriptor)
-        # Between open and flock another process may have renamed it.
+        # between open and flock another process may have renamed the folder
         if is_private(status) and os.path.samestat(status, os.lstat(path)):
-            return Folder(path, descriptor)
+            return LockedFolder(path, descriptor)
     except OSError:
         pass
     os.close(descriptor)
@@ -109,8 +110,8 @@ def is_private(status: os.stat_result) -> bool:
 
 
 def of_run(directory: str) -> Iterator[Path]:
-    """Yields the private folders of a run on this machine. Any other of such a name is logged once,
-    and neither read nor deleted."""
+    """Yields the private folders of a run on this machine. Other files and folders with such names
+    are logged once, and neither read nor deleted."""
     for path in sorted(SHARED_MEMORY.glob(f"perdure-{run_id(directory)}-*")):
         try:
             status = os.lstat(path)
@@ -133,7 +134,6 @@ def _name_stranger(path: Path, user: int) -> None:
 
 
 def living_folders(directory: str) -> list[Path]:
-    """Returns a run's folders that living processes hold."""
     return [path for path in of_run(directory) if _is_used(path)]
 
 
@@ -144,8 +144,8 @@ def _is_used(path: Path) -> bool:
     return folder is None
 
 
-def forget(folder: Folder) -> None:
-    """Delete a locked folder. It is renamed first, so another process gets all of it or none."""
+def forget(folder: LockedFolder) -> None:
+    """Rename and delete a locked folder, so that another process gets all of it or nothing."""
     gone = SHARED_MEMORY / f"{_GONE}{secrets.token_hex(4)}"
     with suppress(OSError):
         os.rename(folder.path, gone)
@@ -154,12 +154,12 @@ def forget(folder: Folder) -> None:
 
 
 def collect_memory(directory: str) -> None:
-    """Delete the folders of dead processes: of this run all that no process took over, of this
-    user's other runs those unused for FORGET_SECONDS."""
+    """Delete folders of dead processes: those of this run that no process took over, and those of
+    this user's other runs that were unused for FORGET_SECONDS."""
     ours = (f"perdure-{run_id(directory)}-", _GONE)
     for path in SHARED_MEMORY.glob("perdure-*"):
-        with suppress(OSError):  # another process was faster, or it is another user's
-            # Without a lock, which would look like a living process.
+        with suppress(OSError):  # another process was faster, or the folder is another user's
+            # without locking it, which would look like a living process
             idle = time.time() - max(entry.lstat().st_mtime for entry in (path, *path.iterdir()))
             if not path.name.startswith(ours) and idle <= FORGET_SECONDS:
                 continue

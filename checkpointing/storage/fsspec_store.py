@@ -2,7 +2,7 @@
 
 Credentials and settings come from fsspec's configuration and from the implementation. Unlike with
 S3, one thread sends a tensor file block by block, and no other process can abort its upload. So a
-run is not protected from a writer that was wrongly thought dead.
+writer that was wrongly thought dead can still change a checkpoint.
 """
 
 import logging
@@ -26,18 +26,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONNECTIONS = 16
-"""Concurrent requests of one process."""
+"""Most concurrent requests of one process."""
 ATTEMPTS = 6
-"""Attempts at a request, besides those of the implementation itself."""
+"""Attempts at a request, in addition to those of the implementation."""
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
-"""Keys under which implementations give an object's time."""
+"""Keys that implementations use for the time of an object."""
 
 
 class FsspecStore:
     """A client of any store that fsspec supports; implements ObjectStore."""
 
     def __init__(self, protocol: str) -> None:
-        # Other processes write: a cached listing would hide their steps.
+        # a cached listing would hide steps that other processes write
         self._files = fsspec.filesystem(protocol, use_listings_cache=False)
         self.pool = ThreadPoolExecutor(CONNECTIONS, protocol)
 
@@ -85,7 +85,7 @@ class FsspecStore:
         try:
             self._retrying(path, lambda: self._files.pipe_file(_name(path), data, mode="create"))
         except FileExistsError:
-            # An earlier attempt may have written it, with its answer lost.
+            # An earlier attempt may have written the object, and only its answer was lost.
             if self.read(path) != data:
                 raise
 
@@ -98,7 +98,7 @@ class FsspecStore:
         list(self.pool.map(remove, paths))
 
     def begin_uploads(self, sizes: Sequence[tuple[ObjectPath, int]]) -> list[str]:
-        """Returns empty tokens: an upload begins with its first block."""
+        """Returns empty tokens, as an upload begins only with its first block."""
         return ["" for _ in sizes]
 
     def open_upload(self, path: ObjectPath, token: str, size: int) -> "StreamWriter":
@@ -108,11 +108,11 @@ class FsspecStore:
         return StreamWriter(file, path)
 
     def uploads(self, path: ObjectPath) -> list[Upload]:
-        """Returns nothing: fsspec lists none, and stores drop them after some days."""
+        """Returns nothing: fsspec cannot list uploads. Stores drop unfinished ones."""
         return []
 
     def abort_uploads(self, uploads: Sequence[tuple[ObjectPath, str]]) -> None:
-        """Does nothing: only the writer itself can abort an upload."""
+        """Does nothing, as only the writer itself can abort an upload."""
 
     def _retrying(self, path: ObjectPath, work: Callable[[], T]) -> T:
         again = tenacity.Retrying(
@@ -126,7 +126,7 @@ class FsspecStore:
             return again(work)
         except (FileNotFoundError, FileExistsError):
             raise
-        except Exception as error:  # implementations define their own exceptions
+        except Exception as error:  # each implementation defines its own exceptions
             raise StorageError(
                 f"{path}: {explain(error)}; check the credentials and settings of "
                 f"{type(self._files).__name__}"
@@ -149,7 +149,7 @@ class StreamWriter:
     def write(self, data: memoryview, offset: int) -> None:
         if self._file.tell() != offset:
             raise ValueError(f"{self._path}: blocks must come in order")
-        self._file.write(bytes(data))  # a copy: the caller reuses the block's buffer
+        self._file.write(bytes(data))  # a copy, as the caller reuses the block's buffer
 
     def finish(self) -> None:
         self._file.close()

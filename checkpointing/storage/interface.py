@@ -17,7 +17,7 @@ class Stat(Protocol):
 
     @property
     def st_size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
 
     @property
     def st_mtime(self) -> float:
@@ -32,13 +32,13 @@ class StoredFile(Protocol):
         """Bytes."""
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill `buffers` in turn from `offset` on; returns the bytes read, fewer at the end of the
-        file."""
+        """Fill `buffers` in turn, from `offset` on. Returns the number of bytes read, which is
+        smaller at the end of the file."""
 
 
 class FileWriter(Protocol):
-    """A tensor file, or a part of it, being written by one thread. A context manager: leaving it
-    without `finish` discards the file."""
+    """Writes a tensor file, or a part of it, in one thread. A context manager: leaving it without
+    `finish` discards the file."""
 
     def __enter__(self) -> Self: ...
 
@@ -54,9 +54,10 @@ class FileWriter(Protocol):
 
 
 class NewStep(Protocol):
-    """A step that is being written. The coordinator creates it and calls `begin`; then it is sent
-    (wire.py) to the writers of all nodes, who write tensor files through it; at last the
-    coordinator commits or aborts it. Readers accept nothing of it before `commit` returns."""
+    """A step that is being written. The coordinator creates this object and calls `begin`; then it
+    is sent (wire.py) to the writers of all nodes, which write tensor files through it; at last the
+    coordinator calls `commit` or `abort`. Readers see no part of the step before `commit`
+    returns."""
 
     @property
     def final(self) -> Place:
@@ -64,7 +65,7 @@ class NewStep(Protocol):
 
     @property
     def in_parts(self) -> bool:
-        """Whether several writers of a node may write to one file at a time."""
+        """Whether several writers of a node may write to one file at the same time."""
 
     def begin(self, files: Sequence[TensorFile]) -> None:
         """Prepare the tensor files. Called by the coordinator."""
@@ -75,20 +76,20 @@ class NewStep(Protocol):
     def commit(
         self, files: Sequence[TensorFile], small: Mapping[str, bytes], record: bytes
     ) -> None:
-        """Make it a checkpoint, once all writers have finished. Called by the coordinator.
+        """Make the step a checkpoint, once all writers have finished. Called by the coordinator.
 
         Args:
             files: the tensor files, whose sizes are checked.
-            small: all other files but the commit record, by name.
+            small: name → contents of all other files except the commit record.
             record: contents of the commit record, written last.
         """
 
     def abort(self) -> None:
-        """Remove what was written, as far as possible. Called by the coordinator."""
+        """Remove the step's files, as far as possible. Called by the coordinator."""
 
 
 class Storage(Protocol[P]):
-    """One kind of storage. Methods raise OSError or StorageError, depending on the kind;
+    """A kind of storage. Methods raise OSError or StorageError, depending on the kind, and
     FileNotFoundError only if it is certain that the file does not exist."""
 
     # --- files -----------------------------------------------------------------------------------
@@ -96,93 +97,93 @@ class Storage(Protocol[P]):
     def exists(self, path: P) -> bool: ...
 
     def exists_as(self, path: P) -> bool:
-        """Whether the name is used, even by a broken link."""
+        """Whether a file, directory or link of this name exists, even a broken link."""
 
     def is_directory(self, path: P) -> bool: ...
 
     def children(self, directory: P) -> list[P]:
-        """Returns the files and directories in a directory; none if it does not exist."""
+        """Returns the files and directories in a directory; an empty list if it does not exist."""
 
     def stat(self, path: P) -> Stat: ...
 
     def open(self, path: P) -> AbstractContextManager[StoredFile]:
-        """Opens a file for reading; errors inside the block name the file."""
+        """Open a file for reading. Errors inside the block name the file."""
 
     def read(self, path: P, most: int | None = None, *, follow: bool = True) -> bytes:
         """Returns all bytes of a small file.
 
         Args:
-            most: most bytes that it may have.
+            most: largest accepted size in bytes; None: any.
             follow: whether a link is followed; if not, it is an error.
 
         Raises:
-            OSError: it cannot be read, or is larger than `most`.
+            OSError: the file cannot be read, or is larger than `most`.
         """
 
     def read_private(self, path: P) -> bytes:
-        """Returns the first 65 bytes of a file; none if another user could read it, which a store
-        cannot tell."""
+        """Returns the first 65 bytes of a file; b"" if another user could read the file, which is
+        not checked in an object store."""
 
     def own_size(self, directory: P, name: str) -> int:
-        """Returns the bytes of a regular file in the directory itself, not behind a link.
+        """Returns the size in bytes of a regular file in the directory itself, not behind a link.
 
         Raises:
-            FileNotFoundError: it is missing.
-            OSError: it is a link, or no regular file.
+            FileNotFoundError: the file is missing.
+            OSError: the file is a link, or not regular.
         """
 
     def sizes(self, directory: P, names: Iterable[str]) -> Iterator[tuple[str, int]]:
-        """Yields (name, bytes) of several files in the given order; raises as `own_size`."""
+        """Yields (name, size in bytes) of files in the given order. Raises as `own_size`."""
 
     def create(self, path: P, data: bytes, mode: int = 0o666) -> None:
         """Create a small file, durable on return. A power cut before that may leave it empty.
 
         Raises:
-            FileExistsError: it exists.
+            FileExistsError: the file exists.
         """
 
     def remove(self, path: P) -> None: ...
 
     def append(self, path: P, data: bytes) -> None:
-        """Append to a log that one process writes. An object is read and rewritten, so it should
-        stay within some megabytes."""
+        """Append to a log that only one process writes. An object is read and rewritten, so a log
+        should not exceed some megabytes."""
 
     def make_directory(self, path: P) -> None:
         """Create a directory and its parents unless they exist, durable on return."""
 
     def filesystem(self, path: P) -> str:
-        """Returns the type of the filesystem that holds `path`, which need not exist; "" if there
-        is none or it is unknown."""
+        """Returns the type of the filesystem that holds `path`, which need not exist; "" for an
+        object store or an unknown type."""
 
     # --- steps -----------------------------------------------------------------------------------
 
     def steps(self, directory: P) -> list[P]:
-        """Returns the entries named as steps; they may be damaged."""
+        """Returns the entries of a directory that are named as steps. They may be damaged."""
 
     def is_foreign(self, step: P) -> bool:
         """Whether an entry named as a step is a link, or of a user who is not trusted."""
 
     def new_step(self, final: P) -> NewStep:
-        """Returns a step, to be `final`, that this process writes."""
+        """Returns a new step for writing, which becomes `final` when it is committed."""
 
     def delete_step(self, step: P) -> None:
         """Delete a step so that no reader sees half of it. After a crash or an error, `collect`
-        deletes the rest. A link, or a step of a user who is not trusted, is set aside."""
+        deletes the rest. A link, or a step of a user who is not trusted, is renamed instead."""
 
     def collect(self, directory: P, lost: Collection[str] = ()) -> None:
-        """Remove what dead processes left of steps that they wrote or deleted, and finish failed
-        deletions of this process. Never touches a committed step.
+        """Remove unfinished steps and deletions of dead processes, and finish failed deletions of
+        this process. Never touches a committed step.
 
         Args:
-            lost: owners that may write here no more, dead or alive.
+            lost: owners that may no longer write here, dead or alive.
         """
 
     def reading_lock(self, step: P) -> AbstractContextManager[None]:
         """Implements `steps.reading_lock`."""
 
     def unless_read(self, step: P) -> AbstractContextManager[bool]:
-        """Keep readers off a step during the block; yields False if it is being read. A step
-        without a commit record, or where locks do not exist, counts as not being read."""
+        """Keep readers from a step during the block; yields False if the step is being read.
+        Without locks, or without a commit record, no step counts as being read."""
 
 
 # --- object stores --------------------------------------------------------------------------------
@@ -193,49 +194,49 @@ class ObjectStat:
     """Size and time of an object; implements Stat."""
 
     st_size: int
-    """Bytes."""
+    """Size in bytes."""
     st_mtime: float
     """Unix time."""
 
 
 @dataclass(frozen=True)
 class Upload:
-    """An unfinished upload of a tensor file; no object exists before it is finished."""
+    """An unfinished upload of a tensor file. The object exists only once the upload is finished."""
 
     path: ObjectPath
     token: str
-    """Its name in the store."""
+    """Identifier of the upload in the store."""
     began: float
-    """Unix time."""
+    """Unix time of its begin."""
 
 
 class ObjectStore(Protocol):
     """A client of an object store, callable from any thread.
 
-    Names lead to objects: `s3://bucket/runs/a/step-00001000/index.json` is one object, and a
-    directory is a common prefix of names. Nothing can be renamed; an object appears whole or not at
+    Names refer to objects: `s3://bucket/runs/a/step-00001000/index.json` is one object, and a
+    directory is a common prefix of names. Objects cannot be renamed, and appear whole or not at
     all.
 
     All methods retry transient errors. They raise FileNotFoundError only if the store says that the
-    object does not exist. They raise StorageError for all that retries cannot help (no such bucket,
-    no permission, no answer), so a failing store never looks empty."""
+    object does not exist. They raise StorageError for errors that retries do not cure (no such
+    bucket, no permission, no answer), so that a failing store never looks empty."""
 
     def find(self, path: ObjectPath) -> ObjectStat | None:
         """Returns an object's size and time; None if it does not exist."""
 
     def find_all(self, paths: Sequence[ObjectPath]) -> list[ObjectStat | None]:
-        """Like `find` for several objects, concurrently."""
+        """Returns the results of `find` for several objects, concurrently."""
 
     def children(self, path: ObjectPath) -> list[ObjectPath]:
         """Returns objects and directories in a directory."""
 
     def walk(self, path: ObjectPath) -> dict[str, ObjectStat]:
-        """Returns all objects below a directory, by relative name."""
+        """Returns relative name → size and time of all objects below a directory."""
 
     def read(self, path: ObjectPath) -> bytes: ...
 
     def read_into(self, path: ObjectPath, buffers: Sequence[memoryview], offset: int) -> None:
-        """Fill `buffers` in turn from `offset` on; the object has that many bytes."""
+        """Fill `buffers` in turn, from `offset` on. The object must have so many bytes."""
 
     def write(self, path: ObjectPath, data: bytes) -> None:
         """Create or replace an object."""
@@ -244,11 +245,11 @@ class ObjectStore(Protocol):
         """Create an object, by an atomic operation of the store.
 
         Raises:
-            FileExistsError: it exists with other bytes.
+            FileExistsError: the object exists with other bytes.
         """
 
     def delete(self, paths: Sequence[ObjectPath]) -> None:
-        """Delete objects; missing ones are no error."""
+        """Delete objects. A missing object is no error."""
 
     def begin_uploads(self, sizes: Sequence[tuple[ObjectPath, int]]) -> list[str]:
         """Returns tokens of new uploads for objects of the given sizes."""
@@ -257,7 +258,7 @@ class ObjectStore(Protocol):
         """Returns a writer for an upload that any process has begun."""
 
     def uploads(self, path: ObjectPath) -> list[Upload]:
-        """Returns uploads below a directory that were neither finished nor aborted."""
+        """Returns the uploads below a directory that were neither finished nor aborted."""
 
     def abort_uploads(self, uploads: Sequence[tuple[ObjectPath, str]]) -> None:
-        """Abort uploads (path, token), so that nobody can finish them."""
+        """Abort uploads (path, token), so that no process can finish them."""

@@ -1,14 +1,4 @@
-"""Steps in an object store: writing, deletion, and collection of what dead processes left.
-
-[Note: markers]
-  step-00001000/…               the objects of a step; committed once index.json exists
-  step-00001000.tmp-<owner>     an empty object: <owner> writes below step-00001000/
-  step-00001000.trash-<owner>   an empty object: <owner> deletes the step
-Nothing can be renamed, so objects have their final names from the start, and index.json alone makes
-them a checkpoint. It is written on the condition that none exists: of several processes that write
-the same step, at most one commits it. Markers name the process at work. A process that takes over
-removes the markers of others; one that misses its own marker neither commits nor cleans up.
-"""
+"""Steps in an object store: writing, deletion, and removal of what dead processes left."""
 
 import errno
 import logging
@@ -35,13 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 def store_of(path: ObjectPath) -> ObjectStore:
-    """Returns this process's client for the store of a path. Its package is imported with the first
-    request.
+    """Returns this process's client for the store of a path, creating it at the first call.
 
     Raises:
-        StorageError: the package is not installed; names it.
+        StorageError: a package is not installed; the message names it.
     """
-    # One per process: connections and threads of a client do not survive a fork.
+    # one client per process, as connections and threads of a client do not survive a fork
     return _store(path.protocol, os.getpid())
 
 
@@ -65,9 +54,9 @@ def _store(protocol: str, process: int) -> ObjectStore:
 # --- steps ----------------------------------------------------------------------------------------
 
 FOREIGN_SECONDS = 6 * 3600
-"""Writes of another machine, whose processes are not visible here, count as abandoned after so long
-without an addition. An upload shows no activity until it is finished, so this must exceed the
-longest upload of a file."""
+"""Seconds without a new object or upload after which an unfinished step of another machine, whose
+processes are not visible here, counts as abandoned. An upload shows no activity until it is
+finished, so this must exceed the longest upload of a file."""
 
 _MARKER = re.compile(r"(?P<step>step-\d{8,})\.(?:tmp|trash)-.+")
 
@@ -79,19 +68,19 @@ class NewObjectStep:
     final: ObjectPath
     marker: ObjectPath
     uploads: dict[str, str] = field(default_factory=dict)
-    """Token by file."""
+    """File → token of its upload."""
     in_parts = False
 
     @staticmethod
     def of(final: ObjectPath) -> "NewObjectStep":
-        """Returns a step that this process writes."""
+        """Returns a step for this process to write."""
         return NewObjectStep(final, final.with_name(f"{final.name}.tmp-{owner()}"))
 
     def begin(self, files: Sequence[TensorFile]) -> None:
-        """Take the step over, remove what earlier writers left of it, and begin all uploads.
+        """Take the step over, remove objects and uploads of earlier writers, and begin all uploads.
 
         Raises:
-            StorageError: it is committed, or another process of this machine is writing it.
+            StorageError: the step is committed, or another process of this machine is writing it.
         """
         store = store_of(self.final)
         if store.find(self.final / COMMIT_RECORD) is not None:
@@ -105,7 +94,7 @@ class NewObjectStep:
                     f"({printable(marker.name)}); end that run, or give this one a "
                     "checkpoint.directory of its own"
                 )
-        # In this order: the step never lacks a marker, by which `collect` would remove it.
+        # in this order: `collect` would remove a step without a marker
         store.write(self.marker, b"")
         store.delete(others)
         _remove(self.final, store.uploads(self.final))
@@ -119,7 +108,7 @@ class NewObjectStep:
     def commit(
         self, files: Sequence[TensorFile], small: Mapping[str, bytes], record: bytes
     ) -> None:
-        """Make it a checkpoint.
+        """Make the step a checkpoint.
 
         Raises:
             StorageError: another process has taken over or committed this step.
@@ -134,12 +123,12 @@ class NewObjectStep:
                 )
         taken = f"{self.final}: another process has taken over this step; two runs write to "
         taken += f"{self.final.parent}: end one of them"
-        # Whoever takes the step over removes this marker.
+        # a process that takes the step over removes this marker
         if store.find(self.marker) is None:
             raise StorageError(taken)
         try:
             for name, data in small.items():
-                store.write_new(self.final / name, data)  # fails if another process commits, too
+                store.write_new(self.final / name, data)  # fails if another process also commits
             store.write_new(self.final / COMMIT_RECORD, record)
         except FileExistsError as error:
             raise StorageError(taken) from error
@@ -150,7 +139,7 @@ class NewObjectStep:
             logger.warning("%s is committed, but: %s", self.final, error)
 
     def abort(self) -> None:
-        """Remove what was written. `collect` removes the rest later."""
+        """Remove the objects and uploads of this step. `collect` removes the rest later."""
         store = store_of(self.final)
         try:
             store.abort_uploads(
@@ -205,7 +194,7 @@ class ObjectStorage:
         return self.stat(directory / name).st_size
 
     def sizes(self, directory: ObjectPath, names: Iterable[str]) -> Iterator[tuple[str, int]]:
-        """Yields (name, bytes), by one request for a thousand files."""
+        """Yields (name, size in bytes), by one request per thousand files."""
         found = store_of(directory).walk(directory)
         for name in names:
             yield name, (found.get(name) or self.stat(directory / name)).st_size
@@ -217,13 +206,13 @@ class ObjectStorage:
         store_of(path).delete([path])
 
     def append(self, path: ObjectPath, data: bytes) -> None:
-        """Rewrite the object with `data` appended: objects cannot grow."""
+        """Rewrite the object with `data` appended, as objects cannot grow."""
         store = store_of(path)
         before = store.read(path) if store.find(path) else b""
         store.write(path, before + data)
 
     def make_directory(self, path: ObjectPath) -> None:
-        """Does nothing: a directory is a common prefix."""
+        """Does nothing, as a directory is only a common prefix."""
 
     def filesystem(self, path: ObjectPath) -> str:
         return ""
@@ -231,33 +220,31 @@ class ObjectStorage:
     # --- steps -----------------------------------------------------------------------------------
 
     def steps(self, directory: ObjectPath) -> list[ObjectPath]:
-        """Returns the steps with a commit record. A step has its final name from its first object
-        on."""
+        """Returns the committed steps only, as unfinished steps have their final names already."""
         children = self.children(directory)
         return _committed([path for path in children if parse_step(path.name) is not None])
 
     def is_foreign(self, step: ObjectPath) -> bool:
-        """Returns False: the permissions of the bucket decide who writes."""
+        """Returns False, as the permissions of the bucket decide who may write."""
         return False
 
     def new_step(self, final: ObjectPath) -> NewObjectStep:
         return NewObjectStep.of(final)
 
     def delete_step(self, step: ObjectPath) -> None:
-        """Delete a step, its commit record first, so that it is never a checkpoint with a missing
-        file."""
+        """Delete a step, its commit record first, so that no checkpoint ever lacks files."""
         store = store_of(step)
         record = step / COMMIT_RECORD
         if store.find(record) is None:
             return
         marker = step.with_name(f"{step.name}.trash-{owner()}")
         store.write(marker, b"")
-        store.delete([record])  # from here on it is no checkpoint
+        store.delete([record])  # from here on the step is no checkpoint
         _remove(step, ())
         store.delete([marker])
 
     def collect(self, directory: ObjectPath, lost: Collection[str] = ()) -> None:
-        """Remove what dead processes left, and abort their uploads."""
+        """Remove unfinished steps of dead processes, and abort their uploads."""
         store = store_of(directory)
         children = store.children(directory)
         markers = _markers(children)
@@ -276,7 +263,7 @@ class ObjectStorage:
             if not given_up and not _is_abandoned(step, theirs, begun, step in good):
                 continue
             logger.info("removing what a dead run left of %s", step)
-            # The checkpoint is whole: only what was begun beside it goes.
+            # the checkpoint is complete, so only uploads and markers beside it are removed
             if step in good:
                 store.abort_uploads([(upload.path, upload.token) for upload in begun])
             else:
@@ -285,12 +272,12 @@ class ObjectStorage:
 
     @contextmanager
     def reading_lock(self, step: ObjectPath) -> Iterator[None]:
-        """Does nothing: stores have no locks."""
+        """Does nothing, as stores have no locks."""
         yield
 
     @contextmanager
     def unless_read(self, step: ObjectPath) -> Iterator[bool]:
-        """Yields True: stores have no locks."""
+        """Yields True, as stores have no locks."""
         yield True
 
 
@@ -301,7 +288,7 @@ class ObjectFile:
         self._path, self.size = path, size
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill `buffers` in turn from `offset` on; returns the bytes read."""
+        """Fill `buffers` in turn, from `offset` on; returns the number of bytes read."""
         left = wanted = max(0, min(sum(map(len, buffers)), self.size - offset))
         parts = []
         for buffer in buffers:
@@ -324,12 +311,13 @@ def _committed(steps: Sequence[ObjectPath]) -> list[ObjectPath]:
 def _is_abandoned(
     step: ObjectPath, markers: Sequence[ObjectPath], uploads: Sequence[Upload], good: bool
 ) -> bool:
-    """Whether no process works on a step."""
+    """Whether no process is writing or deleting a step."""
     mine = [marker.name.endswith(f".trash-{owner()}") for marker in markers]
     alive = [is_alive(marker.name) for marker in markers]
     if any(life and not own for life, own in zip(alive, mine, strict=True)):
         return False
-    if markers and None not in alive:  # each ran here, and is dead or this process
+    # Each process ran on this machine, and is dead or is this process.
+    if markers and None not in alive:
         return True
     store = store_of(step)
     times = [upload.began for upload in uploads]
@@ -347,7 +335,7 @@ def _remove(step: ObjectPath, uploads: Collection[Upload]) -> None:
 
 
 def _markers(children: Sequence[ObjectPath]) -> dict[str, list[ObjectPath]]:
-    """Returns the markers in a directory, by name of their step."""
+    """Returns name of a step → its markers in a directory."""
     found: dict[str, list[ObjectPath]] = {}
     for child in children:
         match = _MARKER.fullmatch(child.name)

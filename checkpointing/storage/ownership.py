@@ -1,16 +1,17 @@
-"""Owners of a file: the process that wrote it, if it still lives, and the user, if trusted.
+"""Owners of a file: the process that wrote it, which may still live, and the user, who may be
+trusted.
 
 [Note: owner] An owner is a process, as <host>-<machine>-<pid>-<start>. `start` is its start time;
-`machine` identifies this boot of this machine and its process namespace. On that machine they tell
+`machine` identifies this boot of this machine and its process namespace. On that machine these show
 whether the owner still lives, even after its process id was reused.
 
 [Note: trust] A user who can write to a checkpoint directory can put a step there, whose weights
 would be trained on. So a run reads only steps of its own user, of root, and of the users that
 `checkpoint.trust` names. The rule belongs to the directory: a process that trains sets it once, and
-every read of a step below it obeys. Each part of a path is opened without following links, and the
-owner is that of the open descriptor, so nothing can be exchanged in between. A hard link, as
-backups make them, changes nothing: steps are written closed to the group, so only a trusted user
-can place one in a trusted user's directory.
+it applies to every read of a step below. Each part of a path is opened without following links, and
+the owner of the open descriptor is checked, so that no file can be exchanged in between. A hard
+link, as backups make them, changes nothing: steps are written closed to the group, so only a
+trusted user can place one in a trusted user's directory.
 
 A directory that a user names for reading, such as `model.init_from`, has no rule.
 """
@@ -40,15 +41,14 @@ _OWNER = re.compile(r".*-(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)")
 
 
 def owner(pid: int | None = None) -> str:
-    """Returns the identity of a living process, by default this one, for names of files; see
-    [Note: owner]."""
+    """Returns the identity of a living process (default: this) for file names [Note: owner]."""
     host, pid = re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname()), pid or os.getpid()
     return f"{host}-{machine()}-{pid}-{_start_time(pid)}"
 
 
 def is_alive(name: str) -> bool | None:
-    """Whether the owner at the end of a name lives; None if it is on another machine, or the name
-    has no owner."""
+    """Whether the owner at the end of a name lives; None if the owner is on another machine, or the
+    name contains no owner."""
     match = _OWNER.fullmatch(name)
     if match is None or match["machine"] != machine():
         return None
@@ -72,20 +72,20 @@ def machine() -> str:
 
 
 def _start_time(pid: int) -> int | None:
-    """Returns the start of a living process in clock ticks since boot (0 where /proc does not say);
+    """Returns the start time of a living process in clock ticks since boot (0 if /proc hides it);
     None if there is no such process."""
     try:
         os.kill(pid, 0)  # only checks that the process exists
     except (ProcessLookupError, OverflowError):
         return None
-    except PermissionError:  # it lives, under another user
+    except PermissionError:  # the process lives, under another user
         pass
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:  # /proc hides other users' processes
         return 0
-    fields = status.rpartition(")")[2].split()  # the name before it may hold spaces
-    return None if fields[0] == "Z" else int(fields[19])  # a zombie writes nothing more
+    fields = status.rpartition(")")[2].split()  # the name before the bracket may contain spaces
+    return None if fields[0] == "Z" else int(fields[19])  # a zombie writes no more
 
 
 # --- users ----------------------------------------------------------------------------------------
@@ -96,12 +96,8 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
-class Trusted(Container[int]):
-    """User ids whose files a process relies on: its own, root's, and those of `names`.
-
-    Args:
-        names: user names, uids, or "group" for the members of the group of `directory`.
-    """
+class TrustedUsers(Container[int]):
+    """User ids whose files a process accepts: its own, root's, and those of `names`."""
 
     names: tuple[str | int, ...]
     directory: Path
@@ -116,20 +112,20 @@ class Trusted(Container[int]):
         return uid == _owner_of_new_files(self.directory)
 
 
-_rules: dict[Path, Trusted] = {}
+_rules: dict[Path, TrustedUsers] = {}
 
 
 def keep_to(directory: Place, names: Sequence[str | int]) -> None:
     """From now on, make this process read only steps in `directory` that trusted users wrote."""
     if isinstance(directory, Path):
-        _rules[directory] = Trusted(tuple(names), directory)
+        _rules[directory] = TrustedUsers(tuple(names), directory)
 
 
 def require_own_link(directory: Path) -> None:
     """Refuse a checkpoint directory that another user has made a link.
 
     Raises:
-        PermissionError: it is a link of a user who is not trusted.
+        PermissionError: the directory is a link of a user who is not trusted.
     """
     rule = _rules.get(directory)
     with suppress(FileNotFoundError):
@@ -140,25 +136,25 @@ def require_own_link(directory: Path) -> None:
 
 
 def lets_group_write(directory: Path) -> bool:
-    """Whether members of a directory's group may change what is written there."""
+    """Whether members of a directory's group may change files that are written in it."""
     rule = _rules.get(directory)
     return bool(rule and GROUP in rule.names)
 
 
 def is_foreign(step: Path) -> bool:
-    """Whether an entry named as a step is a link, or not of a trusted user."""
+    """Whether an entry named as a step is a link, or belongs to a user who is not trusted."""
     rule = _rules.get(step.parent)
     found = os.lstat(step)
     return stat.S_ISLNK(found.st_mode) or bool(rule and found.st_uid not in rule)
 
 
 def open_to_read(path: Path, flags: int) -> int:
-    """Like os.open(path, flags); inside the directory of a step, refuses links and files of users
-    that the checkpoint directory does not trust.
+    """Like os.open(path, flags), but inside a step refuse links, and files of users whom the
+    checkpoint directory does not trust.
 
     Raises:
-        UnreadableCheckpoint: it is a link, or was written by a user who is not trusted.
-        OSError: it cannot be opened.
+        UnreadableCheckpoint: the file is a link, or was written by a user who is not trusted.
+        OSError: the file cannot be opened.
     """
     found = next(((root, rule) for root, rule in _rules.items() if root in path.parents), None)
     parts = path.relative_to(found[0]).parts if found else ()
@@ -181,7 +177,8 @@ def open_to_read(path: Path, flags: int) -> int:
                 error.filename = str(path)
                 raise
             os.close(folder)
-            folder = inner  # each part is opened below the last: a rename cannot divert the path
+            # Each part is opened relative to the last, so that a rename cannot divert the path.
+            folder = inner
             owner = os.fstat(folder).st_uid
             if owner not in rule:
                 raise UnreadableCheckpoint(f"{what} {_refusal(owner)}")
@@ -224,8 +221,8 @@ def _is_member(uid: int, directory: Path) -> bool:
 
 
 def _owner_of_new_files(directory: Path) -> int | None:
-    """Returns the uid of files that this process creates there: on NFS with root_squash, root's are
-    nobody's."""
+    """Returns the owner (uid) of files that this process creates in `directory`. On NFS with
+    root_squash, files of root belong to nobody."""
     with suppress(OSError), tempfile.TemporaryFile(dir=directory) as probe:
         return os.fstat(probe.fileno()).st_uid
     return None

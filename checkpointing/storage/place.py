@@ -23,7 +23,7 @@ class Place(Protocol):
     def with_name(self, name: str) -> Self: ...
 
     def absolute(self) -> Self:
-        """Returns this place independent of the working directory."""
+        """Returns this place as an absolute path; a URL is returned unchanged."""
 
 
 P = TypeVar("P", bound=Place)
@@ -49,7 +49,7 @@ class ObjectPath:
         bucket, _, key = rest.partition("/")
         if not bucket:
             raise StorageError(f"{url!r} names no bucket; write s3://bucket/folder")
-        # Empty parts go: "a//b" and "a/b/" would be other keys in the store.
+        # empty parts are dropped, as "a//b" and "a/b/" would be different keys in the store
         return ObjectPath(protocol, bucket, "/".join(filter(None, key.split("/"))))
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ def location(text: str | Place) -> Place:
     """Returns the place that a path or URL ("s3://bucket/folder") names.
 
     Raises:
-        StorageError: a URL without a bucket.
+        StorageError: a URL contains no bucket.
     """
     if not isinstance(text, str):
         return text
@@ -92,7 +92,7 @@ def local(text: str | Place) -> Path:
     """Returns the path of a directory on a filesystem.
 
     Raises:
-        StorageError: it is in an object store.
+        StorageError: the directory is in an object store.
     """
     place = location(text)
     if not isinstance(place, Path):

@@ -3,8 +3,8 @@
 [Note: readers] Any user who may read a file may lock it, and could hold up a run for ever. So the
 lock is on a file that only the user who trains can open: `.reading` in the checkpoint directory,
 mode 0600. Its byte n stands for step n. Readers share the lock; retention takes it exclusively.
-Other users read without a lock, and a step may be deleted under them. A lock delays, and never
-damages a step: readers wait LOCK_SECONDS at most, retention not at all.
+Other users read without a lock, and a step may be deleted while they read it. Readers wait for a
+lock at most LOCK_SECONDS, retention does not wait.
 
 The locks are Linux's open file description locks: the kernel drops them with their process, and one
 process may hold several. NFS forwards them.
@@ -26,7 +26,7 @@ from typing import Any
 import tenacity
 
 from checkpointing.format.layout import BLOCK_BYTES, parse_step
-from checkpointing.storage.ownership import Trusted, open_to_read
+from checkpointing.storage.ownership import TrustedUsers, open_to_read
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,8 @@ TRANSIENT = frozenset(
         errno.ENETUNREACH,
     }
 )
-"""Errors of shared storage that fails over. No other error (no space, quota, read-only, permission,
-…) goes away by a retry."""
+"""Errors of shared storage while it fails over. A retry cures no other error (no space, quota,
+read-only, permission, …)."""
 
 _ATTEMPTS = 6
 _MOST_BUFFERS = 1024
@@ -54,7 +54,7 @@ _MOST_BUFFERS = 1024
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether a retry may succeed."""
+    """Whether a retry may succeed after `error`."""
     return isinstance(error, OSError) and error.errno in TRANSIENT
 
 
@@ -66,7 +66,8 @@ def retrying(call: Callable[..., Any], *arguments: Any) -> Any:
     except OSError as error:
         if not is_transient(error):
             raise
-        logger.warning("%s; trying again", error)  # by tenacity, which costs time at every call
+        # The first call is made without tenacity, which costs time at every call.
+        logger.warning("%s; trying again", error)
     again = tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_transient),
         wait=tenacity.wait_exponential(multiplier=0.2, max=5) + tenacity.wait_random(0, 0.2),
@@ -86,7 +87,7 @@ def opened(
     Args:
         flags: flags of os.open.
         mode: mode of a new file, before the umask.
-        by: opens it; called like os.open.
+        by: function that opens the file, called like os.open.
     """
     descriptor = retrying(by, path, flags, mode)
     try:
@@ -107,10 +108,12 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
-    """Fill `buffer` from `offset` on; returns the bytes read, fewer at the end of the file."""
+    """Fill `buffer`, from `offset` on. Returns the number of bytes read, which is smaller at the
+    end of the file."""
     done = 0
     while done < len(buffer):
-        count = retrying(os.preadv, descriptor, [buffer[done:]], offset + done)  # may be short
+        # May read fewer bytes.
+        count = retrying(os.preadv, descriptor, [buffer[done:]], offset + done)
         if count == 0:
             break
         done += count
@@ -119,8 +122,8 @@ def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
 
 @contextmanager
 def regular(path: Path, *, follow: bool = True) -> Iterator[int]:
-    """Open a regular file of a trusted owner [Note: trust] for reading. Without `follow`, refuse
-    links."""
+    """Open a regular file of a trusted owner (ownership.py [Note: trust]) for reading. Without
+    `follow`, refuse links."""
     # O_NONBLOCK: opening a pipe would wait for its other end.
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     with opened(path, flags, by=lambda path, flags, _: open_to_read(path, flags)) as descriptor:
@@ -129,7 +132,7 @@ def regular(path: Path, *, follow: bool = True) -> Iterator[int]:
 
 
 def require_regular(path: Path, found: os.stat_result) -> None:
-    """Raises OSError unless it is a regular file."""
+    """Raises OSError unless `found` is the status of a regular file."""
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if stat.S_ISLNK(found.st_mode):
@@ -152,7 +155,7 @@ class PosixFile:
             if count == 0:
                 break
             done += count
-            # A read may end inside a buffer.
+            # a read may end inside a buffer
             while rest and count >= len(rest[0]):
                 count -= len(rest.pop(0))
             if count:
@@ -164,12 +167,12 @@ def make_directory(path: Path) -> None:
     """Create a directory and its parents unless they exist, durable on return."""
     missing = [place for place in (path, *path.parents) if not place.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    for place in missing:  # a new directory is durable once its parent's names are
+    for place in missing:  # a new directory is durable only once the names in its parent are
         sync_directory(place.parent)
 
 
 def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Create a file, with durable contents on return."""
+    """Create a file. Its contents are durable on return."""
     with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as descriptor:
         write_at(descriptor, memoryview(data), 0)
         sync(descriptor)
@@ -179,14 +182,14 @@ def append(path: Path, data: bytes) -> None:
     """Append to a file of a trusted user, or create it.
 
     Raises:
-        OSError: it is a link, belongs to another user, or cannot be written.
+        OSError: the file is a link, belongs to another user, or cannot be written.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     with opened(path, flags) as descriptor:
         found = os.fstat(descriptor)
         require_regular(path, found)
-        # A planted hard link would make this append to another file of this user.
-        if found.st_nlink > 1 or found.st_uid not in Trusted((), path.parent):
+        # a planted hard link would make this append to another file of this user
+        if found.st_nlink > 1 or found.st_uid not in TrustedUsers((), path.parent):
             raise PermissionError(
                 errno.EPERM, "is not a file of this user alone; remove it", str(path)
             )
@@ -198,24 +201,24 @@ def write_files(directory: Path, files: Mapping[str, bytes], mode: int = 0o666) 
     for name, data in files.items():
         make_directory((directory / name).parent)
         write_file(directory / name, data, mode)
-    # Inner folders before those that hold their names.
+    # inner folders before the folders that contain their names
     for folder in sorted({(directory / name).parent for name in files}, reverse=True):
         sync_directory(folder)
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file such that every reader, even after a crash, gets the old or the new bytes."""
+    """Replace a file such that every reader, even after a crash, gets the old or the new bytes."""
     aside = path.with_name(f".{path.name}.tmp")
     aside.unlink(missing_ok=True)  # left by a killed process, or planted as a link
     write_file(aside, data)
-    os.replace(aside, path)  # atomic; the contents are durable before
+    os.replace(aside, path)  # atomic; the new contents are durable already
     sync_directory(path.parent)
 
 
 def sync(descriptor: int) -> None:
     """Make a file's contents durable.
 
-    Never retried: after a failed fsync Linux drops the dirty pages, and a second one would report
+    Never retried: after a failed fsync Linux drops the dirty pages, and a second fsync would report
     success without the data."""
     os.fsync(descriptor)
 
@@ -234,11 +237,11 @@ def block_buffer(size: int) -> memoryview:
 # --- kinds of filesystems -------------------------------------------------------------------------
 
 STRIPE_BYTES = "16M"
-"""Lustre stripe size: a block lies on one storage target."""
+"""Stripe size on Lustre, so that a block is on one storage target."""
 
 PREALLOCATING = {"ext4", "xfs", "btrfs", "tmpfs"}
-"""Filesystems that reserve space at once. On others the C library would write zeros, so nothing is
-reserved."""
+"""Filesystems on which posix_fallocate only reserves space. On others the C library would write
+zeros, so it is not called."""
 
 SHARED = {"lustre", "nfs", "nfs4", "cifs", "smb3", "beegfs", "gpfs", "ceph", "wekafs", "9p"}
 """Filesystems that several nodes mount."""
@@ -256,7 +259,7 @@ def filesystem(path: Path) -> str:
     for line in lines:
         before, _, after = line.partition(" - ")
         point = before.split()[4].encode().decode("unicode_escape")
-        if path.is_relative_to(point) and len(point) >= best:  # the last mount hides others
+        if path.is_relative_to(point) and len(point) >= best:  # a later mount hides earlier ones
             best, kind = len(point), after.split()[0]
     return kind
 
@@ -267,8 +270,8 @@ def is_shared(kind: str) -> bool:
 
 
 def stripe(directory: Path) -> None:
-    """Ask Lustre, by `lfs` if it is installed, to spread files in `directory` over several storage
-    targets. A failure is only logged."""
+    """Make Lustre spread files in `directory` over several storage targets, with `lfs` if that is
+    installed. A failure is only logged."""
     tool = shutil.which("lfs")
     if tool is None:
         logger.info(
@@ -290,32 +293,32 @@ _FLOCK = "hhqqi"
 
 
 def open_lock(directory: Path, *, make: bool) -> int | None:
-    """Returns a descriptor of the lock file; None if there is none of this user."""
+    """Returns a descriptor of the lock file; None if this user has none."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(directory / LOCK_FILE, flags | (os.O_CREAT if make else 0), 0o600)
-    except OSError:  # another user's, missing, or in a directory that is not writable
+    except OSError:  # the file is another user's, missing, or in a directory that is not writable
         return None
     found = os.fstat(descriptor)
-    if found.st_mode & 0o077 or found.st_uid not in Trusted((), directory):
-        os.close(descriptor)  # another user could hold a lock on it for ever
+    if found.st_mode & 0o077 or found.st_uid not in TrustedUsers((), directory):
+        os.close(descriptor)  # another user could hold a lock on the file for ever
         return None
     return descriptor
 
 
 def make_lock(directory: Path) -> None:
-    """Create the lock file before there is a step to read: readers cannot create it."""
+    """Create the lock file of a checkpoint directory, which readers cannot create themselves."""
     descriptor = open_lock(directory, make=True)
     if descriptor is not None:
         os.close(descriptor)
 
 
 def try_lock(descriptor: int | None, step: Path, *, alone: bool) -> bool:
-    """Lock a step, shared or `alone`; returns whether that succeeded, True where locks do not
-    exist."""
+    """Lock a step, shared or, with `alone`, exclusively. Returns whether that succeeded; True if
+    there are no locks."""
     number = parse_step(step.name)
     if descriptor is None or number is None:
-        return True  # locks are best effort: without them readers go on
+        return True  # locks are best effort: without them readers continue
     kind = fcntl.F_WRLCK if alone else fcntl.F_RDLCK
     try:
         call = struct.pack(_FLOCK, kind, os.SEEK_SET, number, 1, 0)

@@ -6,7 +6,7 @@
   step-00001000.trash-<owner>    being deleted by <owner>
   foreign-1000-<random>          set aside: a link, or a step of a user who is not trusted
   .reading                       locked by readers of a step, see posix.py [Note: readers]
-Owners are processes, see ownership.py. Nothing with any other name is ever touched.
+Owners are processes, see ownership.py. Files with other names are never touched.
 """
 
 import errno
@@ -30,7 +30,7 @@ from checkpointing.format.layout import COMMIT_RECORD, LATEST, OPTIMIZER, Tensor
 from checkpointing.format.untrusted import printable
 from checkpointing.storage.folders import is_private
 from checkpointing.storage.ownership import (
-    Trusted,
+    TrustedUsers,
     is_alive,
     is_foreign,
     is_owner,
@@ -73,8 +73,7 @@ _numbers = itertools.count(1)
 
 @dataclass
 class NewPosixStep:
-    """A step that is being written to a directory, which is renamed once it is complete; implements
-    NewStep."""
+    """A step that is written to a directory and renamed when complete; implements NewStep."""
 
     final: Path
     tmp: Path
@@ -82,15 +81,16 @@ class NewPosixStep:
 
     @staticmethod
     def of(final: Path) -> "NewPosixStep":
-        """Returns a step that this process writes, under a new name each time: late writers of a
-        failed save of the same step do not touch it."""
+        """Returns a step for this process to write. Its temporary name is new at each call, so that
+        late writers of a failed save of the same step do not touch it."""
         name = f"{final.name}.tmp-{next(_numbers)}-{owner()}"
         return NewPosixStep(final, final.with_name(name))
 
     def begin(self, files: Sequence[TensorFile]) -> None:
-        """Create the directory, closed to others, and every tensor file at its final size. Only the
-        coordinator creates files, so one client loads the metadata server."""
-        shutil.rmtree(self.tmp, ignore_errors=True)  # of an attempt that failed in this process
+        """Create the directory, closed to other users, and every tensor file with its final size.
+        Only the coordinator creates files, so that a single client loads the metadata server."""
+        # Left by an attempt that failed in this process.
+        shutil.rmtree(self.tmp, ignore_errors=True)
         make_directory(self.tmp.parent)
         make_lock(self.tmp.parent)
         self.tmp.mkdir(mode=0o700)
@@ -102,14 +102,13 @@ class NewPosixStep:
             (folder / OPTIMIZER.folder).mkdir(mode=self._mode | 0o111)
             for file in files:
                 with opened(folder / file.name, new, self._mode) as descriptor:
-                    if kind in PREALLOCATING:  # a full disk fails here, before any write
+                    if kind in PREALLOCATING:  # so that a full disk fails here, before any write
                         retrying(os.posix_fallocate, descriptor, 0, file.size)
-                    os.ftruncate(descriptor, file.size)  # writers may then write in any order
+                    os.ftruncate(descriptor, file.size)  # so that writers may write in any order
 
     @property
     def _mode(self) -> int:
-        """Mode of files, before the umask. Users who are not trusted must not be able to change
-        them."""
+        """Mode of new files, before the umask: only trusted users may change them."""
         return 0o666 if lets_group_write(self.final.parent) else 0o644
 
     def writer(self, file: str, size: int) -> "PosixWriter":
@@ -119,8 +118,8 @@ class NewPosixStep:
     def commit(
         self, files: Sequence[TensorFile], small: Mapping[str, bytes], record: bytes
     ) -> None:
-        """Make durable, in this order: all bytes, the commit record, the names in the directory,
-        the directory's own name."""
+        """Make the step durable, in this order: all bytes, the commit record, the names in the
+        directory, the directory's own name."""
         with _inside(self.tmp) as folder:
             for file in files:
                 size = (folder / file.name).stat().st_size
@@ -129,14 +128,15 @@ class NewPosixStep:
                         f"{self.tmp / file.name}: has {size} bytes, {file.size} were written"
                     )
             write_files(folder, {**small, COMMIT_RECORD: record}, self._mode)
-            # The folder inside was created under the same umask and in the same group.
+            # with the mode of the inner folder, which has the same umask and group
             folder.chmod(stat.S_IMODE((folder / OPTIMIZER.folder).stat().st_mode))
-            os.rename(self.tmp, self.final)  # the commit: readers see all of it or nothing
-        # Else a power cut could undo the rename.
+            # This rename is the commit: readers see the whole step or nothing.
+            os.rename(self.tmp, self.final)
+        # otherwise a power cut could undo the rename
         sync_directory(self.final.parent)
         try:
             replace_file(self.final.parent / LATEST, f"{self.final.name}\n".encode())
-        except OSError as error:  # `latest` is for people; the checkpoint is committed
+        except OSError as error:  # `latest` is for people; the checkpoint itself is committed
             logger.warning(
                 "%s is committed, but %s could not be moved: %s", self.final, LATEST, error
             )
@@ -150,16 +150,16 @@ register(NewPosixStep)
 
 @contextmanager
 def _inside(tmp: Path) -> Iterator[Path]:
-    """Yields a path into a directory of this user that keeps leading there when others rename
-    things, and never through a link. Errors name the directory as the caller does.
+    """Yields a path to a directory of this user that stays valid when other users rename files, and
+    never leads through a link. Errors name the directory by `tmp`.
 
     Raises:
-        PermissionError: another user has put a directory in its place.
+        PermissionError: another user has replaced the directory.
     """
     descriptor = os.open(tmp, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     folder = f"/proc/self/fd/{descriptor}"
     try:
-        if os.fstat(descriptor).st_uid not in Trusted((), tmp.parent):
+        if os.fstat(descriptor).st_uid not in TrustedUsers((), tmp.parent):
             raise PermissionError(errno.EPERM, "was exchanged by another user", str(tmp))
         yield Path(folder)
     except OSError as error:
@@ -171,15 +171,15 @@ def _inside(tmp: Path) -> Iterator[Path]:
 
 
 class PosixWriter:
-    """Writes a file around the page cache where the filesystem supports it; implements FileWriter.
-    The cache costs CPU time and memory bandwidth, and the bytes are not read soon."""
+    """Writes a file with O_DIRECT if the filesystem supports it; implements FileWriter. The page
+    cache would cost CPU time and memory bandwidth, and the bytes are not read soon."""
 
     def __init__(self, tmp: Path, name: str, size: int) -> None:
         self._path, self._size = tmp / name, size
         with _inside(tmp) as folder:
             flags = os.O_WRONLY | os.O_NOFOLLOW
             try:
-                # O_DIRECT: see the class; EINVAL where the filesystem lacks it.
+                # EINVAL: the filesystem does not support O_DIRECT
                 self._descriptor = retrying(os.open, folder / name, flags | os.O_DIRECT)
                 self._direct = True
             except OSError as error:
@@ -193,7 +193,7 @@ class PosixWriter:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         os.close(self._descriptor)
-        # A write knows only the descriptor, and the message is to name the file.
+        # the error of a write does not name the file
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(self._path)
 
@@ -204,15 +204,15 @@ class PosixWriter:
         except OSError as error:
             if not self._direct or error.errno != errno.EINVAL:
                 raise
-            # Some filesystems accept O_DIRECT at open and refuse the write.
+            # some filesystems accept O_DIRECT at open, and then refuse the write
             self._buffered()
             write_at(self._descriptor, data[:whole], offset)
-        if whole < len(data):  # the end of the file is not a multiple of the page
+        if whole < len(data):  # the size of the file is no multiple of the page size
             with opened(self._path, os.O_WRONLY, by=self._again) as descriptor:
                 write_at(descriptor, data[whole:], offset + whole)
 
     def _buffered(self) -> None:
-        descriptor = retrying(self._again)  # if this raises, __exit__ closes the old one
+        descriptor = retrying(self._again)  # if this raises, __exit__ closes the old descriptor
         os.close(self._descriptor)
         self._descriptor, self._direct = descriptor, False
 
@@ -229,8 +229,8 @@ class PosixWriter:
 # --- storage --------------------------------------------------------------------------------------
 
 FOREIGN_SECONDS = 3600
-"""A half-written directory of another machine, whose processes are not visible here, counts as
-abandoned after so long without a change."""
+"""Seconds without a change after which an unfinished directory of another machine, whose processes
+are not visible here, counts as abandoned."""
 _ASIDE = re.compile(r"step-\d{8,}\.(?:tmp|trash)-.+")
 
 
@@ -266,7 +266,7 @@ class PosixStorage:
             return bytes(buffer[: read_at(descriptor, memoryview(buffer), 0)])
 
     def read_private(self, path: Path) -> bytes:
-        """Returns the first 65 bytes of a private file; follows no link."""
+        """Returns the first 65 bytes of a private file. Links are not followed."""
         with opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as descriptor:
             if not is_private(os.fstat(descriptor)):
                 return b""
@@ -314,14 +314,13 @@ class PosixStorage:
         return NewPosixStep.of(final)
 
     def delete_step(self, path: Path) -> None:
-        """Rename the step, then delete it. A link, or a step of a user who is not trusted, is set
-        aside under another name."""
+        """Rename the step, then delete it. A link, or a foreign user's step, is only renamed."""
         if is_foreign(path):
             _put_aside(path)
             return
         aside = path.with_name(f"{path.name}.trash-{owner()}")
-        shutil.rmtree(aside, ignore_errors=True)  # a failed deletion of the same step
-        # First: no reader may find a step that lacks files.
+        shutil.rmtree(aside, ignore_errors=True)  # left by a failed deletion of the same step
+        # renamed first, so that no reader finds a step that lacks files
         os.rename(path, aside)
         _remove(aside)
 
@@ -330,7 +329,7 @@ class PosixStorage:
             match = _ASIDE.fullmatch(path.name)
             if match is None:
                 continue
-            # What this process could not delete before.
+            # left by a failed deletion of this process
             if path.name.endswith(f".trash-{owner()}"):
                 _remove(path)
             elif is_owner(path.name, lost) or _is_abandoned(path):
@@ -339,19 +338,20 @@ class PosixStorage:
 
     @contextmanager
     def reading_lock(self, path: Path) -> Iterator[None]:
-        """Share the lock of a step [Note: readers]; waits for retention at most LOCK_SECONDS."""
+        """Share the lock of a step, see posix.py [Note: readers]. Waits for retention at most
+        LOCK_SECONDS."""
         where = path / COMMIT_RECORD
-        with reading(where), regular(where):  # it exists, and its owner is trusted
+        with reading(where), regular(where):  # check that the step exists and its owner is trusted
             pass
         lock = open_lock(path.parent, make=False)
         try:
             deadline = time.monotonic() + LOCK_SECONDS
-            # Polled: a blocking lock could be held against this reader for ever.
+            # polled, as a blocking call could wait for ever
             while not try_lock(lock, path, alone=False) and path.exists():
                 if time.monotonic() > deadline:
                     break
                 time.sleep(0.02)
-            if not path.exists():  # renamed before it was locked
+            if not path.exists():  # the step was renamed before it was locked
                 raise DamagedCheckpoint(f"{path}: is being deleted by retention")
             yield
         finally:
@@ -369,7 +369,7 @@ class PosixStorage:
 
 
 def _remove(aside: Path) -> None:
-    """Delete file after file, which loads a metadata server little."""
+    """Delete files one by one, which loads a metadata server little."""
     shutil.rmtree(aside, ignore_errors=True)
     if aside.exists():
         where = printable(str(aside))
@@ -377,8 +377,8 @@ def _remove(aside: Path) -> None:
 
 
 def _remove_left(path: Path) -> None:
-    """Rename a directory, then delete it: a commit of it still under way fails, or has
-    succeeded."""
+    """Rename a directory, then delete it. A commit of it by another process then fails, or has
+    succeeded before."""
     aside = path
     if ".trash-" not in path.name:
         aside = path.with_name(f"{path.name}.trash-{owner()}")
@@ -398,13 +398,13 @@ def _is_abandoned(path: Path) -> bool:
         return not alive
     try:
         times = [entry.stat().st_mtime for entry in (path, *path.rglob("*"))]
-    except OSError:  # it is changing now
+    except OSError:  # the directory is changing now
         return False
     return time.time() - max(times) > FOREIGN_SECONDS
 
 
 def _put_aside(path: Path) -> None:
-    """Rename a link, or a step of a user who is not trusted. Deletes and follows nothing."""
+    """Rename a link, or a step of a user who is not trusted. Nothing is deleted or followed."""
     found = os.lstat(path)
     aside = path.with_name(f"foreign-{parse_step(path.name)}-{secrets.token_hex(4)}")
     try:

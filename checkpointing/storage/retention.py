@@ -1,4 +1,4 @@
-"""Which committed steps stay, and the deletion of the others."""
+"""The decision which committed steps are kept, and the deletion of the others."""
 
 import logging
 import math
@@ -26,66 +26,66 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepInfo:
-    """A step as retention sees it."""
+    """What retention knows about a step."""
 
     path: Place
     step: int
     value: float | None = None
-    """Value that `keep_best` compares; None: the step does not take part."""
+    """Value that `keep_best` compares; None: the step has none."""
     size: int = 0
-    """Bytes of its files."""
+    """Total size of its files in bytes."""
     damage: str | None = None
-    """What is damaged; None: nothing is known to be."""
+    """Description of the damage; None: no damage is known."""
     unreadable: str | None = None
-    """Why its state is unknown; such a step stays."""
+    """Why the step could not be read; None: it could. An unreadable step is kept."""
     verified: bool = False
-    """Whether every byte was read since it was written, and is correct."""
+    """Whether the step was read completely since it was written, and is undamaged."""
     named: bool = False
-    """Whether `latest` names it: a commit under way moves that pointer last."""
+    """Whether the pointer file `latest` names the step. A commit updates that pointer last."""
 
     @property
     def is_good(self) -> bool:
-        """Whether it is neither damaged nor unreadable."""
+        """Whether the step is neither damaged nor unreadable."""
         return self.damage is None and self.unreadable is None
 
 
 @dataclass(frozen=True)
-class Verdicts:
-    """Results of reading steps, by name of the step."""
+class StepVerdicts:
+    """Results of reading steps. Steps are identified by name."""
 
     damaged: Collection[str] = ()
-    """Steps with damaged tensors, though their records are good."""
+    """Steps whose tensors are damaged, although their commit records are valid."""
     unreadable: Collection[str] = ()
     verified: Collection[str] = ()
-    """Steps whose every byte was read since they were written, and is correct."""
+    """Steps that were read completely since they were written, and are undamaged."""
 
 
 @dataclass(frozen=True)
 class RetentionDecision:
-    """Whether a step stays, and why."""
+    """Whether a step is kept, and why."""
 
     path: Place
     stays: bool
     reason: str
     size: int = 0
-    """Bytes of its files."""
+    """Total size of its files in bytes."""
 
 
 def decide(found: Sequence[StepInfo], options: CheckpointOptions) -> list[RetentionDecision]:
-    """Decide which steps stay. Pure.
+    """Decide which steps are kept. A pure function.
 
-    A good step stays if it is among the newest `keep`, is a multiple of `keep_every`, or is among
-    the `keep_best` with the lowest finite `best_by`. So the newest good step always stays. Of steps
-    with the same value only the oldest counts for `keep_best`: that one was validated, and later
-    ones carry its value until the next validation. A damaged step goes once there is a newer good
-    one. With `keep` 0 everything stays.
+    A good step is kept if it is among the newest `keep`, is a multiple of `keep_every`, or is among
+    the `keep_best` with the lowest finite `best_by`. So the newest good step is always kept. Of
+    steps with the same value only the oldest counts for `keep_best`: it was validated, and later
+    steps repeat its value until the next validation. A damaged step is deleted once there is a
+    newer good step. With `keep` 0 all steps are kept.
 
-    The newest step that was read back and is correct stays too, and before there is one no good
-    step goes: bytes that were written may not be readable. The step that `latest` names stays as
-    well.
+    The newest step that was read back and is undamaged is also kept. Before there is such a step no
+    good step is deleted, as written bytes may not be readable. The step that `latest` names is kept
+    as well.
 
     Args:
-        found: newest first.
+        found: all steps, newest first.
         options: keep, keep_every, keep_best and best_by.
     """
     good = [item for item in found if item.is_good]
@@ -94,7 +94,7 @@ def decide(found: Sequence[StepInfo], options: CheckpointOptions) -> list[Retent
     best = {item.path for item in best_of(good)[: options.keep_best]}
 
     def judge(item: StepInfo) -> tuple[bool, str]:
-        # Unknown is not damaged: the storage may answer later.
+        # unreadable is not damaged, as the storage may work again later
         if item.unreadable is not None:
             return True, f"cannot be read: {item.unreadable}"
         if options.keep == 0:
@@ -120,35 +120,36 @@ def decide(found: Sequence[StepInfo], options: CheckpointOptions) -> list[Retent
 
 
 def best_of(found: Sequence[StepInfo]) -> list[StepInfo]:
-    """Returns steps with a finite value, the lowest first; of equal values only the oldest step.
+    """Returns the steps with a finite value, lowest value first; of equal values only the oldest
+    step.
 
     Args:
-        found: newest first.
+        found: steps, newest first.
     """
     judged = {
         item.value: item
-        for item in found  # of equal values the last, and so the oldest
+        for item in found  # of equal values the last wins, which is the oldest step
         if item.value is not None and math.isfinite(item.value)
     }
     return [judged[value] for value in sorted(judged)]
 
 
-def inspect_steps(directory: Place, best_by: str, known: Verdicts) -> list[StepInfo]:
-    """Returns what `decide` needs of the steps in a directory, newest first. Reads no tensors.
+def inspect_steps(directory: Place, best_by: str, known: StepVerdicts) -> list[StepInfo]:
+    """Returns the input of `decide` for the steps in a directory, newest first. Reads no tensors.
 
     Args:
         best_by: key of trainer_state.json.
-        known: results of reading them.
+        known: results of reading the steps.
     """
     try:
         named = latest(directory)
-    except CheckpointError:  # `verify` reports it
+    except CheckpointError:  # the command `verify` reports this error
         named = None
     found = [_look(path, best_by, known) for path in list_steps(directory)]
     return [replace(item, named=item.path.name == named) for item in found]
 
 
-def _look(path: Place, best_by: str, known: Verdicts) -> StepInfo:
+def _look(path: Place, best_by: str, known: StepVerdicts) -> StepInfo:
     found = StepInfo(path, parse_step(path.name) or 0, verified=path.name in known.verified)
     try:
         step = open_step(path)
@@ -157,7 +158,7 @@ def _look(path: Place, best_by: str, known: Verdicts) -> StepInfo:
         return replace(found, unreadable=str(error))
     except DamagedCheckpoint as error:
         return replace(found, damage=str(error))
-    except CheckpointError as error:  # not known to be damaged, so it stays
+    except CheckpointError as error:  # not known to be damaged, so the step is kept
         return replace(found, unreadable=explain(error))
     damage = "found so when it was read" if path.name in known.damaged else None
     if path.name in known.unreadable:
@@ -167,7 +168,7 @@ def _look(path: Place, best_by: str, known: Verdicts) -> StepInfo:
 
 
 def number_of(state: Mapping[str, Any], key: str) -> float | None:
-    """Returns a number of a trainer state for comparison; None if the key has none."""
+    """Returns the number under a key of a trainer state; None if there is none."""
     value = state.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -177,16 +178,18 @@ def number_of(state: Mapping[str, Any], key: str) -> float | None:
 # --- carrying it out -----------------------------------------------------------------------------
 
 
-def prune(directory: Place, options: CheckpointOptions, known: Verdicts) -> list[RetentionDecision]:
-    """Delete the steps that need not stay, and what dead processes left. Called by one process of a
-    run at a time; never delays a save, since it touches nothing that is being written.
+def prune(
+    directory: Place, options: CheckpointOptions, known: StepVerdicts
+) -> list[RetentionDecision]:
+    """Delete steps that are not kept, and unfinished steps of dead processes. Called by one process
+    of a run at a time. Never delays a save, as it touches no step that is being written.
 
     Args:
         options: keep, keep_every, keep_best and best_by, see `decide`.
         known: results of reading the steps.
 
     Returns:
-        The decision on each step, newest first, as carried out.
+        The decision on each step, newest first, with `stays` true if the deletion failed.
     """
     done = []
     for decision in decide(inspect_steps(directory, options.best_by, known), options):
@@ -202,7 +205,7 @@ def _carry_out(decision: RetentionDecision) -> RetentionDecision:
             if not free:
                 return replace(decision, stays=True, reason="being read at this moment")
             storage.delete_step(decision.path)
-    except FileNotFoundError:  # another process has deleted it
+    except FileNotFoundError:  # another process has deleted the step
         return decision
     except (OSError, CheckpointError) as error:
         logger.warning("could not delete an old checkpoint: %s", explain(error))

@@ -1,11 +1,11 @@
-"""S3 and what speaks its language (MinIO, Ceph, R2, …), by boto3.
+"""S3 and compatible stores (MinIO, Ceph, R2, …), through boto3.
 
 Credentials, region and endpoint are found as by every AWS tool: AWS_ACCESS_KEY_ID, AWS_PROFILE,
-AWS_ENDPOINT_URL, ~/.aws/config, the role of the machine, …. An old store without checksums of
-requests needs AWS_REQUEST_CHECKSUM_CALCULATION=when_required.
+AWS_ENDPOINT_URL, ~/.aws/config, the role of the machine, …. An old store that does not support
+checksums of requests needs AWS_REQUEST_CHECKSUM_CALCULATION=when_required.
 
-A tensor file is a multipart upload with one part for each block, begun by the coordinator. Nobody
-can finish it once it is aborted. So a writer that was wrongly thought dead cannot change a
+A tensor file is a multipart upload with one part for each block, begun by the coordinator. An
+aborted upload cannot be finished. So a writer that was wrongly thought dead cannot change a
 checkpoint that another run has committed since.
 """
 
@@ -43,17 +43,17 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONNECTIONS = 16
-"""Concurrent requests of one process, since one connection carries well below 100 MB/s; also the
-blocks in memory that wait to be sent."""
+"""Most concurrent requests of one process, since one connection carries well below 100 MB/s. Also
+the most blocks in memory that wait to be sent."""
 READ_BYTES = 8 << 20
-"""Longer reads are split into concurrent parts."""
+"""Longest read in bytes; longer reads are split into concurrent requests."""
 MOST_PARTS = 10_000
 """Most parts of a multipart upload."""
 
 ATTEMPTS = 8
-"""Attempts at a request with transient errors."""
+"""Most attempts at a request that fails with transient errors."""
 QUIET_ATTEMPTS = 3
-"""From this attempt on, a failed one is a warning."""
+"""Attempt from which on a failure is logged as a warning."""
 _PASSING = {
     "BadDigest",
     "ConditionalRequestConflict",
@@ -70,7 +70,7 @@ _NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError, CredentialRetrie
 
 
 class UploadGoneError(StorageError):
-    """An upload was already finished or aborted."""
+    """An upload was finished or aborted before."""
 
 
 class S3:
@@ -78,9 +78,9 @@ class S3:
 
     def __init__(self) -> None:
         config = Config(
-            retries={"total_max_attempts": 1},  # `_retrying` does that
+            retries={"total_max_attempts": 1},  # `_retrying` retries
             max_pool_connections=CONNECTIONS,
-            connect_timeout=10,  # s; `_retrying` covers longer outages
+            connect_timeout=10,  # seconds; `_retrying` covers longer outages
             read_timeout=60,
             tcp_keepalive=True,
             response_checksum_validation="when_required",  # the commit record has checksums
@@ -107,7 +107,7 @@ class S3:
         for page in self._pages("list_objects_v2", path, Prefix=prefix, Delimiter="/"):
             names += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
             names += [entry["Key"] for entry in page.get("Contents", ())]
-        # Some tools write an empty object for a folder.
+        # some tools write an empty object for a folder
         return [path / name[len(prefix) :].rstrip("/") for name in names if name != prefix]
 
     def walk(self, path: ObjectPath) -> dict[str, ObjectStat]:
@@ -149,7 +149,7 @@ class S3:
                     if not count:
                         raise IncompleteReadError(actual_bytes=0, expected_bytes=length)
                     rest = rest[count:]
-            body.read()  # reads the end of the stream: the connection can be reused
+            body.read()  # read to the end of the stream, so that the connection can be reused
 
         self._retrying(path, work)
 
@@ -160,12 +160,12 @@ class S3:
         try:
             self._call("put_object", path, Body=data, IfNoneMatch="*")
         except FileExistsError:
-            # An earlier attempt may have written it, with its answer lost.
+            # An earlier attempt may have written the object, and only its answer was lost.
             if self.read(path) != data:
                 raise
 
     def delete(self, paths: Sequence[ObjectPath]) -> None:
-        """Delete objects one by one: some stores have no bulk deletion."""
+        """Delete objects one by one, as some stores have no bulk deletion."""
         list(self.pool.map(lambda path: self._call("delete_object", path), paths))
 
     def begin_uploads(self, sizes: Sequence[tuple[ObjectPath, int]]) -> list[str]:
@@ -174,7 +174,7 @@ class S3:
         Raises:
             StorageError: a file would have too many parts.
         """
-        # All before the first is begun, as each would have to be aborted.
+        # checked before the first upload begins, as each upload would have to be aborted
         for path, size in sizes:
             parts = -(-size // BLOCK_BYTES)
             if parts > MOST_PARTS:
@@ -209,9 +209,10 @@ class S3:
                 MultipartUpload={"Parts": list(parts)},
             )
         except UploadGoneError:
-            # An earlier attempt may have finished it, with its answer lost.
+            # An earlier attempt may have finished the upload, and only its answer was lost.
             found = self.find(path)
-            if found is None or found.st_size != size:  # not this upload's result
+            # The object is not the result of this upload.
+            if found is None or found.st_size != size:
                 raise
 
     def uploads(self, path: ObjectPath) -> list[Upload]:
@@ -251,14 +252,14 @@ class S3:
         )
 
     def _retrying(self, path: ObjectPath, work: Callable[[], T]) -> T:
-        """Returns work(), retried after transient errors for some 13 s in all: exponential back-off
-        with full jitter (Brooker, "Exponential Backoff And Jitter")."""
+        """Returns the result of work(), which is retried after transient errors for some 13 s in
+        total: exponential back-off with full jitter (Brooker, "Exponential Backoff And Jitter")."""
         again = tenacity.Retrying(
             retry=tenacity.retry_if_exception(is_passing),
             wait=tenacity.wait_random_exponential(multiplier=0.2, max=10),
             stop=tenacity.stop_after_attempt(ATTEMPTS),
             before_sleep=lambda state: logger.log(
-                # Stores refuse some requests all the time.
+                # some stores constantly refuse a few requests
                 logging.INFO if state.attempt_number < QUIET_ATTEMPTS else logging.WARNING,
                 "%s: %s; trying again",
                 path,
@@ -272,7 +273,7 @@ class S3:
             raise self._explained(error, path) from error
 
     def _explained(self, error: Exception, path: ObjectPath) -> Exception:
-        """Returns an error of this package for one of boto's."""
+        """Returns the error of this package that corresponds to an error of boto."""
         code, status = _code(error)
         if code == "NoSuchBucket":
             return StorageError(
@@ -307,7 +308,7 @@ def _stat(size: int, answer: dict[str, Any]) -> ObjectStat:
 
 
 def _code(error: BaseException) -> tuple[str, int]:
-    """Returns (S3's error code, HTTP status); ("", 0) if the store has not answered."""
+    """Returns (S3's error code, HTTP status); ("", 0) if the store did not answer."""
     if not isinstance(error, ClientError):
         return "", 0
     code = str(error.response.get("Error", {}).get("Code", ""))
@@ -315,7 +316,7 @@ def _code(error: BaseException) -> tuple[str, int]:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether a retry may succeed."""
+    """Whether a retry may succeed after `error`."""
     if isinstance(error, ClientError):
         code, status = _code(error)
         return code in _PASSING or status == 429 or (status >= 500 and status != 501)
@@ -325,7 +326,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 def _runs(buffers: Sequence[memoryview], offset: int) -> Iterator[tuple[int, list[memoryview]]]:
-    """Yields (offset, buffers) of reads of at most READ_BYTES, which together fill `buffers`."""
+    """Yields (offset, buffers) of reads of at most READ_BYTES that together fill `buffers`."""
     run: list[memoryview] = []
     length = 0
     for buffer in buffers:
@@ -354,11 +355,12 @@ class PartWriter:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        for part in self._under_way:  # running ones are harmless: the upload is aborted
+        # Parts that are being sent are harmless, as the upload is aborted.
+        for part in self._under_way:
             part.cancel()
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Copy a block and send it from another thread; blocks while too many wait."""
+        """Copy a block, which another thread sends. Waits while too many blocks are queued."""
         self._gather({part for part in self._under_way if part.done()})
         self._store.room.acquire()
         part = self._store.pool.submit(
@@ -368,16 +370,16 @@ class PartWriter:
             offset // BLOCK_BYTES + 1,
             bytes(data),
         )
-        part.add_done_callback(lambda _: self._store.room.release())  # after errors, too
+        part.add_done_callback(lambda _: self._store.room.release())  # after an error, too
         self._under_way.add(part)
 
     def _gather(self, parts: set[Future[dict[str, Any]]]) -> None:
-        """Collect the results of parts, or raise their errors."""
+        """Collect the results of finished parts, or raise their errors."""
         for part in parts:
             self._parts.append(part.result())
             self._under_way.discard(part)
 
     def finish(self) -> None:
         self._gather(set(self._under_way))
-        self._parts.sort(key=lambda part: part["PartNumber"])  # S3 requires the order
+        self._parts.sort(key=lambda part: part["PartNumber"])  # S3 requires ascending part numbers
         self._store.complete(self._path, self._token, self._size, self._parts)

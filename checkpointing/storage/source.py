@@ -1,6 +1,6 @@
-"""A checkpoint as one process reads it: its tensors piece by piece, and the files beside them.
+"""A checkpoint for tools of one process: its tensors piece by piece, and the files beside them.
 
-verify, diff, export and import work on these. One block is in memory at a time.
+Used by verify, diff, export and import. One block is in memory at a time.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -32,7 +32,7 @@ from checkpointing.storage.steps import (
 )
 
 PIECE_BYTES = 4 << 20
-"""Bytes of a piece, a multiple of every element size."""
+"""Bytes of a piece; a multiple of every element size."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,19 @@ class CheckpointSource:
     state: dict[str, Any] | None = None
     """Trainer state; None for a plain directory, which has neither optimizer nor checksums."""
     records: dict[str, FileRecord] = field(default_factory=dict)
-    """Size and checksums by file; reads are compared with them."""
+    """File → size and checksums, with which reads are compared."""
     odd: Collection[str] = ()
-    """Tensors that may hold NaN or infinity, see CommitRecord."""
+    """Tensors that are allowed to hold NaN or infinity, see `CommitRecord.odd`."""
     is_adapter: bool = False
-    """Whether `model` is an adapter, by PEFT's names."""
+    """Whether `model` holds an adapter, with PEFT's names."""
 
 
 @contextmanager
 def open_source(path: Place) -> Iterator[CheckpointSource]:
-    """Open a checkpoint, which retention keeps meanwhile, or a plain directory.
+    """Open a checkpoint, which retention does not delete meanwhile, or a plain directory.
 
     Raises:
-        DamagedCheckpoint, StorageError: what is wrong with it.
+        DamagedCheckpoint, StorageError: the checkpoint is damaged or cannot be read.
     """
     if not storage_of(path).exists(path / COMMIT_RECORD):
         if (adapter := plain_adapter(path)) is not None:
@@ -65,7 +65,7 @@ def open_source(path: Place) -> Iterator[CheckpointSource]:
         else:
             yield CheckpointSource(path, hugging_face_tensors(path))
         return
-    with reading_lock(path):  # until the caller has read the tensors
+    with reading_lock(path):  # held until the caller has read the tensors
         step = open_step(path)
         model, optimizer = (stored_tensors(step, one, verify=True) for one in step.sections)
         yield CheckpointSource(
@@ -77,7 +77,8 @@ def open_source(path: Place) -> Iterator[CheckpointSource]:
 class TensorReader:
     """Reads bytes of tensors through checked blocks. A context manager.
 
-    It holds one open file and one block of it. Read tensors in the order of files and offsets."""
+    It holds one open file and one block of this file, so read tensors in the order of files and
+    offsets."""
 
     def __init__(self, path: Place, records: Mapping[str, FileRecord]) -> None:
         self._path, self._records = path, records
@@ -107,7 +108,7 @@ class TensorReader:
             self._blocks.read(target, tensor.begin + start)
 
     def pieces(self, tensor: StoredTensor) -> Iterator[memoryview]:
-        """Yields the bytes of a tensor, PIECE_BYTES at a time; each is valid until the next."""
+        """Yields the bytes of a tensor, PIECE_BYTES at a time, in one reused buffer."""
         buffer = memoryview(bytearray(min(PIECE_BYTES, tensor.meta.nbytes)))
         for start in range(0, tensor.meta.nbytes, PIECE_BYTES):
             piece = buffer[: tensor.meta.nbytes - start]
@@ -118,31 +119,31 @@ class TensorReader:
 # --- small files ----------------------------------------------------------------------------------
 
 MOST_BYTES, MOST_FILES = 128 << 20, 256
-"""Limits for all files together: they are kept in memory, and written to every checkpoint."""
+"""Limits for all files together, as they are kept in memory and written to every checkpoint."""
 OURS = {COMMIT_RECORD, LATEST, TRAINER_STATE}
 """Files that this package adds to a checkpoint."""
 _WEIGHTS = {
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp",
 }  # fmt: skip
 _NAMED = 3
-"""Most files that a message names."""
+"""Most files that a message lists."""
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file of this name holds weights, or is their index."""
+    """Whether a file of this name holds weights or their index."""
     return Path(name).suffix in _WEIGHTS or name.endswith(".index.json")
 
 
 def beside_weights(directory: Place) -> tuple[dict[str, bytes], str]:
-    """Returns contents by name, and one line that says what is left out and why ("": nothing).
+    """Returns (name → contents, one line about files that are left out and why; "" if none is).
 
     Names are relative, such as `additional_chat_templates/tool.jinja`. Excluded are hidden files,
     files that this package adds to a checkpoint, and folders with weights, which are other models.
-    Links are followed inside the directory, and to the file store of the Hub's cache. If the limits
-    are exceeded, the largest files are left out.
+    Links are followed inside the directory, and to the blobs of the Hub's cache. If the limits are
+    exceeded, the largest files are left out.
 
     Raises:
-        DamagedCheckpoint, StorageError: it cannot be read.
+        DamagedCheckpoint, StorageError: a file cannot be read.
     """
     storage, homes = storage_of(directory), _homes(directory)
     sizes: dict[str, int] = {}
@@ -167,12 +168,11 @@ def beside_weights(directory: Place) -> tuple[dict[str, bytes], str]:
 
 
 def _files(folder: Place, prefix: str = "") -> Iterator[tuple[str, Place]]:
-    """Yields (name, place) of files that are neither weights nor hidden; a link to a folder counts
-    as a file."""
+    """Yields (name, place) of files, except weights and hidden ones. A link counts as a file."""
     storage = storage_of(folder)
     try:
         entries = [entry for entry in storage.children(folder) if not _is_hidden(entry.name)]
-    except PermissionError:  # such as lost+found: reported as a file
+    except PermissionError:  # such as lost+found, which is then reported as a file
         yield prefix, folder
         return
     if prefix and any(is_weights(entry.name) for entry in entries):
@@ -190,7 +190,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _homes(directory: Place) -> set[Path]:
-    """Returns the folders that links may lead to. In the Hub's cache, MODEL/snapshots/COMMIT has
+    """Returns the folders that links may lead into. In the Hub's cache, MODEL/snapshots/COMMIT has
     links to MODEL/blobs."""
     if not isinstance(directory, Path):
         return set()
@@ -200,7 +200,7 @@ def _homes(directory: Place) -> set[Path]:
 
 
 def _refused(name: str, entry: Place, homes: set[Path]) -> str | None:
-    """Returns why a file is left out whatever its size; None if it is not."""
+    """Returns why a file is left out regardless of its size; None if it is not."""
     if not is_plain(name):
         return "no printable name"
     if isinstance(entry, Path) and not (entry.is_file() and homes & {*entry.resolve().parents}):

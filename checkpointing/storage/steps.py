@@ -1,4 +1,5 @@
-"""The steps in a checkpoint directory, read without torch: which exist, are good, and hold what."""
+"""The steps in a checkpoint directory, read without torch: which steps exist and are good, and
+their contents."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -60,23 +61,23 @@ MAX_POINTER_BYTES = 4096
 
 @dataclass(frozen=True)
 class CommittedStep:
-    """A committed checkpoint: its record is valid, every file has its size, and every file but the
-    tensor files has its checksums."""
+    """A committed checkpoint: its record is valid, all files have the recorded sizes, and all files
+    except tensor files have the recorded checksums."""
 
     path: Place
     record: CommitRecord
 
     @property
     def sections(self) -> tuple[Section, Section]:
-        """Section of its model or adapter, and section of its optimizer."""
+        """(section of the model or adapter, section of the optimizer)."""
         return sections_of(self.record.files)
 
 
 class CheckedBlocks:
-    """An open file, read in whole blocks that are compared with their checksums.
+    """An open file that is read in whole blocks, which are compared with their checksums.
 
     Args:
-        record: checksums; None: nothing is compared.
+        record: checksums; None: do not compare.
     """
 
     def __init__(self, file: StoredFile, path: Place, record: FileRecord | None) -> None:
@@ -89,9 +90,9 @@ class CheckedBlocks:
         """Read and compare a block; returns its length in bytes.
 
         Raises:
-            DamagedCheckpoint: names file and block.
+            DamagedCheckpoint: the checksum is wrong; the message names file and block.
         """
-        self._held = None  # an error must not leave unchecked bytes in use
+        self._held = None  # so that an error leaves no unchecked bytes in use
         size = self._file.read_into([self._buffer], block * BLOCK_BYTES)
         if self._record is not None and (
             block >= len(self._record.checksums)
@@ -109,7 +110,7 @@ class CheckedBlocks:
         return self._buffer[:size]
 
     def read(self, target: memoryview, offset: int) -> None:
-        """Fill `target` from `offset` on.
+        """Fill `target` with the bytes of the file from `offset` on.
 
         Raises:
             DamagedCheckpoint: a checksum is wrong, or the file ends too early.
@@ -126,7 +127,7 @@ class CheckedBlocks:
 
 
 def list_steps(directory: P) -> list[P]:
-    """Returns the directories named as steps, newest first; they may be damaged.
+    """Returns the directories that are named as steps, newest first. They may be damaged.
 
     Raises:
         StorageError: the directory cannot be read.
@@ -139,26 +140,26 @@ def list_steps(directory: P) -> list[P]:
 
 
 def latest(directory: Place) -> str | None:
-    """Returns the name in the pointer file beside the steps; None if there is no pointer.
+    """Returns the name in the pointer file `latest` beside the steps; None if there is no such
+    file.
 
     Raises:
-        DamagedCheckpoint, StorageError: it cannot be read.
+        DamagedCheckpoint, StorageError: the file cannot be read.
     """
     where = directory / LATEST
     if not storage_of(where).exists_as(where):
         return None
     with reading(where):
-        # A link could lead anywhere.
+        # not followed, as a link could lead anywhere
         text = storage_of(where).read(where, MAX_POINTER_BYTES, follow=False)
         return text.decode(errors="replace").strip()
 
 
 @contextmanager
 def reading_lock(path: Place) -> Iterator[None]:
-    """Keep retention from deleting the step at `path` during the block. For processes of the user
-    who trains; the kernel drops the lock when the process dies. It holds between processes of one
-    machine. Between machines it depends on whether the network filesystem forwards locks. Object
-    stores have none, and other users get none.
+    """Keep retention from deleting the step at `path` during the block. Only processes of the user
+    who trains get a lock; the kernel drops it when the process dies. Between machines a lock works
+    only if the network filesystem forwards locks. Object stores have no locks.
 
     Raises:
         DamagedCheckpoint: there is no such step, or it is being deleted.
@@ -168,24 +169,24 @@ def reading_lock(path: Place) -> Iterator[None]:
 
 
 def new_step(final: Place, damaged: Collection[str]) -> NewStep | None:
-    """Returns a step, to be `final`, for writing; None if it is committed already.
+    """Returns a new step for writing, which becomes `final`; None if `final` is committed already.
 
     Args:
-        damaged: names of steps known to be damaged though their records are good; such a step is
+        damaged: names of steps that are damaged although their records are valid. Such a step is
             deleted first.
     """
     storage = storage_of(final)
     if storage.exists_as(final):
         if not storage.is_foreign(final) and final.name not in damaged and _is_good(final):
             return None
-        storage.delete_step(final)  # or puts it aside
+        storage.delete_step(final)  # a foreign step is renamed instead
     return storage.new_step(final)
 
 
 def _is_good(path: Place) -> bool:
     try:
         open_step(path)
-    except UnreadableCheckpoint:  # it may be good, so it must not be deleted
+    except UnreadableCheckpoint:  # the step may be undamaged, so it must not be deleted
         raise
     except DamagedCheckpoint:
         return False
@@ -196,8 +197,8 @@ def open_step(path: Place) -> CommittedStep:
     """Check a committed checkpoint without reading its tensors.
 
     Raises:
-        DamagedCheckpoint: names the file.
-        StorageError: it cannot be read.
+        DamagedCheckpoint: a file is damaged; the message names it.
+        StorageError: a file cannot be read.
     """
     record = read_record(path)
     with reading(path):
@@ -205,7 +206,7 @@ def open_step(path: Place) -> CommittedStep:
             file, expected = path / name, record.files[name]
             if size != expected.size:
                 raise DamagedCheckpoint(f"{file}: has {size} bytes, {expected.size} were written")
-            # Tensors are checked as they are read.
+            # tensors are checked as they are read
             if not name.endswith(".safetensors"):
                 _check_small(file, expected)
     for name in (TRAINER_STATE, *(section.index for section in sections_of(record.files))):
@@ -218,13 +219,13 @@ def read_record(path: Place) -> CommitRecord:
     """Returns the commit record of the step at `path`.
 
     Raises:
-        DamagedCheckpoint: it is missing, malformed, or of another step.
-        StorageError: it cannot be read.
+        DamagedCheckpoint: the record is missing, malformed, or of another step.
+        StorageError: the record cannot be read.
     """
     where = path / COMMIT_RECORD
     with reading(where):
         record = CommitRecord.decode(storage_of(where).read(where, MAX_JSON_BYTES), str(where))
-    # A copy that somebody renamed has no step in its name.
+    # a renamed copy of a step may have no step in its name
     if parse_step(path.name) not in (None, record.step):
         raise DamagedCheckpoint(f"{where}: is the record of step {record.step}, not of this one")
     return record
@@ -254,7 +255,7 @@ def read_state(path: Place) -> dict[str, Any]:
     """Returns the `state` saved in the checkpoint at `path`.
 
     Raises:
-        DamagedCheckpoint, StorageError: as `open_step`.
+        DamagedCheckpoint, StorageError: as for `open_step`.
     """
     return step_state(open_step(path))
 
@@ -263,8 +264,8 @@ def step_state(step: CommittedStep) -> dict[str, Any]:
     """Returns the `state` saved in a step.
 
     Raises:
-        DamagedCheckpoint, StorageError: it is not a JSON object, or of another step, or cannot be
-            read.
+        DamagedCheckpoint, StorageError: the file is not a JSON object, is of another step, or
+            cannot be read.
     """
     where = step.path / TRAINER_STATE
     with reading(where):
@@ -276,10 +277,10 @@ def step_state(step: CommittedStep) -> dict[str, Any]:
 def stored_tensors(
     step: CommittedStep, section: Section, *, verify: bool
 ) -> dict[str, StoredTensor]:
-    """Returns where every tensor of a section lies, from the headers of its files.
+    """Returns the position of every tensor of a section, from the headers of its files.
 
     Args:
-        section: one of its `sections`.
+        section: one of `step.sections`.
         verify: check the checksums of the blocks that hold the headers.
 
     Raises:
@@ -292,7 +293,7 @@ def stored_tensors(
         if file not in records:
             raise DamagedCheckpoint(f"{path / index}: names {file}, which was not saved with it")
     headers = {file: read_header(path, file, records[file] if verify else None) for file in files}
-    # Both ways: a tensor that only one of index and headers lists would be lost silently.
+    # both ways, as a tensor that only the index or only a header lists would be lost silently
     for file, header in headers.items():
         for name in header:
             if weight_map.get(name) != file:
@@ -313,11 +314,11 @@ ADAPTER_CURE = (
     "merge_and_unload of PEFT), and give the directory that you make"
 )
 SINGLE_FILE = "model.safetensors"
-"""File with the weights in a Hugging Face directory that is not sharded."""
+"""Name of the file with all weights in a Hugging Face directory that is not sharded."""
 
 
 def plain_adapter(path: Place) -> dict[str, StoredTensor] | None:
-    """Returns where the tensors of an adapter lie in a directory by PEFT; None for any other
+    """Returns the positions of an adapter's tensors in a directory by PEFT; None for any other
     directory.
 
     Raises:
@@ -329,13 +330,13 @@ def plain_adapter(path: Place) -> dict[str, StoredTensor] | None:
 
 
 def hugging_face_tensors(path: Place) -> dict[str, StoredTensor]:
-    """Returns where every tensor of a plain Hugging Face directory lies: in model.safetensors, or
-    else in the files of an index. As transformers reads them: an index beside model.safetensors is
-    stale, and of an index only the names of files count.
+    """Returns the position of every tensor of a plain Hugging Face directory: in model.safetensors,
+    or else in the files of an index. As in transformers, an index beside model.safetensors is
+    ignored, and only the file names in an index are used.
 
     Raises:
         DamagedCheckpoint: a file is missing, damaged, or contradicts the others.
-        StorageError: there is no safetensors model there.
+        StorageError: the directory has no safetensors model.
     """
     storage = storage_of(path)
     if storage.exists(path / SINGLE_FILE):
@@ -361,7 +362,7 @@ def hugging_face_tensors(path: Place) -> dict[str, StoredTensor]:
 
 
 def _else(path: Place) -> str:
-    """Returns what to do with a directory without weights where they are expected."""
+    """Returns advice for a directory that has no weights where they are expected."""
     storage = storage_of(path)
     names: list[str] = []
     with suppress(OSError, CheckpointError):
@@ -383,10 +384,10 @@ def _else(path: Place) -> str:
 
 
 def _weight_map(path: Place, index: str) -> dict[str, str]:
-    """Returns file by name of tensor, from an index.
+    """Returns name of a tensor → file, from an index.
 
     Raises:
-        DamagedCheckpoint, StorageError: it is not an index, or cannot be read.
+        DamagedCheckpoint, StorageError: the file is not an index, or cannot be read.
     """
     with reading(path / index):
         return parse_index(storage_of(path).read(path / index, MAX_JSON_BYTES), str(path / index))
@@ -397,11 +398,12 @@ def read_header(path: Place, file: str, record: FileRecord | None) -> dict[str, 
 
     Args:
         path: the checkpoint directory.
-        file: relative to it.
-        record: checksums for the blocks with the header; None: no check.
+        file: name of the file in `path`.
+        record: checksums for the blocks with the header; None: do not check.
 
     Raises:
-        DamagedCheckpoint: names the file, and the block where a checksum is wrong.
+        DamagedCheckpoint: the header is damaged; the message names the file, and the block if a
+            checksum is wrong.
     """
     with reading(path / file), storage_of(path).open(path / file) as stored:
         prefix = bytearray(8)

@@ -1,5 +1,5 @@
-"""Verification of a checkpoint: every byte against the commit record, then its contents. Reads
-without torch."""
+"""Verification of a checkpoint: compares every byte with the commit record, then parses the
+contents. Needs no torch."""
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,30 +27,30 @@ from checkpointing.storage.steps import (
 )
 
 Problems = list[CheckpointError]
-"""DamagedCheckpoint: the bytes are wrong; other errors: they could not be read."""
+"""DamagedCheckpoint: the bytes are wrong. Other errors: the bytes could not be read."""
 
 
 def is_damage(problem: CheckpointError) -> bool:
-    """Whether the problem is in the bytes, so that reading again would find it again."""
+    """Whether the problem is in the bytes, so that another read would find it again."""
     return isinstance(problem, DamagedCheckpoint) and not isinstance(problem, UnreadableCheckpoint)
 
 
 class VerificationStoppedError(Exception):
-    """`pause` asked to stop reading."""
+    """Raised by `pause` to stop reading."""
 
 
 def verify_step(
     step: Place, *, threads: int = 4, pause: Callable[[], None] = lambda: None
 ) -> tuple[int, Problems]:
-    """Read a whole step, beyond the first problem; retention keeps it meanwhile. If all bytes are
-    correct, state, indexes and headers are parsed as `load` does.
+    """Read a whole step, even after a problem. Retention does not delete it meanwhile. If all bytes
+    are correct, state, indexes and headers are parsed as by `load`.
 
     Args:
         threads: threads that read; reading and CRC release the GIL.
         pause: called before each block; may sleep, or raise VerificationStoppedError.
 
     Returns:
-        Bytes that its record names, and the problems.
+        (bytes of the files in the commit record, problems).
     """
     try:
         with reading_lock(step), ThreadPoolExecutor(threads) as pool:
@@ -62,7 +62,7 @@ def verify_step(
                     record.files,
                 )
                 problems = [problem for of_file in found for problem in of_file]
-            except VerificationStoppedError:  # else the pool would read the other files
+            except VerificationStoppedError:  # otherwise the pool would read the other files
                 pool.shutdown(cancel_futures=True)
                 raise
             size = sum(file.size for file in record.files.values())
@@ -72,8 +72,7 @@ def verify_step(
 
 
 def _unloadable(path: Place) -> Problems:
-    """Returns why a step whose bytes match its record cannot be loaded. Anybody can write a record
-    that matches its files."""
+    """Returns why a step cannot be loaded although its bytes match its commit record."""
     try:
         step = open_step(path)
         files = {
@@ -95,11 +94,11 @@ def _holds_tensors(step: CommittedStep, name: str) -> bool:
 
 
 def _of_trainer(step: Place) -> bool:
-    """Whether the trainer wrote the step. Then no tensor may hold NaN or infinity that its record
-    does not name. Other loops may save anything."""
+    """Whether the trainer wrote the step. Then the record must name all tensors with NaN or
+    infinity. Other loops may save any numbers."""
     try:
         return "recipe" in step_state(open_step(step))
-    except CheckpointError:  # `_verify_file` reports it
+    except CheckpointError:  # `_verify_file` reports this error
         return False
 
 
@@ -134,7 +133,7 @@ def _verify_file(
                 if f"{section.stem}/{tensor}" not in (odd or ())
                 and not at.begin % DTYPE_BYTES[at.meta.dtype]
             ]
-            # A file of another size is reported above; its blocks may still be right.
+            # the blocks of a file with a wrong size may still be right
             for block in range(min(len(record.checksums), -(-file.size // BLOCK_BYTES))):
                 pause()
                 try:
@@ -144,16 +143,17 @@ def _verify_file(
                     continue
                 bad = _not_finite(tensors, blocks.held(size), block * BLOCK_BYTES)
                 problems += [DamagedCheckpoint(f"{path}: NaN or infinity in {one}") for one in bad]
-                tensors = [one for one in tensors if one[0] not in bad]  # one report each
+                tensors = [one for one in tensors if one[0] not in bad]  # reports each only once
     except CheckpointError as error:
         problems.append(error)
     return problems
 
 
 def _floats(step: Place, name: str) -> Sequence[tuple[str, StoredTensor]]:
-    """Returns the tensors of a file whose dtype has NaN or infinity; none if its header is damaged,
-    which is reported elsewhere."""
-    from checkpointing.format.bits import may_be_infinite  # numpy would slow a writer's start
+    """Returns (name, tensor) for tensors of a file whose dtype has NaN or infinity; empty if the
+    header is damaged, which `_unloadable` reports."""
+    # imported here, as numpy would slow the start of a writer
+    from checkpointing.format.bits import may_be_infinite
 
     if not name.endswith(".safetensors"):
         return []
@@ -167,11 +167,10 @@ def _floats(step: Place, name: str) -> Sequence[tuple[str, StoredTensor]]:
 def _not_finite(
     tensors: Sequence[tuple[str, StoredTensor]], data: memoryview, offset: int
 ) -> Collection[str]:
-    """Returns the names of tensors with NaN or infinity in `data`, the bytes of their file from
-    `offset` on."""
+    """Returns names of tensors with NaN or infinity in `data`: bytes of their file at `offset`."""
     if not tensors:
         return ()
-    import numpy as np  # would slow a writer's start
+    import numpy as np  # importing it would slow a writer's start
 
     from checkpointing.format.bits import is_finite
 

@@ -70,8 +70,7 @@ MAX_SHARD_BYTES = 4 * 10**9
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 """Value of --dtype → safetensors' name."""
 _CONVERTED = {"F64", "F32", "BF16", "F16"}
-"""dtypes that `dtype` converts. Others are integers, or quantised values with scales beside
-them."""
+"""dtypes that `dtype` converts. Others are integers, or quantised with separate scales."""
 
 _OVER_NF4 = (
     "note: it was trained over a model in nf4, and is off over any other: load that in 4 bits, too "
@@ -84,7 +83,7 @@ _MERGED = {
     True: "note: merged into the weights as they were published, but the adapter was trained over "
     "them in nf4: measure what it gives; without --into-published it is what was trained",
 }
-"""Note by `into_published`."""
+"""Value of `into_published` → note for the user."""
 
 Pieces = Iterator[memoryview]
 """The bytes of a tensor, in order."""
@@ -92,12 +91,12 @@ Pieces = Iterator[memoryview]
 
 @dataclass(frozen=True)
 class ConvertedDirectory:
-    """A directory that was written."""
+    """A directory that a conversion has written."""
 
     path: Path
     tensors: int
     size: int
-    """Bytes of the tensor files."""
+    """Total size of the tensor files in bytes."""
     files: int
     notes: tuple[str, ...] = ()
     """Lines for the user."""
@@ -138,7 +137,7 @@ def export(
 
     Raises:
         CheckpointError: `out` exists, or a weight is too large for `dtype`, NaN or infinite.
-        DamagedCheckpoint, StorageError: what is wrong with the checkpoint.
+        DamagedCheckpoint, StorageError: the checkpoint is damaged or cannot be read.
     """
     out = local(out)
     with ExitStack() as stack:
@@ -165,7 +164,7 @@ def export(
         section = ADAPTER if source.is_adapter else MODEL
         files = lay_out(section, metas, max_shard_bytes)
         if section is MODEL and len(files) == 1:
-            # The name that Hugging Face gives a model in one file.
+            # the name that Hugging Face gives a model in one file
             files = [replace(files[0], name="model.safetensors")]
         elif section is MODEL:
             write_file(tmp / MODEL.index, index_json(files))
@@ -209,7 +208,8 @@ def _convert(piece: memoryview, name: str, dtype: str, target: str) -> memoryvie
         return piece
     numbers = torch.frombuffer(piece, dtype=TORCH_DTYPES[dtype])
     rounded = numbers.to(TORCH_DTYPES[target])
-    if not rounded.abs().max().isfinite():  # rare: finding the reason takes longer than rounding
+    # Rarely needed: finding the reason takes longer than rounding.
+    if not rounded.abs().max().isfinite():
         finite = numbers[numbers.isfinite()]
         if bool(finite.to(rounded.dtype).isinf().any()):
             raise CheckpointError(
@@ -224,7 +224,7 @@ def _with_dtype(config: bytes, target: str, where: Place) -> bytes:
         values = read_object(config)
     except ValueError as error:
         raise CheckpointError(f"{where}: is not a JSON object: {error}; mend the file") from error
-    # transformers reads `dtype` since 4.56, `torch_dtype` before.
+    # transformers reads `dtype` since version 4.56, `torch_dtype` before
     values["dtype"] = values["torch_dtype"] = str(TORCH_DTYPES[target]).removeprefix("torch.")
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
 
@@ -258,7 +258,7 @@ def import_checkpoint(
     Raises:
         CheckpointError: `out` exists, `path` already is a checkpoint of this package, or `step`
             contradicts the name of `out`.
-        DamagedCheckpoint, StorageError: what is wrong with `path`.
+        DamagedCheckpoint, StorageError: `path` is damaged or cannot be read.
     """
     path, out = location(path), local(out)
     named = parse_step(out.name)
@@ -294,7 +294,7 @@ def import_checkpoint(
 
 @contextmanager
 def _open_any(path: Place) -> Iterator[tuple[CheckpointSource, Callable[[StoredTensor], Pieces]]]:
-    """Yields what a foreign directory holds, and the function that reads its tensors."""
+    """Yields (tensors and files of a foreign directory, function that reads its tensors)."""
     if storage_of(path).exists(path / DCP_METADATA):
         dcp = open_dcp(local(path))
 
@@ -332,8 +332,7 @@ def _small_files(source: CheckpointSource) -> tuple[dict[str, bytes], str]:
 
 @contextmanager
 def _new_directory(out: Path) -> Iterator[Path]:
-    """Yields a directory to fill. It becomes `out` at the end of the block, and is removed after an
-    error."""
+    """Yields a directory to fill, which becomes `out` at the end, or is removed after an error."""
     if os.path.lexists(out):
         raise CheckpointError(f"{out}: exists already; choose another name, or remove it first")
     tmp = out.with_name(f"{out.name}.tmp-{owner()}")
@@ -342,10 +341,10 @@ def _new_directory(out: Path) -> Iterator[Path]:
         for old in out.parent.iterdir():  # left by a killed conversion
             if old.name.startswith(f"{out.name}.tmp-") and is_alive(old.name) is False:
                 shutil.rmtree(old, ignore_errors=True)
-        tmp.mkdir(mode=0o755)  # no other user can write to it
+        tmp.mkdir(mode=0o755)  # no other user can write to the directory
         yield tmp
         sync_directory(tmp)
-        os.rename(tmp, out)  # all of it appears at once, durable before
+        os.rename(tmp, out)  # the directory appears at once, and is durable before
         sync_directory(out.parent)
     except OSError as error:
         raise CheckpointError(f"cannot write {explain(error)}; nothing is left of it") from error

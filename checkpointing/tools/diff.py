@@ -24,7 +24,7 @@ from checkpointing.tools.inspect import find_source, short, table
 PIECE_ELEMENTS = 1 << 17
 """Elements compared at a time, few enough for the processor's cache as float64."""
 _SHOWN = 10
-"""Most tensors, or keys, of a kind that are printed."""
+"""Most tensors, and most keys, that are printed for each kind of difference."""
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,14 @@ def diff(left: str | Place, right: str | Place) -> CheckpointDifference:
     """Compare two checkpoints, tensor by tensor, in bounded memory.
 
     Blocks with equal checksums are not read in checkpoints of this package; `verify` checks whether
-    the bytes match the checksums. Whatever is read is checked.
+    the bytes match the checksums. All bytes that are read are checked.
 
     Args:
         left, right: checkpoints, runs (their newest good ones) or plain Hugging Face directories,
             of which only the model is compared.
 
     Raises:
-        DamagedCheckpoint, StorageError: what is wrong with either.
+        DamagedCheckpoint, StorageError: one of them is damaged or cannot be read.
     """
     with open_source(find_source(left)) as a, open_source(find_source(right)) as b:
         result = CheckpointDifference(a.path, b.path)

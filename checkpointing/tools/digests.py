@@ -1,4 +1,5 @@
-"""Digests of tensors, in memory or in a checkpoint, as a save tells them: see format/bits.py."""
+"""Digests of tensors in memory or in a checkpoint, equal to those in `SaveOutcome`; see
+format/bits.py."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -18,25 +19,26 @@ from checkpointing.storage.place import Place
 from checkpointing.storage.source import TensorReader, open_source
 
 _ANY_SIZE = 1 << 62
-"""Bytes of a file of a plan that nothing is written by."""
+"""Exceeds all sizes of tensors, so that the plan has one file per section."""
 
 
-class Digests(NamedTuple):
-    """The two digests that a `SaveOutcome` has: 16 hexadecimal digits each."""
+class SaveDigests(NamedTuple):
+    """The two digests of `SaveOutcome`, 16 hexadecimal digits each."""
 
     weights: str
     """Digest of the model's tensors."""
     moments: str
-    """Digest of the optimizer's."""
+    """Digest of the optimizer's tensors."""
 
 
 def digests_in_memory(
     group: dist.ProcessGroup | None, *, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]
-) -> Digests:
-    """The digests that a save of these tensors would tell. On all ranks of the group.
+) -> SaveDigests:
+    """Returns the digests that a save of these tensors would report. Called on all ranks of the
+    group.
 
     Raises:
-        ValueError: the tensors are none that can be saved.
+        ValueError: the tensors cannot be saved.
     """
     ranks, tensors = RankGroup(group), by_section(model, optimizer)
     with failing_alike():
@@ -50,12 +52,13 @@ def digests_in_memory(
     )
 
 
-def stored_digests(path: Place) -> Digests:
-    """The digests of the tensors in a checkpoint of ours, as they lie there. Reads all of it, a
-    tensor at a time.
+def stored_digests(path: Place) -> SaveDigests:
+    """Returns the digests of the tensors in a checkpoint of this package. Reads all tensors, one at
+    a time.
 
     Raises:
-        DamagedCheckpoint, StorageError: it is not what its commit record says, or cannot be read.
+        DamagedCheckpoint, StorageError: the checkpoint contradicts its commit record, or cannot be
+        read.
     """
     found = NumberSummary()
     with open_source(path) as source, TensorReader(path, source.records) as reader:
@@ -72,7 +75,7 @@ def stored_digests(path: Place) -> Digests:
 
 
 def _of_pieces(pieces: Iterable[TensorPiece], tensors: Mapping[str, Tensor]) -> NumberSummary:
-    """What the parts of tensors that are this rank's add to the digests."""
+    """Returns the contribution of this rank's pieces to the digests."""
     found = NumberSummary()
     for piece in pieces:
         meta, box = piece.stored.meta, piece.box
@@ -84,12 +87,12 @@ def _of_pieces(pieces: Iterable[TensorPiece], tensors: Mapping[str, Tensor]) -> 
 
 
 def _of_section(name: str, digest: int) -> NumberSummary:
-    """A digest as that of weights or of moments, by the name of its tensor."""
+    """Returns a tensor's digest as a contribution to `weights` or to `moments`."""
     if name.startswith(f"{OPTIMIZER.stem}/"):
         return NumberSummary(moments=digest)
     assert name.startswith(f"{MODEL.stem}/")
     return NumberSummary(weights=digest)
 
 
-def _told(numbers: NumberSummary) -> Digests:
-    return Digests(f"{numbers.weights:016x}", f"{numbers.moments:016x}")
+def _told(numbers: NumberSummary) -> SaveDigests:
+    return SaveDigests(f"{numbers.weights:016x}", f"{numbers.moments:016x}")

@@ -29,7 +29,7 @@ from checkpointing.storage.place import Place, location
 from checkpointing.storage.retention import (
     RetentionDecision,
     StepInfo,
-    Verdicts,
+    StepVerdicts,
     best_of,
     decide,
     inspect_steps,
@@ -66,12 +66,11 @@ def find_steps(path: str | Place) -> list[Place]:
     return steps
 
 
-Which: TypeAlias = int | Literal["best"] | None
-"""Which checkpoint of a run: that of a step, the one with the lowest `checkpoint.best_by`, or the
-newest."""
+StepChoice: TypeAlias = int | Literal["best"] | None
+"""Which checkpoint of a run: its step, "best" (lowest `checkpoint.best_by`), None (newest)."""
 
 
-def find_checkpoint(path: str | Place, step: Which = None) -> Place:
+def find_checkpoint(path: str | Place, step: StepChoice = None) -> Place:
     """Returns the good checkpoint that a path names. Reads headers, but no tensors.
 
     Args:
@@ -80,7 +79,7 @@ def find_checkpoint(path: str | Place, step: Which = None) -> Place:
 
     Raises:
         StorageError: there is no checkpoint, or not that one.
-        DamagedCheckpoint: there is no good one; says what is wrong with the newest.
+        DamagedCheckpoint: there is no good one; the message describes the newest.
     """
     steps = find_steps(path)
     if step == "best":
@@ -96,18 +95,18 @@ def find_checkpoint(path: str | Place, step: Which = None) -> Place:
         try:
             found = open_step(one)
             step_state(found)
-            # A step whose headers contradict its index cannot be loaded.
+            # a step whose headers contradict its index cannot be loaded
             for section in found.sections:
                 stored_tensors(found, section, verify=False)
         except DamagedCheckpoint as error:
             damage.append(error)
         else:
             return found.path
-    # That of the newest.
+    # the damage of the newest step
     raise damage[0]
 
 
-def find_source(path: str | Place, step: Which = None) -> Place:
+def find_source(path: str | Place, step: StepChoice = None) -> Place:
     """Returns what `open_source` can open: a plain Hugging Face directory, or what
     `find_checkpoint` returns.
 
@@ -138,8 +137,8 @@ class ListingRow:
     """Bytes of all files."""
     files: int
     problem: str | None
-    """What is wrong; None if it is committed and all files exist with their sizes. `verify` checks
-    bytes."""
+    """Description of the problem; None if the step is committed and all files have their sizes. The
+    command `verify` checks the bytes."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ def _row(path: Place) -> ListingRow:
 
 
 def _judged(row: ListingRow) -> StepInfo:
-    """Returns what retention compares, by the `best_by` of the run's recipe."""
+    """Returns the input of retention for a checkpoint, by the `best_by` of the run's recipe."""
     recipe = row.state.get("recipe")
     options = recipe.get("checkpoint") if isinstance(recipe, dict) else None
     key = options.get("best_by") if isinstance(options, dict) else None
@@ -180,15 +179,15 @@ def _judged(row: ListingRow) -> StepInfo:
 
 
 def _best(path: str | Place, rows: Sequence[ListingRow]) -> Place:
-    """Returns the best of these checkpoints, given newest first.
+    """Returns the best of these checkpoints, which are sorted newest first.
 
     Raises:
-        StorageError: none has a validation loss.
+        StorageError: no checkpoint has a validation loss.
     """
     for found in best_of([_judged(row) for row in rows if row.problem is None]):
         return found.path
     raise StorageError(
-        f"{path}: no good checkpoint says a validation loss, so none is the best; name its step"
+        f"{path}: no good checkpoint has a validation loss, so none is the best; name its step"
     )
 
 
@@ -253,12 +252,12 @@ class CheckpointContents:
         return "\n".join(lines)
 
 
-def show(path: str | Place, step: Which = None) -> CheckpointContents:
+def show(path: str | Place, step: StepChoice = None) -> CheckpointContents:
     """Returns the tensors and trainer state of a checkpoint, or of the one that `find_checkpoint`
     finds in a run.
 
     Raises:
-        DamagedCheckpoint, StorageError: what is wrong with it.
+        DamagedCheckpoint, StorageError: the checkpoint is damaged or cannot be read.
     """
     found = open_step(find_checkpoint(path, step))
     with open_source(found.path) as source:
@@ -292,7 +291,7 @@ class CheckpointProblem:
 
     checkpoint: Place
     message: str
-    """Names the file, and the block if the defect is in one."""
+    """Message that names the file, and the block if the defect is in a block."""
     is_damage: bool = True
     """False if the checkpoint could not be read."""
 
@@ -306,20 +305,19 @@ class Verification:
 
     checked: list[Place]
     size: int = 0
-    """Bytes read."""
+    """Number of bytes read."""
     problems: list[CheckpointProblem] = field(default_factory=list)
 
     @property
     def good(self) -> list[Place]:
-        """Checkpoints without problems."""
         bad = {problem.checkpoint for problem in self.problems}
         return [path for path in self.checked if path not in bad]
 
     @property
-    def known(self) -> Verdicts:
+    def known(self) -> StepVerdicts:
         """The result in the form that retention uses."""
         lost = {problem.checkpoint.name for problem in self.problems if problem.is_damage}
-        return Verdicts(
+        return StepVerdicts(
             damaged=lost,
             unreadable={problem.checkpoint.name for problem in self.problems} - lost,
             verified={path.name for path in self.good},
@@ -374,13 +372,13 @@ def _verify_latest(steps: Sequence[Place]) -> list[CheckpointProblem]:
 
 
 @dataclass(frozen=True)
-class Pruning:
+class PruneResult:
     """Retention's decision on each checkpoint, newest first."""
 
     decisions: list[RetentionDecision]
     dry_run: bool
     verification: Verification
-    """Result of reading the newest checkpoints that stay."""
+    """Result of reading the newest checkpoints that are kept."""
 
     def __str__(self) -> str:
         verbs = ("goes" if self.dry_run else "deleted", "stays")
@@ -395,7 +393,7 @@ class Pruning:
         return "\n".join([*lines, f"{len(going)} of {len(rows)} {would}: {size}"])
 
 
-def pruned(path: str | Place, options: CheckpointOptions, *, dry_run: bool) -> Pruning:
+def pruned(path: str | Place, options: CheckpointOptions, *, dry_run: bool) -> PruneResult:
     """Apply retention to a run, even while it is training. Before a deletion, every byte of the
     newest checkpoints that stay is read: a damaged one does not count as kept.
 
@@ -423,11 +421,11 @@ def pruned(path: str | Place, options: CheckpointOptions, *, dry_run: bool) -> P
         unknown = [path for path in newest if path not in checked.checked]
         if not unknown:
             break
-        # One at a time: if it is damaged, the decision changes.
+        # one at a time, as the decision changes if the step is damaged
         checked.add(unknown[0])
     if not dry_run:
         decisions = prune(directory, options, known)
-    return Pruning(decisions, dry_run, checked)
+    return PruneResult(decisions, dry_run, checked)
 
 
 # --- text ------------------------------------------------------------------------------------

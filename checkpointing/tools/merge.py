@@ -1,4 +1,4 @@
-"""Merges a LoRA adapter into its base model, a piece of a tensor at a time, in float32."""
+"""Merges a LoRA adapter into its base model in float32, a piece of a tensor at a time."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,10 +23,10 @@ PIECE_ELEMENTS = 1 << 20
 
 
 class StoredAdapter:
-    """The changes of an adapter to a model, read from its files.
+    """An adapter in its files, which changes the weights of a model.
 
     Raises:
-        DamagedCheckpoint, StorageError: it is damaged, or no adapter of LoRA.
+        DamagedCheckpoint, StorageError: the adapter is damaged, or not of LoRA.
     """
 
     def __init__(self, source: CheckpointSource, reader: TensorReader) -> None:
@@ -38,7 +38,7 @@ class StoredAdapter:
         self.stored, self.reader = source.model, reader
         self.base = trained_over(source.path, source.state)
         self.over_nf4 = self.base.get("format") == NF4
-        """Whether the weights under it were kept in nf4."""
+        """Whether training kept the weights of the base model in nf4."""
         for name in self.tensors.pairs if self.over_nf4 else ():
             if any(columns % BLOCK for columns in self.shape_of(name)[1:]):
                 raise DamagedCheckpoint(
@@ -47,20 +47,20 @@ class StoredAdapter:
                 )
 
     def read(self, name: str) -> Tensor:
-        """Returns a tensor of its file, in float32."""
+        """Returns a tensor of the adapter's file, in float32."""
         stored = self.stored[name]
         data = torch.empty(stored.meta.nbytes, dtype=torch.uint8)
         self.reader.read(stored, 0, data.numpy().data)
         return data.view(TORCH_DTYPES[stored.meta.dtype]).view(stored.meta.shape).float()
 
     def matrices(self, weight: str) -> tuple[Tensor, Tensor]:
-        """Returns A (rank, in) and B (out, rank) times the scale for a weight, in float32."""
+        """Returns A (rank, in) and scale · B (out, rank) for a weight, in float32."""
         a, b = (self.read(name) for name in self.tensors.pairs[weight])
-        # Into B: the product has many more elements.
+        # the scale is applied to B, as the product has many more elements
         return a, b * self.config.scale
 
     def under(self, weight: Tensor) -> Tensor:
-        """Returns rows of a base weight in float32 as they were in training."""
+        """Returns rows of a base weight in float32, rounded to nf4 if training did so."""
         return rounded(weight) if self.over_nf4 else weight.float()
 
     def shape_of(self, weight: str) -> tuple[int, ...]:
@@ -119,7 +119,7 @@ class MergedModel:
         self._under: Callable[[Tensor], Tensor] = Tensor.float if published else adapter.under
         changed = [*adapter.tensors.pairs, *adapter.tensors.whole]
         named = by_model_names(base.model, changed)
-        # By place, as files and adapter may call a tensor otherwise.
+        # by position, as the files and the adapter may use different names for a tensor
         places = {(stored.file, stored.begin): name for name, stored in base.model.items()}
         self._changed: dict[str, str] = {}
         """Name of a tensor in the model's files → the adapter's name for it."""
@@ -154,7 +154,7 @@ class MergedModel:
             data = torch.empty(len(some) * row_bytes, dtype=torch.uint8)
             reader.read(stored, first * row_bytes, data.numpy().data)
             weight = data.view(TORCH_DTYPES[stored.meta.dtype]).view(len(some), columns)
-            # In float32 whatever the dtype: a sum in bfloat16 would drop most of the adapter.
+            # in float32 whatever the dtype, as a sum in bfloat16 would lose most of the adapter
             yield as_bytes(torch.addmm(self._under(weight), some, a)).numpy().data
 
 

@@ -1,1 +1,1 @@
-"""Trainers of other libraries as elastic jobs. Each module needs its library."""
+"""Run the trainers of other libraries as elastic jobs. Each module imports its library."""

@@ -1,4 +1,4 @@
-"""transformers' Trainer as the loop of an elastic job."""
+"""Runs the Trainer of transformers as an elastic job."""
 
 from typing import Any
 
@@ -22,8 +22,8 @@ STATE = "elastic.sampler"
 
 
 def make_elastic(trainer: Trainer, job: Job, global_batch: int) -> Sampler:
-    """Have a Trainer train as this rank of a job, with the samples of `elastic.sampler`. Call it
-    before `trainer.train()`. Set `max_steps` and `save_strategy="no"`, and save by the
+    """Make a Trainer train as this rank of a job, with the samples of `elastic.sampler`. Call it
+    before `trainer.train()`. Set `max_steps` and `save_strategy="no"`, and save with the
     `CheckpointCallback` of `checkpointing.adapters.hugging_face`.
 
         def train(job):
@@ -35,17 +35,17 @@ def make_elastic(trainer: Trainer, job: Job, global_batch: int) -> Sampler:
         elastic.run(train)
 
     Args:
-        trainer: its `per_device_train_batch_size` is the most samples of a pass. Its
-            `gradient_accumulation_steps` is replaced by what the world needs for a global batch.
-        job: this rank's.
+        trainer: `per_device_train_batch_size` is the most samples of a pass.
+            `gradient_accumulation_steps` is set to the passes that a global batch takes.
+        job: the job of this rank.
         global_batch: samples per optimizer step, over all ranks.
 
     Returns:
-        The sampler. Its state goes into the Trainer's own.
+        The sampler, whose state is saved in the `TrainerState`.
 
     Raises:
         ValueError: the Trainer has no `max_steps`, its data set no length, or ranks would have
-            unequal parts of a batch with a model that does not say how its loss is weighted.
+            unequal parts of a batch and the model does not accept `num_items_in_batch`.
     """
     arguments, data = trainer.args, trainer.train_dataset
     if arguments.max_steps <= 0:
@@ -58,7 +58,7 @@ def make_elastic(trainer: Trainer, job: Job, global_batch: int) -> Sampler:
         micro_batch=arguments.per_device_train_batch_size,
         seed=arguments.seed if arguments.data_seed is None else arguments.data_seed,
     )
-    # A model that takes `num_items_in_batch` divides the sum of its loss by all ranks' tokens.
+    # A model that takes `num_items_in_batch` divides its loss sum by the tokens of all ranks.
     if not (batches.even or trainer.model_accepts_loss_kwargs or trainer.compute_loss_func):
         raise ValueError(
             f"{job.world.world_size} rank(s) would have unequal parts of {global_batch} samples, "
@@ -66,14 +66,14 @@ def make_elastic(trainer: Trainer, job: Job, global_batch: int) -> Sampler:
             "per_device_train_batch_size that divide, or a model that takes num_items_in_batch"
         )
     arguments.gradient_accumulation_steps = batches.passes
-    arguments.ignore_data_skip = True  # the sampler begins where the steps are
+    arguments.ignore_data_skip = True  # the sampler already begins at the right step
     trainer.get_train_dataloader = lambda: _loader(trainer, batches)
     trainer.add_callback(_Steps(job, batches))
     return batches
 
 
 class _Steps(TrainerCallback):
-    """Tells a job of the Trainer's steps, and the Trainer when it is to save."""
+    """Reports the Trainer's steps to the job, and makes the Trainer save before a pause."""
 
     def __init__(self, job: Job, batches: Sampler) -> None:
         self._job, self._batches = job, batches
@@ -94,7 +94,7 @@ class _Steps(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        self._end_step()  # only now, as the step before may have been saved and evaluated
+        self._end_step()  # only now, as the previous step may have been saved and evaluated
         self._job.begin_step(state.global_step + 1, state.max_steps)
         self._begun = True
         self._batches.done = state.global_step + 1
@@ -104,7 +104,7 @@ class _Steps(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        # before `on_step_end`, in which the state is saved
+        # before `on_step_end`, in which the Trainer saves
         control.should_save = control.should_save or self._job.due_to_pause()
         self._job.report("after")
 
@@ -120,8 +120,8 @@ class _Steps(TrainerCallback):
 
 
 def _loader(trainer: Trainer, batches: Sampler) -> DataLoader[Any]:
-    """What the Trainer would iterate, with batches of the sampler. accelerate does not prepare it:
-    it would split the batches among the ranks once more."""
+    """Returns the Trainer's data loader, with batches of the sampler. accelerate must not prepare
+    it, as it would divide the batches among the ranks once more."""
     arguments, data = trainer.args, trainer.train_dataset
     collate = trainer.data_collator
     if is_datasets_available() and type(data).__module__.startswith("datasets."):

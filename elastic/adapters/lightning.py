@@ -1,4 +1,4 @@
-"""Lightning's Trainer as the loop of an elastic job."""
+"""Runs the Trainer of Lightning as an elastic job."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ __all__ = ["ElasticCallback"]
 
 
 class ElasticCallback(Callback):
-    """Has a Trainer train as this rank of a job. The Trainer needs `max_steps`,
+    """Makes a Trainer train as this rank of a job. The Trainer needs `max_steps`,
     `use_distributed_sampler=False`, and a `ModelCheckpoint`, which also saves when the job pauses.
 
         def train(job):
@@ -26,8 +26,8 @@ class ElasticCallback(Callback):
         elastic.run(train)
 
     Args:
-        job: this rank's.
-        batches: the `batch_sampler` of the data loader. Its state goes into the checkpoints.
+        job: the job of this rank.
+        batches: the `batch_sampler` of the data loader. Its state is saved in the checkpoints.
     """
 
     def __init__(self, job: Job, batches: Sampler) -> None:
@@ -35,19 +35,18 @@ class ElasticCallback(Callback):
         self._begun = False
 
     def state_dict(self) -> dict[str, Any]:
-        """The sampler's state."""
+        """Called by the Trainer when it saves: returns the sampler's state."""
         return self._batches.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the sampler's state. The Trainer calls it before it begins to fetch."""
+        """Called by the Trainer before it fetches batches: loads the sampler's state."""
         self._batches.load_state_dict(state_dict)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the Trainer.
+        """Check that the Trainer, its data loader and the loaded checkpoint fit the job.
 
         Raises:
-            ValueError: the Trainer, its data loader or the checkpoint do not fit a job; says what
-                to do.
+            ValueError: they do not; the message says what to do.
         """
         batches = self._batches
         if getattr(trainer.train_dataloader, "batch_sampler", None) is not batches:
@@ -76,10 +75,10 @@ class ElasticCallback(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin a step with its first pass.
+        """Called before each pass. Begins a step before its first pass.
 
         Raises:
-            SystemExit: the job pauses after the step before, which is saved; on all ranks.
+            SystemExit: the job pauses after the previous step, which is saved. Raised on all ranks.
         """
         if self._begun and self._batches.done > trainer.global_step:
             return
@@ -97,8 +96,8 @@ class ElasticCallback(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """After the last pass of a step, have `ModelCheckpoint` save it if the job pauses. It is
-        called after all other callbacks."""
+        """Called after each pass. After the last pass of a step, makes `ModelCheckpoint` save if
+        the job pauses: it is called after all other callbacks."""
         if self._begun and self._batches.done == trainer.global_step:
             self._job.report("after")
             if self._job.due_to_pause():
@@ -106,7 +105,6 @@ class ElasticCallback(Callback):
                 saves._every_n_train_steps = 1
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the last step."""
         self._end_step()
 
     def _end_step(self) -> None:

@@ -4,10 +4,9 @@ The global batch is the same at every world size. Where it does not divide evenl
 different numbers of sequences but the same number of forward and backward passes, so that their
 collectives match. A rank with nothing left to compute runs one sequence with weight 0.
 
-The *units* that ranks share are sequences. In a fixed plan they are micro-batches, into which the
-global batch is cut equally at every world size. Ranks have as many units each as possible, or
-`BatchPlan.shares` (see shares.py).
-"""
+The *units* that ranks divide among themselves are sequences. In a fixed plan they are
+micro-batches, into which the global batch is cut equally at every world size. Ranks have equally
+many units where these divide evenly, or the numbers in `BatchPlan.shares` (see shares.py)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,29 +16,29 @@ from functools import lru_cache
 @dataclass(frozen=True)
 class MicroBatch:
     positions: tuple[int, ...]
-    """Positions in the global order of sequences."""
+    """Positions of its sequences in the global order."""
 
     real: bool
-    """False: the pass only keeps collectives matched, and its loss has weight 0."""
+    """False: the pass only keeps collectives matched between ranks, and its loss has weight 0."""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How one global batch is spread over the data-parallel ranks."""
+    """How one global batch is divided among the data-parallel ranks."""
 
     global_batch: int
     world_size: int
     passes: int
     """Forward and backward passes of every rank per optimizer step."""
     micro_batch: int
-    """Sequences in the largest pass."""
+    """Most sequences of a pass."""
     fixed: bool = False
     """Whether micro-batches are the same at every world size."""
     shares: tuple[int, ...] | None = None
-    """Units of each rank; None: equal ones."""
+    """Number of units of each rank; None: equally many."""
     lockstep: bool = True
-    """Whether all ranks need equally many passes, because each pass has collectives. Equal shares
-    always have them."""
+    """Whether all ranks need equally many passes, because each pass has collectives. With equal
+    shares all ranks have equally many in any case."""
 
     @property
     def units(self) -> int:
@@ -47,8 +46,9 @@ class BatchPlan:
         return -(-self.global_batch // self.micro_batch) if self.fixed else self.global_batch
 
     def units_of(self, rank: int) -> Sequence[int]:
-        """Numbers of the units of `rank`, in order. The ranks are dealt one unit each in turn,
-        until they have their shares, so that all see the same mixture of sources."""
+        """Indices of the units of `rank` in the global batch, ascending. Units go to the ranks in
+        turn, one at a time until each rank has its share, so that all ranks see the same mixture of
+        sources."""
         if self.shares is None:
             return range(rank, self.units, self.world_size)
         return _dealt(self.shares)[rank]
@@ -61,10 +61,10 @@ class BatchPlan:
 
     @property
     def efficiency(self) -> float:
-        """Share of the sequence slots that carry a sequence, in (0, 1]."""
+        """Share of the sequence slots of all passes that hold a sequence, in (0, 1]."""
         # The busiest rank sets the pace; the others wait for it in the collectives.
         busiest = -(-self.global_batch // self.world_size)
-        # the first rank; it also has the last micro-batch where the others have one fewer
+        # rank 0; it also has the last micro-batch if the other ranks have one fewer
         if self.fixed:
             rounds, rest = divmod(self.global_batch, self.world_size * self.micro_batch)
             busiest = rounds * self.micro_batch + min(rest, self.micro_batch)
@@ -109,7 +109,7 @@ class BatchPlan:
 
 @lru_cache(maxsize=8)
 def _dealt(shares: tuple[int, ...]) -> list[list[int]]:
-    """Numbers of the units of each rank, see `BatchPlan.units_of`."""
+    """Indices of the units of each rank, for `BatchPlan.units_of`."""
     dealt: list[list[int]] = [[] for _ in shares]
     unit = 0
     for turn in range(max(shares)):
@@ -121,20 +121,20 @@ def _dealt(shares: tuple[int, ...]) -> list[list[int]]:
 
 
 def most_ranks(global_batch: int, micro_batch: int, *, fixed: bool = False) -> int:
-    """Data-parallel ranks for which there is work; arguments as for `plan_batch`."""
+    """Most data-parallel ranks that each have a unit; arguments as for `plan_batch`."""
     return -(-global_batch // micro_batch) if fixed else global_batch
 
 
 def plan_batch(
     global_batch: int, world_size: int, micro_batch: int, *, fixed: bool = False
 ) -> BatchPlan:
-    """Spread `global_batch` sequences over `world_size` data-parallel ranks.
+    """Divide `global_batch` sequences among `world_size` data-parallel ranks.
 
     Args:
         global_batch: sequences per optimizer step, over all ranks.
         world_size: data-parallel ranks.
-        micro_batch: most sequences of a rank in one pass. In a fixed plan, the sequences of every
-            pass but perhaps the last of a global batch.
+        micro_batch: most sequences of a rank in one pass. In a fixed plan every pass has so many,
+            except perhaps the last of a global batch.
         fixed: use the same micro-batches at every world size.
 
     Raises:

@@ -1,8 +1,8 @@
 """Notices of the cloud that this machine will be taken away, and a trigger file for other systems.
 
 A cloud announces this through its metadata service, an HTTP server that only the machine itself
-reaches. One thread per node polls it every few seconds. Outside of the known clouds nothing is
-polled.
+reaches. A thread of each node's agent polls the service every POLL_SECONDS. Outside of these clouds
+nothing is polled.
 
     AWS    2 min ahead, recommends to leave sooner
            docs.aws.amazon.com/AWSEC2/latest/UserGuide: spot-instance-termination-notices.html,
@@ -25,18 +25,17 @@ from typing import Any, Protocol
 logger = logging.getLogger(__name__)
 
 ADDRESS = "http://169.254.169.254"
-"""Address of the metadata service, the same in all three clouds."""
+"""Address of the metadata service, equal in all three clouds."""
 DMI = Path("/sys/class/dmi/id")
 AZURE_ASSET_TAG = "7783-7084-3265-9085-8269-3286-77"
 """Identifies an Azure machine; its vendor and product are those of any Hyper-V guest."""
 
 POLL_SECONDS = 2.0
-"""Two of the three clouds give 30 s of notice; a request takes a few milliseconds."""
+"""Two of the three clouds announce only 30 s ahead; a request takes a few milliseconds."""
 REQUEST_SECONDS = 2.0
 MAX_ANSWER = 1 << 16
 
-# No handlers for proxies and redirects: the metadata service is reached directly or not at all.
-# None for errors: every HTTP status is an answer here.
+# No handlers for proxies, redirects and errors: every HTTP status is an answer of the service.
 _opener = urllib.request.OpenerDirector()
 _opener.add_handler(urllib.request.HTTPHandler())
 
@@ -55,18 +54,18 @@ class Notice:
 
 
 class NoticeSource(Protocol):
-    """A service or file that may announce a `Notice`."""
+    """A service or file that may announce that this machine will be taken away."""
 
     name: str
 
     def look(self) -> Notice | None:
-        """Return the current notice, None if there is none. May block for a few seconds where the
-        service is slow, and raises any exception where it fails."""
+        """Returns the current notice, or None. May block for a few seconds where the service is
+        slow, and may raise any exception."""
 
 
 @dataclass
 class TriggerFile:
-    """A notice that stands as soon as a file exists."""
+    """A file whose existence is a notice."""
 
     path: Path
 
@@ -79,7 +78,7 @@ class TriggerFile:
 
 @dataclass
 class Aws:
-    """EC2 spot instances, through the instance metadata service, version 2."""
+    """EC2 spot instances, read from the instance metadata service, version 2."""
 
     address: str
     name: str = "aws"
@@ -119,7 +118,7 @@ class Aws:
 
 @dataclass
 class Gcp:
-    """Compute Engine spot and preemptible machines."""
+    """Spot and preemptible machines of Compute Engine."""
 
     address: str
     name: str = "gcp"
@@ -135,7 +134,7 @@ class Gcp:
 
 @dataclass
 class Azure:
-    """Scheduled events of Azure machines."""
+    """Azure machines, whose notices are scheduled events."""
 
     address: str
     name: str = "azure"
@@ -150,7 +149,7 @@ class Azure:
         return None
 
     def _is_ours(self, event: dict[str, Any]) -> bool:
-        """Whether an event names this machine: the service lists those of its whole scale set."""
+        """Whether an event names this machine: the service lists all events of the scale set."""
         machine = self._get("instance/compute/name?api-version=2021-02-01&format=text")
         return machine.strip().lower() in [str(name).lower() for name in event["Resources"]]
 
@@ -163,12 +162,12 @@ CLOUDS: dict[str, Callable[[str], NoticeSource]] = {"aws": Aws, "gcp": Gcp, "azu
 
 
 def parse_sources(text: str, address: str = ADDRESS, dmi: Path = DMI) -> list[NoticeSource]:
-    """Create the notice sources that a recipe names. Contacts none of them.
+    """Create the notice sources that a recipe names, without contacting them.
 
     Args:
         text: "aws", "gcp", "azure", "file:<path>" and "auto", separated by commas; may be empty.
             "auto" is the cloud that this machine is in, if it is one of the three.
-        address: of the metadata service.
+        address: URL of the metadata service.
         dmi: folder with the firmware's description of the machine.
 
     Raises:
@@ -192,7 +191,7 @@ def parse_sources(text: str, address: str = ADDRESS, dmi: Path = DMI) -> list[No
 
 
 def guess_cloud(dmi: Path = DMI) -> str | None:
-    """Name of the cloud that this machine is in, by its firmware; None: another one."""
+    """Name of the cloud that this machine is in, judged by its firmware; None: no known cloud."""
 
     def read(name: str) -> str:
         try:
@@ -216,11 +215,11 @@ def watch(
     stop: threading.Event,
     poll_seconds: float = POLL_SECONDS,
 ) -> threading.Thread | None:
-    """Poll the sources in a daemon thread until `stop` is set. Called once per node.
+    """Poll the sources in a daemon thread until `stop` is set. Called once per node, by its agent.
 
     Args:
         sources: from `parse_sources`. A source that fails is logged once, and polled again.
-        notify: called in the thread, once for each `what` of a source. Must not raise.
+        notify: called in the thread, once for each source and `Notice.what`. Must not raise.
         stop: ends the thread, after its current request.
         poll_seconds: pause between two polls of all sources.
 
@@ -257,7 +256,7 @@ def watch(
 
 
 def _request(url: str, headers: dict[str, str], method: str = "GET") -> tuple[int, str]:
-    """(status, text) of an HTTP response."""
+    """Returns (status, text) of an HTTP response."""
     request = urllib.request.Request(url, headers=headers, method=method)
     with _opener.open(request, timeout=REQUEST_SECONDS) as response:
         return response.status, response.read(MAX_ANSWER).decode()

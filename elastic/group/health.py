@@ -1,12 +1,12 @@
 """Checks of a machine before its node joins.
 
-[Note: checks] The checks of cores, GPUs and links each run in a process of their own: a GPU may
-hang for ever, a broken driver may kill the process, and the agent, which forks, must never
-initialise CUDA. The process names each part before it checks it, so that a check that never ends
-still has a name. All checks run at the same time, each with a time-out.
+[Note: checks] The checks of cores, GPUs and links each run in a child process: a GPU may hang for
+ever, a broken driver may kill the process, and the agent, which forks, must never initialise CUDA.
+The child prints the name of each core or GPU before it checks it, so that a check that never ends
+is reported with that name. All checks run at the same time, each with a time-out.
 
-Folders and the network are checked in threads: that costs too little for a process, and a thread
-that waits for a dead server can be abandoned as well.
+Folders and the network are checked in threads, which cost less than processes. A thread that waits
+for a dead server is abandoned.
 
     python -m elastic.group.health compute | gpu | nvlink
 """
@@ -30,14 +30,14 @@ from elastic.group.network import network_problems
 from elastic.process import die_with_parent, search_path
 
 SECONDS = 60.0
-"""Time-out of a check. A healthy machine needs less than a second, unless it is busy importing."""
+"""Time-out of a check. A healthy machine needs less than a second, unless it is busy."""
 GPU_SECONDS = 120.0
 """Time-out of the GPU checks, which import torch from a cold disk and create CUDA contexts."""
 ROUND_TRIP_SECONDS = 1.0
-"""Slowest store on which leases, which last about as long, can be kept."""
+"""Longest round trip to the store with which leases can be renewed in time."""
 GPU_BYTES = 256 << 20
 WARNING_ONLY = ("gpu", "nvlink", "network")
-"""Checks whose problems are only logged: a slow or unreadable device may still train."""
+"""Checks whose problems are only logged, as a slow or unreadable device may still train."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class HealthProblem:
 
     @property
     def refuses(self) -> bool:
-        """Whether the node must not join."""
+        """Whether this problem keeps the node from joining."""
         return self.check not in WARNING_ONLY
 
     def __str__(self) -> str:
@@ -55,10 +55,10 @@ class HealthProblem:
 
 
 @dataclass(frozen=True)
-class Health:
+class NodeHealth:
     problems: Sequence[HealthProblem]
     domain: str
-    """The NVLink domain of its GPUs; empty if they reach no other node."""
+    """NVLink domain of the node's GPUs; empty if they reach no other node."""
 
 
 def check_node(
@@ -69,13 +69,13 @@ def check_node(
     root: Path = Path("/"),
     seconds: float = SECONDS,
     gpu_seconds: float = GPU_SECONDS,
-) -> Health:
-    """Check this machine: cores, NVIDIA GPUs and their links, network, the way to the store, and
-    folders. Takes at most the longest time-out.
+) -> NodeHealth:
+    """Check this machine: cores, NVIDIA GPUs and their NVLinks, network, connection to the store,
+    and folders. The checks run at the same time, so this takes at most the longest time-out.
 
     Args:
         store_round_trip: makes a request to the store and returns the seconds that it took.
-        folders: paths that the ranks need, by the recipe key that names each.
+        folders: recipe key → path that the ranks need.
         network: whether the job has other nodes.
         root: folder that contains `sys`; `/` outside of tests.
         seconds: time-out of each check.
@@ -91,7 +91,7 @@ def check_node(
     if Path("/dev/nvidiactl").exists():
         checks.append(_Check("gpu", gpu_seconds, _Check.run_child))
         checks.append(_Check("nvlink", gpu_seconds, _Check.run_child))
-    return Health(_run(checks), "".join(check.domain for check in checks))
+    return NodeHealth(_run(checks), "".join(check.domain for check in checks))
 
 
 def check_folders(
@@ -112,14 +112,14 @@ def _folder_checks(folders: Mapping[str, str], seconds: float) -> list["_Check"]
 
 
 def _run(checks: Sequence["_Check"]) -> list[HealthProblem]:
-    # All begin before one is waited for, so that the slowest decides.
+    # All checks begin before any is awaited, so that the slowest decides the total time.
     for check in checks:
         check.start()
     return [problem for check in checks for problem in check.result()]
 
 
 class _Check:
-    """A check in a thread, which is abandoned if it exceeds its time-out."""
+    """A check that runs in a thread, which is abandoned if it exceeds its time-out."""
 
     def __init__(
         self, name: str, seconds: float, run: Callable[["_Check"], None], advice: str = ""
@@ -141,14 +141,13 @@ class _Check:
         if self._thread.is_alive():
             self.add_problem(f"no answer within {self.seconds:g} s{self.advice}")
             if self._process is not None:
-                # A child that waits for a dead driver dies only when that answers: do not wait for
-                # it.
+                # Not awaited: a child of a dead driver dies only when the driver answers.
                 with suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
         return list(self._problems)
 
     def run_child(self) -> None:
-        """Run the check of this name in a child process and collect its findings."""
+        """Run this check in a child process, `main`, and collect the problems that it prints."""
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "elastic.group.health", self.at],
             stdin=subprocess.DEVNULL,
@@ -179,7 +178,7 @@ class _Check:
     def _work(self) -> None:
         try:
             self._run(self)
-        except Exception as error:  # a check that raises has not succeeded
+        except Exception as error:  # a check that raises counts as failed
             self.add_problem(f"{type(error).__name__}: {error}")
 
 
@@ -204,7 +203,7 @@ def _check_network(root: Path, check: _Check) -> None:
 # --- in the child ----------------------------------------------------------------------------
 
 Finding = tuple[str, str | None]
-"""(what is checked, None) before a check; (what was checked, problem) after it."""
+"""(core or GPU, None) before it is checked; (core or GPU, problem) after."""
 
 
 def pattern(size: int, module: Any) -> tuple[Any, Any, Any, Any]:
@@ -224,11 +223,11 @@ def pattern(size: int, module: Any) -> tuple[Any, Any, Any, Any]:
 SIZE = 512
 GPU_SIZE = 2048
 GOLDEN = {SIZE: -1139798349, GPU_SIZE: -72314594004}
-"""size → row weights @ left @ right @ column weights of `pattern(size)`, in integer arithmetic."""
+"""Size → row weights @ left @ right @ column weights of `pattern(size)`, exact in integers."""
 
 
 def check_compute() -> Iterator[Finding]:
-    """Multiply matrices with a known product in a fork pinned to each core.
+    """Multiply matrices whose product is known, on each core: one forked process pinned to each.
 
     A core that computes wrongly raises no error (Hochschild et al., Cores that don't count, 2021),
     and corrupts the state of all ranks.
@@ -250,7 +249,7 @@ def check_compute() -> Iterator[Finding]:
         pid = os.fork()
         if pid == 0:
             os.sched_setaffinity(0, {core})
-            # No exit handlers: they belong to the parent, as does unwritten output.
+            # os._exit, because exit handlers and unwritten output belong to the parent.
             os._exit(wrong())
         children[core] = pid
     for core, pid in children.items():
@@ -261,7 +260,7 @@ def check_compute() -> Iterator[Finding]:
 
 
 def check_gpus() -> Iterator[Finding]:
-    """Check memory and a matrix product with a known result on every visible GPU."""
+    """Check that the memory of every visible GPU keeps its contents, and check a product."""
     yield "gpu", None
     import torch
 
@@ -285,7 +284,7 @@ def check_gpus() -> Iterator[Finding]:
 
 
 def main(arguments: list[str]) -> None:
-    """Run one check and print each finding as a line of JSON."""
+    """Run one check and print each result as a line of JSON."""
     die_with_parent()
     if arguments == ["nvlink"]:
         from elastic.group.nvml import read_links
@@ -300,11 +299,11 @@ def main(arguments: list[str]) -> None:
 
 
 NOT_MOUNT_ERRORS = (FileNotFoundError, NotADirectoryError, PermissionError)
-"""Errors that say nothing about a mount; whoever opens the path reports them."""
+"""Errors that are not the filesystem's fault; the code that opens the path later reports them."""
 
 
 def probe_path(path: Path) -> None:
-    """List a folder or read one byte of a file; of a missing path, probe its nearest parent.
+    """List a folder or read one byte of a file. If `path` is missing, use its nearest parent.
 
     Raises:
         OSError: the filesystem fails.
@@ -331,7 +330,7 @@ def probe_path(path: Path) -> None:
 
 def describe_mount(path: Path, root: Path = Path("/")) -> str:
     """Describe the mount that `path` is on, such as ` (nfs4 server:/export on /mnt)`; empty for the
-    root filesystem, or where /proc does not say. Touches no filesystem but /proc.
+    root filesystem, or if /proc has no answer. Reads only /proc, as the filesystem may hang.
 
     Args:
         root: folder that contains `proc`; `/` outside of tests.
@@ -346,7 +345,7 @@ def describe_mount(path: Path, root: Path = Path("/")) -> str:
         fields, filesystem = before.split(), after.split()
         if len(fields) < 5 or len(filesystem) < 2:
             continue
-        # The kernel writes a space so.
+        # The kernel writes a space as \040.
         point = Path(fields[4].replace("\\040", " "))
         if point in (path, *path.parents) and len(point.parts) > max(depth, 1):
             depth, shown = len(point.parts), f" ({filesystem[0]} {filesystem[1]} on {point})"

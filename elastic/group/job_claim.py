@@ -24,38 +24,38 @@ from elastic.group.job_secret import SECRET_FILE, Secret, SecretError
 from elastic.group.store import StoreClient
 
 STALE_SECONDS = 3.0
-"""A key that has not changed for so long belongs to a job that has ended."""
+"""Seconds without a change after which a key belongs to a job that has ended."""
 VISIBLE_SECONDS = 5.0
-"""Longest time until a file created on another node appears here, on a network filesystem."""
+"""Longest time until a network filesystem shows a file that another node created."""
 PREFIX = ".job-"
 KEPT_MARKS = 8
-"""Marks that stay in a run directory: a job that trains may use the one before the newest."""
+"""Marks kept in a run directory, as a running job may use an older mark than the newest."""
 NO_MARK = "-"
-"""Replaces the mark where the run directory is unknown or not writable."""
+"""Stands in a claim whose first node knows no run directory, or cannot write to it."""
 
 
 @dataclass(frozen=True)
-class Claim:
+class JobClaim:
     fingerprint: str
     counter: int
     mark: str
-    """Name of the file in the run directory."""
+    """Random part of the name of the mark file in the run directory."""
 
     def encode(self) -> bytes:
         return f"{self.fingerprint} {self.counter} {self.mark}".encode()
 
     @staticmethod
-    def decode(data: bytes | None) -> "Claim | None":
-        """Parse a value of the store; None if it is no claim."""
+    def decode(data: bytes | None) -> "JobClaim | None":
+        """Parse a value of the store; returns None if it is no claim."""
         pattern = rb"([0-9a-f]{16}) ([0-9]{1,18}) (-|[0-9a-f]{16})"
         existing = re.fullmatch(pattern, data or b"")
         if not existing:
             return None
         fingerprint, counter, mark = existing.groups()
-        return Claim(fingerprint.decode(), int(counter), mark.decode())
+        return JobClaim(fingerprint.decode(), int(counter), mark.decode())
 
-    def same_world(self, other: "Claim") -> bool:
-        """Whether both have the same secret and run directory."""
+    def same_world(self, other: "JobClaim") -> bool:
+        """Whether both claims have the same secret and run directory."""
         return (self.fingerprint, self.mark) == (other.fingerprint, other.mark)
 
 
@@ -63,9 +63,9 @@ def claim_key(run_id: str) -> str:
     return f"perdure/{run_id}/secret"
 
 
-def claim(client: StoreClient, run_id: str, secret: Secret, directory: str | None) -> Claim:
-    """Claim the job for this node, or join the job that holds the claim. Takes STALE_SECONDS where
-    the key may belong to a job that has ended.
+def claim(client: StoreClient, run_id: str, secret: Secret, directory: str | None) -> JobClaim:
+    """Join the job that holds the claim in the store, or write a claim for a new job. Takes
+    STALE_SECONDS where the existing claim may be that of a job that has ended.
 
     Returns:
         The claim of the job that this node belongs to.
@@ -75,22 +75,22 @@ def claim(client: StoreClient, run_id: str, secret: Secret, directory: str | Non
         StoreLostError: the store does not answer.
     """
     key, created = claim_key(run_id), ""
-    own: Claim | None = None
+    own: JobClaim | None = None
     try:
         while True:
             data = client.get(key)
-            existing = Claim.decode(data)
+            existing = JobClaim.decode(data)
             why = existing and _mismatch(existing, run_id, secret, directory)
             if existing and not why:
                 return existing
             if data and (now := _next_value(client, key, data)):
-                after = Claim.decode(now)
-                # The counter rises: the other job runs. A third claim in between is read again.
+                after = JobClaim.decode(now)
+                # The counter rises: the other job runs, unless a third job has written the claim.
                 if why and existing and after and after.same_world(existing):
                     raise SecretError(why)
                 continue
             created = created or _make_mark(directory)
-            proposed = Claim(secret.fingerprint, 0, created or NO_MARK)
+            proposed = JobClaim(secret.fingerprint, 0, created or NO_MARK)
             if client.swap(key, data, proposed.encode()) == proposed.encode():
                 own = proposed
                 return own
@@ -99,8 +99,8 @@ def claim(client: StoreClient, run_id: str, secret: Secret, directory: str | Non
             _remove_marks(directory, created, kept=own is not None)
 
 
-def _mismatch(existing: Claim, run_id: str, secret: Secret, directory: str | None) -> str:
-    """Why this node does not belong to the job of `existing`; empty if it does."""
+def _mismatch(existing: JobClaim, run_id: str, secret: Secret, directory: str | None) -> str:
+    """Returns why this node does not belong to the job of `existing`; empty if it does."""
     place = f" ({directory})" if directory else ""
     cure = (
         f"put run.dir{place} on storage that all nodes of the job share, or give a job of its own "
@@ -117,7 +117,8 @@ def _mismatch(existing: Claim, run_id: str, secret: Secret, directory: str | Non
     path, deadline = _path(directory, existing.mark), time.monotonic() + VISIBLE_SECONDS
     while not path.exists():
         with suppress(OSError):
-            os.listdir(directory)  # makes a network filesystem refresh its cache
+            # Listing the directory makes a network filesystem refresh its cache.
+            os.listdir(directory)
         if time.monotonic() > deadline:
             return (
                 f"a job named {run_id!r} runs on this store in another run directory: {path}, "
@@ -128,7 +129,7 @@ def _mismatch(existing: Claim, run_id: str, secret: Secret, directory: str | Non
 
 
 def _next_value(client: StoreClient, key: str, data: bytes) -> bytes | None:
-    """The next value of a key; None if it stays the same for STALE_SECONDS."""
+    """Returns the next value of a key; None if the value does not change for STALE_SECONDS."""
     deadline = time.monotonic() + STALE_SECONDS
     while time.monotonic() < deadline:
         time.sleep(0.1)
@@ -142,7 +143,7 @@ def _path(directory: str, mark: str) -> Path:
 
 
 def _make_mark(directory: str | None) -> str:
-    """Create a mark file in `directory`; returns its random name, empty where that fails."""
+    """Create a mark file in `directory`; returns its random mark, or "" if that fails."""
     mark = secrets.token_hex(8)
     if directory is None:
         return ""
@@ -150,14 +151,14 @@ def _make_mark(directory: str | None) -> str:
         Path(directory).mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         os.close(os.open(_path(directory, mark), flags, 0o600))
-    # Others report a run directory that cannot be written to.
+    # The code that writes to the run directory later reports the error.
     except OSError:
         return ""
     return mark
 
 
 def _remove_marks(directory: str, created: str, kept: bool) -> None:
-    """Remove the unused mark `created`, or, if it is in use, all but the newest marks."""
+    """If `kept`, remove all but the newest marks; else remove the unused mark `created`."""
     with suppress(OSError):
         if not kept:
             _path(directory, created).unlink()

@@ -1,12 +1,11 @@
 """The secret by which the nodes of a job recognise each other.
 
-[Note: trust] Whoever reaches the store can write to it. So every value that a node decides by
-carries a MAC (keyed BLAKE2b, RFC 7693) over its key and text, under a secret that only the user who
-started the job can read. A value that does not verify is treated as missing. Replaying an old value
-has no effect: versions and counters only rise, and a new job begins at a version that is its time
-of birth. What strangers can still do is destroy: flooding the store, or overwriting its keys again
-and again, holds up joins and restarts.
-"""
+[Note: trust] Whoever reaches the store can write to it. So every value that affects a node's
+decisions carries a MAC (keyed BLAKE2b, RFC 7693) over its key and text, under a secret that only
+the user who started the job can read. A value that does not verify is treated as missing. Replaying
+an old value has no effect: versions and counters only rise, and a new job begins with its start
+time as version. Strangers can still delay joins and restarts, by flooding the store or overwriting
+its keys."""
 
 import hashlib
 import hmac
@@ -18,15 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SECRET_FILE = "PERDURE_SECRET_FILE"
-"""Environment variable: path of the file with the job's secret. Agents set it for their ranks."""
+"""Environment variable: path of the file with the job's secret. An agent sets it for its ranks."""
 DEFAULT_NAME = ".secret"
-"""Secret file in the run directory, created if no other is named."""
+"""Name of the secret file in the run directory, used if no other file is named."""
 MIN_BYTES = 16
 MAC_CHARACTERS = 64
 
 
 class SecretError(Exception):
-    """No usable secret; the message says what to do, in one line."""
+    """There is no usable secret; the message is one line that says what to do."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Secret:
     key: bytes
 
     def derive(self, purpose: str) -> "Secret":
-        """A secret for one purpose, from which this one cannot be computed."""
+        """Returns a secret for one purpose, from which this secret cannot be computed."""
         return Secret(_keyed(self.key, b"purpose " + purpose.encode()).digest())
 
     @property
@@ -51,11 +50,11 @@ class Secret:
     def open(self, name: str, sealed: bytes) -> bytes | None:
         """Return the text that was sealed under `name`; None if the MAC does not verify."""
         mac, text = sealed[:MAC_CHARACTERS], sealed[MAC_CHARACTERS:]
-        # comparing must not leak the MAC by its time
+        # constant time: comparing must not reveal the MAC
         return text if hmac.compare_digest(mac, self._mac(name, text)) else None
 
     def _mac(self, name: str, text: bytes) -> bytes:
-        # keeps a name's end from passing as the text's start
+        # the length prevents that the end of a name passes as the start of a text
         length = len(name.encode()).to_bytes(4)
         return _keyed(self.key, length + name.encode() + text).hexdigest().encode()
 
@@ -65,11 +64,9 @@ def _keyed(key: bytes, data: bytes) -> "hashlib.blake2b":
 
 
 def find_secret(named: str | None, directory: str | None) -> Secret:
-    """The secret of this agent's job: from the file `named`, else from $PERDURE_SECRET_FILE, else
-    from a file in the run's `directory`, created if missing. Sets the variable for the ranks.
-
-    Raises:
-        SecretError: there is no secret, or others could know it.
+    """Returns the secret of this agent's job: from the file `named`, else from
+    $PERDURE_SECRET_FILE, else from a file in the run's `directory`, created if missing. Sets the
+    variable for the ranks.
     """
     path = named or os.environ.get(SECRET_FILE) or (directory and f"{directory}/{DEFAULT_NAME}")
     if not path:
@@ -90,7 +87,7 @@ def read_secret(path: Path) -> Secret:
         SecretError: it cannot be read, or another user could have read or written it.
     """
     try:
-        # a pipe must not block
+        # O_NONBLOCK: opening a pipe must not block
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             status, data = os.fstat(descriptor), file.read(4096).strip()
@@ -118,7 +115,7 @@ def read_secret(path: Path) -> Secret:
 
 def make_secret(path: Path) -> None:
     """Create a secret file that only this user can read, unless it exists. Nodes that start at the
-    same time create one between them.
+    same time all use the secret of the first.
 
     Raises:
         SecretError: the file cannot be created.
@@ -133,7 +130,7 @@ def make_secret(path: Path) -> None:
                     file.write(secrets.token_hex(32) + "\n")
                     file.flush()
                     os.fsync(descriptor)  # no reader may see an empty file after a crash
-                # link() and not rename(): the first of several nodes wins, and all read its secret.
+                # link() and not rename(): all nodes read the secret of the first of them.
                 with suppress(FileExistsError):  # another node was faster
                     os.link(aside, path)
             finally:

@@ -1,15 +1,15 @@
-"""A node's part in the membership: a thread that keeps its lease, follows the document of the job,
-and applies changes to it. membership.py has the rules.
+"""Keeps this node in the job: a thread that writes the node's beats, and reads and changes the
+membership document in the store. The rules are in membership.py.
 
 [Note: loss of a node] The way from a dead node to the next round, in the order of the calls:
 
-  1. Its counter stands still. A node that watches it reads that in `Member._read_beats`, and
-     `Leases.lapsed` names it after its lease.
-  2. `revise` removes it from the document, and `Member._follow` swaps the document in the store.
+  1. The counter of the dead node no longer rises. A node that watches it sees this in
+     `Member._read_beats`, and `Leases.lapsed` names the dead node after its lease.
+  2. `revise` removes that node from the document, which `Member._follow` swaps in the store.
   3. Every other node reads the new document and wakes its agent (`Member._adopt`).
   4. The round has lost a node (`round_over`), so torchrun gets 1 from
-     `PerdureRendezvous.num_nodes_waiting`, and ends its stand-ins. `Node._on_stand_in_gone` keeps
-     the training processes that can be recalled, and ends the others.
+     `PerdureRendezvous.num_nodes_waiting`, and ends its stand-ins. The agent keeps training
+     processes that can be recalled, and ends the others (`NodeAgent._on_stand_in_gone`).
   5. torchrun calls `next_rendezvous`, which requests the next round. `complete` begins it once all
      remaining members have arrived.
 """
@@ -26,11 +26,10 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 from elastic.exits import EXIT_WRONG_INPUT
-from elastic.group.job_claim import NO_MARK, Claim, claim_key
+from elastic.group.job_claim import NO_MARK, JobClaim, claim_key
 from elastic.group.job_secret import Secret
 from elastic.group.membership import (
     OBSERVERS,
-    Ask,
     BeatPace,
     Change,
     Failure,
@@ -38,6 +37,7 @@ from elastic.group.membership import (
     Leases,
     Limits,
     Membership,
+    NodeRequest,
     all_nodes,
     beat_seconds,
     close,
@@ -63,51 +63,50 @@ from elastic.group.store import StoreClient, StoreLostError
 logger = logging.getLogger(__name__)
 
 ALONE_SECONDS = 0.4
-"""Time between two looks at the document of a job that has one node at most."""
+"""Seconds between two reads of the membership document in a job of at most one node."""
 MAX_KNOCKING = 20_000
-"""Most names at the door that a node remembers."""
+"""Most names that a node keeps of those that other nodes have appended to the door."""
 COUNTS_PER_BEAT = 8
-"""While nodes arrive or leave, the first observer reads all counters this often per beat."""
+"""Reads of all counters per beat, by the first observer, while nodes arrive or leave."""
 YOUNG_SECONDS = 30.0
-"""Age up to which a job gives way to an older one of its name; see job_claim.py."""
+"""Age up to which a job gives way to an older job of its name; see job_claim.py."""
 KNOCK_SECONDS, MISSED_KNOCKS = 2.0, 10
-"""Time between two knocks of a node outside of the document, and knocks for which it is known."""
+"""Seconds between two knocks (entries at the door) of a node that wants to join, and number of
+knocks after which observers forget a node that has not joined."""
 
 
 @dataclass
 class Heartbeat:
-    """This node's beats, and its knocks at the door while it is outside of the document."""
+    """When this node wrote its beats and knocks, and when the next are due, by time.monotonic()."""
 
     count: int = 0
     due: float = 0.0
-    """Time of the next beat."""
-    sent: Ask | None = None
-    """Request in the last beat."""
+    sent: NodeRequest | None = None
+    """Request that the last beat carried; None: it carried none."""
     pace: BeatPace = field(default_factory=BeatPace)
     knocks_since: float = 0.0
-    """Time of its first knock; 0: none pending."""
+    """Time of the first knock; 0: this node does not wait at the door."""
     knock_due: float = 0.0
-    """Time of the next knock."""
 
 
 @dataclass
-class Watch:
-    """What this node knows from the beats of others."""
+class BeatWatch:
+    """Beats of other nodes, as this node has read them."""
 
     leases: Leases = field(default_factory=Leases)
     living: frozenset[str] = frozenset()
-    """Watched nodes whose counter has risen."""
-    requests: dict[str, Ask] = field(default_factory=dict)
-    """Requests of other nodes, where this node observes."""
+    """Watched nodes whose counter rose while this node watched them."""
+    requests: dict[str, NodeRequest] = field(default_factory=dict)
+    """Node → the request in its newest beat. Only observers apply requests."""
     knocking: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Node at the door → (first counter that was read; 0: none yet, time until it is known)."""
+    """Node at the door → (counter when first read, 0 before; time at which it is forgotten)."""
     due: float = 0.0
-    """Time of the next read by an observer while nodes arrive or leave."""
+    """Time at which an observer reads the beats again while nodes arrive or leave."""
     connections: int = 0
-    """`StoreClient.connections` at the last read."""
+    """`StoreClient.connections` at the last read; a change means that the store restarted."""
 
     def remember(self, names: Sequence[str], inside: Sequence[str], now: float) -> None:
-        """Add `names` to the nodes at the door; forget expired ones and those that are `inside`."""
+        """Add `names` to the nodes at the door; drop expired nodes and nodes that are `inside`."""
         for name in names:
             self.knocking.setdefault(name, (0, now + MISSED_KNOCKS * KNOCK_SECONDS))
         self.knocking = {
@@ -117,40 +116,41 @@ class Watch:
         }
 
     def note(self, node: str, counter: int, request: Mapping[str, object] | None) -> None:
-        """Take a node's request from its beat, unless the beat may be an old one."""
+        """Store the request in a beat of `node`. A node at the door must first raise its counter,
+        as the beat may be left over from a process that has died."""
         first, until = self.knocking.get(node, (1, 0.0))
         if not first:
             self.knocking[node] = counter, until
         elif node in self.knocking and counter <= first:
-            pass  # perhaps an old beat of a node that is gone
+            pass  # perhaps left over from a dead node
         elif request and counter >= self.leases.seen.get(node, (0, 0.0))[0]:
-            self.requests[node] = read_fields(Ask, request)
+            self.requests[node] = read_fields(NodeRequest, request)
 
 
 @dataclass
-class Announcement:
-    """The version of the document in the store, which nodes compare before they read it all."""
+class AnnouncedVersion:
+    """The document's version under its own key: nodes read the document only if it changed."""
 
     version: bytes | None = None
-    """As read or written last."""
+    """Version in the store when this node last read or wrote it."""
     state: Membership | None = None
-    """The document that this node announced last."""
+    """Document whose version this node last wrote."""
     due: float = 0.0
-    """Time from which a change of the arrivals alone is announced."""
+    """Time from which a document that differs only in its arrivals is announced."""
 
 
 def revise(
     document: Membership,
     changes: Sequence[Change],
-    requests: Mapping[str, Ask],
+    requests: Mapping[str, NodeRequest],
     lapsed: Sequence[str],
     now: float,
 ) -> tuple[Membership, list[str]]:
-    """Apply a node's changes, the requests of nodes, and the loss of lapsed nodes. `now` is Unix
-    time.
+    """Apply this node's changes, the requests of all nodes, and the loss of nodes whose lease
+    lapsed. `now` is Unix time.
 
     Returns:
-        (new document, nodes that it has lost).
+        (new document, nodes removed because their lease lapsed).
     """
     for change in changes:
         document = change(document)
@@ -162,13 +162,13 @@ def revise(
 
 
 class Member:
-    """This node's part in the membership, with a thread of its own from `start` on.
+    """Follows and changes the membership document for this node, in a thread that `start` starts.
 
     Args:
-        client: of the store; used by the thread only.
-        name: of this node; unique in the job.
+        client: client of the store, used by the thread only.
+        name: name of this node, unique in the job.
         changed: called from the thread after the document has changed.
-        lease: seconds without a beat after which a node is lost; None: by the number of nodes.
+        lease: seconds without a beat after which a node is lost; None: `lease_seconds`.
     """
 
     def __init__(
@@ -188,38 +188,38 @@ class Member:
         self._run_id, self._changed, self._lease = run_id, changed, lease
         self._mark, self._young_until = NO_MARK, 0.0
         self._known: Membership | None = None
-        """The document as of the last look."""
+        """The document when this node last read or wrote it."""
         self._changes: list[Change] = []
-        """Changes that are not in the document yet."""
+        """Changes of this node that the document in the store does not have yet."""
         self._lock = threading.Lock()
         self._news = threading.Condition()
-        self._request: Ask | None = None
+        self._request: NodeRequest | None = None
         self._identity = ""
-        self._heartbeat, self._watch = Heartbeat(), Watch()
-        self._announced = Announcement()
+        self._heartbeat, self._watch = Heartbeat(), BeatWatch()
+        self._announced = AnnouncedVersion()
         self._arrivals: tuple[tuple[str, ...], float] = ((), 0.0)
-        """The arrivals, and since when they are the same."""
+        """(nodes that wait for the next round, time.monotonic() of their last change)."""
         self._loss_expected_until = 0.0
         self._own_status: tuple[int, str] | None = None
-        """(alarm, status of this node's ranks) that is not published yet."""
+        """(alarm, status of this node's ranks) still to be written to the store."""
         self._statuses: tuple[int, list[str]] | None = None
-        """(alarm, statuses of all nodes), on the first node."""
+        """(alarm, statuses of all nodes). Only the first node of the round collects them."""
         self._end = False
         self._thread = threading.Thread(target=self._run, name="perdure-member", daemon=True)
 
     def start(self, secret: Secret, mark: str = NO_MARK) -> None:
-        """Begin to follow the document of the job with `secret`, whose claim has `mark`."""
+        """Begin to follow the membership document. `mark` is that of the job's `JobClaim`."""
         self._mark, self._young_until = mark, time.monotonic() + YOUNG_SECONDS
         self.use_secret(secret)
         self._thread.start()
 
     def use_secret(self, secret: Secret) -> None:
-        """Drop values that are not sealed by `secret`. Called before the first `look`."""
+        """Ignore values in the store not sealed by `secret`. Called before the first `look`."""
         self.keys = JobKeys(self.keys.client, self._run_id, secret)
 
     def change(self, change: Change) -> None:
-        """Apply a change to the document soon. It is applied again if another node was faster, so
-        its result must not depend on what was done in between."""
+        """Apply a change to the document soon. If another node writes first, `change` is applied
+        again to the newer document, so it must check that it still applies."""
         with self._lock:
             self._changes.append(change)
         self.wake.set()
@@ -229,45 +229,44 @@ class Member:
         self.change(partial(report, limits=self.limits))
 
     def expect_loss(self, seconds: float) -> None:
-        """Shorten leases for `seconds`, as some node is likely to be gone."""
+        """Shorten all leases for the next `seconds`, as some node has probably died."""
         self._loss_expected_until = time.monotonic() + seconds
         self.wake.set()
 
-    def request(self, request: Ask | None) -> None:
-        """Request to arrive or to leave; None withdraws the request."""
+    def request(self, request: NodeRequest | None) -> None:
+        """Request to join the next round or to leave; None withdraws the request."""
         if request and not request.leaves:
             self._identity = request.identity
         self._request = request
         self.wake.set()
 
     def refused(self) -> bool:
-        """Whether this node cannot join, as living nodes train something else."""
+        """Whether this node cannot join because living nodes train something else."""
         state = self.state
         return is_foreign(state, self.name, self._identity) and not self._watch.living.isdisjoint(
             observers(state)
         )
 
     def publish(self, alarm: int, status: str) -> None:
-        """Publish the status of this node's ranks for an alarm."""
         self._own_status = alarm, status
         self.wake.set()
 
     def statuses(self, alarm: int) -> list[str] | None:
-        """The statuses of all nodes for an alarm; None while one is missing, and on other nodes
-        than the first."""
+        """Returns the statuses that all nodes published for `alarm`; None while one is missing.
+        Always None except on the first node of the round."""
         statuses = self._statuses
         return statuses[1] if statuses and statuses[0] == alarm else None
 
     def wait_for(self, condition: Callable[[Membership], bool], timeout: float) -> bool:
-        """Wait until the document meets a condition; False after `timeout` seconds."""
+        """Wait until the document meets `condition`; returns False after `timeout` seconds."""
         with self._news:
             return self._news.wait_for(lambda: condition(self.state), timeout)
 
     def stop(self, timeout: float) -> None:
-        """Leave, if the store answers within `timeout` seconds, and end the thread."""
+        """Request to leave, wait up to `timeout` seconds until that is sent, end the thread."""
         client = self.keys.client
         client.patience = min(client.patience, timeout)
-        departure = Ask(leaves=True)
+        departure = NodeRequest(leaves=True)
         self.request(departure)
         deadline = time.monotonic() + timeout
         while self._thread.is_alive() and time.monotonic() < deadline:
@@ -287,9 +286,9 @@ class Member:
             self.wake.wait(seconds)
 
     def look(self) -> float:
-        """Look at the store once; returns the seconds until the next look, if `wake` is not set
-        before. Called by the thread only, if there is one."""
-        self.wake.clear()  # before the work, so that requests made meanwhile set it again
+        """Read and write the store once; returns the seconds to wait for `wake` before the next
+        call. Called only by the thread, or by tests without one."""
+        self.wake.clear()  # before the work, so that a request made during it sets `wake` again
         try:
             self._follow()
             if self.unreachable_since is not None:
@@ -301,19 +300,19 @@ class Member:
                 self.unreachable_since = time.monotonic()
                 logger.warning("%s; training goes on, joins and restarts wait", lost)
         except Exception:
-            logger.exception("membership: an error of ours")
+            logger.exception("membership: internal error")
             return 1.0
         if self.limits.maximum == 1:  # nobody else changes the document
             return ALONE_SECONDS
         seconds = poll_seconds(spared_nodes(self.state), self._observes(self.state))
-        # A node at the door does not know how many others are there, so it backs off.
+        # A node at the door does not know how many others wait there, so it backs off.
         since = self._heartbeat.knocks_since
         waited = time.monotonic() - since if since else 0.0
         return max(seconds, min(waited / 4, KNOCK_SECONDS))
 
     def _observes(self, state: Membership) -> bool:
-        """Whether this node changes the document for others: as one of the observers, or while
-        there are too few, unless it would train something else."""
+        """Whether this node writes the document for others: as one of the observers, or because
+        there are fewer than OBSERVERS of them. Never if it would train something else."""
         first = observers(state)
         few = len(first) < OBSERVERS and not is_foreign(state, self.name, self._identity)
         return few or self.name in first
@@ -347,16 +346,16 @@ class Member:
         stored = Membership.decode(text) if text else None
         best = newer(self._known, stored) or Membership()
         if self.name not in all_nodes(best):
-            # Members would have lost these observers by now: if all are silent, no member lives.
+            # Members remove silent observers: if all observers are silent, no member lives.
             lapsed = all_nodes(best) if set(observers(best)) <= set(lapsed) else []
             joins = request is not None and not request.leaves
             if is_foreign(best, self.name, self._identity) and not (lapsed and joins):
-                self._adopt(best)  # and change nothing in what others train
+                self._adopt(best)  # changes nothing, as the others train something else
                 return
         observes = self._observes(best)
-        requests: dict[str, Ask] = {}
+        requests: dict[str, NodeRequest] = {}
         if observes:
-            # A node that was lost since its beat was read must knock to get in again.
+            # A node that was removed after its beat was read must knock again to join.
             known = {*all_nodes(best), *self._watch.knocking}
             requests = {node: one for node, one in self._watch.requests.items() if node in known}
             if request:
@@ -369,7 +368,7 @@ class Member:
         if observes and self.name in state.arrived:
             state = complete(state, self.limits, now - self._arrivals[1])
         if state != best or (best != stored and observes):
-            # it must win over every copy
+            # must exceed the version of every copy, so that this document replaces them
             versions = [copy.version for copy in (best, state, stored) if copy]
             state = replace(state, version=max(versions) + 1)
             sealed = keys.seal(key, state.encode())
@@ -380,7 +379,7 @@ class Member:
             self._announce(state, now, at_once=beats or not observes)
         self._watch.requests = {}
         with self._lock:
-            del self._changes[: len(changes)]  # changes made meanwhile stay
+            del self._changes[: len(changes)]  # changes that came meanwhile stay
             if self._changes:
                 self.wake.set()
         self._known = state
@@ -390,7 +389,7 @@ class Member:
         self._adopt(state)
 
     def _adopt(self, state: Membership) -> None:
-        """Make a document the current one, and notify those who wait for a change."""
+        """Make `state` the current document, and wake the agent and waiting threads."""
         if state != self.state:
             if (state.round, state.generation) != (self.state.round, self.state.generation):
                 self._loss_expected_until = 0.0  # the cause is known now
@@ -400,25 +399,25 @@ class Member:
             self._changed()
 
     def _announce(self, state: Membership, now: float, at_once: bool) -> None:
-        """Write the version of the document, so that other nodes read all of it. Arrivals that
-        nobody acts upon are announced no more often than nodes look."""
+        """Write the version of the document, so that other nodes read all of it. Changes of the
+        arrivals alone are announced at most once per `poll_seconds`."""
         before = self._announced.state
         early = before and (state.version == before.version or now < self._announced.due)
         if early and not at_once and differ_only_in_arrivals(state, before or state):
             return
-        # Set first: if the store fails below, the next look reads the document again.
+        # The field is set first: if the store fails below, the next look reads the document again.
         self._announced.version = str(state.version).encode()
-        # Nothing is decided by the version, so it carries no MAC.
+        # No node decides anything by this key, so its value carries no MAC.
         self.keys.client.set(f"{self.keys.prefix}/version", self._announced.version)
         self._announced.state = state
         self._announced.due = now + poll_seconds(spared_nodes(state), observes=False)
 
-    def _beat(self, request: Ask | None) -> None:
-        """Raise this node's counter, and send its request with it."""
+    def _beat(self, request: NodeRequest | None) -> None:
+        """Write this node's counter, raised by 1, together with its request and its recent pace."""
         heart, seconds = self._heartbeat, beat_seconds(spared_nodes(self.state))
         now = time.monotonic()
         if self.keys.client.connections != self._watch.connections:
-            heart.pace.skip()  # since the last beat the store was away
+            heart.pace.skip()  # the store was unreachable since the last beat
         heart.due = now + seconds
         heart.pace.beat(now)
         seconds = heart.pace.seconds(seconds, now)
@@ -430,12 +429,12 @@ class Member:
             self._renew_claim()
 
     def _renew_claim(self) -> None:
-        """Raise the counter of the job's claim, by which other jobs of its name are refused. A
-        young job ends itself if an older one, which the store had forgotten, is back."""
+        """Raise the counter of the job's claim, so that other jobs of this name are refused. A
+        young job ends itself if an older job of this name is back after the store's restart."""
         key = claim_key(self._run_id)
-        own = Claim(self.keys.fingerprint, self._heartbeat.count, self._mark)
+        own = JobClaim(self.keys.fingerprint, self._heartbeat.count, self._mark)
         if time.monotonic() < self._young_until:
-            other = Claim.decode(self.keys.client.get(key))
+            other = JobClaim.decode(self.keys.client.get(key))
             if other and other.fingerprint != own.fingerprint and other.counter > own.counter:
                 reason = (
                     f"a job named {self._run_id!r} was on this store before, with another secret; "
@@ -448,7 +447,7 @@ class Member:
         self.keys.client.set(key, own.encode())
 
     def _nodes_move(self) -> bool:
-        """Whether nodes arrive or leave, or may be lost, so that counters are read more often."""
+        """Whether counters must be read more often, because nodes arrive, leave or may be lost."""
         state = self.state
         if time.monotonic() < self._loss_expected_until:
             return True
@@ -457,13 +456,13 @@ class Member:
         return ends or begins or bool(state.closed or self._watch.knocking)
 
     def _read_beats(self, now: float) -> list[str]:
-        """Read the beats of the nodes that this one watches; returns those whose lease lapsed."""
+        """Read the beats of the nodes that this node watches; returns those whose lease lapsed."""
         watch, client = self._watch, self.keys.client
         beat = beat_seconds(spared_nodes(self.state))
         seconds = self._heartbeat.pace.seconds(beat, now)
         first = observers(self.state)
         if self._observes(self.state):
-            # The first observer reads for all, the others more rarely, in case it does not.
+            # The first observer reads most often; the others read less often, in case it has died.
             position = first.index(self.name) if self.name in first else OBSERVERS
             watch.due = now + (1 + position) * beat / COUNTS_PER_BEAT
             self._open_door(now)
@@ -476,7 +475,8 @@ class Member:
         for node, key, data in zip(named, keys, client.get_all(keys), strict=True):
             text = self.keys.open(key, data) or b"[0, null, 0]"
             counters[node], request, pace, *_ = json.loads(text)
-            paces[node] = max(pace, seconds)  # a node may not know yet that the job has grown
+            # That node may not have read yet that the job has grown.
+            paces[node] = max(pace, seconds)
             watch.note(node, counters[node], request)
         late = time.monotonic() - now > seconds
         if client.connections != watch.connections or late:
@@ -484,7 +484,7 @@ class Member:
         if client.connections != watch.connections:
             watch.connections = client.connections
             self._heartbeat.pace.skip()
-        # Observers act first; nodes outside of the document act last.
+        # Observers have the shortest leases and act first; nodes outside the document act last.
         patience = 1 if self.name in first else 2
         patience += self.name not in all_nodes(self.state)
         now = time.monotonic()
@@ -507,7 +507,7 @@ class Member:
         """Append this node's name to the door, for the observers to read its beats."""
         heart = self._heartbeat
         heart.knocks_since = heart.knocks_since or now
-        heart.due = now  # observers must see the counter rise
+        heart.due = now  # so that observers soon see the counter rise
         if now < heart.knock_due:
             return
         heart.knock_due = now + KNOCK_SECONDS
@@ -523,7 +523,7 @@ class Member:
         self._watch.remember(names, all_nodes(self.state), now)
 
     def _collect_statuses(self, state: Membership) -> None:
-        """Read what all nodes have published for an alarm, on the first node."""
+        """On the first node: read the statuses that all nodes have published for the alarm."""
         if not state.alarm or state.suspicion or self.name not in state.members[:1]:
             return
         keys = [f"{self.keys.prefix}/standing/{node}" for node in state.members]
@@ -538,6 +538,6 @@ class Member:
 
 
 def node_name(address: str) -> str:
-    """A unique name for this node. Agents in two containers of one host may share its name, its
-    address and process id 1, hence the random part."""
+    """A unique name for this node. The random part is needed because agents in two containers may
+    share host name, address and process id."""
     return f"{socket.gethostname()}/{address}/{os.getpid()}-{secrets.token_hex(4)}"

@@ -13,16 +13,16 @@ that arrives without having paused has dropped its ranks. It leaves the round as
 the others would wait for these ranks.
 
 Thousands of nodes cannot all swap one document, nor all read it at every look. The first nodes in
-order are its *observers*. The others write their requests (`Ask`) and the status of their
+order are its *observers*. The others write their requests (`NodeRequest`) and the status of their
 ranks to keys of their own. The observers read these keys, and change the document once for all
 requests. A node that is not in the document yet appends its name to the *door*, a key of the store,
 and is let in when an observer has seen its counter rise. All others only compare the version. Up to
 `OBSERVERS` nodes are all observers.
 
 The nodes of a round hold whole *replicas* of a model that is spread over `unit` ranks. Nodes that
-complete no replica wait as spares, until others arrive with whom they do. When a node is lost, the
-replicas of all others keep their nodes, so that these keep what they have in memory. Nodes of one
-place are neighbours, see topology.py.
+complete no replica wait as spares, until enough other nodes arrive. When a node is lost, the
+other replicas keep their nodes, so that these keep their state in memory. Nodes of one place are
+neighbours, see topology.py.
 
 Every node raises a counter in the store, its *beat*. A node that sees a counter stand still for the
 length of a *lease*, by its own monotonic clock, removes that node from the document. No clocks are
@@ -30,9 +30,9 @@ compared between machines. On an overloaded machine a counter rises late. So a n
 how late it recently was, and gets a longer lease. An observer that was late itself extends the
 leases too, as the other nodes may share its machine.
 
-A node that would train something else, or runs another version of this code, reads the document to
-report that, and changes nothing while a node of it lives. A node outside of the document watches
-the observers for longer than a member would; if all are silent then, it removes all nodes.
+A node that would train something else, or runs another version of this code, only reads the
+document while one of its nodes lives, and reports the difference. A node outside of the document
+watches the observers for longer than a member would; if all are silent then, it removes all nodes.
 """
 
 import json
@@ -46,24 +46,24 @@ from typing import Any, TypeVar, cast
 from elastic.group.topology import common_levels, group_by_place, is_place, levels, natural_key
 
 BEAT_SECONDS = 0.2
-"""Time between two beats of a node in a small job; longer with many nodes, to spare the store."""
+"""Seconds between two beats of a node; longer in a job of more than NODES_PER_BEAT nodes."""
 NODES_PER_BEAT = 128
 LEASE_SECONDS, MISSED_BEATS = 1.2, 3
-"""Shortest lease of a node, in seconds, and in beats at its recent pace."""
+"""Shortest lease of a node: in seconds, and in beats at the node's recent pace."""
 DOUBTED_SECONDS, DOUBTED_BEATS = 0.8, 2
-"""Shortest lease while a rank has lost a peer for no reported reason: some node is gone."""
+"""Shortest lease, in seconds and beats, after a rank has lost its connection to a peer and nobody
+has reported a failure: some node has probably died."""
 POLL_SECONDS = 0.05
-"""Time between two looks at the document, in a small job."""
+"""Seconds between two reads of the document in a small job."""
 LATE_BEATS, LATE_FACTOR, LATE_SECONDS = 32, 2.0, 2.0
-"""A lease is extended by the worst gap of the last LATE_BEATS beats, if that exceeds LATE_FACTOR
-beats, up to LATE_SECONDS a beat."""
+"""If the longest of the last LATE_BEATS gaps between beats exceeds LATE_FACTOR times the intended
+gap, leases count with that longest gap, at most LATE_SECONDS."""
 OBSERVERS = 3
-"""The first nodes in order, this many, watch all nodes; the others watch only these."""
+"""Number of nodes that observe: these first nodes watch all nodes, the others watch only these."""
 
 
 T = TypeVar("T")
 Replica = list[str]
-"""Nodes that together hold whole replicas of the model, in rank order."""
 
 
 def read_fields(kind: type[T], body: Mapping[str, Any]) -> T:
@@ -79,31 +79,31 @@ class Failure:
 
     node: str
     rank: int | None
-    """None: a whole node, or an unknown rank, for which no node gets a strike."""
+    """Rank of the process; None: unknown, or a whole node, and then no node gets a strike."""
     step: int
-    """Step under way; 0: before the first, or unknown."""
+    """Step that the run was in; 0: before the first step, or unknown."""
     why: str
     at: float
-    """Unix time, by the node's clock."""
+    """Unix time of the failure, by the clock of `node`."""
     error: str = ""
-    """Exception of the process, in a line; empty if it was killed, hung or lost."""
+    """Last line of the exception that ended the process; empty if it was killed, hung or lost."""
     mended: bool = False
-    """Whether the process has prevented a repetition; such a failure is not counted."""
+    """Whether the process has removed the cause before it ended. Such a failure is not counted."""
     outside: bool = False
-    """Whether the process was killed from outside. That counts among the failures of an hour, but
-    against no step and no node."""
+    """Whether a signal from another process ended it. Such a failure counts towards
+    `Limits.restarts`, but not towards the limits of a step or a node."""
     unfit: bool = False
-    """Whether other ranks found that the process computes wrongly: its node is sent away at once,
+    """Whether other ranks found that this machine computes wrongly. Its node is removed at once,
     and does not come back by itself."""
     evidence: str = ""
-    """Lines that show it: the stack of a rank that the others waited for, or counts of the kernel.
-    Kept for the newest failure only, as all nodes read the document."""
+    """Proof in several lines: the stack of a rank that the others waited for, or counters of the
+    kernel. Kept for the newest failure only, as all nodes read the document."""
 
 
 @dataclass(frozen=True)
 class JobEnd:
     code: int
-    """Exit code of every process."""
+    """Exit code of every process of the job."""
     reason: str
 
 
@@ -112,54 +112,54 @@ class Membership:
     """The membership document of a job."""
 
     version: int = 0
-    """Rises with every change, and so orders copies. A job begins at its time of birth in ms of
-    Unix time: recorded copies of an earlier job do not win."""
+    """Rises with every change, so the highest version is the newest copy. A job begins with its
+    start time in ms of Unix time, so that it exceeds the versions of earlier jobs."""
     round: int = 0
     """Number of the newest round; 0: none yet."""
     first: int = 1
-    """Number of the job's first round. A store outlives jobs, and rounds are counted on."""
+    """Number of the job's first round. It exceeds 1 where the store has served earlier jobs."""
     job: str = ""
-    """Name of the job's first node and its time of birth, unique among jobs."""
+    """Name of the job's first node and Unix time of its start, unique among jobs."""
     identity: str = ""
-    """Digest of what the job trains, by its first node; nodes with another one are refused."""
+    """Digest of `JobFacts.identity` of the first node; nodes with another digest are refused."""
     ranks: int = 1
-    """Ranks of each node that is not in `uneven`."""
+    """Ranks of each node that `uneven` does not list."""
     uneven: tuple[tuple[str, int], ...] = ()
     places: tuple[tuple[str, str], ...] = ()
-    """(node, its place), sorted by node, for nodes with a place; see topology.py."""
+    """(node, place) of each node with a known place, sorted by node; see topology.py."""
     members: tuple[str, ...] = ()
-    """Nodes of this round that are still in it, in the order of their group ranks."""
+    """Nodes that are still in this round, in the order of their group ranks."""
     size: int = 0
-    """Nodes that this round began with."""
+    """Number of nodes with which this round began."""
     unit: int = 1
-    """Ranks of a replica in this round."""
+    """Ranks that together hold one replica of the model in this round."""
     broken: tuple[str, ...] = ()
-    """Members whose replica has lost a node."""
+    """Members whose replica is incomplete because it has lost a node."""
     address: str = ""
-    """host:port of the store for this round's ranks, which group rank 0 hosts."""
+    """host:port of the store for this round's ranks, hosted by the node of group rank 0."""
     generation: int = 0
     """Generation of training processes in this round, counted from 0."""
     arrived: tuple[str, ...] = ()
     """Nodes that wait for the next round."""
     lost: Failure | None = None
-    """The last node that this round lost."""
+    """Failure of the node that this round lost last."""
     cause: Failure | None = None
-    """The node whose loss ended the round before."""
+    """Failure that ended the round before."""
     failures: tuple[Failure, ...] = ()
     struck: tuple[Failure, ...] = ()
-    """The last failure of each node that was sent away for its failures; back once it is healthy,
-    unless it is unfit."""
+    """The last failure of each node that was removed for its failures. Such a node may join again
+    once its health checks pass, unless the failure is `unfit`."""
     alarm: int = 0
-    """Number of the current alarm, for which every node publishes the status of its ranks: one of
-    this generation seems to hang. 0: no alarm."""
+    """Number of the current alarm; 0: none. An alarm means that a rank seems to hang, and makes
+    every node publish the status of its ranks."""
     suspects: tuple[int, ...] = ()
-    """Ranks that all others wait for, by the statuses of all nodes; see `suspicion`."""
+    """Ranks that all other ranks wait for, by the statuses of all nodes."""
     suspicion: str = ""
-    """Evidence against the suspects; empty: not evaluated yet."""
+    """Evidence against the suspects; empty until the statuses have been evaluated."""
     closed: JobEnd | None = None
 
     def encode(self) -> bytes:
-        """Serialise to JSON. Each place is in it once: all nodes read the document."""
+        """Serialise to JSON. Each place is written once: all nodes read the document."""
         body, stated = asdict(replace(self, places=())), dict(self.places)
         number = {place: index for index, place in enumerate(dict.fromkeys(stated.values()))}
         at = [number.get(stated.get(node, ""), -1) for node in all_nodes(self)] if stated else []
@@ -167,7 +167,7 @@ class Membership:
 
     @staticmethod
     def decode(data: bytes) -> "Membership":
-        """Parse JSON, also of another version of this code; see `read_fields`."""
+        """Parse JSON, perhaps written by another version of this code; see `read_fields`."""
         body: dict[str, Any] = json.loads(data)
         for key in ("members", "broken", "arrived", "suspects"):
             body[key] = tuple(body.get(key, ()))
@@ -186,26 +186,24 @@ class Membership:
 
 @dataclass(frozen=True)
 class Limits:
-    """Size limits of a job, and how it judges failures."""
-
     minimum: int
-    """Fewest nodes of a round."""
+    """Fewest nodes with which a round begins."""
     maximum: int
     most_ranks: int | None = None
-    """Ranks for which there is work; None: any number."""
+    """Most ranks that the global batch can occupy; None: any number."""
     unit: int = 1
-    """Ranks of a replica; the ranks of a round are a multiple."""
+    """Ranks of a replica. The ranks of a round are a multiple of it."""
     first_call: float = 3.0
-    """Seconds that the first round waits for more nodes than `minimum`, after each arrival."""
+    """Seconds without a further arrival until the first round begins with the nodes that wait."""
     settle: float = 0.3
-    """`first_call` of later rounds, whose nodes are there already."""
+    """Seconds as `first_call`, but for later rounds, whose nodes are running already."""
     restarts: int = 30
-    """Failures within an hour that lead to a new generation; the next one ends the job."""
+    """Failures within an hour that are answered by a restart; the next failure ends the job."""
     same_step: int = 3
     """Consecutive failures in one step, of one rank or with one error, after which their node is
-    sent away if enough others are there, or the job ends."""
+    removed if the other nodes suffice, or else the job ends."""
     strikes: int = 5
-    """Failures of a node within an hour after which it is sent away, if enough others are there."""
+    """Failures of a node within an hour after which it is removed, if the other nodes suffice."""
 
 
 def arrive(
@@ -215,7 +213,7 @@ def arrive(
     if node in state.arrived or is_foreign(state, node, identity):
         return state
     uneven = tuple(entry for entry in state.uneven if entry[0] != node)
-    # The first node decides what is trained, and which number of ranks is usual.
+    # The first node decides what is trained, and the usual number of ranks per node.
     if not {*state.members, *state.arrived} - {node}:
         state = replace(state, identity=identity, ranks=ranks)
     elif ranks != state.ranks:
@@ -225,18 +223,18 @@ def arrive(
 
 
 def _placed(state: Membership, stated: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """`Membership.places` after these nodes have reported their places."""
+    """Returns `Membership.places` updated by the places in `stated` (node → place)."""
     return _sorted({**dict(state.places), **stated})
 
 
 def _sorted(stated: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """`Membership.places` in one order, as copies of the document are compared."""
+    """Returns `Membership.places` of the valid places, sorted so that equal documents are equal."""
     good = (node for node in sorted(stated) if stated[node] and is_place(stated[node]))
     return tuple((node, stated[node]) for node in good)
 
 
 def is_foreign(state: Membership, node: str, identity: str) -> bool:
-    """Whether there are other nodes, and they train something else than `node` would."""
+    """Whether the document has other nodes, and these train something else than `node` would."""
     others = {*state.members, *state.arrived} - {node}
     return bool(others) and not state.closed and state.identity != identity
 
@@ -244,14 +242,14 @@ def is_foreign(state: Membership, node: str, identity: str) -> bool:
 def enter(
     state: Membership, node: str, now: float, ranks: int = 1, identity: str = "", place: str = ""
 ) -> Membership:
-    """Add `node`, which was in no round yet, to the nodes that wait; `now` is Unix time. If it is
-    alone, it begins a new job. While nodes of a job that has ended are there, nothing changes."""
+    """Add `node`, which was in no round yet, to the nodes that wait; `now` is Unix time. A node
+    that is alone begins a new job. While nodes of an ended job are listed, nothing changes."""
     others = {*state.members, *state.arrived} - {node}
     if node in state.members or node in state.arrived:
         return state
     if others:
         return state if state.closed else arrive(state, node, ranks, identity, place)
-    # A job that has ended is no cause of the next.
+    # A loss in a job that has ended does not explain the next job's start.
     lost = None if state.closed else state.lost
     fresh = Membership(
         version=max(state.version, int(now * 1000)),
@@ -264,25 +262,24 @@ def enter(
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What a node requests of the observers."""
+class NodeRequest:
+    """A node's request to join the next round or to leave; observers apply it."""
 
     leaves: bool = False
     after: int = 0
-    """Last round that the node was in; it joins the first one later. 0: it was in none yet."""
+    """Last round that the node was in; 0: none. It joins the first later round."""
     paused: int = -1
-    """Generation of that round in which all its ranks have paused; -1: it has dropped its ranks."""
+    """Generation of round `after` in which the node's ranks have all paused; -1: they are gone."""
     ranks: int = 1
     identity: str = ""
     place: str = ""
-    """Place of the node; see topology.py."""
 
 
-def heed(state: Membership, node: str, request: Ask, now: float) -> Membership:
-    """Apply the request of one node; a repetition changes nothing. `now` is Unix time."""
+def heed(state: Membership, node: str, request: NodeRequest, now: float) -> Membership:
+    """Apply the request of `node`. Applying it again changes nothing. `now` is Unix time."""
     if request.leaves:
         return leave(state, node)
-    # The round that it asks for has begun: a repetition.
+    # The round that was requested has begun already.
     if state.round > request.after and node in state.members:
         return state
     if request.after:
@@ -292,29 +289,30 @@ def heed(state: Membership, node: str, request: Ask, now: float) -> Membership:
 
 
 def round_over(state: Membership) -> bool:
-    """Whether this round has lost a node, so that it begins no further generation."""
+    """Whether this round has lost a node. It then begins no further generation."""
     return len(state.members) < state.size
 
 
-def _ends_round(state: Membership, node: str, request: Ask) -> bool:
-    """Whether the arrival of `node` ends this round. Later arrivals keep their position."""
+def _ends_round(state: Membership, node: str, request: NodeRequest) -> bool:
+    """Whether the arrival of `node`, whose ranks are gone, ends this round."""
     if round_over(state) or node not in state.members or node in state.arrived:
         return False
     return 0 < request.after >= state.round and request.paused != state.generation
 
 
-def heed_all(state: Membership, requests: Mapping[str, Ask], now: float) -> Membership:
-    """Apply the requests of many nodes like `heed` for one after another, departures
-    first, in time linear in their number."""
+def heed_all(state: Membership, requests: Mapping[str, NodeRequest], now: float) -> Membership:
+    """Apply the requests of many nodes, departures first. Gives the same result as `heed` for one
+    node after another, in time linear in their number."""
     state = leave(state, *(node for node, request in requests.items() if request.leaves))
     arriving = {node: request for node, request in requests.items() if not request.leaves}
-    while arriving and len(all_nodes(state)) < 2:  # the first node may begin another job
+    # While there is no other node, an arrival may begin another job.
+    while arriving and len(all_nodes(state)) < 2:
         node = next(iter(arriving))
         state = heed(state, node, arriving.pop(node), now)
     if not arriving:
         return state
     pending = list(arriving.items())
-    # An arrival that ends the round decides what those after it change: split there.
+    # Later arrivals depend on whether the round has ended, so split there.
     for place, (node, request) in enumerate(pending):
         if _ends_round(state, node, request):
             state = heed_all(state, dict(pending[:place]), now)
@@ -342,7 +340,7 @@ def heed_all(state: Membership, requests: Mapping[str, Ask], now: float) -> Memb
 
 
 def leave(state: Membership, *nodes: str) -> Membership:
-    """Remove nodes from this round and the next."""
+    """Remove `nodes` from this round and from the nodes that wait for the next."""
     departed = set(nodes)
     if not departed:
         return state
@@ -357,7 +355,7 @@ def leave(state: Membership, *nodes: str) -> Membership:
 
 
 def _broken(state: Membership, departed: Set[str]) -> tuple[str, ...]:
-    """Members whose replica is incomplete once the nodes `departed` are."""
+    """Returns the members whose replica is incomplete once the nodes in `departed` are gone."""
     if state.unit == 1:
         return ()
     before = set(state.broken)
@@ -369,59 +367,59 @@ def _broken(state: Membership, departed: Set[str]) -> tuple[str, ...]:
 
 
 def lose(state: Membership, node: str, now: float, why: str = "node lost") -> Membership:
-    """Remove `node`, which gave no sign of life, or none of its ranks; `now` is Unix time."""
+    """Remove `node`, whose lease has lapsed or whose ranks do not start; `now` is Unix time."""
     if node not in state.members:
         return leave(state, node)
     return replace(leave(state, node), lost=Failure(node, None, 0, why, now))
 
 
 def lose_unstarted(state: Membership, alarm: int, node: str, now: float, why: str) -> Membership:
-    """End an alarm by the loss of `node`, which has started no process for one of its ranks."""
+    """End an alarm by removing `node`, which has not started a process for one of its ranks."""
     calm = end_alarm(state)
     return lose(calm, node, now, why) if state.alarm == alarm else calm
 
 
 def close(state: Membership, end: JobEnd) -> Membership:
-    """End the job, unless it has ended already."""
+    """End the job. A job that has ended keeps its first `JobEnd`."""
     return state if state.closed else replace(state, closed=end)
 
 
 def set_address(state: Membership, round: int, address: str) -> Membership:
-    """Publish where the store of a round is hosted, if that is still the current round."""
+    """Record host:port of the ranks' store in `round`, if that is still the current round."""
     return replace(state, address=address) if state.round == round else state
 
 
 def accuse(state: Membership, round: int, failure: Failure) -> Membership:
-    """Record why a round ends that has lost no node; the first report counts."""
+    """Record the failure that ends `round` although no node was lost. Later reports are ignored."""
     if state.closed or state.round != round or state.lost:
         return state
     return replace(state, lost=failure)
 
 
 def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
-    """Begin the next round if it is time.
+    """Begin the next round once all members have arrived again and enough nodes wait.
 
     Args:
         quiet: seconds since the last change of the arrivals.
 
     Nodes of the round before keep their order, so that group rank 0 and the neighbours of a node
     change as little as possible; nodes of broken replicas come after them. A new replica comes
-    after the others of its place. Arrivals without room, work or a complete replica wait as spares.
-    """
-    # A member that has not arrived again still trains in this round.
+    after the others of its place. Nodes beyond the limits, or without a complete replica, wait as
+    spares."""
+    # A member that has not arrived again is still training in this round.
     if state.closed or not set(state.members) <= set(state.arrived):
         return state
     replicas = _fitting(state, _candidates(state, limits.unit), limits)
     chosen = _nodes(_side_by_side(state, replicas))
     if len(chosen) < limits.minimum:
         return state
-    # The node "" stands for one that might still come.
+    # The node "" stands for a node that may still arrive.
     one_more = _nodes(_fitting(state, [*_candidates(state, 1), [""]], limits))
     if "" in one_more and quiet < (
         limits.settle if state.round >= state.first else limits.first_call
     ):
         return state
-    # A node's number in its place orders only nodes that wait.
+    # The number in a node's place (`rack3#17`) orders only nodes that wait.
     places = dict(state.places)
     places |= {node: "/".join(levels(places[node])) for node in chosen if node in places}
     return replace(
@@ -444,7 +442,7 @@ def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
 
 
 def room(state: Membership, limits: Limits) -> int:
-    """Number of waiting nodes that the next round could take beyond the members of this one."""
+    """Number of waiting nodes that the next round could take besides this round's members."""
     chosen = _nodes(_fitting(state, _candidates(state, limits.unit), limits))
     return len(set(chosen) - set(state.members))
 
@@ -454,8 +452,8 @@ def _nodes(replicas: Sequence[Replica]) -> tuple[str, ...]:
 
 
 def _candidates(state: Membership, unit: int) -> list[Replica]:
-    """Replicas for the next round by precedence: whole ones of this round, those with its other
-    members, those of waiting nodes."""
+    """Replicas for the next round, by precedence: unbroken replicas of this round, replicas that
+    contain other members of it, replicas of waiting nodes only."""
     broken, places = set(state.broken), dict(state.places)
     whole, left = _replicas(state, [node for node in state.members if node not in broken], unit)
     waiting = sorted(
@@ -466,13 +464,13 @@ def _candidates(state: Membership, unit: int) -> list[Replica]:
     near = _near(state, [*others, *waiting], unit)
     if set(others) <= set(_nodes(near)):
         return whole + sorted(near, key=set(others).isdisjoint)
-    # A member, which holds state in memory, goes before nodes that are nearer.
+    # Members hold state in memory, so they come before waiting nodes that are nearer to each other.
     return whole + _replicas(state, [*others, *waiting], unit)[0]
 
 
 def _fitting(state: Membership, replicas: Sequence[Replica], limits: Limits) -> list[Replica]:
-    """The first replicas for which there is room and work. If there is work for fewer than
-    `minimum` nodes, still so many are chosen, whose ranks then report what is wrong."""
+    """Returns the first of `replicas` that the limits admit. If `most_ranks` admits fewer than
+    `minimum` nodes, `minimum` nodes are returned anyway: their ranks then report what is wrong."""
     ranks, left = dict(state.uneven), math.inf if limits.most_ranks is None else limits.most_ranks
     chosen: list[Replica] = []
     size = 0
@@ -489,8 +487,8 @@ def _fitting(state: Membership, replicas: Sequence[Replica], limits: Limits) -> 
 def _replicas(
     state: Membership, order: Sequence[str], unit: int
 ) -> tuple[list[Replica], list[str]]:
-    """(replicas, nodes left over): a node with ranks for whole replicas forms one, other nodes in
-    order form one together."""
+    """Returns (replicas, nodes left over). A node whose ranks hold whole replicas forms a replica
+    alone; other nodes are combined in order until their ranks are a multiple of `unit`."""
     uneven, result = dict(state.uneven), list[Replica]()
     together: list[str] = []
     ranks = 0
@@ -508,8 +506,8 @@ def _replicas(
 
 
 def _near(state: Membership, nodes: Sequence[str], unit: int) -> list[Replica]:
-    """The replicas that nodes form with others of their place, from the inside out: within a rack
-    first, then across racks from what is left over."""
+    """Returns replicas of nodes in the same place: first within the innermost places such as racks,
+    then across them from the nodes left over."""
     where = {node: levels(place) for node, place in state.places}
     result, left = list[Replica](), list(nodes)
     for depth in range(max(map(len, where.values()), default=0), -1, -1):
@@ -525,7 +523,7 @@ def _near(state: Membership, nodes: Sequence[str], unit: int) -> list[Replica]:
 
 
 def _side_by_side(state: Membership, replicas: Sequence[Replica]) -> list[Replica]:
-    """Sort replicas so that those of one place are adjacent."""
+    """Sort replicas so that replicas of one place are adjacent."""
     where = {node: levels(place) for node, place in state.places}
     return group_by_place(
         replicas, lambda nodes: common_levels([where.get(node, ()) for node in nodes])
@@ -535,32 +533,31 @@ def _side_by_side(state: Membership, replicas: Sequence[Replica]) -> list[Replic
 def fail(
     state: Membership, round: int, generation: int, failure: Failure, limits: Limits
 ) -> Membership:
-    """Record a failed training process: begin the next generation, send its node away, or end the
-    job with a reason.
+    """Record a failed training process, and answer it: begin the next generation, remove its node,
+    or end the job with a reason.
 
-    Later reports on the same generation change nothing: one failure makes the others fail too. Only
-    a machine that computes wrongly leaves whatever was reported before.
-    """
+    Later reports for the same generation change nothing, as one failure makes the other ranks fail
+    too. An `unfit` node is removed even then."""
     if failure.unfit:
         return _expel(state, failure, limits)
     if state.closed or (state.round, state.generation) != (round, generation):
         return state
     before = [replace(entry, evidence="") for entry in state.failures if not entry.mended]
-    # No more are needed to see that there were too many.
+    # more failures are never needed to exceed `limits.restarts`
     failures = (*before, failure)[-limits.restarts - 1 :]
     if failure.mended:
         return _continue(replace(end_alarm(state), failures=failures), failure)
     sent_away = {entry.node: entry.at for entry in state.struck}
-    # Failures for which a node was sent away are settled; the other nodes do not pay for them.
+    # Failures before a node was removed are settled: they do not count against the other nodes.
     counted = [item for item in failures if item.at > sent_away.get(item.node, -math.inf)]
     recent = [item for item in counted if item.at > failure.at - 3600]
-    # A kill from outside says nothing about the step or the node.
+    # A process killed from outside says nothing about the step or the node.
     known = [item for item in counted if item.rank is not None and not item.outside]
     same = known[-limits.same_step :] if known[-1:] == [failure] else []
     ranks = sorted({item.rank for item in same if item.rank is not None})
     culprit = f"node {failure.node}" if failure.rank is None else f"rank {failure.rank}"
     again = len(same) == limits.same_step and len({item.step for item in same}) == 1
-    if again:  # a kill from outside in a later step shows that the run had passed this one
+    if again:  # a kill from outside in a later step shows that the run got past this step
         row = counted[counted.index(same[0]) :]
         again = all(item.step <= failure.step for item in row)
     again = again and (
@@ -568,7 +565,7 @@ def fail(
     )
     spared = _can_spare(state, failure.node, limits)
     often = f"{limits.same_step} times in a row in step {failure.step}"
-    # If one node alone fails, the job may go on without it.
+    # If all failures are on one node, the job may continue without that node.
     if again and not (spared and len({item.node for item in same}) == 1):
         named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         reason = (
@@ -589,7 +586,7 @@ def fail(
 
 
 def _expel(state: Membership, failure: Failure, limits: Limits) -> Membership:
-    """Send away a node that computes wrongly, or end the job if the others are too few."""
+    """Remove a node that computes wrongly, or end the job if the other nodes are too few."""
     if state.closed or failure.node not in state.members:
         return state
     state = replace(end_alarm(state), failures=(*state.failures, failure)[-limits.restarts - 1 :])
@@ -603,20 +600,20 @@ def _expel(state: Membership, failure: Failure, limits: Limits) -> Membership:
 
 
 def _can_spare(state: Membership, node: str, limits: Limits) -> bool:
-    """Whether enough nodes are there without `node`."""
+    """Whether the other nodes suffice for a round without `node`."""
     without = _candidates(leave(state, node), limits.unit)
     return len(_nodes(_fitting(state, without, limits))) >= limits.minimum
 
 
 def _send_away(state: Membership, failure: Failure, how: str) -> Membership:
-    """Remove the node of a failure from this round and the next; `how` tells why."""
+    """Remove the node of `failure` from this round and the next; `how` is the reason."""
     others = tuple(entry for entry in state.struck if entry.node != failure.node)
     lost = replace(failure, rank=None, why=f"sent away: {how}")
     return replace(leave(state, failure.node), struck=(*others, failure), lost=lost)
 
 
 def _continue(state: Membership, failure: Failure) -> Membership:
-    """Begin the next generation; end the round instead if nodes are gone or have paused."""
+    """Begin the next generation, or end the round if nodes have left it or paused."""
     if round_over(state):
         return replace(state, lost=state.lost or failure)
     if set(state.members) & set(state.arrived):
@@ -625,12 +622,12 @@ def _continue(state: Membership, failure: Failure) -> Membership:
 
 
 def _normalised_error(failure: Failure) -> str:
-    """The error without numbers, which differ between ranks and runs."""
+    """The error text without numbers, which differ between ranks and runs."""
     return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", failure.error)
 
 
 def strikes(state: Membership, failure: Failure) -> int:
-    """Failures of a node in the hour before `failure` and since it was last sent away."""
+    """Failures of a node in the hour before `failure` and after the node was last removed."""
     since = [entry.at for entry in state.struck if entry.node == failure.node]
     after = max([failure.at - 3600, *since])
     return sum(
@@ -641,23 +638,22 @@ def strikes(state: Membership, failure: Failure) -> int:
 
 
 def raise_alarm(state: Membership, round: int, generation: int) -> Membership:
-    """Begin an alarm: a rank seems to hang."""
     if state.closed or (state.round, state.generation) != (round, generation):
         return state
-    # A number that no alarm of the job had: late answers to others do not count.
+    # A number that no earlier alarm had, so that late statuses for earlier alarms are ignored.
     return state if state.alarm else replace(state, alarm=state.version + 1)
 
 
 def record_suspects(state: Membership, alarm: int, ranks: Sequence[int], reason: str) -> Membership:
-    """Record the evaluation of an alarm: ranks that the others wait for, if any."""
-    # The alarm has ended meanwhile.
+    """Record the ranks that the others wait for, perhaps none, and the evidence."""
+    # The alarm has ended since its statuses were read.
     if state.alarm != alarm:
         return state
     return replace(state, suspects=tuple(ranks), suspicion=reason)
 
 
 def end_alarm(state: Membership) -> Membership:
-    """End the alarm without a suspect."""
+    """End the alarm without naming a suspect."""
     return replace(state, alarm=0, suspects=(), suspicion="")
 
 
@@ -665,17 +661,17 @@ def end_alarm(state: Membership) -> Membership:
 
 
 def beat_seconds(nodes: int) -> float:
-    """Time between two beats of a node in a job of `nodes` nodes."""
+    """Seconds between two beats of a node in a job of `nodes` nodes."""
     return BEAT_SECONDS * max(1.0, nodes / NODES_PER_BEAT)
 
 
 @dataclass
 class BeatPace:
-    """How often this node has beaten recently."""
+    """Recent gaps between the beats of this node."""
 
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=LATE_BEATS))
     last: float | None = None
-    """Time of the last beat."""
+    """Time of the last beat; None: unknown."""
 
     def beat(self, now: float) -> None:
         if self.last is not None:
@@ -683,26 +679,26 @@ class BeatPace:
         self.last = now
 
     def skip(self) -> None:
-        """Forget the last beat: the time since was lost by the store, not by this machine."""
+        """Leave out the gap that follows the last beat: the store caused it, not this machine."""
         self.last = None
 
     def seconds(self, due: float, now: float) -> float:
-        """Seconds between two beats to expect, where `due` is the intended time."""
+        """Seconds to expect between two beats of this node, if `due` are intended."""
         gaps = [*self.gaps, *([now - self.last] if self.last is not None else [])]
         worst = max(gaps, default=0.0)
         return max(due, min(worst, LATE_SECONDS)) if worst > LATE_FACTOR * due else due
 
 
 def lease_seconds(beat: float, doubted: bool) -> float:
-    """Longest silence of a node that beats every `beat` seconds."""
+    """Seconds of silence after which a node that beats every `beat` seconds is lost."""
     if doubted:
         return max(DOUBTED_SECONDS, beat * DOUBTED_BEATS)
     return max(LEASE_SECONDS, beat * MISSED_BEATS)
 
 
 def poll_seconds(nodes: int, observes: bool) -> float:
-    """Seconds between two reads of the membership document, which bound the reads of all nodes per
-    second. `observes`: whether the node is one of `observers`, which write it for others."""
+    """Seconds between two reads of the document by a node. They grow with `nodes`, to spare the
+    store. `observes`: whether the node is one of the observers."""
     return POLL_SECONDS * max(1.0, nodes / (1000 if observes else 100))
 
 
@@ -712,7 +708,7 @@ def all_nodes(state: Membership) -> list[str]:
 
 
 def observers(state: Membership) -> list[str]:
-    """The nodes that write the membership document for others."""
+    """The first OBSERVERS nodes, which write the document for others."""
     some = (*state.members[:OBSERVERS], *state.arrived[:OBSERVERS])
     return list(dict.fromkeys(some))[:OBSERVERS]
 
@@ -730,29 +726,29 @@ def ranks_of(state: Membership, node: str) -> int:
 
 
 def spared_nodes(state: Membership) -> int:
-    """Nodes for whose number the store is spared: those of the round, or those that wait."""
+    """The larger of the round and its waiting nodes, whose beats must not overload the store."""
     return max(state.size, len(state.members), len(state.arrived))
 
 
 def differ_only_in_arrivals(before: Membership, after: Membership) -> bool:
-    """Whether two documents differ at most in the arrivals, on which only observers act before a
-    round begins or has room."""
+    """Whether two documents differ at most in their arrivals, which concern only the observers
+    until a round begins."""
     ignored: dict[str, Any] = {"version": 0, "arrived": (), "uneven": (), "places": ()}
     return replace(before, **ignored) == replace(after, **ignored)
 
 
 @dataclass
 class Leases:
-    """Other nodes' counters, as this node saw them change."""
+    """When the counters of other nodes last rose, as seen by this node."""
 
     seen: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Node → (highest counter, when it was first seen)."""
+    """Node → (highest counter, time when this node first read it)."""
 
     def lapsed(
         self, counters: Mapping[str, int], now: float, leases: Mapping[str, float]
     ) -> list[str]:
-        """Nodes whose counter (0: none) has not risen within their lease."""
-        # Built anew, which forgets the nodes that are watched no more.
+        """Returns nodes whose counter (0: none) has not risen within their lease in seconds."""
+        # Built anew, to drop the nodes that are no longer watched.
         self.seen = {
             node: self.seen[node]
             if node in self.seen and counter <= self.seen[node][0]
@@ -762,14 +758,14 @@ class Leases:
         return [node for node, (_, since) in self.seen.items() if now - since > leases[node]]
 
     def forgive(self) -> None:
-        """Restart all leases: this node was cut off, and saw no counters."""
+        """Restart all leases, because this node could not read the counters."""
         self.seen.clear()
 
 
 def newer(own: Membership | None, stored: Membership | None) -> Membership | None:
-    """The copy to continue with; None: there is none yet. A store that was lost comes back empty or
-    behind, and is updated by the first node with a newer copy. If a newcomer has begun another job
-    on it meanwhile, that job counts rounds from the start, and gives way to the older one."""
+    """Returns the newest of two copies of the document; None if there is none. A restarted store is
+    empty or has an older copy, and the first node with a newer copy writes it back. A new job begun
+    on the empty store has lower round numbers: the older job wins."""
     if own and stored and stored.job != own.job and stored.round < own.round:
         return own
     copies: Sequence[Membership] = [copy for copy in (own, stored) if copy is not None]

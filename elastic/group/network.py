@@ -1,8 +1,7 @@
 """Faults of a node's network, read from /sys: InfiniBand and RoCE ports, and the interfaces that
 gloo and NCCL are configured to use.
 
-Missing hardware is no fault, nor is a port that is disabled and that no setting names.
-"""
+Missing hardware is no fault. A disabled port that no setting names is none, either."""
 
 import re
 import time
@@ -19,24 +18,22 @@ PORT_ERRORS = (
     *("local_link_integrity_errors", "excessive_buffer_overrun_errors"),
 )
 INTERFACE_ERRORS = ("rx_crc_errors", "rx_frame_errors", "tx_carrier_errors")
-"""Counters that do not rise where a cable and its ends are in order."""
+"""Error counters, of interfaces and above of ports, that rise only if the link is faulty."""
 HCA, NO_HCA = "NCCL_IB_HCA", "NCCL_IB_DISABLE"
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-"""Environment variables that select interfaces for gloo and NCCL."""
+"""Environment variables that select network interfaces for gloo and NCCL."""
 
 
 @dataclass(frozen=True)
-class Port:
-    """A port of an InfiniBand or RoCE adapter."""
-
+class AdapterPort:
     name: str
-    """`mlx5_0:1`, as in NCCL_IB_HCA."""
+    """Adapter and port number as in NCCL_IB_HCA, such as `mlx5_0:1`."""
     kind: str
-    """Adapter type and link layer; ports of one kind are compared with each other."""
+    """Adapter type and link layer; only ports of the same kind are compared."""
     state: str
     """ACTIVE, DOWN, INIT or ARMED."""
     enabled: bool
-    """Whether the port looks for a peer."""
+    """False if the port is administratively disabled."""
     rate: float
     """Link speed in Gb/s."""
     errors: Mapping[str, int]
@@ -45,15 +42,15 @@ class Port:
 def network_problems(
     root: Path, environment: Mapping[str, str], pause: float = PAUSE_SECONDS
 ) -> list[str]:
-    """Describe each fault of the network in a line, with what to do.
+    """Returns one line for each fault of the network: what is wrong, and what to do.
 
     Args:
         root: folder that contains `sys`; `/` outside of tests.
-        environment: with the settings of NCCL and gloo.
+        environment: variables of the ranks, among them the settings of NCCL and gloo.
         pause: seconds between two readings of error counters.
     """
     before = _counters(root, environment)
-    # Counts of old errors say nothing; only those that rise do.
+    # Only counters that rise now indicate a fault; old errors do not.
     if before:
         time.sleep(pause)
     problems = [*_port_problems(root, environment), *_interface_problems(root, environment)]
@@ -78,7 +75,7 @@ def _port_problems(root: Path, environment: Mapping[str, str]) -> Iterator[str]:
             yield f"{port.name} waits to be set up; see that a subnet manager (opensm) runs"
         elif port.state != "ACTIVE" and named:
             yield f"{port.name} is {port.state}, and {HCA} names it; see its cable and its switch"
-        # A port may be unused on purpose. If others of its kind are in use, it hardly is.
+        # A port may be unused on purpose, but hardly if other ports of its kind are in use.
         alike = [other for other in up if other.kind == port.kind]
         if port.state not in ("ACTIVE", "INIT") and not named and port.enabled and alike:
             yield (
@@ -105,7 +102,7 @@ def _interface_problems(root: Path, environment: Mapping[str, str]) -> Iterator[
         setting = environment.get(variable, "")
         if not setting or setting.startswith("^"):
             continue
-        # NCCL takes prefixes unless the setting begins with =, gloo takes whole names.
+        # NCCL takes prefixes of names unless the setting begins with =; gloo takes whole names.
         exact = variable == GLOO or setting.startswith("=")
         for word in filter(None, setting.lstrip("=").split(",")):
             selected = [
@@ -129,8 +126,8 @@ def _interface_problems(root: Path, environment: Mapping[str, str]) -> Iterator[
                 )
 
 
-def _ports(root: Path, environment: Mapping[str, str]) -> Iterator[Port]:
-    """Ports that NCCL would use if all were in order."""
+def _ports(root: Path, environment: Mapping[str, str]) -> Iterator[AdapterPort]:
+    """Yield the ports that NCCL would use if none had a fault."""
     folder = root / PORTS
     if not folder.is_dir() or environment.get(NO_HCA) == "1":
         return
@@ -141,7 +138,7 @@ def _ports(root: Path, environment: Mapping[str, str]) -> Iterator[Port]:
                 continue
             physical = _read(path / "phys_state").partition(":")[2].strip()
             rate = re.match(r"[0-9.]+", _read(path / "rate"))
-            yield Port(
+            yield AdapterPort(
                 name,
                 kind=f"{_read(adapter / 'hca_type')} {_read(path / 'link_layer')}",
                 state=_read(path / "state").partition(":")[2].strip(),
@@ -170,13 +167,13 @@ def _selected(port: str, setting: str) -> bool:
 
 
 def _counters(root: Path, environment: Mapping[str, str]) -> dict[str, Mapping[str, int]]:
-    """Error counters of the ports and interfaces in use, by name."""
+    """Error counters by name of the port or interface, for those that are in use."""
     selected = {
         port.name: port.errors for port in _ports(root, environment) if port.state == "ACTIVE"
     }
     with suppress(OSError):
         for path in sorted((root / INTERFACES).iterdir()):
-            # Hardware alone: bridges and tunnels have no cable.
+            # Bridges and tunnels have no cable: only interfaces of hardware count.
             if (path / "device").exists() and _read(path / "operstate") == "up":
                 selected[path.name] = _numbers(path / "statistics", INTERFACE_ERRORS)
     return {name: errors for name, errors in selected.items() if errors}
@@ -188,7 +185,7 @@ def _numbers(folder: Path, names: tuple[str, ...]) -> dict[str, int]:
 
 
 def _read(path: Path) -> str:
-    """Text of a file of /sys; empty where it is missing or its device does not answer."""
+    """Text of a file of /sys; empty if it is missing or its device does not answer."""
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
     except OSError:

@@ -1,8 +1,7 @@
 """NVLink state of a node's GPUs, from NVIDIA's management library (NVML).
 
-The library may hang where a driver is broken, so health.py calls it in a process of its own. A
-machine without the library has no links.
-"""
+The library may hang if a driver is broken, so health.py calls it in a child process. On a machine
+without the library no links are reported."""
 
 import ctypes
 import time
@@ -14,19 +13,19 @@ LIBRARY = "libnvidia-ml.so.1"
 PAUSE_SECONDS = 0.2
 """Time between two readings of error counters."""
 MAX_LINKS = 64
-"""Most NVLinks of a GPU; a GPU with fewer fails the query for the next one."""
+"""Highest number of NVLinks of a GPU. On a GPU with fewer, the query for the next link fails."""
 NO_FABRIC, FABRIC_COMPLETED = 0, 3
-"""States of a GPU that joins the NVLink fabric of its switches: no fabric, and joined."""
+"""Values of `FabricInfo.state`: the GPU has no NVLink fabric; the GPU has joined its fabric."""
 ERROR_COUNTERS = {"replays": 0, "recoveries": 1, "CRC errors": 2}
-"""NVML's numbers of a link's error counters."""
+"""Name of an error counter of a link → its number in NVML."""
 
 
 class NvmlError(RuntimeError):
-    """A library call failed; names the call and the reason."""
+    """A call of the library failed; the message names the function and the reason."""
 
 
 class FabricInfo(ctypes.Structure):
-    """nvmlGpuFabricInfo_t of nvml.h."""
+    """C struct nvmlGpuFabricInfo_t of nvml.h."""
 
     _fields_ = (
         ("cluster", ctypes.c_ubyte * 16),
@@ -38,23 +37,21 @@ class FabricInfo(ctypes.Structure):
 
 @dataclass(frozen=True)
 class GpuLinks:
-    """The NVLinks of one GPU."""
-
     name: str
     """Product name from the driver."""
     up: frozenset[int] = frozenset()
     """Numbers of the links that are up."""
     down: frozenset[int] = frozenset()
     errors: int = 0
-    """Sum of the error counters of its links."""
+    """Sum of the error counters of all links."""
     joined: bool = True
-    """Whether it has joined the fabric of its NVLink switches; True without switches."""
+    """Whether the GPU has joined the fabric of its NVLink switches, if there are any."""
     domain: str = ""
-    """NVLink domain over several nodes that it has joined; empty without."""
+    """NVLink domain across nodes that the GPU has joined; empty: none."""
 
 
 class Nvml:
-    """An initialised NVML, until `close`.
+    """NVIDIA's management library, initialised until `close`.
 
     Args:
         library: file name, as dlopen(3) resolves it.
@@ -73,7 +70,7 @@ class Nvml:
         self._call("nvmlShutdown")
 
     def gpus(self) -> list[GpuLinks]:
-        """The links of every visible GPU, in the driver's order.
+        """Returns the links of every visible GPU, in the driver's order.
 
         Raises:
             NvmlError: a GPU does not answer.
@@ -99,16 +96,16 @@ class Nvml:
                     errors += counted.value
         info, domain = FabricInfo(), ""
         if self._try("nvmlDeviceGetGpuFabricInfo", device, ctypes.byref(info)):
-            info.state = NO_FABRIC  # or the driver does not know of fabrics
+            info.state = NO_FABRIC  # the driver is too old to know of fabrics
         member = info.state == FABRIC_COMPLETED and not info.status
-        if member and any(info.cluster):  # zeros: a fabric within this node
+        if member and any(info.cluster):  # zeros: the fabric ends within this node
             domain = f"nvl-{bytes(info.cluster).hex()[:8]}.{info.clique}"
         up, down = frozenset(links[True]), frozenset(links[False])
         joined = member or info.state == NO_FABRIC
         return GpuLinks(name.value.decode(), up, down, errors, joined, domain)
 
     def _try(self, function: str, *arguments: Any) -> int:
-        """Call a function that some GPUs and drivers lack; returns NVML's code, 0 for success."""
+        """Call a function that some drivers lack; returns NVML's error code, 0 for success."""
         code: int = getattr(self._library, function, lambda *_: -1)(*arguments)
         return code
 
@@ -118,14 +115,15 @@ class Nvml:
 
 
 def domain_of(gpus: Sequence[GpuLinks]) -> str:
-    """The NVLink domain of a node; empty if its GPUs are in none or in several."""
+    """Returns the NVLink domain of a node; empty if its GPUs are in none or in several."""
     domains = {gpu.domain for gpu in gpus}
     return domains.pop() if len(domains) == 1 else ""
 
 
 def link_problems(before: Sequence[GpuLinks], after: Sequence[GpuLinks]) -> list[str]:
-    """Describe each fault of the links of a node's GPUs, with what to do, from two readings of all
-    GPUs. A GPU without links is in order if no GPU of its kind here has any."""
+    """Returns one line for each fault of a node's NVLinks, with what to do. `before` and `after`
+    are two readings of all its GPUs. A GPU without links has no fault if no GPU of its kind here
+    has links."""
     problems = []
     for index, (then, now) in enumerate(zip(before, after, strict=True)):
         most = max(len(gpu.up) for gpu in after if gpu.name == now.name)
@@ -150,7 +148,7 @@ def link_problems(before: Sequence[GpuLinks], after: Sequence[GpuLinks]) -> list
 
 
 def read_links(library: str = LIBRARY) -> tuple[list[str], str]:
-    """(link problems of this node, its NVLink domain); ([], "") without NVML.
+    """Returns (link problems of this node, its NVLink domain); ([], "") without NVML.
 
     Raises:
         NvmlError: a GPU does not answer.

@@ -1,14 +1,12 @@
 """Keyed pseudo-random permutations of range(size), in O(1) memory. numpy only.
 
-Results are frozen: the orders of samples, which checkpoints hold positions in, are made of them.
-"""
+Results must never change: checkpoints hold positions in orders of samples that depend on them."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 U64 = np.uint64
 MASK = (1 << 64) - 1
-"""Largest uint64."""
 
 
 def splitmix64(state: int) -> int:
@@ -35,7 +33,7 @@ class Permutation:
             rounds: for tests only.
         """
         self.size = size
-        # Both halves of a Feistel network need a bit.
+        # each half of a Feistel network needs at least one bit
         bits = max(2, (size - 1).bit_length())
         self._low_bits = U64(bits - bits // 2)
         self._low = U64((1 << (bits - bits // 2)) - 1)
@@ -49,12 +47,11 @@ class Permutation:
             self._keys.append(U64(state))
 
     def __call__(self, positions: NDArray) -> NDArray[np.int64]:
-        """The image of each position."""
         if self.size == 1:
             return np.zeros(np.shape(positions), dtype=np.int64)
         with np.errstate(over="ignore"):
             result = self._forward(np.asarray(positions).astype(np.uint64))
-            # The network covers about twice the range at most, so few values are left.
+            # The network covers about twice the range at most, so few values remain outside.
             outside = np.flatnonzero(result >= U64(self.size))
             while outside.size:
                 result[outside] = self._forward(result[outside])
@@ -72,8 +69,8 @@ class Permutation:
 
 
 def mix(half: NDArray[np.uint64], key: np.uint64 | NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """murmur3's 64-bit finaliser of each value, with a key. Products wrap modulo 2**64: call it
-    under np.errstate(over="ignore")."""
+    """Returns murmur3's 64-bit finaliser of each value, with a key. Products wrap modulo 2**64:
+    call it under np.errstate(over="ignore")."""
     mixed = (half ^ key) * U64(0xFF51AFD7ED558CCD)
     mixed ^= mixed >> U64(33)
     mixed *= U64(0xC4CEB9FE1A85EC53)

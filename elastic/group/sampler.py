@@ -1,4 +1,4 @@
-"""`elastic.sampler`: the samples that a rank takes in each step, at any world size."""
+"""The samples that a rank takes in each step, at any world size (`elastic.sampler`)."""
 
 from collections.abc import Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, Any
@@ -12,21 +12,21 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 ORDER_VERSION = 1
-"""Version of the order, in the state of a sampler."""
+"""Part of a sampler's state; changes if the order of samples ever does."""
 
 
 class Sampler:
-    """This rank's sample indices, by step. `elastic.sampler` creates it. Iterating yields a list of
-    indices for each forward pass, without end, from step `done` + 1 on; so it is a `batch_sampler`
-    of torch's `DataLoader`.
+    """The sample indices of this rank in each step; created by `elastic.sampler`. Iterating yields
+    a list of indices for each forward pass, without end, from step `done` + 1 on. Thus a sampler
+    can be the `batch_sampler` of torch's `DataLoader`.
 
     Args:
         size: samples of the data set.
         global_batch: samples per optimizer step, over all ranks.
         micro_batch: most samples of a rank in one pass; None: a step is one pass.
-        seed: of the order; None: the samples in their own order.
-        rank: of this process among those that share the batch.
-        ranks: how many share it.
+        seed: seed of the order; None: the samples in the order of the data set.
+        rank: rank of this process among the ranks that share the batch.
+        ranks: number of ranks that share the batch.
 
     Raises:
         ValueError: there are fewer samples than `global_batch`, or `global_batch` is smaller than
@@ -48,15 +48,15 @@ class Sampler:
                 f"{size}: it must have at least one sample for each rank, and at most the data set"
             )
         even = global_batch % ranks == 0
-        # Passes of one sample do not share out an uneven batch: some rank would have an empty one.
+        # With passes of one sample, some rank would have an empty pass if the batch is uneven.
         micro = min(global_batch, max(micro_batch or global_batch, 1 if even else 2))
         self._plan = plan_batch(global_batch, ranks, micro)
         self._size, self._seed, self._rank = size, seed, rank
         self.done = 0
-        """Steps that are done, the one under way included. `Job.steps` and the adapters set it;
+        """Steps that are complete, including the current step. `Job.steps` and the adapters set it;
         other loops add 1 in each step, before they save."""
         self.passes = self._plan.passes
-        """Forward passes of each rank in a step, for gradient accumulation."""
+        """Forward passes of each rank per step, for gradient accumulation."""
         self.weights = [len(rows) * ranks / global_batch for rows in self._rows(0)]
         """Weight of each pass of a step. The mean loss of a pass times its weight, summed over the
         passes and averaged over the ranks as DDP and FSDP do, is the mean over the global batch."""
@@ -64,23 +64,24 @@ class Sampler:
         """Whether all passes of all ranks have equally many samples."""
 
     def step(self, step: int) -> list[list[int]]:
-        """This rank's sample indices of a step, counted from 1, by pass. A function of the step
-        alone: nothing is remembered."""
+        """Returns this rank's sample indices of a step, counted from 1, by pass. Depends only on
+        the step: no state is read."""
         first = (step - 1) * self._plan.global_batch
         return [self._samples(rows) for rows in self._rows(first)]
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._passes(self.done)  # as of now, and not as of the first batch
+        # Begin after the steps done when iter() is called, not when the first batch is read.
+        return self._passes(self.done)
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes, at any world size: a few numbers, equal on all ranks."""
+        """Returns a few numbers, equal on all ranks, for `load_state_dict` at any world size."""
         return {"done": self.done, **self._identity()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue after the steps that are done there.
+        """Continue after the last complete step of `state_dict`.
 
         Raises:
-            ValueError: the state is of another data set, global batch, seed or order; says which.
+            ValueError: data set size, global batch, seed or order differ; the message says which.
         """
         own = self._identity()
         changed = [
@@ -117,9 +118,9 @@ class Sampler:
         if self._seed is None:
             return [int(place) for place in places]
         samples = np.empty_like(places)
-        for epoch in np.unique(epochs):  # at most two
+        for epoch in np.unique(epochs):  # at most two epochs in one step
             now = epochs == epoch
-            # keyed like the first source of trainer.Order, whose order this is
+            # keyed like the first source of trainer.Order, so that both give the same order
             samples[now] = Permutation(self._size, self._seed, 1, int(epoch))(places[now])
         return [int(sample) for sample in samples]
 
@@ -132,8 +133,8 @@ def sampler(
     seed: int | None = 0,
     group: "ProcessGroup | None" = None,
 ) -> Sampler:
-    """A sampler of which each step takes the same samples at every world size: each sample once in
-    an epoch, epoch after epoch, shuffled anew in each.
+    """Create a sampler whose steps take the same samples at every world size. Each epoch takes
+    every sample once and is shuffled anew; epochs follow each other without end.
 
         sampler = elastic.sampler(data, global_batch=48)
         batches = DataLoader(data, batch_sampler=sampler)
@@ -145,9 +146,9 @@ def sampler(
     Args:
         dataset: has a length; its samples are taken by index.
         global_batch: samples per optimizer step, over all ranks.
-        micro_batch: most samples of a rank in one pass. Where ranks have unequal parts it is 2 at
-            least. None: a step is one pass.
-        seed: of the order; None: the samples in their own order.
+        micro_batch: most samples of a rank in one pass, raised to 2 where ranks have unequal parts.
+            None: a step is one pass.
+        seed: seed of the order; None: the samples in the order of the data set.
         group: ranks that share the batch; None: all ranks.
 
     Raises:

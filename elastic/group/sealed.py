@@ -1,12 +1,12 @@
 """Sealed values in stores: the keys of a job, and a store for the addresses of its ranks.
 
 [Note: sealed] The store of a round is torch's TCPStore: whoever reaches it reads and writes every
-key. Ranks put the addresses of their connections there (and NCCL's id), so whoever replaces one
-stands between two ranks. Here the name of every key, and a MAC over its value, are derived from a
-secret of this round of this job. A value that does not verify is treated as missing, also if it was
-valid under another key, in another round or generation, or for an earlier job. For a while after a
-value was set, its process checks that it is still there, and sets it again. So a stranger who
-overwrites or deletes values can delay a round, not change it.
+key. Ranks put the addresses of their connections there (and NCCL's id), so whoever replaces an
+address can intercept the traffic of two ranks. `SealedStore` derives the name of every key, and a
+MAC over its value, from a secret of the job's round. A value that does not verify is treated as
+missing, even if it was valid under another key, in another round or generation, or for an earlier
+job. For GUARDED_SECONDS after a process has set a value, it checks that the value is unchanged, and
+else sets it again. So a stranger who overwrites or deletes values can delay a round, not change it.
 
 Counters (`add`) are added up by the store itself and not sealed. Whoever lists the keys may change
 one, so that a barrier opens early or never.
@@ -29,49 +29,51 @@ from elastic.group.store import StoreClient, run_store_thread
 logger = logging.getLogger(__name__)
 
 GUARDED_SECONDS = 60.0
-"""How long values are guarded after the last `set`; peers read them soon."""
+"""Seconds after the last `set` in which values are guarded; peers read them soon after `set`."""
 FIRST_LOOK_SECONDS = 0.25
-"""Time before the first check: undisturbed ranks have met by then, and need the cores."""
+"""Seconds before the first check: by then undisturbed ranks have connected to each other."""
 LOOK_SECONDS, MAX_LOOK_SECONDS = 0.02, 2.0
-"""Bounds of the time between two checks, which is a tenth of the time without interference."""
+"""Shortest and longest time between two checks; between these bounds a tenth of the time since the
+last interference."""
 FORGED_SECONDS = 0.005
-"""Time between two reads of a value that does not verify."""
+"""Seconds between two reads of a value that does not verify."""
 
 
 class JobKeys:
-    """A job's keys in the store, whose values are sealed."""
+    """The keys of a job in the store, whose values are sealed."""
 
     def __init__(self, client: StoreClient, run_id: str, secret: Secret) -> None:
         self.client = client
         self.prefix, self.fingerprint = key_prefix(run_id, secret), secret.fingerprint
         self.dropped: Counter[str] = Counter()
-        """Values without a valid seal that were read, by key."""
+        """Key → number of values read from it that had no valid seal."""
         self._secret = secret.derive("membership")
 
     def seal(self, key: str, text: bytes) -> bytes:
-        """The value of a key that holds `text`."""
+        """Returns the value to store under `key` for `text`."""
         return self._secret.seal(key, text)
 
     def open(self, key: str, data: bytes | None) -> bytes | None:
-        """The text in the value `data` of a key; None without a value or a valid seal."""
+        """Returns the text in a stored value of `key`; None without a value or a valid seal."""
         text = self._secret.open(key, data) if data else None
         if data and text is None:
             self.dropped[key] += 1
             if self.dropped[key] == 1:
                 logger.warning(
-                    "the store's key %s holds what no node of this job has written (%d bytes): it "
-                    "is dropped, and so is what comes there after it", key, len(data),
+                    "the store's key %s holds a value that no node of this job has written (%d "
+                    "bytes): it is ignored; further ones are ignored without a message",
+                    key, len(data),
                 )  # fmt: skip
         return text
 
     def put(self, name: str, text: bytes) -> None:
-        """Seal `text`, and write it to the key `name` of the job."""
+        """Seal `text`, and write it to the job's key `name`."""
         key = f"{self.prefix}/{name}"
         self.client.set(key, self.seal(key, text))
 
 
 def key_prefix(run_id: str, secret: Secret) -> str:
-    """Prefix of a job's keys in the store. With another secret it is another job."""
+    """Prefix of a job's keys in the store. Jobs with different secrets have different keys."""
     return f"perdure/{run_id}/{secret.fingerprint}"
 
 
@@ -82,24 +84,23 @@ class SealedStore(dist.Store):
 
     Args:
         connect: opens a connection to the TCPStore.
-        secret: of this round of this job.
-        scope: bound into the names of keys, such as the generation.
+        secret: secret of the job's round.
+        scope: part of all key names, such as the generation, so that scopes do not share keys.
     """
 
     timeout: timedelta
-    """Set by torch's `set_timeout`."""
 
     def __init__(self, connect: Callable[[], Any], secret: Secret, scope: str) -> None:
         super().__init__()
         self._connect, self._secret, self._scope = connect, secret, scope
         self._store = connect()
         self._written: dict[str, bytes] = {}
-        """Sealed values that this process has set, by name in the store."""
+        """Name of a key in the store → sealed value that this process has set."""
         self._prefetched: dict[str, bytes] = {}
-        """Values that `wait` has read, by key; torch calls `get` for each next."""
+        """Key → value that `wait` has read; torch then calls `get` for each key."""
         self._set_at = 0.0
         self._guard_running = threading.Lock()
-        """Held while a guarding thread runs."""
+        """Held while a thread guards the values."""
         self._warned = False
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -119,7 +120,7 @@ class SealedStore(dist.Store):
         return self._await(key, self._deadline(None)) if value is None else value
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for values that verify. A counter never does, so waiting for one times out."""
+        """Wait for values that verify. Counters are not sealed: waiting for one times out."""
         deadline = self._deadline(timeout)
         for key in keys:
             self._prefetched[key] = self._await(key, deadline)
@@ -134,7 +135,7 @@ class SealedStore(dist.Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         names = [self._sealed_name(key)[0] for key in keys]
-        # one request while some keys are missing
+        # one request suffices while some keys are missing
         return self._store.check(names) and all(self._read(key) is not None for key in keys)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
@@ -144,7 +145,7 @@ class SealedStore(dist.Store):
         return secret.open(name, now) or b""
 
     def add(self, key: str, number: int) -> int:
-        """Add to a counter, which is not sealed."""
+        """Add to a counter. Counters are not sealed."""
         return int(self._store.add(self._sealed_name(key)[0], number))
 
     def delete_key(self, key: str) -> bool:
@@ -153,18 +154,18 @@ class SealedStore(dist.Store):
         return bool(self._store.delete_key(name))
 
     def num_keys(self) -> int:
-        """Number of keys, including those of strangers."""
+        """Number of keys in the store, including keys that other programs have set."""
         return int(self._store.num_keys())
 
     def has_extended_api(self) -> bool:
-        """False: torch must not append, as a sealed value cannot grow."""
+        """False, so that torch does not append: a sealed value cannot grow."""
         return False
 
     def clone(self) -> dist.Store:
         return self
 
     def _sealed_name(self, key: str) -> tuple[str, Secret]:
-        """(name of a key in the store, secret of its value)."""
+        """Returns (name of a key in the store, secret that seals its value)."""
         secret = self._secret.derive(f"{self._scope} {key}")
         return secret.derive("name").key.hex(), secret
 
@@ -172,12 +173,12 @@ class SealedStore(dist.Store):
         return time.monotonic() + (timeout or self.timeout).total_seconds()
 
     def _read(self, key: str) -> bytes | None:
-        """The value of a key; None if it is missing or does not verify."""
+        """Returns the value of a key; None if it is missing or does not verify."""
         name, secret = self._sealed_name(key)
         return self._verified(key, name, secret) if self._store.check([name]) else None
 
     def _await(self, key: str, deadline: float) -> bytes:
-        """The value of a key, as soon as there is one that verifies."""
+        """Wait until the key has a value that verifies, and return it."""
         name, secret = self._sealed_name(key)
         while True:
             left = max(deadline - time.monotonic(), 0.1)
@@ -187,8 +188,8 @@ class SealedStore(dist.Store):
                 return value
             if time.monotonic() > deadline:
                 raise dist.DistStoreError(
-                    f"{key}: what the store holds was written by somebody who does not know the "
-                    "secret of this job, all the time"
+                    f"{key}: the store keeps holding a value written by somebody who does not know "
+                    "the secret of this job; find out who writes to the store"
                 )
             time.sleep(FORGED_SECONDS)
 
@@ -198,14 +199,15 @@ class SealedStore(dist.Store):
             self._warned = True
             logger.warning(
                 "the store of this round holds a value for %s that no rank of this job has set: "
-                "somebody else writes there; it is ignored, as others will be without a word", key,
+                "somebody else writes there; further ones are ignored without a message", key,
             )  # fmt: skip
         return value
 
     def _guard(self, end: threading.Event) -> None:
-        """Restore what this process has set if somebody changes it, until peers have read it."""
+        """In a thread: write values that this process has set again if others change or delete
+        them. Ends GUARDED_SECONDS after the last `set`."""
         try:
-            # A process that ends sets `end`, and must not wait for the check.
+            # `end` is set when the process ends, which must not wait for the first check.
             if end.wait(FIRST_LOOK_SECONDS):
                 return
             store, well_since = self._connect(), self._set_at
@@ -217,7 +219,9 @@ class SealedStore(dist.Store):
                 well = now - max(well_since, self._set_at)
                 if end.wait(min(max(well / 10, LOOK_SECONDS), MAX_LOOK_SECONDS)):
                     return
-        except (RuntimeError, OSError) as error:  # the store is gone, and this round with it
-            logger.debug("addresses are no longer looked after: %s", f"{error}".partition("\n")[0])
+        except (RuntimeError, OSError) as error:  # the store is gone, and with it this round
+            logger.debug(
+                "addresses in the store are no longer guarded: %s", f"{error}".partition("\n")[0]
+            )
         finally:
             self._guard_running.release()

@@ -1,12 +1,12 @@
-"""Shares of a global batch in proportion to the measured speed of ranks. Pure: ranks that see the
-same measurements decide alike, without another message.
+"""Shares of a global batch in proportion to the measured speed of ranks. Pure functions: ranks with
+the same measurements reach the same decision without another message.
 
-[Note: shares] A *window* is a measurement: the seconds that each rank takes for a sequence. The
-shares change only for a gain that lasts:
+[Note: shares] A *window* is one measurement: the seconds per sequence of each rank. The shares
+change only for a lasting gain:
 
-- Each rank counts with the median of its last KEPT windows.
-- Ranks within ALIKE of the median rank count as equal: noise is not to be followed. Without this
-  there were 95 changes in 1,000 calm windows of 64 ranks.
+- The pace of a rank is the median of its last KEPT windows.
+- Ranks within ALIKE of the median rank count as equally fast, so that noise changes nothing.
+  Without this rule there were 95 changes in 1,000 calm windows of 64 ranks.
 - The predicted step must become shorter by GAIN, WINDOWS windows in a row.
 """
 
@@ -19,49 +19,50 @@ from statistics import median
 from elastic.group.batch_plan import BatchPlan
 
 KEPT = 5
-"""Windows whose median counts."""
+"""Newest windows from which a rank's median is taken."""
 ALIKE = 0.1
-"""Difference from the median rank below which a rank counts as equal to it."""
+"""Relative difference from the median rank below which a rank counts as equally fast."""
 GAIN = 0.05
-"""Share of the predicted step time that other shares must save."""
+"""Fraction of the predicted step time that new shares must save."""
 WINDOWS = 3
-"""Windows in a row that must predict it."""
+"""Consecutive windows that must predict this saving before the shares change."""
 PASS_COST = 0.2
-"""Fixed cost of a pass in lockstep, in sequences of the median rank. It keeps passes few."""
+"""Fixed cost of a pass in lockstep, in sequences of the median rank; it limits the passes."""
 
 
 @dataclass
-class Balance:
-    """The shares of a world, decided window by window. All its ranks have equal ones."""
+class ShareBalance:
+    """Decides the shares of a world after each window. All ranks reach the same decision."""
 
     plan: BatchPlan
-    """The plan decided last; at first that of equal shares. Its `lockstep` holds for all plans."""
+    """The current plan, at first with equal shares. All plans keep its `lockstep`."""
     micro_batch: int
-    """Most sequences of a pass, for which memory suffices."""
+    """Most sequences of a pass that fit in memory."""
     _seen: list[tuple[float, ...]] = field(default_factory=list)
-    """Seconds of a sequence by rank, in the last windows."""
+    """Seconds per sequence of each rank, in the last KEPT windows."""
     _wanted: int = 0
-    """Windows in a row that have predicted a gain."""
+    """Consecutive windows so far that have predicted a gain."""
 
     @property
     def paces(self) -> list[float]:
-        """Seconds of a sequence by rank, as they count: medians, and equal where they are alike."""
+        """Seconds per sequence of each rank: medians, equal for ranks within ALIKE."""
         paces = [median(of_rank) for of_rank in zip(*self._seen, strict=True)]
         usual = median(paces)
         return [usual if abs(pace / usual - 1) < ALIKE else pace for pace in paces]
 
     def window(self, paces: Sequence[float]) -> bool:
-        """Take one more measurement; returns whether `plan` has changed.
+        """Add a measurement; returns whether `plan` has changed.
 
         Args:
-            paces: seconds of a sequence by rank. A window in which a rank measured nothing (0, or
-                not finite) is dropped.
+            paces: seconds per sequence of each rank. If a rank measured nothing (0, or not finite),
+                the window is dropped.
         """
         if not all(isfinite(pace) and pace > 0 for pace in paces):
             return False
         self._seen = [*self._seen, tuple(paces)][-KEPT:]
         now = self.paces
-        if self.plan.shares is None and len(set(now)) == 1:  # calm, as nearly always
+        # No difference, which is the usual case.
+        if self.plan.shares is None and len(set(now)) == 1:
             self._wanted = 0
             return False
         better = best_plan(self.plan, now, self.micro_batch)
@@ -77,9 +78,9 @@ def best_plan(plan: BatchPlan, paces: Sequence[float], micro_batch: int) -> Batc
     """Return the plan of the same global batch whose predicted step is the shortest.
 
     Args:
-        plan: any plan of these ranks. If its ranks need one pass, they keep to one: between passes
-            gradients take memory.
-        paces: seconds of a sequence by rank.
+        plan: any plan of these ranks. If it has one pass, so has the result, because gradients take
+            memory between passes.
+        paces: seconds per sequence of each rank.
         micro_batch: most sequences of a pass.
     """
     single = plan.passes == 1
@@ -87,7 +88,7 @@ def best_plan(plan: BatchPlan, paces: Sequence[float], micro_batch: int) -> Batc
         size, most = (plan.micro_batch, 1) if plan.fixed else (micro_batch, micro_batch)
         shares = fastest_shares(paces, plan.units, most if single else None)
         return replace(plan, micro_batch=size, shares=shares)
-    # Equal shares often fill all passes. So fast ranks have room for more only in further passes.
+    # Equal shares often fill all passes; then fast ranks can take more only in additional passes.
     fewest = -(-plan.units // (plan.world_size * micro_batch))
     plans = [
         replace(
@@ -102,17 +103,18 @@ def best_plan(plan: BatchPlan, paces: Sequence[float], micro_batch: int) -> Batc
 
 
 def fastest_shares(paces: Sequence[float], units: int, most: int | None = None) -> tuple[int, ...]:
-    """Return the units of each rank, at least 1, that minimise the time of the slowest.
+    """Returns the number of units of each rank, at least 1, that minimises the time of the slowest
+    rank.
 
-    Each unit goes to the rank that is done with it first, which is optimal for equal units.
+    Each unit goes to the rank that would finish it first, which is optimal for equal units.
 
     Args:
-        paces: seconds of a unit by rank.
-        units: of all ranks together.
-        most: units of a rank; None: any number.
+        paces: seconds per unit of each rank.
+        units: number of units of all ranks together.
+        most: most units of a rank; None: any number.
 
     Raises:
-        ValueError: there are fewer units than ranks, or more than they may have.
+        ValueError: there are fewer units than ranks, or more than `most` for each rank.
     """
     ranks, most = len(paces), units if most is None else most
     if not ranks <= units <= most * ranks:
@@ -131,15 +133,15 @@ def fastest_shares(paces: Sequence[float], units: int, most: int | None = None) 
 def step_seconds(plan: BatchPlan, paces: Sequence[float]) -> float:
     """Return the predicted seconds of a step's passes.
 
-    Ranks meet at the end of a step. In lockstep they meet at the end of each pass, where a rank
-    without a sequence left computes one that does not count.
+    Ranks wait for each other at the end of a step. In lockstep they do so after each pass, where a
+    rank with no sequence left computes a sequence with weight 0.
 
     Args:
-        plan: of the step.
-        paces: seconds of a sequence by rank.
+        plan: plan of the step.
+        paces: seconds per sequence of each rank.
     """
     shares = [len(plan.units_of(rank)) for rank in range(plan.world_size)]
-    kinds = set(zip(shares, paces, strict=True))  # few, as most ranks are alike
+    kinds = set(zip(shares, paces, strict=True))  # a set, as most ranks are alike
     if not plan.lockstep:
         return max(share * pace for share, pace in kinds) * (plan.micro_batch if plan.fixed else 1)
     return plan.passes * PASS_COST * median(paces) + sum(

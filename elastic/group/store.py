@@ -1,10 +1,9 @@
 """The key-value store through which the nodes of a job communicate.
 
-It is torch's TCPStore, on a node of the job or outside of it (`perdure store`). It believes
-everybody; its readers do not (job_secret.py [Note: trust]). A client outlives the host: it
-reconnects when the host is back, also to an empty store. The nodes then write back what must not be
-lost (membership.newer).
-"""
+The store is torch's TCPStore, on a node of the job or outside of it (`perdure store`). It accepts
+writes from anybody, so nodes verify what they read (job_secret.py [Note: trust]). A client
+reconnects when the store's host has restarted, even if the store is empty then. A node then writes
+its copy of the membership document back (membership.newer)."""
 
 import atexit
 import os
@@ -30,21 +29,20 @@ T = TypeVar("T")
 
 CONNECT_SECONDS = ANSWER_SECONDS = 5.0
 END_SECONDS, CUT_SECONDS = 0.5, 10.0
-"""Time for store threads to end when the process does: by themselves, and after their connections
-are cut. A thread notices the cut at once, but reports as slowly as a busy machine lets it. A thread
-that is connecting needs up to CONNECT_SECONDS."""
+"""Seconds that store threads have to end when the process does: by themselves, and after their
+connections are cut. A thread that is connecting needs up to CONNECT_SECONDS."""
 NO_VALUE = "\0nothing"
-"""A value that no key has."""
+"""Text that no key ever has as value."""
 STORE_ERRORS = (dist.DistNetworkError, dist.DistStoreError, ConnectionError)
-"""Errors of a store that is unreachable."""
+"""Errors that torch raises if a store is unreachable."""
 
 
 class StoreLostError(Exception):
-    """The store did not answer within a client's patience."""
+    """The store did not answer within `StoreClient.patience`."""
 
 
 class StoreClient:
-    """A store client that survives restarts of the store.
+    """A client that reconnects after a restart of the store.
 
     Args:
         patience: seconds to retry while the store does not answer.
@@ -56,14 +54,13 @@ class StoreClient:
         self.host, self.port, self.patience = host, port, patience
         self._connection: _Connection | None = None
         self.connections = 0
-        """Connections opened so far; after the first, the store may be a new and empty one."""
+        """Connections opened so far. After the first, the store may be a new and empty one."""
 
     def get(self, key: str) -> bytes | None:
-        """The value of a key; None if it has none."""
+        """Returns the value of a key; None if it has none."""
 
         def read(store: dist.TCPStore) -> bytes | None:
-            # For a key without a value compare_set returns the expected value: one round trip,
-            # where `check` and `get` take two.
+            # One round trip, as compare_set returns `expected` for a key without a value.
             current = store.compare_set(key, NO_VALUE, NO_VALUE)
             return None if current == NO_VALUE.encode() else current
 
@@ -73,13 +70,12 @@ class StoreClient:
         self.call(lambda store: store.set(key, cast(str, value)))
 
     def append(self, key: str, value: bytes) -> None:
-        """Append to the value of a key."""
         append = "append"  # missing in torch's type stubs
         self.call(lambda store: getattr(store, append)(key, value))
 
     def swap(self, key: str, old: bytes | None, new: bytes) -> bytes | None:
-        """Replace the value `old` (None: no value) by `new` if the key still has it; returns the
-        new value."""
+        """Replace the value `old` of a key (None: it has no value) by `new`, if the key still has
+        it. Returns the value of the key afterwards."""
 
         def swap(store: dist.TCPStore) -> bytes | None:
             # torch declares text and takes bytes; a stranger's value may not be valid text.
@@ -90,7 +86,7 @@ class StoreClient:
         return self.call(swap)
 
     def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The values of several keys, None for a key without."""
+        """Returns the values of several keys; None for a key without a value."""
 
         def read(store: dist.TCPStore) -> list[bytes | None]:
             try:
@@ -114,11 +110,11 @@ class StoreClient:
         self._connection = None
 
     def call(self, action: Callable[[dist.TCPStore], T]) -> T:
-        """Run `action` on the store, on new connections until it succeeds."""
+        """Run `action` on the store. Each retry opens a new connection."""
         try:
             for attempt in Retrying(
                 retry=retry_if_exception_type(STORE_ERRORS),
-                # nodes must not reconnect all at once
+                # random waits, so that nodes do not all reconnect at once
                 wait=wait_random_exponential(multiplier=0.05, max=1.0),
                 stop=stop_after_delay(self.patience),
             ):
@@ -146,9 +142,9 @@ class StoreClient:
 
 
 class _Connection:
-    """A TCPStore in a thread of its own. It waits for an answer as long as TCP retransmits, minutes
-    after a cable was unplugged and replaced. So a connection that does not answer is abandoned, and
-    its thread ends at some time."""
+    """A TCPStore used by one thread. A TCPStore waits for an answer as long as TCP retransmits,
+    which is minutes after a cable was unplugged and replaced. So a connection that does not answer
+    is abandoned, and its thread ends some time later."""
 
     def __init__(self, host: str, port: int) -> None:
         self._todo: SimpleQueue[tuple[Callable[[dist.TCPStore], Any], SimpleQueue[Any]] | None] = (
@@ -158,9 +154,9 @@ class _Connection:
         run_store_thread(lambda: self._run(host, port), self.end, port, "perdure-store")
 
     def call(self, action: Callable[[dist.TCPStore], T], seconds: float) -> T:
-        """Run `action` in the thread; returns its result. Raises ConnectionError without an answer
-        in `seconds`; the first call may take CONNECT_SECONDS more."""
-        # a queue per call: a late answer must not reach the next one
+        """Run `action` in the thread; returns its result. Raises ConnectionError if it takes longer
+        than `seconds`; the first call may take CONNECT_SECONDS more."""
+        # a queue for each call: a late answer must not reach the next call
         answer: SimpleQueue[tuple[T, None] | tuple[None, Exception]] = SimpleQueue()
         self._todo.put((action, answer))
         try:
@@ -172,7 +168,7 @@ class _Connection:
         return cast(T, value)
 
     def end(self) -> None:
-        """Close the connection after its current request. From any thread."""
+        """Close the connection after its current request. Called from any thread."""
         self._todo.put(None)
 
     def _run(self, host: str, port: int) -> None:
@@ -194,28 +190,27 @@ class _Connection:
 
 
 StoreThreads = dict[threading.Thread, tuple[Callable[[], None], int]]
-"""Store threads → (function that ends each, port of its store)."""
+"""Thread that uses a store → (function that makes the thread end, port of its store)."""
 _threads: StoreThreads = {}
 _process_ends = threading.Event()
-"""Set when the process ends: no thread may call a store after that."""
+"""Set when the process ends; after that no thread may begin a call of a store."""
 
 
 def run_store_thread(
     work: Callable[[], None], end: Callable[[], None], port: int, name: str
 ) -> None:
-    """Run work() in a daemon thread that ends before the interpreter does. A thread whose call of
-    torch returns to an interpreter that shuts down would abort the process (SIGABRT), whatever its
-    exit code.
+    """Run work() in a daemon thread that ends before the interpreter does. If a call of torch
+    returned to a thread while the interpreter shuts down, the process would abort with SIGABRT.
 
     Args:
         work: calls a TCPStore.
-        end: makes work() return after its current call; called from another thread.
+        end: called from another thread; makes work() return after its current call.
     """
 
     def run() -> None:
         _threads[threading.current_thread()] = end, port
         try:
-            # after registering: either `_end_threads` sees this thread, or it does not begin
+            # after registering: either `_end_threads` ends this thread, or it does not begin
             if not _process_ends.is_set():
                 work()
         finally:
@@ -231,7 +226,7 @@ def _at_exit() -> None:
 
 
 def _end_threads() -> None:
-    """End all store threads; cut the connections of those that wait for an answer."""
+    """End all store threads, and cut the connections of threads that still wait for an answer."""
     left = dict(_threads)
     for end, _ in left.values():
         end()
@@ -239,23 +234,23 @@ def _end_threads() -> None:
     deadline = time.monotonic() + CUT_SECONDS
     while (ports := {port for _, port in left.values()}) and time.monotonic() < deadline:
         _cut(ports)
-        _join(left, END_SECONDS)  # cut again: torch reconnects where it is cut off while connecting
+        _join(left, END_SECONDS)  # cut again, as torch reconnects if it is cut off while connecting
 
 
 def _cut(ports: set[int]) -> None:
-    """Shut this process's connections to `ports` down. Their owners still close them."""
+    """Shut down this process's connections to `ports`, without closing their descriptors."""
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # no socket, or not connected
+        with suppress(OSError):  # the descriptor is no socket, or not connected
             connection = socket.socket(fileno=int(name))
             try:
                 if connection.getpeername()[1:2] in {(port,) for port in ports}:
                     connection.shutdown(socket.SHUT_RDWR)
             finally:
-                connection.detach()  # its owner closes the descriptor
+                connection.detach()  # the owner of the socket closes the descriptor
 
 
 def _join(calls: StoreThreads, seconds: float) -> None:
-    """Wait up to `seconds` for all threads, and remove those that have ended."""
+    """Wait up to `seconds` for all threads, and remove ended threads from `calls`."""
     deadline = time.monotonic() + seconds
     for thread in list(calls):
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -275,7 +270,7 @@ def host_store(host: str, port: int) -> dist.TCPStore:
         OSError: the port is taken.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # the usual 1024 are too few for one descriptor per client
+    # each client takes a descriptor, and the usual limit is 1024
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     if ip_address(address[0]).is_loopback:
@@ -285,7 +280,7 @@ def host_store(host: str, port: int) -> dist.TCPStore:
         family = socket.AF_INET6 if both else socket.AF_INET
         listener = socket.create_server(("", port), family=family, dualstack_ipv6=both)
     port = listener.getsockname()[1]
-    try:  # the store closes the listener's descriptor
+    try:  # TCPStore closes the descriptor of the listener
         return dist.TCPStore(
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )

@@ -5,9 +5,8 @@ first, such as `spine0/rack3/nvl-8c41f0d2.1`, and perhaps its number there: `rac
 the order of the nodes. So nodes of one NVLink domain, rack or block get consecutive ranks, and
 groups of consecutive ranks (tp, cp, ep, the shards of a replica) use the shortest paths.
 
-Places order only nodes that arrive. Nodes that stay keep their order among themselves. So they keep
-their ranks when the last nodes leave, and their neighbours when others do. What a rank computes
-depends on its rank alone, so places change no bit of a step.
+Places order only nodes that arrive. Nodes that stay keep their order, and thus their neighbours.
+What a rank computes depends on its rank alone, so places change no bit of a step.
 
 `PERDURE_PLACE` sets the place; empty, the node has none. Without it the place comes from Slurm's
 topology and from NVIDIA's library.
@@ -24,13 +23,13 @@ PLACE = "PERDURE_PLACE"
 """Environment variable: the place of this node."""
 SLURM_ADDRESS, SLURM_PATTERN = "SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN"
 """Environment variables of a Slurm step: the dotted path of switches or blocks that ends in the
-node's name, and the kind of each element."""
+node's name, and a dotted path with the kind of each element."""
 SLURM_NODE = "SLURM_NODEID"
-"""Environment variable of a Slurm step: number of this node in Slurm's order."""
+"""Environment variable of a Slurm step: index of this node in Slurm's order."""
 MAX_LEVELS, MAX_NAME_LENGTH = 4, 40
-"""Limits of a place, as every node reads the places of all: names, and characters per name."""
+"""Most names in a place, and characters per name, as every node reads all places."""
 MAX_DESCRIBED = 8
-"""Most places in a description."""
+"""Most places that `describe_places` lists."""
 _NAME = rf"[!\"$-.0-~]{{1,{MAX_NAME_LENGTH}}}"
 _PLACE = re.compile(rf"({_NAME}(/{_NAME}){{0,{MAX_LEVELS - 1}}})?(#[0-9]{{1,9}})?", re.ASCII)
 
@@ -41,10 +40,10 @@ def is_place(text: object) -> bool:
 
 
 def own_place(environment: Mapping[str, str], domain: str = "") -> str:
-    """The place of this node.
+    """Returns the place of this node; empty: unknown.
 
     Args:
-        domain: NVLink domain of its GPUs; empty if they reach no other node.
+        domain: NVLink domain of the node's GPUs; empty if they reach no other node.
 
     Raises:
         ValueError: the value of PERDURE_PLACE is not a place.
@@ -60,7 +59,7 @@ def own_place(environment: Mapping[str, str], domain: str = "") -> str:
         return place
     address = environment.get(SLURM_ADDRESS, "").split(".")
     kinds = environment.get(SLURM_PATTERN, "").split(".")
-    # The last element is the node, whose own name may have dots.
+    # The last element is the node, whose name may contain dots.
     names = address[: len(kinds) - 1] if kinds != [""] else address[:-1]
     visible = [re.sub(r"[^!\"$-.0-~]", "_", name)[-MAX_NAME_LENGTH:] for name in [*names, domain]]
     path = "/".join(list(filter(None, visible))[-MAX_LEVELS:])
@@ -69,13 +68,13 @@ def own_place(environment: Mapping[str, str], domain: str = "") -> str:
 
 
 def levels(place: str) -> tuple[str, ...]:
-    """The names of a place, outermost first."""
+    """Returns the names of a place without its number, outermost first."""
     path = place.partition("#")[0]
     return tuple(path.split("/")) if path else ()
 
 
 def common_levels(places: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """The leading levels that all `places`, as from `levels`, share."""
+    """Returns the leading names that all `places` (results of `levels`) have in common."""
     shared = []
     for names in zip(*places, strict=False):
         if len(set(names)) > 1:
@@ -85,7 +84,7 @@ def common_levels(places: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 
 def natural_key(text: str) -> list[str | int]:
-    """Sort key under which numbers in names count as numbers: node2 comes before node10."""
+    """Sort key that compares digits in names as numbers: node2 comes before node10."""
     parts = re.split("([0-9]{1,18})", text)
     return [int(part) if index % 2 else part for index, part in enumerate(parts)]
 
@@ -112,11 +111,7 @@ def group_by_place(
 
 
 def describe_places(nodes: Sequence[tuple[str, int]]) -> str:
-    """Describe which ranks are at which place; empty if no node has one.
-
-    Args:
-        nodes: (place, ranks) of each node, in rank order.
-    """
+    """Returns a text that says which ranks are at which place; empty if no node has a place."""
     parts, first = [], 0
     for path, group in groupby(nodes, key=lambda node: levels(node[0])):
         count = sum(ranks for _, ranks in group)

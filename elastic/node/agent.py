@@ -1,4 +1,5 @@
-"""The agent of a node: it runs the training processes of the node's ranks, beside torchrun's loop.
+"""The agent of a node: a thread in torchrun's process that runs the training processes of its
+ranks.
 
 [Note: node] torchrun starts a stand-in per rank (standin.py), and restarts them when the membership
 changes. A stand-in asks the agent, over a Unix socket, to run its program; the agent has the zygote
@@ -6,9 +7,9 @@ fork a process for it. When a training process fails, the agent reports that to 
 which begins a new generation. The agents of all nodes then recall the processes of the old one
 (recall.py), or kill them, and fork the ranks that are missing. torchrun notices nothing.
 
-One thread does all this, one message at a time. It never waits for the store: the membership has a
-thread of its own, and wakes this one when the document has changed. `Node._look` shows what follows
-from a change, in order.
+One thread does all this, one message at a time. It never waits for the store: the thread of
+`Member` does, and wakes this one when the document has changed. `NodeAgent._look` shows, in order,
+what follows from a change.
 """
 
 import json
@@ -40,18 +41,18 @@ from elastic.exits import (
 )
 from elastic.group.member import Member
 from elastic.group.membership import (
-    Ask,
     Failure,
     JobEnd,
     Membership,
+    NodeRequest,
     accuse,
     close,
     round_over,
 )
 from elastic.node.companion import FAREWELL_SECONDS, HURRIED_SECONDS, Companion, end_companions
-from elastic.node.program import Facts, Program
+from elastic.node.program import JobFacts, TorchrunProgram
 from elastic.node.progress import PROGRESS
-from elastic.node.rank_process import Rank, RankProcess, Reserve, judge_exit
+from elastic.node.rank_process import LocalRank, RankProcess, ReserveProcess, judge_exit
 from elastic.node.recall import LOST_SECONDS, READY_SECONDS, SETTLED_SECONDS
 from elastic.node.standin import NODE_SOCKET
 from elastic.node.vitals import oom_kills, take_dumps
@@ -63,26 +64,24 @@ from elastic.world import CAUSE, GENERATION, ROUND
 logger = logging.getLogger(__name__)
 
 LAUNCHED_AT = "PERDURE_LAUNCHED_AT"
-"""Environment variable: Unix time at which the way to the first step began."""
+"""Environment variable: Unix time at which the start or restart of the ranks began."""
 LOOK_SECONDS = 0.1
 GONE_SECONDS = 10.0
-"""Longest wait for a killed process; after that it hangs in the kernel, and is not waited for."""
+"""Longest wait for a killed process before its successor starts; by then it hangs in the kernel."""
 RESERVE_AGAIN_SECONDS = 60.0
-"""Time until the next process in reserve, after one has ended without becoming a rank."""
+"""Seconds until the next reserve process, after one has ended without becoming a rank."""
 
 
 @dataclass
 class NodeRound:
-    """The round and generation that this node's ranks are in."""
-
     number: int = 0
     generation: int = 0
     size: int = 0
-    """Nodes of the round."""
+    """Number of nodes in the round."""
     pausing: bool = False
-    """Whether the ranks are requested to pause."""
+    """Whether the agent has requested the ranks to pause."""
     stopping: bool = False
-    """Whether torchrun ends the stand-ins, because of a change or because it lost one."""
+    """Whether torchrun ends the stand-ins, because the membership changed or a stand-in died."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -90,31 +89,31 @@ class NodeRound:
 
 
 @dataclass
-class Node:
-    """The agent of this node, created in the main thread; `start` starts a thread that runs it."""
+class NodeAgent:
+    """The agent of a node, see [Note: node]. Created in the main thread; `start` runs a thread."""
 
     group: Member
-    program: Program
+    program: TorchrunProgram
     leaving: int = 0
-    """Exit code with which this node leaves after a notice; 0: it stays."""
+    """Exit code of this node after a notice that makes it leave; 0: it stays."""
     refused: int = 0
-    """Refused connections of processes that this agent has not started."""
+    """Number of connections refused because the agent has not started the process."""
     _round: NodeRound = field(default_factory=NodeRound)
-    _ranks: dict[int, Rank] = field(default_factory=dict)
-    _kept: dict[int, Rank] = field(default_factory=dict)
-    """Ranks whose stand-in has ended with its round, and whose process continues in the next."""
-    _reserve: Reserve | None = None
+    _ranks: dict[int, LocalRank] = field(default_factory=dict)
+    _kept: dict[int, LocalRank] = field(default_factory=dict)
+    """Local rank → rank whose stand-in has ended, and whose process waits for the next round."""
+    _reserve: ReserveProcess | None = None
     _reserves: int = 0
-    """Reserve processes started so far."""
+    """Number of reserve processes started so far."""
     _no_reserve_until: float = 0.0
     _ending: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Key of a killed process that has not ended → (local rank, time of the kill)."""
+    """Key of a killed process that has not ended yet → (local rank, time of the kill)."""
     _reached: int = 0
-    """Highest step in which a rank of this node was seen."""
+    """Highest step that a rank of this node has reported."""
     _oom_kills: int = field(default_factory=oom_kills)
-    """`oom_kills` at the last failure."""
+    """Result of `oom_kills` at the last failure."""
     _companions: dict[tuple[str, ...], Companion] = field(default_factory=dict)
-    """By module and arguments. They outlive the ranks that requested them."""
+    """(module, arguments) → companion. Companions outlive the ranks that requested them."""
 
     def __post_init__(self) -> None:
         self._zygote = first_zygote()
@@ -126,36 +125,37 @@ class Node:
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(self._wakened, selectors.EVENT_READ, None)
         self._end = False
-        self._facts: Future[Facts] = Future()
+        self._facts: Future[JobFacts] = Future()
         self._folders: Future[dict[str, str]] = Future()
         self._request_facts()
         self._selector.register(self._zygote.socket, selectors.EVENT_READ, "zygote")
-        os.environ[NODE_SOCKET] = self.socket_path  # torchrun passes it on to the stand-ins
+        # torchrun passes this variable on to the stand-ins.
+        os.environ[NODE_SOCKET] = self.socket_path
         self._thread = threading.Thread(target=self._run, name="perdure-node", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def facts(self, timeout: float) -> Facts | None:
-        """The program's facts, once the zygote has finished its imports; None if that takes longer
-        than `timeout` seconds. From any thread."""
+    def facts(self, timeout: float) -> JobFacts | None:
+        """Returns the job's description by the program, once the zygote has sent it; None if that
+        takes longer than `timeout` seconds. Called from any thread."""
         with suppress(TimeoutError):
             return self._facts.result(timeout)
         return None
 
     def folders(self, timeout: float) -> Mapping[str, str]:
-        """Paths that the ranks need, by recipe key, once the zygote has sent them; empty if that
-        takes longer than `timeout` seconds. From any thread."""
+        """Returns recipe key → path that the ranks need, once the zygote has sent them; empty if
+        that takes longer than `timeout` seconds. Called from any thread."""
         with suppress(TimeoutError):
             return self._folders.result(timeout)
         return {}
 
     def wake(self) -> None:
-        """Make the thread look at the membership now. From any thread."""
+        """Make the thread read the membership document now. Called from any thread."""
         self._waker.send(b"w")
 
     def stop(self) -> None:
-        """End all training processes, companions and the zygote. From any thread."""
+        """End all training processes, companions and the zygote. Called from any thread."""
         seconds = HURRIED_SECONDS if self.leaving else FAREWELL_SECONDS
         end_companions(self._companions.values(), seconds)
         self._end = True
@@ -165,21 +165,22 @@ class Node:
         self._zygote.end()
 
     def paused(self) -> int | None:
-        """The generation in which all ranks have paused; None while one has not."""
+        """Returns the generation in which all ranks of this node have paused; None before."""
         generation, ranks = self._round.generation, list(self._ranks.values())
         paused = bool(ranks) and all(rank.code == EXIT_PAUSED for rank in ranks)
         return generation if paused else None
 
     def expect_stop(self) -> None:
-        """Expect torchrun to end the stand-ins: their SIGTERM is no notice to this node."""
+        """Record that torchrun will end the stand-ins, so that their SIGTERM is no notice."""
         self._round.stopping = True
 
     def leave(self, how: str, code: int = EXIT_REQUEUE) -> None:
-        """Make the ranks pause, and then leave with `code`: this machine will be taken away, or the
-        user ends it. From any thread, or a signal handler."""
+        """Make the ranks save, pause and then end with `code`, because this machine will be taken
+        away or the user ends it. `how` is the cause. Called from any thread, or a signal handler.
+        """
         if not self.leaving:
             logger.warning("this node was told to go (%s): saving after this step", how)
-        self.leaving = self.leaving or code  # the first notice decides
+        self.leaving = self.leaving or code  # the first notice decides the exit code
         self.wake()
 
     @property
@@ -187,7 +188,7 @@ class Node:
         return bool(self._ranks)
 
     def pause(self) -> None:
-        """Request that all ranks of the job end after the same step, with their state saved."""
+        """Request that all ranks of the job save their state and end after the same step."""
         self._round.pausing = True
         for local_rank in list(self._ranks):
             self.page.request_pause(local_rank, leaving=bool(self.leaving))
@@ -204,20 +205,20 @@ class Node:
                         self._wakened.recv(4096)
                     elif key.data == "zygote":
                         self._on_zygote()
-                    elif isinstance(key.data, Rank):
+                    elif isinstance(key.data, LocalRank):
                         self._on_rank(key.data)
                     else:
                         self._on_stand_in(key.data)
                 self._look()
             except Exception:
-                logger.exception("node: an error of ours; the ranks are not supervised well")
-                time.sleep(LOOK_SECONDS)  # an error that persists must not spin
+                logger.exception("agent: internal error; ranks may not be supervised")
+                time.sleep(LOOK_SECONDS)  # an error that persists must not use up a core
 
     def _look(self) -> None:
-        """Follow the membership: end, recall and start processes as its document says."""
+        """Bring this node's processes in line with the membership: end, recall and start them."""
         state = self.group.state
         if state.closed or self.leaving or self.group.name not in (*state.members, *state.arrived):
-            for rank in self._kept.values():  # there will be no next round for them
+            for rank in self._kept.values():  # these ranks will get no further round
                 self._kill(rank)
             self._kept.clear()
         if state.closed and state.closed.code != EXIT_DONE:
@@ -235,7 +236,7 @@ class Node:
             self._leave(state)
 
     def _read_progress(self) -> None:
-        """Read how far the ranks are, and the notices that they got."""
+        """Read the step of each rank, and whether a rank has received a signal to leave."""
         if lost_output():
             for local_rank in self._ranks:
                 self.page.set_mute(local_rank)
@@ -246,7 +247,7 @@ class Node:
                 self.leave("a signal")
 
     def _begin_generation(self, generation: int) -> None:
-        """Recall the processes of the generation before, and kill those that cannot be recalled."""
+        """Recall the processes of the generation before; kill those that cannot be recalled."""
         self._round.generation, self._round.pausing = generation, False
         for rank in self._ranks.values():
             rank.code = None
@@ -254,20 +255,21 @@ class Node:
                 self._kill(rank)
 
     def _leave(self, state: Membership) -> None:
-        """After a notice: make the ranks pause, and dismiss them when all have ended."""
+        """After a notice: request a pause, and dismiss the ranks when all have ended."""
         self.pause()
         alone = state.round == self._round.number and round_over(state)
         if alone or all(self.page.read(local_rank).safe for local_rank in self._ranks):
-            # No peers are left to finish the step with, or there is nothing to save.
+            # Either no peers are left to finish the step with, or all state is saved.
             for rank in self._ranks.values():
                 if rank.process is not None:
                     self._kill(rank)
                     rank.code = EXIT_PAUSED
-                elif rank.code not in (None, EXIT_DONE):  # it failed as its peers left
+                # The process failed because its peers left.
+                elif rank.code not in (None, EXIT_DONE):
                     rank.code = EXIT_PAUSED
         if self._ranks and all(rank.code is not None for rank in self._ranks.values()):
             # before the stand-ins end, and torchrun with them
-            self.group.request(Ask(leaves=True))
+            self.group.request(NodeRequest(leaves=True))
             for rank in list(self._ranks.values()):
                 code = self.leaving if rank.code == EXIT_PAUSED else rank.code
                 self._dismiss(rank, code or 0)
@@ -281,7 +283,7 @@ class Node:
             "3i",
             connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")),
         )
-        # Whoever connects has code run as this user.
+        # A process that connects can have code run as this user.
         if uid == os.geteuid() and descends(pid, os.getpid()):
             self._selector.register(connection, selectors.EVENT_READ, connection)
             return
@@ -290,7 +292,7 @@ class Node:
         if self.refused == 1:
             logger.warning(
                 "process %d of user %d tried to be a rank of this node, which did not start it: "
-                "refused, as others will be without a word", pid, uid,
+                "refused; further ones are refused without a message", pid, uid,
             )  # fmt: skip
 
     def _on_stand_in(self, connection: socket.socket) -> None:
@@ -308,7 +310,7 @@ class Node:
                 self.leave(message["notice"])
             else:
                 self._on_stand_in_gone(connection)
-        else:  # it was killed, so torchrun is going to end the others
+        else:  # the stand-in was killed, so torchrun is going to end the others
             if not self._round.stopping:
                 logger.warning("a stand-in of torchrun's was killed: the ranks start again")
                 failure = self._report_of(None, self._reached, "a stand-in was killed")
@@ -317,9 +319,9 @@ class Node:
             self._on_stand_in_gone(connection)
 
     def _admit(self, connection: socket.socket, descriptors: list[int]) -> None:
-        """Take a stand-in's rank; its process may be one that was kept from the round before."""
+        """Register the rank of a new stand-in, with the process kept from the last round."""
         environment = RankProgram.unpack(descriptors[0]).environment
-        rank = Rank(
+        rank = LocalRank(
             connection,
             descriptors,
             int(environment[ROUND]),
@@ -339,10 +341,12 @@ class Node:
             self._close(old)
         self._ranks[rank.local_rank] = rank
         state = self.group.state
-        if rank.round != state.round:  # torchrun is going to end it: its round is over already
+        # torchrun is going to end this stand-in, as its round is over.
+        if rank.round != state.round:
             return
         if self._round.number != rank.round:
-            if state.size < self._round.size:  # each rank has more to do now
+            # With fewer nodes each rank's share of the work is larger.
+            if state.size < self._round.size:
                 self._hangs.times.forget_steps()
             self._round = NodeRound(rank.round, state.generation, state.size)
         if rank.process and not self._recall(rank):
@@ -353,7 +357,8 @@ class Node:
             self._companions[words] = Companion(words)
 
     def _on_stand_in_gone(self, connection: socket.socket) -> None:
-        """A stand-in has ended, or will: keep its process for the next round, or kill it."""
+        """Keep the process of a stand-in that has ended, or will, for the next round, or kill
+        it."""
         for local_rank, rank in list(self._ranks.items()):
             if rank.connection is connection:
                 del self._ranks[local_rank]
@@ -366,15 +371,15 @@ class Node:
         self._selector.unregister(connection)
         connection.close()
 
-    def _dismiss(self, rank: Rank, code: int) -> None:
-        """End a rank for good: its stand-in leaves with `code`."""
+    def _dismiss(self, rank: LocalRank, code: int) -> None:
+        """Kill the process of a rank, and make its stand-in exit with `code`."""
         self._kill(rank)
         self._ranks.pop(rank.local_rank, None)
         with suppress(OSError):  # the stand-in has ended already
             rank.connection.send(json.dumps({"code": code}).encode())
         self._close(rank)
 
-    def _close(self, rank: Rank) -> None:
+    def _close(self, rank: LocalRank) -> None:
         try:
             self._selector.unregister(rank.connection)
         except KeyError:
@@ -387,11 +392,11 @@ class Node:
     # --- starting processes ------------------------------------------------------------------
 
     def _launch(self) -> None:
-        """Start a process for every rank of the round that has none, and none that ended well."""
+        """Start a process for every rank of this round that has no process and no exit code."""
         for local_rank, rank in self._ranks.items():
             if rank.process or rank.code is not None or rank.round != self._round.number:
                 continue
-            # The device is free only once the process before has ended.
+            # The GPU is free only once the previous process has ended.
             waits = [since for place, since in self._ending.values() if place == local_rank]
             if waits and time.monotonic() - max(waits) < GONE_SECONDS:
                 continue
@@ -405,17 +410,17 @@ class Node:
             self._selector.register(recall, selectors.EVENT_READ, rank)
 
     def _fork(
-        self, rank: Rank, key: str, dumps: int, environment: Mapping[str, str]
+        self, rank: LocalRank, key: str, dumps: int, environment: Mapping[str, str]
     ) -> socket.socket:
-        """Have the zygote fork a process for the program of a rank; returns the socket to it."""
+        """Have the zygote fork a process for a rank's program; returns the agent's socket to it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         files = [*rank.descriptors, dumps, theirs.fileno()]
         self._send_zygote({"spawn": key, "env": environment}, files)
-        theirs.close()  # the end of the process then closes the connection
+        theirs.close()  # so that the end of the process closes the connection
         return ours
 
     def _environment(self, local_rank: int) -> dict[str, str]:
-        """Environment variables of a rank for the generation that it begins."""
+        """Returns the environment variables of a rank for the current generation."""
         self.page.withdraw_pause(local_rank)
         if self._round.pausing or self.leaving:
             self.page.request_pause(local_rank, leaving=bool(self.leaving))
@@ -427,12 +432,12 @@ class Node:
             CAUSE: json.dumps(cause and asdict(cause)),
         }
         if state.round > state.first or generation:
-            # The way to the first step began with the failure.
+            # The time to the first step is measured from the failure.
             environment[LAUNCHED_AT] = str(cause.at if cause else time.time())
         return environment
 
     def _keep_reserve(self) -> None:
-        """Start a process in reserve, once there are ranks that can be recalled."""
+        """Start the reserve process, once a rank of this node can be recalled."""
         rank = next(
             (rank for rank in self._ranks.values() if rank.process and rank.process.able), None
         )
@@ -442,10 +447,10 @@ class Node:
             self._reserves += 1
             key, dumps = f"reserve.{self._reserves}", os.memfd_create("perdure-dumps")
             process = RankProcess(key, self._fork(rank, key, dumps, {RESERVE: "1"}))
-            self._reserve = Reserve(process, dumps)
+            self._reserve = ReserveProcess(process, dumps)
 
-    def _take_reserve(self, rank: Rank) -> bool:
-        """Make the process in reserve the one of a rank; False if it has ended."""
+    def _take_reserve(self, rank: LocalRank) -> bool:
+        """Make the reserve process the process of `rank`; returns False if it has ended."""
         reserve, self._reserve = self._reserve, None
         assert reserve
         assert reserve.process.recall
@@ -459,7 +464,7 @@ class Node:
         return False
 
     def _drop_reserve(self) -> None:
-        """Forget the process in reserve, which has ended."""
+        """Forget the reserve process, which has ended."""
         if self._reserve:
             if self._reserve.process.recall:
                 self._reserve.process.recall.close()
@@ -468,8 +473,8 @@ class Node:
 
     # --- recalling processes, see recall.py --------------------------------------------------
 
-    def _recall(self, rank: Rank) -> bool:
-        """Make a process continue in the generation that begins; False if it cannot."""
+    def _recall(self, rank: LocalRank) -> bool:
+        """Make a rank's process continue in the current generation; returns False if it cannot."""
         process = rank.process
         if process is None or process.recall is None or not (process.able or process.recalled):
             return False
@@ -477,8 +482,8 @@ class Node:
         message = {"generation": "{}.{}".format(*self._round.key), "env": environment}
         return self._send_rank(process, message, rank.descriptors)
 
-    def _keep(self, rank: Rank) -> bool:
-        """Make a process end its attempt, and wait for the next round; False if it cannot."""
+    def _keep(self, rank: LocalRank) -> bool:
+        """Make a rank's process wait for the next round; returns False if it cannot."""
         process = rank.process
         if process is None or not (process.able or process.recalled):
             return False
@@ -490,12 +495,12 @@ class Node:
         assert process.recall
         try:
             socket.send_fds(process.recall, [json.dumps(message).encode()], descriptors)
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             return False
         process.able, process.lost, process.recalled = None, None, time.monotonic()
         return True
 
-    def _on_rank(self, rank: Rank) -> None:
+    def _on_rank(self, rank: LocalRank) -> None:
         process = rank.process
         if process is None or process.recall is None:
             return
@@ -505,7 +510,7 @@ class Node:
             data = b""
         message = json.loads(data) if data else {}
         if process.recalled is not None and not {"able", "lost"}.isdisjoint(message):
-            pass  # sent before the recall reached it
+            pass  # sent before the process received the recall
         elif "able" in message:
             process.able = time.monotonic() if message["able"] else None
         elif "stuck" in message:
@@ -516,14 +521,14 @@ class Node:
         elif message.get("ready") == "{}.{}".format(*self._round.key):
             process.recalled, process.stuck = None, False
             self._hangs.times.begin(rank.rank)
-        elif not data:  # it has ended, as the zygote will report
+        elif not data:  # the process has ended; the zygote will report its exit code
             self._selector.unregister(process.recall)
             process.recall.close()
             process.recall = None
 
     def _replace_late(self) -> None:
-        """Kill recalled processes that are not ready in time; they are forked anew. Report a lost
-        peer if nobody else reports a failure."""
+        """Kill recalled processes that are not ready in time; `_launch` replaces them. Report that
+        a rank lost its peer, if no other failure is reported within LOST_SECONDS."""
         now = time.monotonic()
         for rank in self._ranks.values():
             process = rank.process
@@ -538,22 +543,22 @@ class Node:
                 place = Path(f"/proc/self/fd/{rank.dumps}")
                 stack = take_dumps({rank.rank: (process.pid, place)}).get(rank.rank, "")
                 logger.warning(
-                    "rank %d has not let go of what it did after %.0f s: it is forked anew; its "
-                    "stack:\n%s", rank.rank, now - process.recalled, stack,
+                    "rank %d did not end its attempt within %.0f s of its recall: it is forked "
+                    "anew; its stack:\n%s", rank.rank, now - process.recalled, stack,
                 )  # fmt: skip
                 self._kill(rank)
 
     # --- the end of processes ----------------------------------------------------------------
 
-    def _kill(self, rank: Rank) -> None:
+    def _kill(self, rank: LocalRank) -> None:
         process = self._detach(rank)
         if process:
             self._send_zygote({"kill": process.key})
             self._ending[process.key] = rank.local_rank, time.monotonic()
 
-    def _detach(self, rank: Rank) -> RankProcess | None:
-        """Close the socket to a rank's process, and leave the rank without one."""
-        # what the zygote reports of it later concerns no rank
+    def _detach(self, rank: LocalRank) -> RankProcess | None:
+        """Close the socket to the process of `rank`, and leave the rank without a process."""
+        # later reports of the zygote about this process must concern no rank
         process, rank.process = rank.process, None
         if process and process.recall:
             self._selector.unregister(process.recall)
@@ -561,7 +566,7 @@ class Node:
         return process
 
     def _end_hanging(self, state: Membership) -> None:
-        """Kill the ranks of this node that hang, and report them."""
+        """Kill the ranks of this node that are found to hang, and report them."""
         running = {
             rank.rank: rank
             for rank in self._ranks.values()
@@ -592,11 +597,12 @@ class Node:
             return
         message = json.loads(data)
         if "folders" in message:
-            if self._folders.done():  # of the zygote before
+            # A new zygote has replaced the zygote that sent the first answer.
+            if self._folders.done():
                 self._folders = Future()
             self._folders.set_result(message["folders"])
         elif "facts" in message:
-            facts = Facts(**message["facts"])
+            facts = JobFacts(**message["facts"])
             self._hangs.times.save_seconds = facts.save_seconds or SAVE_SECONDS
             if self._facts.done():
                 self._facts = Future()
@@ -615,11 +621,11 @@ class Node:
                 if rank.process and rank.process.key == message["ended"]:
                     self._on_exit(rank, message["code"])
 
-    def _on_exit(self, rank: Rank, code: int, how: str = "") -> None:
-        """The process of a rank has ended: do what `judge_exit` says. `how`: what is known besides
-        its code."""
+    def _on_exit(self, rank: LocalRank, code: int, how: str = "") -> None:
+        """Handle the exit of a rank's process as `judge_exit` decides. `how`: what is known about
+        the exit besides its code."""
         process = self._detach(rank)
-        if process and process.recalled:  # of a generation that was over
+        if process and process.recalled:  # the process belonged to a generation that was over
             return
         rank.code = code
         state, progress = self.group.state, self.page.read(rank.local_rank)
@@ -630,7 +636,7 @@ class Node:
             rank.rank,
             code,
             progress,
-            # A process that fails while it starts has got no further than the run had.
+            # A process that fails during its start has no step: use the highest step of this node.
             self._report_of(None, progress.step or self._reached),
             job_done=state.closed is not None and state.closed.code == EXIT_DONE,
             first_start=self._round.key == (state.first, 0),
@@ -647,10 +653,11 @@ class Node:
                 self._dismiss(rank, EXIT_DONE)
         elif verdict:
             verdict = replace(verdict, evidence=counted if out_of_memory else "")
-            if code in (EXIT_PEER_GONE, EXIT_MENDED, EXIT_OUTVOTED):  # codes for the agent alone
+            # Codes that only the agent understands.
+            if code in (EXIT_PEER_GONE, EXIT_MENDED, EXIT_OUTVOTED):
                 rank.code = EXIT_FAILED
             self._reached = max(self._reached, verdict.step)
-            if code != EXIT_PEER_GONE:  # that rank has logged it itself
+            if code != EXIT_PEER_GONE:  # the rank has logged its own message
                 logger.warning("rank %d: %s in step %d", rank.rank, verdict.why, progress.step)
             self.group.report(*self._round.key, verdict)
 
@@ -660,7 +667,7 @@ class Node:
     # --- zygote ------------------------------------------------------------------------------
 
     def _replace_zygote(self) -> None:
-        """Start another zygote: this one died, and its forks with it."""
+        """Start another zygote after one has died, and with it all processes that it had forked."""
         self._selector.unregister(self._zygote.socket)
         code = self._zygote.end()
         logger.warning("the zygote died (%s); starting another", code)
@@ -677,27 +684,26 @@ class Node:
                 self._on_exit(rank, EXIT_FAILED, f"its zygote was ended{by}")
 
     def _request_facts(self) -> None:
-        """Request the program's facts; the zygote answers when it is warm."""
+        """Request the job's description from the zygote, which answers after its imports."""
         program = self.program
         self._send_zygote({"describe": [program.package, program.ranks, *program.arguments]})
 
     def _send_zygote(
         self, message: Mapping[str, Any], descriptors: list[int] | None = None
     ) -> None:
-        with suppress(OSError):  # it died, as the selector will report
+        with suppress(OSError):  # the zygote has died, which the selector will report
             socket.send_fds(self._zygote.socket, [json.dumps(message).encode()], descriptors or [])
 
 
 def _listen() -> tuple[socket.socket, str]:
-    """A listening socket for child processes, and the path by which they reach it.
+    """Returns a listening socket for child processes, and the path by which they connect to it.
 
-    A program that comes through it runs as this user, so it has no name by which others could find
-    it. Its file is removed from its folder, which nobody else can enter, before the first
-    connection comes. What is left is the descriptor under /proc, which only this user can open.
-    """
+    Programs received over the socket run as this user, so the socket must have no name that other
+    users could find. Its file is in a folder that nobody else can enter, and is removed at once.
+    What remains is the descriptor under /proc, which only this user can open."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with tempfile.TemporaryDirectory(prefix="perdure-") as folder:
-        short = os.open(folder, os.O_PATH | os.O_CLOEXEC)  # paths of sockets have 107 bytes
+        short = os.open(folder, os.O_PATH | os.O_CLOEXEC)  # the path of a socket may have 107 bytes
         path = f"/proc/self/fd/{short}/agent"
         listener.bind(path)
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)

@@ -23,7 +23,7 @@ from elastic.process import search_path
 logger = logging.getLogger(__name__)
 
 FAREWELL_SECONDS, HURRIED_SECONDS = 30.0, 5.0
-"""Time that companions have to end; after a notice, when the machine may be gone soon."""
+"""Seconds that companions have to end: normally; after a notice, with little time left."""
 
 
 def until_input_ends(niceness: int) -> threading.Event:
@@ -32,7 +32,7 @@ def until_input_ends(niceness: int) -> threading.Event:
     Args:
         niceness: added to that of the process, as by `os.nice`.
     """
-    for number in SIGNALS:  # Slurm signals every process, and the owner may still send work
+    for number in SIGNALS:  # Slurm signals every process, while the owner may still send work
         signal.signal(number, signal.SIG_IGN)
     os.nice(niceness)
     ended = threading.Event()
@@ -59,7 +59,7 @@ class Companion:
             [sys.executable, "-P", "-m", "elastic.process", *words],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(search_path())},
             stdin=subprocess.PIPE,
-            process_group=0,  # the owner handles Ctrl-C
+            process_group=0,  # Ctrl-C is for the owner
         )
 
     @property
@@ -67,12 +67,12 @@ class Companion:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """Close its standard input: there will be no more work."""
         if self._process.stdin:
             self._process.stdin.close()
 
     def wait(self, seconds: float) -> None:
-        """Wait for its end; kill it after `seconds`. Logs a failure, as a killed process cannot."""
+        """Wait for the process to end, and kill it after `seconds`. Logs a failure here, as a
+        killed process cannot."""
         try:
             if code := self._process.wait(seconds):
                 logger.warning(
@@ -89,9 +89,9 @@ class Companion:
 
 
 def end_companions(companions: Iterable[Companion], seconds: float) -> None:
-    """End companions, within `seconds` in total."""
+    """End `companions` within `seconds` in total."""
     companions = list(companions)
-    # All first: each has the whole time for its last work.
+    # Close all inputs first, so that each companion has the whole time for its last work.
     for companion in companions:
         companion.close()
     deadline = time.monotonic() + seconds
@@ -100,18 +100,18 @@ def end_companions(companions: Iterable[Companion], seconds: float) -> None:
 
 
 def accompany(words: Sequence[str]) -> Callable[[], None]:
-    """Start a companion unless it runs already. Does not wait for it.
+    """Start a companion, unless the node's agent has started it already. Does not wait for it.
 
     Args:
         words: module, as after `python -m`, and its arguments.
 
     Returns:
-        A function to call when this process has no more work for the companion.
+        A function to call when this process will send the companion no more work.
     """
     if NODE_SOCKET not in os.environ:
         companion = Companion(words)
         return lambda: end_companions([companion], FAREWELL_SECONDS)
-    # Without its agent this process ends, too.
+    # Without its agent this process cannot live on, so a failed connection is no problem.
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
         agent.connect(os.environ[NODE_SOCKET])
         agent.send(json.dumps({"companion": list(words)}).encode())

@@ -1,5 +1,5 @@
-"""Waits of a rank for the results of collectives. A file of its own: COLLECTIVES in vitals.py
-recognises a rank that waits by this file on its stack."""
+"""Waits of a rank for the results of collectives. In a separate file, as COLLECTIVES in vitals.py
+recognises a waiting rank by this file on its stack."""
 
 from typing import Any
 
@@ -9,23 +9,23 @@ from torch import Tensor
 
 
 def received(values: Tensor) -> Any:
-    """The result of a collective as numbers on the host, nested as by `Tensor.tolist`."""
+    """Returns the result of a collective as numbers on the host, nested as by `Tensor.tolist`."""
     # On a GPU the collective is only launched so far: here the rank waits for its peers.
     return values.tolist()
 
 
-class Sum:
+class AsyncSum:
     """Sum of a number over the ranks of a group, computed while the ranks continue. Created on all
-    ranks, in the same order as other collectives of the group. It carries CPU tensors: no GPU
-    waits."""
+    ranks, in the same order as other collectives of the group. The tensors are on the CPU, so that
+    no GPU waits."""
 
     def __init__(self, value: float, group: dist.ProcessGroup | None = None) -> None:
-        # exact for sums of PAUSE_TO_LEAVE
+        # float64, in which sums of PAUSE_TO_LEAVE are exact
         self._sum = torch.tensor(float(value), dtype=torch.float64)
         self._work: dist.Work | None = dist.all_reduce(self._sum, group=group, async_op=True)
 
     def wait(self) -> float:
-        """The sum. Each rank calls it by itself."""
+        """Wait for the sum. Each rank calls it by itself."""
         if self._work:
             self._work.wait()
             self._work = None

@@ -1,11 +1,10 @@
 """Files in a directory that others may write to, such as a project folder of mode 2775.
 
-[Note: a shared directory] A member of the group can occupy any name first: with a link to a file of
-the user who trains, a pipe, or a file of his own. So a new file is created under a random name
-(O_EXCL) and renamed, which replaces a link instead of following it. A file that grows must be a
-regular file of this user; if it has other names too, a copy replaces it under this name. Anything
-else under its name is put aside, with a warning.
-"""
+[Note: a shared directory] Another user of the group can create any name first: as a link to a file
+of the user who trains, a pipe, or a file. So a new file is created under a random name (O_EXCL) and
+renamed, which replaces a link instead of following it. A file that is appended to must be a regular
+file of this user; if it has further hard links, a copy replaces it. Anything else under its name is
+renamed, with a warning."""
 
 import errno
 import logging
@@ -29,13 +28,13 @@ _NOT_A_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR, errno.EACC
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file. Every reader sees the old text or the new, whatever dies meanwhile."""
+    """Replace a file. A reader sees the old or the new text, even after a crash."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with aside.open("x", encoding="utf-8") as file:
             file.write(text)
         os.replace(aside, path)
-    # Nobody else would remove a file of a random name.
+    # Without this, a file with a random name would stay for ever.
     except BaseException:
         with suppress(OSError):
             aside.unlink()
@@ -43,11 +42,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Create a file; follows no link.
-
-    Raises:
-        FileExistsError: the name is occupied.
-    """
+    """Create a file. A link under this name is not followed."""
     with path.open("x", encoding="utf-8") as file:
         file.write(text)
 
@@ -56,21 +51,21 @@ def read_text(path: Path) -> str:
     """The text of a small file of a run.
 
     Raises:
-        OSError: as `read_bytes`.
-        ValueError: it is not UTF-8.
+        OSError: as in `read_bytes`.
+        ValueError: the file is not UTF-8.
     """
     return read_bytes(path).decode()
 
 
 def read_bytes(path: Path, most: int = _MOST_BYTES, *, follow: bool = False) -> bytes:
-    """All bytes of a regular file. Never blocks on the other end of a pipe.
+    """Returns all bytes of a regular file. Never blocks, even if `path` is a pipe.
 
     Args:
         most: largest accepted size in bytes.
         follow: follow links, for a path that the user has named.
 
     Raises:
-        OSError: it is missing, a link, no regular file, or has more than `most` bytes.
+        OSError: the file is missing, a link, not regular, or larger than `most` bytes.
     """
     with os.fdopen(open_to_read(path, follow=follow), "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -80,13 +75,13 @@ def read_bytes(path: Path, most: int = _MOST_BYTES, *, follow: bool = False) -> 
 
 
 def open_to_read(path: Path, *, follow: bool = False) -> int:
-    """A descriptor of a regular file, open for reading.
+    """Open a regular file for reading; returns the descriptor.
 
     Args:
         follow: follow links, for a path that the user has named.
 
     Raises:
-        OSError: it is missing, a link, or no regular file.
+        OSError: the file is missing, a link, or not regular.
     """
     descriptor = os.open(path, _READ & ~os.O_NOFOLLOW if follow else _READ)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -96,14 +91,14 @@ def open_to_read(path: Path, *, follow: bool = False) -> int:
 
 
 def open_to_append(path: Path, trusted: Container[int] = ()) -> int:
-    """A descriptor for appending to a regular file of this user, created if missing.
+    """Open a regular file of this user for appending, created if missing; returns the descriptor.
 
     Args:
-        path: of the file. Anything else under this name is put aside.
-        trusted: other users (uids) whose file it may be.
+        path: path of the file. Anything else under this name is renamed.
+        trusted: other users (uids) who may own the file.
 
     Raises:
-        OSError: it cannot be created or written, or something else cannot be put aside.
+        OSError: the file cannot be opened for writing, or another one cannot be renamed.
     """
     for _ in range(_ATTEMPTS):
         try:
@@ -120,18 +115,19 @@ def open_to_append(path: Path, trusted: Container[int] = ()) -> int:
             if is_own and status.st_nlink <= 1:
                 return descriptor
             try:
-                if is_own:  # a backup's hard links, or a member's link to another file of ours
+                # A backup's hard links, or another user's link to some file of this user.
+                if is_own:
                     _take_copy(descriptor, path)
                     continue
             finally:
                 os.close(descriptor)
         put_aside(path, status)
-    raise PermissionError(errno.EPERM, "others keep putting something in its place", str(path))
+    raise PermissionError(errno.EPERM, "other users keep creating files of this name", str(path))
 
 
 def _take_copy(descriptor: int, path: Path) -> None:
-    """Replace the name of an open file by a copy of the file. Its other names keep the original.
-    The copy has its mode, so that nobody can read more than before."""
+    """Replace one name of an open file by a copy; its other hard links keep the original. The copy
+    has the same mode, so that nobody can read more than before."""
     mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     opener = partial(os.open, mode=mode)
@@ -147,10 +143,10 @@ def _take_copy(descriptor: int, path: Path) -> None:
 
 def own_directory(path: Path, trusted: Container[int] = ()) -> None:
     """Create a directory that only this user may write to, or restrict an existing one to that.
-    Follows links of this user; puts aside what belongs to another.
+    Follows links of this user; renames a link or file of another user.
 
     Raises:
-        OSError: it cannot be created, or something else cannot be put aside.
+        OSError: the directory cannot be created, or another file cannot be renamed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for _ in range(_ATTEMPTS):
@@ -167,14 +163,14 @@ def own_directory(path: Path, trusted: Container[int] = ()) -> None:
                 path.chmod(stat.S_IMODE(status.st_mode) & ~0o022)
             return
         put_aside(path, link)
-    raise PermissionError(errno.EPERM, "others keep putting something in its place", str(path))
+    raise PermissionError(errno.EPERM, "other users keep creating files of this name", str(path))
 
 
 def put_aside(path: Path, status: os.stat_result) -> None:
-    """Rename what occupies the name of a file of ours, and log that.
+    """Rename a file that is not this user's, so that its name is free, and log that.
 
     Raises:
-        PermissionError: the directory forbids it (mode +t); says what to do.
+        PermissionError: the directory forbids it (mode +t); the message says what to do.
     """
     kind = {stat.S_IFLNK: "a link", stat.S_IFREG: "a file", stat.S_IFDIR: "a directory"}
     what = kind.get(stat.S_IFMT(status.st_mode), "no regular file")
@@ -186,8 +182,8 @@ def put_aside(path: Path, status: os.stat_result) -> None:
         why = f"is {what}, not a file of uid {os.geteuid()}, and cannot be put aside; remove it"
         raise PermissionError(errno.EPERM, why, str(path)) from error
     logger.warning(
-        "%s was %s, not a file of uid %d alone; it is now called %s, and a new one is begun. If "
-        "you trust it, copy it back",
+        "%s was %s, not a file of uid %d alone; it is now called %s, and a new file begins. If "
+        "you trust the old one, copy it back",
         path, what, os.geteuid(), aside.name,
     )  # fmt: skip
 
@@ -196,13 +192,13 @@ def is_ours(status: os.stat_result, directory: Path, trusted: Container[int] = (
     """Whether a file belongs to this user, to root, or to one of `trusted` (uids).
 
     Args:
-        status: of the file.
+        status: result of stat() for the file.
         directory: a folder on the same filesystem.
         trusted: further users that may own it.
     """
     if status.st_uid in (os.geteuid(), 0) or status.st_uid in trusted:
         return True
-    # On NFS with root_squash, files that root creates belong to nobody: compare with such a file.
+    # With root_squash, NFS shows files of root as owned by nobody: compare with such a new file.
     with suppress(OSError), tempfile.TemporaryFile(dir=directory) as probe:
         return os.fstat(probe.fileno()).st_uid == status.st_uid
     return False

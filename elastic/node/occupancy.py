@@ -2,10 +2,10 @@
 
 [Note: occupancy] The first process of a launch (the agent of group rank 0, or rank 0 itself without
 an agent of ours) holds a lock that the kernel releases with it, and keeps a record that names it
-and changes every BEAT_SECONDS. On one machine the lock tells whether a launch is alive. Across
-machines, or on a filesystem without locks, the record does: a launch whose record stops changing is
-dead. Another process of the same job takes the directory over without waiting, as in the next round
-of a job whose first node was lost.
+and changes every BEAT_SECONDS. On one machine the lock shows whether a launch is alive. Across
+machines, or on a filesystem without locks, the record shows it: a launch whose record stops
+changing is dead. Another process of the same job takes the directory over without waiting: the
+first node may change between rounds.
 
 The locks are POSIX locks: forks do not inherit them, and NFS supports them.
 """
@@ -32,43 +32,42 @@ RECORD, LOCK = "launch.json", "launch.lock"
 
 
 class OccupiedError(Exception):
-    """Another launch trains in the directory; the message says which."""
+    """Another launch trains in the directory; the message names it."""
 
 
 @dataclass
-class Holder:
-    """The launch that trains in a directory, as its record says."""
+class DirectoryHolder:
+    """The process that uses a run directory, as recorded in RECORD."""
 
     job: str
-    """Identity of a launch: equal in all its processes, different in every other launch."""
+    """Identity of the launch: equal in all its processes, different in every other launch."""
     pid: int
     host: str
     boot: str
-    """Boot id of the machine, as two machines may have one host name."""
+    """Boot id of the machine, as two machines may have the same host name."""
     since: float
-    """Start in Unix time."""
+    """Unix time at which the process began to use the directory."""
     beat: int = 0
 
-    def is_another(self, other: "Holder") -> bool:
-        """Whether `other` is another process."""
+    def is_another(self, other: "DirectoryHolder") -> bool:
         return (self.boot, self.pid, self.since) != (other.boot, other.pid, other.since)
 
 
 class Occupancy:
-    """This process's hold on a directory, until `release`.
+    """Holds a run directory for this process, until `release`.
 
     Args:
-        folder: created if missing. The hold is skipped where it cannot be written to: whoever
-            writes there next reports that.
-        job: see `Holder`.
+        folder: the directory, created if missing. If it cannot be written to, nothing is held:
+            later writes report the error.
+        job: see `DirectoryHolder.job`.
 
     Raises:
-        OccupiedError: another launch trains there.
+        OccupiedError: another launch trains in the directory.
     """
 
     def __init__(self, folder: Path, job: str) -> None:
         self._folder = folder
-        self._own = Holder(
+        self._own = DirectoryHolder(
             job, os.getpid(), socket.gethostname(), boot_id() or socket.gethostname(), time.time()
         )
         self._lock: int | None = None
@@ -81,7 +80,6 @@ class Occupancy:
         self._thread.start()
 
     def release(self) -> None:
-        """Free the directory, so that the next launch does not wait."""
         self._end.set()
         self._thread.join(timeout=BEAT_SECONDS)
         record = _read(self._folder)
@@ -93,7 +91,7 @@ class Occupancy:
             self._lock = None
 
     def _try_lock(self) -> bool | None:
-        """Whether this process has the lock; None where locks do not work, or not for this user."""
+        """Returns whether this process has the lock; None if locks do not work for this user."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         path = self._folder / LOCK
         try:
@@ -104,14 +102,14 @@ class Occupancy:
                 lock = os.open(path, flags, 0o600)
                 if not is_ours(os.fstat(lock), self._folder):
                     os.close(lock)
-                    # its owner may hold the lock for ever; the record tells whether a launch lives
+                    # its owner may hold the lock for ever, so only the record counts
                     return None
             self._lock = lock
-        # the lock is another user's; the record tells whether a launch lives
+        # the lock file is another user's, so only the record counts
         except PermissionError:
             return None
         try:
-            # never wait: the holder may train for days
+            # without waiting, as the holder may train for days
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             return False
@@ -120,7 +118,11 @@ class Occupancy:
         return True
 
     def _wait_for_the_dead(self) -> None:
-        """Return once no launch of another job uses the directory, or raise."""
+        """Return once no launch of another job uses the directory.
+
+        Raises:
+            OccupiedError: another launch trains there.
+        """
         deadline = time.monotonic() + MISSED_BEATS * BEAT_SECONDS
         own, locked, record = self._own, self._try_lock(), _read(self._folder)
         # A process that holds the lock without a record has just started, or is about to end.
@@ -144,7 +146,7 @@ class Occupancy:
             if now != record:
                 raise self._occupied(now)
 
-    def _occupied(self, holder: Holder | None) -> OccupiedError:
+    def _occupied(self, holder: DirectoryHolder | None) -> OccupiedError:
         name = "another process"
         if holder:
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
@@ -155,15 +157,18 @@ class Occupancy:
         )
 
     def _renew(self) -> None:
-        """Renew the record until another launch has taken over."""
+        """Renew the record every BEAT_SECONDS, until another launch has taken over."""
         while not self._end.wait(BEAT_SECONDS):
             with suppress(OSError):  # storage may be unavailable for a moment
                 record = _read(self._folder)
                 if record and self._own.is_another(record):
                     if record.job != self._own.job:
-                        logger.warning("%s Its saves count.", self._occupied(record))
+                        logger.warning(
+                            "%s; only the saves of that process count", self._occupied(record)
+                        )
                     return
-                self._try_lock()  # a process of this job may have held it, and be dead now
+                # Another process of this job may have held the lock, and be dead now.
+                self._try_lock()
                 self._own.beat += 1
                 self._write()
 
@@ -171,9 +176,9 @@ class Occupancy:
         write_whole(self._folder / RECORD, json.dumps(asdict(self._own)))
 
 
-def _read(folder: Path) -> Holder | None:
-    """The record in `folder`; None if it is missing or unreadable."""
+def _read(folder: Path) -> DirectoryHolder | None:
+    """Returns the record in `folder`; None if it is missing or unreadable."""
     try:
-        return Holder(**json.loads(read_text(folder / RECORD)))
+        return DirectoryHolder(**json.loads(read_text(folder / RECORD)))
     except (OSError, ValueError, TypeError):
         return None

@@ -1,13 +1,12 @@
-"""A training program's description of its job, for the agent of a node that is about to join.
+"""The job as the training program describes it, for the agent of a node that is about to join.
 
-[Note: facts] Running a program would tell what it trains, but by then its node is in the job. So
-the agent asks first. A package that torchrun starts with `-m PACKAGE ARGUMENT …` may have a module
-`facts` with two functions, which the node's zygote calls once it is warm. `facts(arguments, ranks)`
-returns the fields of `Facts` for a node with so many ranks. `folders(arguments)` returns the paths
-that the ranks need, by the recipe key that names each, and touches none of them: the agent checks
-whether they answer, while `facts` may block on them. For a program without such a module, nothing
-is known and nothing is compared.
-"""
+[Note: facts] A program knows what it trains only when it runs, but by then its node is in the job.
+So the agent obtains a description first. A package that torchrun starts with `-m PACKAGE ARGUMENT
+…` may have a module `facts` with two functions, which the node's zygote calls once it is warm.
+`facts(arguments, ranks)` returns the fields of `JobFacts` for a node with so many ranks.
+`folders(arguments)` returns recipe key → path that the ranks need, without accessing these paths:
+the agent checks whether they respond, as `facts` may block on them. Nodes whose program has no such
+module are not compared."""
 
 import hashlib
 import importlib
@@ -26,63 +25,60 @@ MAX_FOLDERS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
-    """What torchrun starts in each rank."""
+class TorchrunProgram:
+    """The program that torchrun starts in each rank."""
 
     package: str = ""
-    """Package as after `-m`; empty for a script."""
+    """Name of the package after `-m`; empty for a script."""
     arguments: tuple[str, ...] = ()
     ranks: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
-    """A job's description by its program, on one node."""
-
+class JobFacts:
     identity: Mapping[str, str] = field(default_factory=dict)
-    """What decides the bits of a step: key → value, or a digest of it. Equal on all nodes of a
-    job."""
+    """Recipe keys that affect the bits of a step → value or digest. Equal on all nodes."""
     most_ranks: int | None = None
-    """Ranks for which there is work; None: any number."""
+    """Most ranks that the global batch can occupy; None: any number."""
     unit: int | None = None
-    """Ranks of a replica of the model, of which each round has a multiple; None: unknown."""
+    """Ranks of a replica of the model, of which every round has a multiple; None: unknown."""
     directory: str | None = None
     """Absolute path of the run directory, which all nodes share; None if they share none."""
     save_seconds: float | None = None
-    """Seconds after which a save is given up; None: watchdog.SAVE_SECONDS."""
+    """Time limit of a save in seconds; None: watchdog.SAVE_SECONDS."""
     error: str | None = None
-    """Why this node cannot train, in one line."""
+    """One line that says why this node cannot train; None if it can."""
 
 
-def torchrun_program() -> Program:
-    """The program that torchrun starts, from this process's command line; empty if it is no
-    torchrun."""
+def torchrun_program() -> TorchrunProgram:
+    """Returns the program that torchrun starts, from this process's command line; an empty
+    `TorchrunProgram` if this process is not torchrun."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     if Path(sys.argv[0]).name != "torchrun" and not (
         module and module.name == "torch.distributed.run"
     ):
-        return Program()
-    # Here, as it imports torch.
+        return TorchrunProgram()
+    # imported here, as it imports torch
     from torch.distributed.run import determine_local_world_size, parse_args
 
     options = parse_args(sys.argv[1:])
     ranks = determine_local_world_size(options.nproc_per_node)
     if not options.module:
-        return Program(ranks=ranks)
-    return Program(
+        return TorchrunProgram(ranks=ranks)
+    return TorchrunProgram(
         package=options.training_script, arguments=tuple(options.training_script_args), ranks=ranks
     )
 
 
 def digest(identity: Mapping[str, str]) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of `Facts.identity`."""
+    """First 16 hexadecimal digits of the SHA-256 of `JobFacts.identity`."""
     return hashlib.sha256(json.dumps(sorted(identity.items())).encode()).hexdigest()[:16]
 
 
 def differences(
     ours: Mapping[str, str], theirs: Mapping[str, str], here: str = "here", there: str = "there"
 ) -> str:
-    """Describe where two identities differ: key, and both values."""
+    """Returns a text that lists the differing keys of two identities with both values."""
     keys = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
     parts = [
         f"{key} is {ours.get(key, 'not given')} {here}, {theirs.get(key, 'not given')} {there}"
@@ -94,8 +90,8 @@ def differences(
 
 
 def read_facts(package: str, ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
-    """The fields of `Facts` that `package` returns for a node with `ranks` ranks; empty without a
-    module `facts`. Called in the zygote, which imports no package that has none."""
+    """Returns the fields of `JobFacts` from `package` for a node with `ranks` ranks; empty if
+    `package` has no module `facts`, and then it is not imported. Called in the zygote."""
     if package.isidentifier() and (error := shadowing_error(package)):
         return {"error": error}
     module = _module(package)
@@ -104,19 +100,19 @@ def read_facts(package: str, ranks: int, arguments: Sequence[str]) -> dict[str, 
 
 
 def read_folders(package: str, arguments: Sequence[str]) -> dict[str, str]:
-    """The paths that the ranks of `package` need, by key. Called in the zygote."""
+    """Returns recipe key → path that the ranks of `package` need. Called in the zygote."""
     module = None if package.isidentifier() and shadowing_error(package) else _module(package)
     answer: dict[str, str] = getattr(module, "folders", lambda _: {})(tuple(arguments))
     return dict([*answer.items()][:MAX_FOLDERS])
 
 
 def _module(package: str) -> Any:
-    """The module `facts` of a package; None if it has none."""
+    """Returns the module `facts` of a package; None if it has none."""
     if not package.isidentifier():
         return None
     spec = find_spec(package)
     if not spec:
-        # Last: no folder there may hide an installed package.
+        # The working directory comes last, so that no folder in it hides an installed package.
         sys.path.append(os.getcwd())
         spec = PathFinder.find_spec(package)
     folders = (spec and spec.submodule_search_locations) or []
@@ -126,8 +122,8 @@ def _module(package: str) -> Any:
 
 
 def shadowing_error(package: str) -> str:
-    """An error if ranks started with `-m PACKAGE` would run a folder of the working directory
-    instead of the installed package; else empty."""
+    """Returns an error if `-m PACKAGE` would run a folder of the working directory instead of the
+    installed package; else ""."""
     spec, here = find_spec(package), os.getcwd()
     first = PathFinder.find_spec(package, [here, *sys.path])  # the search path of the ranks
     if not spec or not first or "PYTHONSAFEPATH" in os.environ or _places(spec) == _places(first):
@@ -139,6 +135,6 @@ def shadowing_error(package: str) -> str:
 
 
 def _places(spec: ModuleSpec) -> list[str]:
-    """File of a module; folders of a package without a file."""
+    """Real path of a module's file; for a package without a file, of its folders."""
     places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or [])
     return [os.path.realpath(place) for place in places]

@@ -1,5 +1,5 @@
-"""Shared memory between the ranks of a node and their agent: each rank reports its progress and
-notices, the agent requests pauses. Reads and writes take no system call."""
+"""Memory shared between the ranks of a node and their agent: each rank reports its progress and the
+signals it received, the agent requests pauses. Reads and writes take no system call."""
 
 import logging
 import mmap
@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 RANKS = 64
 _ENTRY = 256
 _SECRET, _SECRET_BYTES = RANKS * _ENTRY, 32
-"""Offset and size of the round's secret, behind the entries of the ranks."""
+"""Offset and size of the secret of the round, behind the entries of the ranks."""
 _FREE = _SECRET + _SECRET_BYTES
-"""Offset of one uint64 per local rank: most bytes that its device has had free."""
+"""Offset of one uint64 per local rank: the most free bytes that its device has had."""
 _BYTES = _FREE + 8 * RANKS
 _PAUSE, _NOTICED, _STEP, _PHASE, _SAFE, _AT, _PID, _PATIENCE, _MUTE, _ERROR = (
     0, 4, 8, 16, 20, 24, 32, 36, 40, 44,
 )  # fmt: skip
 _FIELDS = struct.Struct("IIQIIdIf")
-"""Fields of an entry except the error, at the offsets above."""
+"""Fields of an entry except its error text, at the offsets above."""
 PROGRESS = "PERDURE_PROGRESS"
-"""Environment variable: `DESCRIPTOR:LOCAL_RANK` of the page."""
+"""Environment variable `DESCRIPTOR:LOCAL_RANK`: the page and this rank's entry in it."""
 PHASES = (
     "start", "init", "load", "data", "step", "fetch", "reduce", "staging", "update", "after",
     "save", "evaluate", "end", "failed",
@@ -45,30 +45,29 @@ error until the process has ended."""
 
 PAUSE = 1
 PAUSE_TO_LEAVE = 1 << 20
-"""Value of the stronger request. Ranks sum their requests, and this exceeds any sum of PAUSE."""
+"""Value of `Pulse.pause_request` if the node leaves. Ranks sum their requests, and this value
+exceeds any sum of PAUSE."""
 
 
 @dataclass(frozen=True)
 class RankProgress:
-    """The last report of a rank."""
-
     step: int
     phase: str
     at: float
-    """time.monotonic(), which all processes of a machine share, at the last report."""
+    """Time of the report, by time.monotonic(), which all processes of a machine share."""
     noticed: bool
-    """A signal asked the rank to leave."""
+    """Whether a signal asked the rank to leave."""
     error: str = ""
-    """Why the rank failed, in a line."""
+    """Exception of the rank in one line; empty: it has not failed."""
     safe: bool = False
-    """The rank has nothing to lose: all its state is in storage."""
+    """Whether all state of the rank is in storage, so that it can end without loss."""
     pid: int = 0
     patience: float = 0.0
-    """Time limit in seconds that the rank requests for waits and unrepeated phases."""
+    """Time limit in seconds that the rank requests for waits and for phases that happen once."""
 
 
 class ProgressPage:
-    """The page of a node, mapped from `descriptor`; `make` creates one."""
+    """Shared memory with an entry for each rank of a node, mapped from `descriptor`."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -76,28 +75,29 @@ class ProgressPage:
 
     @classmethod
     def make(cls) -> Self:
-        """Create a page in anonymous memory, which is freed with the last process that maps it."""
+        """Create a page in anonymous memory, freed when the last process that maps it ends."""
         descriptor = os.memfd_create("perdure-progress")
         os.ftruncate(descriptor, _BYTES)
         return cls(descriptor)
 
     def share_secret(self, secret: bytes) -> None:
-        """Give the ranks the secret (32 bytes) of the round that begins. Called by the agent. Other
-        users cannot read this memory, unlike a file or an argument."""
+        """Write the secret (32 bytes) of the round that begins, for the ranks. Called by the agent.
+        Other users can read arguments of processes, and perhaps files, but not this memory."""
         self._map[_SECRET : _SECRET + _SECRET_BYTES] = secret
 
     def clear(self, local_rank: int) -> None:
-        """Reset the entry of a rank. Called by the agent before the rank starts."""
+        """Reset the entry of a rank. Called by the agent before the rank's process starts."""
         start = local_rank * _ENTRY
         self._map[start : start + _ENTRY] = bytes(_ENTRY)
         # The time limit of the first phase counts from here.
         struct.pack_into("d", self._map, start + _AT, time.monotonic())
 
     def request_pause(self, local_rank: int, *, leaving: bool) -> None:
-        """Request that a rank, and with it all ranks of the job, ends after its step. By the agent.
+        """Request that a rank, and thereby all ranks of the job, end after the step. Called by the
+        agent.
 
         Args:
-            leaving: this node leaves, and its memory will be lost.
+            leaving: whether this node leaves, so that its memory will be lost.
         """
         request = PAUSE_TO_LEAVE if leaving else PAUSE
         struct.pack_into("I", self._map, local_rank * _ENTRY + _PAUSE, request)
@@ -107,11 +107,11 @@ class ProgressPage:
         struct.pack_into("I", self._map, local_rank * _ENTRY + _PAUSE, 0)
 
     def set_mute(self, local_rank: int) -> None:
-        """Tell a rank that its agent dropped output, so that the ledger records it."""
+        """Tell a rank that its agent had to drop output, for the rank to record in the ledger."""
         struct.pack_into("I", self._map, local_rank * _ENTRY + _MUTE, True)
 
     def read(self, local_rank: int) -> RankProgress:
-        """The last report of a rank. Called by the agent."""
+        """Return the last report of a rank. Called by the agent."""
         start = local_rank * _ENTRY
         _, noticed, step, phase, safe, at, pid, patience = _FIELDS.unpack_from(self._map, start)
         error = self._map[start + _ERROR : start + _ENTRY].rstrip(b"\0").decode(errors="ignore")
@@ -121,19 +121,19 @@ class ProgressPage:
 
 
 class Pulse:
-    """A rank's entry of the page.
+    """A rank's own entry in the `ProgressPage`, through which it reports to its agent.
 
     Args:
-        page: shared with the agent, or private without an agent of ours.
+        page: shared with the agent; private to this process if there is no agent.
     """
 
     def __init__(self, page: ProgressPage, local_rank: int) -> None:
         self._map, self._start = page._map, local_rank * _ENTRY
         self._free = _FREE + 8 * local_rank
         self.wants_save = False
-        """Request that all ranks save after this step."""
+        """Set by the program: all ranks save after this step."""
         self.wants_pause = False
-        """Request that all ranks end after this step, and start again."""
+        """Set by the program: all ranks end after this step, and start again."""
         self._sign()
 
     @classmethod
@@ -145,15 +145,15 @@ class Pulse:
 
     @property
     def secret(self) -> bytes:
-        """The secret of this round; empty without an agent of ours. See `join_world`."""
+        """The secret of this round; empty if there is no agent. See `join_world`."""
         secret = self._map[_SECRET : _SECRET + _SECRET_BYTES]
-        # A private page has zeros there.
+        # a private page has zeros there
         return secret if any(secret) else b""
 
     @property
     def most_free(self) -> int:
-        """Most bytes that this rank's device has had free; 0: unknown. It survives the process, as
-        long as the agent lives."""
+        """Most free bytes that this rank's device has had; 0: unknown. The value stays when the
+        process ends, as long as the agent lives."""
         return int(struct.unpack_from("Q", self._map, self._free)[0])
 
     @most_free.setter
@@ -164,7 +164,7 @@ class Pulse:
         struct.pack_into("I", self._map, self._start + _PID, os.getpid())
 
     def forget(self) -> None:
-        """Reset the entry as for a new process. Notices and requests stay."""
+        """Reset the entry as for a new process, but for signals and the agent's requests."""
         start, end = self._start + _STEP, self._start + _ENTRY
         self._map[start:end] = bytes(end - start)
         self.wants_save = self.wants_pause = False
@@ -175,7 +175,7 @@ class Pulse:
         """Report the step that this rank works on, and its phase (one of PHASES)."""
         struct.pack_into("Q", self._map, self._start + _STEP, step)
         struct.pack_into("I", self._map, self._start + _PHASE, PHASES.index(phase))
-        # last: the agent takes a new time for a new report
+        # the time is written last: the agent takes a new time for a new report
         struct.pack_into("d", self._map, self._start + _AT, time.monotonic())
 
     @contextmanager
@@ -188,7 +188,7 @@ class Pulse:
         self.report(step, PHASES[before])
 
     def fail(self, error: str) -> None:
-        """Report, in a line, why this rank is about to end."""
+        """Report the error, in one line, because of which this rank is about to end."""
         size = _ENTRY - _ERROR
         start = self._start + _ERROR
         self._map[start : start + size] = error.encode(errors="replace")[:size].ljust(size, b"\0")
@@ -197,22 +197,22 @@ class Pulse:
 
     @property
     def same_error_as_first(self) -> bool:
-        """Whether this is not the first rank of its node, and that one reported the same error."""
+        """Whether the first rank of the node is another one, and reported the same error."""
         own = self._map[self._start + _ERROR : self._start + _ENTRY]
         return self._start > 0 and own == self._map[_ERROR:_ENTRY]
 
     def notice(self, number: int) -> None:
-        """Report that signal `number` asked this rank to leave."""
+        """Report that this rank received signal `number`, which asks it to leave."""
         struct.pack_into("I", self._map, self._start + _NOTICED, number)
 
     @property
     def noticed(self) -> int:
-        """The signal that asked this rank to leave; 0: none did."""
+        """Number of the signal that asked this rank to leave; 0: none."""
         return int(struct.unpack_from("I", self._map, self._start + _NOTICED)[0])
 
     @property
     def safe(self) -> bool:
-        """Whether nothing is lost if this rank ends now. A safe rank leaves at once on a notice."""
+        """Whether no state is lost if this rank ends now. It then leaves at once on a signal."""
         return bool(struct.unpack_from("I", self._map, self._start + _SAFE)[0])
 
     @safe.setter
@@ -225,13 +225,12 @@ class Pulse:
         return bool(lost_output() or struct.unpack_from("I", self._map, self._start + _MUTE)[0])
 
     def request_patience(self, seconds: float) -> None:
-        """Request a time limit; see `RankProgress.patience`."""
+        """Request a time limit in seconds; see `RankProgress.patience`."""
         struct.pack_into("f", self._map, self._start + _PATIENCE, seconds)
 
     @property
     def pause_request(self) -> int:
-        """The pending request to end after this step: 0, PAUSE or PAUSE_TO_LEAVE. A signal counts
-        as PAUSE_TO_LEAVE."""
+        """The pending request to end after this step: 0, PAUSE, PAUSE_TO_LEAVE (signals)."""
         request, noticed = struct.unpack_from("II", self._map, self._start + _PAUSE)
         return PAUSE_TO_LEAVE if noticed else int(request) or PAUSE * self.wants_pause
 
@@ -240,19 +239,18 @@ LOOK_SECONDS = 0.1
 
 
 def watch_signals(pulse: Pulse) -> None:
-    """Treat SIGTERM, SIGUSR1, SIGHUP and Ctrl-C as notices: the ranks agree on a last step, save
-    and leave. A second Ctrl-C ends this process at once. A SIGHUP that is ignored stays ignored.
-    Called in the main thread, before there are others.
+    """After SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, the ranks agree on a last step, save and leave. A
+    second Ctrl-C ends this process at once. A SIGHUP that is ignored stays ignored. Called in the
+    main thread, before other threads start.
 
     A Python signal handler does not run while the main thread is in a collective. So the signals
     are blocked, here and in threads and processes started later, and a thread waits for them. A
-    data worker must not die of the group's SIGTERM before the last step has its data.
+    data worker must outlive a SIGTERM to its process group until the last step has its data.
 
-    An agent of ours handles Ctrl-C itself, and ends its ranks where they have nothing to save.
-    Under torchrun's own agent all signals but SIGHUP stay deadly: that agent ends a rank whose
-    peers failed by SIGTERM, possibly in a collective that never ends. SIGHUP is passed on when its
-    terminal is closed; what has not ended 30 s later is killed.
-    """
+    The agent of a node handles Ctrl-C itself, and ends ranks that have nothing to save. Without it,
+    under torchrun alone, all signals but SIGHUP still kill: torchrun sends SIGTERM to a rank whose
+    peers failed, and this rank may be in a collective that never ends. torchrun forwards a SIGHUP,
+    and kills ranks that have not ended 30 s later."""
     from elastic.world import supervised  # imports torch
 
     notices, restarts = handled_signals(), supervised()
@@ -268,16 +266,15 @@ def watch_signals(pulse: Pulse) -> None:
 
     block()
     for number in notices:
-        # Others may unblock the signals, as multiprocessing's resource tracker does up to Python
-        # 3.12. The handler then blocks and sends them again.
+        # A library may unblock the signals (multiprocessing does): block and send them again.
         signal.signal(number, block)
     take = partial(_wait, pulse, notices, restarts)
     threading.Thread(target=take, name="perdure-notice", daemon=True).start()
 
 
 def pause_code(pulse: Pulse) -> int:
-    """Exit code of a rank that has paused."""
-    # Here, as it imports torch.
+    """Returns the exit code of a rank that has paused."""
+    # imported here, as it imports torch
     from elastic.world import supervised
 
     return EXIT_PAUSED if supervised() else leaving_code(pulse.noticed)
@@ -287,13 +284,13 @@ def _wait(pulse: Pulse, notices: Set[signal.Signals], restarts: bool) -> None:
     number = signal.sigwait(notices)
     logger.warning("%s: saving after this step, then leaving", signal.Signals(number).name)
     pulse.notice(number)
-    # The agent has read the notice, and decides when this process ends.
+    # The agent has read that the signal came, and decides when this process ends.
     if restarts:
         return
     interrupted = number == signal.SIGINT
     while not pulse.safe:
         again = signal.sigtimedwait({signal.SIGINT} & notices, LOOK_SECONDS)
-        # The user insists.
+        # a second Ctrl-C ends the process without a save
         if again and interrupted:
             number = signal.SIGINT
             break

@@ -1,4 +1,4 @@
-"""A rank as the agent of its node sees it: its stand-in, its process, and what an exit means."""
+"""A rank as the agent of its node represents it, and what the exit of its process means."""
 
 import signal
 import socket
@@ -22,40 +22,40 @@ FROM_OUTSIDE = {
     *(signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT),
     *(signal.SIGUSR1, signal.SIGUSR2),
 }
-"""Signals that a process does not send itself by an error."""
+"""Signals that another process must have sent: no error of a program causes them."""
 
 
 @dataclass
 class RankProcess:
-    """A training process. Times are by time.monotonic()."""
+    """A training process. All times are by time.monotonic()."""
 
     key: str
     """Name of the process in messages to the zygote."""
     recall: socket.socket | None
-    """Socket to the process, see recall.py; None once the process has closed it."""
+    """Socket to the process, see recall.py; None once the process has closed its end."""
     pid: int = 0
     """Process id; 0 until the zygote reports it."""
     able: float | None = None
-    """Time since which the process can be recalled; None: it cannot."""
+    """Time from which the process can be recalled; None: it cannot."""
     recalled: float | None = None
-    """Time of its recall; None once it is ready for its generation."""
+    """Time at which it was recalled; None once it is ready for its generation."""
     stuck: bool = False
-    """Whether it has waited since its recall in a collective that nothing ends."""
+    """Whether it still waits, after its recall, in a collective that never ends."""
     lost: float | None = None
-    """Time of its report of a lost peer; None once the failure behind it is known."""
+    """Time at which it reported that it lost a peer; None once the failure has been reported."""
 
 
 @dataclass
-class Reserve:
-    """A process that can become any rank of this node; see recall.py."""
+class ReserveProcess:
+    """A spare process that can become any rank of this node; see recall.py."""
 
     process: RankProcess
     dumps: int
-    """File in memory for its stack dumps."""
+    """Descriptor of an in-memory file for its stack dumps."""
     _waits: bool = False
 
     def waits(self) -> bool:
-        """Whether this process has finished its preparations, and waits to become a rank."""
+        """Whether the process has finished its preparations, and waits to become a rank."""
         with suppress(OSError):
             if self.process.recall and not self._waits:
                 self._waits = bool(self.process.recall.recv(MAX_MESSAGE, socket.MSG_DONTWAIT))
@@ -63,21 +63,21 @@ class Reserve:
 
 
 @dataclass
-class Rank:
-    """A rank of this node: its stand-in, and its process while it has one."""
+class LocalRank:
+    """A rank of this node: its stand-in, and its training process if it has one."""
 
     connection: socket.socket
     """Socket to the stand-in."""
     descriptors: list[int]
-    """The stand-in's program, stdin, stdout and stderr."""
+    """Descriptors from the stand-in: its program, stdin, stdout and stderr."""
     round: int
     rank: int
     local_rank: int
     dumps: int
-    """File in memory for the stack dumps of its process."""
+    """Descriptor of an in-memory file for the stack dumps of its process."""
     process: RankProcess | None = None
     code: int | None = None
-    """Exit code of the last process."""
+    """Exit code of the last process; None: it has not exited."""
 
     @property
     def pid(self) -> int:
@@ -95,37 +95,37 @@ def judge_exit(
     out_of_memory: bool,
     how: str = "",
 ) -> JobEnd | Failure | None:
-    """Judge the exit of a training process.
+    """Decide what the exit of a training process means for the job.
 
     Args:
-        rank: of the process.
-        code: its exit code; negative: minus the signal that ended it.
-        progress: its last report.
-        blank: a report with node, step and time of the exit.
+        rank: rank of the process.
+        code: exit code; negative: minus the number of the signal that ended the process.
+        progress: last report of the process.
+        blank: a `Failure` with node, step and time of the exit, to be completed.
         job_done: whether all steps of the run are done.
-        first_start: whether it belonged to the first generation of the job.
+        first_start: whether the process belonged to the job's first generation.
         out_of_memory: whether the kernel has just killed a process for lack of memory.
-        how: cause of the exit, if more than its code is known.
+        how: what is known about the exit besides its code.
 
     Returns:
-        The end of the job, a failure to which the job answers, or None for a pause.
+        The end of the job, a failure to report, or None for a pause.
     """
     why, error = signal.Signals(-code).name if code < 0 else f"exit code {code}", progress.error
     if how or error:
         why += f" ({how or error})"
     if code == EXIT_DONE or job_done:
         return JobEnd(EXIT_DONE, "the run is finished")
-    # Input that was good once is good again: later, storage may be away for a moment.
+    # Wrong input ends the job only at its first start: later, storage may be unavailable.
     wrong_input = code == EXIT_WRONG_INPUT and first_start and not progress.step
     if code == EXIT_DO_NOT_REQUEUE or wrong_input:
         return JobEnd(code, f"rank {rank} ended with {why}")
     if code == EXIT_PAUSED:
         return None
-    if code == EXIT_PEER_GONE:  # the rank that failed is on a node that cannot report it any more
+    if code == EXIT_PEER_GONE:  # the rank that failed is on a lost node, which cannot report it
         return replace(blank, why=f"rank {rank} lost its connection to another")
     if code == EXIT_OUTVOTED:
         return replace(blank, rank=rank, why=error.partition(": ")[2], error=error, unfit=True)
-    # A rank that has reported an error ends by that, whatever signal follows.
+    # A rank that has reported an error fails because of it, whatever signal follows.
     outside = -code in FROM_OUTSIDE and not error
     if code == -signal.SIGKILL and out_of_memory:
         outside, error = False, "the kernel killed it: out of memory"

@@ -1,18 +1,18 @@
-"""Recall of ranks: they keep their processes after a failure of others, and train on in place.
+"""Recall of ranks: after a failure of another rank they keep their processes and continue training.
 
 [Note: recall] A newly forked process has no CUDA context, no compiled code, and an empty allocator.
 So a rank whose peers have failed keeps its process. Its agent sends it the next generation over a
 socket that it was forked with. A thread of the rank aborts the process groups, so that the main
-thread gets an error in its current or next wait for others. The main thread unwinds out of its
-attempt by `Recalled`, frees all that belonged to the attempt, reports that it is ready, and begins
-the next attempt from the first line, as a new process would. It is interrupted nowhere else: an
-exception between any two lines would leave behind what no `with` cleans up.
+thread gets an error in its current or next wait for other ranks. The exception `AttemptRecalled`
+ends the attempt of the main thread, which frees the attempt's state, reports that it is ready, and
+begins the next attempt from the first line, as a new process would. Only waits are interrupted: an
+exception between any two lines could leave state that no `with` cleans up.
 
-A rank can be recalled once it has done a step (`able`). A generation that fails earlier is followed
-by one of new processes. A rank that is stuck, or not ready within READY_SECONDS, is forked anew.
+A rank can be recalled once it has completed a step (`able`). If a generation fails earlier, the
+next one has new processes. A rank that is stuck, or not ready within READY_SECONDS, is forked anew.
 
 A node whose ranks can be recalled keeps one process in reserve. That process is no rank yet: it has
-done once what is slow the first time, and waits for a generation like a recalled rank. It becomes
+imported and initialised what is slow, and waits for a generation like a recalled rank. It becomes
 the next rank that has no process.
 
     agent → rank   {"generation": "ROUND.GENERATION", "env": {…}}, with the program's descriptors
@@ -39,39 +39,38 @@ from elastic.process import plain_text, tolerate_lost_output
 logger = logging.getLogger(__name__)
 
 READY_SECONDS = 10.0
-"""Time that a recalled rank has to become ready; after that it is forked anew, as its kernel may
-never end."""
+"""Seconds that a recalled rank has to become ready; then it is forked anew."""
 SETTLED_SECONDS = 1.0
-"""Time after a process's first step before the agent starts what speeds up the next recovery: the
-steps that follow need the cores."""
+"""Seconds after a process's first step before the agent prepares for the next recovery, as the
+first steps need the cores."""
 ABORT_SECONDS = 0.2
-"""Time between two aborts of what an attempt waits for."""
+"""Seconds between two aborts of the process groups, until the attempt has ended."""
 STUCK_SECONDS, IDLE_SHARE = 2.0, 0.1
-"""A wait for others ends when its connections are shut. If it has not after STUCK_SECONDS, and the
-thread uses less than a share IDLE of a core, it never will: with gloo, in 5 of 220 faults. A client
-of a killed store keeps calling it."""
+"""A wait for other ranks normally ends when its connections are shut. It never ends if it still
+goes on after STUCK_SECONDS while the thread uses less than IDLE_SHARE of a core: with gloo in 5 of
+220 faults. A thread that still calls a killed store uses more."""
 WAITS = (
     "/torch/distributed/",
     *(str(Path(__file__).parents[1] / name) for name in ("world.py", "group", "node/exchange.py")),
 )
 """Parts of the paths of files whose functions wait for other processes."""
 LOST_SECONDS = 1.5
-"""Time that a rank which lost a peer leaves others to report whose failure it was; a lease ends
-earlier."""
+"""Seconds after a rank lost a peer in which the agent waits for a report of the failure itself. A
+lease ends earlier."""
 NEXT_GENERATION_SECONDS = 60.0
-"""Longest wait of a rank that lost a peer for its agent; it ends after that."""
+"""Seconds that a rank which lost a peer waits for its agent's next generation; then it ends."""
 
 
-class Recalled(BaseException):
-    """Ends an attempt whose process continues with another. Not an `Exception`, so that no handler
-    catches it."""
+class AttemptRecalled(BaseException):
+    """Ends an attempt whose process continues with the next attempt. Not an `Exception`, so that no
+    handler catches it."""
 
 
-class Recall:
-    """The rank's end of the socket to its agent. Created in the main thread.
+class RecallSocket:
+    """A rank's end of the socket over which its agent recalls it. Created in the main thread.
 
     Args:
-        agent: the socket; None: this process cannot be recalled.
+        agent: socket to the agent; None: this process cannot be recalled.
     """
 
     def __init__(self, agent: socket.socket | None) -> None:
@@ -80,55 +79,55 @@ class Recall:
         self._next: tuple[str, dict[str, str]] | None = None
         self._called = self._armed = self._agent_gone = self._aborting = False
         self.allowed = False
-        """Whether the program supports recalls, and there is an agent."""
+        """Whether the program supports recalls and there is an agent."""
         self.able = False
-        """Whether the agent knows that this process can be recalled."""
+        """Whether this process has reported to the agent that it can be recalled."""
         self._able_since = 0.0
         self.stop: Callable[[], None] = lambda: None
-        """Called from another thread at a recall, to end waits outside of process groups."""
-        self._before = set(_connections())  # only later connections are this program's
+        """Called from another thread at a recall, to end waits that are not in process groups."""
+        self._before = set(_connections())  # connections opened later belong to the attempt
         if agent is not None:
             threading.Thread(target=self._listen, name="perdure-recall", daemon=True).start()
 
     @classmethod
-    def from_environment(cls) -> "Recall":
+    def from_environment(cls) -> "RecallSocket":
         descriptor = os.environ.get(RECALL)
         return cls(socket.socket(fileno=int(descriptor)) if descriptor else None)
 
     def allow(self) -> None:
-        """Declare that the program supports recalls. Called before it joins a process group."""
         if self._agent is not None:
             self.allowed = True
             # Otherwise NCCL's watchdog ends the process when a peer is gone.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
     def enable(self) -> None:
-        """Tell the agent, after a step, that this process can be recalled from now on."""
+        """Report to the agent, after a step, that this process can be recalled from now on."""
         if self.allowed:
             self.able, self._able_since = True, time.monotonic()
             self._send({"able": True})
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Run an attempt: while the block runs, a recall aborts the process groups."""
+        """Context of an attempt: while the block runs, a recall aborts the process groups."""
         self._armed = True
         try:
             self.check()
             yield
-            if self.able:  # only leaving remains
+            if self.able:  # only the exit of the process remains
                 self.able = False
                 self._send({"able": False})
         finally:
-            with self._news:  # wait for a running abort: what follows creates all groups anew
+            # Wait for a running abort, as the code that follows creates all groups anew.
+            with self._news:
                 self._armed = False
                 self._news.notify_all()
                 self._news.wait_for(lambda: not self._aborting)
 
     def check(self) -> None:
-        """Raise `Recalled` if this attempt has been recalled. Called before received values are
-        used: an aborted NCCL collective leaves garbage and raises no error."""
+        """Raise `AttemptRecalled` if this attempt has been recalled. Called before received values
+        are used: an aborted NCCL collective leaves garbage and raises no error."""
         if self._called:
-            raise Recalled
+            raise AttemptRecalled
 
     @property
     def settled(self) -> bool:
@@ -141,11 +140,11 @@ class Recall:
         return self._called
 
     def recalls(self, error: Exception, lost_peer: bool) -> bool:
-        """Whether `error` ends only this attempt, and not this process.
+        """Returns whether `error` ends only this attempt, and not this process.
 
         Args:
             error: raised in the attempt.
-            lost_peer: whether it only says that another rank is gone.
+            lost_peer: whether the error only means that another rank is gone.
         """
         if not self._called and self.able and lost_peer:
             logger.warning(
@@ -157,8 +156,8 @@ class Recall:
         return self._called
 
     def abort(self) -> None:
-        """Abort the process groups, and shut all network connections that this process has opened
-        since `Recall` was created. From any thread."""
+        """Abort the process groups, and shut down all network connections that this process has
+        opened since `RecallSocket` was created. Called from any thread."""
         abort_groups()
         for name, connection in _connections().items():
             if name not in self._before:
@@ -166,8 +165,9 @@ class Recall:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def wait(self, seconds: float | None = NEXT_GENERATION_SECONDS) -> bool:
-        """Wait for the next generation, report that this process is ready, and replace its
-        environment; False if none comes within `seconds` (None: no limit)."""
+        """Wait for the next generation, replace the environment by that of the generation, and
+        report that this process is ready. Returns False if none comes within `seconds` (None: no
+        limit)."""
         if seconds is None:
             self._send({"waits": True})
         with self._news:
@@ -176,7 +176,7 @@ class Recall:
                 return False
             generation, environment = self._next
             self._next, self._called, self.able = None, False, False
-        os.environ.clear()  # no variable of the old generation may stay
+        os.environ.clear()  # no variable of the previous generation may stay
         os.environ.update(environment)
         self._send({"ready": generation})
         return True
@@ -194,7 +194,7 @@ class Recall:
                     self._news.notify_all()
                     return
                 message = json.loads(data)
-                # Else it is a stop: the next generation follows when its round begins.
+                # Otherwise it is a stop: the next generation follows with its round.
                 if "env" in message:
                     job, *streams = descriptors
                     for target, stream in enumerate(streams):
@@ -215,7 +215,7 @@ class Recall:
                         self._news.notify_all()
 
     def _abort_attempt(self) -> None:
-        """Abort again and again until the attempt is over, as it may open further connections."""
+        """Abort repeatedly until the attempt has ended, as it may open further connections."""
         over, began, stuck, used = False, time.monotonic(), False, _main_thread_seconds()
         while not over:
             self.stop()
@@ -240,7 +240,7 @@ def _main_thread_seconds() -> float:
 
 
 def _waits_for_others() -> bool:
-    """Whether the main thread is in a collective, or about to join a process group."""
+    """Whether the main thread is in a collective, or joins a process group."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if any(part in frame.f_code.co_filename for part in WAITS):
@@ -250,7 +250,6 @@ def _waits_for_others() -> bool:
 
 
 def abort_groups() -> None:
-    """Abort the NCCL communicators of this process. gloo has no such call."""
     import torch
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
@@ -263,14 +262,14 @@ def abort_groups() -> None:
 
 
 def _connections() -> dict[str, socket.socket]:
-    """TCP connections of this process, by their name in /proc."""
+    """Name in /proc/self/fd → TCP connection of this process."""
     connections = {}
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             name = os.readlink(path)
             if not name.startswith("socket:"):
                 continue
-            # a socket object closes its descriptor
+            # dup(), because a socket object closes its descriptor
             connection = socket.socket(fileno=os.dup(int(path.name)))
             listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             internet = connection.family in (socket.AF_INET, socket.AF_INET6)

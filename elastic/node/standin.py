@@ -1,12 +1,11 @@
-"""The process that torchrun starts in each rank under an agent of ours. It stands in for the
-training process, which the agent has the zygote fork now and after every failure, while torchrun
-sees a worker that runs. Imports nothing heavy.
+"""The stand-in: the process that torchrun starts for each rank. The training process itself is
+forked by the zygote, at the start and after every failure, while torchrun sees a worker that keeps
+running. This module imports nothing heavy.
 
-[Note: script] Where the ranks run a user's program, `elastic.join` in it makes the process a
-stand-in. The zygote forks another process, in which the same program runs from its first line as
-`__main__`, and `join` returns. So code before `join` runs in both. `python -m elastic.job PROGRAM`
-stands in before the program is read, and imports nothing for it.
-"""
+[Note: script] If the ranks run a user's program, `elastic.join` in it turns the process into a
+stand-in. The zygote forks another process, which runs the same program from its first line as
+`__main__`; there `join` returns. So code before `join` runs in both processes. `python -m
+elastic.job PROGRAM` becomes a stand-in before it reads the program."""
 
 import atexit
 import importlib
@@ -31,14 +30,14 @@ NODE_SOCKET = "PERDURE_NODE"
 
 
 def stand_in(entry: str, prepare_program: str, arguments: list[str]) -> NoReturn:
-    """Have the agent run a program as this rank, and leave with the exit code that the agent sends
-    at the end. Arguments as of `RankProgram`."""
+    """Have the agent run a program as this rank, and exit with the code that the agent sends at the
+    end. The arguments are fields of `RankProgram`."""
     die_with_parent()
     agent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     agent.connect(os.environ[NODE_SOCKET])
 
     def notify(number: int, _: FrameType | None) -> None:
-        with suppress(OSError):  # the agent has left, or has sent the exit code
+        with suppress(OSError):  # the agent has ended, or has sent the exit code
             agent.send(json.dumps({"notice": signal.Signals(number).name}).encode())
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the agent as well
@@ -50,25 +49,25 @@ def stand_in(entry: str, prepare_program: str, arguments: list[str]) -> NoReturn
         data = agent.recv(MAX_MESSAGE)
     except ConnectionResetError:  # the agent was killed
         data = b""
-    sys.stdout.flush()  # os._exit drops what is buffered
+    sys.stdout.flush()  # os._exit drops buffered output
     os._exit(json.loads(data)["code"] if data else 1)
 
 
 PREPARED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
-"""Modules that torch imports on first use, imported once in the zygote instead of in each fork."""
+"""Modules that torch imports on first use. The zygote imports them once, for all its forks."""
 
 
 def is_stand_in() -> bool:
-    """Whether this process is a stand-in: an agent of ours runs the rank, and has not forked this
-    process for it."""
+    """Whether this process is a stand-in: it has an agent, but is no fork of the zygote."""
     return NODE_SOCKET in os.environ and "RANK" in os.environ and RECALL not in os.environ
 
 
 def this_program() -> list[str]:
-    """What this process runs, as after `python`: a path, or -m and a module; then arguments.
+    """Returns the command line of this process after `python`: a path, or -m and a module; then
+    arguments.
 
     Raises:
-        RuntimeError: it has no file that another process could run.
+        RuntimeError: the program has no file that another process could run.
     """
     main = sys.modules["__main__"]
     spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
@@ -80,27 +79,29 @@ def this_program() -> list[str]:
 
 
 def stand_in_for(program: list[str]) -> NoReturn:
-    """Have the agent run a user's program as this rank, and leave with its exit code."""
+    """Have the agent run a user's program as this rank, and exit with the program's exit code."""
     stand_in(f"{__name__}:run_program", f"{__name__}:prepare_program", program)
 
 
 def prepare_program(_: tuple[str, ...]) -> None:
-    """Import what training loops need. Called in the zygote; see `RankProgram.prepare`."""
+    """Import modules that training loops use. Called in the zygote; see `RankProgram.prepare`."""
     for module in PREPARED:
         importlib.import_module(module)
 
 
 def run_program(program: list[str]) -> NoReturn:
-    """Run a user's program as a rank, to its end. Called in a fork of the zygote."""
+    """Run a user's program as a rank until it ends. Called in a fork of the zygote."""
     from elastic.world import leave_world
 
-    for stream in (sys.stdout, sys.stderr):  # torchrun starts programs by `python -u`
+    # Unbuffered, as torchrun starts programs with `python -u`.
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(write_through=True)
-    if numpy := sys.modules.get("numpy"):  # its generator has the zygote's state in every fork
+    # Otherwise every fork would have the zygote's generator state.
+    if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
     code = _run(program)
-    atexit._run_exitfuncs()  # forks of the zygote end by os._exit, which skips them
+    atexit._run_exitfuncs()  # forks of the zygote end by os._exit, which skips exit functions
     leave_world(code)
 
 
@@ -120,7 +121,7 @@ def execute(program: list[str]) -> None:
 
 
 def _run(program: list[str]) -> int:
-    """Run a program; returns its exit code. Reports to the agent why it failed."""
+    """Run a program; returns its exit code. Reports an error to the agent."""
     from elastic.world import is_lost_peer, read_environment
 
     try:
@@ -131,9 +132,9 @@ def _run(program: list[str]) -> int:
             return leaving.code or EXIT_DONE
         print(leaving.code, file=sys.stderr)
     except BaseException as error:
-        sys.last_type = type(error)  # set as by the interpreter, for functions that run at exit
+        sys.last_type = type(error)  # as the interpreter does, for functions that run at exit
         line = plain_text(error).partition("\n")[0]
-        # of now: a process in reserve has become a rank since it began
+        # from the current environment: a reserve process has become a rank since it began
         Pulse.from_environment().fail(f"{type(error).__name__}: {line}")
         if isinstance(error, RuntimeError) and is_lost_peer(error):
             print(f"rank {read_environment()[0]}: a peer is gone: {line}", file=sys.stderr)

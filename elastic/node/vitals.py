@@ -1,12 +1,12 @@
-"""What can be observed of a rank's process from outside: kernel counters (stopped, starved, out of
-memory), and stack dumps. Linux; where /proc has no figures, nothing is assumed.
+"""Observations of a rank's process from outside: kernel counters (stopped, waiting for a core, out
+of memory) and stack dumps. Linux only; without figures in /proc a rank counts as healthy.
 
 [Note: own time] On an overloaded machine a healthy rank takes many times as long as usual. The
 kernel counts for every thread how long it was ready to run without a core (the second number of
-schedstat), and how long the hypervisor ran somebody else (steal). A rank is judged by its own time,
-without these. A rank that sleeps, waits for ever or is stopped has only own time, however busy the
-machine is. At least a tenth of anybody's time is own, so that endless spinning is noticed too.
-"""
+schedstat), and how long the hypervisor ran other machines (steal). The *own time* of a rank is the
+elapsed time without these. A rank that sleeps, waits for ever or is stopped has only own time,
+however busy the machine is. At least a tenth of the elapsed time counts as own, so that endless
+spinning is noticed too."""
 
 import faulthandler
 import os
@@ -24,69 +24,68 @@ from elastic.node.progress import RankProgress
 YOUNG_SECONDS = 0.5
 """Seconds in a phase before a rank is examined, so that healthy ranks cost nothing."""
 INTERVAL_SECONDS = 0.25
-"""Seconds between two examinations of a rank: many threads are many files of /proc."""
+"""Seconds between two examinations of a rank, as each thread is a file of /proc to read."""
 MAX_STARVED_SHARE = 0.9
-"""Largest share of the time that counts as waiting for a core."""
+"""Largest fraction of the elapsed time that counts as waiting for a core."""
 _TICKS, _CORES = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_NPROCESSORS_ONLN")
 
 
 @dataclass(frozen=True)
-class Vitals:
-    """Kernel counters of a process, in seconds since it began."""
+class ProcessCounters:
+    """Kernel counters of a process since its start. Times are in seconds."""
 
     stopped: bool
     runs: int
-    """How often its main thread got a core."""
+    """Number of times that its main thread got a core."""
     worked: float
-    """CPU time of its threads."""
+    """CPU time of all threads."""
     starved: float
-    """Time in which its threads were ready without a core, plus time stolen from one core."""
+    """Time that its threads were ready without a core, plus what the hypervisor took from one."""
 
 
 @dataclass(frozen=True)
-class Signs:
-    """Observations of a rank since it entered its phase."""
+class RankSigns:
+    """Observations of a rank in its current phase."""
 
     stopped: float = 0.0
-    """Seconds for which it has been stopped, up to now."""
+    """Seconds for which the process has been stopped by a signal, up to now."""
     starved: float = 0.0
-    """Seconds that do not count as its own."""
+    """Seconds without a core, which do not count as own time."""
     busy: bool = False
-    """Whether it computes, or would with a core, most of the time."""
+    """Whether the process computes, or would with a core, most of the time."""
 
 
-NO_SIGNS = Signs()
+NO_SIGNS = RankSigns()
 
 
 @dataclass
 class _Mark:
-    """State of a rank at its first examination in a phase."""
+    """Counters of a rank when it was first examined in its current phase."""
 
     pid: int
     entered: float
     at: float
-    vitals: Vitals
+    vitals: ProcessCounters
     looked: float = 0.0
-    signs: Signs = NO_SIGNS
-    """Result of the last examination."""
+    signs: RankSigns = NO_SIGNS
     stopped_at: float | None = None
     runs: int = 0
-    """`Vitals.runs` when it was seen to be stopped."""
+    """`ProcessCounters.runs` when the process was first seen stopped."""
 
 
 class VitalsWatch:
-    """Examines the ranks of a node."""
+    """Examines the processes of a node's ranks."""
 
     def __init__(self) -> None:
         self._marks: dict[int, _Mark] = {}
 
     def look(
         self, pids: Mapping[int, int], progress_by_rank: Mapping[int, RankProgress], now: float
-    ) -> dict[int, Signs]:
-        """The signs of all ranks. Called at every poll of the watchdog.
+    ) -> dict[int, RankSigns]:
+        """Returns observations of all ranks. Called at every poll of the watchdog.
 
         Args:
-            pids: process ids by rank; 0 for a rank that is being forked.
+            pids: rank → process id; 0 while the rank is being forked.
         """
         signs = {}
         stolen: float | None = None
@@ -98,30 +97,33 @@ class VitalsWatch:
                 continue
             vitals = None
             if pids[rank] and now - progress.at > YOUNG_SECONDS:
-                # Read once for all ranks.
+                # read once for all ranks
                 stolen = _stolen() if stolen is None else stolen
                 vitals = read_vitals(pids[rank], stolen)
             signs[rank] = self.note(rank, pids[rank], progress.at, now, vitals)
         return signs
 
-    def note(self, rank: int, pid: int, entered: float, now: float, vitals: Vitals | None) -> Signs:
-        """The signs of a rank in its phase since `entered`, from vitals read `now` and before."""
+    def note(
+        self, rank: int, pid: int, entered: float, now: float, vitals: ProcessCounters | None
+    ) -> RankSigns:
+        """Returns observations of a rank in the phase that it `entered`, after new counters
+        `vitals` read at `now`."""
         if vitals is None:
             self._marks.pop(rank, None)
             return NO_SIGNS
         mark = self._marks.get(rank)
         if mark is None or (mark.pid, mark.entered) != (pid, entered):
-            # The counters rise for ever: only what this phase adds counts.
+            # The counters rise for ever, so only their increase in this phase counts.
             mark = self._marks[rank] = _Mark(pid, entered, now, vitals)
         mark.looked = now
         if not vitals.stopped:
             mark.stopped_at = None
-        # it has run between two examinations
+        # the process has run between two examinations, so the stop is a new one
         elif mark.stopped_at is None or vitals.runs != mark.runs:
             mark.stopped_at, mark.runs = now, vitals.runs
         starved = max(0.0, vitals.starved - mark.vitals.starved)
         demand = vitals.worked - mark.vitals.worked + starved
-        mark.signs = Signs(
+        mark.signs = RankSigns(
             stopped=0.0 if mark.stopped_at is None else now - mark.stopped_at,
             starved=min(starved, MAX_STARVED_SHARE * (now - entered)),
             busy=demand > 0.5 * (now - mark.at) > 0,
@@ -129,13 +131,12 @@ class VitalsWatch:
         return mark.signs
 
 
-def read_vitals(pid: int, stolen: float = 0.0) -> Vitals | None:
-    """Read a process's counters; None if it has ended, or /proc has no figures.
+def read_vitals(pid: int, stolen: float = 0.0) -> ProcessCounters | None:
+    """Read a process's counters; returns None if it has ended or /proc has no figures.
 
-    `stolen`: seconds of one core that the hypervisor has taken since boot.
-    """
+    `stolen`: seconds per core that the hypervisor has taken since boot."""
     try:
-        # The name in front may hold brackets and spaces.
+        # the process name may contain brackets and spaces
         state, *fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
         runs = int(_read(f"/proc/{pid}/schedstat").split()[2])
         threads = os.listdir(f"/proc/{pid}/task")
@@ -145,7 +146,9 @@ def read_vitals(pid: int, stolen: float = 0.0) -> Vitals | None:
     for thread in threads:
         with suppress(OSError, IndexError):  # the thread has just ended
             starved += int(_read(f"/proc/{pid}/task/{thread}/schedstat").split()[1]) / 1e9
-    return Vitals(state == "T", runs, (int(fields[10]) + int(fields[11])) / _TICKS, starved)
+    return ProcessCounters(
+        state == "T", runs, (int(fields[10]) + int(fields[11])) / _TICKS, starved
+    )
 
 
 def _stolen() -> float:
@@ -166,8 +169,8 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def oom_kills() -> int:
-    """Processes that the kernel has killed for lack of memory in this process's cgroup and those
-    below; on the machine where the cgroup does not count them; 0 where nothing does."""
+    """Number of processes that the kernel has killed for lack of memory in this process's cgroup
+    and below. If the cgroup has no such count, that of the machine; if there is none, 0."""
     for path in (_cgroup() / "memory.events", Path("/proc/vmstat")):
         with suppress(OSError, ValueError):
             for line in path.read_text().splitlines():
@@ -189,40 +192,39 @@ def _cgroup() -> Path:
 # --- stack dumps -----------------------------------------------------------------------------
 
 Activity = Literal["stopped", "silent", "elsewhere", "unclear", "collective", "unknown"]
-"""What a rank does, by the kernel or its stack dump; most suspicious first."""
+"""State of a rank by the kernel or its stack dump, most suspicious first."""
 
 DUMP_SIGNAL = signal.SIGUSR2
 COMPLETE_SECONDS = 0.1
-"""Seconds without growth after which a dump is complete."""
+"""Seconds without growth after which a dump is taken as complete."""
 SILENT_SECONDS = 1.0
-"""Time after which a rank without a dump is called silent."""
+"""Seconds after which a rank that wrote no dump is "silent"."""
 
 
 def register_dumps(path: Path) -> None:
     """Have SIGUSR2 append the Python stacks of all threads to a file. Called by a rank, once.
 
     Args:
-        path: on a local disk or in memory, as the dump must not wait for what the rank hangs on.
+        path: on a local disk or in memory, as the rank may hang on remote storage.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    # chaining would run the default action, which kills
+    # chain=True would also run the default action, which kills the process
     faulthandler.register(DUMP_SIGNAL, file=descriptor, all_threads=True, chain=False)
 
 
 def take_dumps(ranks: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
-    """Stack dumps of ranks of this node; empty for a rank that does not answer. Takes 0.1 s, or
-    SILENT_SECONDS if one does not answer. Called by the agent.
+    """Returns stack dumps of ranks of this node; "" for a rank that writes none. Takes 0.1 s, or
+    SILENT_SECONDS if a rank writes none. Called by the agent.
 
     Args:
         ranks: rank → (process id, path passed to `register_dumps`).
 
-    Left out are ranks that have ended, that have not registered yet (the signal would kill them),
-    and that would answer but get no core.
-    """
+    The result omits ranks that have ended, ranks that have not registered yet (the signal would
+    kill them), and ranks that get no core to write a dump."""
     ready = {rank: path for rank, (pid, path) in ranks.items() if _ready(pid)}
     sizes = {rank: path.stat().st_size for rank, path in ready.items()}
     for rank in ready:
-        with suppress(ProcessLookupError):  # it has just ended, as the zygote will report
+        with suppress(ProcessLookupError):  # the rank has just ended, which the zygote will report
             os.kill(ranks[rank][0], DUMP_SIGNAL)
     dumps = dict.fromkeys(ready, "")
     grown = dict.fromkeys(ready, time.monotonic())
@@ -241,7 +243,6 @@ def take_dumps(ranks: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
 
 
 def read_dump(path: Path, start: int = 0) -> str:
-    """Text appended to a file of dumps after its first `start` bytes."""
     with path.open("rb") as file:
         file.seek(start)
         return file.read().decode(errors="replace")
@@ -250,7 +251,7 @@ def read_dump(path: Path, start: int = 0) -> str:
 def _ready(pid: int) -> bool:
     """Whether a process is alive, perhaps stopped, and handles the dump signal."""
     fields = _status(pid)
-    if fields["State"].split()[0] in "ZX":  # it ended; its handlers are still listed
+    if fields["State"].split()[0] in "ZX":  # it has ended, but its handlers are still listed
         return False
     return bool(int(fields["SigCgt"], 16) >> (DUMP_SIGNAL - 1) & 1)
 
@@ -274,7 +275,7 @@ FORWARDING = (
     "/torch/distributed/c10d_logger.py",
     "/torch/autograd/function.py",
 )
-"""Frames that only forward a call."""
+"""Files whose functions only forward a call."""
 COLLECTIVES = (
     "/torch/distributed/distributed_c10d.py",
     "/torch/distributed/_functional_collectives.py",
@@ -286,8 +287,8 @@ COLLECTIVES = (
     "/torch/nn/parallel/distributed.py",
     "/elastic/node/exchange.py",
 )
-"""Files in which ranks wait for each other. FSDP's hooks call the user's modules from outside: the
-innermost frame is one of FSDP's only while it gathers, scatters, or waits for either."""
+"""Files whose functions wait for other ranks. FSDP's hooks call the user's modules from outside:
+the innermost frame is in FSDP only while it gathers, scatters, or waits for either."""
 UNCLEAR = (
     "/torch/autograd/",  # backward in C++: DDP waits for its buckets here, but kernels hang too
     "/torchinductor_",  # compiled code, with and without collectives
@@ -299,22 +300,21 @@ COMPILING = (
     "/torch/_inductor/async_compile.py",
     "/triton/compiler/",
 )
-"""Files on the stack of a rank that compiles, or waits for it, at any step with a new shape."""
+"""Files on the stack of a rank while it compiles, which a new shape can cause at any step."""
 
 SHOWN_FRAMES, FRAME_LENGTH = 12, 200
-"""Limits of a stack in a failure, which all nodes of the job read."""
+"""Most frames and characters per frame of a stack in a failure, which all nodes read."""
 
 _FRAME = re.compile(r'^  File "(.*)", line \d+ in ', re.MULTILINE)
 
 
 def in_collective(dump: str) -> bool | None:
-    """Whether the main thread waits for other ranks; None if its stack does not tell. Judged by the
-    innermost Python frame that does not only forward a call: time in C++ shows as time in the
+    """Returns whether the main thread waits for other ranks; None if its stack does not show it.
+    The innermost Python frame that does not only forward a call decides: C++ code appears as the
     Python function that called it.
 
     Args:
-        dump: all threads, as faulthandler writes them: innermost frame first, and the main thread,
-            which is the oldest, last.
+        dump: stacks of all threads from faulthandler: innermost frame first, main thread last.
     """
     files = _main_thread(dump)
     innermost = next((file for file in files if not _within(file, FORWARDING)), None)
@@ -328,7 +328,7 @@ def is_compiling(dump: str) -> bool:
 
 
 def _main_thread(dump: str) -> list[str]:
-    """Files of the main thread's frames, innermost first."""
+    """Returns the files of the main thread's frames, innermost first."""
     return _FRAME.findall(_of_main_thread(dump))
 
 
@@ -337,13 +337,13 @@ def _of_main_thread(dump: str) -> str:
 
 
 def main_stack(dump: str) -> str:
-    """The innermost frames of the main thread, one a line; "" if the dump has none."""
+    """Returns the innermost frames of the main thread, one per line; "" if the dump has none."""
     frames = re.findall(r'^  (File ".*", line \d+ in .*)', _of_main_thread(dump), re.MULTILINE)
     return "\n".join(frame[:FRAME_LENGTH] for frame in frames[:SHOWN_FRAMES])
 
 
 def classify_dump(dump: str) -> Activity:
-    """Classify a rank by its stack dump; an empty dump is "silent"."""
+    """Returns the state of a rank by its stack dump; an empty dump is "silent"."""
     if not dump:
         return "silent"
     waits = in_collective(dump)

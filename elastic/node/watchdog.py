@@ -1,22 +1,21 @@
-"""The watchdog: time-outs learned per phase, and a decision which rank hangs.
+"""The watchdog: time-outs per phase, learned from the run, and the decision which rank hangs.
 
 [Note: hang] A rank that hangs makes all others wait in their next collective, so every rank looks
-stuck. The watchdog looks for the rank that the others wait for. Each node's agent reads the
-progress of its own ranks (progress.py) and knows the usual durations (`PhaseTimes`).
+stuck. The watchdog finds the rank that the others wait for. Each node's agent reads the progress of
+its own ranks (progress.py) and knows the usual durations (`PhaseTimes`).
 
   1. A node with an overdue rank raises an alarm in the membership (`HangWatch.look`).
-  2. Every node takes stack dumps of its ranks and publishes their status (`_publish`).
+  2. Every node takes stack dumps of its ranks and publishes the status of each (`_publish`).
   3. The first node reads the statuses of all nodes and records suspects (`_evaluate`, `blame`).
-  4. The node of a suspect ends it, unless it has moved since (`_suspects_here`).
+  4. The node of a suspect kills it, unless its progress has changed (`_suspects_here`).
 
-A dump is written by a signal handler in C. So a rank that waits in C++ for its peers writes one; a
-rank that waits for a dead disk does not, which is evidence too. A rank is stopped if the kernel
-says so (vitals.py), in whatever phase and however busy the machine is.
+A signal handler in C writes the dump. So a rank that waits in C++ for its peers writes a dump; a
+rank that waits for a dead disk does not, which is evidence too. A rank counts as stopped if the
+kernel reports it (vitals.py), in any phase and however busy the machine is.
 
-No healthy rank is to be ended. So a rank reports what each wait is for: data and storage have
-minutes. Time in which a rank was ready to run without a core counts neither against it nor against
-ranks that may have waited for it.
-"""
+No healthy rank may be killed. So a rank reports what it waits for: data and storage have minutes.
+Time in which a rank was ready to run without a core counts neither against it nor against ranks
+that may have waited for it."""
 
 import json
 import logging
@@ -42,12 +41,12 @@ from elastic.group.membership import (
     round_over,
 )
 from elastic.node.progress import ProgressPage, RankProgress
-from elastic.node.rank_process import Rank
+from elastic.node.rank_process import LocalRank
 from elastic.node.vitals import (
     MAX_STARVED_SHARE,
     NO_SIGNS,
     Activity,
-    Signs,
+    RankSigns,
     VitalsWatch,
     classify_dump,
     is_compiling,
@@ -61,40 +60,40 @@ ORDER = (
     "failed", "start", "init", "load", "data", "step", "fetch", "reduce", "staging", "update",
     "after", "evaluate", "save", "end",
 )  # fmt: skip
-"""Phases in the order in which a rank goes through them; "data" to "save" repeat in each step. A
-failed rank is behind all others, which wait for it until its process has ended."""
+"""Phases in the order in which a rank goes through them; "data" to "save" repeat in each step.
+"failed" comes first, as the other ranks wait for a failed rank until its process has ended."""
 WITHIN_STEP = ("step", "reduce", "update")
 
 MIN_SECONDS = 3.5
 """Shortest time-out in seconds: a busy machine delays steps of milliseconds by seconds."""
 DEFAULT_SECONDS = 300.0
-"""Time-out in seconds of phases without enough samples, such as importing, meeting, or a first step
-that compiles, all from cold caches."""
+"""Time-out in seconds of phases with fewer than MIN_SAMPLES, such as importing, joining the process
+group, or a first step that compiles, all from cold caches."""
 SLOW_FACTORS = dict.fromkeys(
     ("load", "data", "fetch", "after", "evaluate", "first evaluate", "staging", "save", "end"), 2
 )
-"""Factors of DEFAULT_SECONDS for phases in which the state may cross a slow filesystem."""
+"""Factors of DEFAULT_SECONDS for phases in which the rank may use a slow filesystem."""
 SAVE_SECONDS = 1200.0
-"""Time after which a save is given up, unless the program sets `Facts.save_seconds`."""
+"""Time limit of a save in seconds, unless the program sets `JobFacts.save_seconds`."""
 SAVE_FACTORS = {"staging": 1.2, "save": 1.2, "end": 2.4}
-"""Factors of the save's time limit that are added for these phases. The last rank learns a fifth
-later that a save was given up, and at the end two saves may follow each other. So no rank is ended
-for a save that is still within its limit."""
+"""Factors of the time limit of a save that are added to the time-outs of these phases. Ranks learn
+up to a fifth of the limit later that a save was abandoned, and at the end two saves may follow each
+other. So no rank is killed for a save that is within its limit."""
 LEARNED_PHASES = (*WITHIN_STEP, "evaluate")
-"""Phases that repeat and compute, whose time-outs are learned. All others happen once in a process,
-seldom, or depend on storage, which stalls when one of its servers is replaced. That they were quick
-before, perhaps in a smaller world or from memory, is no reason for a short time-out."""
+"""Phases that repeat and compute, whose time-outs are learned. Other phases happen once in a
+process or seldom, or depend on storage, which stalls when one of its servers is replaced. Earlier
+short durations of these are no reason for a short time-out."""
 TIMEOUT_FACTOR = 12
 """A learned time-out is this multiple of the 99th percentile: a step may take ten times as long as
-those before, with other data or by the user's own schedule."""
+earlier steps, with other data or by the user's own schedule."""
 BUSY_SECONDS = 30.0
-"""Shortest time-out in seconds of a rank that computes: it may have a hard case."""
+"""Shortest time-out in seconds of a rank that computes, as an unusual input may take long."""
 MIN_SAMPLES = 5
 """Samples needed for a learned time-out."""
 MAX_SAMPLES = 200
-"""Newest samples of a phase that count."""
+"""Newest durations of a phase that are kept."""
 STOPPED_SECONDS = 1.0
-"""Seconds between two polls after which this node, and perhaps its ranks, was stopped."""
+"""Seconds between two polls above which this node was stopped, perhaps with its ranks."""
 
 
 class PhaseTimes:
@@ -102,39 +101,37 @@ class PhaseTimes:
 
     Args:
         floor: shortest time-out, in seconds.
-        patience: time-out, in seconds, of what happens once in a process.
+        patience: time-out, in seconds, of phases that happen once in a process.
 
-    The first step of a process and its first validation have at least `patience`, as they compile.
-    The first step may also be the second try of a step that was taken for a hang, and must not fail
-    again.
-    """
+    The first step of a process and its first validation have at least `patience`, as they
+    compile. The first step may also repeat a step that was mistaken for a hang, which must not
+    happen twice."""
 
     def __init__(self, floor: float = MIN_SECONDS, patience: float = DEFAULT_SECONDS) -> None:
         self.floor, self.patience = floor, patience
         self.save_seconds = SAVE_SECONDS
-        """Time after which a save is given up; the agent sets it from `Facts.save_seconds`."""
+        """Time limit of a save in seconds; the agent sets it from `JobFacts.save_seconds`."""
         self.woke = float("-inf")
-        """Time of the last delayed poll. Time before it does not count against a rank."""
+        """Time of the last poll that was late by STOPPED_SECONDS; earlier time does not count."""
         self._durations: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MAX_SAMPLES))
         self._looked: float | None = None
         self._last: dict[int, RankProgress] = {}
         self._first: dict[tuple[int, str], int] = {}
-        """(rank, phase) → first step that this process was in that phase."""
+        """(rank, phase) → first step of the rank's process in that phase."""
 
     def begin(self, rank: int) -> None:
-        """Record that a new process takes the place of a rank."""
+        """Record that a new process begins as `rank`."""
         self._last.pop(rank, None)
         self._first = {key: step for key, step in self._first.items() if key[0] != rank}
 
     def follow(self, progress_by_rank: Mapping[int, RankProgress], now: float) -> None:
-        """Record the progress of ranks. Called at every poll: a duration is as exact as polls are
-        frequent."""
+        """Record the progress of ranks. Called at every poll, which limits the precision."""
         if self._looked is not None and now - self._looked > STOPPED_SECONDS:
             self.woke = now
         self._looked = now
         for rank, progress in progress_by_rank.items():
             before = self._last.get(rank)
-            # A duration in which this machine stood still would raise the time-outs.
+            # A duration in which this machine was stopped would raise the time-outs.
             if before and progress.at != before.at and before.at >= self.woke:
                 self.add(self._kind(rank, before), progress.at - before.at)
             if progress.phase in LEARNED_PHASES:
@@ -142,17 +139,18 @@ class PhaseTimes:
             self._last[rank] = progress
 
     def forget_steps(self) -> None:
-        """Forget durations of phases that ranks share, as they take longer with fewer nodes."""
+        """Forget durations of the learned phases, because they take longer with fewer nodes."""
         for kind in LEARNED_PHASES:
             self._durations.pop(kind, None)
 
     def add(self, kind: str, seconds: float) -> None:
-        """Record a completed phase, "first step" or "first evaluate"."""
+        """Record the duration of a phase, "first step" or "first evaluate"."""
         self._durations[kind].append(seconds)
 
     def limit(self, rank: int, progress: RankProgress) -> float:
         kind = self._kind(rank, progress)
-        if kind in WITHIN_STEP:  # it may wait for a rank that uses all the time of a step
+        # The rank may wait for another rank, which may take the whole time of a step.
+        if kind in WITHIN_STEP:
             return max(self._learned(kind), self._learned("step"))
         return max(self._learned(kind), 0 if kind in LEARNED_PHASES else progress.patience)
 
@@ -179,22 +177,21 @@ def _group(phase: str) -> str:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Progress of a rank and what it does; published to other nodes as JSON."""
+    """State of a rank, published to other nodes as JSON."""
 
     rank: int
     step: int
     phase: str
     seconds: float
-    """Time since it entered the phase."""
+    """Time since the rank entered its phase."""
     limit: float
-    """Time that the phase may take."""
+    """Seconds of own time that the phase may take."""
     where: Activity = "unknown"
     starved: float = 0.0
-    """Part of `seconds` in which it waited for a core."""
+    """Part of `seconds` in which the rank waited for a core."""
 
     @property
     def overdue(self) -> bool:
-        """Whether its own time exceeds the limit."""
         return self.seconds - self.starved > self.limit
 
     @property
@@ -208,20 +205,20 @@ def rank_statuses(
     now: float,
     times: PhaseTimes,
     dumps: Mapping[int, str] | None = None,
-    signs: Mapping[int, Signs] | None = None,
+    signs: Mapping[int, RankSigns] | None = None,
 ) -> list[RankStatus]:
-    """The status of each rank of this node.
+    """Returns the status of each rank of this node.
 
     Args:
-        dumps: from `take_dumps`, by rank; a rank without one is "unknown".
-        signs: from `VitalsWatch`, by rank.
+        dumps: rank → stack dump from `take_dumps`; a rank without a dump is "unknown".
+        signs: rank → result of `VitalsWatch`.
     """
     ranks = []
     for rank, progress in sorted(progress_by_rank.items()):
         sign = (signs or {}).get(rank, NO_SIGNS)
         limit = times.limit(rank, progress)
         dump = (dumps or {}).get(rank)
-        # Another shape of the input may compile in any step, for minutes.
+        # A new shape of the input may cause a compilation in any step, for minutes.
         if dump and is_compiling(dump):
             limit = max(limit, times.patience)
         status = RankStatus(
@@ -233,7 +230,7 @@ def rank_statuses(
             "stopped" if sign.stopped else "unknown" if dump is None else classify_dump(dump),
             sign.starved,
         )
-        # The kernel says so, and no phase explains it.
+        # Stopped by a signal, which is a hang in every phase.
         if sign.stopped > times.floor:
             status = replace(status, limit=times.floor, starved=0.0)
         ranks.append(status)
@@ -244,9 +241,9 @@ def overdue(
     progress_by_rank: Mapping[int, RankProgress],
     now: float,
     times: PhaseTimes,
-    signs: Mapping[int, Signs] | None = None,
+    signs: Mapping[int, RankSigns] | None = None,
 ) -> list[RankStatus]:
-    """The statuses of this node's ranks that exceed their limit."""
+    """Returns the statuses of this node's ranks that exceed their limit."""
     return [
         status
         for status in rank_statuses(progress_by_rank, now, times, signs=signs)
@@ -255,27 +252,24 @@ def overdue(
 
 
 @dataclass(frozen=True)
-class Blame:
-    """The ranks that hang, and the evidence."""
-
+class HangVerdict:
     ranks: tuple[int, ...]
-    """Empty if all ranks wait in the same place: for the network, or a peer outside the job."""
+    """Empty if all ranks wait in the same place, for the network or for a peer outside the job."""
     reason: str
 
 
-def blame(statuses: Sequence[RankStatus]) -> Blame | None:
-    """Decide which ranks the others wait for; None while ranks still have time.
+def blame(statuses: Sequence[RankStatus]) -> HangVerdict | None:
+    """Decide which ranks the others wait for; None while no rank is overdue.
 
     Args:
-        statuses: of all ranks of the job, with their dumps.
+        statuses: statuses of all ranks of the job, taken with dumps.
 
-    A stopped rank is to blame, and so is an overdue rank without a dump. Within a step such a rank
-    counts as overdue as soon as a rank that waits for it is: that rank's node may have learned the
-    time of a step when its own has not. Otherwise the suspects are among the ranks that are
-    furthest behind, which have not entered the collective in which the others wait. FSDP has
-    collectives in the forward and backward pass, where all ranks report the same phase; there the
-    dumps decide. If all ranks wait in the same place, each may wait for one without a core.
-    """
+    A stopped rank hangs, and so does an overdue rank without a dump. Within a step such a rank
+    counts as overdue as soon as a rank that waits for it is: nodes may have learned different
+    limits. Otherwise the suspects are among the ranks that are furthest behind, which have not
+    entered the collective in which the others wait. FSDP has collectives in the forward and
+    backward pass, where all ranks report the same phase; there the dumps decide. If all ranks wait
+    in the same place, they may wait for a rank without a core."""
     waiting = [
         status.limit for status in statuses if status.overdue and status.phase in WITHIN_STEP
     ]
@@ -290,7 +284,7 @@ def blame(statuses: Sequence[RankStatus]) -> Blame | None:
     if silent:
         stopped = all(status.where == "stopped" for status in silent)
         how = "stopped by a signal" if stopped else "no sign of life: it wrote no stack dump"
-        return Blame(_ranks(silent), f"{_describe(silent)}; {how}")
+        return HangVerdict(_ranks(silent), f"{_describe(silent)}; {how}")
     behind = min(status.position for status in statuses)
     last = [status for status in statuses if status.position == behind]
     worst = min(_suspicion(status) for status in last)
@@ -302,7 +296,7 @@ def blame(statuses: Sequence[RankStatus]) -> Blame | None:
             for status in statuses
         ):
             return None
-        return Blame(
+        return HangVerdict(
             (), f"all {len(statuses)} ranks stand in the same place: {_describe(last[:1])}"
         )
     if not any(status.overdue for status in suspects):
@@ -312,7 +306,7 @@ def blame(statuses: Sequence[RankStatus]) -> Blame | None:
         how = "it is the only one"
     if suspects[0].where == "elsewhere":
         how += "; by its stack dump it is not in a collective"
-    return Blame(_ranks(suspects), f"{_describe(suspects)}; {how}")
+    return HangVerdict(_ranks(suspects), f"{_describe(suspects)}; {how}")
 
 
 def _suspicion(status: RankStatus) -> int:
@@ -334,45 +328,45 @@ def _describe(statuses: Sequence[RankStatus]) -> str:
 
 
 REALARM_SECONDS, REALARM_SHARE, REALARM_MAX = 1.0, 0.25, 30.0
-"""Time without a further alarm after one without a suspect: minimum, share of the longest wait so
-far, maximum. Each alarm makes all ranks of the job dump their stacks."""
+"""Bounds and factor of the pause after an alarm without a suspect: shortest, share of the longest
+wait so far, longest. Each alarm makes all ranks of the job dump their stacks."""
 MISSING_SECONDS = 5.0
-"""Time beyond its limit that a rank waits for a rank without a process, before that one's node is
-lost."""
+"""Seconds beyond its limit that a rank waits for a rank without a process, until the node of the
+latter is removed."""
 
 
 class HangWatch:
-    """A node's part in the search for hanging ranks, advanced by `look`."""
+    """The search for hanging ranks on one node, see [Note: hang]; `look` advances it."""
 
     def __init__(self, group: Member, page: ProgressPage) -> None:
         self.times = PhaseTimes()
         self._group, self._page, self._vitals = group, page, VitalsWatch()
         self._published: dict[int, RankProgress] | None = None
-        """Reports of the ranks when this node published their status; None: no alarm pending."""
+        """Reports of the ranks when this node published statuses; None: no pending alarm."""
         self._evaluated_alarm = 0
-        """The last alarm that this node, as the first of the round, has evaluated."""
+        """The last alarm that this node, as the first node of the round, has evaluated."""
         self._handled_alarm = 0
         """The last alarm whose suspects this node has handled."""
         self._quiet_until = 0.0
-        """No alarm before this time."""
+        """Time before which this node raises no alarm."""
         self._last_dumps: dict[int, str] = {}
 
     def stack(self, rank: int) -> str:
-        """Where a rank of this node stood at the last alarm; "" if it wrote no stack dump."""
+        """Returns the main thread's stack of a rank at the last alarm; "" without a dump."""
         return main_stack(self._last_dumps.get(rank, ""))
 
     def look(
         self,
         state: Membership,
         generation: tuple[int, int],
-        running: Mapping[int, Rank],
+        running: Mapping[int, LocalRank],
         done: Mapping[int, int] = MappingProxyType({}),
     ) -> list[int]:
-        """Take the next step of [Note: hang]; returns the ranks that are to be ended now.
+        """Do the next step of [Note: hang]; returns the ranks of this node to be killed now.
 
         Args:
             generation: (round, generation) of this node's ranks.
-            running: the node's training processes, by rank.
+            running: rank → rank with a training process, of this node.
             done: rank → local rank of processes that have ended well.
         """
         progress = {number: self._page.read(rank.local_rank) for number, rank in running.items()}
@@ -387,17 +381,17 @@ class HangWatch:
             late = overdue(progress, now, self.times, signs)
             longest = max((status.seconds for status in late), default=0.0)
             quiet = min(max(REALARM_SECONDS, REALARM_SHARE * longest), REALARM_MAX)
-            # An alarm has just ended.
+            # an alarm has just ended
             if self._published is not None:
                 self._published, self._quiet_until = None, now + quiet
-            self._quiet_until = min(self._quiet_until, now + quiet)  # a late rank has moved on
+            self._quiet_until = min(self._quiet_until, now + quiet)  # the late rank has moved on
             stopped = any(status.where == "stopped" for status in late)
             if late and (stopped or now > self._quiet_until):
                 self._group.change(
                     partial(raise_alarm, round=state.round, generation=state.generation)
                 )
         elif self._published is None:
-            self._published = {}  # at once: one set of dumps per alarm
+            self._published = {}  # set at once: an alarm causes only one set of dumps
             self._publish(state.alarm, running, done, now, signs)
         elif state.suspicion:
             return self._suspects_here(state, progress)
@@ -408,12 +402,12 @@ class HangWatch:
     def _publish(
         self,
         alarm: int,
-        running: Mapping[int, Rank],
+        running: Mapping[int, LocalRank],
         done: Mapping[int, int],
         now: float,
-        signs: Mapping[int, Signs],
+        signs: Mapping[int, RankSigns],
     ) -> None:
-        """Publish the status of this node's ranks, in a thread, as a hang delays dumps."""
+        """Publish the status of this node's ranks, in a thread: dumps of hanging ranks are slow."""
         ranks = {
             number: (rank.pid, Path(f"/proc/self/fd/{rank.dumps}"))
             for number, rank in running.items()
@@ -422,12 +416,13 @@ class HangWatch:
 
         def work() -> None:
             self._last_dumps = take_dumps(ranks)
-            # A rank that moves on meanwhile does not hang.
+            # A rank whose report changes after this does not hang.
             self._published = {
                 number: self._page.read(rank.local_rank) for number, rank in running.items()
             }
             own = rank_statuses(self._published, now, self.times, self._last_dumps, signs)
-            for number, local_rank in done.items():  # ahead of all ranks that still run
+            # Such ranks are ahead of all ranks that still run.
+            for number, local_rank in done.items():
                 step = self._page.read(local_rank).step
                 own.append(RankStatus(number, step, "end", 0.0, DEFAULT_SECONDS))
             self._group.publish(alarm, json.dumps([asdict(status) for status in own]))
@@ -435,13 +430,13 @@ class HangWatch:
         threading.Thread(target=work, name="perdure-dumps", daemon=True).start()
 
     def _evaluate(self, state: Membership) -> None:
-        """Evaluate the statuses of all nodes, on the first node, once all have published. No rank
-        is blamed while a rank has no process: others may wait for that one, and its node starts or
-        reports it. A node that does neither is lost."""
+        """On the first node, evaluate the statuses once all nodes have published. While a rank has
+        no process, no rank is blamed, as the others may wait for the missing process. If its node
+        does not start it within MISSING_SECONDS, the node is removed."""
         alarm, texts = state.alarm, self._group.statuses(state.alarm)
         if texts is None:
             return
-        # Once: the document shows the result only after a moment.
+        # only once, as the document shows the result only after a moment
         self._evaluated_alarm = alarm
         by_node = [[RankStatus(**status) for status in json.loads(text)] for text in texts]
         statuses = [status for of_node in by_node for status in of_node]
@@ -452,7 +447,7 @@ class HangWatch:
         ]
         if missing:
             waits = [status.seconds - status.starved - status.limit for status in statuses]
-            # Its node may be starting the process just now.
+            # the node may be starting the process just now
             if max(waits, default=0.0) <= MISSING_SECONDS:
                 self._group.change(end_alarm)
                 return
@@ -467,10 +462,10 @@ class HangWatch:
             self._group.change(end_alarm)
 
     def _suspects_here(self, state: Membership, progress: Mapping[int, RankProgress]) -> list[int]:
-        """The suspects on this node. If all ranks wait for each other, the first rank of the first
-        node is ended."""
+        """Returns the suspects on this node. If all ranks wait for each other, that is the first
+        rank of the first node."""
         self._quiet_until = time.monotonic() + REALARM_SECONDS
-        # They are dead or dying: the document has not changed yet.
+        # The suspects are dying already: the document has not changed yet.
         if self._handled_alarm == state.alarm:
             return []
         self._handled_alarm = state.alarm

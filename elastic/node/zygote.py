@@ -1,16 +1,15 @@
 """The zygote: the warm process of a node from which training processes are forked.
 
-It is a fork of the agent, or `python -m elastic.node.zygote`. It has imported what ranks need and
-started nothing: no threads, no CUDA, no process group. So a training process starts in milliseconds
-instead of the seconds that importing torch takes, at first and after every failure, and the ranks
-of a node share the memory of the code.
+The zygote is a fork of the agent, or `python -m elastic.node.zygote`. It imports the modules that
+ranks need, and starts nothing: no threads, no CUDA, no process group. So a training process starts
+in milliseconds instead of the seconds that importing torch takes, and the ranks of a node share the
+memory of the code.
 
-The agent (agent.py) sends it one JSON object a message: `{"preload": [module]}`, `{"describe":
+The agent (agent.py) sends one JSON object per message: `{"preload": [module]}`, `{"describe":
 [package, ranks, argument, …]}` (see program.py), `{"spawn": key, "env": {…}}` with the file
-descriptors of a program (see `RankProgram`), and `{"kill": key}`. It answers `{"folders": {…}}` and
-then `{"facts": {…}}`, `{"started": key, "pid": …}` and `{"ended": key, "code": …}`. When the agent
-ends, so does the zygote, and with it every process that it has forked.
-"""
+descriptors of a program (see `RankProgram`), and `{"kill": key}`. The zygote sends `{"folders":
+{…}}` and then `{"facts": {…}}`, `{"started": key, "pid": …}` and `{"ended": key, "code": …}`. When
+the agent ends, so does the zygote, and with it every process that it has forked."""
 
 import atexit
 import gc
@@ -40,24 +39,25 @@ MAX_MESSAGE = 1 << 16
 RECALL = "PERDURE_RECALL"
 """Environment variable: descriptor of the socket to the agent; see recall.py."""
 RESERVE = "PERDURE_RESERVE"
-"""Environment variable: this process is in reserve, and becomes a rank when its agent says so."""
+"""Environment variable: set in a reserve process, which becomes a rank when recalled."""
 
 
 @dataclass(frozen=True)
 class RankProgram:
-    """The program of a rank, from its stand-in (standin.py)."""
+    """The program of a rank, sent by its stand-in (standin.py)."""
 
     entry: str
-    """module:function, called with `arguments`; the process ends when it returns."""
+    """module:function, called with `arguments`. The process ends when the function returns."""
     prepare: str
-    """module:function, called with the tuple of `arguments` in the zygote to fill caches for its
-    forks. An exception is ignored: the fork raises it again, where people see it."""
+    """module:function, called in the zygote with the tuple of `arguments`, to fill caches for its
+    forks. An exception is ignored here, as the fork raises it again, in the log of its rank."""
     arguments: list[str]
     environment: dict[str, str]
     directory: str
 
     def pack(self) -> int:
-        """Write it to a file in memory, as it may exceed any message; returns the descriptor."""
+        """Write this program to a file in memory, as messages are limited; returns the
+        descriptor."""
         descriptor = os.memfd_create("perdure-job")
         with open(os.dup(descriptor), "wb") as file:
             file.write(json.dumps(self.__dict__).encode())
@@ -65,24 +65,24 @@ class RankProgram:
 
     @staticmethod
     def unpack(descriptor: int) -> "RankProgram":
-        """Read what `pack` wrote."""
+        """Read a program that `pack` wrote."""
         size = os.fstat(descriptor).st_size
         return RankProgram(**json.loads(os.pread(descriptor, size, 0)))
 
 
 def new_program_arguments(descriptor: int, agent: int) -> tuple[list[str], dict[str, str]]:
-    """(arguments, environment) of a zygote that is a new program instead of a fork."""
+    """Returns (arguments, environment) to start a zygote as a new program instead of a fork."""
     arguments = [sys.executable, "-P", "-m", "elastic.node.zygote", f"{descriptor}", f"{agent}"]
     return arguments, {**os.environ, "PYTHONPATH": os.pathsep.join(search_path())}
 
 
 def fork(descriptor: int, page: int) -> int:
-    """Fork this process into its zygote; returns the process id. If this process has used CUDA, the
-    fork executes a new program.
+    """Fork this process, the agent, into its zygote; returns the process id. If the agent has used
+    CUDA, the fork executes a new program.
 
     Args:
         descriptor: socket to the agent.
-        page: memory shared with the agent (progress.py).
+        page: descriptor of the memory shared with the agent (progress.py).
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -95,16 +95,15 @@ def fork(descriptor: int, page: int) -> int:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for other in map(int, os.listdir("/proc/self/fd")):
             if other > 2 and other not in (descriptor, page):
-                with suppress(OSError):  # the descriptor of this listing
+                with suppress(OSError):  # the descriptor belonged to this listing
                     os.close(other)
         if "torch" in sys.modules and sys.modules["torch"].cuda._is_in_bad_fork():
-            # torchrun has asked CUDA for GPUs: neither this process nor its forks could use it.
+            # torchrun has queried CUDA, so that no fork of this process could use it.
             for inherited in (descriptor, page):
                 os.set_inheritable(inherited, True)
             arguments, environment = new_program_arguments(descriptor, agent)
             os.execve(sys.executable, arguments, environment)
-        # Drop the agent's exit functions, and objects that would close descriptors that are others'
-        # now.
+        # Exit functions and objects of the agent must not run, or close descriptors, in the fork.
         atexit._clear()
         gc.freeze()
         sys.path[:] = path
@@ -116,16 +115,14 @@ def fork(descriptor: int, page: int) -> int:
 
 
 def main(descriptor: int, parent: int) -> NoReturn:
-    """Serve the agent, process `parent`, over the socket `descriptor` until it ends."""
+    """Serve the agent, process `parent`, over the socket `descriptor` until the agent ends."""
     die_with_parent(parent)
     set_name("zygote")
-    # Libraries look for GPUs when they are imported. torch must answer without starting CUDA, which
-    # forks could not use then.
+    # Libraries look for GPUs at import; torch must not initialise CUDA, as forks could not use it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     tolerate_lost_output()
-    # Ctrl-C reaches every process of the terminal, Slurm's signals every process of the job step;
-    # the agent decides what they mean.
-    of_ranks = handled_signals() - {signal.SIGINT}  # the agent handles Ctrl-C
+    # Ctrl-C and Slurm's signals reach every process, but only the agent handles them.
+    of_ranks = handled_signals() - {signal.SIGINT}
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     agent = socket.socket(fileno=descriptor)
@@ -188,12 +185,13 @@ def _handle(
 def _preload(module: str) -> None:
     try:
         importlib.import_module(module)
-    except Exception:  # the process that needs it will raise it, where people see it
+    # The process that needs the module raises the error again, in the log of its rank.
+    except Exception:
         sys.modules.pop(module, None)  # a half-imported module must not stay
 
 
 def _folders(package: str, arguments: Sequence[str]) -> dict[str, str]:
-    """Paths that the program's ranks need; empty if it fails."""
+    """Returns recipe key → path that the program's ranks need; empty if the program fails."""
     try:
         return read_folders(package, arguments)
     except Exception:  # `_describe` reports the error
@@ -201,7 +199,7 @@ def _folders(package: str, arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _describe(package: str, ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
-    """The program's facts, or the error that it raised."""
+    """Returns the job's description by the program, or the error that it raised."""
     try:
         return read_facts(package, ranks, arguments)
     except Exception as error:
@@ -210,16 +208,15 @@ def _describe(package: str, ranks: int, arguments: Sequence[str]) -> dict[str, A
 
 
 def _prepare(program: RankProgram) -> None:
-    """Do once what every fork would do again."""
+    """Import and prepare in the zygote what every fork would otherwise do again."""
     module, _, function = program.prepare.partition(":")
     _preload(module)
     with suppress(Exception):
         os.chdir(program.directory)
-        sys.path.append(
-            program.directory
-        )  # last, as a user's modules may have names of installed ones
+        # Last, so that a user's module does not hide an installed one of the same name.
+        sys.path.append(program.directory)
         getattr(importlib.import_module(module), function)(tuple(program.arguments))
-    # A collection in a fork would touch all objects, and so copy their pages.
+    # A garbage collection in a fork would write to all objects, and so copy their pages.
     gc.freeze()
 
 
@@ -230,18 +227,19 @@ def _run_rank(
     parent: int,
     signals: Collection[signal.Signals],
 ) -> NoReturn:
-    """Turn this fork of `parent` into a rank: run the program with the streams of the stand-in, the
-    file for dumps and the agent's socket as `streams`. `signals` get their default action back."""
+    """Turn this fork of `parent` into a rank, and run the program. `streams` are descriptors:
+    stdin, stdout and stderr of the stand-in, the file for dumps and the agent's socket. `signals`
+    get their default action again."""
     code = 1
     try:
         die_with_parent(parent)
         set_name("reserve" if RESERVE in environment else "rank")
-        os.setsid()  # the terminal's signals are for the agent
+        os.setsid()  # so that signals of the terminal reach only the agent
         *standard, dumps, recall = streams
         for target, stream in enumerate(standard):
             os.dup2(stream, target)
         tolerate_lost_output()
-        os.environ.clear()  # the rank gets its stand-in's environment, not the agent's
+        os.environ.clear()  # the rank needs its stand-in's environment, not the agent's
         os.environ.update({**program.environment, **environment})
         os.environ[RECALL] = f"{recall}"
         os.chdir(program.directory)
@@ -260,11 +258,11 @@ def _run_rank(
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # exit functions are the zygote's
+        os._exit(code)  # os._exit, as exit functions belong to the zygote
 
 
 def _set_threads() -> None:
-    """Set the number of threads that torchrun gives a rank: torch read the environment earlier."""
+    """Apply torchrun's threads per rank: torch read the variable in the zygote's environment."""
     threads, torch = os.environ.get("OMP_NUM_THREADS"), sys.modules.get("torch")
     if threads and torch and int(threads) != torch.get_num_threads():
         torch.set_num_threads(int(threads))
@@ -283,23 +281,22 @@ def _send(agent: socket.socket, message: Mapping[str, Any]) -> None:
 
 
 PRELOAD = "PERDURE_PRELOAD"
-"""Environment variable: modules that training processes need, separated by commas."""
+"""Environment variable: modules for the zygote to import, separated by commas."""
 SHAREABLE_DEVICES = re.compile("/dev/(null|zero|full|u?random|tty.*|console|ptmx|pts/.*|shm/.*)")
-"""Devices that forks may share."""
+"""Devices that a process may have open and still be forked."""
 
 
 @dataclass
 class Zygote:
-    """The agent's handle of its zygote."""
-
     page: ProgressPage
     pid: int
     socket: socket.socket
 
     @staticmethod
     def start(page: ProgressPage) -> "Zygote":
-        """Start a zygote, which begins to import at once. Called in a thread that lives as long as
-        the zygote is needed. Forks this process if it can: torch is imported."""
+        """Start a zygote, which begins to import at once. It is a fork of this process where
+        possible, as torch is imported here. Called in a thread that lives as long as the zygote is
+        needed."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         descriptors = theirs.fileno(), page.descriptor
         pid = fork(*descriptors) if _can_fork() else _start_new(*descriptors)
@@ -309,10 +306,10 @@ class Zygote:
         return Zygote(page, pid, ours)
 
     def end(self) -> int:
-        """Kill it, and all that it has forked; returns its exit code."""
+        """Kill the zygote and all its forks; returns the zygote's exit code."""
         if not self.pid:
             return 0
-        os.kill(self.pid, signal.SIGKILL)  # its forks die with it
+        os.kill(self.pid, signal.SIGKILL)  # the kernel kills its forks too, see `die_with_parent`
         _, status = os.waitpid(self.pid, 0)
         self.pid = 0
         self.socket.close()
@@ -320,13 +317,13 @@ class Zygote:
 
 
 def _can_fork() -> bool:
-    """Whether a fork of this process can be a zygote: it has no threads but this and numpy's, which
-    survive a fork, and has opened no GPU, which cannot be used after a fork."""
+    """Whether a fork of this process can be a zygote: torch is imported, no other Python thread
+    runs, and no GPU is open, which could not be used after a fork."""
     if "torch" not in sys.modules or threading.active_count() > 1:
         return False
     files = []
     for descriptor in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the descriptor of this listing
+        with suppress(OSError):  # the descriptor belonged to this listing
             files.append(os.readlink(f"/proc/self/fd/{descriptor}"))
     return not any(file.startswith("/dev/") and not SHAREABLE_DEVICES.match(file) for file in files)
 
@@ -348,15 +345,15 @@ _early: list[Zygote] = []
 
 
 def start_early() -> None:
-    """Start the zygote of this process's future agent, unless it is started: before there are
-    threads, and while this process still imports. torchrun creates the agent's handler itself, so
-    the zygote is kept in this module until then."""
+    """Start the zygote of this process's later agent, unless it runs already. Called early, while
+    the process has no threads and still imports. This module keeps the zygote until torchrun
+    creates the agent."""
     if not _early:
         _early.append(Zygote.start(ProgressPage.make()))
 
 
 def first_zygote() -> Zygote:
-    """The zygote of `start_early`, or a new one."""
+    """Returns the zygote of `start_early`, or a new one."""
     return _early.pop() if _early else Zygote.start(ProgressPage.make())
 
 

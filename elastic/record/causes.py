@@ -1,12 +1,13 @@
-"""What ended an attempt: one line for people, its kind, and what shows it. Pure.
+"""Why an attempt ended: one line for people, the kind of the cause, and the evidence. Pure
+functions.
 
-[Note: kinds] `killed` a signal from outside · `crashed` a fault in compiled code · `memory` the
-kernel or the GPU had none left · `error` an exception · `storage` a disk · `hang` a rank that all
-others waited for · `node` a machine that gave no sign of life · `network` a connection lost, and
-nobody to blame · `process` what a node's ranks were started from · `silent` no process was left to
-say why · `stopped` the run stopped for good · `leave`, `join` a change of nodes, with state saved ·
-`asked` somebody stopped it · `finished` · `open` it goes on, or was killed.
-"""
+[Note: kinds] `killed` a signal from another process · `crashed` a fault in compiled code · `memory`
+no memory left on machine or GPU · `error` an exception · `storage` a failed read or write · `hang`
+a rank that all others waited for · `node` a machine that gave no sign of life · `network` a lost
+connection without another failure · `process` death of the zygote or a stand-in · `silent` no
+process was left to report a cause · `stopped` the run stopped for good · `leave`, `join` a change
+of nodes, with state saved · `asked` a user stopped it · `finished` · `open` it still runs, or was
+killed."""
 
 import re
 import signal
@@ -30,7 +31,7 @@ Kind = Literal[
     "silent", "stopped", "leave", "join", "asked", "finished", "open",
 ]  # fmt: skip
 WANTED: tuple[Kind, ...] = ("leave", "join", "asked", "finished", "open")
-"""All other kinds are failures."""
+"""Kinds that are no failures."""
 FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 _STORAGE = re.compile(
     r"StorageError|SaveFailed|\b(ENOSPC|EIO|EFBIG|EDQUOT|ESTALE|EROFS)\b|No space left|"
@@ -41,38 +42,37 @@ _LONGEST = 2000
 
 
 @dataclass(frozen=True)
-class Ending:
-    """How an attempt ended."""
+class AttemptEnd:
+    """How and why an attempt ended."""
 
     kind: Kind
     text: str
-    """One line, in words that need no knowledge of the code."""
+    """One line for readers who do not know the code."""
     at: float
-    """Unix time."""
+    """Unix time of the end."""
     rank: int | None = None
     node: str = ""
     evidence: tuple[tuple[str, str], ...] = ()
-    """(what it is, what it says)."""
+    """(description of a piece of evidence, its text)."""
 
     @property
     def failed(self) -> bool:
-        """Whether it was a failure, not a change that was wanted."""
         return self.kind not in WANTED
 
 
-def ending(history: History, attempt: Attempt) -> Ending:
-    """How an attempt of a run ended, as far as the ledger tells."""
+def ending(history: History, attempt: Attempt) -> AttemptEnd:
+    """Returns how an attempt of a run ended, as far as the ledger shows."""
     following = history.next(attempt)
-    # What the agents agreed on says more than the end line of one rank.
+    # The failure that the agents recorded tells more than the end line of one rank.
     if following and following.start.cause is not None:
         cause = following.start.cause
         rank = cause.get("rank")
-        # Anybody may have written the ledger.
+        # Ledgers are not trusted: the value may have any type.
         rank = rank if isinstance(rank, int) and not isinstance(rank, bool) else None
         kind, text = _of_failure(rank, str(cause.get("node") or ""), cause)
         evidence = _evidence(cause, following)
         at = failed_at(attempt, following)
-        return Ending(kind, text, at, rank, str(cause.get("node") or ""), evidence)
+        return AttemptEnd(kind, text, at, rank, str(cause.get("node") or ""), evidence)
     if attempt.end:
         kind, text = _of_end(attempt, following)
         line = attempt.end["line"]
@@ -83,10 +83,10 @@ def ending(history: History, attempt: Attempt) -> Ending:
             ("ledger line", str(line)),
         )
         at = attempt.loaded + float(attempt.end["after"])
-        return Ending(kind, text, at, evidence=evidence)
+        return AttemptEnd(kind, text, at, evidence=evidence)
     if not following:
-        return Ending("open", "running, or killed", attempt.finished)
-    # Rank 0 writes the start line, so it names the machine of rank 0.
+        return AttemptEnd("open", "running, or killed", attempt.finished)
+    # Rank 0 writes the start line, so `boot` is that of the machine of rank 0.
     same = bool(attempt.start.boot) and attempt.start.boot == following.start.boot
     where = "" if same else "; rank 0 is on another machine since, or its machine was restarted"
     text = (
@@ -99,7 +99,7 @@ def ending(history: History, attempt: Attempt) -> Ending:
         ),
         ("ledger line of the next start", str(following.line)),
     )
-    return Ending("silent", text, attempt.finished, evidence=evidence)
+    return AttemptEnd("silent", text, attempt.finished, evidence=evidence)
 
 
 def _of_failure(rank: int | None, node: str, cause: Mapping[str, Any]) -> tuple[Kind, str]:
@@ -148,7 +148,7 @@ def _of_error(who: str, error: str, why: str) -> tuple[Kind, str]:
         return "memory", f"{who} ran out of memory: {error}"
     if error:
         return "error", f"{who} ended by an error: {error}"
-    return "error", f"{who} ended with {why}, and told no error; its output may"
+    return "error", f"{who} ended with {why}, and reported no error; see its output"
 
 
 def _of_end(attempt: Attempt, following: Attempt | None) -> tuple[Kind, str]:
@@ -204,7 +204,7 @@ def _evidence(cause: Mapping[str, Any], following: Attempt) -> tuple[tuple[str, 
 
 
 def shown_node(node: str) -> str:
-    """The name of a node for people: host and address, without what tells its agents apart."""
+    """Returns host and address of a node name, without the part that distinguishes its agents."""
     return node.rpartition("/")[0] if node.count("/") == 2 else node
 
 

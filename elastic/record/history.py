@@ -1,12 +1,11 @@
-"""A ledger as the history of a run, and the proof that no sequence is lost or used twice.
+"""Reads a ledger as the history of a run, and proves that no sequence is lost or used twice.
 
 [Note: line of a run] An attempt continues from a state that another attempt, its parent, has
 reached. The state holds the parent's name, and the start line repeats it. So attempts form a tree.
 (In ledgers without these names, the parent is the newest earlier attempt that did the loaded step.)
-The *line* of the newest attempt is its own steps, those of its parent up to the loaded step, and so
-on: the steps that made the weights. The sequences of their ranges must be 0, 1, 2, … without a gap
-or repetition. All other steps were computed in vain.
-"""
+The *line* of the newest attempt consists of its own steps, its parent's steps up to the loaded
+step, and so on: the steps that led to the weights. Their ranges of sequences must be 0, 1, 2, …
+without a gap or repetition. All other steps were computed in vain."""
 
 import math
 import os
@@ -29,12 +28,12 @@ PLANNED = (EXIT_DONE, EXIT_REQUEUE, EXIT_PAUSED, EXIT_INTERRUPTED)
 
 
 class LedgerError(Exception):
-    """There is no ledger to read."""
+    """The ledger is missing, or no attempt in it has begun."""
 
 
 @dataclass(frozen=True)
 class History:
-    """All attempts of a ledger, and what contradicts the proof."""
+    """All attempts of a ledger, and the contradictions in it."""
 
     attempts: list[Attempt]
     problems: list[str]
@@ -53,16 +52,15 @@ class History:
 
     @property
     def unrecorded(self) -> int:
-        """Steps on the line without a line of their own; later starts prove their sequences."""
+        """Steps on the line that have no step line; later start lines prove their sequences."""
         return sum(a.unrecorded for a in self.attempts if a.number in self.kept)
 
     def survives(self, attempt: Attempt, step: StepLine) -> bool:
-        """Whether a step is on the line of the newest attempt."""
         return step.step <= self.kept.get(attempt.number, -1)
 
     def taken_back(self) -> list[tuple[int, int]]:
-        """(step loaded, step before the roll-back) of the roll-backs on the line. The newest
-        weights hold nothing of the steps between."""
+        """(loaded step, last step before) of each roll-back on the line. The steps in between do
+        not affect the newest weights."""
         return [
             (item.to, item.step)
             for attempt in self.attempts
@@ -71,19 +69,19 @@ class History:
         ]
 
     def failed(self, attempt: Attempt) -> str | None:
-        """Why an attempt failed; None if it did not."""
+        """Returns why an attempt failed; None if it did not fail."""
         following = self.next(attempt)
         if following and following.start.cause is not None:
             return describe_failure(following.start.cause)
         if attempt.end:
             return None if attempt.end["code"] in PLANNED else str(attempt.end["reason"])
-        return "died without a word" if following else None
+        return "ended without a recorded cause" if following else None
 
     def next(self, attempt: Attempt) -> Attempt | None:
         return self.attempts[attempt.number] if attempt.number < len(self.attempts) else None
 
     def summary(self) -> str:
-        """One line for a ledger without problems."""
+        """Returns one line that describes a ledger without problems."""
         return (
             f"every sequence exactly once: {self.sequences} sequences in {self.step} steps over "
             f"{len(self.attempts)} attempts"
@@ -91,7 +89,7 @@ class History:
 
 
 def describe_failure(cause: Mapping[str, Any]) -> str:
-    """The rank or node that failed, and why, as far as known."""
+    """Returns the rank or node that failed, and why, as far as known."""
     rank, node = cause.get("rank"), cause.get("node")
     culprit = f"rank {rank}" if rank is not None else f"node {node}" if node else ""
     return ": ".join(filter(None, [culprit, str(cause.get("why", "failed"))]))
@@ -101,10 +99,10 @@ def read_history(path: str | Path) -> History:
     """Read a ledger.
 
     Args:
-        path: of the file, or of the run directory.
+        path: path of the ledger or of the run directory.
 
     Raises:
-        LedgerError: there is none, or no attempt in it has begun.
+        LedgerError: there is no ledger, or no attempt in it has begun.
     """
     return LedgerReader(path).read(whole=True)
 
@@ -113,7 +111,7 @@ class LedgerReader:
     """Follows a ledger that grows. A file that was replaced or cut is read from its beginning.
 
     Args:
-        path: of the file, or of the run directory.
+        path: path of the ledger or of the run directory.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -122,20 +120,20 @@ class LedgerReader:
         self.begin(0)
 
     def begin(self, inode: int) -> None:
-        """Forget all that was read; what comes is of the file with this inode."""
+        """Forget all lines; the next ones are those of the file with this inode."""
         self.inode, self.offset, self.number = inode, 0, 0
-        """The file, and how many of its bytes and lines are read."""
+        """Inode of the file, and the numbers of its bytes and lines that have been read."""
         self.others: list[tuple[int, bytes]] = []
-        """(number, line) of all lines that left no step."""
+        """(line number, line) of all lines that are not step lines."""
         self.attempts: list[Attempt] = []
         self._torn: list[str] = []
-        """Problems of single lines."""
+        """Problems of single lines, such as torn lines."""
 
     def read(self, *, whole: bool = False) -> History:
-        """What happened so far. Reads only what is new since the last call.
+        """Returns the history so far. Reads only lines that are new since the last call.
 
         Args:
-            whole: the last line counts also without its end. No call may follow.
+            whole: also read a last line without a newline. No call may follow.
 
         Raises:
             LedgerError: there is no ledger, or no attempt in it has begun.
@@ -143,12 +141,12 @@ class LedgerReader:
         try:
             with os.fdopen(open_to_read(self.path, follow=True), "rb") as file:
                 status = os.fstat(file.fileno())
-                # Another file has its name, or it is shorter than what was read.
+                # Another file has this name now, or the file is shorter than what has been read.
                 if (status.st_ino, 0) != (self.inode, max(0, self.offset - status.st_size)):
                     self.begin(status.st_ino)
                 file.seek(self.offset)
                 for line in file:
-                    if not (whole or line.endswith(b"\n")):  # it is just being written
+                    if not (whole or line.endswith(b"\n")):  # the line is being written
                         break
                     self.offset += len(line)
                     self.number += 1
@@ -167,7 +165,7 @@ class LedgerReader:
         return History(list(self.attempts), problems, _kept(self.attempts))
 
     def take(self, line: bytes, number: int) -> None:
-        """One line. One that is torn is left out: if something hangs on it, the numbers tell."""
+        """Add a line to the attempts, unless it is torn: the proof finds a missing step."""
         if not _take_step(line, number, self.attempts) and (
             _take(line, number, self.attempts, self._torn) != "step"
         ):
@@ -182,17 +180,18 @@ _STEP = re.compile(
     rb'(?:,"consumed":"([0-9a-f]{9,128})")?'
     rb',"after":(\d{1,9}(?:\.\d{1,9})?),"attempt":"([0-9a-f]{1,32})"\}\n'
 )
-"""A step that nothing is odd about, as a run writes it: nearly every line of a ledger."""
+"""The usual form of a step line, which nearly every line of a ledger has."""
 
 
 def _take_step(line: bytes, number: int, attempts: list[Attempt]) -> bool:
-    """Add such a step to the newest attempt; False if it is none, or of another attempt."""
+    """Add a line of the usual form to the newest attempt. Returns False if the line has another
+    form or belongs to another attempt."""
     found = _STEP.fullmatch(line)
     if not found or not attempts:
         return False
     step, first, after_last, seconds, loss, norm, consumed, after, name = found.groups()
     attempt = attempts[-1]
-    # A line that a rank 0 which was cut off has added late.
+    # written late, by a rank 0 that was cut off from the others
     if attempt.start.attempt.encode() != name:
         return False
     lasted = float(after)
@@ -209,7 +208,7 @@ def _take_step(line: bytes, number: int, attempts: list[Attempt]) -> bool:
 
 
 def _take(line: bytes, number: int, attempts: list[Attempt], problems: list[str]) -> str:
-    """Take in one line; returns its kind, "" if it is left out."""
+    """Add any other line to its attempt; returns its kind, or "" if it is skipped."""
     try:
         values = read_line(line)
         kind = values.pop("kind")
@@ -229,7 +228,8 @@ def _take(line: bytes, number: int, attempts: list[Attempt], problems: list[str]
                 loss = math.nan if values["loss"] is None else float(values["loss"])
             norm = float.fromhex(values["norm"]) if "norm" in values else None
             why = str(values.get("why") or "no reason") if values.get("skipped") else ""
-            if "why" in values and not why:  # a number may be finite: nothing else may tell
+            # Without its mark, a skipped step with finite numbers would not be noticed.
+            if "why" in values and not why:
                 problems.append(
                     f"line {number}: step {values['step']} has a reason for being skipped "
                     f"({values['why']}), but is not marked as skipped"
@@ -265,11 +265,11 @@ def _take(line: bytes, number: int, attempts: list[Attempt], problems: list[str]
 
 
 def last_start(path: str | Path, *, trained: bool) -> StartLine | None:
-    """The newest start line of a ledger, read from the file's end; None if there is none.
+    """Returns the newest start line of a ledger; None if there is none.
 
     Args:
-        path: of the file, or of the run directory.
-        trained: skip attempts after the newest step line, which did no step.
+        path: path of the ledger or of the run directory.
+        trained: skip attempts that completed no step.
     """
     path = Path(path)
     path = path / LEDGER if path.is_dir() else path
@@ -278,7 +278,7 @@ def last_start(path: str | Path, *, trained: bool) -> StartLine | None:
             os.fdopen(open_to_read(path, follow=True), "rb") as file,
             mmap(file.fileno(), 0, access=ACCESS_READ) as data,
         ):
-            # From the end: the ledger of a long run is large.
+            # searched from the end, as the ledger of a long run is large
             end = data.rfind(b'{"kind":"step",') if trained else len(data)
             begin = data.rfind(b'{"kind":"start",', 0, max(end, 0))
             if begin < 0:
@@ -294,7 +294,7 @@ def _start(values: Mapping[str, Any]) -> StartLine:
     """Parse the values of a start line.
 
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError, ValueError: the values are not those of a start line.
     """
     known = {item.name for item in fields(StartLine)}
     start = StartLine(**{name: value for name, value in values.items() if name in known})
@@ -312,7 +312,7 @@ def _set_times(attempts: list[Attempt]) -> None:
         attempt.loaded = start.at
         if before and start.boot and start.boot == before.start.boot:
             attempt.loaded = before.loaded + start.monotonic - before.start.monotonic
-            # A process that was cut off may have gone on beside the next attempt.
+            # A process that was cut off may have continued beside the next attempt.
             before.finished = min(before.finished, attempt.loaded)
         attempt.began = attempt.loaded - sum(start.phases.values())
         if before:
@@ -323,12 +323,12 @@ def _set_times(attempts: list[Attempt]) -> None:
 
 
 def _kept(attempts: list[Attempt]) -> dict[int, int]:
-    """The line of the newest attempt; see `History.kept`."""
+    """Returns `History.kept` for the newest attempt."""
     kept: dict[int, int] = {}
     attempt: Attempt | None = attempts[-1]
     newest = attempts[-1].last_step
     while attempt:
         kept[attempt.number] = newest
-        # The parent counts only up to the step that this attempt has loaded.
+        # The parent contributes only the steps up to the loaded one.
         newest, attempt = attempt.start.step, attempt.parent
     return kept

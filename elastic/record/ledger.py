@@ -2,10 +2,10 @@
 
 [Note: ledger] `ledger.jsonl` belongs to the run, not to an attempt. Each start of training
 processes (an *attempt*) appends to it, rank 0 alone writes it, and no line is ever changed. Every
-line has a `kind`; a reader ignores unknown kinds. Every line names its `attempt`: a rank 0 that was
-cut off or frozen may add a line after others have begun the next attempt. Except in `start`, a line
-has `after`: seconds on the monotonic clock since the attempt's start line, which no clock setting
-changes.
+line has a `kind`; a reader ignores unknown kinds. Every line names its `attempt`, because a rank 0
+that was cut off or frozen may add a line after the next attempt has begun. Except in `start`, a
+line has `after`: seconds on the monotonic clock since the attempt's start line, which no clock
+setting changes.
 
     start   a `StartLine`: what was loaded, by which world, why
     phases  {phases: {name: seconds}}: from the launch through the first step
@@ -14,16 +14,15 @@ changes.
     rollback  {step, to, source}: after `step` the weights of step `to` were loaded again
     validation  {step, values: {name: mean}}
     save    {step, ok, seconds, skipped, rollbacks, stall?, error?, weights?, moments?}
-    notice  {why, …} a node was asked to leave
-    event   {event: …, …} free-form
+    notice  {why, …}: a node was asked to leave
+    event   {event: …, …}: any other event
     end     {code, reason, step, skipped, rollbacks}
 
-[Note: verdicts] `why` a step was skipped names what was wrong: "loss" or "norm" for a number that
-is not finite, "weights" for anything else. `loss` is null where it is not finite; `norm` is
-hexadecimal, as `float.fromhex` reads it. Both have every bit. The counters `skipped` and
-`rollbacks` of a start come from the loaded state; those of a save or an end are the counts up to
-its step. So a mark that is added or removed later contradicts a number or a counter.
-"""
+[Note: verdicts] `why` is the reason for which a step was skipped: "loss" or "norm" for a number
+that is not finite, "weights" for anything else. `loss` is null where it is not finite; `norm` is
+hexadecimal, as `float.fromhex` reads it. Both are exact. The counters `skipped` and `rollbacks` of
+a start come from the loaded state; the counters of a save or an end count up to its step. So a
+`skipped` that is added or removed later contradicts a number or a counter."""
 
 import json
 import math
@@ -38,9 +37,9 @@ from typing import Any, Literal
 
 from elastic.exits import EXIT_FAILED, EXIT_INTERRUPTED
 from elastic.node.files import open_to_read
-from elastic.node.recall import Recalled
+from elastic.node.recall import AttemptRecalled
 from elastic.process import boot_id, plain_text
-from elastic.record.lines import Lines
+from elastic.record.lines import LineFile
 
 LEDGER = "ledger.jsonl"
 """File name in the run directory."""
@@ -48,13 +47,13 @@ LoadedFrom = Literal["memory", "storage", "none", "init"]
 
 
 def clock() -> float:
-    """Seconds of a clock that counts through a suspend and never jumps."""
+    """Seconds on a clock that also runs during a suspend and never jumps."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartLine:
-    """The line that begins an attempt, written once state is loaded."""
+    """The first line of an attempt, written once its state is loaded."""
 
     step: int
     """Step of the loaded state; 0 for fresh weights."""
@@ -65,56 +64,54 @@ class StartLine:
     steps: int | None = None
     """Steps of the whole run; None in older ledgers."""
     data: str = ""
-    """Fingerprint of the data; with stages, of the first."""
+    """Fingerprint of the data; with stages, of the data of the first stage."""
     stages: Sequence[Sequence[Any]] = ()
-    """[first sequence, fingerprint] of each further stage of the data."""
+    """[first sequence, fingerprint] of each later stage of the data."""
     parent: str | None = None
     """Attempt that computed the loaded state; "" for fresh weights, None in older ledgers."""
     skipped: int | None = None
-    """Steps up to the loaded state that left the weights alone; None: not counted."""
+    """Steps up to the loaded state whose update was skipped; None: not counted."""
     rollbacks: int | None = None
     """Roll-backs up to the loaded state; None: not counted."""
     records: Sequence[str] = ()
     """Optional fields that every step line of this attempt has."""
     recipe: str = ""
-    """Digest of the recipe, and name of its file in `recipes/`; "" without a file."""
+    """Digest of the recipe, which names its file in `recipes/`; "" if there is no file."""
     directory: str = ""
     """Working directory, to which paths in the recipe are relative."""
     computed_by: Mapping[str, str] = field(default_factory=dict)
-    """What decides the bits of a step besides the recipe: code, torch, cpu, gpu."""
+    """Other causes that affect the bits of a step: code, torch, cpu, gpu."""
     threads: int = 0
-    """Threads with which a rank computes on a CPU, which decide how it rounds; 0: not known."""
+    """Threads with which a rank computes on a CPU, which affect rounding; 0: unknown."""
     changed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Recipe key → (old, new) where this start differs from the last attempt that trained."""
+    """Recipe key → (old, new) for keys that differ from the last attempt that completed a step."""
     model: str = ""
-    """What is trained, in words."""
+    """Description of the model, in words."""
     nodes: int = 1
     round: int = 0
     generation: int = 0
     source: LoadedFrom = "none"
-    """Origin of the state: memory, storage (a checkpoint of this run), init (other weights), none
-    (fresh)."""
+    """Origin of the state: memory, storage (a checkpoint of this run), init, none (fresh)."""
     cause: Mapping[str, Any] | None = None
-    """The failure that made this start necessary: rank, node, step, why, at (Unix time)."""
+    """The failure that caused this start: rank, node, step, why, at (Unix time); else None."""
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Phase → seconds from the launch to this line, in order."""
+    """Phase → seconds, in order, from the launch to this line."""
     at: float = field(default_factory=time.time)
-    """Unix time."""
+    """Unix time of this line."""
     monotonic: float = field(default_factory=clock)
-    """Time of the line by `clock`, in seconds."""
+    """Value of `clock` at this line."""
     boot: str = field(default_factory=boot_id)
-    """Boot of the machine: starts with the same value share `clock`."""
+    """Boot id of rank 0's machine: starts with the same value have the same `clock`."""
     pid: int = field(default_factory=os.getpid)
     attempt: str = field(default_factory=lambda: secrets.token_hex(4))
 
 
 class Ledger:
-    """Writes the ledger, on rank 0; a context manager. See `Lines` for what happens on a full disk.
+    """Writes the ledger of a run; a context manager on rank 0. See `LineFile` for a full disk.
 
-    [Note: unwritten lines] The proof of a step must live where the state of the step lives. So
-    state in memory or storage is kept together with `unwritten`. An attempt that continues from
-    that state passes these lines to its ledger, which first writes those that the file lacks.
-    """
+    [Note: unwritten lines] A state must not outlive the lines that prove its steps. So `unwritten`
+    is saved with every state in memory or storage. An attempt that continues from that state passes
+    these lines to its ledger, which first writes those that the file lacks."""
 
     def __init__(
         self,
@@ -127,17 +124,17 @@ class Ledger:
         """Begin an attempt.
 
         Args:
-            path: of the file, created if missing; its directory exists.
-            start: the first line.
+            path: path of the file, created if missing; its directory exists.
+            start: first line of the attempt.
             unwritten: value of `unwritten` when the loaded state was saved.
-            trusted: other users (uids) whose file it may be; any other file is put aside.
+            trusted: other users (uids) who may own the file; any other file is renamed.
             also: called with each line, before it is written.
         """
         path, unwritten = Path(path), [line for line in unwritten if _is_line(line)]
         self.reached = max(_newest_step(_tail(path)), _newest_step(unwritten))
-        """Newest step of earlier attempts."""
+        """Newest step that earlier attempts recorded."""
         self._start, self._also = start, also
-        self._lines = Lines(path, unwritten, trusted)
+        self._lines = LineFile(path, unwritten, trusted)
         self._step = start.step
         self._skipped: list[int] = []
         self._rollbacks: list[int] = []
@@ -146,11 +143,11 @@ class Ledger:
 
     @property
     def unwritten(self) -> list[str]:
-        """Lines that the disk has not taken yet, in order."""
+        """Lines that could not be written yet, in order."""
         return self._lines.waiting
 
     def phases(self, phases: Mapping[str, float]) -> None:
-        """Record phase → seconds from the launch through the first step."""
+        """Record phase → seconds, from the launch through the first step."""
         self._add("phases", phases={name: round(value, 4) for name, value in phases.items()})
 
     def step(
@@ -168,21 +165,20 @@ class Ledger:
         """Record a finished optimizer step.
 
         Args:
-            step: number, from 1.
-            first: first sequence of the global order that it consumed.
-            after_last: sequence after its last.
-            loss: mean over its global batch.
-            norm: of its gradient, before clipping.
-            skipped: why it left the weights alone, see [Note: verdicts]; else empty.
-            consumed: digest of the sequences that all ranks consumed, to expose a rank that used
-                others.
+            step: number of the step, from 1.
+            first: first sequence of the global order that the step consumed.
+            after_last: sequence after the last one consumed.
+            loss: mean loss over the global batch.
+            norm: norm of the gradient, before clipping.
+            skipped: why the update was skipped, see [Note: verdicts]; empty: it was not.
+            consumed: digest of the sequences that all ranks consumed, to detect wrong ones.
         """
         self._step = step
         if skipped:
             self._skipped.append(step)
         mark: dict[str, Any] = {}
         if loss is not None:
-            # JSON has neither NaN nor infinity.
+            # JSON has no NaN and no infinity
             mark["loss"] = loss if math.isfinite(loss) else None
         if norm is not None:
             mark["norm"] = norm.hex()
@@ -198,7 +194,7 @@ class Ledger:
         self._add("rollback", step=step, to=to, source=source)
 
     def validation(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Record a validation of the weights after `step`; null: not finite."""
+        """Record name → mean over the validation set after `step`; None: not finite."""
         self._add("validation", step=step, values=values)
 
     def save(
@@ -214,9 +210,9 @@ class Ledger:
         """Record the end of a save.
 
         Args:
-            seconds: from the call to the commit.
+            seconds: seconds from the call to the commit.
             error: why there is no checkpoint; None if there is one.
-            stall: seconds for which training stood still, outside of steps.
+            stall: seconds outside of steps for which the save stopped training.
             weights: digest of the model's tensors.
             moments: digest of the optimizer's tensors.
         """
@@ -234,7 +230,7 @@ class Ledger:
         self._add("event", event=event, **details)
 
     def end(self, code: int, reason: str) -> None:
-        """Record the end of the attempt; only the first call counts."""
+        """Record the end of the attempt. Later calls are ignored."""
         if not self._ended:
             self._ended = True
             counters = self._counters(self._step)
@@ -246,12 +242,12 @@ class Ledger:
     def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
         if kind is KeyboardInterrupt:
             self.end(EXIT_INTERRUPTED, "interrupted")
-        elif kind is not None and kind is not Recalled:  # the next attempt records why
+        elif kind is not None and kind is not AttemptRecalled:  # the next attempt records the cause
             self.end(EXIT_FAILED, f"{kind.__name__}: {plain_text(error)}"[:500])
         self._lines.close()
 
     def _counters(self, step: int) -> dict[str, Any]:
-        """Steps skipped and roll-backs up to `step`; empty if the start does not count them."""
+        """Returns skipped steps and roll-backs up to `step`; empty if they are not counted."""
         start = self._start
         if start.skipped is None or start.rollbacks is None:
             return {}
@@ -265,7 +261,7 @@ class Ledger:
         self._write(kind, {**values, "after": after, "attempt": self._start.attempt})
 
     def _write(self, kind: str, values: Mapping[str, Any]) -> None:
-        # An event may carry any value, and must not end the run.
+        # an event may have a value of any type, which must not end the run
         line = json.dumps({"kind": kind, **values}, separators=(",", ":"), default=str)
         if self._also:
             self._also(line)
@@ -276,14 +272,14 @@ _TAIL_BYTES = 1 << 16
 
 
 def _is_line(line: object) -> bool:
-    """Whether `line` is a line of a ledger; loaded state may come from elsewhere."""
+    """Whether `line` is a line of a ledger. Loaded state is not trusted."""
     with suppress(ValueError, TypeError, RecursionError):
         return isinstance(line, str) and "\n" not in line and "kind" in json.loads(line)
     return False
 
 
 def _tail(path: Path) -> list[bytes]:
-    """The last lines of a file, the first of them perhaps cut; empty if it cannot be read."""
+    """Returns the last lines of a file, the first perhaps torn; empty if it cannot be read."""
     try:
         with os.fdopen(open_to_read(path), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
@@ -293,9 +289,9 @@ def _tail(path: Path) -> list[bytes]:
 
 
 def _newest_step(lines: Sequence[bytes | str]) -> int:
-    """The newest step in lines of a ledger; 0 without step lines."""
+    """Returns the newest step in lines of a ledger; 0 without step lines."""
     for line in reversed(lines):
-        with suppress(ValueError, TypeError, KeyError):  # a line may be cut
+        with suppress(ValueError, TypeError, KeyError):  # a line may be incomplete
             values = json.loads(line)
             if values["kind"] == "step":
                 return int(values["step"])

@@ -1,5 +1,5 @@
-"""Files of JSON lines: appended to by a process that a full disk must not end, and read with
-checks, as anybody may have written them."""
+"""Files of JSON lines: appended to by a process that a full disk must not end, and parsed with
+checks, because their contents are not trusted."""
 
 import json
 import logging
@@ -17,20 +17,20 @@ from elastic.node.files import open_to_append
 logger = logging.getLogger(__name__)
 
 BATCH = 256
-"""Most waiting lines per write."""
+"""Most lines per write."""
 
 
-class Lines:
+class LineFile:
     """Appends to a file of lines, created if missing.
 
     Each line is passed to the operating system at once, so it survives the death of this process.
-    Lines that a full or missing disk does not take wait in memory, in order.
+    Lines that cannot be written, as the disk is full or missing, wait in memory, in order.
 
     Args:
-        path: of the file; its directory exists.
-        waiting: lines that an earlier process may not have written. Those that the file has already
+        path: path of the file; its directory exists.
+        waiting: lines that an earlier process may not have written. Lines that the file already has
             are not written again.
-        trusted: other users (uids) whose file it may be; any other file is put aside.
+        trusted: other users (uids) who may own the file; any other file is renamed.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class Lines:
         self._lines = deque(line.encode() for line in waiting)
         self._from_before = bool(self._lines)
         self._written_bytes = 0
-        """Bytes of the first waiting line that are written."""
+        """Bytes of the first waiting line that are written already."""
         self._failing = False
 
     @property
     def waiting(self) -> list[str]:
-        """Lines that are not written, or only in part."""
+        """Lines that are not written, or only partly."""
         return [line.decode() for line in self._lines if line]
 
     def add(self, line: str) -> None:
@@ -55,7 +55,7 @@ class Lines:
         self.flush()
 
     def flush(self) -> None:
-        """Write waiting lines, as far as the file takes them."""
+        """Write waiting lines, as many as the file accepts. Raises no OSError."""
         try:
             while self._lines:
                 if self._file is None:
@@ -63,7 +63,7 @@ class Lines:
                 self._drop_written(os.writev(self._file, self._next()))
             self._failing = False
         except OSError as error:
-            # Once: the disk stays full for many lines.
+            # logged only once, as the disk stays full for many lines
             if not self._failing:
                 logger.warning(
                     "%s: %s; its lines are kept in memory until it can be written",
@@ -73,7 +73,7 @@ class Lines:
             self._failing = True
 
     def close(self) -> None:
-        """Close the file. Lines that still wait are lost with this process."""
+        """Close the file. Lines still waiting are lost when this process ends."""
         if self._lines:
             self.flush()
         if self._file is not None:
@@ -81,21 +81,21 @@ class Lines:
             self._file = None
 
     def _open(self) -> int:
-        """Open the file, and drop waiting lines that it has already.
+        """Open the file, and drop waiting lines that it already has.
 
         Raises:
-            OSError: it cannot be opened or read.
+            OSError: the file cannot be opened or read.
         """
         file = open_to_append(self._path, self._trusted)
         try:
             if self._from_before:
                 with open(f"/proc/self/fd/{file}", "rb") as existing:
-                    # Lines have a time and an attempt, so equal ones are one line.
+                    # lines contain a time and an attempt, so equal lines are the same line
                     missing = dict.fromkeys(self._lines)
                     for line in existing:
                         missing.pop(line.removesuffix(b"\n"), None)
                 self._lines, self._from_before = deque(missing), False
-            if not _ends_well(file):  # another process was killed while it wrote its last line
+            if not _ends_well(file):  # a process was killed while it wrote the last line
                 self._lines.appendleft(b"")
         except OSError:
             os.close(file)
@@ -107,7 +107,7 @@ class Lines:
         return [first[self._written_bytes :], *others]
 
     def _drop_written(self, count: int) -> None:
-        """Drop `count` written bytes. The rest of a partly written line comes next."""
+        """Drop the first `count` bytes of the waiting lines, which are written."""
         self._written_bytes += count
         while self._lines and self._written_bytes > len(self._lines[0]):
             self._written_bytes -= len(self._lines.popleft()) + 1
@@ -127,29 +127,29 @@ _DIGEST = re.compile(r"[0-9a-f]{9,128}")
 
 
 class WrongValueError(ValueError):
-    """A complete line with a value that no run writes."""
+    """A complete line with a value that no run would write."""
 
 
 def read_line(line: bytes | str) -> dict[str, Any]:
-    """Parse a line of a ledger. Fields that readers compute with are checked.
+    """Parse a line of a ledger, and check the fields that readers compute with.
 
     Raises:
-        WrongValueError: a field has a value that no run writes; says which.
+        WrongValueError: a field has a value that no run would write; the message names it.
         ValueError: the line is torn, or not an object of a ledger.
     """
     values = _object(line)
     kind = values.get("kind")
     if not isinstance(kind, str):
-        raise ValueError("no kind")
+        raise ValueError("the line has no kind")
     for name, fits in _FIELDS.get(kind, {}).items():
         if name in values and not fits(values[name]):
-            raise WrongValueError(f"a {kind} whose {name} is none")
+            raise WrongValueError(f"a {kind} line with a wrong {name}")
     return values
 
 
 def read_record(line: bytes | str) -> dict[str, Any] | None:
     """Parse a record of metrics.jsonl: `step`, `time`, `event` (text) and metrics (numbers; null:
-    not finite). Other fields are left out. None: the line is torn or no record."""
+    not finite). Other fields are left out. Returns None if the line is torn or no record."""
     try:
         values = _object(line)
     except ValueError:
@@ -169,15 +169,15 @@ def _object(line: bytes | str) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("nested too deep") from None
     if not isinstance(values, dict):
-        raise ValueError("no object")
+        raise ValueError("not a JSON object")
     level: list[Any] = [values]
-    # Level by level: a recursion could run out of stack.
+    # not recursive, as a recursion could exceed the stack
     for _ in range(_MAX_NESTING):
         inner = [item for value in level for item in _inside(value)]
         if any(isinstance(item, int) and abs(item) > _MAX_WHOLE for item in inner):
             raise ValueError("a whole number that no run writes")
         if any(isinstance(item, float) and not math.isfinite(item) for item in inner):
-            raise ValueError("a number without an end")  # Python reads 1e999 as infinity
+            raise ValueError("an infinite number")  # Python reads 1e999 as infinity
         level = [item for item in inner if isinstance(item, dict | list)]
         if not level:
             return values
@@ -189,11 +189,11 @@ def _inside(value: Any) -> list[Any]:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not valid JSON")
 
 
 def _number(value: Any) -> bool:
-    # To Python true is a whole number.
+    # bool is a subclass of int
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -206,7 +206,7 @@ def _seconds(value: Any) -> bool:
 
 
 def _span(value: Any) -> bool:
-    """Whether a value can be the seconds between two clocks, which may differ."""
+    """Whether `value` can be a difference of two times, which may be negative."""
     return _number(value) and abs(value) <= _YEAR_9999
 
 
@@ -236,7 +236,7 @@ def _cause(value: Any) -> bool:
 
 
 def _integer(value: Any) -> bool:
-    """Whether `value` is a count or cursor. Negative ones are left for the proof to report."""
+    """Whether `value` is an integer. The proof reports negative counts and cursors."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -1,5 +1,5 @@
-"""Contradictions to the claim that every sequence was consumed exactly once. See history.py [Note:
-line of a run]."""
+"""Finds contradictions to the claim that every sequence was consumed exactly once; see history.py
+[Note: line of a run]."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,13 +8,13 @@ from elastic.record.attempt import Attempt, RollbackLine
 from elastic.record.steps import StepLine
 
 UNRECORDED_STEPS = 3
-"""Steps that a killed process may have done without writing their lines."""
+"""Most steps that a killed process may have completed without writing their lines."""
 UNRECORDED_SECONDS = 60.0
-"""Seconds of written lines that a crash of the machine may lose: Linux flushes pages after 30 s."""
+"""Most seconds of lines that a crash of the machine may lose: Linux flushes pages after 30 s."""
 
 
 def problems_of(attempts: list[Attempt]) -> Iterator[str]:
-    """Link every attempt to its parent, and yield what contradicts the proof."""
+    """Set the parent of every attempt, and yield the contradictions in the ledger."""
     for attempt in attempts:
         earlier = attempts[: attempt.number - 1]
         attempt.parent, attempt.unrecorded = None, 0
@@ -24,7 +24,7 @@ def problems_of(attempts: list[Attempt]) -> Iterator[str]:
 
 
 def _link(attempt: Attempt, earlier: list[Attempt]) -> Iterator[str]:
-    """Set the parent of `attempt`, which did the step it loaded; yield contradictions."""
+    """Set the parent of `attempt`: the attempt that did the loaded step. Yield contradictions."""
     start = attempt.start
     where = _name(attempt)
     if start.step == 0:
@@ -82,14 +82,13 @@ def _link(attempt: Attempt, earlier: list[Attempt]) -> Iterator[str]:
 
 
 def _guessed_parent(attempt: Attempt, earlier: list[Attempt]) -> Attempt | None:
-    """The attempt that did the step loaded by `attempt`, whose start line names none."""
+    """Returns the attempt that did the loaded step of `attempt`, which names no parent."""
     start = attempt.start
     parent = earlier[-1] if earlier else None
     while parent and start.step <= parent.start.step:
         parent = parent.parent
     if not (parent and start.step <= parent.last_step):
-        # The loaded step is beyond the record of the attempt before: its last lines may be lost, or
-        # the checkpoint of an earlier attempt has turned up.
+        # Either the parent's last lines are lost, or a step of an older attempt was loaded.
         torn = parent is not None and _may_be_unrecorded(parent, attempt)
         if not torn or start.source != "memory":
             others = (other for other in reversed(earlier) if _cursor(other, start.step))
@@ -98,7 +97,7 @@ def _guessed_parent(attempt: Attempt, earlier: list[Attempt]) -> Attempt | None:
 
 
 def _cursor(attempt: Attempt, number: int) -> int | None:
-    """Sequences consumed by an attempt up to the end of a step; None if it has no line for it."""
+    """Returns the sequences consumed up to the end of a step; None without its line."""
     if number == attempt.start.step:
         return attempt.start.sequences
     step = attempt.steps.find(number)
@@ -106,8 +105,8 @@ def _cursor(attempt: Attempt, number: int) -> int | None:
 
 
 def _may_be_unrecorded(parent: Attempt, attempt: Attempt) -> bool:
-    """Whether the steps that `attempt` loaded beyond the record of `parent` were lost with its last
-    lines: they are few, and the cursor is where they would have left it."""
+    """Whether the steps between the last line of `parent` and the step that `attempt` loaded may
+    have been lost with the last lines: they are few, and match the number of sequences consumed."""
     missing = attempt.start.step - parent.last_step
     cursor = parent.steps[-1].after_last if parent.steps else parent.start.sequences
     if attempt.start.sequences - cursor != missing * parent.start.global_batch:
@@ -120,7 +119,7 @@ def _may_be_unrecorded(parent: Attempt, attempt: Attempt) -> bool:
 
 
 def _gaps(attempt: Attempt) -> Iterator[str]:
-    """Yield steps of an attempt that do not follow from the line before."""
+    """Yield step lines whose step or sequences do not follow from the line before."""
     number, cursor = attempt.start.step, attempt.start.sequences
     if attempt.steps.consecutive(number, cursor, attempt.start.global_batch):
         return
@@ -143,7 +142,7 @@ def _gaps(attempt: Attempt) -> Iterator[str]:
 
 
 def _verdicts(attempt: Attempt) -> Iterator[str]:
-    """Yield step lines without required fields, and marks that contradict numbers or counters."""
+    """Yield step lines that lack required fields, or whose marks contradict numbers or counters."""
     start, counted = attempt.start, attempt.start.skipped is not None
     plain = attempt.steps.finite() and not any(map(attempt.steps.lack, start.records))
     for step in () if plain else attempt.steps:
@@ -170,7 +169,7 @@ def _verdicts(attempt: Attempt) -> Iterator[str]:
 
 
 def _counters(attempt: Attempt) -> Iterator[str]:
-    """Yield counters of a start, save or end line that differ from the lines before it."""
+    """Yield counters of start, save and end lines that differ from the lines before them."""
     start, parent = attempt.start, attempt.parent
     for name, what in (("skipped", "steps skipped"), ("rollbacks", "roll-backs")):
         began, before = getattr(start, name), None
@@ -201,7 +200,7 @@ def _counters(attempt: Attempt) -> Iterator[str]:
 
 
 def _count(attempt: Attempt, name: str, step: int, line: int) -> int:
-    """Value of a counter for the state of `step`, by the lines before number `line`."""
+    """Returns skipped steps or roll-backs up to `step`, from lines before number `line`."""
     marked: Sequence[StepLine | RollbackLine] = attempt.rollbacks
     if name == "skipped":
         marked = attempt.steps.skipped()
@@ -209,7 +208,7 @@ def _count(attempt: Attempt, name: str, step: int, line: int) -> int:
 
 
 def _finite(value: float) -> bool:
-    return abs(value) < math.inf  # False for NaN too
+    return abs(value) < math.inf  # False for NaN, too
 
 
 def _name(attempt: Attempt) -> str:

@@ -1,10 +1,9 @@
 """Goodput, failures and recovery times of a run, and the save interval. Pure functions.
 
-Goodput is the time in steps whose result survived, divided by the wall time from the first launch
-to the last line. MTBF is the run's uptime divided by its failures. MTTR is the mean time from a
-failure to the first step beyond the highest one reached before, so it includes repeated steps.
-(Terms as in ByteRobust, arXiv 2509.16293, whose ETTR is our goodput.)
-"""
+Goodput is the time in steps whose result is part of the newest weights, divided by the wall time
+from the first launch to the last line. MTBF is the run's uptime divided by its failures. MTTR is
+the mean time from a failure to the first step beyond the highest one reached before, so it includes
+repeated steps. (Terms as in ByteRobust, arXiv 2509.16293, whose ETTR is our goodput.)"""
 
 import math
 from collections.abc import Mapping
@@ -20,38 +19,38 @@ from elastic.record.history import History
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds of a run by what they were spent on; everything but `wall` adds up to `wall`."""
+    """Seconds of a run by use. `wall` is the sum of all others."""
 
     wall: float
     kept: float
-    """In steps whose result survived."""
+    """Time in steps whose result is part of the newest weights."""
     redone: float
-    """In steps that were repeated, including those that a failure cut off."""
+    """Time in steps that were repeated, including steps that a failure interrupted."""
     skipped: float
-    """In steps that were skipped for bad numbers, and steps that a roll-back undid."""
+    """Time in steps that were skipped for bad numbers, and in steps that a roll-back undid."""
     starting: Mapping[str, float]
-    """From a launch or a failure to the first step, by phase."""
+    """Phase → time from a launch or a failure to the first step."""
     stalled: float
-    """Standing still for saves, as far as measured."""
+    """Time in which saves stopped training, as far as measured."""
     between: float
-    """Between steps for other reasons: evaluation, records, waiting for the last save."""
+    """Time between steps for other reasons: evaluation, logging, waiting for the last save."""
     idle: float
-    """Not running: between attempts that neither a failure nor a change of nodes links."""
+    """Time in which the run did not run, except after a failure or for a change of nodes."""
 
     @property
     def share(self) -> float:
-        """The goodput, 0 to 1."""
+        """Fraction of the wall time that is goodput, 0 to 1."""
         return self.kept / self.wall if self.wall else 0.0
 
     @property
     def share_of_uptime(self) -> float:
-        """The goodput without idle time."""
+        """Goodput without idle time, 0 to 1."""
         up = self.wall - self.idle
         return self.kept / up if up else 0.0
 
 
 def goodput(history: History) -> Goodput:
-    """Account for the wall time of a run."""
+    """Divide the wall time of a run among the fields of `Goodput`."""
     attempts = history.attempts
     kept = redone = skipped = stalled = between = 0.0
     starting: dict[str, float] = {}
@@ -62,7 +61,7 @@ def goodput(history: History) -> Goodput:
             good, bad, lost = time_in_steps(history, attempt)
             kept, skipped, redone = kept + good, skipped + bad, redone + lost
             rest = max(0.0, attempt.finished - _first_step_began(attempt) - good - bad - lost)
-            # Measured apart, it may exceed what is left by a rounding.
+            # The stall is measured separately, so rounding may make it larger than the rest.
             stall = min(rest, sum(save.get("stall") or 0.0 for save in attempt.saves))
             stalled, between = stalled + stall, between + rest - stall
     for before, after in pairwise(attempts):
@@ -79,7 +78,7 @@ def goodput(history: History) -> Goodput:
 
 
 def idle_spans(history: History) -> list[tuple[float, float]]:
-    """(begin, end) of the times between attempts in which nothing ran."""
+    """Returns (begin, end) of the times between attempts in which nothing ran."""
     return [
         (before.finished, after.began)
         for before, after in pairwise(history.attempts)
@@ -88,8 +87,9 @@ def idle_spans(history: History) -> list[tuple[float, float]]:
 
 
 def failed_at(before: Attempt, after: Attempt) -> float:
-    """Time of the failure between two attempts. The clock that stamped it may be another machine's,
-    so it is limited to the time between the last line of `before` and the launch of `after`."""
+    """Returns the Unix time of the failure between two attempts. Its clock may be another
+    machine's, so it is limited to the time between the last line of `before` and the launch of
+    `after`."""
     cause = after.start.cause or {}
     ago = after.start.at - float(cause.get("at") or after.start.at)
     return min(max(after.loaded - ago, before.finished), after.began)
@@ -97,28 +97,28 @@ def failed_at(before: Attempt, after: Attempt) -> float:
 
 @dataclass(frozen=True)
 class Reliability:
-    """How often a run fails, and how soon it is back."""
+    """How often a run fails, and how fast it recovers."""
 
     failures: int
     node_seconds: float
-    """Sum of the nodes' uptimes."""
+    """Sum of the uptimes of all nodes."""
     mtbf: float | None
     """Seconds of uptime between failures; None without a failure."""
     mttr: float | None
     """Mean seconds from a failure to the first new step; None without a recovery."""
     recoveries: Mapping[int, float]
-    """Number of the attempt that a failure led to → seconds to its first new step."""
+    """Number of the attempt after a failure → seconds from the failure to its first new step."""
 
 
 def reliability(history: History) -> Reliability:
-    """Count failures, and measure what they cost until the run was further than before."""
+    """Count the failures of a run, and measure the time until each was recovered."""
     attempts = history.attempts
     failures = sum(history.failed(attempt) is not None for attempt in attempts)
     idle = {end: end - begin for begin, end in idle_spans(history)}
     node_seconds = up = 0.0
     previous = attempts[0].began
     for attempt in attempts:
-        # Time between two attempts of one launch counts: the nodes were up.
+        # The time between two attempts of one launch counts, as the nodes were up.
         seconds = attempt.finished - previous - idle.get(attempt.began, 0.0)
         up, node_seconds = up + seconds, node_seconds + seconds * attempt.start.nodes
         previous = attempt.finished
@@ -126,7 +126,7 @@ def reliability(history: History) -> Reliability:
     reached = list(accumulate((attempt.last_step for attempt in attempts), max))
     for before, after in pairwise(attempts):
         if after.start.cause is not None:
-            # Recovered is a run only beyond every step that was done before.
+            # A run has recovered only once it is beyond every step done before the failure.
             highest = max(reached[before.number - 1], after.start.step)
             back = _passed(attempts[after.number - 1 :], highest)
             if back is not None:
@@ -137,20 +137,20 @@ def reliability(history: History) -> Reliability:
 
 
 def time_in_steps(history: History, attempt: Attempt) -> tuple[float, float, float]:
-    """Seconds in the steps of an attempt: (whose result survived, that left nothing in the newest
-    weights though they are on the line, that had to be done again)."""
+    """Returns (kept, skipped, repeated): seconds in steps of an attempt whose result is part of the
+    newest weights, in steps that were skipped or rolled back, and in steps that were done again."""
     number, seconds = attempt.steps.column("step"), attempt.steps.column("seconds")
     lasting = number <= history.kept.get(attempt.number, -1)
     vain = np.isin(number, [step.step for step in attempt.steps.skipped()])
     for to, last in history.taken_back():
-        # A roll-back has undone them.
+        # a roll-back has undone these steps
         vain |= (to < number) & (number <= last)
     good, bad = float(seconds[lasting & ~vain].sum()), float(seconds[lasting & vain].sum())
     return good, bad, float(seconds[~lasting].sum())
 
 
 def _regrouped(attempt: Attempt) -> bool:
-    """Whether the attempt paused for a change of nodes, after which the job went on."""
+    """Whether the attempt paused for a change of nodes and the job then continued."""
     return attempt.end is not None and attempt.end["code"] == EXIT_PAUSED
 
 
@@ -160,21 +160,21 @@ def _first_step_began(attempt: Attempt) -> float:
 
 
 def startup(attempt: Attempt) -> dict[str, float]:
-    """Seconds from the launch to the first step, by phase. Phases that reach back before the launch
-    of this attempt are cut: a fork knows when its job was launched."""
+    """Returns phase → seconds from the launch to the first step. Phases that began before the
+    launch of this attempt are cut, as a fork measures from the launch of its job."""
     end = _first_step_began(attempt) if attempt.steps else attempt.finished
     rest, phases = end - attempt.began, dict(attempt.phases)
     if "first step" in phases and attempt.steps:
         phases["first step"] = max(0.0, phases["first step"] - attempt.steps[0].seconds)
     split = {}
-    for phase, seconds in reversed(phases.items()):  # early phases may reach back before the launch
+    for phase, seconds in reversed(phases.items()):
         split[phase] = min(rest, seconds)
         rest -= split[phase]
     return {"other": rest, **split} if rest > 0 else split
 
 
 def _passed(attempts: list[Attempt], highest: int) -> float | None:
-    """Time of the first step beyond `highest`; None without one."""
+    """Returns the time of the first step beyond `highest`; None without such a step."""
     for attempt in attempts:
         if step := attempt.steps.beyond(highest):
             return attempt.loaded + step.after
@@ -182,17 +182,17 @@ def _passed(attempts: list[Attempt], highest: int) -> float | None:
 
 
 PRIOR_SECONDS = 24 * 3600.0
-"""Prior mean of the time between failures of a node."""
+"""Prior mean of the seconds between failures of a node."""
 MAX_SECONDS = 30 * 60.0
 MIN_STALLS = 10
-"""Least interval between saves, in stalls: saving costs at most a tenth."""
+"""Shortest interval between saves, in stalls, so that stalls take at most a tenth of the time."""
 
 
 def expected_mtbf(failures: int, node_seconds: float, nodes: int) -> float:
     """Expected seconds between failures of a job.
 
     Args:
-        failures: observed so far.
+        failures: failures observed so far.
         node_seconds: sum of the nodes' uptimes.
 
     The failure rate of a node has a Gamma prior of shape 1 and mean 1 / `PRIOR_SECONDS`. Failures
@@ -208,23 +208,22 @@ def expected_mtbf(failures: int, node_seconds: float, nodes: int) -> float:
 
 
 def best_interval(stall_seconds: float, mtbf_seconds: float) -> float:
-    """Seconds between saves that minimise the time lost to saving and to repeated steps.
+    """Returns the seconds between saves that minimise the time lost to saving and to repeated
+    steps.
 
     Args:
-        stall_seconds: for which training stands still at a save, without the writing that overlaps
-            with training.
-        mtbf_seconds: between failures that need the checkpoint.
+        stall_seconds: seconds for which a save stops training, without the writing that overlaps.
+        mtbf_seconds: seconds between failures after which a checkpoint is loaded.
 
     Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps",
-    equation 37; at least ten stalls, and at most 30 minutes unless ten stalls are longer. 0 for a
-    save that costs nothing: as often as possible.
-    """
+    equation 37; at least ten stalls, and at most 30 minutes unless ten stalls are longer. 0 if
+    saves cost nothing: save as often as possible."""
     if not (stall_seconds >= 0 and mtbf_seconds > 0):
         raise ValueError(
             f"stall of {stall_seconds} s, MTBF of {mtbf_seconds} s: the first must be at least 0, "
             "the second above 0"
         )
-    # Daly's second case: saving takes so long that the approximation does not hold.
+    # Daly's second case: the stall is so long that the approximation is not valid.
     interval = mtbf_seconds
     if stall_seconds < 2 * mtbf_seconds:
         ratio = stall_seconds / (2 * mtbf_seconds)
@@ -234,15 +233,15 @@ def best_interval(stall_seconds: float, mtbf_seconds: float) -> float:
 
 
 FIRST_SECONDS = 60.0
-"""Time of an attempt's first checkpoint, which measures the cost of a save."""
+"""Seconds until the first checkpoint of an attempt, which measures the cost of a save."""
 
 
 class SaveClock:
-    """Decides when checkpoints are due. On rank 0, which broadcasts the decision.
+    """Decides when checkpoints are due. Used on rank 0, which broadcasts the decision.
 
     Args:
         mtbf: expected seconds between failures; `expected_mtbf`.
-        now: by time.monotonic(), as in all methods.
+        now: current time by time.monotonic(), as in all methods.
     """
 
     def __init__(self, mtbf: float, now: float) -> None:
@@ -252,17 +251,16 @@ class SaveClock:
 
     @property
     def interval(self) -> float:
-        """Seconds from one checkpoint to the next."""
         if self._stall is None:
             return FIRST_SECONDS
-        # Writing takes at most half of the time.
+        # Writing may take at most half of the time.
         return max(best_interval(self._stall, self._mtbf), 2 * self._writing)
 
     def due(self, now: float) -> bool:
         return now - self._last >= self.interval
 
     def begun(self, now: float, stall: float) -> None:
-        """Record a save for which training stood still for `stall` seconds."""
+        """Record that a save began, for which training stopped for `stall` seconds."""
         self._last, self._stall = now, stall
 
     def written(self, seconds: float) -> None:

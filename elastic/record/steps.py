@@ -1,4 +1,4 @@
-"""Step lines in columns: a million of them are counted in milliseconds."""
+"""The step lines of an attempt, stored in columns: a million lines are counted in milliseconds."""
 
 import math
 from array import array
@@ -9,32 +9,28 @@ import numpy as np
 
 _WHOLE, _REAL = ("step", "first", "after_last", "line"), ("seconds", "after", "loss", "norm")
 _ABSENT = -math.inf
-"""In a column of losses or norms: the line has none. No line can hold this number."""
+"""In a column of losses or norms: the line has no such value. No line can hold this number."""
 
 
 class StepLine(NamedTuple):
-    """A `step` line."""
-
     step: int
     first: int
     after_last: int
     seconds: float
     after: float
-    """When it was done: seconds since the start line."""
+    """Seconds from the start line to the end of the step."""
     skipped: str
-    """What was wrong, if it left the weights alone, see [Note: verdicts] of ledger.py; else ""."""
+    """Why the update was skipped, see [Note: verdicts] of ledger.py; "": it was not."""
     line: int
-    """Its number in the file."""
+    """Number of the line in the file."""
     loss: float | None = None
-    """NaN if it was not finite; None if the line has none. The same holds for `norm`."""
+    """NaN: not finite. None: the line has no loss. The same holds for `norm`."""
     norm: float | None = None
     consumed: str | None = None
-    """Digest of what the ranks took for it."""
+    """Digest of the sequences that the ranks consumed."""
 
 
-class Steps(Sequence[StepLine]):
-    """The step lines of an attempt, in their order."""
-
+class StepLines(Sequence[StepLine]):
     def __init__(self) -> None:
         self._columns: dict[str, array[Any]] = {
             **{name: array("q") for name in _WHOLE},
@@ -42,16 +38,16 @@ class Steps(Sequence[StepLine]):
         }
         self._consumed: list[str | None] = []
         self._skipped: dict[int, str] = {}
-        """By index, of those that left the weights alone: why."""
+        """Index of a line whose update was skipped → why."""
         self._adders = tuple(
             self._columns[name].append
             for name in ("step", "first", "after_last", "seconds", "after", "line", "loss", "norm")
         )
         self.highest = -1
-        """The highest step; -1: there is none."""
+        """The highest step; -1: there is no line."""
 
     def append(self, one: StepLine) -> None:
-        """Add a line.
+        """Add a step line.
 
         Raises:
             OverflowError: a number has more than 64 bits.
@@ -92,25 +88,25 @@ class Steps(Sequence[StepLine]):
         return (self[index] for index in range(len(self)))
 
     def column(self, name: str) -> np.ndarray:
-        """A copy of a column, as int64 or float64."""
+        """Returns a copy of a column, as int64 or float64."""
         return np.array(self._columns[name])
 
     def skipped(self) -> list[StepLine]:
-        """Steps whose update was skipped, so that the weights stayed as they were."""
+        """Returns the step lines whose update was skipped."""
         return [self[index] for index in self._skipped]
 
     def lack(self, name: str) -> bool:
-        """Whether a line has no `name`: loss, norm, consumed, or a field that none has."""
+        """Whether some line has no `name`: loss, norm, consumed, or a field that no line has."""
         if name == "consumed":
             return None in self._consumed
         return name not in _REAL or bool((self.column(name) == _ABSENT).any())
 
     def find(self, number: int) -> StepLine | None:
-        """The first line of a step."""
+        """Returns the first line of step `number`; None without one."""
         numbers = self._columns["step"]
         if not numbers:
             return None
-        guess = number - int(numbers[0])  # as each step follows the one before
+        guess = number - int(numbers[0])  # right if each step follows the one before
         if 0 <= guess < len(self) and numbers[guess] == number:
             return self[guess]
         try:
@@ -119,14 +115,14 @@ class Steps(Sequence[StepLine]):
             return None
 
     def beyond(self, number: int) -> StepLine | None:
-        """The first line of a step after step `number`."""
+        """Returns the first line of a step greater than `number`; None without one."""
         if self.highest <= number:
             return None
         return self[int((self.column("step") > number).argmax())]
 
     def consecutive(self, number: int, cursor: int, batch: int) -> bool:
-        """Whether the lines are those of the steps after `number`, each with `batch` sequences, the
-        first of which is `cursor`."""
+        """Whether the lines are the steps after `number`, in order, each with `batch` sequences,
+        beginning with sequence `cursor`."""
         if max(number, abs(cursor), batch) >= 1 << 62:  # sums would not fit
             return False
         step, first, after = (self.column(name) for name in ("step", "first", "after_last"))
@@ -139,31 +135,31 @@ class Steps(Sequence[StepLine]):
         )
 
     def finite(self) -> bool:
-        """Whether no line is marked as skipped, and each loss and norm that there is, is finite."""
+        """Whether no step was skipped, and every recorded loss and norm is finite."""
         known = [self.column(name) for name in ("loss", "norm")]
         return not self._skipped and all(np.isfinite(one[one != _ABSENT]).all() for one in known)
 
     # --- as bytes, see index.py ---------------------------------------------------------------
 
     def dump(self) -> tuple[dict[str, object], list[bytes]]:
-        """What is to be kept of it besides its columns, as JSON has it; the columns."""
-        told = {
+        """Returns (values that JSON can hold, columns as bytes), for `fill`."""
+        values = {
             "count": len(self),
             "skipped": {str(index): why for index, why in self._skipped.items()},
             "consumed": ",".join(one or "" for one in self._consumed),
         }
-        return told, [column.tobytes() for column in self._columns.values()]
+        return values, [column.tobytes() for column in self._columns.values()]
 
-    def fill(self, told: dict[str, object], columns: Sequence[bytes]) -> None:
-        """Take what `dump` gave into an empty one.
+    def fill(self, values: dict[str, object], columns: Sequence[bytes]) -> None:
+        """Fill an empty object with the result of `dump`.
 
         Raises:
-            ValueError: the two do not fit together.
+            ValueError: the columns have different lengths.
         """
         for column, data in zip(self._columns.values(), columns, strict=True):
             column.frombytes(data)
-        skipped, count = told["skipped"], told["count"]
-        digests = str(told["consumed"]).split(",") if count else []
+        skipped, count = values["skipped"], values["count"]
+        digests = str(values["consumed"]).split(",") if count else []
         self._consumed = [one or None for one in digests]
         lengths = {len(digests), count, *(len(column) for column in self._columns.values())}
         if len(lengths) != 1 or not isinstance(skipped, dict):

@@ -21,7 +21,7 @@ from checkpointing.format.layout import COMMIT_RECORD
 from checkpointing.load.memory import TOKEN
 from checkpointing.save import staging
 from checkpointing.save.link import WriterLink
-from checkpointing.save.messages import Begin, Staged
+from checkpointing.save.messages import SaveRequest, StagedReport
 from checkpointing.storage.posix import LOCK_FILE
 from checkpointing.tools.inspect import verify
 from tests.checkpointing.faults import (
@@ -179,12 +179,12 @@ def test_bytes_reach_the_disk_before_the_names_that_lead_to_them(tmp_path, monke
 ALL_COPIED = (2, 0)
 """The place behind the last of two files."""
 MOMENTS = {
-    "before it asks": (False, Begin),
-    "after it has asked": (True, Begin),
-    "before the first part is copied": (False, Staged),
-    "in the middle of copying": (True, Staged),
-    "before it says that all is copied": (False, Staged, ALL_COPIED),
-    "after all is copied": (True, Staged, ALL_COPIED),
+    "before it asks": (False, SaveRequest),
+    "after it has asked": (True, SaveRequest),
+    "before the first part is copied": (False, StagedReport),
+    "in the middle of copying": (True, StagedReport),
+    "before it says that all is copied": (False, StagedReport, ALL_COPIED),
+    "after all is copied": (True, StagedReport, ALL_COPIED),
 }
 """Around what a rank tells its writer, and whether after it."""
 

@@ -39,20 +39,25 @@ MESSAGES = [
         1, 0, ((0, 1), (2, 3)), "/a", "t", CheckpointOptions(every="auto", max_shard_size="4 GB"),
         "\0name", "", 0, b"\0secret\n", 3,
     ),
-    msg.Caller("pull", 3), msg.Addresses([("10.0.0.1", 80)]),
+    msg.CallerGreeting("pull", 3), msg.Addresses([("10.0.0.1", 80)]),
     msg.WantSlots("d", plan_input(SPECS, SPECS, 100)), msg.WantSlots("d", None),
-    msg.Begin(KEY, False, None), msg.Refuse(KEY, FAILURE), msg.Staged(KEY, (1, 2)),
-    msg.Begin(
+    msg.SaveRequest(KEY, False, None), msg.RefuseSave(KEY, FAILURE),
+    msg.StagedReport(KEY, (1, 2)),
+    msg.SaveRequest(
         KEY, True, msg.SaveContents("/a", b"{}", {"x": b"\n\0", "y": b""}, ["s"], [], 4, True)
     ),
-    msg.CopyFailed(KEY, "why"), msg.Close(True), msg.Hello("p", 2), msg.Remembered(KEY),
-    msg.ForNext(KEY, 1, MANIFEST), msg.Copied(1, KEY),
-    msg.Written(KEY, WORK, {0: 7, 1: 8}, {"at": 1.5, "of": [1, "x"]}), msg.Stopped(KEY, WORK),
-    msg.Failed(KEY, msg.NodeFailure("m", None, 5)),
-    msg.Failed(KEY, msg.NodeFailure("m", "f"), WORK),
-    msg.Closing(), msg.Go(KEY, 0, b"{}", 4), msg.Skip(KEY, "busy"), msg.Refused(KEY, FAILURE),
-    msg.Write(KEY, 0, WORK, PATHS, None), msg.Write(KEY, 0, WORK, OBJECTS, 1e6), msg.Stop(KEY),
-    msg.CopySlot(1, KEY, 0, MANIFEST), msg.Ended(KEY, OUTCOME), msg.AllClosed(), msg.EndWriter(),
+    msg.CopyFailed(KEY, "why"), msg.RankClosing(True), msg.SlotsReport("p", 2),
+    msg.SlotRemembered(KEY),
+    msg.SlotComplete(KEY, 1, MANIFEST), msg.PeerCopyEnded(1, KEY),
+    msg.WriteReceipt(KEY, WORK, {0: 7, 1: 8}, {"at": 1.5, "of": [1, "x"]}),
+    msg.GrantDropped(KEY, WORK),
+    msg.NodeCannotSave(KEY, msg.NodeFailure("m", None, 5)),
+    msg.NodeCannotSave(KEY, msg.NodeFailure("m", "f"), WORK),
+    msg.NodeClosing(), msg.SaveAdmitted(KEY, 0, b"{}", 4), msg.SaveSkipped(KEY, "busy"),
+    msg.SaveRefused(KEY, FAILURE), msg.WriteGrant(KEY, 0, WORK, PATHS, None),
+    msg.WriteGrant(KEY, 0, WORK, OBJECTS, 1e6), msg.StopWriting(KEY),
+    msg.CopySlot(1, KEY, 0, MANIFEST), msg.SaveEnded(KEY, OUTCOME), msg.AllClosed(),
+    msg.EndWriter(),
     msg.SlotsMade("d", Slots([{"f": "/dev/shm/f"}], 4, "", True)), msg.NoSlots("why"),
     msg.StageInto(KEY, 1), msg.Fetch(msg.SlotInUse(1, KEY), "f", [(0, 4)]),
     msg.Fetch(msg.LeftoverAddress("/dev/shm/x"), "f", []),
@@ -110,14 +115,15 @@ class Trap:
         *(b'{"$os.system":["id"]}\n', b'{"$Trap":["/"]}\n', b'{"$Path":[]}\n', b'{"$path":1}\n'),
         *(b'{"$Closed":[1]}\n', b'{"$Closed":{}}\n', b'{"$Stage":[[5,3]]}\n'),
         *(b'{"$Stage":[[5,3],"0"]}\n', b'{"$Stage":[[5,true],0]}\n', b'{"$Stage":[[5,3,1],0]}\n'),
-        *(b'{"$Stage":[{"a":1},0]}\n', b'{"$Staged":[[5,3],null]}\n'),
+        *(b'{"$Stage":[{"a":1},0]}\n', b'{"$StagedReport":[[5,3],null]}\n'),
         *(b'{"$bytes":-1}\n', b'{"$bytes":5}\nabc', b'{"$bytes":1e9}\n', b"null\nmore"),
-        *(b'{"$Caller":["root",1]}\n', b'{"$Caller":[["rank"],1]}\n'),
+        *(b'{"$CallerGreeting":["root",1]}\n', b'{"$CallerGreeting":[["rank"],1]}\n'),
         *(b'{"$TensorSpec":[["F32",[4]],[0]]}\n', b'{"$TensorSpec":[["F32",[4]],[-1]]}\n'),
         *(b'{"$TensorSpec":[["F32",["4"]],[]]}\n', b'{"$dict":[[[],1]]}\n', b'{"$dict":[1]}\n'),
-        *(b'{"$Write":[[5,3],0,["f",0,1],{"$Stop":[[5,3]]},"fast"]}\n',),
-        *(b'{"$Fetch":[{"$Stop":[[5,3]]},"f",[]]}\n', b'{"$Fetch":[{"$Stop":[1]},"f",[]]}\n'),
-        *(b'{"$Written":[[5,3],["f",0,8],[["0",7]],{}]}\n',),
+        *(b'{"$WriteGrant":[[5,3],0,["f",0,1],{"$StopWriting":[[5,3]]},"fast"]}\n',),
+        *(b'{"$Fetch":[{"$StopWriting":[[5,3]]},"f",[]]}\n',),
+        *(b'{"$Fetch":[{"$StopWriting":[1]},"f",[]]}\n',),
+        *(b'{"$WriteReceipt":[[5,3],["f",0,8],[["0",7]],{}]}\n',),
     ],
 )  # fmt: skip
 def test_what_no_process_of_a_run_sends_is_refused_in_one_line(said):
@@ -147,15 +153,15 @@ def test_size_and_depth_have_bounds(monkeypatch):
 
 def test_what_is_no_value_does_not_travel():
     for odd in (object(), {1, 2}, len, Trap("x"), [ValueError("x")], type):
-        with pytest.raises(TypeError, match="does not travel"):
+        with pytest.raises(TypeError, match="cannot be packed"):
             pack(odd)
 
     @dataclass(frozen=True)
-    class Stop:
+    class StopWriting:
         key: int
 
-    with pytest.raises(ValueError, match="two dataclasses called Stop"):
-        wire.register(Stop)
+    with pytest.raises(ValueError, match="two dataclasses called StopWriting"):
+        wire.register(StopWriting)
 
 
 def test_an_error_travels_as_a_name_and_an_unknown_name_is_a_plain_error():

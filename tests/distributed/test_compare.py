@@ -20,7 +20,7 @@ from benchmarks.support import python_path
 from checkpointing.storage.folders import SHARED_MEMORY, run_id
 from elastic import Pulse
 from elastic.group.batch_plan import plan_batch
-from elastic.node.recall import Recall
+from elastic.node.recall import RecallSocket
 from elastic.process import remaining
 from elastic.record.history import StepLine
 from elastic.world import World
@@ -70,7 +70,7 @@ def measure(recipe, rank, world_size):
         recipe, recipe, task, world, mesh, plan, model,
         build_optimizer(model.optimized, recipe.optimizer), build_schedule(recipe), Progress(),
         SimpleNamespace(wait_staged=lambda: None, not_finite=""), None, None,
-        Pulse.from_environment(), Recall(None),
+        Pulse.from_environment(), RecallSocket(None),
     )  # fmt: skip
     batches = load(task.stream, requests(run.plan_at, rank, 0), workers=0, pin_memory=False)
     inputs = Inputs(batches, run.passes)

@@ -2,8 +2,8 @@
 
 import json
 
-from elastic.node.agent import Node
-from elastic.node.program import Program
+from elastic.node.agent import NodeAgent
+from elastic.node.program import TorchrunProgram
 from elastic.node.progress import RankProgress
 from elastic.node.standin import NODE_SOCKET
 from tests.checkpointing.faults import until
@@ -30,7 +30,7 @@ def test_no_rank_is_ended_for_a_save_that_has_time_left(workspace, monkeypatch):
     monkeypatch.chdir(workspace)
     monkeypatch.setenv(NODE_SOCKET, "")
     arguments = ("recipe.yaml", "checkpoint.deadline=90000")
-    node = Node(Group(), Program(package="trainer", arguments=arguments))
+    node = NodeAgent(Group(), TorchrunProgram(package="trainer", arguments=arguments))
     node.start()
     try:
         facts = node.facts(60)

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from checkpointing.errors import CheckpointError
-from checkpointing.storage.folders import Folder, hold, is_private
+from checkpointing.storage.folders import LockedFolder, hold, is_private
 from checkpointing.storage.object_storage import store_of
 from checkpointing.storage.place import ObjectPath
 from elastic.node.companion import accompany, until_input_ends
@@ -50,7 +50,7 @@ class ShardCopies:
 
     def __init__(self, directory: str, fingerprint: str) -> None:
         self._path = home(directory) / folder_name(fingerprint)
-        self._folders: dict[Path, Folder] = {}
+        self._folders: dict[Path, LockedFolder] = {}
         self._files: dict[str, int] = {}
         """Open files by name. Like the folder, each is opened by any thread, and kept once."""
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from elastic.group.batch_plan import BatchPlan
-from elastic.group.shares import Balance
+from elastic.group.shares import ShareBalance
 from trainer.parallel.clock import mark, seconds_between
 from trainer.parallel.fsdp import fsdp_units
 from trainer.parallel.mesh import SHARD, Mesh
@@ -47,7 +47,7 @@ class SpeedShares:
         """
         lockstep = recipe.gathers_twice or recipe.strategy.reduce_every_pass
         plan = replace(plan, lockstep=lockstep)
-        self._balance = Balance(plan, recipe.micro_batch)
+        self._balance = ShareBalance(plan, recipe.micro_batch)
         self._mesh, self._ahead = mesh, ahead
         self._plans = [(0, plan)]
         """Plans in force and to come, each with its first sequence of the global order."""

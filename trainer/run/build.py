@@ -19,7 +19,7 @@ from checkpointing import TensorCheckpointer
 from checkpointing.format.tensors import tensors_not_finite
 from elastic import StartLine, World, describe_failure
 from elastic.group.batch_plan import BatchPlan
-from elastic.node.recall import Recall
+from elastic.node.recall import RecallSocket
 from elastic.process import usable_cores
 from elastic.world import limit_waits, read_environment
 from trainer.data.loader import later_stages, requested_ahead
@@ -329,7 +329,7 @@ def check_documents(model: ParallelModel, recipe: Recipe, task: Task, device: to
 
 
 @contextmanager
-def abandon_when_recalled(checkpointer: TensorCheckpointer, recall: Recall) -> Iterator[None]:
+def abandon_when_recalled(checkpointer: TensorCheckpointer, recall: RecallSocket) -> Iterator[None]:
     """On a recall of this process, end its checkpointer without waiting for storage: the next
     attempt begins from the copy in memory."""
     recall.stop = checkpointer.interrupt

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from elastic import PAUSE_TO_LEAVE, Pulse
-from elastic.node.exchange import Sum, received
+from elastic.node.exchange import AsyncSum, received
 from trainer.data.loader import load
 from trainer.data.stream import COUNTED
 from trainer.parallel.passes import COUNT
@@ -120,4 +120,4 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
 
 def pause_request(pulse: Pulse) -> float:
     """The sum of `Pulse.pause_request` over the ranks. Called on all ranks."""
-    return Sum(pulse.pause_request).wait()
+    return AsyncSum(pulse.pause_request).wait()

@@ -18,7 +18,7 @@ from elastic import (
     EXIT_WRONG_INPUT,
     Pulse,
 )
-from elastic.node.recall import Recall, Recalled
+from elastic.node.recall import AttemptRecalled, RecallSocket
 from elastic.process import plain_text
 from elastic.world import is_lost_peer, supervised
 from trainer.recipe.errors import error_text, known_errors
@@ -37,7 +37,7 @@ class FailureReport:
         wait: seconds to wait before printing an error that another rank may print as well.
     """
 
-    def __init__(self, pulse: Pulse, rank: int, recall: Recall, wait: float = 0) -> None:
+    def __init__(self, pulse: Pulse, rank: int, recall: RecallSocket, wait: float = 0) -> None:
         self._pulse, self._rank, self._recall, self._wait = pulse, rank, recall, wait
         self._sent: Exception | None = None
 
@@ -49,7 +49,7 @@ class FailureReport:
     ) -> None:
         if isinstance(error, Exception):
             if self.recalls(error):
-                raise Recalled from None
+                raise AttemptRecalled from None
             self.send(error, self._wait)
 
     def recalls(self, error: Exception) -> bool:

@@ -18,13 +18,13 @@ from tqdm import tqdm
 
 from checkpointing import SaveOutcome
 from checkpointing.format.untrusted import printable
-from checkpointing.storage.ownership import Trusted
+from checkpointing.storage.ownership import TrustedUsers
 from elastic import EXIT_PAUSED, LEDGER, Ledger, StartLine
 from elastic.node.companion import accompany
 from elastic.node.files import open_to_append, open_to_read, write_whole
 from elastic.process import lost_output
 from elastic.record.ledger import clock
-from elastic.record.lines import Lines, read_record
+from elastic.record.lines import LineFile, read_record
 from elastic.world import supervised
 from trainer.recipe import Recipe
 from trainer.recipe.sections import Tracking
@@ -111,7 +111,7 @@ class Log:
         if silent:
             return
         run_dir = recipe.directory
-        trusted = Trusted(tuple(recipe.checkpoint.trust), run_dir)
+        trusted = TrustedUsers(tuple(recipe.checkpoint.trust), run_dir)
         also = shipper.add if shipper else None
         self._ledger = Ledger(run_dir / LEDGER, start, unwritten, trusted, also)
         records = run_dir / METRICS
@@ -123,7 +123,7 @@ class Log:
             self._latest = keep_records(records, start.step)
         except OSError as error:  # a full disk must not keep a run from going on
             print(f"warning: {records} keeps records of steps that are done again: {error}")
-        self._records = Lines(records, trusted=trusted)
+        self._records = LineFile(records, trusted=trusted)
         self._mute_reported = False
         """Whether the ledger has the line about dropped output."""
         # Without a terminal a bar would fill log files with its refreshes.

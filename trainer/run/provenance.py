@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from checkpointing.format.untrusted import printable
-from checkpointing.storage.ownership import Trusted
+from checkpointing.storage.ownership import TrustedUsers
 from elastic.node.files import open_to_read, own_directory, read_text, write_whole
 from elastic.record.history import last_start
 from elastic.record.ledger import StartLine
@@ -271,7 +271,7 @@ def trusted_json(path: Path, recipe: Recipe) -> Any:
     """
     with os.fdopen(open_to_read(path), "rb") as file:
         owner = os.fstat(file.fileno()).st_uid
-        if owner not in Trusted(tuple(recipe.checkpoint.trust), path.parent):
+        if owner not in TrustedUsers(tuple(recipe.checkpoint.trust), path.parent):
             raise PermissionError(f"belongs to uid {owner}, who is not in checkpoint.trust")
         return json.loads(file.read(MOST_CHANGE_BYTES))
 

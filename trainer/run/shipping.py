@@ -25,7 +25,7 @@ from checkpointing.errors import CheckpointError, explain
 from checkpointing.storage.object_storage import store_of
 from checkpointing.storage.place import ObjectPath
 from elastic.node.files import open_to_read, own_directory, read_bytes, read_text, write_whole
-from elastic.record.lines import Lines
+from elastic.record.lines import LineFile
 from trainer.run.parts import (
     FILES,
     RECIPES,
@@ -78,7 +78,7 @@ class Shipper:
         self._lock, self._shipping = threading.Lock(), threading.Lock()
         self._first, self._waiting = 0, list[str]()
         """Number of the first line that waits; the lines that wait."""
-        self._journal: tuple[Path, Lines] | None = None
+        self._journal: tuple[Path, LineFile] | None = None
         self._levels: list[list[tuple[int, int]]] = [[]]
         """(first, after last) of the stored parts, by how often they were merged."""
         self._stored_files: dict[str, tuple[int, int]] = {}
@@ -282,7 +282,7 @@ class Shipper:
             old[1].close()
             old[0].unlink(missing_ok=True)
 
-    def _new_journal(self) -> tuple[Path, Lines]:
+    def _new_journal(self) -> tuple[Path, LineFile]:
         name = f"{self._term.number:06}-{self._first:09}-{self._term.token}"
         path = self._directory / JOURNAL / name
-        return path, Lines(path)
+        return path, LineFile(path)

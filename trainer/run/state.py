@@ -10,7 +10,7 @@ import torch
 from checkpointing import Spare, TensorCheckpointer
 from elastic import Pulse, StartLine, World
 from elastic.group.batch_plan import BatchPlan, MicroBatch
-from elastic.node.recall import Recall
+from elastic.node.recall import RecallSocket
 from trainer.optim.optimizer import LossScale
 from trainer.optim.schedule import Rate
 from trainer.parallel.mesh import Mesh
@@ -85,7 +85,7 @@ class TrainingProcess:
     arguments: tuple[str, ...]
     """Path of a recipe, and overrides `key.sub=value`."""
     pulse: Pulse
-    recall: Recall
+    recall: RecallSocket
     spare: Spare
     """A checkpoint writer process that has started already."""
     startup: Startup
@@ -118,7 +118,7 @@ class Run:
     """The ledger's line about the start of this attempt."""
     log: Log
     pulse: Pulse
-    recall: Recall
+    recall: RecallSocket
     unchecked: frozenset[str] = frozenset()
     """Names in `model.tensors` that held NaN or infinity at the start of this attempt, and may."""
     trained: Names = field(default_factory=Names)

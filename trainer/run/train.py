@@ -24,8 +24,8 @@ from trainer.tasks.own_model import refusing_misfits
 
 def train(run: Run, startup: Startup) -> int:
     """Train to `run.steps`, or until the ranks agree to pause; returns the exit code. On all ranks.
-    After the first step `run.recall` may end it by `Recalled`, and this process trains on in the
-    next attempt."""
+    After the first step `run.recall` may end it by `AttemptRecalled`, and this process trains on in
+    the next attempt."""
     recipe, task, progress, pulse = run.recipe, run.task, run.progress, run.pulse
     micro_batches = load(
         task.stream,

@@ -21,7 +21,7 @@ import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" k
 
 from checkpointing import Spare
 from elastic import EXIT_PEER_GONE, EXIT_WRONG_INPUT, Pulse, die_with_parent, watch_signals
-from elastic.node.recall import NEXT_GENERATION_SECONDS, Recall, Recalled
+from elastic.node.recall import NEXT_GENERATION_SECONDS, AttemptRecalled, RecallSocket
 from elastic.node.zygote import RESERVE
 from elastic.process import set_name
 from elastic.world import World, drop_world, leave_world, read_environment, supervised
@@ -82,7 +82,7 @@ def run_attempt(process: TrainingProcess) -> int | None:
             # The report comes first: the contexts above wait for saves, and for other ranks.
             stack.enter_context(failure_report)
             return train(run, process.startup)
-    except Recalled:
+    except AttemptRecalled:
         return None
     except Exception as error:
         if failure_report.recalls(error):
@@ -97,7 +97,7 @@ def begin(arguments: tuple[str, ...]) -> TrainingProcess:
     if read_environment()[2] > 1:
         die_with_parent()
     grow_segments()
-    recall, spare, in_reserve = Recall.from_environment(), Spare(), RESERVE in os.environ
+    recall, spare, in_reserve = RecallSocket.from_environment(), Spare(), RESERVE in os.environ
     if in_reserve:
         spare.start()
         with suppress(Exception):  # an error shows again, and is reported, once this is a rank
@@ -148,7 +148,9 @@ def rehearse(arguments: tuple[str, ...]) -> None:
                 forward.root = result["loss"]
 
 
-def wait_for_generation(recall: Recall, seconds: float | None = NEXT_GENERATION_SECONDS) -> None:
+def wait_for_generation(
+    recall: RecallSocket, seconds: float | None = NEXT_GENERATION_SECONDS
+) -> None:
     """Wait until this process is a rank of the next generation; end it if none follows within
     `seconds` (None: no limit)."""
     place = read_environment()

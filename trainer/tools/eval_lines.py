@@ -16,7 +16,7 @@ from checkpointing.storage.steps import list_steps, open_step, reading_lock
 from elastic import LEDGER
 from elastic.exits import EXIT_DONE
 from elastic.node.files import open_to_read
-from elastic.record.lines import Lines, read_line
+from elastic.record.lines import LineFile, read_line
 from trainer.tools.generate import GenerateError, Sampling, continuations
 
 Wanted: TypeAlias = Mapping[str, Any]
@@ -87,7 +87,7 @@ def add_lines(
         except DamagedCheckpoint:
             yield step, 0
             continue
-        lines = Lines(out)
+        lines = LineFile(out)
         for one, more in zip(missing, results, strict=True):
             lines.add(json.dumps({"step": step, **one, **more}, ensure_ascii=False))
         lines.close()

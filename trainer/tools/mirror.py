@@ -15,7 +15,7 @@ from checkpointing.format.untrusted import is_plain
 from checkpointing.storage.object_storage import store_of
 from checkpointing.storage.place import ObjectPath
 from checkpointing.storage.steps import CheckedBlocks, open_step, storage_of
-from checkpointing.tools.inspect import Which, find_checkpoint
+from checkpointing.tools.inspect import StepChoice, find_checkpoint
 from elastic.record.history import LedgerError
 from trainer.run.parts import LocalCopy
 from trainer.run.terms import TERMS
@@ -116,7 +116,7 @@ def local_folder(folder: ObjectPath) -> Iterator[Path]:
 
 
 @contextmanager
-def local_model(path: ObjectPath, step: Which = None) -> Iterator[Path]:
+def local_model(path: ObjectPath, step: StepChoice = None) -> Iterator[Path]:
     """Yields a directory with the model of a checkpoint in a bucket, every byte of it checked.
 
     Args:

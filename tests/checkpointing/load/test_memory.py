@@ -24,7 +24,7 @@ from checkpointing import tensor_checkpointer as checkpointer_module
 from checkpointing.load import restore
 from checkpointing.load.memory import TOKEN, LeftoverSlot, check, make_token, newest_whole, token
 from checkpointing.save.link import WriterLink
-from checkpointing.save.messages import Manifest, Staged
+from checkpointing.save.messages import Manifest, StagedReport
 from checkpointing.save.peers import open_leftover, read_manifest
 from checkpointing.storage.folders import (
     SHARED_MEMORY,
@@ -437,7 +437,7 @@ def test_a_copy_in_memory_ends_with_the_coordinator(tmp_path, monkeypatch):
     """Also for the ranks of other nodes, whose writer is told nothing any more."""
 
     def send(link, message, send=WriterLink.send):
-        if not isinstance(message, Staged):  # so that the copy is never whole
+        if not isinstance(message, StagedReport):  # so that the copy is never whole
             send(link, message)
 
     def work(rank):

@@ -120,7 +120,7 @@ class World:
         self.targets: list[FakeTarget] = []
         self.nodes = [Node(number) for number in range(NODES)]
         for node in self.nodes:
-            node.outbox.append(msg.Hello("plan", 2))
+            node.outbox.append(msg.SlotsReport("plan", 2))
         time = SimpleNamespace(monotonic=lambda: self.clock, time=lambda: self.clock)
         self.patches = [
             mock.patch.multiple(coordinator, time=time, is_shared=lambda kind: shared),
@@ -155,14 +155,14 @@ class World:
     # --- Host ------------------------------------------------------------------------------------
 
     def send(self, number: int, message: msg.ToNode) -> None:
-        if isinstance(message, msg.Go):
+        if isinstance(message, msg.SaveAdmitted):
             self.went.add(message.key)
             committed = (outcome.step for outcome in self.outcomes if outcome.path)
             assert message.newest == max(committed, default=None), "else memory is not believed"
             assert message.slot != self.whole_slot, "a save that fails at once spares what is whole"
             self.slots[message.key] = message.slot
             self.last = max(self.last or message.key, message.key, key=lambda key: key[1])
-        if isinstance(message, msg.Ended) and not any(
+        if isinstance(message, msg.SaveEnded) and not any(
             message.outcome is known for known in self.outcomes
         ):
             self.outcomes.append(message.outcome)
@@ -170,7 +170,7 @@ class World:
                 self.whole_slot = self.slots[message.key]
         if not self.nodes[number].alive:
             return
-        if isinstance(message, msg.Write):
+        if isinstance(message, msg.WriteGrant):
             key, unit, target = message.key, message.blocks, message.target
             assert target.state == "begun"
             assert OWNERS[unit.file] == number
@@ -273,7 +273,9 @@ class World:
         key = self.saves[node.asked][0]
         node.asked += 1
         if node.alive:
-            node.outbox.append(msg.Refuse(key, RankFailure(node.number, "ValueError", "no JSON")))
+            node.outbox.append(
+                msg.RefuseSave(key, RankFailure(node.number, "ValueError", "no JSON"))
+            )
 
     def tell_writer(self, node: Node) -> None:
         if node.awaited and node.awaited[1] <= node.answered:  # told before it was asked
@@ -281,12 +283,16 @@ class World:
         elif node.awaited and node.alive:
             contents = msg.SaveContents("/nowhere", b"", {}, [], [], None, False)
             wait = self.saves[node.asked - 1][1]
-            node.outbox.append(msg.Begin(node.awaited, wait, None if node.number else contents))
+            node.outbox.append(
+                msg.SaveRequest(node.awaited, wait, None if node.number else contents)
+            )
 
     def deliver(self, node: Node) -> None:
         """The coordinator hears one message."""
         message = node.outbox.popleft()
-        if isinstance(message, msg.Hello) and LOST in node.last_words:  # that is no news any more
+        if (
+            isinstance(message, msg.SlotsReport) and LOST in node.last_words
+        ):  # that is no news any more
             node.last_words = deque(word for word in node.last_words if word != LOST)
             self.out = {entry for entry in self.out if entry[2] != node.number}
         self.hear(node, message)
@@ -301,11 +307,11 @@ class World:
             self.hear(node, message)
 
     def hear(self, node: Node, message: msg.ToCoordinator) -> None:
-        if isinstance(message, msg.Written | msg.Stopped | msg.Failed):
+        if isinstance(message, msg.WriteReceipt | msg.GrantDropped | msg.NodeCannotSave):
             self.out.discard((message.key, message.blocks, node.number))
-        if isinstance(message, msg.Staged):
+        if isinstance(message, msg.StagedReport):
             self.staged[message.key][node.number] = message.position
-        if isinstance(message, msg.Remembered):
+        if isinstance(message, msg.SlotRemembered):
             self.remembered[message.key].add(node.number)
             ended = len(self.outcomes) == len(self.went)
             if ended and message.key == self.last and len(self.remembered[self.last]) == NODES:
@@ -315,25 +321,25 @@ class World:
     def receive(self, node: Node) -> None:
         """A node's writer hears one message."""
         message = node.inbox.popleft()
-        if isinstance(message, msg.Go | msg.Skip | msg.Refused):
+        if isinstance(message, msg.SaveAdmitted | msg.SaveSkipped | msg.SaveRefused):
             key = message.key
             if key[1] <= node.answered:
                 return
             node.answered = key[1]
             if node.awaited == key:
                 node.awaited = None
-            if isinstance(message, msg.Go):
+            if isinstance(message, msg.SaveAdmitted):
                 assert node.current is None, "two saves at once"
                 node.current, node.staged, node.stopped = key, 0, False
-        elif isinstance(message, msg.Write):
+        elif isinstance(message, msg.WriteGrant):
             key, unit, target = message.key, message.blocks, message.target
             if node.current == key and not node.stopped:
                 node.working.append((key, unit, target))
             else:
-                node.outbox.append(msg.Stopped(key, unit))
-        elif isinstance(message, msg.Stop):
+                node.outbox.append(msg.GrantDropped(key, unit))
+        elif isinstance(message, msg.StopWriting):
             node.stopped |= node.current == message.key
-        elif isinstance(message, msg.Ended) and node.current == message.key:
+        elif isinstance(message, msg.SaveEnded) and node.current == message.key:
             node.current, node.stopped = None, True
 
     def may_stage(self, node: Node) -> bool:
@@ -343,24 +349,24 @@ class World:
         """A node's ranks have copied more, or cannot."""
         node.staged += 1
         if good:
-            node.outbox.append(msg.Staged(node.current, POSITIONS[node.staged]))
+            node.outbox.append(msg.StagedReport(node.current, POSITIONS[node.staged]))
             if node.staged == len(POSITIONS) - 1:
-                node.outbox.append(msg.Remembered(node.current))
+                node.outbox.append(msg.SlotRemembered(node.current))
         else:
-            node.outbox.append(msg.Failed(node.current, msg.NodeFailure("copy")))
+            node.outbox.append(msg.NodeCannotSave(node.current, msg.NodeFailure("copy")))
 
     def finish(self, node: Node, good: bool) -> None:
         """A unit is written, or is not."""
         key, unit, target = node.working.popleft()
         if node.stopped or node.current != key:
-            node.outbox.append(msg.Stopped(key, unit))
+            node.outbox.append(msg.GrantDropped(key, unit))
         elif good:
             blocks = range(unit.first, unit.stop)
             target.written[unit.file] += len(blocks)
             span = {"bytes": len(blocks) * BLOCK_BYTES}
-            node.outbox.append(msg.Written(key, unit, dict.fromkeys(blocks, 0), span))
+            node.outbox.append(msg.WriteReceipt(key, unit, dict.fromkeys(blocks, 0), span))
         else:
-            node.outbox.append(msg.Failed(key, msg.NodeFailure("disk"), unit))
+            node.outbox.append(msg.NodeCannotSave(key, msg.NodeFailure("disk"), unit))
 
     def die(self, node: Node) -> None:
         """A node's writer process is killed."""
@@ -374,7 +380,7 @@ class World:
     def come_back(self, node: Node) -> None:
         """Its ranks start it again, and ask again."""
         node.alive = True
-        node.outbox.append(msg.Hello("plan", 2))
+        node.outbox.append(msg.SlotsReport("plan", 2))
         self.tell_writer(node)
 
     def end_aside(self, index: int, good: bool) -> None:
@@ -467,7 +473,7 @@ def test_a_unit_that_was_given_up_fails_its_save():
         if not world.out:
             world.happen(draw.choice(world.progress()))
     ((key, unit, number),) = world.out
-    world.happen(partial(world.hear, world.nodes[number], msg.Stopped(key, unit)))
+    world.happen(partial(world.hear, world.nodes[number], msg.GrantDropped(key, unit)))
     assert world.outcomes[-1].error.endswith(
         f"its writer process has given up {unit.file}; earlier checkpoints are untouched"
     )

@@ -44,12 +44,12 @@ def node_1(directory: Path) -> tuple[Writer, dict[int, Peer], Peer]:
 
 def test_ranks_that_close_are_let_go_when_the_coordinator_is_lost(tmp_path):
     writer, ranks, uplink = node_1(tmp_path)
-    writer.on_rank(1, msg.Close(False))
+    writer.on_rank(1, msg.RankClosing(False))
     writer.lost_coordinator()
     assert not ranks[1].told, "one of them may still save"
     writer.joined(uplink)
-    writer.on_rank(2, msg.Close(False))
-    assert uplink.told == [msg.Closing()]
+    writer.on_rank(2, msg.RankClosing(False))
+    assert uplink.told == [msg.NodeClosing()]
     assert not ranks[1].told, "the coordinator may need this node"
     writer.lost_coordinator()
     assert ranks[1].told == ranks[2].told == [msg.AllClosed()]
@@ -57,7 +57,7 @@ def test_ranks_that_close_are_let_go_when_the_coordinator_is_lost(tmp_path):
 
 def test_a_request_waits_for_a_coordinator_that_is_started_again(tmp_path, monkeypatch):
     writer, ranks, uplink = node_1(tmp_path)
-    begin = msg.Begin((7, 1), False, None)
+    begin = msg.SaveRequest((7, 1), False, None)
     for rank in ranks:
         writer.on_rank(rank, begin)
     writer.lost_coordinator()
@@ -70,7 +70,7 @@ def test_a_request_waits_for_a_coordinator_that_is_started_again(tmp_path, monke
     writer.lost_coordinator()
     (answer,) = ranks[1].told
     assert ranks[2].told == [answer]
-    assert isinstance(answer, msg.Skip), "rank 0's node may never start it again"
+    assert isinstance(answer, msg.SaveSkipped), "rank 0's node may never start it again"
 
 
 def test_what_the_writer_before_may_have_answered_to_some_is_skipped(tmp_path):
@@ -79,8 +79,8 @@ def test_what_the_writer_before_may_have_answered_to_some_is_skipped(tmp_path):
     )
     writer, peer = Writer(setup), Peer()
     writer._connected[1] = writer._peers[1] = peer
-    for number, told in ((3, [msg.Skip]), (4, [])):
-        begin = msg.Begin((7, number), False, None)
+    for number, told in ((3, [msg.SaveSkipped]), (4, [])):
+        begin = msg.SaveRequest((7, number), False, None)
         peer.told.clear()
         writer.on_rank(1, begin)
         writer._on_node(1, begin)
@@ -102,16 +102,16 @@ def test_a_save_does_not_wait_for_a_rank_that_never_comes(tmp_path):
     writer, _, uplink = node_1(tmp_path)
     writer.memory.plan = SimpleNamespace(files=["a file"])
     del writer._connected[2]
-    writer.on_coordinator(msg.Go((7, 1), 0, b"", None))
+    writer.on_coordinator(msg.SaveAdmitted((7, 1), 0, b"", None))
     assert uplink.told == []
     ((moment, _, look),) = writer.loop._timers
     assert moment > time.monotonic() + msg.ANSWER_SECONDS / 2
     look()
     (failed,) = uplink.told
-    assert isinstance(failed, msg.Failed)
+    assert isinstance(failed, msg.NodeCannotSave)
     assert failed.key == (7, 1)
     assert "rank 2" in failed.failure.message
-    writer.on_coordinator(msg.Ended((7, 1), msg.SaveOutcome(7, None)))
+    writer.on_coordinator(msg.SaveEnded((7, 1), msg.SaveOutcome(7, None)))
     look()
     assert len(uplink.told) == 1
 
@@ -136,7 +136,7 @@ def test_who_connects_and_says_nothing_keeps_nobody_out(tmp_path, monkeypatch):
         socket.create_connection(listener.address, timeout=5) as other,
     ):
         assert other.recv(1), "it is asked who it is"
-        call(listener.address, writer.setup.secret).send(msg.Caller("node", 3))
+        call(listener.address, writer.setup.secret).send(msg.CallerGreeting("node", 3))
         writer.loop.turn(5)
         assert 3 in writer._peers
         with pytest.raises(StrangerError):

@@ -32,7 +32,7 @@ from checkpointing.storage.posix import make_lock
 from checkpointing.storage.posix_storage import PosixStorage
 from checkpointing.storage.retention import (
     StepInfo,
-    Verdicts,
+    StepVerdicts,
     decide,
     inspect_steps,
     prune,
@@ -60,7 +60,7 @@ def save(directory, step, **state):
 def prune_read(directory, rules, damaged=()):
     """Prune when every byte that is not known to be damaged was read and found right."""
     right = {path.name for path in directory.glob("step-*")} - set(damaged)
-    return prune(directory, rules, Verdicts(damaged=damaged, verified=right))
+    return prune(directory, rules, StepVerdicts(damaged=damaged, verified=right))
 
 
 def steps(directory):
@@ -189,7 +189,8 @@ def test_rules_on_real_checkpoints(tmp_path):
         save(tmp_path, step, **({} if loss is None else {"validation_loss": loss}))
     (tmp_path / "notes").mkdir()
     (tmp_path / "step-00000000").mkdir()  # no commit record: not a checkpoint
-    assert [item.value for item in inspect_steps(tmp_path, "validation_loss", Verdicts())][:2] == [
+    found = inspect_steps(tmp_path, "validation_loss", StepVerdicts())
+    assert [item.value for item in found][:2] == [
         None,
         4.0,
     ]

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from elastic.group import job_claim as claims
-from elastic.group.job_claim import Claim, claim, claim_key
+from elastic.group.job_claim import JobClaim, claim, claim_key
 from elastic.group.job_secret import Secret, SecretError
 from elastic.group.member import Member
-from elastic.group.membership import Ask, Limits
+from elastic.group.membership import Limits, NodeRequest
 from elastic.group.store import StoreClient, host_store
 
 SECRETS = [Secret(b"of the one" * 4), Secret(b"of another" * 4)]
@@ -38,7 +38,7 @@ def start(client, tmp_path):
         member = Member(client(), "run", f"node {len(members)}", limits, lambda: None, None)
         members.append(member)
         member.start(secret, begun.mark)
-        member.request(Ask())
+        member.request(NodeRequest())
         return member
 
     yield start
@@ -78,7 +78,7 @@ def test_nodes_that_see_one_run_directory_are_one_world_whenever_they_come(start
     names = {member.name for member in members}
     for member in members:
         assert member.wait_for(lambda now: names <= {*now.members, *now.arrived}, 10)
-    mark = Claim.decode(client().get(KEY)).mark
+    mark = JobClaim.decode(client().get(KEY)).mark
     assert (tmp_path / "a" / f".job-{mark}").exists()
 
 

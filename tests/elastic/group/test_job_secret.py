@@ -11,7 +11,7 @@ from checkpointing.save.channel import job_secret
 from elastic.group.job_claim import claim_key
 from elastic.group.job_secret import Secret, SecretError, find_secret, make_secret, read_secret
 from elastic.group.member import Member
-from elastic.group.membership import Ask, JobEnd, Limits, Membership, heed
+from elastic.group.membership import JobEnd, Limits, Membership, NodeRequest, heed
 from elastic.group.sealed import key_prefix
 from elastic.group.store import StoreClient, host_store
 
@@ -33,7 +33,7 @@ def job():
                 client = StoreClient("127.0.0.1", store.port, 5.0)
                 member = Member(client, "run", name, LIMITS, lambda: None, lease=2.0)
                 member.start(SECRET)
-                member.request(Ask())
+                member.request(NodeRequest())
                 members.append(member)
             for member in members:
                 assert member.wait_for(lambda state: state.size == len(names), 10)
@@ -90,7 +90,9 @@ def test_what_was_true_once_or_elsewhere_is_not_true_again(job):
 def test_a_newcomer_who_finds_garbage_or_an_empty_store_does_not_end_the_job(job):
     members = job("a", "b")
     key = f"{key_prefix('run', SECRET)}/state"
-    newcomers = heed(Membership(), "c", Ask(), time.time() + 9)  # it was faster than a and b
+    newcomers = heed(
+        Membership(), "c", NodeRequest(), time.time() + 9
+    )  # it was faster than a and b
     assert newcomers.version > members[0].state.version
     job.stranger.set(key, SECRET.derive("membership").seal(key, newcomers.encode()))
     assert still_works(members)
@@ -105,7 +107,7 @@ def test_a_job_that_waits_for_nodes_tells_by_which_secret():
     clients = [StoreClient("127.0.0.1", store.port, 5.0) for _ in range(2)]
     member = Member(clients[0], "run", "a", LIMITS, lambda: None, lease=2.0)
     member.start(SECRET)
-    member.request(Ask())
+    member.request(NodeRequest())
     deadline = time.monotonic() + 10
     while not (found := clients[1].get(claim_key("run"))) and time.monotonic() < deadline:
         time.sleep(0.01)

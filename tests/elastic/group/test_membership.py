@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from elastic.group.membership import (
     OBSERVERS,
-    Ask,
     Failure,
     JobEnd,
     Leases,
     Limits,
     Membership,
+    NodeRequest,
     all_nodes,
     arrive,
     complete,
@@ -387,18 +387,18 @@ def test_who_comes_back_without_its_ranks_ends_the_round_and_who_has_paused_does
     state = begin("a", "b", "c")
     lost = fail(state, 1, 0, failure(), LIMITS)
     for before, generation in (state, 0), (lost, 1):
-        back = heed(before, "b", Ask(after=1), 0.0)
+        back = heed(before, "b", NodeRequest(after=1), 0.0)
         assert (back.members, back.arrived, round_over(back)) == (("a", "c"), ("b",), True)
         assert fail(back, 1, generation, failure(), LIMITS).generation == generation
-        paused = heed(before, "b", Ask(after=1, paused=generation), 0.0)
+        paused = heed(before, "b", NodeRequest(after=1, paused=generation), 0.0)
         assert (paused.members, paused.arrived, round_over(paused)) == (
             before.members,
             ("b",),
             False,
         )
-        asks = {name: Ask(after=1, paused=generation) for name in "cab"}
+        asks = {name: NodeRequest(after=1, paused=generation) for name in "cab"}
         assert complete(heed_all(before, asks, 0.0), LIMITS, 99).members == ("a", "b", "c")
-    assert round_over(heed(lost, "b", Ask(after=1, paused=0), 0.0)), (
+    assert round_over(heed(lost, "b", NodeRequest(after=1, paused=0), 0.0)), (
         "it has paused before the failure"
     )
 
@@ -416,7 +416,7 @@ def test_leases_lapse_when_a_counter_does_not_rise_and_not_when_we_were_away():
 
 NODE_NAMES = st.lists(st.sampled_from("abcdef"), unique=True, max_size=6).map(tuple)
 ASKS = st.builds(
-    Ask,
+    NodeRequest,
     leaves=st.booleans(),
     after=st.integers(0, 3),
     ranks=st.integers(1, 2),

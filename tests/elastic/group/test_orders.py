@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from elastic.group.membership import (
-    Ask,
     Failure,
     Limits,
     Membership,
+    NodeRequest,
     all_nodes,
     complete,
     fail,
@@ -45,7 +45,7 @@ class Agent:
     """A rank of it has, and is not started again yet."""
     report: tuple[int, int] | None = None
     """(round, generation) of a failure that the document does not have yet."""
-    said: Ask | None = None
+    said: NodeRequest | None = None
     """What it has asked for in its key, for the observers."""
 
 
@@ -78,7 +78,9 @@ class Explorer:
         self._worlds: dict[tuple[int, ...], World] = {}
         self._looks: dict[Any, tuple[Agent, Membership]] = {}
         self._settled: dict[World, World] = {}
-        state = complete(heed_all(Membership(), {name: Ask() for name in nodes}, 0.0), limits, 99.0)
+        state = complete(
+            heed_all(Membership(), {name: NodeRequest() for name in nodes}, 0.0), limits, 99.0
+        )
         first = Agent(runs=True, round=state.round)
         agents = {name: first if name in state.members else Agent() for name in nodes}
         self.start = self._world(state, {**agents, NEWCOMER: Agent(wants=False)}, (0, 0), 0)
@@ -160,15 +162,15 @@ class Explorer:
         return self._with(world, name, *self._looks[key])
 
     def look(
-        self, state: Membership, name: str, agent: Agent, said: dict[str, Ask | None]
+        self, state: Membership, name: str, agent: Agent, said: dict[str, NodeRequest | None]
     ) -> tuple[Agent, Membership]:
         """A node looks at the document, changes it, and does what it says; see `Member._follow`,
-        `PerdureRendezvous.num_nodes_waiting` and `Node._look`."""
+        `PerdureRendezvous.num_nodes_waiting` and `NodeAgent._look`."""
         before, ask = state, None
         if not agent.wants:
-            ask = Ask(leaves=True)
+            ask = NodeRequest(leaves=True)
         elif not agent.runs:
-            ask = Ask(after=agent.round, paused=agent.paused)
+            ask = NodeRequest(after=agent.round, paused=agent.paused)
         if agent.report:
             one = Failure(name, 0, 5, "SIGKILL", 0.0)
             state = fail(state, *agent.report, one, self.limits)

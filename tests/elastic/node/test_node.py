@@ -18,9 +18,9 @@ from torch.distributed import distributed_c10d
 import elastic.world
 from benchmarks.support import python_path
 from elastic.group.membership import Failure, Membership
-from elastic.node.agent import Node
-from elastic.node.program import Program
-from elastic.node.recall import Recall
+from elastic.node.agent import NodeAgent
+from elastic.node.program import TorchrunProgram
+from elastic.node.recall import RecallSocket
 from elastic.node.standin import NODE_SOCKET
 from elastic.node.zygote import MAX_MESSAGE
 from tests.checkpointing.faults import until
@@ -61,7 +61,7 @@ class Group:
 def node(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", python_path(ROOT))
     monkeypatch.setenv(NODE_SOCKET, "")
-    node = Node(Group(), Program())
+    node = NodeAgent(Group(), TorchrunProgram())
     node.start()
     yield node
     node.stop()
@@ -128,7 +128,7 @@ def test_a_rank_is_forked_only_when_the_one_before_is_gone(node, start_rank, tmp
 def test_an_attempt_is_over_when_all_of_it_is_aborted():
     """Else what is aborted late is the next attempt's."""
     agent, own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    recall, begun, events = Recall(own), threading.Event(), []
+    recall, begun, events = RecallSocket(own), threading.Event(), []
 
     def stop():
         begun.set()
@@ -151,7 +151,7 @@ def test_a_wait_that_no_abort_ends_is_reported(monkeypatch, caller):
     monkeypatch.setattr("elastic.node.recall.STUCK_SECONDS", 0.2)
     agent, own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     agent.settimeout(10)
-    recall, told = Recall(own), []
+    recall, told = RecallSocket(own), []
     ended = threading.Event()
 
     def hear():
@@ -176,7 +176,7 @@ def test_a_wait_that_no_abort_ends_is_reported(monkeypatch, caller):
 
 def test_an_attempt_that_is_recalled_before_it_connects_waits_for_nobody():
     agent, own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    recall, aborted = Recall(own), threading.Event()
+    recall, aborted = RecallSocket(own), threading.Event()
     recall.stop = aborted.set
     with socket.create_server(("127.0.0.1", 0)) as silent, recall.attempt():
         agent.send(b'{"stop": true}')

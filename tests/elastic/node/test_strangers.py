@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.support import python_path
 from elastic.group.membership import Membership
-from elastic.node.agent import Node
-from elastic.node.program import Program
+from elastic.node.agent import NodeAgent
+from elastic.node.program import TorchrunProgram
 from elastic.node.standin import NODE_SOCKET
 from tests.checkpointing.faults import until
 
@@ -68,7 +68,7 @@ class Group:
 def node(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", python_path(ROOT))
     monkeypatch.setenv(NODE_SOCKET, "")
-    node = Node(Group(), Program())
+    node = NodeAgent(Group(), TorchrunProgram())
     node.start()
     yield node
     node.stop()

@@ -12,8 +12,8 @@ from elastic.node.progress import RankProgress
 from elastic.node.vitals import (
     INTERVAL_SECONDS,
     MAX_STARVED_SHARE,
-    Signs,
-    Vitals,
+    ProcessCounters,
+    RankSigns,
     VitalsWatch,
     read_vitals,
 )
@@ -27,7 +27,7 @@ from elastic.node.watchdog import (
     rank_statuses,
 )
 
-HEALTHY = Vitals(stopped=False, runs=9, worked=1.0, starved=0.0)
+HEALTHY = ProcessCounters(stopped=False, runs=9, worked=1.0, starved=0.0)
 
 
 def watch(*vitals, entered=0.0):
@@ -51,7 +51,7 @@ def taught():
 
 def test_a_rank_without_a_core_has_used_no_time_of_its_own():
     signs = watch(*[replace(HEALTHY, starved=0.9 * n, worked=1 + 0.1 * n) for n in range(31)])
-    assert signs[-1] == Signs(starved=pytest.approx(27.0), busy=True)
+    assert signs[-1] == RankSigns(starved=pytest.approx(27.0), busy=True)
     progress = {0: RankProgress(30, "step", 0.0, noticed=False)}
     asleep = {0: replace(signs[-1], busy=False)}
     assert overdue(progress, 31.0, taught()), "by the clock on the wall its time is up"
@@ -94,10 +94,10 @@ def test_who_is_stopped_is_to_blame_in_every_phase():
         0: RankProgress(7, "reduce", 0.0, noticed=False),
         1: RankProgress(7, "data", 0.0, noticed=False),
     }
-    found = rank_statuses(progress, 5.0, taught(), signs={1: Signs(stopped=4.0, starved=3.0)})
+    found = rank_statuses(progress, 5.0, taught(), signs={1: RankSigns(stopped=4.0, starved=3.0)})
     assert blame(found).ranks == (1,)
     assert blame(found).reason.endswith("stopped by a signal")
-    short = rank_statuses(progress, 5.0, taught(), signs={1: Signs(stopped=2.0)})
+    short = rank_statuses(progress, 5.0, taught(), signs={1: RankSigns(stopped=2.0)})
     assert blame(short) is None, "it waits for data, and was stopped for a moment"
 
 
@@ -160,7 +160,7 @@ def test_the_kernel_tells_who_spins_sleeps_and_is_stopped():
         ranks = dict(enumerate(pids))
         progress = {rank: RankProgress(1, "step", time.monotonic(), False) for rank in ranks}
         assert VitalsWatch().look(ranks, progress, time.monotonic()) == dict.fromkeys(
-            ranks, Signs()
+            ranks, RankSigns()
         )
         vigil, end = VitalsWatch(), time.monotonic() + 2
         while time.monotonic() < end:

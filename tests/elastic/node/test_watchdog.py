@@ -23,7 +23,7 @@ from checkpointing.options import CheckpointOptions
 from elastic.node.exchange import received
 from elastic.node.progress import PHASES, ProgressPage, Pulse, RankProgress
 from elastic.node.vitals import (
-    Signs,
+    RankSigns,
     classify_dump,
     in_collective,
     is_compiling,
@@ -192,7 +192,7 @@ def test_who_waits_for_a_rank_that_was_just_stopped_is_not_taken_for_it():
     there = {0: at(20, when=now - 0.2), 1: at(20, when=now)}
     inside = 'Thread 1:\n  File "/torch/distributed/distributed_c10d.py", line 1 in all_reduce\n'
     for after, found in (MIN_SECONDS - 0.1, None), (MIN_SECONDS + 0.1, (1,)):
-        stopped = {1: Signs(stopped=after - 0.6)}
+        stopped = {1: RankSigns(stopped=after - 0.6)}
         ranks = rank_statuses(there, now + after, times, {0: inside}, stopped)
         assert [one.where for one in ranks] == ["collective", "stopped"]
         assert ranks[0].overdue

@@ -54,7 +54,7 @@ def named(folder, cause=None, end=None, again=True):
             "memory",
             "Rank 1 on n0 ran out of memory: OutOfMemoryError",
         ),
-        (failure("exit code 1"), "error", "ended with exit code 1, and told no error"),
+        (failure("exit code 1"), "error", "ended with exit code 1, and reported no error"),
         (
             failure("exit code 1 (ValueError: (a) (b))", error="ValueError: (a) (b)"),
             "error",

@@ -375,7 +375,7 @@ def test_any_single_corruption_is_named(folder, run, data):
     try:
         problems = run.history(folder, lines).problems
     except LedgerError as error:  # the only start line says what none says
-        problems = [str(error)] * ("line 1: a start whose" in str(error))
+        problems = [str(error)] * ("line 1: a start line with" in str(error))
     assert problems
 
 

@@ -9,7 +9,7 @@ import pytest
 from checkpointing import SaveFailed, SaveOutcome
 from elastic import EXIT_DO_NOT_REQUEUE, EXIT_FAILED, EXIT_WRONG_INPUT, StartLine
 from elastic.node.progress import ProgressPage, Pulse
-from elastic.node.recall import Recall
+from elastic.node.recall import RecallSocket
 from trainer.data.shards import DataError
 from trainer.recipe import load_recipe
 from trainer.recipe.factory import OwnCodeError
@@ -47,7 +47,7 @@ def test_why_the_last_save_failed_is_said_once(capsys, tmp_path):
         )
         with pytest.raises(SaveFailed) as failed:
             finish_saves(run)
-    assert FailureReport(Pulse(page, 0), 0, Recall(None)).send(failed.value) == EXIT_FAILED
+    assert FailureReport(Pulse(page, 0), 0, RecallSocket(None)).send(failed.value) == EXIT_FAILED
     said = capsys.readouterr()
     assert said.out == f"warning: {errors[0]}\n"
     assert said.err == f"error: {errors[1]}; the same command resumes\n"
@@ -88,7 +88,7 @@ def test_an_error_is_told_before_what_it_unwinds_waits(capsys, error, code, firs
     page = ProgressPage.make()
     pulse = Pulse(page, 0)
     pulse.report(15, "step")
-    failure_report = FailureReport(pulse, 3, Recall(None))
+    failure_report = FailureReport(pulse, 3, RecallSocket(None))
 
     class Waits:
         def __enter__(self):

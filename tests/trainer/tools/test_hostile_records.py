@@ -96,4 +96,4 @@ def test_what_is_no_record_is_left_out(run, name):
 def test_a_value_that_no_run_writes_is_a_problem(run):
     path = run / "ledger.jsonl"
     path.write_text(path.read_text().replace('"sequences":[4,8]', '"sequences":"4, 8"'))
-    assert "line 3: a step whose sequences is none" in read_history(run).problems
+    assert "line 3: a step line with a wrong sequences" in read_history(run).problems

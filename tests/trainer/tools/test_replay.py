@@ -7,14 +7,14 @@ import pytest
 from elastic.record.attempt import Attempt, RollbackLine
 from elastic.record.history import LedgerError
 from elastic.record.ledger import StartLine
-from elastic.record.steps import StepLine, Steps
+from elastic.record.steps import StepLine, StepLines
 from trainer.tools.replay.compared import Numbers, differences
 from trainer.tools.replay.line import Lineage, StepSpan, beginning, draw, drawn
 
 
 def attempt(number, begin, end, recipe="a", saves=(), rollbacks=()):
     start = StartLine(step=begin, sequences=8 * begin, global_batch=8, world_size=2, recipe=recipe)
-    steps = Steps()
+    steps = StepLines()
     for n in range(begin + 1, end + 1):
         steps.append(StepLine(n, 8 * n - 8, 8 * n, 1.0, 1.0, "", n))
     told = [

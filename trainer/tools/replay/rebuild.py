@@ -15,7 +15,7 @@ from checkpointing.format.tensors import tensors_not_finite
 from checkpointing.storage.place import Place, location
 from elastic import Pulse, World
 from elastic.node.files import read_text
-from elastic.node.recall import Recall
+from elastic.node.recall import RecallSocket
 from elastic.record.history import Attempt
 from elastic.world import limit_waits
 from trainer.data.loader import identity_of
@@ -185,8 +185,8 @@ def rebuilt(
         fixed = {name: one for name, one in model.tensors.items() if name not in model.trained}
         yield Run(
             given, recipe, task, world, mesh, plan, model, optimizer, build_schedule(recipe),
-            progress, checkpointer, start, Log(recipe, start, silent=True), pulse, Recall(None),
-            frozenset(tensors_not_finite(fixed)),
+            progress, checkpointer, start, Log(recipe, start, silent=True), pulse,
+            RecallSocket(None), frozenset(tensors_not_finite(fixed)),
         ), computed_by(identity, world.device)  # fmt: skip
     gc.collect()  # wrapped models are reference cycles; GPU memory is needed at once
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic.record.attempt import Attempt
-from elastic.record.causes import Ending, ending
+from elastic.record.causes import AttemptEnd, ending
 from elastic.record.history import History
 from elastic.record.reliability import failed_at, reliability
 from trainer.tools.report.report import clock
@@ -68,7 +68,7 @@ def _within(attempt: Attempt) -> list[dict[str, Any]]:
     return events
 
 
-def _ended(attempt: Attempt, how: Ending, cost: str) -> dict[str, Any]:
+def _ended(attempt: Attempt, how: AttemptEnd, cost: str) -> dict[str, Any]:
     return {
         "time": how.at,
         "step": attempt.last_step,
