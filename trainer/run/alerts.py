@@ -21,8 +21,9 @@ COMMAND_SECONDS, POST_SECONDS = 30.0, 10.0
 
 
 class Alerts:
-    """A sink (see sinks.py) that reports each condition once when it begins to hold. A process that
-    replaces a killed one reports conditions that hold then again."""
+    """A sink (see sinks.py) that reports each condition of `tracking.alerts` when it begins to
+    hold. If this process is killed, its successor reports the conditions that still hold once
+    more."""
 
     def __init__(self, run_dir: Path) -> None:
         tracking = yaml.safe_load(read_text(run_dir / "recipe.yaml"))["tracking"]
@@ -32,7 +33,7 @@ class Alerts:
         self._holds = [False] * len(self._alerts)
         self._warned = False
         self._standing: LedgerSummary | None = LedgerSummary(run_dir)
-        """Counts of the ledger before this process; None once `_failures` has them."""
+        """The ledger, from which the first call of `kept` reads `_failures`; None after that."""
         self._step, self._failures = 0, 0.0
         self._newest, self._heard = 0.0, time.monotonic()
 
@@ -46,7 +47,7 @@ class Alerts:
         self._failures = values.get("failures", self._failures)
 
     def kept(self, after: float) -> float:
-        """See Sink. Called at each turn, also without a record: then silence may have begun."""
+        """See Sink. Reports silence too: `kept` is called regularly, even without new records."""
         if self._standing:
             self._failures = self._standing.at(after).get("failures", 0)
             self._standing = None
@@ -60,8 +61,8 @@ class Alerts:
         """See Sink."""
 
     def _reason_now(self, condition: Condition | None, values: Mapping[str, float]) -> str | None:
-        """Why a condition holds by these values; "" if it does not; None if the values do not
-        decide it."""
+        """Return why a condition holds for the `values` of a record; "" if it does not hold; None
+        if the record lacks the value that the condition compares."""
         if isinstance(condition, AfterFailure) and "failures" in values:
             more = values["failures"] - self._failures
             return f"{values['failures']:.0f} failure(s) by now" if more > 0 else ""
@@ -92,10 +93,10 @@ class Alerts:
 
 
 def _run(command: str, text: str) -> None:
-    """Run a command with the text in the environment variable PERDURE_ALERT.
+    """Run a shell command with the text in the environment variable PERDURE_ALERT.
 
     Raises:
-        SubprocessError: it fails, or exceeds COMMAND_SECONDS.
+        SubprocessError: the command fails, or exceeds COMMAND_SECONDS.
     """
     subprocess.run(
         ["sh", "-c", command],
@@ -110,7 +111,7 @@ def _post(url: str, text: str) -> None:
     """Post the text to a webhook; `env:NAME` takes the URL from an environment variable.
 
     Raises:
-        OSError, ValueError: it cannot be reached, refuses, or the variable is missing.
+        OSError, ValueError: the webhook cannot be reached or refuses, or NAME is not set.
     """
     if url.startswith("env:"):
         url = os.environ.get(url.removeprefix("env:"), "")
