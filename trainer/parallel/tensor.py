@@ -228,8 +228,7 @@ class TensorGroup:
     def enter(self, x: Tensor) -> Tensor:
         """Return the residual stream (B, T or T / tp, D) whole (B, T, D), as input of column
         layers. Its gradient is summed over the ranks. Successive layers with the same input, such
-        as query, key and value, share one gather and one reduction of the gradient.
-        """
+        as query, key and value, share one gather and one reduction of the gradient."""
         # The version changes if x is changed in place, which would make the gathered copy stale.
         version = 0 if x.is_inference() else x._version
         key = (version, torch.is_grad_enabled())
@@ -548,8 +547,7 @@ class _ShardedHeadLoss(torch.autograd.Function):
     """Sum of the cross-entropies for hidden (N, D), this rank's rows of the head (V / tp, D), from
     row `start` on, and labels (N). Computed in chunks as in `trainer.models.loss._ChunkedLoss`,
     with two small all-reduces per chunk: of the largest logits, and of the sums for softmax and
-    loss. The gradient of hidden is this rank's term of a sum over the ranks.
-    """
+    loss. The gradient of hidden is this rank's term of a sum over the ranks."""
 
     @staticmethod
     def forward(

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.plan.live import LiveTensors
 from trainer.plan.storages import storage_of
-from trainer.plan.work import Fused, Kernel, Work, is_kernel, kernel_of
+from trainer.plan.work import FusedOperators, Kernel, Work, is_kernel, kernel_of
 
 
 class PassTraffic(NamedTuple):
@@ -98,7 +98,7 @@ class _Phase:
     rest: int = 0
     """Peak after backward of expert-parallel experts."""
     work: list[Kernel] = field(default_factory=list)
-    fused: Fused | None = None
+    fused: FusedOperators | None = None
     """The operators that torch.compile would fuse with the next one; None: there are none."""
     sent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PassTraffic._fields, 0.0))
 
@@ -304,7 +304,7 @@ class Tape(LiveTensors):
     def _note_kernel(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         kernel = kernel_of(operator, args, kwargs, result, self._seq_len)
         if self._compiled and not kernel.operations and self.label in _IN_BLOCKS:
-            self._phase.fused = self._phase.fused or Fused()
+            self._phase.fused = self._phase.fused or FusedOperators()
             self._phase.fused.add(args, kwargs, result)
             return
         self._end_kernel()

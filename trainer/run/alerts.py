@@ -13,7 +13,13 @@ from typing import Any
 import yaml
 
 from elastic.node.files import read_text
-from trainer.recipe.conditions import AfterFailure, Beyond, Condition, Silent, parse_condition
+from trainer.recipe.conditions import (
+    Condition,
+    FailureCondition,
+    SilenceCondition,
+    ThresholdCondition,
+    parse_condition,
+)
 from trainer.run.ledger_summary import LedgerSummary
 
 COMMAND_SECONDS, POST_SECONDS = 30.0, 10.0
@@ -40,7 +46,7 @@ class Alerts:
     def record(self, step: int, values: Mapping[str, float]) -> None:
         self._step, self._newest, self._heard = step, values["time"], time.monotonic()
         for number, condition in enumerate(self._conditions):
-            if isinstance(condition, Silent):
+            if isinstance(condition, SilenceCondition):
                 self._holds[number] = False
             elif (now := self._reason_now(condition, values)) is not None:
                 self._set_state(number, now)
@@ -53,7 +59,7 @@ class Alerts:
             self._standing = None
         silence = time.monotonic() - self._heard
         for number, condition in enumerate(self._conditions):
-            if isinstance(condition, Silent) and silence > condition.seconds:
+            if isinstance(condition, SilenceCondition) and silence > condition.seconds:
                 self._set_state(number, f"no step for {silence:.0f} s")
         return max(after, self._newest)
 
@@ -63,10 +69,10 @@ class Alerts:
     def _reason_now(self, condition: Condition | None, values: Mapping[str, float]) -> str | None:
         """Return why a condition holds for the `values` of a record; "" if it does not hold; None
         if the record lacks the value that the condition compares."""
-        if isinstance(condition, AfterFailure) and "failures" in values:
+        if isinstance(condition, FailureCondition) and "failures" in values:
             more = values["failures"] - self._failures
             return f"{values['failures']:.0f} failure(s) by now" if more > 0 else ""
-        if isinstance(condition, Beyond) and condition.key in values:
+        if isinstance(condition, ThresholdCondition) and condition.key in values:
             value = values[condition.key]
             # NaN exceeds any limit.
             beyond = value > condition.number if condition.above else value < condition.number

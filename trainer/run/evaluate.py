@@ -14,7 +14,7 @@ from trainer.parallel.passes import COUNT, Call, Passed
 from trainer.recipe.strategies import pp
 from trainer.run.speed import Speed
 from trainer.run.state import Run
-from trainer.tasks.task import Evaluation
+from trainer.tasks.task import ValidationSet
 
 
 class Validator:
@@ -73,7 +73,7 @@ class Validator:
 
 
 @torch.no_grad()
-def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str, float] | None:
+def evaluate(run: Run, evaluation: ValidationSet, *, heed: bool = True) -> dict[str, float] | None:
     """Return the means of the model's scalars over the validation set. On all ranks.
 
     Args:

@@ -452,8 +452,7 @@ def not_finite_anywhere(run: Run) -> str:
 
 def judge(run: Run, outcome: Gradients, note: str) -> Verdict:
     """Decide to keep or skip a step, or to stop; update the counters and the loss scale in
-    `run.progress`. On all ranks. `note`: result of `rerun`, for the log.
-    """
+    `run.progress`. On all ranks. `note`: result of `rerun`, for the log."""
     recipe, progress = run.recipe, run.progress
     step = progress.step + 1
     if math.isfinite(outcome.loss) and not outcome.good and progress.loss_scale.value > 1:

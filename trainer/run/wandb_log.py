@@ -35,8 +35,7 @@ class WandbRow:
 
 def last_row(directory: Path, run_id: str, up_to: float = math.inf) -> WandbRow | None:
     """Return the newest row with a W&B step of at most `up_to` in all files of a run; None if there
-    is none. `directory`: where W&B has a folder for each start and resume of the run.
-    """
+    is none. `directory`: where W&B has a folder for each start and resume of the run."""
     found = []
     for path in _files(directory, run_id):
         with suppress(OSError):  # the file is being removed, or cannot be read
