@@ -39,7 +39,7 @@ class Interactions:
 
 
 @dataclass(frozen=True)
-class Edges:
+class KnowledgeGraph:
     """The collaborative knowledge graph (section 3 of Wang et al. 2019): interactions and triples,
     each edge in both directions, sorted by head, tail, relation. Nodes are the users, then the
     entities. Relation 0 is interaction; the relations of the triples follow, then the inverses of
@@ -84,7 +84,7 @@ def read_interactions(
     return data
 
 
-def build_edges(data: Interactions) -> Edges:
+def build_edges(data: Interactions) -> KnowledgeGraph:
     """Join interactions and triples in one graph."""
     kinds = 1 + data.kg_relations
     head = np.concatenate([data.train[:, 0], data.users + data.triples[:, 0]])
@@ -96,7 +96,7 @@ def build_edges(data: Interactions) -> Edges:
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     reverse = np.roll(place, len(head))[order]
-    return Edges(
+    return KnowledgeGraph(
         data.users + data.entities, 2 * kinds, heads[order], both[order], tails[order], reverse
     )
 
@@ -171,8 +171,8 @@ def _read_numbers(path: Path, columns: int) -> NDArray[np.int64]:
 
 
 def _read_recbole(directory: Path, evaluate_on: str, split_seed: int) -> Interactions:
-    """Read RecBole files, and take every interaction whatever its rating. Where several items link
-    to one entity, the first of them gets that entity's triples."""
+    """Read RecBole files. All interactions count, whatever their rating. If several items link to
+    one entity, the first item gets the entity's triples."""
     user, item = _read_columns(_existing(directory, "*.inter"), "user_id", "item_id")
     facts = _read_columns(_existing(directory, "*.kg"), "head_id", "relation_id", "tail_id")
     links = _read_columns(_existing(directory, "*.link"), "item_id", "entity_id")

@@ -20,7 +20,7 @@ from pydantic import ConfigDict, validate_call
 from torch import Tensor, nn
 
 from trainer.data import Samples
-from trainer.kgat.graph import Edges
+from trainer.kgat.graph import KnowledgeGraph
 from trainer.kgat.stream import GraphStream
 from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.bounds import Amount, Positive, Share
@@ -41,12 +41,13 @@ CHUNK = 1 << 18
 """Edges whose attention is computed at a time."""
 
 
-class Adjacency:
+class GraphTensors:
     """The graph as tensors on the model's device. They are not buffers of the model: they never
     change, so neither DDP nor checkpoints need them."""
 
-    def __init__(self, edges: Edges, popularity: Array) -> None:
-        """`popularity`: (I,) int64, interactions of each item in training."""
+    def __init__(self, edges: KnowledgeGraph, popularity: Array) -> None:
+        """Create the tensors. `popularity`: number of training interactions of each item, (I,)
+        int64."""
         self.nodes, self.relations = edges.nodes, edges.relations
         self.counts = np.bincount(edges.kinds, minlength=edges.relations).tolist()
         """Number of edges of each relation."""
@@ -57,7 +58,7 @@ class Adjacency:
         self.by_relation = torch.from_numpy(np.argsort(edges.kinds, kind="stable"))
         self.popularity = torch.from_numpy(popularity.astype(np.float32))
 
-    def to(self, device: torch.device) -> "Adjacency":
+    def to(self, device: torch.device) -> "GraphTensors":
         """Move the tensors in place, and return self."""
         if self.starts.device != device:
             for name, value in vars(self).items():
@@ -74,7 +75,7 @@ class Propagate(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, graph: Adjacency, weights: Tensor, nodes: Tensor) -> Tensor:
+    def forward(ctx: Any, graph: GraphTensors, weights: Tensor, nodes: Tensor) -> Tensor:
         """Return the sums (N, D) for edge weights (E,) and node embeddings (N, D)."""
         ctx.graph = graph
         ctx.save_for_backward(weights)
@@ -89,7 +90,7 @@ class Propagate(torch.autograd.Function):
         return None, None, transposed @ gradients[0].contiguous()
 
 
-def _sparse(graph: Adjacency, weights: Tensor) -> Tensor:
+def _sparse(graph: GraphTensors, weights: Tensor) -> Tensor:
     size = (graph.nodes, graph.nodes)
     return torch.sparse_csr_tensor(graph.starts, graph.tails, weights, size, check_invariants=False)
 
@@ -165,7 +166,7 @@ class KGAT(nn.Module):
         # which a resumed run does not have.
         self.register_buffer("attention", torch.empty(len(edges.heads)))
         self.attention: Tensor
-        self._graph = Adjacency(edges, np.bincount(sizes.train[:, 1], minlength=sizes.items))
+        self._graph = GraphTensors(edges, np.bincount(sizes.train[:, 1], minlength=sizes.items))
         self._draw(recipe.run.seed, embedding_dim + relation_dim)
         config = {
             "model_type": "kgat", "users": sizes.users, "items": sizes.items,

@@ -11,7 +11,13 @@ from pydantic import validate_call
 from trainer.data import Samples
 from trainer.data.order import ORDER_VERSION, Order, random_integers
 from trainer.data.shards import DataError
-from trainer.kgat.graph import Edges, Interactions, build_edges, fingerprint, read_interactions
+from trainer.kgat.graph import (
+    Interactions,
+    KnowledgeGraph,
+    build_edges,
+    fingerprint,
+    read_interactions,
+)
 from trainer.recipe import Recipe
 from trainer.recipe.bounds import Count
 from trainer.recipe.seeds import stable_seed
@@ -56,7 +62,7 @@ class GraphStream:
     def __init__(
         self,
         data: Interactions,
-        edges: Edges,
+        edges: KnowledgeGraph,
         seed: int,
         global_batch: int,
         triples_per_sample: int,

@@ -111,9 +111,9 @@ class ElementIndices:
     of both fields is the index times an odd constant, which begins the hash."""
 
     rows: Tensor
-    """Term of each row, int64 (R, 1)."""
+    """The term of an element that depends on its row, int64 (R, 1)."""
     columns: Tensor
-    """Term of each column, int64 (C,)."""
+    """The term of an element that depends on its column, int64 (C,)."""
 
 
 def places_of(parameter: Tensor) -> ElementIndices:

@@ -74,10 +74,10 @@ def apply_activation_checkpointing(
                 block if counting else None,
                 deciding,
             )
-        # States of random generators are saved only if needed: it can take longer than a block.
+        # States of random generators are saved only if needed: saving can take longer than a block.
         replaced[block] = checkpoint_wrapper(block, preserve_rng_state=draws, **contexts)
     for parent in list(model.modules()):
-        for name, child in parent._modules.items():  # a block may have several names
+        for name, child in parent._modules.items():  # not named_children: it skips second names
             # The wrapper itself must go on referring to its block.
             if child in replaced and parent is not replaced[child]:
                 parent._modules[name] = replaced[child]
@@ -139,7 +139,7 @@ def _selective(compiled: str) -> tuple[TorchDispatchMode, ...]:
     if compiled == "whole":  # torch.compile recognises only torch's own modes
         return modes
     seen = _EXPENSIVE - _OVERWRITTEN if compiled == "pieces" else _EXPENSIVE
-    return tuple(_Filtered(mode, seen) for mode in modes)
+    return tuple(_FilterOperators(mode, seen) for mode in modes)
 
 
 def _keeping_modes(_compiled: str) -> tuple[TorchDispatchMode, ...]:
@@ -147,7 +147,7 @@ def _keeping_modes(_compiled: str) -> tuple[TorchDispatchMode, ...]:
     return _StoreResults(results), _ReuseResults(results)
 
 
-class _Mode(TorchDispatchMode):
+class _OperatorMode(TorchDispatchMode):
     """Base of the modes that intercept the operators of a block that runs eagerly."""
 
     supports_higher_order_operators = True  # such as flex_attention
@@ -158,7 +158,7 @@ class _Mode(TorchDispatchMode):
         return True
 
 
-class _StoreResults(_Mode):
+class _StoreResults(_OperatorMode):
     """Stores the results of _EXPENSIVE operators in `results`, in order."""
 
     def __init__(self, results: list[Any]) -> None:
@@ -172,7 +172,7 @@ class _StoreResults(_Mode):
         return result
 
 
-class _ReuseResults(_Mode):
+class _ReuseResults(_OperatorMode):
     """Returns the results stored by `_StoreResults` in any number of recomputations of a block,
     where torch's own mode allows only one."""
 
@@ -200,7 +200,7 @@ def _detached(value: Any) -> Any:
         return value.detach()
 
 
-class _Filtered(_Mode):
+class _FilterOperators(_OperatorMode):
     """Shows one of torch's modes only the operators in `seen`. torch's mode identifies operators by
     their count, and FSDP's gathers in a block differ in number between forward and
     recomputation."""

@@ -300,7 +300,7 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, block: PackedBlock) -> tupl
         )
         return out, sums.masked_fill(
             sums.isposinf(), -torch.inf
-        )  # the kernel returns +inf for an empty sum
+        )  # the kernel returns +inf for queries without keys
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out = torch.zeros_like(q)
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -414,15 +414,15 @@ class SequenceShare:
     def over_labels(self, mean: Tensor) -> Tensor:
         """Return the mean over the labels of all ranks; `mean` is over those of this rank. On all
         ranks."""
-        return _Sum.apply(mean * self.of_labels, self.group)
+        return _SumWithOwnGradient.apply(mean * self.of_labels, self.group)
 
     def over_tokens(self, mean: Tensor) -> Tensor:
         """Return the mean over the tokens of all ranks; `mean` is over those of this rank. On all
         ranks."""
-        return _Sum.apply(mean * self.of_tokens, self.group)
+        return _SumWithOwnGradient.apply(mean * self.of_tokens, self.group)
 
 
-class _Sum(torch.autograd.Function):
+class _SumWithOwnGradient(torch.autograd.Function):
     """Sum over the ranks of a group; the gradient of each rank is of its own term only."""
 
     @staticmethod

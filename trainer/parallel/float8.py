@@ -178,7 +178,7 @@ def gather_in_8_bits(model: nn.Module) -> None:
     ]
     if not layers:
         return
-    from torchao.float8.config import e4m3_dtype as e4m3  # AMD's e4m3 differs
+    from torchao.float8.config import e4m3_dtype as e4m3  # AMD's GPUs have another e4m3
     from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
     # Read now, because FSDP replaces the layers' weights in forward.
@@ -209,7 +209,7 @@ def gather_in_8_bits(model: nn.Module) -> None:
         local = weights[number]._local_tensor
         local.fsdp_pre_all_gather = partial(send, number)
         local.fsdp_post_all_gather = partial(_received, layer)
-    model.register_forward_pre_hook(agree, prepend=True)  # before FSDP's own
+    model.register_forward_pre_hook(agree, prepend=True)  # before FSDP's hook, which gathers
 
 
 def _received(

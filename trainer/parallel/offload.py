@@ -41,8 +41,8 @@ BUFFERS = 3
 WRITES_AHEAD = 4
 """Unfinished gradient writes beyond which backward waits for the oldest."""
 
-_WRITE_AND_WAIT = 4  # msync
-_MMAP_THRESHOLD = -3  # mallopt
+_WRITE_AND_WAIT = 4  # MS_SYNC of msync
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of mallopt
 _libc = ctypes.CDLL(None, use_errno=True)  # ctypes releases the GIL
 
 
@@ -92,7 +92,7 @@ class OffloadFile:
             region = self._bytes[start : start + local.nbytes]
             zeros = region.view(local.dtype).view(local.shape)
         else:
-            zeros = torch.zeros_like(local, device="cpu")  # this rank's shard is empty
+            zeros = torch.zeros_like(local, device="cpu")  # an empty shard needs no file
         if not isinstance(tensor, DTensor):
             return zeros
         # DTensor.from_local would move the zeros to the mesh's device.
@@ -201,7 +201,7 @@ class OffloadFile:
     # --- called in threads -----------------------------------------------------------------
 
     def _read(
-        self, portion: list["_Part"], buffer: torch.Tensor, state: Mapping[Any, Any]
+        self, portion: list["_FilePart"], buffer: torch.Tensor, state: Mapping[Any, Any]
     ) -> torch.Tensor:
         for part in portion:
             weight, gradient, *moments = part.rows(buffer)
@@ -212,7 +212,7 @@ class OffloadFile:
         return buffer
 
     def _write(
-        self, portion: list["_Part"], buffer: torch.Tensor, state: Mapping[Any, Any]
+        self, portion: list["_FilePart"], buffer: torch.Tensor, state: Mapping[Any, Any]
     ) -> None:
         try:
             for part in portion:
@@ -263,7 +263,7 @@ class OffloadFile:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _FilePart:
     """Bytes `start` to `stop` of a parameter's tensors, and their position in a buffer."""
 
     parameter: nn.Parameter
@@ -292,9 +292,9 @@ class _Part:
         return parameter
 
 
-def _cut(groups: Iterable[dict[str, Any]]) -> Iterator[list[_Part]]:
+def _cut(groups: Iterable[dict[str, Any]]) -> Iterator[list[_FilePart]]:
     """Divide parameters that have gradients into portions, each of which fills a buffer."""
-    portion: list[_Part] = []
+    portion: list[_FilePart] = []
     used = 0
     for group in groups:
         for parameter in (p for p in group["params"] if p.grad is not None):
@@ -304,7 +304,7 @@ def _cut(groups: Iterable[dict[str, Any]]) -> Iterator[list[_Part]]:
                     yield portion
                     portion, used = [], 0
                 stop = min(nbytes, start + PORTION_BYTES - used)
-                portion.append(_Part(parameter, group, start, stop, used))
+                portion.append(_FilePart(parameter, group, start, stop, used))
                 used += _pages(stop - start)
                 start = stop
     if portion:

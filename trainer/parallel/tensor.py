@@ -190,7 +190,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) ->
         sequence: whether the residual stream is cut along the sequence (sequence parallelism).
     """
     ranks = TensorGroup(mesh, sequence)
-    placed: dict[nn.Parameter, Any] = {}  # tied weights stay tied
+    placed: dict[nn.Parameter, Any] = {}  # by parameter, so that tied weights stay tied
     kinds = kinds_of(model, mesh.size())
     modules = dict(model.named_modules())
     for name, kind in kinds.items():
@@ -372,7 +372,7 @@ def _row(module: Any, ranks: TensorGroup) -> Forward:
 
     def forward(x: Tensor) -> Tensor:
         with with_local(module, partial):
-            if isinstance(module, LoraLinear):  # one reduction for both terms
+            if isinstance(module, LoraLinear):  # both terms are added before the one reduction
                 part = module.frozen(x) + module.low_rank(x)
             else:
                 part = nn.functional.linear(x, module.weight)

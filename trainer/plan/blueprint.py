@@ -38,7 +38,6 @@ class ParameterShape:
     itemsize: int
     """Bytes per element."""
     state: tuple[StateTensor, ...] = ()
-    """State tensors of the optimizer."""
     stacked: bool = False
     """Whether dim 0 is over experts."""
     divided: int = 1
@@ -295,7 +294,7 @@ def counted(stages: Sequence[StageBlueprint]) -> list[tuple[tuple[ParameterShape
     """Return (unit, number of times that it occurs) for the distinct units of some stages."""
     counts: dict[int, tuple[tuple[ParameterShape, ...], int]] = {}
     for unit in (unit for stage in stages for unit in stage.units):
-        # By identity: equal blocks share one tuple, and hashing its shapes would be slow.
+        # Compared by identity: equal blocks share one tuple, and hashing its shapes would be slow.
         counts[id(unit)] = unit, counts.get(id(unit), (unit, 0))[1] + 1
     return [*counts.values()]
 

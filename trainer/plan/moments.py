@@ -60,14 +60,14 @@ from trainer.plan.blueprint import (
     parts_of,
     trained_of,
 )
-from trainer.plan.rank_layout import Layout
-from trainer.plan.tape import Trace
+from trainer.plan.rank_layout import RankLayout
+from trainer.plan.tape import PassTrace
 from trainer.recipe import Recipe
 from trainer.recipe.strategies import exact
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemoryMoment:
     """Bytes that are allocated at one moment of a step."""
 
     name: str
@@ -103,7 +103,7 @@ class IdleStage(NamedTuple):
     """Bytes of reduced gradients after the last backward pass; then nothing else is kept."""
 
 
-def adds_gradients(recipe: Recipe, layout: Layout) -> bool:
+def adds_gradients(recipe: Recipe, layout: RankLayout) -> bool:
     """Return whether FSDP adds each gradient to the sum of earlier passes as soon as it is
     computed, as it does if both are fp32."""
     same = DTYPES[recipe.precision.dtype].itemsize == exact.reduced_bytes(recipe)
@@ -114,7 +114,12 @@ class ShardedStage:
     """Computes the memory of a stage that FSDP shards, from a trace of its pass."""
 
     def __init__(
-        self, stage: StageBlueprint, trace: Trace, recipe: Recipe, layout: Layout, offloaded: bool
+        self,
+        stage: StageBlueprint,
+        trace: PassTrace,
+        recipe: Recipe,
+        layout: RankLayout,
+        offloaded: bool,
     ) -> None:
         self.trace = trace
         self._stage, self._layout, self._units = stage, layout, stage.units
@@ -154,7 +159,7 @@ class ShardedStage:
         between = sum(self._of_passes(True)) + self._all_reduced(True, 0)
         return IdleStage(self._gathered, between, self._slices)
 
-    def moments(self, which: StagePass) -> list[Moment]:
+    def moments(self, which: StagePass) -> list[MemoryMoment]:
         """Return the moments of a pass. They include memory that earlier passes of the stage
         left."""
         kind, before, last, fresh = which
@@ -207,31 +212,31 @@ class ShardedStage:
         shards = self._layout.shards
         return sum(bytes_of(trained_of(unit), shards, self._reduced) for unit in units)
 
-    def _forward(self, before: bool, fresh: bool) -> list[Moment]:
+    def _forward(self, before: bool, fresh: bool) -> list[MemoryMoment]:
         """Return the moments of a forward pass: at the loss, in the last block, and when gathered
         units are copied out."""
         early, aside, kept = self._of_passes(before)
-        whole = fresh and (self._every_pass or not before)  # the root is gathered too
+        whole = fresh and (self._every_pass or not before)  # this pass also gathers the root
         gathers, ahead = self._free or whole, self._layout.gathers_ahead
         left = self._left if gathers and not ahead else 0
         beside = aside + kept + self._all_reduced(before, 0)
         other = self._gathered + beside
         own = self._block if self._free else 0
         moments = [
-            Moment("forward", early, self.trace.head_forward, other + left),
-            Moment("forward", early, self.trace.last_forward, other + left + own),
+            MemoryMoment("forward", early, self.trace.head_forward, other + left),
+            MemoryMoment("forward", early, self.trace.last_forward, other + left + own),
         ]
         if gathers:  # the flat buffer of the previous unit still exists
             flats = self._flat if ahead or len(self._units) < 3 else 2 * self._flat
             held = self.trace.forward_entry
-            moments.append(Moment("forward", early, held, other + own + flats))
+            moments.append(MemoryMoment("forward", early, held, other + own + flats))
         if whole:
             flats = self._root_flat + (0 if ahead else self._flat + self._block)
             held = self.trace.hidden
-            moments.append(Moment("forward", early, held, self._root + flats + beside))
+            moments.append(MemoryMoment("forward", early, held, self._root + flats + beside))
         return moments
 
-    def _backward(self, before: bool, reduces: bool, freed: bool) -> list[Moment]:
+    def _backward(self, before: bool, reduces: bool, freed: bool) -> list[MemoryMoment]:
         """Return the moments of a backward pass.
 
         Args:
@@ -245,18 +250,18 @@ class ShardedStage:
         early, aside, kept = self._of_passes(before)
         own, flat, flats = (self._block, self._flat, self._flats) if free else (0, 0, 0)
         other = whole + aside + kept + self._all_reduced(before, 0)
-        moments = [Moment("head", early, trace.head_backward, other + flat)]
+        moments = [MemoryMoment("head", early, trace.head_backward, other + flat)]
         if units[1:]:
-            ahead = flat if units[2:] else 0  # nothing below the first block is gathered
+            ahead = flat if units[2:] else 0  # backward gathers nothing after the first block
             moments += [
-                Moment("blocks", early, trace.entry, other + own + flats),
-                Moment("blocks", early, trace.last_backward, other + own + ahead),
+                MemoryMoment("blocks", early, trace.entry, other + own + flats),
+                MemoryMoment("blocks", early, trace.last_backward, other + own + ahead),
             ]
         if not reduces:
             for _, below in inner_blocks(self._stage):
                 held = trace.first_backward + below * trace.block_saved
                 ahead = flat if below else 0
-                moments.append(Moment("blocks", early, held, other + own + ahead))
+                moments.append(MemoryMoment("blocks", early, held, other + own + ahead))
             if not before:
                 moments.append(self._first_ends())
             return moments
@@ -272,11 +277,13 @@ class ShardedStage:
             other = gathered(back, below) + own + aside - back * block_aside + self._buffer
             held = trace.first_backward + below * trace.block_saved
             done = max(early, back * block_slices)
-            moments.append(Moment("blocks", done, held, other + self._all_reduced(before, back)))
+            moments.append(
+                MemoryMoment("blocks", done, held, other + self._all_reduced(before, back))
+            )
             if not below:
                 held, other = trace.after_block + trace.block_saved, other + flats
                 moments.append(
-                    Moment("blocks", done, held, other + self._all_reduced(before, back))
+                    MemoryMoment("blocks", done, held, other + self._all_reduced(before, back))
                 )
         experts = parts_of(units[-1])[1:]
         for below in {len(units) - 2, 0} if experts else ():
@@ -290,8 +297,8 @@ class ShardedStage:
             buffer = self._buffer_of(experts[0])
             reducing = other + self._reducing(experts[0], before)
             moments += [
-                Moment("blocks", done, trace.experts[which] + held, reducing),
-                Moment("blocks", done, trace.rest[which] + held, other + buffer),
+                MemoryMoment("blocks", done, trace.experts[which] + held, reducing),
+                MemoryMoment("blocks", done, trace.rest[which] + held, other + buffer),
             ]
         for below in {len(units) - 2, 0} if units[1:] else ():
             back = len(units) - 1 - below
@@ -300,29 +307,29 @@ class ShardedStage:
             held = trace.after_block + below * trace.block_saved
             done = max(early, (back - 1) * block_slices)
             moments.append(
-                Moment("blocks", done, held, other + self._all_reduced(before, back - 1))
+                MemoryMoment("blocks", done, held, other + self._all_reduced(before, back - 1))
             )
         done, after = max(early, self._slices - root_slices), self._all_reduced(before, len(units))
         other = self._root + self._buffer + root_aside + after
         return [
             *moments,
-            Moment("end", done, trace.tail_backward, other),
-            Moment("reduce", done, 0, self._reducing(units[0], before) + after),
+            MemoryMoment("end", done, trace.tail_backward, other),
+            MemoryMoment("reduce", done, 0, self._reducing(units[0], before) + after),
         ]
 
     def _from_the_last(self) -> Sequence[Sequence[ParameterShape]]:
-        """Return the units in the order of `Trace.weights_peaks`: the head, then blocks from the
-        last to the first."""
+        """Return the units in the order of `PassTrace.weights_peaks`: the head, then blocks from
+        last to first."""
         head, *blocks = self._units
         return [head] * self._stage.last + blocks[::-1]
 
-    def _first_ends(self) -> Moment:
+    def _first_ends(self) -> MemoryMoment:
         """Return the moment at the end of the first of several passes, when the gradients of the
         last unit are cast and those of all other units have been."""
         root = self._units[0]
         last, held = (root, 0) if root else (self._parts[-1], self.trace.after_block)
         others = self._whole - self._accumulated(last)
-        return Moment("end", 0, held, self._gathered + others + self._casting(last))
+        return MemoryMoment("end", 0, held, self._gathered + others + self._casting(last))
 
     def _casting(self, unit: Sequence[ParameterShape]) -> int:
         """Return the peak bytes while a unit's gradients are cast one by one to the reduction's
@@ -353,7 +360,7 @@ class ShardedStage:
         # The reduced shard replaces the shard of an earlier reduction of this unit.
         return most - reduced_to if self._apart(before) > 1 else most
 
-    def _backward_of_weights(self, before: bool, last: bool) -> list[Moment]:
+    def _backward_of_weights(self, before: bool, last: bool) -> list[MemoryMoment]:
         """Return the moments of computing postponed gradients of weights, and of reducing them unit
         by unit after that."""
         _, aside, _ = self._of_passes(before)
@@ -364,13 +371,13 @@ class ShardedStage:
         other = self._gathered + aside
         moments, done = [], 0
         for held, unit in zip(self.trace.weights_peaks, self._from_the_last(), strict=True):
-            moments.append(Moment("blocks", 0, held, other + done))
+            moments.append(MemoryMoment("blocks", 0, held, other + done))
             done += 0 if added else bytes_of(trained_of(unit), None, self._compute)
-        moments.append(Moment("blocks", 0, 0, other + sum(whole)))
+        moments.append(MemoryMoment("blocks", 0, 0, other + sum(whole)))
         if not last:
             if not before:
                 cast = self._casting([shape for unit in self._units for shape in unit])
-                moments.append(Moment("end", 0, 0, self._gathered + cast))
+                moments.append(MemoryMoment("end", 0, 0, self._gathered + cast))
             return moments
         for number, unit in enumerate(units):
             after = range(number + 1, len(units))
@@ -378,7 +385,7 @@ class ShardedStage:
             if before:
                 other += sum(self._accumulated(units[n]) for n in after)
             done = sum(map(self._slice_of, units[:number]))
-            moments.append(Moment("reduce", done, 0, other + self._reducing(unit, before)))
+            moments.append(MemoryMoment("reduce", done, 0, other + self._reducing(unit, before)))
         return moments
 
 
@@ -386,7 +393,7 @@ class UnshardedStage:
     """Computes the memory of a stage on a rank without FSDP, from a trace of its pass. Gradients
     are allocated one by one in the first pass, and kept by later passes."""
 
-    def __init__(self, stage: StageBlueprint, trace: Trace) -> None:
+    def __init__(self, stage: StageBlueprint, trace: PassTrace) -> None:
         self.trace, self._stage = trace, stage
         self._root, *blocks = (bytes_of(trained_of(unit)) for unit in stage.units)
         self._block = blocks[-1] if blocks else 0
@@ -396,61 +403,63 @@ class UnshardedStage:
     def resting(self) -> IdleStage:
         return IdleStage(0, self._whole, self._whole)
 
-    def moments(self, which: StagePass) -> list[Moment]:
+    def moments(self, which: StagePass) -> list[MemoryMoment]:
         kind, trace, whole = which.kind, self.trace, self._whole
         before = whole if which.before else 0
         if kind == "F":
-            return [Moment("forward", before, trace.head_forward)]
+            return [MemoryMoment("forward", before, trace.head_forward)]
         if kind == "W" and not self._stage.first:
             parts = [self._root] * self._stage.last + [self._block] * self._stage.blocks
             pairs = zip(accumulate([0, *parts[:-1]]), trace.weights_peaks, strict=True)
-            weights = [Moment("blocks", max(before, done), held) for done, held in pairs]
-            return [*weights, Moment("blocks", whole)]
+            weights = [MemoryMoment("blocks", max(before, done), held) for done, held in pairs]
+            return [*weights, MemoryMoment("blocks", whole)]
         if kind == "I" and self._stage.first:
             return []
-        there = kind == "I" or bool(before)  # existing gradients stay constant
+        there = kind == "I" or bool(before)  # no gradient of a weight is allocated in this pass
         block, head = (0, 0) if there else (self._block, self._root * self._stage.last)
         moments = [
-            Moment("head", before, trace.head_backward),
-            Moment("blocks", before + head, trace.last_backward),
-            Moment("end", before if there else whole - self._root, trace.tail_backward),
+            MemoryMoment("head", before, trace.head_backward),
+            MemoryMoment("blocks", before + head, trace.last_backward),
+            MemoryMoment("end", before if there else whole - self._root, trace.tail_backward),
         ]
         for back, below in inner_blocks(self._stage):
             held = trace.first_backward + below * trace.block_saved
-            moments.append(Moment("blocks", before + head + back * block, held))
+            moments.append(MemoryMoment("blocks", before + head + back * block, held))
         return moments
 
 
-def ddp_moments(stage: StageBlueprint, layout: Layout, trace: Trace, gathered: int) -> list[Moment]:
+def ddp_moments(
+    stage: StageBlueprint, layout: RankLayout, trace: PassTrace, gathered: int
+) -> list[MemoryMoment]:
     """Return the moments of a step under DDP. `gathered`: peak bytes of ZeRO-1's gather."""
     shapes = [shape for unit in stage.units for shape in trained_of(unit)]
     whole, root = bytes_of(shapes), bytes_of(trained_of(stage.units[0]))
     several = layout.passes > 1
-    moments = [Moment("update", whole, 0, gathered)]
+    moments = [MemoryMoment("update", whole, 0, gathered)]
     if layout.replicas > 1:
         aside = whole if several else 0
         moments += [
-            Moment("forward", whole, trace.head_forward, aside),
-            Moment("head", whole, trace.head_backward, aside),
-            Moment("blocks", whole, trace.last_backward, aside),
-            Moment("end", whole, trace.tail_backward, min(aside, root)),
+            MemoryMoment("forward", whole, trace.head_forward, aside),
+            MemoryMoment("head", whole, trace.head_backward, aside),
+            MemoryMoment("blocks", whole, trace.last_backward, aside),
+            MemoryMoment("end", whole, trace.tail_backward, min(aside, root)),
         ]
         block = bytes_of(trained_of(stage.units[-1]))
         for back, below in inner_blocks(stage):
             held = trace.first_backward + below * trace.block_saved
-            moments.append(Moment("blocks", whole, held, max(0, aside - back * block)))
+            moments.append(MemoryMoment("blocks", whole, held, max(0, aside - back * block)))
         return moments
     # With several passes all gradients exist; with a single pass only those of finished blocks.
     before, block = (whole, 0) if several else (0, bytes_of(trained_of(stage.units[-1])))
     moments += [
-        Moment("forward", before, trace.head_forward),
-        Moment("head", before, trace.head_backward),
-        Moment("blocks", before, trace.last_backward),
-        Moment("end", before or whole - root, trace.tail_backward),
+        MemoryMoment("forward", before, trace.head_forward),
+        MemoryMoment("head", before, trace.head_backward),
+        MemoryMoment("blocks", before, trace.last_backward),
+        MemoryMoment("end", before or whole - root, trace.tail_backward),
     ]
     for back, below in inner_blocks(stage):
         held = trace.first_backward + below * trace.block_saved
-        moments.append(Moment("blocks", before + back * block, held))
+        moments.append(MemoryMoment("blocks", before + back * block, held))
     return moments
 
 

@@ -19,9 +19,9 @@ from trainer.parallel.schedules import (
 from trainer.plan.blueprint import Blueprint, StageBlueprint, read_blueprint, stage_of, trained_of
 from trainer.plan.costs import PlannedMachine
 from trainer.plan.moments import adds_gradients
-from trainer.plan.rank_layout import Layout, layout_of
+from trainer.plan.rank_layout import RankLayout, layout_of
 from trainer.plan.rank_memory import RankMemory, memory_of, messages_beside
-from trainer.plan.tape import Trace
+from trainer.plan.tape import PassTrace
 from trainer.plan.times import StepTimes, TracedStages, simulated, times_of
 from trainer.plan.trace import USUAL_GPU, trace
 from trainer.plan.traffic import messages_of, tied_gradients_of, traffic_of
@@ -101,9 +101,6 @@ def predict(
     """Predict a run of `recipe`. Needs neither its data nor a GPU, and creates no process group.
 
     Args:
-        recipe: the recipe of the run.
-        world_size: number of ranks.
-        local_world_size: ranks on each node.
         machine: the machine for which seconds are predicted; None: predict memory only.
         device: device whose kernels are traced; None: `run.device`, or for `auto` the local device.
         gpu_memory: bytes of a GPU; None: of `machine`, the local GPU, or USUAL_GPU.
@@ -190,10 +187,10 @@ def _orders(
 def _pieces(
     blueprint: Blueprint,
     recipe: Recipe,
-    layout: Layout,
+    layout: RankLayout,
     runs: Sequence[range],
     orders: Sequence[Order],
-    traced: Callable[..., Trace],
+    traced: Callable[..., PassTrace],
 ) -> TracedStages:
     """Build the stages and trace each. `traced` is called with the arguments of `trace` that depend
     on the strategy."""
@@ -217,11 +214,11 @@ def _pieces(
 
 
 def _memory(
-    ranks: Sequence[tuple[Sequence[StageBlueprint], Sequence[Trace]]],
+    ranks: Sequence[tuple[Sequence[StageBlueprint], Sequence[PassTrace]]],
     orders: Sequence[Order],
     counts: Sequence[Sequence[int]],
     recipe: Recipe,
-    layout: Layout,
+    layout: RankLayout,
     device: Literal["cpu", "cuda"],
     blueprint: Blueprint,
 ) -> RankMemory:
@@ -289,7 +286,10 @@ def _seconds(
 
 
 def _sent(
-    stages: Sequence[StageBlueprint], traces: Sequence[Trace], recipe: Recipe, layout: Layout
+    stages: Sequence[StageBlueprint],
+    traces: Sequence[PassTrace],
+    recipe: Recipe,
+    layout: RankLayout,
 ) -> float:
     """Return the bytes that a rank sends in a step."""
     shared = sum(c.sent for c in traffic_of(stages, recipe, layout).all)

@@ -11,7 +11,7 @@ from trainer.recipe.strategies.exact import batch_plan
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """The process groups, passes and micro-batch of a recipe for a number of ranks."""
 
     groups: Mapping[str, GroupShape]
@@ -41,7 +41,7 @@ class Layout:
 
 def layout_of(
     recipe: Recipe, world_size: int, local_world_size: int, device: Literal["cpu", "cuda"]
-) -> Layout:
+) -> RankLayout:
     """Return the layout of `recipe` for these numbers of ranks.
 
     Raises:
@@ -50,7 +50,7 @@ def layout_of(
     strategy = recipe.strategy
     groups = groups_of(recipe, world_size, local_world_size)
     plan = batch_plan(recipe, world_size // strategy.together)
-    return Layout(
+    return RankLayout(
         groups=groups,
         by_fsdp=is_sharded_by_fsdp(recipe, world_size),
         gathers_ahead=gathers_ahead_on_cpu(recipe, device),

@@ -10,15 +10,15 @@ from trainer.parallel.offload import BUFFERS, PORTION_BYTES, copies
 from trainer.parallel.schedules import Action, Order, incoming
 from trainer.plan.blueprint import ParameterShape, StageBlueprint, bytes_of, counted, trained_of
 from trainer.plan.moments import (
-    Moment,
+    MemoryMoment,
     ShardedStage,
     StagePass,
     UnshardedStage,
     ddp_moments,
     gather_bytes,
 )
-from trainer.plan.rank_layout import Layout
-from trainer.plan.tape import Trace
+from trainer.plan.rank_layout import RankLayout
+from trainer.plan.tape import PassTrace
 from trainer.recipe import Recipe
 from trainer.recipe.strategies import offload, sharding
 
@@ -55,9 +55,9 @@ class RankMemory:
 
 def memory_of(
     stages: Sequence[StageBlueprint],
-    traces: Sequence[Trace],
+    traces: Sequence[PassTrace],
     recipe: Recipe,
-    layout: Layout,
+    layout: RankLayout,
     device: str,
     buffers: int,
     order: Order | None = None,
@@ -108,7 +108,7 @@ def memory_of(
         activations, by_stage = _passes(
             order or alone, held, each, messages or [0] * len(order or alone)
         )
-        moments = [Moment("update", gradients, 0, 0 if offloaded else rounding)] + [
+        moments = [MemoryMoment("update", gradients, 0, 0 if offloaded else rounding)] + [
             replace(moment, pass_=moment.pass_ + beside)
             for of_stage, passes in zip(held, by_stage, strict=True)
             for which, beside in passes.items()
@@ -126,7 +126,7 @@ def memory_of(
     pinned = sum(_pinned_bytes(some, layout.shards) for some in (shapes, trained_of(shapes)))
     in_memory = pinned + state if to_host else 0
 
-    def device_bytes(moment: Moment) -> int:
+    def device_bytes(moment: MemoryMoment) -> int:
         return standing + moment.pass_ + moment.other + (0 if offloaded else moment.gradients)
 
     moment = max(moments, key=device_bytes)

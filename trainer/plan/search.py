@@ -337,8 +337,6 @@ def largest_micro_batch(
 
     Args:
         recipe: its `batch.micro_batch` is ignored.
-        world_size: number of ranks.
-        local_world_size: ranks on each node.
         memory: bytes of a GPU; on CPUs bytes of a node.
         blueprint: the model of the recipe, if it is built already.
 
@@ -492,7 +490,7 @@ def _enough_nodes(
                         thrifty, larger.world_size, larger.gpus_per_node, machine=larger,
                         device=device, blueprint=blueprint,
                     )  # fmt: skip
-                except RecipeError:  # more ranks than sequences
+                except RecipeError:  # so many nodes have more ranks than a batch has sequences
                     return None
                 if Candidate("", thrifty, prediction).fits(larger):
                     return nodes

@@ -32,7 +32,7 @@ class PassTraffic(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Trace:
+class PassTrace:
     """Memory (bytes) and work of a pass over one micro-batch on one rank. Parameters and gradients
     are not counted, but peaks include gradients that FSDP has not reduced yet."""
 
@@ -62,10 +62,11 @@ class Trace:
     tail_backward: int
     """Peak of backward after the blocks (of the embedding)."""
     experts: tuple[int, int]
-    """For expert parallelism: bytes after backward of the experts in the last block, and in the
-    first block; without their gradients."""
+    """With expert parallelism: bytes after backward of the experts in the last block, and in the
+    first block, without gradients of experts."""
     rest: tuple[int, int]
-    """For expert parallelism: peaks in the rest of backward of the last block, and of the first."""
+    """With expert parallelism: peaks in backward of the last block, and of the first, after that of
+    their experts."""
     forward: Work
     backward: Work
     """Work of backward, including recomputation."""
@@ -188,7 +189,7 @@ class Tape(LiveTensors):
             self._part_of |= dict.fromkeys(block.parameters(), "others" if number else "first")
 
             def before(block: nn.Module, inputs: Any, number: int = number) -> Any:
-                if self._in_backward:  # recomputation
+                if self._in_backward:  # backward recomputes the block
                     return None
                 if number == 0:
                     self._note_end(inputs)
@@ -321,7 +322,7 @@ class Tape(LiveTensors):
         narrow = (x.to(torch.bfloat16) for x in (left, right))
         return operator(*narrow, *rest, **kwargs).to(left.dtype)
 
-    def result(self, blocks: int, first: bool, last: bool) -> Trace:
+    def result(self, blocks: int, first: bool, last: bool) -> PassTrace:
         """Compute the trace of a pipeline stage from the recorded pass of a model.
 
         Args:
@@ -400,7 +401,7 @@ class Tape(LiveTensors):
                 )
             )
 
-        return Trace(
+        return PassTrace(
             saved=all_saved,
             head_forward=max(
                 peaks["start"], peaks["first"], max(peaks["others"], peaks["head"]) + alive

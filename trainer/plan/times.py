@@ -22,8 +22,8 @@ from trainer.plan.costs import (
     UPDATE_TRAFFIC,
     PlannedMachine,
 )
-from trainer.plan.rank_layout import Layout
-from trainer.plan.tape import Trace
+from trainer.plan.rank_layout import RankLayout
+from trainer.plan.tape import PassTrace
 from trainer.plan.traffic import (
     Collective,
     elements,
@@ -68,12 +68,12 @@ class TracedStages:
     """The stages of a pipeline with their traces. Without a pipeline there is one stage."""
 
     stages: Sequence[StageBlueprint]
-    traces: Sequence[Trace]
+    traces: Sequence[PassTrace]
     """Trace of a pass of each stage."""
     orders: Sequence[Order]
     """Order of actions of each rank; [] without a pipeline."""
 
-    def of_rank(self, rank: int) -> tuple[Sequence[StageBlueprint], Sequence[Trace]]:
+    def of_rank(self, rank: int) -> tuple[Sequence[StageBlueprint], Sequence[PassTrace]]:
         """Return the stages of a rank, and their traces."""
         ranks = len(self.orders) or 1
         return self.stages[rank::ranks], self.traces[rank::ranks]
@@ -82,7 +82,7 @@ class TracedStages:
 def times_of(
     pieces: TracedStages,
     recipe: Recipe,
-    layout: Layout,
+    layout: RankLayout,
     machine: PlannedMachine,
     simulation: Simulation | None,
 ) -> StepTimes:
@@ -110,9 +110,9 @@ def times_of(
 
 def _times_of_rank(
     stages: Sequence[StageBlueprint],
-    traces: Sequence[Trace],
+    traces: Sequence[PassTrace],
     recipe: Recipe,
-    layout: Layout,
+    layout: RankLayout,
     machine: PlannedMachine,
 ) -> StepTimes:
     forward, backward = (
@@ -171,7 +171,7 @@ def _times_of_rank(
 
 
 def _offload(
-    stages: Sequence[StageBlueprint], recipe: Recipe, layout: Layout, machine: PlannedMachine
+    stages: Sequence[StageBlueprint], recipe: Recipe, layout: RankLayout, machine: PlannedMachine
 ) -> tuple[float, float]:
     """Return the seconds of transfers between host and device in a step, and of the update."""
     cut = layout.replicas if sharding.zero1(recipe) else layout.shards
@@ -214,7 +214,9 @@ def exchange_seconds(nbytes: float, ranks: int, machine: PlannedMachine) -> tupl
     return (nbytes - across) / _link(machine), across / network
 
 
-def _together_seconds(trace: Trace, layout: Layout, machine: PlannedMachine) -> tuple[float, float]:
+def _together_seconds(
+    trace: PassTrace, layout: RankLayout, machine: PlannedMachine
+) -> tuple[float, float]:
     """Return the seconds for which tensor, context and expert parallelism wait in forward, and in
     backward."""
     attending = (
@@ -229,14 +231,16 @@ def _together_seconds(trace: Trace, layout: Layout, machine: PlannedMachine) -> 
     return forward, backward
 
 
-def _sent_seconds(trace: Trace, layout: Layout, machine: PlannedMachine) -> tuple[float, float]:
+def _sent_seconds(
+    trace: PassTrace, layout: RankLayout, machine: PlannedMachine
+) -> tuple[float, float]:
     """Return the seconds of sending in forward, and in backward, without any overlap."""
     forward, backward = map(sum, _sent(trace, layout, machine))
     return forward, backward
 
 
 def _sent(
-    trace: Trace, layout: Layout, machine: PlannedMachine
+    trace: PassTrace, layout: RankLayout, machine: PlannedMachine
 ) -> list[tuple[float, float, float]]:
     """Return, for forward and for backward, the seconds in which (tensor, context, expert)
     parallelism send."""
@@ -257,7 +261,7 @@ def _sent(
 def simulated(
     pieces: TracedStages,
     arrangement: ActionSequence,
-    layout: Layout,
+    layout: RankLayout,
     machine: PlannedMachine | None,
 ) -> Simulation:
     """Simulate a step of a pipeline with the traced costs of its stages, in seconds. Without a

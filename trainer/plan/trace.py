@@ -21,7 +21,7 @@ from trainer.parallel.activations import apply_activation_checkpointing
 from trainer.parallel.parallelize import cut_layers
 from trainer.plan.blueprint import Blueprint, StageBlueprint
 from trainer.plan.cuda_kernels import cuda_kernels
-from trainer.plan.tape import Tape, Trace
+from trainer.plan.tape import PassTrace, Tape
 from trainer.recipe import RecipeError, Strategy, strategies
 from trainer.tasks.model_blocks import repeated_blocks
 
@@ -50,7 +50,7 @@ def trace(
     stage: StageBlueprint | None = None,
     in_two: bool = False,
     compiled: bool = False,
-) -> Trace:
+) -> PassTrace:
     """Trace a pass of a model, or of a pipeline stage, which is derived from a pass of the model.
 
     Args:

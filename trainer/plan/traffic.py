@@ -13,8 +13,8 @@ from trainer.parallel.mesh import PIPELINE, REPLICATE, SHARD
 from trainer.parallel.parallelize import DTYPES
 from trainer.plan.blueprint import StageBlueprint, counted, gathered_bytes, trained_of
 from trainer.plan.costs import NETWORK_SHARE, PLATEAU, PlannedMachine
-from trainer.plan.rank_layout import Layout
-from trainer.plan.tape import Trace
+from trainer.plan.rank_layout import RankLayout
+from trainer.plan.tape import PassTrace
 from trainer.recipe import Recipe
 from trainer.recipe.strategies import exact, sharding
 
@@ -28,11 +28,9 @@ class Collective:
     times: int
     """Rounds of the ring algorithm: 1 for gather or reduce-scatter, 2 for all-reduce."""
     ranks: int
-    """Number of ranks in the group."""
     stride: int
     """Difference between successive ranks of the group."""
     calls: float = 1
-    """Number of calls."""
 
     @property
     def sent(self) -> float:
@@ -71,7 +69,7 @@ class Collective:
         return self.calls * self.latency(machine) + self.sent / (bandwidth * NETWORK_SHARE)
 
 
-class Traffic(NamedTuple):
+class StepTraffic(NamedTuple):
     """Data-parallel collectives of a step, by the computation with which they overlap."""
 
     forward: tuple[Collective, ...]
@@ -89,7 +87,7 @@ class Traffic(NamedTuple):
         return (*self.forward, *self.backward, *self.reduced, *self.updated)
 
 
-def traffic_of(stages: Sequence[StageBlueprint], recipe: Recipe, layout: Layout) -> Traffic:
+def traffic_of(stages: Sequence[StageBlueprint], recipe: Recipe, layout: RankLayout) -> StepTraffic:
     """Return the data-parallel collectives of a rank's stages in a step, without the few bytes of
     loss and norm. Each FSDP unit, or each DDP bucket, is one call."""
     strategy, shards, passes = recipe.strategy, layout.shards, layout.passes
@@ -101,7 +99,7 @@ def traffic_of(stages: Sequence[StageBlueprint], recipe: Recipe, layout: Layout)
         updated: tuple[Collective, ...] = ()
         if sharding.zero1(recipe):  # gathers the updated parameters once more
             updated = (Collective(payload, 1, *replicas, calls),)
-        return Traffic((), (), (Collective(payload, 2, *replicas, calls),), updated)
+        return StepTraffic((), (), (Collective(payload, 2, *replicas, calls),), updated)
     compute, reduced = DTYPES[recipe.precision.dtype].itemsize, exact.reduced_bytes(recipe)
     # The root stays gathered from pass to pass until gradients are reduced.
     kept = passes if strategy.reduce_every_pass else 1
@@ -128,17 +126,17 @@ def traffic_of(stages: Sequence[StageBlueprint], recipe: Recipe, layout: Layout)
         reductions.append(Collective(payload, 1, ranks, stride, calls))
         # After the reduce-scatter each shard is all-reduced between the replicas.
         reductions.append(Collective(payload // ranks, 2, *replicas, calls))
-    return Traffic(tuple(forward), tuple(backward), tuple(reductions))
+    return StepTraffic(tuple(forward), tuple(backward), tuple(reductions))
 
 
-def gathering_passes(recipe: Recipe, layout: Layout) -> int:
+def gathering_passes(recipe: Recipe, layout: RankLayout) -> int:
     """Return the number of forward passes per step in which FSDP gathers the blocks."""
     every = recipe.gathers_twice or recipe.strategy.reduce_every_pass
     return layout.passes if every else 1
 
 
 def messages_of(
-    stages: Sequence[StageBlueprint], traces: Sequence[Trace], layout: Layout
+    stages: Sequence[StageBlueprint], traces: Sequence[PassTrace], layout: RankLayout
 ) -> Collective:
     """Return the messages of a pipeline rank in a step: hidden states and their gradients."""
     sides = sum((not stage.first) + (not stage.last) for stage in stages)
@@ -147,7 +145,7 @@ def messages_of(
     return Collective(calls * traces[0].hidden, 2, 2, layout.groups[PIPELINE].stride, calls)
 
 
-def tied_gradients_of(stages: Sequence[StageBlueprint], layout: Layout) -> Collective:
+def tied_gradients_of(stages: Sequence[StageBlueprint], layout: RankLayout) -> Collective:
     """Return the messages between the first and last pipeline stage: a rank's shard of the gradient
     of a tied embedding."""
     shapes = [shape for stage in stages for shape in trained_of(stage.tied)]

@@ -86,9 +86,8 @@ def _operations(operator: Any, args: Any, kwargs: Any, result: Any, seq_len: int
     if "varlen" in name:  # one document per sequence is assumed, because lengths are unknown
         tokens, heads, size = named["query"].shape
         left = (named.get("window_size") or (-1,))[0]
-        if (
-            0 <= left < seq_len - 1
-        ):  # of a token that has so many before it; the first ones have fewer
+        if 0 <= left < seq_len - 1:
+            # A token attends to itself and the `left` tokens before it, the first tokens to fewer.
             seen = (left + 1) * (2 - (left + 1) / seq_len)
             return products * tokens * heads * seen * size
         return float(products * tokens * heads * seq_len * size)

@@ -33,7 +33,8 @@ ROPE_KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Scaling of the rotary wavelengths for a longer context. Each key names its types."""
+    """Scaling of the rotary wavelengths for a longer context. Keys apply only to the types of
+    scaling that are named."""
 
     factor: float
     """Ratio of the new context length to the original."""

@@ -72,7 +72,8 @@ def call_factory(
             result = factory(*given, **options)
     except RecipeError as error:
         call = error.__cause__
-        called = getattr(factory, "__qualname__", "none")  # or its __init__, by validate_call
+        # pydantic's validate_call names the function or, for a class, its __init__.
+        called = getattr(factory, "__qualname__", "none")
         if isinstance(call, ValidationError) and call.title.startswith(called):
             wrong = (f"{dotted(one['loc'])}: {_explain(one)}" for one in call.errors())
             raise RecipeError("\n".join(f"{key}_options.{one}" for one in wrong)) from call

@@ -171,7 +171,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class DataStage:
-    """A part of the run with a mixture of its own (see docs/data.md)."""
+    """A part of the run with its own mixture of sources (see docs/data.md)."""
 
     until: Positive | None = None
     """Sequences of the whole run after which the next stage begins: steps x `batch.global_batch`.
@@ -249,7 +249,7 @@ class Data:
     store. A rank of `workers` requests four for each."""
 
     cache: DataCache | None = None
-    """Where to keep copies of whole shards, for `sources` in an object store."""
+    """Copies of whole shards on a local disk, for `sources` in an object store. Default: none."""
 
     workers: Count = 0
     """Background loader processes per rank. 0: the training process reads, which is fastest for

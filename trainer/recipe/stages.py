@@ -1,4 +1,4 @@
-"""Converts `data.stages` to a table of the mixture of data sets from each sequence on."""
+"""Converts `data.stages` to a table: the first sequence of each stage, and its mixture."""
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence

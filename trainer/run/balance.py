@@ -85,8 +85,8 @@ class SpeedShares:
         return [ranks]
 
     def take_from_sum(self, word: list[float]) -> list[float]:
-        """Read the measurements of all ranks at the end of the step's sum; return the values before
-        them."""
+        """Remove the measurements of all ranks from the end of `word`, the result of the step's
+        all-reduce, if it has any; return the other values."""
         if not self._sends:
             return word
         ranks = self._mesh.dp_size * self._mesh.together

@@ -36,7 +36,7 @@ def keep_caches_closed(run_directory: Path, compiles: bool = False) -> None:
     default = Path(default_cache_dir())
     with suppress(OSError):
         if default.lstat().st_uid == os.geteuid() and not any(default.iterdir()):
-            default.chmod(0o700)  # torch created it with the umask's mode
+            default.chmod(0o700)  # torch created the directory with the mode of the umask
     if compiles and (why := _open_to_others(default)):
         raise RecipeError(
             f"strategy.compile: {why}, and torch compiles with headers that it finds there; remove "
@@ -71,9 +71,9 @@ def _open_to_others(path: Path) -> str:
     a missing directory."""
     try:
         for above in reversed(path.parents):
-            above.mkdir(mode=0o755, exist_ok=True)  # whatever the umask
+            above.mkdir(mode=0o755, exist_ok=True)  # not writable for others, whatever the umask
         path.mkdir(mode=0o700, exist_ok=True)
-        # O_NOFOLLOW: the owner of a link could redirect it later.
+        # O_NOFOLLOW, because the owner of a link could redirect the link later.
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             own, around = os.fstat(descriptor), os.stat(path.parent)

@@ -47,7 +47,7 @@ class Step:
 
 @dataclass(frozen=True)
 class RollBack:
-    """After `step` the weights went back to those of an earlier step. The data continues."""
+    """After `step` the weights of an earlier step were loaded. The data continues after `step`."""
 
     step: int
     at: float

@@ -91,7 +91,7 @@ class FailureReport:
             text = f"rank {self._rank}: {error}"
         else:
             text = f"rank {self._rank} failed:\n{''.join(traceback.format_exception(error))}"
-        if text:  # one write: this process may be killed at any moment
+        if text:  # in one write, because this process may be killed at any moment
             print(f"{text.rstrip()}\n", end="", file=sys.stderr, flush=True)
         return code
 

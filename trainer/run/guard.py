@@ -19,7 +19,7 @@ class DisputeError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepVerdict:
     """What to do with the gradients of a step, and why."""
 
     action: Literal["keep", "skip", "stop", "undo"]
@@ -30,7 +30,7 @@ class Verdict:
 
 def judge_step(
     step: int, loss: float, grad_norm: float, bad_ranks: list[int], skipped: int, limit: int
-) -> Verdict:
+) -> StepVerdict:
     """Judge one step. All ranks reach the same verdict, because all arguments are global values.
 
     Args:
@@ -42,23 +42,23 @@ def judge_step(
         limit: most steps that may be skipped in a row.
     """
     if _finite(loss) and _finite(grad_norm):
-        return Verdict("keep")
+        return StepVerdict("keep")
     where = f"on rank {', '.join(map(str, bad_ranks))}" if bad_ranks else "in the backward pass"
     what = (
         f"loss is {loss}" if not _finite(loss) else f"loss is {loss:.4f} but grad norm {grad_norm}"
     )
     reason = f"step {step}: {what}, first seen {where}"
     if skipped >= limit:
-        return Verdict(
+        return StepVerdict(
             "stop",
             f"{reason}; {skipped} steps in a row were already skipped "
             f"(elastic.max_skipped_steps={limit}). If it goes on: lower optimizer.lr, lengthen "
             "schedule.warmup_steps, or inspect the data of these steps",
         )
-    return Verdict("skip", f"{reason}; skipped, weights unchanged ({skipped + 1} of {limit})")
+    return StepVerdict("skip", f"{reason}; skipped, weights unchanged ({skipped + 1} of {limit})")
 
 
-def judge_weights(step: int, updated: bool, where: str) -> Verdict:
+def judge_weights(step: int, updated: bool, where: str) -> StepVerdict:
     """Judge a step before or after which weights or optimizer state hold NaN or infinity.
 
     Args:
@@ -68,8 +68,8 @@ def judge_weights(step: int, updated: bool, where: str) -> Verdict:
     """
     when = "its update left" if updated else "skipped: an update before it left"
     hint = "If it goes on: lower optimizer.lr, raise optimizer.eps, or clip gradients"
-    return Verdict("undo", f"step {step}: {when} {where}. {hint}")
+    return StepVerdict("undo", f"step {step}: {when} {where}. {hint}")
 
 
 def _finite(value: float) -> bool:
-    return abs(value) < float("inf")  # False for NaN too
+    return abs(value) < float("inf")  # the comparison is false for NaN

@@ -185,7 +185,7 @@ def _refuse_strangers(every: Sequence[Mapping[str, str]]) -> None:
     digests = [digest(identity) for identity in every]
     if len(set(digests)) == 1:
         return
-    common = max(digests, key=digests.count)  # the majority; the first of several
+    common = max(digests, key=digests.count)  # the most frequent; of several, the lowest rank's
     ranks = [rank for rank, identity in enumerate(digests) if identity != common]
     odd, usual = ranks[0], digests.index(common)
     names = f"on rank {odd}", f"on rank {usual}"
@@ -198,7 +198,7 @@ def _refuse_strangers(every: Sequence[Mapping[str, str]]) -> None:
 
 def decides(key: str) -> bool:
     """Return whether a recipe key, such as `data.sources.0.path`, must be equal on all nodes."""
-    key = re.sub(r"\.\d+$", "", key)  # index in a list
+    key = re.sub(r"\.\d+$", "", key)  # without the index of an item in a list
     return key not in MACHINE_BOUND and not (
         key.startswith("data.sources.") and key.endswith(".path")
     )

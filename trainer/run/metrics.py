@@ -363,8 +363,8 @@ def step_line(
 
 
 def save_record(outcome: SaveOutcome) -> tuple[dict[str, float], str, str | None]:
-    """Return (values, console line, event or None) for a save that ended; a failure has an
-    event."""
+    """Return the record of a save that ended: (values, console line, description of the failure or
+    None)."""
     values = {"checkpoint_step": outcome.step, "checkpoint_seconds": outcome.seconds}
     if outcome.error:
         values["checkpoint_failed"] = 1
@@ -424,7 +424,7 @@ def wandb_note(tracking: Tracking) -> str:
 
 def keep_records(path: Path, last_step: int) -> float:
     """Drop the records after `last_step`, and an incomplete last line. Returns the time of the last
-    record before that, 0 without any."""
+    record, dropped or not; 0 if there is none."""
     kept, latest = [], 0.0
     try:
         descriptor = open_to_read(path)

@@ -78,7 +78,7 @@ def halving(run: Run) -> Iterator[None]:
         if not auto or not _is_out_of_memory(error):
             raise
         if not _note(run.written, {**_recorded(run.written), _kind(run.world): number // 2}):
-            raise  # without the file every start would fail alike
+            raise  # without the file, each restart would fail in the same way
         raise HalvedError(
             f"out of memory with {number} sequences in a pass; the next start takes {number // 2} "
             "(batch.micro_batch: auto)"
@@ -110,7 +110,7 @@ def _kind(world: World) -> str:
 
 
 def _recorded(recipe: Recipe) -> dict[str, int]:
-    """Return the micro-batches in the run directory for this recipe, by `_kind` of world."""
+    """Read the micro-batches in the run directory for this recipe: result of `_kind` → number."""
     try:
         note = json.loads(read_text(recipe.directory / NOTE))
     except (OSError, ValueError):
@@ -119,7 +119,8 @@ def _recorded(recipe: Recipe) -> dict[str, int]:
 
 
 def _note(recipe: Recipe, sequences: dict[str, int]) -> bool:
-    """Write micro-batches by `_kind` of world to the run directory; False if that fails."""
+    """Write micro-batches (result of `_kind` → number) to the run directory; False if that
+    fails."""
     note: dict[str, Any] = {"of": _digest(recipe), "sequences": sequences}
     directory = recipe.directory
     try:

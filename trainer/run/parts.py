@@ -204,7 +204,7 @@ class LocalCopy:
         (self._directory / RECIPES).mkdir(exist_ok=True)
         for name in filter(FILES.fullmatch, names):
             path = self._directory / name
-            if name.startswith(RECIPES) and path.exists():  # named by its digest
+            if name.startswith(RECIPES) and path.exists():  # named by its digest, never changed
                 continue
             with suppress(FileNotFoundError):
                 write_whole(path, store.read(self._run / name).decode(errors="replace"))
@@ -219,7 +219,7 @@ class LocalCopy:
             write_whole(path, data.decode(errors="replace"))
         self._written[name] = len(data), _digest(data)
         moment = min(self._parts.changed, time.time())
-        os.utime(path, (moment, moment))  # readers see by it when the run last wrote
+        os.utime(path, (moment, moment))  # shows readers when the run last stored a line
 
 
 def _digest(data: bytes) -> bytes:

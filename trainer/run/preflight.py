@@ -80,9 +80,6 @@ def check_launch(
     pass.
 
     Args:
-        recipe: the recipe to launch.
-        world_size: number of ranks at the launch.
-        local_world_size: ranks on each node.
         most: number of ranks to which the world may grow.
 
     Returns:
@@ -117,7 +114,7 @@ def check_launch(
     _check_world(refusals, recipe, model, blocks, world_size, local_world_size)
     if model:
         with refusals:
-            # A world grows by whole nodes.
+            # World sizes grow by whole nodes.
             larger = range(world_size + local_world_size, most + 1, local_world_size)
             check_growth(recipe, model, larger)
     _check_places(refusals, recipe, task, 0)

@@ -133,7 +133,7 @@ def torch_profiler(
         schedule=schedule(wait=after - 1, warmup=1, active=steps, repeat=1),
         on_trace_ready=ready,
         profile_memory=device.type == "cpu",
-        record_shapes=True,  # for the sizes that collectives send
+        record_shapes=True,  # to compute the bytes that collectives send
     )
 
 

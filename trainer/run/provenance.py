@@ -95,8 +95,6 @@ def check_resume(
 
     Args:
         state: the trainer state of the checkpoint.
-        recipe: the recipe of this start.
-        task: built from `recipe`.
         path: name of the checkpoint in messages.
         init_from: digest of the weights in `model.init_from`; "": the recipe names none; None: do
             not compare.
@@ -161,7 +159,7 @@ def check_resume(
             f"run.seed: the checkpoint was trained with {state['seed']}, the recipe says "
             f"{recipe.run.seed}, which is another order of the data; {way_out}"
         )
-    if init_from:  # without init_from in the recipe nothing can be mistaken
+    if init_from:  # "": the recipe names no weights that could be mistaken for the run's
         began = state.get("init_from")
         if began is None and not state["recipe"]["model"].get("init_from"):
             began = ""
@@ -296,7 +294,6 @@ def changes_of_start(
 
     Args:
         run: the run directory.
-        recipe: the recipe of this start.
         digest: digest of the resolved recipe.
         computed_by: code and machines of this start.
         state: state of the loaded checkpoint, for a run directory without the old recipe.

@@ -1,4 +1,4 @@
-"""Log-probabilities of answers under the initial model, for objectives with a reference (DPO).
+"""Computes log-probabilities of answers under the initial model, for objectives such as DPO.
 
 [Note: reference] The log-probabilities are computed once, with the weights of step 0. With a LoRA
 adapter these are the frozen weights, because B is zero. Micro-batches of the sequences in file

@@ -33,7 +33,8 @@ LAST_TRIES, AGAIN_SECONDS = 6, 5.0
 """Number of tries of a run's last save if the filesystem is full, and seconds between them: after
 the last step, a failure would lose the result of the training."""
 VALIDATED = ("validation_loss", "validated", "best_loss", "best_step", "passes_since_best")
-"""Fields of `Progress` that describe validated weights. A roll-back restores them too."""
+"""Fields of `Progress` on validation. A roll-back restores them together with the weights that were
+validated."""
 PORTION = 1 << 28
 """Elements loaded in float32 at a time to be quantised: 1 GiB, divided among ranks by sharding."""
 NONE_WRONG: Mapping[str, int] = {}
@@ -216,7 +217,7 @@ def _portions(
     room = 0
     for name in wanted:
         if name in in_nf4:
-            # By whole size, so that ranks with shards of a weight put it into the same portion.
+            # The size of the whole weight, so that all ranks with a shard put it into one portion.
             size = math.prod(weight_shape(wanted[name]))
             if size > room:
                 parts.append([])
@@ -401,7 +402,7 @@ def finish_saves(run: Run, tries: int = 1) -> None:
     try:
         with run.pulse.during("end"):
             run.checkpointer.wait()
-    except SaveFailed as error:  # raised on all ranks
+    except SaveFailed as error:  # raised on all ranks, so all of them retry
         if tries == 1 or not error.errno:
             raised = error
             raise
@@ -429,7 +430,7 @@ def pause(run: Run, *, leaving: bool) -> None:
         try:
             save(run, wait=True, memory_only=memory_only)
             finish_saves(run)
-        except SaveFailed as error:  # earlier checkpoints are intact
+        except SaveFailed as error:  # the pause goes on: earlier checkpoints are intact
             run.log.say(f"warning: {error}")
         checkpointer.close(keep_memory=True)
 

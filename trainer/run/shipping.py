@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 SHIP_SECONDS = 5.0
 MERGED = 32
-"""Number of parts that are merged into a larger part; as many of those are merged again."""
+"""Number of parts that are merged into a larger part. As many larger parts are merged again."""
 END_SECONDS, HURRIED_SECONDS = 60.0, 5.0
 """Longest wait for the last lines to be stored, at the end of training and after an error."""
 JOURNAL, UP_TO = "journal", "up-to-term"
@@ -177,7 +177,7 @@ class Shipper:
             holder = holder_of(self._run, term)
             with open(open_to_read(path), encoding="utf-8", errors="replace") as file:
                 lines = file.read().split("\n")[:-1]  # the last element is empty or incomplete
-            if holder and holder.token == found[3]:  # else it is of a deleted run of this name
+            if holder and holder.token == found[3]:  # else the journal is of a deleted run
                 self._store_rest(LineRange(term, first, lines))
             path.unlink()
 

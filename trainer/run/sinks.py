@@ -119,7 +119,9 @@ def _text(tag: str, text: str) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
 
-    shown = "\n".join(f"    {line}" for line in text.splitlines())  # a Markdown code block
+    shown = "\n".join(
+        f"    {line}" for line in text.splitlines()
+    )  # indented: a Markdown code block
     plugin = SummaryMetadata.PluginData(plugin_name="text")
     tensor = TensorProto(dtype="DT_STRING", string_val=[shown.encode()])
     metadata = SummaryMetadata(plugin_data=plugin)

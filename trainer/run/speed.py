@@ -16,7 +16,7 @@ from trainer.recipe import Recipe
 from trainer.run.metrics import step_line
 from trainer.run.state import Run
 from trainer.run.step import StepResult
-from trainer.run.straggler import RankPace, compare_ranks
+from trainer.run.straggler import StragglerState, compare_ranks
 from trainer.text import terminal_columns
 
 
@@ -25,8 +25,8 @@ class Speed:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._window, self._stages = Window(), run.mesh.stages
-        self._paces = [RankPace() for _ in self._stages]
+        self._window, self._stages = SpeedWindow(), run.mesh.stages
+        self._paces = [StragglerState() for _ in self._stages]
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -66,7 +66,7 @@ class Speed:
         step, steps = run.progress.step, run.recipe.run.steps
         columns = terminal_columns(sys.stdout)
         run.log.record(step, values, step_line(step, steps, values, run.task.unit, columns))
-        self._window = Window()
+        self._window = SpeedWindow()
 
     def _name_stragglers(self, seconds: Sequence[float], sequences: Sequence[float]) -> None:
         for stage, ranks in enumerate(self._stages):  # pipeline stages differ in work
@@ -114,7 +114,7 @@ def bubble(ran: Sequence[float], waited: Sequence[float]) -> float:
     return 1 - busy / (len(ran) * max(ran))
 
 
-class Window:
+class SpeedWindow:
     """Collects the step times of one log interval, which begins when the object is created."""
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class Window:
         return record
 
 
-def step_record(run: Run, result: StepResult, window: Window) -> dict[str, float]:
+def step_record(run: Run, result: StepResult, window: SpeedWindow) -> dict[str, float]:
     """Return the record of a log interval for metrics.jsonl and the trackers."""
     recipe, progress, device = run.recipe, run.progress, run.world.device
     peak = peak_flops(recipe, device)

@@ -146,7 +146,7 @@ class Run:
 
     @property
     def done(self) -> bool:
-        """Whether training is complete with the last step that was done."""
+        """Whether no step follows: `run.steps` is reached, or `run.stop_after` ends the run."""
         return self.progress.step >= self.recipe.run.steps or bool(self.stopped_early)
 
     @property

@@ -26,7 +26,7 @@ from trainer.parallel.clock import mark, reached, seconds_between
 from trainer.parallel.passes import COUNT, Call, Passed
 from trainer.recipe.seeds import stable_seed
 from trainer.recipe.strategies import exact
-from trainer.run.guard import Verdict, judge_step, judge_weights
+from trainer.run.guard import StepVerdict, judge_step, judge_weights
 from trainer.run.state import Run
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class StepResult:
     grad_norm: float
     """Norm of the whole gradient before clipping."""
     lr: float
-    verdict: Verdict
+    verdict: StepVerdict
     seconds: float
     data_wait: float
     compute: float
@@ -130,7 +130,8 @@ def train_step(run: Run, source: Inputs) -> StepResult:
     digest = consumed(inputs, run.micro_batches, run.mesh.witness)
     outcome = undisputed_gradients(run, inputs, digest, source)
     note = spoiled = ""
-    overflow = progress.loss_scale.value > 1 and math.isfinite(outcome.loss)  # normal with fp16
+    # With fp16 an overflow of the gradients is normal, and no reason to search for NaN.
+    overflow = progress.loss_scale.value > 1 and math.isfinite(outcome.loss)
     if outcome.spoiled or not (outcome.good or overflow):
         spoiled = not_finite_anywhere(run)
     if not outcome.good and not spoiled and progress.loss_scale.value == 1:
@@ -389,7 +390,7 @@ def pass_loss(
 ) -> torch.Tensor:
     """Return the scaled loss of a micro-batch, whose backward pass adds to the gradients."""
     result = compute_pass(run, micro_batch, batch, call)
-    assert isinstance(result, dict)  # only a pipeline returns anything else
+    assert isinstance(result, dict)  # other results are of pipelines, which have no witness
     return weighted(run, micro_batch, batch, result)[0] * run.progress.loss_scale.value
 
 
@@ -450,7 +451,7 @@ def not_finite_anywhere(run: Run) -> str:
     return f"NaN or infinity in {printable(names[ranks[0]])} on rank {', '.join(map(str, ranks))}"
 
 
-def judge(run: Run, outcome: Gradients, note: str) -> Verdict:
+def judge(run: Run, outcome: Gradients, note: str) -> StepVerdict:
     """Decide to keep or skip a step, or to stop; update the counters and the loss scale in
     `run.progress`. On all ranks. `note`: result of `rerun`, for the log."""
     recipe, progress = run.recipe, run.progress
@@ -458,7 +459,9 @@ def judge(run: Run, outcome: Gradients, note: str) -> Verdict:
     if math.isfinite(outcome.loss) and not outcome.good and progress.loss_scale.value > 1:
         scale, progress.loss_scale = progress.loss_scale, progress.loss_scale.after_overflow()
         progress.skipped += 1
-        return Verdict("skip", f"step {step}: fp16 overflow at loss scale {scale.value:g}; halved")
+        return StepVerdict(
+            "skip", f"step {step}: fp16 overflow at loss scale {scale.value:g}; halved"
+        )
     # Loss and norm are equal on all ranks, so all enter this collective or none.
     bad_ranks = [] if outcome.good else ranks_with(run, not math.isfinite(outcome.local_loss))
     limit = recipe.elastic.max_skipped_steps

@@ -25,7 +25,7 @@ WEIGHT = 0.5
 
 
 @dataclass(frozen=True)
-class RankPace:
+class StragglerState:
     """State of the comparison of ranks after a log interval; the defaults are the initial state."""
 
     smoothed: tuple[float, ...] = ()
@@ -37,11 +37,11 @@ class RankPace:
 
 
 def compare_ranks(
-    pace: RankPace,
+    pace: StragglerState,
     seconds: Sequence[float],
     sequences: Sequence[float] | None = None,
     ranks: Sequence[int] | None = None,
-) -> tuple[RankPace, list[str]]:
+) -> tuple[StragglerState, list[str]]:
     """Compare the ranks in one more log interval. A rank is called slow if it takes more than
     SLOWER times the median and is an outlier, in the interval and in the moving average, for
     WINDOWS intervals in a row. If the number of ranks changes, the comparison begins anew.
@@ -56,7 +56,7 @@ def compare_ranks(
         The new state, and a sentence for each rank that became slow or is no longer slow.
     """
     if len(pace.smoothed) != len(seconds):
-        pace = RankPace(tuple(seconds), (0,) * len(seconds))
+        pace = StragglerState(tuple(seconds), (0,) * len(seconds))
     smoothed = tuple(
         WEIGHT * new + (1 - WEIGHT) * old for old, new in zip(pace.smoothed, seconds, strict=True)
     )
@@ -87,7 +87,7 @@ def compare_ranks(
                 "other processes, heat, or lowered clocks on its machine"
             )
     contrary = tuple(0 if rank in changed else count for rank, count in enumerate(contrary))
-    return RankPace(smoothed, contrary, pace.named ^ changed), sentences
+    return StragglerState(smoothed, contrary, pace.named ^ changed), sentences
 
 
 def outliers(seconds: Sequence[float]) -> set[int]:

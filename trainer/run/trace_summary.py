@@ -42,7 +42,7 @@ _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 @dataclass(frozen=True)
-class Operator:
+class OperatorTime:
     """Time of an operator or GPU kernel, excluding operators that it calls."""
 
     name: str
@@ -67,7 +67,7 @@ class RankProfile:
     """Checkpoints that began in these steps."""
     checkpoint: float
     """Seconds by which checkpoints delayed the steps."""
-    operators: list[Operator]
+    operators: list[OperatorTime]
     """Operators (on a GPU: kernels), sorted by time, longest first."""
     collectives: dict[str, int]
     """Name of a collective → calls in all steps."""
@@ -176,7 +176,7 @@ def _phase(event: dict[str, Any]) -> str:
     return "compute" if name.startswith(_COMPUTE) else ""
 
 
-def _operators(events: Sequence[dict[str, Any]], steps: int, on_gpu: bool) -> list[Operator]:
+def _operators(events: Sequence[dict[str, Any]], steps: int, on_gpu: bool) -> list[OperatorTime]:
     """Return operators (on a GPU: kernels), longest first. An operator's time excludes the
     operators that it calls."""
     kinds = _KERNELS if on_gpu else ("cpu_op",)
@@ -195,7 +195,7 @@ def _operators(events: Sequence[dict[str, Any]], steps: int, on_gpu: bool) -> li
         calls[event["name"]] += 1
         stack.append((event["ts"] + event["dur"], event["name"]))
     shown = [name for name in own if on_gpu or name.startswith(_COMPUTE)]
-    operators = [Operator(name, calls[name] / steps, own[name] / steps / 1e6) for name in shown]
+    operators = [OperatorTime(name, calls[name] / steps, own[name] / steps / 1e6) for name in shown]
     return sorted(operators, key=lambda operator: -operator.seconds)
 
 

@@ -50,7 +50,7 @@ NAMES = {
 }
 
 
-class Tail:
+class RecordTail:
     """Reads records of a file that grows. A restart may replace the file by one that lacks the last
     records.
 
@@ -93,7 +93,10 @@ def to_sink(sink: Sink, run_dir: Path, after: float) -> Iterator[float]:
         after: `time` of the last record that the sink has stored.
     """
     kept, rewind = getattr(sink, "kept", None), getattr(sink, "rewind", None)
-    tail, standing = Tail(run_dir / METRICS, kept(after) if kept else after), LedgerSummary(run_dir)
+    tail, standing = (
+        RecordTail(run_dir / METRICS, kept(after) if kept else after),
+        LedgerSummary(run_dir),
+    )
     while True:
         again, records = tail.read()
         if again is not None and rewind:
@@ -151,7 +154,7 @@ def keep_up(mark: Path, begin: Callable[[float], Tracker], ended: threading.Even
         nonlocal done
         before, done = done, next(turns)
         if done != before:
-            with suppress(OSError):  # a full disk: a later mark replaces this one
+            with suppress(OSError):  # on a full disk: the next position will be written
                 _write_mark(mark, me, done)
         return done != before
 

@@ -57,7 +57,7 @@ def cut_torn(directory: Path, run_id: str, own: Path) -> None:
     """
     if not own.exists():
         return
-    now = own.stat().st_mtime  # by the filesystem's clock
+    now = own.stat().st_mtime  # the filesystem's clock, which also set the other files' times
     for path in _files(directory, run_id):
         with suppress(OSError), os.fdopen(os.open(path, _CHANGE), "r+b") as file:
             size, start = os.fstat(file.fileno()), _tail(path)
@@ -117,7 +117,7 @@ def _records(data: bytes, start: int) -> Iterator[tuple[bytes, int]]:
         crc, length, kind = _CHUNK.unpack_from(data, at - start)
         part = data[body : body + length]
         fits = _CHUNK.size + length <= left and _WHOLE <= kind <= _LAST
-        if fits and len(part) < length:  # an incomplete chunk
+        if fits and len(part) < length:  # the chunk is still being written
             return
         if not fits or zlib.crc32(part, zlib.crc32(bytes([kind]))) != crc:
             at, parts = at + left, []

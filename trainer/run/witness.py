@@ -165,7 +165,7 @@ class GradientComparison:
                 (1, self.rank, self.own[place]),
                 (-1, (self.rank - draw.distance) % self.ranks, self.witnessed[place]),
             ):
-                folded = (one ^ (one >> 32)) & MASK  # 64 to 32 bits, each of which matters
+                folded = (one ^ (one >> 32)) & MASK  # 32 bits that depend on all 64
                 # Each pair has its own factor, so that errors of two pairs do not cancel.
                 total += sign * folded * (2 * (rank * count + place) + 1)
         return (total & MASK).double()

@@ -341,7 +341,7 @@ def _how_to_prepare(recipe: Recipe, directory: str) -> str:
     vocabulary size. For a bucket, return the command that copies a data set there."""
     if "://" in directory:
         return shlex.join(["perdure", "data", "copy", "DIRECTORY", directory])
-    from trainer.data.prepare.corpora import CORPORA  # only for this message
+    from trainer.data.prepare.corpora import CORPORA  # imported only for this message
 
     name, architecture = location(directory).name, recipe.model.architecture
     words = ["perdure", "data", "prepare", name if name in CORPORA else "INPUT"]
