@@ -35,7 +35,7 @@ from trainer.data.documents import cu_seqlens_of
 from trainer.models import Decoder, init_parameter
 from trainer.optim.method import update
 from trainer.optim.optimizer import build_optimizer, set_rate
-from trainer.parallel.context import Context
+from trainer.parallel.context import ContextParallel
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.passes import means
@@ -290,7 +290,7 @@ def measure(tokens: int) -> None:
     if world.world_size == 1:
         loss = means(model(**inputs))["loss"]
     else:
-        loss = Context(group)(model, inputs)
+        loss = ContextParallel(group)(model, inputs)
     loss.backward()
     seconds = time.perf_counter() - began
     grown = [0] * world.world_size

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.plan import predict
 from trainer.plan.blueprint import Blueprint, read_blueprint
-from trainer.plan.costs import USUAL_NODE, Machine, describe_machine
+from trainer.plan.costs import USUAL_NODE, PlannedMachine, describe_machine
 from trainer.plan.prediction import Prediction
 from trainer.plan.search import make_plan
 from trainer.recipe import Recipe, RecipeError, load_recipe
@@ -110,7 +110,7 @@ TABLE = (
 )  # fmt: skip
 
 
-def machine_of(row: Published) -> Machine:
+def machine_of(row: Published) -> PlannedMachine:
     """Its nodes, as `perdure plan` takes them."""
     gpus, nodes = f"{USUAL_NODE}xH100", row.gpus // USUAL_NODE
     machine = describe_machine(gpus, nodes, "bf16", tflops=row.tflops)

@@ -39,7 +39,7 @@ from tests.s3 import access
 from trainer.cli.main import parse
 from trainer.recipe import RecipeError, load_recipe
 from trainer.run import shipping, terms
-from trainer.run.parts import LineRange, LocalCopy, Parts, by_file, parts_of, stored_until
+from trainer.run.parts import LineRange, LocalCopy, PartsReader, by_file, parts_of, stored_until
 from trainer.run.preflight import check_launch
 from trainer.run.shipping import TAIL, Shipper
 from trainer.run.terms import TermHolder, claim, holder_of, newest_term
@@ -79,7 +79,7 @@ def test_a_machine_that_is_lost_takes_no_line_of_a_committed_step_along(
     code, output = job.wait()
     assert code == -signal.SIGKILL, output
     shutil.rmtree(tmp_path / "lost")
-    ledger, _ = by_file(Parts(run).lines())
+    ledger, _ = by_file(PartsReader(run).lines())
     steps = [json.loads(line)["step"] for line in ledger if line.startswith(b'{"kind":"step"')]
     assert steps[:2] == [1, 2]
     if SOAK:
@@ -196,7 +196,7 @@ def test_a_store_that_obeys_no_conditions_is_refused(run, monkeypatch):
 
 
 def lines_of(run):
-    return [line.decode().rstrip("\n") for line in Parts(run).lines()]
+    return [line.decode().rstrip("\n") for line in PartsReader(run).lines()]
 
 
 def test_lines_are_stored_once_whoever_stores_them(run, tmp_path, monkeypatch):
@@ -253,7 +253,7 @@ def test_records_of_steps_that_are_done_again_are_left_out(run, tmp_path):
         shipper.flush()
         shipper.__exit__(None, None, None)
         copy.refresh()
-    ledger, records = by_file(Parts(run).lines())
+    ledger, records = by_file(PartsReader(run).lines())
     assert len(ledger) == 2 + 7 + 4
     assert [json.loads(line)["attempt"] for line in records] == [0] * 5 + [1] * 4
     assert (tmp_path / "ledger.jsonl").read_bytes() == b"".join(ledger)

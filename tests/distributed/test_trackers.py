@@ -27,7 +27,7 @@ from trainer.recipe import RecipeError, load_recipe
 from trainer.recipe.sections import Tracking
 from trainer.run.metrics import Log, keep_records, wandb_note
 from trainer.run.sinks import wandb_mode
-from trainer.run.trackers import Tail, to_sink
+from trainer.run.trackers import RecordTail, to_sink
 from trainer.tools.generate import generate
 
 TRACKED = ["tracking.tensorboard=true", "tracking.wandb=offline"]
@@ -53,7 +53,7 @@ def points(run):
 def test_every_record_is_read_once_whatever_is_taken_back(tmp_path_factory, attempts):
     """Attempts of so many steps, after some of which a new tracker goes on."""
     path = tmp_path_factory.mktemp("tail") / "metrics.jsonl"
-    tail, step, moment, seen, expected = Tail(path, 0.0), 0, 0.0, {}, {}
+    tail, step, moment, seen, expected = RecordTail(path, 0.0), 0, 0.0, {}, {}
     for steps, killed in attempts:
         step = max(0, step - 2)
         keep_records(path, step)
@@ -67,7 +67,7 @@ def test_every_record_is_read_once_whatever_is_taken_back(tmp_path_factory, atte
             seen = {done: at for done, at in seen.items() if again is None or done < again}
             seen |= {record["step"]: record["time"] for record in records}
         assert seen == expected
-        tail = Tail(path, tail.after) if killed else tail
+        tail = RecordTail(path, tail.after) if killed else tail
 
 
 def test_a_record_is_newer_than_those_before_also_by_a_clock_that_is_behind(tmp_path):
@@ -75,7 +75,7 @@ def test_a_record_is_newer_than_those_before_also_by_a_clock_that_is_behind(tmp_
     path.write_text("".join(f'{{"step": {n}, "time": {later + n}}}\n' for n in (1, 2, 3)))
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     recipe = load_recipe(str(tmp_path / "recipe.yaml"), [f"run.dir={tmp_path}"])
-    tail = Tail(path, 0.0)
+    tail = RecordTail(path, 0.0)
     assert len(tail.read()[1]) == 3
     start = StartLine(step=1, sequences=8, global_batch=8, world_size=1)
     with Log(recipe, start, silent=False) as log:

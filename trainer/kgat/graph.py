@@ -1,4 +1,4 @@
-"""Reads interactions and triples into one collaborative knowledge graph, with numpy only."""
+"""Reads interactions and knowledge-graph triples, and joins them in one graph. Uses numpy only."""
 
 import hashlib
 from collections.abc import Sequence
@@ -18,7 +18,8 @@ Pairs = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Interactions:
-    """Interactions of users with items, and facts about the items."""
+    """A data set: interactions of users with items, and triples of a knowledge graph about
+    items."""
 
     users: int
     items: int
@@ -27,41 +28,42 @@ class Interactions:
     kg_relations: int
     train: Pairs
     held_out: Pairs
-    """Interactions to predict."""
+    """Interactions that an evaluation predicts."""
     masked: Pairs
-    """Interactions besides `train` that are excluded from the ranking."""
+    """Further interactions that an evaluation excludes from the ranking, as it does `train`."""
     triples: NDArray[np.int64]
     """(T, 3): head entity, relation, tail entity; sorted and unique."""
     user_names: Sequence[str] | None = None
     item_names: Sequence[str] | None = None
-    """Names of users and items in the files, unless the files use numbers."""
+    """Names of users and items in the files; None if the files use numbers."""
 
 
 @dataclass(frozen=True)
-class Edges:
+class KnowledgeGraph:
     """The collaborative knowledge graph (section 3 of Wang et al. 2019): interactions and triples,
-    every edge in both directions, sorted by head, tail, relation. Nodes are the users, then the
-    entities. Relation 0 is interaction, followed by those of the triples, then the inverse of
-    each."""
+    each edge in both directions, sorted by head, tail, relation. Nodes are the users, then the
+    entities. Relation 0 is interaction; the relations of the triples follow, then the inverses of
+    all."""
 
     nodes: int
     relations: int
     heads: NDArray[np.int64]
-    """(E,), like the other three."""
+    """Head node of each edge, (E,)."""
     kinds: NDArray[np.int64]
-    """Relation of each edge."""
+    """Relation of each edge, (E,)."""
     tails: NDArray[np.int64]
+    """Tail node of each edge, (E,)."""
     reverse: NDArray[np.int64]
-    """Index of the inverse of each edge."""
+    """Index of the inverse of each edge, (E,)."""
 
 
 def read_interactions(
     path: str, format: str = "auto", evaluate_on: str = "test", split_seed: int = 0
 ) -> Interactions:
-    """Read a data set in either format. The arguments are options of `trainer.kgat.open_graph`.
+    """Read a data set. The arguments are options of `trainer.kgat.open_graph`.
 
     Raises:
-        DataError: a file is missing or malformed; names file, line, and the expected content.
+        DataError: a file is missing or malformed.
     """
     directory = Path(path)
     if format == "auto":
@@ -82,7 +84,7 @@ def read_interactions(
     return data
 
 
-def build_edges(data: Interactions) -> Edges:
+def build_edges(data: Interactions) -> KnowledgeGraph:
     """Join interactions and triples in one graph."""
     kinds = 1 + data.kg_relations
     head = np.concatenate([data.train[:, 0], data.users + data.triples[:, 0]])
@@ -94,7 +96,7 @@ def build_edges(data: Interactions) -> Edges:
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     reverse = np.roll(place, len(head))[order]
-    return Edges(
+    return KnowledgeGraph(
         data.users + data.entities, 2 * kinds, heads[order], both[order], tails[order], reverse
     )
 
@@ -169,8 +171,8 @@ def _read_numbers(path: Path, columns: int) -> NDArray[np.int64]:
 
 
 def _read_recbole(directory: Path, evaluate_on: str, split_seed: int) -> Interactions:
-    """Read RecBole files, and take every interaction whatever its rating. Where several items link
-    to one entity, the first of them gets that entity's triples."""
+    """Read RecBole files. All interactions count, whatever their rating. If several items link to
+    one entity, the first item gets the entity's triples."""
     user, item = _read_columns(_existing(directory, "*.inter"), "user_id", "item_id")
     facts = _read_columns(_existing(directory, "*.kg"), "head_id", "relation_id", "tail_id")
     links = _read_columns(_existing(directory, "*.link"), "item_id", "entity_id")

@@ -20,13 +20,13 @@ from pydantic import ConfigDict, validate_call
 from torch import Tensor, nn
 
 from trainer.data import Samples
-from trainer.kgat.graph import Edges
+from trainer.kgat.graph import KnowledgeGraph
 from trainer.kgat.stream import GraphStream
 from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.bounds import Amount, Positive, Share
 from trainer.recipe.seeds import stable_seed
 
-# What is used of them, the product with a dense matrix, has been in torch since 1.8.
+# Only the product with a dense matrix is used, which torch has had since 1.8.
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
 
 Array = NDArray[np.int64]
@@ -41,18 +41,16 @@ CHUNK = 1 << 18
 """Edges whose attention is computed at a time."""
 
 
-class Adjacency:
-    """The graph as tensors, cached per device.
+class GraphTensors:
+    """The graph as tensors on the model's device. They are not buffers of the model: they never
+    change, so neither DDP nor checkpoints need them."""
 
-    They are not buffers: equal on every rank and in every step, so neither DDP nor checkpoints
-    should carry them.
-    """
-
-    def __init__(self, edges: Edges, popularity: Array) -> None:
-        """`popularity`: (I,) int64, interactions of each item in training."""
+    def __init__(self, edges: KnowledgeGraph, popularity: Array) -> None:
+        """Create the tensors. `popularity`: number of training interactions of each item, (I,)
+        int64."""
         self.nodes, self.relations = edges.nodes, edges.relations
         self.counts = np.bincount(edges.kinds, minlength=edges.relations).tolist()
-        """Edges of each relation."""
+        """Number of edges of each relation."""
         # The first edge of each head, and one past the last: rows of a CSR matrix.
         self.starts = torch.from_numpy(np.searchsorted(edges.heads, np.arange(edges.nodes + 1)))
         self.heads, self.tails = torch.from_numpy(edges.heads), torch.from_numpy(edges.tails)
@@ -60,7 +58,7 @@ class Adjacency:
         self.by_relation = torch.from_numpy(np.argsort(edges.kinds, kind="stable"))
         self.popularity = torch.from_numpy(popularity.astype(np.float32))
 
-    def to(self, device: torch.device) -> "Adjacency":
+    def to(self, device: torch.device) -> "GraphTensors":
         """Move the tensors in place, and return self."""
         if self.starts.device != device:
             for name, value in vars(self).items():
@@ -77,22 +75,22 @@ class Propagate(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, graph: Adjacency, weights: Tensor, nodes: Tensor) -> Tensor:
-        """weights (E,), nodes (N, D) → (N, D)."""
+    def forward(ctx: Any, graph: GraphTensors, weights: Tensor, nodes: Tensor) -> Tensor:
+        """Return the sums (N, D) for edge weights (E,) and node embeddings (N, D)."""
         ctx.graph = graph
         ctx.save_for_backward(weights)
         return _sparse(graph, weights) @ nodes
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
-        """Gradients of nodes alone: attention is not trained through the CF loss (section
-        3.4)."""
+        """Return the gradient of the embeddings only, because the CF loss does not train attention
+        (section 3.4)."""
         (weights,) = ctx.saved_tensors
         transposed = _sparse(ctx.graph, weights[ctx.graph.reverse])
         return None, None, transposed @ gradients[0].contiguous()
 
 
-def _sparse(graph: Adjacency, weights: Tensor) -> Tensor:
+def _sparse(graph: GraphTensors, weights: Tensor) -> Tensor:
     size = (graph.nodes, graph.nodes)
     return torch.sparse_csr_tensor(graph.starts, graph.tails, weights, size, check_invariants=False)
 
@@ -107,7 +105,7 @@ class Aggregator(nn.Module):
         self.product = nn.Linear(inputs, width) if kind == "bi-interaction" else None
 
     def forward(self, nodes: Tensor, neighbours: Tensor) -> Tensor:
-        """nodes and neighbours (N, inputs) → (N, width)."""
+        """Return new embeddings (N, width) from those of nodes and of neighbours (N, inputs)."""
         if self.kind == "graphsage":
             return F.leaky_relu(self.sum(torch.cat([nodes, neighbours], dim=1)), SLOPE)
         result = F.leaky_relu(self.sum(nodes + neighbours), SLOPE)
@@ -120,9 +118,9 @@ class KGAT(nn.Module):
     """The KGAT model in float32, replicated on every rank."""
 
     some_unused = True
-    """A CF step has no gradient for what TransR needs, a KG step none for the aggregators."""
+    """A CF step gives relations and projections no gradient, a KG step the aggregators none."""
     init_from_tensors = ("user_embedding.weight", "entity_embedding.weight")
-    """What KGAT takes from `model.init_from`, such as a BPR-MF; the rest is drawn."""
+    """FQNs that are loaded from `model.init_from`, such as a BPR-MF; other weights are random."""
 
     @validate_call(config=ConfigDict(allow_inf_nan=False))
     def __init__(
@@ -139,11 +137,11 @@ class KGAT(nn.Module):
         l2: Amount = 1e-5,
         kg_l2: Amount = 1e-5,
     ) -> None:
-        """`model.factory`: the model for a graph, with initial weights. docs/kgat.md says what its
-        options mean; their defaults are the paper's.
+        """Build the model for a graph, with initial weights; called as `model.factory`.
+        docs/kgat.md explains the options, whose defaults are the paper's.
 
         Raises:
-            RecipeError: the data is no graph, or KGAT cannot be trained as the recipe says.
+            RecipeError: the data is not a graph, or a key of the recipe does not work with KGAT.
         """
         super().__init__()
         stream = data and data.train
@@ -158,17 +156,17 @@ class KGAT(nn.Module):
         self.entity_embedding = nn.Embedding(sizes.entities, embedding_dim)
         self.relation_embedding = nn.Embedding(edges.relations, relation_dim)
         self.relation_projection = nn.Embedding(edges.relations, embedding_dim * relation_dim)
-        # In an nn.ModuleList each would be a unit of FSDP, and a KG step calls none of them.
+        # Not an nn.ModuleList: each aggregator would be an FSDP unit, but a KG step calls none.
         self.aggregators = nn.Module()
         for place, widths in enumerate(pairwise([embedding_dim, *layers])):
             self.aggregators.add_module(str(place), Aggregator(aggregator, *widths))
         self.ranked = sizes.users + sizes.items
-        """Users and items, the first nodes: what is recommended, to whom."""
-        # Computed from weights of the past, so it cannot be computed again when a run resumes:
-        # part of checkpoints.
+        """Number of users and items, which are the first nodes."""
+        # A buffer, and so part of checkpoints: it was computed from the weights of an earlier step,
+        # which a resumed run does not have.
         self.register_buffer("attention", torch.empty(len(edges.heads)))
         self.attention: Tensor
-        self._graph = Adjacency(edges, np.bincount(sizes.train[:, 1], minlength=sizes.items))
+        self._graph = GraphTensors(edges, np.bincount(sizes.train[:, 1], minlength=sizes.items))
         self._draw(recipe.run.seed, embedding_dim + relation_dim)
         config = {
             "model_type": "kgat", "users": sizes.users, "items": sizes.items,
@@ -184,9 +182,9 @@ class KGAT(nn.Module):
 
     @torch.no_grad()
     def _draw(self, seed: int, sides: int) -> None:
-        """Give each tensor initial values, which its name and the seed decide: Xavier uniform
-        matrices (each relation's projection is one, of `sides` rows and columns together), zero
-        biases, and attention that weighs all edges of a head alike."""
+        """Set initial values as functions of the seed and each tensor's name: Xavier uniform
+        matrices, zero biases, and equal attention on all edges of a head. `sides`: rows plus
+        columns of the projection matrix of a relation."""
         for name, tensor in self.state_dict().items():
             if name == "attention":
                 tensor.copy_(1 / self._graph.starts.diff().float()[self._graph.heads])
@@ -199,9 +197,9 @@ class KGAT(nn.Module):
                 tensor.uniform_(-bound, bound, generator=generator)
 
     def forward(self, **batch: Tensor) -> Tensor | dict[str, Tensor]:
-        """Dispatch on the batch (see `trainer.kgat.stream`): interactions give the mean BPR loss,
-        edges the mean TransR loss, users `ranking_metrics`, and an empty batch recomputes
-        attention."""
+        """Return the mean BPR loss for a batch of interactions, the mean TransR loss for edges, and
+        `ranking_metrics` for users; recompute attention for an empty batch. See
+        `trainer.kgat.stream`."""
         if "positives" in batch:
             return self._interaction_loss(**batch)
         if "heads" in batch:
@@ -211,10 +209,10 @@ class KGAT(nn.Module):
         return self._update_attention()
 
     def after_step(self, samples: int, forward: Callable[[], object]) -> None:
-        """Recompute attention at the end of each epoch, from the embeddings that its KG phase left,
-        as in the authors' code. `samples`: consumed so far; `forward` calls this module in its
+        """Recompute attention at the end of each epoch, after its KG phase, as in the authors'
+        code. `samples`: number of samples consumed so far; `forward` calls this module by its
         strategy."""
-        # Without KG steps there is nothing to recompute.
+        # Attention changes only by KG steps.
         if self._epoch and samples % self._epoch == 0:
             forward()
 
@@ -230,7 +228,7 @@ class KGAT(nn.Module):
         parts = [F.embedding(places, nodes)]
         for aggregator in aggregators:
             neighbours = Propagate.apply(self._graph.to(nodes.device), weights, nodes)
-            if aggregator is aggregators[-1]:  # no layer comes that would ask for the others
+            if aggregator is aggregators[-1]:  # after the last layer other nodes are not needed
                 nodes, neighbours = nodes[: self.ranked], neighbours[: self.ranked]
             nodes = F.dropout(aggregator(nodes, neighbours), self.message_dropout, self.training)
             parts.append(F.normalize(F.embedding(places, nodes), dim=1))
@@ -240,8 +238,8 @@ class KGAT(nn.Module):
         self, users: Tensor, positives: Tensor, negatives: Tensor, dropout_seed: Tensor
     ) -> Tensor:
         """Return the BPR loss with L2 regularisation (equations 12 and 13)."""
-        # One propagation serves a whole global batch, however many micro-batches that is; so all
-        # of them draw the same dropout. The last step ended with a synchronisation: item() is free.
+        # All micro-batches of a step draw the same dropout, so that results do not depend on their
+        # number. item() does not wait, because the last step ended with a synchronisation.
         torch.manual_seed(int(dropout_seed.item()))
         first_item = self.user_embedding.num_embeddings
         places = torch.cat([users, first_item + positives, first_item + negatives])
@@ -253,7 +251,8 @@ class KGAT(nn.Module):
         self, heads: Tensor, relations: Tensor, tails: Tensor, negative_tails: Tensor
     ) -> Tensor:
         """Return the pairwise TransR loss (equations 1 and 2; Lin et al., AAAI 2015)."""
-        # By relation, so that each projection is one product; free of waiting like item() above.
+        # Sorted by relation, so that each projection is one product. tolist() does not wait, for
+        # the reason in `_interaction_loss`.
         relations, order = relations.sort(stable=True)
         counts = torch.bincount(relations, minlength=self._graph.relations).tolist()
         places = torch.stack([heads, tails, negative_tails], dim=1)[order]
@@ -276,8 +275,7 @@ class KGAT(nn.Module):
 
     @torch.no_grad()
     def _update_attention(self) -> Tensor:
-        """Recompute attention (E,) by equations 4 and 5; the weights of each head's edges sum to
-        1."""
+        """Recompute attention (E,) by equations 4 and 5. The weights of a head's edges sum to 1."""
         nodes = self._nodes()
         graph = self._graph.to(nodes.device)
         scores = torch.empty_like(self.attention)
@@ -312,10 +310,10 @@ class KGAT(nn.Module):
 
 
 def _check(recipe: Recipe) -> None:
-    """Refuse a recipe by which KGAT cannot be trained.
+    """Refuse a recipe with a setting that does not work with KGAT.
 
     Raises:
-        RecipeError: with the first key.
+        RecipeError: names the first such key.
     """
     precision = recipe.precision
     for key, wrong, why in (
@@ -329,13 +327,13 @@ def _check(recipe: Recipe) -> None:
 
 
 def ranking_metrics(scores: Tensor, known: Tensor, wanted: Tensor) -> Tensor:
-    """Return recall@20 and ndcg@20 as the authors' evaluator defines them, means over users, (2,)
-    float32.
+    """Return the means over users of recall@20 and ndcg@20, float32 (2,), as the authors' evaluator
+    defines them.
 
     Args:
-        scores: (B, I); the highest comes first.
-        known: (B, K) int64 items, filled up with I.
-        wanted: (B, L) int64 items, filled up with I; at least one in each row.
+        scores: score of each item for each user, (B, I).
+        known: items to exclude from the ranking, (B, K) int64, padded with I.
+        wanted: items to find, (B, L) int64, padded with I; at least one in each row.
     """
     items = scores.shape[1]
     scores = F.pad(scores, (0, 1))

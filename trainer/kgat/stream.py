@@ -11,14 +11,20 @@ from pydantic import validate_call
 from trainer.data import Samples
 from trainer.data.order import ORDER_VERSION, Order, random_integers
 from trainer.data.shards import DataError
-from trainer.kgat.graph import Edges, Interactions, build_edges, fingerprint, read_interactions
+from trainer.kgat.graph import (
+    Interactions,
+    KnowledgeGraph,
+    build_edges,
+    fingerprint,
+    read_interactions,
+)
 from trainer.recipe import Recipe
 from trainer.recipe.bounds import Count
 from trainer.recipe.seeds import stable_seed
 
 Batch = dict[str, torch.Tensor]
 TRIES = 1000
-"""Attempts to draw a wrong tail at random."""
+"""Attempts to draw a negative sample at random."""
 
 
 @validate_call
@@ -31,8 +37,8 @@ def open_graph(
     evaluate_on: Literal["test", "validation"] = "test",
     split_seed: int = 0,
 ) -> Samples:
-    """`data.factory`: interactions of users with items, and a knowledge graph about the items.
-    docs/kgat.md says what its options mean.
+    """Open interactions of users with items, and a knowledge graph about the items; called as
+    `data.factory`. docs/kgat.md explains the options.
 
     Raises:
         DataError: a file is missing or malformed.
@@ -47,7 +53,8 @@ class GraphStream:
     """Training samples by position, see [Note: phases].
 
     Args:
-        data: what is sampled.
+        data: the data set.
+        edges: the graph, from `build_edges(data)`.
         global_batch: samples per step.
         triples_per_sample: edges in a sample of the KG phase; 0: there is no KG phase.
     """
@@ -55,7 +62,7 @@ class GraphStream:
     def __init__(
         self,
         data: Interactions,
-        edges: Edges,
+        edges: KnowledgeGraph,
         seed: int,
         global_batch: int,
         triples_per_sample: int,
@@ -82,12 +89,14 @@ class GraphStream:
         return text + (kg if self._kg_steps else "")
 
     def fetch(self, positions: Sequence[int]) -> Batch:
-        """A CF batch of B positions: users, positives, negatives, (B,) int64 (items as entities),
-        and dropout_seed, (): every micro-batch of a step leaves out the same part of the graph. A
-        KG batch: heads, relations, tails, negative_tails, (B x triples_per_sample,) int64, nodes.
+        """Return the batch at B positions, which are all of a CF step or all of a KG step.
+
+        CF batch: users, positives and negatives (items), (B,) int64; dropout_seed, (), which is
+        equal for all micro-batches of a step. KG batch: heads, relations, tails and negative_tails
+        (nodes), (B x triples_per_sample,) int64.
 
         Raises:
-            DataError: no wrong tail was found for an edge.
+            DataError: no negative sample was found.
         """
         numbers = np.asarray(positions, dtype=np.int64)
         epochs, places = np.divmod(numbers, self.sequences)
@@ -131,10 +140,11 @@ class GraphStream:
         purpose: str,
         is_true: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.bool_]],
     ) -> NDArray[np.int64]:
-        """Draw for each of `numbers` one of range(size), uniformly among those that are not true.
+        """Draw an integer in range(size) for each of `numbers`, uniformly among those that do not
+        complete a true pair or triple.
 
         Args:
-            is_true: predicate on (rows, values drawn for them).
+            is_true: (rows, integers drawn for them) → whether each completes a true pair or triple.
         """
         key = stable_seed(self._seed, purpose)
         result, rows = np.empty_like(numbers), np.arange(len(numbers))
@@ -160,7 +170,7 @@ class GraphStream:
 
 
 class UserStream:
-    """The users with held-out items, in order."""
+    """Evaluation samples by position: the users with held-out items."""
 
     def __init__(self, data: Interactions) -> None:
         self._items = data.items
@@ -174,8 +184,8 @@ class UserStream:
         return "users"
 
     def fetch(self, positions: Sequence[int]) -> Batch:
-        """Return users (B,); known and wanted items (B, K) int64 of each, padded with the number of
-        items."""
+        """Return users (B,), and the known and the wanted items of each, (B, K) and (B, L) int64,
+        padded with the number of items."""
         users = self._users[np.asarray(positions)]
         return _tensors(
             users=users,
@@ -185,7 +195,7 @@ class UserStream:
 
 
 Lists = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Offset of each user's list (users + 1,), and all lists concatenated."""
+"""(Offset of each user's list (users + 1,), all lists concatenated)."""
 
 
 def _by_user(pairs: NDArray[np.int64], users: int) -> Lists:
@@ -204,7 +214,7 @@ def _padded(lists: Lists, users: NDArray[np.int64], filler: int) -> NDArray[np.i
 
 
 def _contains(ordered: NDArray[np.int64], values: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether each value is in the sorted array."""
+    """Return whether each value is in a sorted array."""
     places = np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)
     return ordered[places] == values
 

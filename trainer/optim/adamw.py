@@ -1,5 +1,4 @@
-"""AdamW (Loshchilov & Hutter 2019) on this rank's slices: torch's fused kernel, or the exact
-update."""
+"""AdamW (Loshchilov & Hutter 2019) on this rank's shards, by torch's fused kernel or exactly."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,7 +18,7 @@ def update_adamw(
     state: State,
     exact: bool,
 ) -> Callable[[float], None]:
-    """See `Method.update`."""
+    """Implements `Method.update`."""
     if exact:
         return partial(_exact, parameters, group, state)
     return _fused(parameters, group, state)
@@ -28,11 +27,11 @@ def update_adamw(
 def _fused(
     parameters: Sequence[nn.Parameter], group: Mapping[str, Any], state: State
 ) -> Callable[[float], None]:
-    """Prepare torch's fused update of the local parts."""
+    """Return a function that runs torch's fused update on the local shards."""
     states = [state[parameter] for parameter in parameters]
     steps = [entry["step"] for entry in states]
-    # Local tensors: for DTensors torch would check in every new process that the update needs no
-    # other rank, a sixth of a restart's time.
+    # Local tensors, because DTensor would check in each new process that the update needs no
+    # communication, which takes a sixth of a restart's time.
     weights, means, squares = (
         [local_tensor(one) for one in many]
         for many in (
@@ -47,7 +46,7 @@ def _fused(
         if factor != 1.0:
             divisor = torch.full(
                 (),
-                # The kernel divides gradients by it; a factor of 0 must stay finite.
+                # The kernel divides gradients by this number, which must be finite for factor 0.
                 min(1 / factor, torch.finfo(torch.float32).max),
                 dtype=torch.float32,
                 device=parameters[0].device,
@@ -75,9 +74,9 @@ def _fused(
 
 
 def _numbers(group: Mapping[str, Any], steps: torch.Tensor, factor: float) -> torch.Tensor:
-    """See `Method.numbers`: the factors that are equal for all elements of a parameter."""
+    """Implements `Method.numbers`: the factors that are equal for all elements of a parameter."""
     beta1, beta2 = group["betas"]
-    # float32 would round the powers of long runs.
+    # float64, because powers of beta for long runs would be inaccurate in float32.
     counts = steps.double()
     decay = torch.full_like(counts, 1 - group["lr"] * group["weight_decay"])
     rate = group["lr"] / (1 - beta1**counts)
@@ -93,7 +92,7 @@ def _rows(
     moments: Sequence[torch.Tensor],
     numbers: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """See `Method.rows`."""
+    """Implements `Method.rows`."""
     factor, beta1, rest1, beta2, rest2, eps, decay, rate, root = numbers.unbind()
     gradients = gradients * factor
     mean = moments[0] * beta1 + gradients * rest1
@@ -105,14 +104,14 @@ def _rows(
 def _exact(
     parameters: Sequence[nn.Parameter], group: Mapping[str, Any], state: State, factor: float
 ) -> None:
-    """Update by single multiplications, additions, divisions and square roots of float32 elements.
-    IEEE 754 defines these to the last bit, so the result depends neither on how a tensor is cut nor
-    on the kernel."""
+    """Update by separate multiplications, additions, divisions and square roots in float32. IEEE
+    754 defines their results to the last bit, so the update depends neither on how a tensor is
+    sharded nor on the kernel."""
     lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
     states = [state[parameter] for parameter in parameters]
     for entry in states:
         entry["step"] += 1
-    # one synchronisation with the GPU for all counts
+    # Stacked, so that all counts cost one synchronisation with the GPU.
     counts = torch.stack([entry["step"] for entry in states]).tolist()
     for parameter, entry, steps in zip(parameters, states, counts, strict=True):
         assert parameter.grad is not None

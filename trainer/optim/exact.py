@@ -1,22 +1,21 @@
 """Arithmetic whose result depends neither on the order nor on the grouping of terms.
 
-[Note: exact mode] With `run.determinism: exact` a run gives the same bits at every world size and
-under every sharding, also when the world changes. Ranks that compute a sample together (tensor,
-pipeline and context parallelism) round in their own way, independent of other ranks. So bits are
-equal at every data-parallel size, for a constant number of these.
+[Note: exact mode] With `run.determinism: exact` a run gives the same bits at every data-parallel
+size and under every sharding, even if they change during the run. The sizes of tensor, pipeline and
+context parallelism must stay constant, because they change how a sample is rounded.
 
 - *Work.* The global batch is cut into numbered micro-batches of fixed shape; the world size only
-  decides which rank computes which (`elastic.group.batch_plan`). Kernels are deterministic, and a
-  CPU rank has one thread, because the number of threads determines how sums are cut.
-- *Gradients.* Those of each micro-batch are rounded to multiples of `GRID`. A float64 holds all
-  multiples up to 2**53, so sums in float64, on a rank and between ranks, do not round, and their
-  order does not matter. FSDP computes both; with one rank per shard group it replaces DDP. Sums
-  within a tensor-parallel group come before.
-- *Loss.* Likewise, on `LOSS_GRID`.
-- *Norm.* `square_sums`: the squares are cut into pieces on grids of their own.
-- *Update.* Operations that IEEE 754 defines to the last bit (adamw.py, muon.py). Kernels of
-  torch.optim may round the end of a tensor, beyond the last full vector, differently, and the world
-  size determines where a shard ends.
+  decides which rank computes which micro-batch (`elastic.group.batch_plan`). Kernels are
+  deterministic. A CPU rank has one thread, because the number of threads changes how sums are cut.
+- *Gradients.* The gradients of each micro-batch are rounded to multiples of `GRID`. A float64 holds
+  all multiples up to 2**53, so sums in float64, on a rank and between ranks, do not round, and
+  their order does not matter. FSDP computes these sums, with one rank per shard group in place of
+  DDP. Sums within a tensor-parallel group come before the rounding.
+- *Loss.* Losses are rounded to multiples of `LOSS_GRID` in the same way.
+- *Norm.* Squares are cut into pieces, each rounded to its own grid, see `square_sums`.
+- *Update.* Updates consist of operations that IEEE 754 defines to the last bit (adamw.py, muon.py).
+  Vectorised kernels of torch.optim may round the last elements of a tensor differently, and the
+  world size determines where a shard ends.
 """
 
 import math
@@ -32,46 +31,49 @@ from checkpointing.format.tensors import local_tensor
 from elastic.node.exchange import received
 
 GRID = 2.0**-44
-"""Unit of gradients. Adam's step does not depend on elements this small, 6e-14: its eps is 1e-8."""
+"""Gradients are rounded to multiples of this, 6e-14, which Adam ignores: its eps is 1e-8."""
 LARGEST_GRADIENT = 2.0**52 * GRID
-"""256. A larger element makes the gradient of its tensor NaN, and the step is skipped."""
+"""Largest element of a summed gradient, 256. Beyond it the gradient becomes NaN, and the step is
+skipped."""
 LOSS_GRID = 2.0**-32
-"""Unit of losses: sums are exact up to 2 million."""
+"""Losses are rounded to multiples of this; their sums are exact up to 2 million."""
 PIECES = 3
-"""Pieces of a square. With 10**11 parameters the last ends 47 bits below the largest square."""
+"""Number of pieces into which a square is cut. With 10**11 parameters the last piece ends 47 bits
+below the largest square."""
 CHUNK = {"cpu": 2**15, "cuda": 2**24}
-"""Elements squared at a time: as many as fit in a CPU's cache, or keep a GPU busy."""
+"""Elements squared at a time, by device: they fit in a CPU's cache, or keep a GPU busy."""
 
 
 def use_exact_kernels(device: torch.device) -> None:
-    """Use deterministic kernels in this process from now on, and one thread on a CPU."""
+    """Make this process use deterministic kernels, and on a CPU one thread."""
     if device.type == "cpu":
         torch.set_num_threads(1)
-    # cuBLAS reads it with its first handle; without it torch refuses deterministic products.
+    # Read by cuBLAS when it starts; without it torch refuses deterministic matrix products.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def snap_loss(loss: torch.Tensor) -> torch.Tensor:
-    """A loss in float64, rounded to a multiple of LOSS_GRID, so that sums are exact."""
+    """Round a loss to a multiple of LOSS_GRID, in float64, so that sums of losses are exact."""
     return (loss.double() / LOSS_GRID).round() * LOSS_GRID
 
 
 def snap_gradients(
     units: Iterable[nn.Module], terms: int, sharded: Callable[[nn.Parameter], bool]
 ) -> None:
-    """From now on, round the gradients of FSDP units to multiples of GRID in each backward pass.
+    """Register hooks that round the gradients of FSDP units to multiples of GRID in each backward
+    pass.
 
     Args:
-        units: modules that FSDP gathers as one; their forward has whole parameters.
-        terms: number of gradients summed: of micro-batches, each weighted by its share of the
-            global batch, or of parts of their sequences.
-        sharded: whether a parameter is not gathered by FSDP.
+        units: modules that FSDP gathers as one; in their forward, parameters are whole.
+        terms: largest number of gradients that are summed: of micro-batches, or of parts of their
+            sequences.
+        sharded: returns whether a parameter is not gathered by FSDP.
 
-    Rounds in the gradient's own format (bfloat16 or float32): the nearest multiple of GRID has no
-    more digits than the number. An element above LARGEST_GRADIENT / terms, whose sum might not be
-    exact, makes the whole tensor NaN.
+    Gradients keep their dtype (bfloat16 or float32), which can represent the rounded numbers. If an
+    element exceeds LARGEST_GRADIENT / terms, its sum might not be exact, and the whole gradient
+    becomes NaN.
     """
     limit = LARGEST_GRADIENT / terms
     snapped: set[nn.Parameter] = set()
@@ -89,7 +91,7 @@ def snap_gradients(
 
     @torch.compiler.disable
     def watch(unit: nn.Module, _inputs: object) -> None:
-        # FSDP's hook ran before: parameters of this unit are whole, those of other units are not.
+        # FSDP's hook ran before, so the parameters of this unit are gathered, and no others.
         for parameter in unit.parameters():
             if sharded(parameter) or parameter in snapped:
                 continue
@@ -102,22 +104,22 @@ def snap_gradients(
 
 
 def square_sums(parameters: Sequence[nn.Parameter], device: torch.device) -> torch.Tensor:
-    """This rank's part of the squared gradient norm: PIECES float64 numbers that add up to it.
+    """Return this rank's part of the squared gradient norm, as PIECES float64 numbers whose sum it
+    is. On all ranks, with two small all-reduces.
 
-    Their sums over all ranks are exact, so they are equal for every mesh; NaN on all ranks if a
-    gradient is not finite. On all ranks: they first agree on the largest gradient.
-
-    Pre-rounding of Demmel & Nguyen 2013, "Fast Reproducible Floating-Point Summation": a square is
-    cut into pieces, each a multiple of a power of two large enough that the sum of all is exact.
+    Sums of these numbers over all ranks are exact, so the norm is equal for every mesh. They are
+    NaN on all ranks if a gradient is not finite. The method is the pre-rounding of Demmel & Nguyen
+    2013, "Fast Reproducible Floating-Point Summation": a square is cut into pieces, which are
+    multiples of powers of two so large that the sum of all pieces is exact.
     """
     gradients = [gradient for p in parameters if (gradient := _own_gradient(p)) is not None]
     largest = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
         norm = torch.linalg.vector_norm(gradient, math.inf).to(largest)
-        # NaN as infinity: a maximum over ranks may lose a NaN.
+        # NaN becomes infinity, because a maximum over ranks may ignore NaN.
         largest = torch.maximum(largest, torch.where(norm.isnan(), math.inf, norm))
     dist.all_reduce(largest, dist.ReduceOp.MAX)
-    # Includes the elements of other pipeline stages.
+    # The number of elements on all ranks, including other pipeline stages.
     elements = largest.new_full((), sum(gradient.numel() for gradient in gradients))
     dist.all_reduce(elements)
     bound, count = received(largest), int(received(elements))
@@ -125,15 +127,15 @@ def square_sums(parameters: Sequence[nn.Parameter], device: torch.device) -> tor
     if not math.isfinite(bound):
         return sums.fill_(math.nan)
     digits = 52 - math.ceil(math.log2(count + 1))
-    # `count` multiples of 2**e, none above 2**(e + digits), have an exact sum. The first pieces are
-    # below 2**top, and each leaves a rest of at most half its unit.
+    # The sum of `count` multiples of 2**e, none above 2**(e + digits), is exact. The first piece of
+    # a square is below 2**top, and a piece leaves a rest of at most half its unit.
     top = 2 * math.frexp(bound)[1]
     units = [2.0 ** (top - number - (number + 1) * digits) for number in range(PIECES)]
     for gradient in gradients:
         for chunk in gradient.flatten().split(CHUNK[gradient.device.type]):
             rest = chunk.double().square_()
             for number, unit in enumerate(units):
-                shift = 1.5 * 2.0**52 * unit  # adding it rounds to a multiple of unit
+                shift = 1.5 * 2.0**52 * unit  # adding this number rounds to a multiple of unit
                 piece = (rest + shift).sub_(shift)
                 sums[number] += piece.sum()
                 rest.sub_(piece)
@@ -141,7 +143,8 @@ def square_sums(parameters: Sequence[nn.Parameter], device: torch.device) -> tor
 
 
 def _own_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The part of a gradient that this rank counts, or None: of replicas the first counts."""
+    """Return the shard of a gradient that this rank adds to the norm; None if an equal shard on a
+    lower rank is added instead."""
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
         return gradient if gradient is None or dist.get_rank() == 0 else None

@@ -1,18 +1,18 @@
 """Weights and optimizer state in fewer bits than float32, and their updates.
 
 [Note: rounding] An update is computed in float32, some rows at a time, and rounded when it is
-stored. Rounding to nearest would lose every change below half of a last digit: of a bf16 weight
-every change below 1/512 of it. So numbers are rounded up or down at random, with probabilities that
-are right on average (Gupta et al. 2015, "Deep Learning with Limited Numerical Precision"). The
-random numbers are a hash of the run's seed, the step, the parameter's FQN and the element's place
-in the whole tensor. So no generator is saved, replicas round equally, and the bits depend neither
-on the number of ranks nor on where shards end.
+stored. Rounding to nearest would lose small changes: for a bf16 weight, all below 1/512 of it. So
+numbers are rounded up or down at random, with probabilities that make the result right on average
+(Gupta et al. 2015, "Deep Learning with Limited Numerical Precision"). The random numbers are a hash
+of the run's seed, the step, the parameter's FQN and the element's index in the whole tensor. So no
+generator state is saved, replicas round equally, and the bits depend neither on the number of ranks
+nor on where shards end.
 
 [Note: 8 bits] The last dimension of a tensor is cut into blocks of `BLOCK` elements, each with its
 largest magnitude as a float32 scale (Dettmers et al. 2022, "8-bit Optimizers via Block-wise
-Quantization"). Shards are whole rows, so sharding does not change a block. Codes are even steps of
-the square root of a mean, and of the fourth root of a mean of squares, which keeps digits where
-gradients are small. A mean of squares is never rounded to zero, as updates divide by its root.
+Quantization"). Shards are whole rows, so sharding does not change blocks. For a first moment, codes
+are proportional to its square root, for a second moment to its fourth root, which represents small
+values more precisely. A second moment is never rounded to zero, because updates divide by its root.
 """
 
 import math
@@ -34,55 +34,54 @@ Format = Literal["fp32", "bf16", "int8"]
 BLOCK = 128
 """Elements of a row that share a scale."""
 SCALE = "_scale"
-"""Suffix of the name of a moment's scales."""
+"""Suffix of the state key for the scales of a moment."""
 PORTION = {"cpu": 1 << 16, "cuda": 1 << 23}
-"""Elements updated at a time: as many as fit in the cache of each CPU thread, or keep a GPU
-busy."""
+"""Elements updated at a time, by device: they fit in the cache of a CPU thread (the number is per
+thread), or keep a GPU busy."""
 ROUNDING_BYTES = 48
-"""Most bytes for each element during its update: weight, gradient and two moments in float32, a
-hash, and the rounded result."""
+"""Most bytes of temporaries per element during an update: weight, gradient and two moments in
+float32, a hash, and the rounded result."""
 
 _TINY = torch.finfo(torch.float32).tiny
 _MEAN, _SQUARE = 127, 256
-"""Steps of the codes between 0 and the scale."""
-# Steele et al. 2014, "Fast Splittable Pseudorandom Number Generators", as signed numbers.
+"""Number of codes between 0 and the scale, for a first and a second moment."""
+# Constants of SplitMix64 (Steele et al. 2014, "Fast Splittable Pseudorandom Number Generators"),
+# as signed numbers.
 _GAMMA, MIX1, MIX2 = (
     one - (1 << 64) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 
 
 def format_of(parameter: Tensor, wanted: Format) -> Format:
-    """Format of a parameter's moments. int8 becomes bf16 if rows are no whole blocks. Parameters
-    other than float32 and bf16 have moments in their own dtype."""
+    """Return the format of a parameter's moments. int8 becomes bf16 if rows do not divide into
+    blocks. "fp32" for parameters other than float32 and bf16 means moments in their dtype."""
     if wanted == "fp32" or parameter.dtype not in (torch.float32, torch.bfloat16):
         return "fp32"
     whole_blocks = parameter.dim() > 1 and parameter.shape[-1] % BLOCK == 0
     return "bf16" if wanted == "int8" and not whole_blocks else wanted
 
 
-class Part(NamedTuple):
-    """One tensor of a stored moment."""
+class MomentPart(NamedTuple):
+    """A tensor that stores a moment, or a part of it: its codes or its scales."""
 
     name: str
     dtype: torch.dtype
     block: int
-    """Consecutive elements of the parameter per number."""
+    """Number of consecutive elements of the parameter for each number in the tensor."""
 
 
-def parts_of(name: str, how: Format, *, square: bool) -> list[Part]:
-    """The tensors that store a moment.
-
-    Args:
-        square: whether it is never negative.
-    """
+def parts_of(name: str, how: Format, *, square: bool) -> list[MomentPart]:
+    """Return descriptions of the tensors that store the moment `name` in the format `how`.
+    `square`: whether it is a second moment, which is never negative."""
     if how == "int8":
-        codes = Part(name, torch.uint8 if square else torch.int8, 1)
-        return [codes, Part(name + SCALE, torch.float32, BLOCK)]
-    return [Part(name, torch.float32 if how == "fp32" else torch.bfloat16, 1)]
+        codes = MomentPart(name, torch.uint8 if square else torch.int8, 1)
+        return [codes, MomentPart(name + SCALE, torch.float32, BLOCK)]
+    return [MomentPart(name, torch.float32 if how == "fp32" else torch.bfloat16, 1)]
 
 
-def zeros_of(parameter: Tensor, part: Part) -> Tensor:
-    """A part of a zero moment, on the parameter's device and sharded like it."""
+def zeros_of(parameter: Tensor, part: MomentPart) -> Tensor:
+    """Return the tensor `part` for a moment of zeros, on the parameter's device and sharded like
+    the parameter."""
     local = local_tensor(parameter)
     *rows, columns = local.shape or [1]
     shape = [*rows, columns // part.block] if local.dim() else []
@@ -90,8 +89,8 @@ def zeros_of(parameter: Tensor, part: Part) -> Tensor:
 
 
 def placed(local: Tensor, parameter: Tensor, block: int = 1) -> Tensor:
-    """Wrap a local tensor as this rank's part of a tensor that is sharded like the parameter, with
-    a last dimension `block` times shorter."""
+    """Wrap a local tensor as a DTensor that is sharded like the parameter, with a last dimension
+    `block` times shorter. If the parameter is no DTensor, return the tensor as it is."""
     if not isinstance(parameter, DTensor):
         return local
     spec = parameter._spec
@@ -99,7 +98,7 @@ def placed(local: Tensor, parameter: Tensor, block: int = 1) -> Tensor:
     shape = torch.Size([*rows, columns // block])
     strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     meta = TensorMeta(shape, strides, local.dtype)
-    # from_local would move offloaded tensors to the mesh's device.
+    # DTensor.from_local would move offloaded tensors to the mesh's device.
     return DTensor(local, replace(spec, tensor_meta=meta), requires_grad=False)
 
 
@@ -107,18 +106,18 @@ def placed(local: Tensor, parameter: Tensor, block: int = 1) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Places:
-    """Places of the elements of a local tensor, seen as (R, C), in the whole tensor: the sum of
-    both fields, times an odd constant."""
+class ElementIndices:
+    """Flat indices in the whole tensor of the elements of a local tensor, viewed as (R, C). The sum
+    of both fields is the index times an odd constant, which begins the hash."""
 
     rows: Tensor
-    """int64, shape (R, 1)."""
+    """The term of an element that depends on its row, int64 (R, 1)."""
     columns: Tensor
-    """int64, shape (C,)."""
+    """The term of an element that depends on its column, int64 (C,)."""
 
 
-def places_of(parameter: Tensor) -> Places:
-    """The places of this rank's elements of a parameter."""
+def places_of(parameter: Tensor) -> ElementIndices:
+    """Return the indices in the whole parameter of this rank's elements."""
     local = local_tensor(parameter)
     indices = [torch.arange(length) for length in local.shape]
     if isinstance(parameter, DTensor):
@@ -134,22 +133,22 @@ def places_of(parameter: Tensor) -> Places:
         step = math.prod(parameter.shape[dim + 1 :])
         rows = (rows[:, None] + index * step).flatten()
     rows, columns = (one.to(local.device) * _GAMMA for one in (rows, columns))
-    return Places(rows[:, None], columns)
+    return ElementIndices(rows[:, None], columns)
 
 
 @dataclass(frozen=True)
 class ParameterRows:
-    """Some rows of this rank's part of a parameter, seen as (R, C)."""
+    """Rows `start` to `stop` of this rank's shard of a parameter, viewed as (R, C)."""
 
     parameter: nn.Parameter
     start: int
     stop: int
     elements: int
     last: bool
-    """Whether these are its last rows."""
+    """Whether these are the last rows of the shard."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """These rows of the parameter, its gradient or its state, flat."""
+        """Return these rows of the parameter, its gradient or its state, as a flat view."""
         local = local_tensor(tensor)
         if not local.dim():
             return local.reshape(1)
@@ -160,12 +159,11 @@ class ParameterRows:
 def portions_of(
     parameters: Sequence[nn.Parameter], most: int, *, whole: bool
 ) -> Iterator[list[ParameterRows]]:
-    """Yield parameters in non-empty portions of about `most` elements.
+    """Divide parameters into portions, and yield them in order.
 
     Args:
-        parameters: in order.
-        most: elements of a portion; a single row may have more.
-        whole: do not cut parameters, and form equal portions on all ranks, by whole sizes.
+        most: largest number of elements of a portion; a single row may have more.
+        whole: never divide a parameter, and form the same portions on all ranks.
     """
     portion: list[ParameterRows] = []
     room = most
@@ -191,14 +189,14 @@ def portions_of(
 
 def noise(
     pieces: Sequence[ParameterRows],
-    places: Mapping[nn.Parameter, Places],
+    places: Mapping[nn.Parameter, ElementIndices],
     keys: Mapping[nn.Parameter, int],
 ) -> Tensor:
-    """Three random numbers per element, uniform over int16: (3, elements).
+    """Return three random int16 per element, uniformly distributed: (3, elements).
 
     Args:
-        pieces: of parameters on one device.
-        places: see `places_of`.
+        pieces: rows of parameters on one device.
+        places: parameter → its `places_of`.
         keys: parameter → hash of the seed and its FQN.
     """
     sizes = [piece.elements for piece in pieces]
@@ -210,12 +208,13 @@ def noise(
         torch.add(rows, where.columns, out=out.view(len(rows), len(where.columns)))
     hashed.bitwise_xor_(hashed >> 30).mul_(MIX1)
     hashed.bitwise_xor_(hashed >> 27).mul_(MIX2)
-    # The lowest of the four 16-bit words is the least mixed.
+    # Without the lowest of the four 16-bit words, which the hash mixes least.
     return hashed.view(torch.int16).view(-1, 4).T[1:]
 
 
 def rounded_to_bf16(values: Tensor, drawn: Tensor) -> Tensor:
-    """float32 (N,) → bf16, rounded up or down by `drawn` (N,), see `noise`. NaN stays NaN."""
+    """Round float32 (N,) to bf16, up or down by the random numbers `drawn` (N,) of `noise`. NaN
+    stays NaN."""
     bits = (values.view(torch.int32) + drawn).add_(1 << 15).bitwise_and_(-1 << 16)
     rounded = bits.view(torch.float32)
     # A carry from a NaN's mantissa could turn it into zero.
@@ -223,14 +222,15 @@ def rounded_to_bf16(values: Tensor, drawn: Tensor) -> Tensor:
 
 
 def stored(values: Tensor, how: Format, drawn: Tensor, *, square: bool) -> list[Tensor]:
-    """float32 (N,) → the tensors of `parts_of`, flat, rounded by `drawn` (N,), see `noise`."""
+    """Encode a moment, float32 (N,), as the tensors of `parts_of`, flat, rounded by the random
+    numbers `drawn` (N,) of `noise`."""
     if how == "fp32":
         return [values]
     if how == "bf16":
         return [rounded_to_bf16(values, drawn)]
     blocks = values.view(len(values) // BLOCK, BLOCK)
     scales = (blocks if square else blocks.abs()).amax(1, keepdim=True)
-    # A GPU's division may round up: a share above 1 would wrap the largest code.
+    # Clamped, because a GPU's division may round up to above 1, which would overflow the code.
     shares = (blocks / scales.clamp(min=_TINY)).clamp_(-1, 1).view(-1)
     if square:
         roots = shares.sqrt().sqrt_().mul_(_SQUARE).floor_().clamp_(min=1)
@@ -246,13 +246,13 @@ def stored(values: Tensor, how: Format, drawn: Tensor, *, square: bool) -> list[
 
 
 def _rounds_up(chance: Tensor, drawn: Tensor) -> Tensor:
-    """Whether to round up, with probability `chance`."""
+    """Return booleans that are true with probability `chance`, by the random numbers `drawn`."""
     return drawn < chance.mul_(1 << 16).sub_((1 << 15) + 0.5)
 
 
 def in_float32(parts: Sequence[Tensor], how: Format, *, square: bool) -> Tensor:
-    """Decode numbers that `stored` has encoded; returns float32 (N,). `square`: whether they are
-    second moments, which have codes of their own."""
+    """Decode a moment that `stored` has encoded; returns float32 (N,). `square`: whether it is a
+    second moment, whose codes have another meaning."""
     if how != "int8":
         return parts[0].float()
     codes, scales = parts[0].float(), parts[1]
@@ -265,21 +265,22 @@ def in_float32(parts: Sequence[Tensor], how: Format, *, square: bool) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Opened:
-    """Numbers of some pieces in float32, to be changed and stored again."""
+class DecodedRows:
+    """Weights, gradients or a moment of some rows in float32, to be changed and encoded again."""
 
     pieces: Sequence[ParameterRows]
     stored: Sequence[Sequence[Tensor]]
-    """Their stored tensors: by part of the format, then by piece."""
+    """The stored tensors: by part of the format, then by piece."""
     how: Format
     square: bool
     everything: Tensor | None
-    """All numbers, flat; None if they are stored as float32."""
+    """All decoded numbers, flat; None if the stored format is float32."""
     values: Sequence[Tensor]
-    """Views by piece, flat."""
+    """Flat views in float32, by piece. For the format float32, views of the stored tensors."""
 
     def close(self, drawn: Tensor) -> None:
-        """Round what is stored in fewer bits by `drawn` (elements,), see `noise`, and store it."""
+        """Encode the numbers, rounded by the random numbers `drawn` (elements,) of `noise`, and
+        store them. Does nothing for the format float32."""
         if self.everything is not None:
             flat = stored(self.everything, self.how, drawn, square=self.square)
             put(self.pieces, self.stored, flat)
@@ -291,26 +292,26 @@ def opened(
     how: Format,
     *,
     square: bool = False,
-) -> Opened:
-    """Open numbers of pieces in float32, to be changed in place, and then closed.
+) -> DecodedRows:
+    """Decode rows to float32, to be changed in place; `close` stores them again.
 
     Args:
         tensors: stored tensors, by part of the format, then by piece.
-        how: their format.
-        square: whether they are never negative.
+        how: format of the stored tensors.
+        square: whether they store a second moment.
     """
     views = [[piece.of(one) for piece, one in zip(pieces, part, strict=True)] for part in tensors]
     if how == "fp32":
-        return Opened(pieces, tensors, how, square, None, views[0])
+        return DecodedRows(pieces, tensors, how, square, None, views[0])
     everything = in_float32([torch.cat(part) for part in views], how, square=square)
     values = everything.split([piece.elements for piece in pieces])
-    return Opened(pieces, tensors, how, square, everything, values)
+    return DecodedRows(pieces, tensors, how, square, everything, values)
 
 
 def put(
     pieces: Sequence[ParameterRows], tensors: Sequence[Sequence[Tensor]], parts: Sequence[Tensor]
 ) -> None:
-    """Write flat parts, from `stored`, to the tensors of pieces: by part, then by piece."""
+    """Copy flat `parts`, a result of `stored`, into the stored tensors: by part, then by piece."""
     for live, flat in zip(tensors, parts, strict=True):
         views = [piece.of(one) for piece, one in zip(pieces, live, strict=True)]
         torch._foreach_copy_(views, [*flat.split([view.numel() for view in views])])

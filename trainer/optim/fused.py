@@ -1,8 +1,8 @@
-"""Updates in fewer bits than float32 on a GPU, by a few compiled kernels per parameter.
+"""Compiled updates of weights and state in fewer bits than float32, for GPUs.
 
-They compute the update of `MethodOptimizer`, see [Note: rounding] of formats.py, which in eager
-portions reads and writes each number about twenty times. On an H200 an update of 10**9 parameters
-with bf16 moments takes 12 ms instead of 84; with int8 30 instead of 179; with float32 8
+They compute the same as `MethodOptimizer` does eagerly, see [Note: rounding] in formats.py, where
+each number is read and written about twenty times. On an H200 an update of 10**9 parameters with
+bf16 moments takes 12 ms instead of 84; with int8 30 ms instead of 179; with float32 it takes 8 ms
 (`speed.update` of benchmarks.gpu).
 """
 
@@ -17,11 +17,11 @@ from checkpointing.format.tensors import local_tensor
 from trainer.optim.formats import MIX1, MIX2, Format, in_float32, rounded_to_bf16, stored
 
 FUSED = 1 << 25
-"""Elements updated at a time. A kernel may hold ten bytes for each."""
+"""Elements updated at a time. A kernel may need ten bytes of temporaries for each."""
 
 Rows = Callable[[Tensor, Tensor, Sequence[Tensor], Tensor], Sequence[Tensor]]
-"""(weights, gradients, moments, numbers) → weights and moments after one update: elementwise, in
-float32, flat. Numbers are those of `Method.numbers` for one parameter."""
+"""(weights, gradients, moments, numbers) → weights and moments after one elementwise update, all
+flat and float32. `numbers`: the row of `Method.numbers` for the parameter."""
 
 
 def update_rows(
@@ -37,19 +37,19 @@ def update_rows(
     """Update rows of one parameter and of its moments in their stored formats.
 
     Args:
-        weight: rows of its local part, (R, C), float32 or bf16.
-        gradient: likewise.
-        moments: parts of each moment's format, see `parts_of`.
-        places: of these elements: `Places.rows` and `Places.columns`.
-        key: hash of the seed and the FQN; int64, no dimensions.
-        numbers: of this update, float32.
-        formats: format of each moment, and whether it is never negative.
-        rows: computes the update.
+        weight: rows of this rank's shard, (R, C), float32 or bf16.
+        gradient: rows of the gradient, (R, C).
+        moments: for each moment, its tensors by `parts_of`.
+        places: `ElementIndices.rows` and `ElementIndices.columns` of these rows.
+        key: hash of the seed and the FQN, 0-d int64.
+        numbers: the row of `Method.numbers` for the parameter, float32.
+        formats: for each moment, its format, and whether it is a second moment.
+        rows: the elementwise update.
     """
     hashed = (places[0] + key + places[1]).reshape(-1)
     hashed = (hashed ^ (hashed >> 30)) * MIX1
     hashed = (hashed ^ (hashed >> 27)) * MIX2
-    # The three upper 16-bit words, sign-extended.
+    # The three upper 16-bit words of the hash, sign-extended.
     drawn = [
         one.to(torch.int32) for one in ((hashed << 32) >> 48, (hashed << 16) >> 48, hashed >> 48)
     ]
@@ -68,18 +68,18 @@ def update_rows(
 
 @cache
 def compiled() -> Callable[..., Any]:
-    """`update_rows`, compiled for dynamic shapes."""
-    # Static shapes would compile anew for each size of parameter.
+    """Return `update_rows`, compiled."""
+    # For dynamic shapes: otherwise each size of parameter would be compiled separately.
     return torch.compile(update_rows, dynamic=True)
 
 
 def in_rows(tensor: Tensor, rows: int) -> Tensor:
-    """This rank's part of a parameter or its state, as (rows, columns)."""
+    """Return this rank's shard of a parameter or its state, viewed as (rows, columns)."""
     return local_tensor(tensor).view(rows, -1)
 
 
 def on_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """Integers as int64, (N,), on a device."""
+    """Copy integers to a device, as int64 (N,)."""
     host = torch.tensor(values, dtype=torch.int64)
     # Pinned, so that the copy does not synchronise with the GPU.
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

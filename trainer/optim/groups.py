@@ -1,4 +1,5 @@
-"""Parameter groups by shape and by name, and the method of each."""
+"""Divides parameters into groups by shape and name, each with its learning rate, weight decay and
+method."""
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -13,12 +14,14 @@ from trainer.optim.muon import MUON
 from trainer.recipe import Muon, Optimizer, ParameterGroup, RecipeError
 
 NamedGroup = dict[str, Any]
-"""`params`, a list of (FQN, parameter), with their `lr`, `lr_scale` and `weight_decay`."""
+"""A parameter group of torch.optim: `params`, a list of (FQN, parameter), `lr`, `lr_scale` and
+`weight_decay`."""
 
 
 def named_groups(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> list[NamedGroup]:
-    """The trained parameters in groups of equal learning rate and weight decay. Unless a group of
-    the recipe says otherwise, matrices and embeddings decay, vectors (norms, biases) do not."""
+    """Divide the trained parameters into groups of equal learning rate and weight decay. Unless
+    `optimizer.groups` says otherwise, matrices and embeddings decay, vectors (norms, biases) do
+    not."""
     groups: dict[tuple[float, float], NamedGroup] = {}
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
@@ -38,7 +41,7 @@ def check_patterns(names: Sequence[str], options: Optimizer) -> None:
 
     Args:
         names: FQNs of all parameters, not only of one pipeline stage.
-        options: of the recipe, without a family's groups, which need not match.
+        options: section of the recipe, without groups of the model's family, which need not match.
 
     Raises:
         RecipeError: a pattern of `optimizer.groups` matches no name.
@@ -53,8 +56,8 @@ def check_patterns(names: Sequence[str], options: Optimizer) -> None:
 
 
 def method_groups(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> list[NamedGroup]:
-    """The trained parameters in groups of equal learning rate, weight decay and `Method`, with the
-    method's settings."""
+    """Divide the trained parameters into groups of equal learning rate, weight decay and `Method`,
+    with the settings of the method."""
     muon = options.muon or Muon()
     settings = {
         ADAMW: {"betas": options.betas, "eps": options.eps},
@@ -79,7 +82,7 @@ def method_groups(parameters: Mapping[str, nn.Parameter], options: Optimizer) ->
 
 
 def method_of(name: str, parameter: torch.Tensor, options: Optimizer) -> Method:
-    """The method that a named optimizer applies to a parameter."""
+    """Return the method by which a recipe with `optimizer.name` updates a parameter."""
     if options.name == "adamw" or parameter.dim() != 2:
         return ADAMW
     kept = (options.muon or Muon()).adamw
@@ -87,8 +90,8 @@ def method_of(name: str, parameter: torch.Tensor, options: Optimizer) -> Method:
 
 
 def moments(options: Optimizer) -> tuple[str, ...] | None:
-    """Names of the optimizer's float32 moments, if it is elementwise and keeps nothing else; else
-    None."""
+    """Return the names of the optimizer's moments if it is elementwise, and its state consists of
+    float32 moments and a step count; else None."""
     if options.factory or options.name != "adamw" or options.state_dtype != "fp32":
         return None
     return ADAMW.moments

@@ -1,8 +1,8 @@
-"""`Method`, the description of an optimizer, and the one class that runs it.
+"""`Method`, the description of an optimizer, and `MethodOptimizer`, which runs it.
 
-[Note: methods] A `Method` is a value: the state of each parameter, and the update of a group. Code
-that builds, shards, plans or moves optimizer state reads it. A recipe's own optimizer
-(`optimizer.factory`) is any torch.optim.Optimizer without a method; its state is inspected.
+[Note: methods] A `Method` describes the state of each parameter, and the update of a group. Code
+that builds, shards, plans or loads optimizer state reads it. A user's optimizer
+(`optimizer.factory`) is any torch.optim.Optimizer; it has no `Method`, and its state is inspected.
 """
 
 import math
@@ -16,10 +16,10 @@ from torch import nn
 from checkpointing.format.tensors import local_tensor
 from trainer.optim.formats import (
     PORTION,
+    DecodedRows,
+    ElementIndices,
     Format,
-    Opened,
     ParameterRows,
-    Places,
     format_of,
     noise,
     opened,
@@ -38,28 +38,28 @@ State = Mapping[Any, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Method:
-    """How the parameters of a group are updated."""
+    """Describes an optimizer: the state of a parameter, and the update of a parameter group."""
 
     name: str
     moments: tuple[str, ...]
-    """Numbers per element of a parameter, initially zero; stored as in `parts_of`."""
+    """Names of the moments: state with one number per element, initially zero, see `parts_of`."""
     counts: bool
-    """Whether each parameter also has its number of updates: `step`, a float32 scalar."""
+    """Whether the state also has `step`, the number of updates, a float32 scalar."""
     update: Callable[
         [Sequence[nn.Parameter], Mapping[str, Any], State, bool], Callable[[float], None]
     ]
-    """(parameters with gradients, their group, state, exact) → a function that updates this rank's
-    slices by gradients times a factor; it may change the gradients. On all ranks. With `exact` the
-    bits do not depend on where slices end (see exact.py)."""
+    """(parameters with gradients, their group, state, exact) → a function that takes a factor for
+    the gradients, and updates this rank's shards; it may change the gradients. On all ranks. With
+    `exact` the bits do not depend on where shards end (see exact.py)."""
     squares: tuple[str, ...] = ()
-    """Names of the moments that are never negative."""
+    """Names of the second moments, which are never negative."""
     whole: bool = False
-    """Whether an update needs whole parameters, together with other ranks."""
+    """Whether an update needs whole parameters, which it gathers from other ranks."""
     rows: Rows | None = None
-    """The elementwise update, for compiled kernels; None: not elementwise."""
+    """The elementwise update, for compiled kernels; None: the update is not elementwise."""
     numbers: Callable[[Mapping[str, Any], torch.Tensor, float], torch.Tensor] | None = None
-    """(group, update counts including this one (P,) float32, gradient factor) → the arguments of
-    `rows`, (P, K) float32."""
+    """(group, number of updates of each parameter, including this one (P,) float32, factor for the
+    gradients) → the argument `numbers` of `rows` for each parameter, (P, K) float32."""
 
     def state(
         self,
@@ -67,12 +67,11 @@ class Method:
         how: Format = "fp32",
         zeros_like: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like,
     ) -> dict[str, torch.Tensor]:
-        """The initial state of a parameter.
+        """Create the initial state of a parameter, which may be sharded.
 
         Args:
-            parameter: may be sharded.
-            how: format of its moments.
-            zeros_like: creates moments in the format of the parameter.
+            how: format of the moments.
+            zeros_like: creates moments that have the dtype of the parameter.
         """
         state = {}
         if self.counts:
@@ -87,11 +86,19 @@ class Method:
 
 
 class MethodOptimizer(torch.optim.Optimizer):
-    """Updates each parameter group by the `Method` in it.
+    """Updates each parameter group by its `Method`.
 
-    State exists from the start: it can be loaded into, and its memory is known. Gradients are
-    multiplied by `gradient_factor` as they are read. State in fewer bits than float32 is updated as
-    in [Note: rounding] of formats.py, with `seed`, which must change every step.
+    The state is created with the optimizer, so that checkpoints can be loaded into it. Gradients
+    are multiplied by `gradient_factor` in the update. State in fewer bits than float32 is rounded
+    by [Note: rounding] in formats.py, with `seed`, which must change every step.
+
+    Args:
+        groups: parameter groups, whose `params` are pairs of FQN and parameter, with the key
+            `method` and its settings.
+        exact: see `Method.update`.
+        compiles: whether compiled kernels update rounded state on a GPU, see fused.py.
+        zeros_like: creates moments that have the dtype of their parameter.
+        state_dtype: format of moments; `format_of` may choose another.
     """
 
     def __init__(
@@ -103,24 +110,15 @@ class MethodOptimizer(torch.optim.Optimizer):
         zeros_like: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like,
         state_dtype: Format = "fp32",
     ) -> None:
-        """Create the state.
-
-        Args:
-            groups: with `params`, pairs of FQN and parameter, `method` and its settings.
-            exact: see `Method.update`.
-            compiles: whether compiled kernels update rounded state on a GPU, see fused.py.
-            zeros_like: creates moments in the format of their parameter.
-            state_dtype: format of moments, where `format_of` allows it.
-        """
         super().__init__(groups, {})
         self.exact, self.compiles, self.state_dtype = exact, compiles, state_dtype
-        # A separate pass over gradients would add a third to AdamW's time.
+        # A separate multiplication of the gradients would add a third to AdamW's time.
         self.gradient_factor, self.seed = 1.0, 0
         self._gathered: list[Callable[[float], None]] = []
         self._names: dict[nn.Parameter, str] = {}
         self._formats: dict[nn.Parameter, Format] = {}
-        """Formats of moments that are updated in portions."""
-        self._places: dict[nn.Parameter, Places] = {}
+        """Formats of moments, for parameters with weights or moments in fewer bits than float32."""
+        self._places: dict[nn.Parameter, ElementIndices] = {}
         for group in self.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 how = format_of(parameter, state_dtype)
@@ -130,8 +128,8 @@ class MethodOptimizer(torch.optim.Optimizer):
                 self.state[parameter] = group["method"].state(parameter, how, zeros_like)
 
     def gather(self) -> None:
-        """Prepare the next `step`, once all gradients exist as tensors. On a GPU this runs while it
-        still computes them; `step` then only launches kernels."""
+        """Prepare the next `step`. Called once all gradients exist as tensors, while the GPU still
+        computes them, so that `step` only launches kernels."""
         self._gathered = [
             group["method"].update(live, group, self.state, self.exact)
             for group in self.param_groups
@@ -139,12 +137,12 @@ class MethodOptimizer(torch.optim.Optimizer):
         ]
 
     def _is_live(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter is updated directly in its stored format."""
+        """Return whether a parameter has a gradient, and is updated directly, without rounding."""
         return parameter.grad is not None and parameter not in self._formats
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update; `closure` must be None. On all ranks."""
+        """Update all parameters that have gradients. On all ranks. `closure` must be None."""
         if closure is not None:
             raise ValueError("gradients are computed before the update")
         if not self._gathered:
@@ -162,14 +160,14 @@ class MethodOptimizer(torch.optim.Optimizer):
                 self._update(portion, how, group)
 
     def _compiles(self, method: Method, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether compiled kernels update parameters of a method."""
+        """Return whether compiled kernels can update `parameters` by `method`."""
         able = self.compiles and not self.exact and method.rows is not None
         return able and local_tensor(parameters[0]).is_cuda
 
     def _update_compiled(
         self, parameters: Sequence[nn.Parameter], group: Mapping[str, Any]
     ) -> None:
-        """The update of `_update`, one parameter at a time."""
+        """Compute the same update as `_update` by compiled kernels, parameter by parameter."""
         method: Method = group["method"]
         assert method.rows is not None
         assert method.numbers is not None
@@ -203,7 +201,7 @@ class MethodOptimizer(torch.optim.Optimizer):
                     method.rows,
                 )
 
-    def _places_of(self, parameter: nn.Parameter) -> Places:
+    def _places_of(self, parameter: nn.Parameter) -> ElementIndices:
         if parameter not in self._places:
             self._places[parameter] = places_of(parameter)
         return self._places[parameter]
@@ -211,7 +209,7 @@ class MethodOptimizer(torch.optim.Optimizer):
     def _update(
         self, pieces: Sequence[ParameterRows], how: Format, group: Mapping[str, Any]
     ) -> None:
-        """Update some rows in float32, and round what is stored in fewer bits."""
+        """Update some rows in float32, and round weights and moments to their formats."""
         method: Method = group["method"]
         parameters = [piece.parameter for piece in pieces]
         gradients = [local_tensor(p.grad).contiguous() for p in parameters if p.grad is not None]
@@ -234,30 +232,31 @@ class MethodOptimizer(torch.optim.Optimizer):
                     placed(numbers.view(shape), parameter) for numbers in (weight, slope)
                 )
                 kept = {name: numbers.view(shape) for name, numbers in kept.items()}
-            if method.counts:  # later rows of the parameter start from the same count
+            # A copy for all rows but the last, so that all rows start from the same count.
+            if method.counts:
                 step = self.state[parameter]["step"]
                 kept["step"] = step if piece.last else step.clone()
-            # A method updates parameters with gradients: the float32 numbers take their place.
+            # A stand-in for the parameter, with float32 weights and gradients.
             stand_in = nn.Parameter(weight, requires_grad=False)
             stand_in.grad = slope
             state[stand_in] = kept
         method.update([*state], group, state, self.exact)(self.gradient_factor)
-        # Three numbers per element: for the weight and for at most two moments.
+        # Three random numbers per element: for the weight and for at most two moments.
         drawn = self._noise(pieces)
         for numbers, words in zip((weights, *moments.values()), drawn, strict=False):
             numbers.close(words)
 
     def _moment(
         self, pieces: Sequence[ParameterRows], name: str, how: Format, method: Method, state: State
-    ) -> Opened:
-        """Open a moment of some pieces."""
+    ) -> DecodedRows:
+        """Decode a moment of some rows to float32."""
         square = name in method.squares
         parts = parts_of(name, how, square=square)
         tensors = [[state[piece.parameter][part.name] for piece in pieces] for part in parts]
         return opened(pieces, tensors, how, square=square)
 
     def _noise(self, pieces: Sequence[ParameterRows]) -> torch.Tensor:
-        """Random numbers for some rows, see `noise`."""
+        """Return random numbers for some rows, see `noise`."""
         parameters = dict.fromkeys(piece.parameter for piece in pieces)
         for parameter in parameters:
             self._places_of(parameter)
@@ -265,7 +264,7 @@ class MethodOptimizer(torch.optim.Optimizer):
         return noise(pieces, self._places, keys)
 
     def state_in(self, state_dtype: Format) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
-        """New state with moments in another format, to load into."""
+        """Create a state with moments in another format, into which a checkpoint can be loaded."""
         return {
             parameter: group["method"].state(parameter, format_of(parameter, state_dtype))
             for group in self.param_groups
@@ -274,7 +273,7 @@ class MethodOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def take(self, state: State, state_dtype: Format) -> None:
-        """Convert a state with moments in another format into this optimizer's state."""
+        """Convert a state with moments in the format `state_dtype` to this optimizer's state."""
         for group in self.param_groups:
             method, formats = group["method"], {}
             for parameter in group["params"]:
@@ -296,7 +295,8 @@ Way = TypeVar("Way", bound=Hashable)
 def _portions(
     formats: Mapping[nn.Parameter, Way], *, whole: bool = False
 ) -> Iterator[tuple[Way, list[ParameterRows]]]:
-    """Yield parameters on one device in portions of one format, see `portions_of`."""
+    """Yield (format, portion) for parameters on one device, see `portions_of`. All parameters of a
+    portion have the same format."""
     members: dict[Way, list[nn.Parameter]] = {}
     for parameter, how in formats.items():
         members.setdefault(how, []).append(parameter)
@@ -316,9 +316,9 @@ def update(
     """Run one optimizer step, a portion of the parameter groups at a time. On all ranks.
 
     Args:
-        optimizer: to be stepped.
-        factor: of clipping and of the loss scale, for the gradients.
-        seed: of this step, for stochastic rounding.
+        portions: the parameter groups, portion by portion, see `ParallelModel.portions`.
+        factor: factor for the gradients, from clipping and the loss scale.
+        seed: seed of this step, for stochastic rounding.
     """
     groups = optimizer.param_groups
     if isinstance(optimizer, MethodOptimizer):
@@ -329,7 +329,7 @@ def update(
                 local_tensor(gradient).mul_(factor)
     try:
         for portion in portions:
-            if portion is not groups:  # some classes forbid setting them
+            if portion is not groups:  # some optimizers do not allow param_groups to be set
                 optimizer.param_groups = portion
             optimizer.step()
     finally:
@@ -338,8 +338,9 @@ def update(
 
 
 def stand_in(parameter: torch.Tensor, draw: torch.Generator | None = None) -> nn.Parameter:
-    """A small parameter on the CPU for inspecting an optimizer: dimensions get distinct lengths,
-    except those of length 1. Zeros, or random numbers."""
+    """Create a small parameter on the CPU that stands for `parameter` when an optimizer is tried.
+    Its dimensions have distinct lengths, except those of length 1. Values are zeros, or random
+    numbers by `draw`."""
     lengths = [1 if n == 1 else 3 + 2 * dim for dim, n in enumerate(parameter.shape)]
     zeros = torch.zeros(lengths, dtype=parameter.dtype)
     if draw:
@@ -348,16 +349,17 @@ def stand_in(parameter: torch.Tensor, draw: torch.Generator | None = None) -> nn
 
 
 TRIED_ELEMENTS = 1 << 14
-"""Most elements of a stand-in with the size of its parameter."""
+"""Most elements of a large stand-in, see `trial_parameters`."""
 TRIED_MATRIX = 64, 128
-"""Shape that replaces larger matrices: large enough for state in blocks."""
+"""Shape of a large stand-in for a matrix: large enough for optimizers with blockwise state."""
 
 
 def trial_parameters(
     parameters: Mapping[str, torch.Tensor], draw: torch.Generator
 ) -> dict[str, nn.Parameter]:
-    """Stand-ins by FQN. For each number of dimensions the largest parameter keeps about its size,
-    up to TRIED_ELEMENTS, as some optimizers treat small tensors differently."""
+    """Create a stand-in with random numbers for each parameter, by FQN. The stand-ins are small,
+    but for each number of dimensions one, for the largest parameter, has up to TRIED_ELEMENTS,
+    because some optimizers treat small tensors differently."""
     largest = {one.dim(): name for name, one in sorted(parameters.items(), key=_elements)}
     stand_ins = {}
     for name, parameter in parameters.items():

@@ -1,18 +1,18 @@
 """Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks") for sharded
 matrices, with the mathematics of torch.optim.Muon.
 
-[Note: owners] The momentum is kept and updated in slices, as AdamW's moments are: memory is
-balanced, and checkpoints can be cut anywhere. Only the orthogonalisation needs a whole matrix. So
-its slices go to one rank of the shard group, the owner, and come back orthogonal, both ways in
-bfloat16, the format of the iteration, so nothing is lost. A round has one matrix per rank; sorted
-by size, the owners of a round have about equal work. Owners keep nothing between steps, so the
-owners may change with the world.
+[Note: owners] The momentum is kept and updated in shards, as AdamW's moments are, so memory is
+balanced. Only the orthogonalisation needs a whole matrix. For it the shards of a matrix are sent to
+one rank of the shard group, its *owner*, and the orthogonal shards are sent back. Both are
+bfloat16, the format of the iteration, so no precision is lost. Matrices are sorted by size and
+taken in rounds of one matrix per rank, so the owners of a round have about equal work. Owners keep
+nothing between steps, so a change of the world size does not matter.
 
-Under tensor parallelism FSDP cuts the part of each tp rank again. So slices go to the shard of
-their owner first, and within it to the owner.
+Under tensor parallelism FSDP shards the part of each tp rank again. So shards are sent in two
+steps: over FSDP's dimension, then over the tp ranks.
 
-One rank alone orthogonalises a matrix. In exact mode all other operations are single
-multiplications or additions, so the bits of an update depend only on the gradient.
+A matrix is orthogonalised by one rank alone. In exact mode all other operations are separate
+multiplications and additions, so the bits of an update depend only on the gradient.
 """
 
 import math
@@ -36,7 +36,7 @@ def update_muon(
     state: State,
     exact: bool,
 ) -> Callable[[float], None]:
-    """See `Method.update`."""
+    """Implements `Method.update`."""
     return partial(_update, parameters, group, state, exact)
 
 
@@ -51,13 +51,13 @@ def _update(
 
     def mix(into: torch.Tensor, other: torch.Tensor, share: float) -> None:
         if exact:
-            # lerp_ may fuse its multiplication and addition, depending on the kernel.
+            # Not lerp_: some of its kernels fuse the multiplication and the addition.
             into.mul_(1 - share).add_(other * share)
         else:
             into.lerp_(other, share)
 
     def direction(parameter: nn.Parameter) -> torch.Tensor:
-        """This rank's slice of the matrix to orthogonalise."""
+        """Update the momentum; return this rank's shard of the matrix to orthogonalise."""
         assert parameter.grad is not None
         gradient, mean = map(local_tensor, (parameter.grad, state[parameter]["momentum_buffer"]))
         if factor != 1.0:
@@ -86,19 +86,16 @@ def _update(
 
 
 def orthogonal(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-    """Return U V^T of a matrix U S V^T (rows, columns), both bfloat16, up to singular values of
-    about 0.5 to 1.5, by Newton-Schulz iterations of a quintic polynomial.
-
-    Args:
-        group: with `ns_coefficients`, `ns_eps` and `ns_steps`.
-    """
+    """Return approximately U V^T for a matrix U S V^T (rows, columns), both bfloat16, by
+    Newton-Schulz iterations of a quintic polynomial. Singular values of the result are about 0.5 to
+    1.5. `group` has the settings `ns_coefficients`, `ns_eps` and `ns_steps`."""
     a, b, c = group["ns_coefficients"]
     dtype = _product_dtype(matrix.device.type)
 
     def rounded(product: torch.Tensor) -> torch.Tensor:
         return product.bfloat16().to(dtype)
 
-    # The Gram matrix of the shorter side is smaller.
+    # Transposed if it is tall, because then the Gram matrix is smaller.
     tall = matrix.shape[0] > matrix.shape[1]
     result = matrix.T if tall else matrix
     result = (result / result.norm().clamp(min=group["ns_eps"])).to(dtype)
@@ -111,8 +108,8 @@ def orthogonal(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
 
 @cache
 def _product_dtype(device: str) -> torch.dtype:
-    """Dtype in which bfloat16 matrices are multiplied."""
-    # A CPU without bfloat16 arithmetic is a hundred times faster in float32; rounded to bfloat16,
+    """Return the dtype in which bfloat16 matrices are multiplied on a device type."""
+    # A CPU without bfloat16 instructions is a hundred times faster in float32. Rounded to bfloat16,
     # the results differ only by the order of sums.
     if device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return torch.bfloat16
@@ -120,8 +117,9 @@ def _product_dtype(device: str) -> torch.dtype:
 
 
 def rate_factor(adjust: Literal["original", "match_rms_adamw"], matrix: torch.Tensor) -> float:
-    """Factor of a matrix's learning rate, so that updates of all matrices have about equal size;
-    match_rms_adamw: that of AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training")."""
+    """Return the factor for the learning rate of a matrix by which updates of all matrices have
+    about equal RMS; with match_rms_adamw, about the RMS of AdamW's updates (Liu et al. 2025, "Muon
+    is Scalable for LLM Training")."""
     rows, columns = matrix.shape
     if adjust == "original":
         return math.sqrt(max(1, rows / columns))
@@ -131,11 +129,11 @@ def rate_factor(adjust: Literal["original", "match_rms_adamw"], matrix: torch.Te
 def _by_shard_group(
     parameters: Sequence[nn.Parameter],
 ) -> Iterator[tuple[list[nn.Parameter], DeviceMesh | None, tuple[int, ...]]]:
-    """Yield (matrices, mesh, its dimensions over which they are cut, the last cut first); no mesh
-    for whole matrices.
+    """Yield (matrices, mesh, mesh dimensions over which they are sharded); the dimension that cut
+    last comes first. The mesh is None for matrices that are whole on each rank.
 
     Raises:
-        NotImplementedError: a matrix is not sharded over its mesh.
+        NotImplementedError: the placements of a matrix are not supported.
     """
     groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -144,7 +142,7 @@ def _by_shard_group(
         if isinstance(parameter, DTensor):
             mesh, cut = parameter.device_mesh, parameter.placements
             axes = tuple(a for a, placement in enumerate(cut) if not placement.is_replicate())
-            # FSDP's dimension comes first, and FSDP cuts last.
+            # FSDP's dimension comes first in a mesh, and cuts last.
             if len(axes) > 2 or any(not hasattr(cut[axis], "dim") for axis in axes):
                 raise NotImplementedError(
                     f"optimizer.name: muon needs matrices that are sharded, but one is {cut}; use "
@@ -158,12 +156,12 @@ def _by_shard_group(
 
 
 def _rounds(matrices: Sequence[nn.Parameter], ranks: int) -> Iterator[list[nn.Parameter]]:
-    """Yield rounds of one matrix per rank, the largest first: the n-th belongs to rank n."""
+    """Yield rounds of `ranks` matrices, largest first. The n-th of a round belongs to rank n."""
 
     def work(matrix: nn.Parameter) -> tuple[int, int]:
         return -min(matrix.shape), -max(matrix.shape)
 
-    ordered = sorted(matrices, key=work)  # stable, so the same on all ranks
+    ordered = sorted(matrices, key=work)  # a stable sort, so the order is the same on all ranks
     for start in range(0, len(ordered), ranks):
         yield ordered[start : start + ranks]
 
@@ -175,8 +173,16 @@ def _at_owners(
     axes: Sequence[int],
     group: Mapping[str, Any],
 ) -> list[torch.Tensor]:
-    """This rank's slices of the orthogonalised matrices, from its slices of the matrices, which are
-    cut over `axes`. Over the first axis, matrix n goes to rank n modulo its size."""
+    """Send shards to the owners, orthogonalise, and send the results back. On all ranks of `mesh`.
+
+    Args:
+        matrices: the matrices of a round, sharded over the dimensions `axes` of `mesh`.
+        slices: this rank's shard of each matrix. Matrix n is sent to rank n, modulo the number of
+            ranks, of the first of `axes`.
+
+    Returns:
+        This rank's shard of each orthogonalised matrix.
+    """
     if mesh is None or not axes:
         return [
             orthogonal(each.to(_device(matrix)), group).to(each.device)
@@ -213,12 +219,13 @@ def _at_owners(
 
 
 def _device(matrix: nn.Parameter) -> torch.device | str:
-    """Device of the products: with strategy.offload slices are on the host."""
+    """Return the device that orthogonalises a matrix; with strategy.offload shards are on the
+    host."""
     return matrix.device_mesh.device_type if isinstance(matrix, DTensor) else matrix.device
 
 
 def _flat(tensors: Iterable[torch.Tensor], device: str) -> torch.Tensor:
-    """All elements of the tensors, possibly none."""
+    """Concatenate all elements of tensors, of which there may be none, to one flat tensor."""
     parts = (tensor.reshape(-1).to(device) for tensor in tensors)
     return torch.cat([torch.empty(0, dtype=torch.bfloat16, device=device), *parts])
 
@@ -226,8 +233,8 @@ def _flat(tensors: Iterable[torch.Tensor], device: str) -> torch.Tensor:
 def _slice_shapes(
     matrix: nn.Parameter, mesh: DeviceMesh, axis: int, inner: Sequence[int]
 ) -> list[list[int]]:
-    """Shape of each rank's slice over a dimension, within this rank's slice over `inner`, as
-    `Shard` cuts."""
+    """Return the shapes of all ranks' shards of a matrix over mesh dimension `axis`, for ranks with
+    this rank's coordinates in the dimensions `inner`."""
     assert isinstance(matrix, DTensor)
     shape = list(matrix.shape)
     for other in inner:

@@ -1,4 +1,4 @@
-"""The optimizer of a recipe, its state, the gradient norm, the loss scale."""
+"""The optimizer of a recipe and its state; gradient norm; loss scale."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -24,19 +24,19 @@ def build_optimizer(
     compiles: bool = False,
     zeros_like: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like,
 ) -> torch.optim.Optimizer:
-    """The recipe's optimizer over named parameters, with its state. On all ranks.
+    """Create the recipe's optimizer. On all ranks.
 
     Args:
-        parameters: by FQN.
-        exact: whether updates must not depend in any bit on where shards end.
+        parameters: parameters by FQN.
+        exact: see `Method.update`.
         compiles: see `MethodOptimizer`.
-        zeros_like: creates state in its storage; not used for a factory's optimizer.
+        zeros_like: creates moments, in memory or in the offload file; not used by a factory.
 
     Raises:
         RecipeError: the parameters or the factory do not fit the options.
     """
     if options.factory:
-        from trainer.optim.own import build_own  # imported only where the recipe uses it
+        from trainer.optim.own import build_own  # imported only if the recipe uses it
 
         return build_own(parameters, options)
     return MethodOptimizer(
@@ -49,11 +49,11 @@ def build_optimizer(
 
 
 def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set each parameter group's rate to its multiple of `lr`; a rate of None, of optimizers that
-    find it themselves, stays None."""
+    """Set the learning rate of each parameter group to `lr` times its `lr_scale`. A group whose
+    rate is None is left alone: its optimizer determines the rate itself."""
     for group in optimizer.param_groups:
         rate, held = lr * group.get("lr_scale", 1.0), group.get("lr")
-        if isinstance(held, torch.Tensor):  # in place: compiled code may hold the tensor
+        if isinstance(held, torch.Tensor):  # in place, because compiled code may read the tensor
             held.fill_(rate)
         elif held is not None:
             group["lr"] = rate
@@ -62,7 +62,7 @@ def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def parameter_groups(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, dict[str, float]]:
-    """Learning rate and weight decay of each parameter, by FQN."""
+    """Return the learning rate and weight decay of each parameter, by FQN."""
     names = {parameter: name for name, parameter in parameters.items()}
     return {
         names[parameter]: {
@@ -75,17 +75,17 @@ def parameter_groups(
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One state tensor of a parameter."""
+    """Describes one tensor of a parameter's optimizer state."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     block: int
-    """Elements of the parameter per number, if sharded like it; 0: counted as whole on every rank,
-    although Adafactor's row factors are sharded with the rows."""
+    """Elements of the parameter per number, if the tensor is sharded as the parameter is. 0: it is
+    counted as whole on every rank, although Adafactor's row factors are sharded with the rows."""
 
     def nbytes(self, elements: int) -> int:
-        """Bytes on a rank that holds `elements` of the parameter."""
+        """Return the bytes on a rank that holds `elements` elements of the parameter."""
         count = elements // self.block if self.block else math.prod(self.shape)
         return self.dtype.itemsize * count
 
@@ -93,16 +93,16 @@ class StateTensor:
 def state_of(
     parameters: Mapping[str, torch.Tensor], options: Optimizer
 ) -> dict[str, tuple[StateTensor, ...]]:
-    """State of a recipe's optimizer for each trained parameter, by FQN.
+    """Return the state of the recipe's optimizer for each parameter, by FQN; () if it is frozen.
 
-    An optimizer of a factory steps once over small stand-ins. Their dimensions have distinct
+    The optimizer of a factory steps once on small stand-ins. Their dimensions have distinct
     lengths, by which they are recognised in the shapes of the state.
 
     Args:
-        parameters: whole; only shape and dtype count, so they may be on the meta device.
+        parameters: whole parameters, which may be on the meta device.
 
     Raises:
-        RecipeError: as `build_optimizer`.
+        RecipeError: the optimizer cannot be built, see `build_optimizer`.
     """
     if not options.factory:
         return {
@@ -111,7 +111,7 @@ def state_of(
             else ()
             for name, parameter in parameters.items()
         }
-    from trainer.optim.own import tried  # imported only where the recipe uses it
+    from trainer.optim.own import tried  # imported only if the recipe uses it
 
     stand_ins = {name: stand_in(parameter) for name, parameter in parameters.items()}
     kept = own_state(tried(stand_ins, options), stand_ins).tensors
@@ -134,7 +134,7 @@ def state_of(
 def _stored(
     parameter: torch.Tensor, method: Method, state_dtype: Format
 ) -> tuple[StateTensor, ...]:
-    """State of a named optimizer for a parameter."""
+    """Return the state of a parameter that is updated by `method`."""
     how = format_of(parameter, state_dtype)
     parts = [
         part
@@ -154,12 +154,12 @@ def _stored(
 
 
 def square_sum(parameters: Iterable[nn.Parameter], ranks: int) -> torch.Tensor:
-    """This rank's term of the squared gradient norm: one float64 number, shape (1,). The sum over
-    `ranks` counts every element once, for any meshes and replicas; `exact.square_sums` is the
-    slower variant whose bits do not depend on these.
+    """Return this rank's term of the squared gradient norm, float64 (1,). Its sum over `ranks`
+    ranks counts each element once, for any meshes and replicas. `exact.square_sums` is a slower
+    variant whose bits do not depend on these.
 
     Raises:
-        ValueError: a gradient is Partial: squares of its terms are not the square of their sum.
+        ValueError: the placement of a gradient is Partial.
     """
     by_copies: dict[int, list[torch.Tensor]] = {}
     for parameter in parameters:
@@ -190,8 +190,8 @@ def square_sum(parameters: Iterable[nn.Parameter], ranks: int) -> torch.Tensor:
 def _squares(tensors: list[torch.Tensor]) -> torch.Tensor:
     if tensors[0].is_cuda:
         return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64)).square().sum()
-    # On a CPU float64 costs 7x as much as float32, whose sum over a large tensor is off by 1e-5.
-    # Rows in float32, then float64, is as fast as float32 and accurate to 1e-9.
+    # On a CPU sums in float64 take 7 times as long as in float32, whose relative error for a large
+    # tensor is 1e-5. Rows in float32 and their sum in float64 are as fast, with an error of 1e-9.
     return torch.stack(
         [torch.linalg.vector_norm(t, dim=-1).double().square().sum() for t in tensors if t.numel()]
         or [torch.zeros((), dtype=torch.float64)]
@@ -200,8 +200,8 @@ def _squares(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LossScale:
-    """Dynamic loss scale for fp16 (Micikevicius et al. 2018), a power of two, so that scaling is
-    exact. Constantly 1 for other formats."""
+    """Dynamic loss scale for fp16 (Micikevicius et al. 2018). A power of two, so that scaling does
+    not round; always 1 for other dtypes."""
 
     value: float
     good_steps: int = 0
@@ -209,11 +209,11 @@ class LossScale:
     GROWTH_INTERVAL = 2000
 
     def after_good_step(self) -> "LossScale":
-        """Double the scale once in GROWTH_INTERVAL good steps."""
+        """Return the scale for the next step: doubled after GROWTH_INTERVAL good steps in a row."""
         if self.good_steps + 1 == self.GROWTH_INTERVAL:
             return LossScale(self.value * 2)
         return LossScale(self.value, self.good_steps + 1)
 
     def after_overflow(self) -> "LossScale":
-        """Halve the scale, down to 1."""
+        """Return the scale for the next step: halved, but at least 1."""
         return LossScale(max(1.0, self.value / 2))

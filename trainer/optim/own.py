@@ -1,4 +1,4 @@
-"""A user's optimizer, or one of torch.optim, checked when it is built rather than at its first
+"""Builds the optimizer of `optimizer.factory`, and tries it at the start rather than in its first
 step."""
 
 import inspect
@@ -34,23 +34,23 @@ from trainer.recipe import Optimizer, RecipeError
 from trainer.recipe.factory import call_factory, failure, import_factory, refusing
 
 _OF_SHARDS = re.compile(r"DTensor|DeviceMesh|sharding|placement")
-"""Words of DTensor's errors for unsupported operations."""
+"""Matches DTensor's errors for unsupported operations."""
 _UNEVEN = re.compile(r"unevenly sharded|redistribute the tensor")
-"""Words of its errors for operations that it supports only on even shards or whole tensors."""
+"""Matches DTensor's errors for operations that need even shards or whole tensors."""
 
 
 def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
-    """The optimizer of `optimizer.factory`. On all ranks.
+    """Create the optimizer of `optimizer.factory`. On all ranks.
 
-    It is first tried on small stand-ins, without effect on the run. With sharded parameters it gets
-    this rank's slices if its update is elementwise; else DTensors, whose operations are those of
-    whole tensors.
+    The optimizer is first tried on small stand-ins, without effect on the run. For sharded
+    parameters it gets this rank's shards as tensors if its update is elementwise; otherwise it gets
+    DTensors, whose operations have the results of whole tensors.
 
     Args:
-        parameters: by FQN.
+        parameters: parameters by FQN.
 
     Raises:
-        RecipeError: the optimizer cannot be saved and resumed; says why.
+        RecipeError: the optimizer fails, or cannot be saved and resumed.
     """
 
     def build(given: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
@@ -75,8 +75,8 @@ def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> tor
 
 @contextmanager
 def _leaving_no_trace() -> Iterator[None]:
-    """Keep trials from advancing the run's random generators, and from compiling."""
-    # fork_rng covers torch's generators only.
+    """Context for trials, which must not advance the run's random generators, and not compile."""
+    # fork_rng covers only torch's generators.
     kept = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(), set_stance("force_eager"):
@@ -87,7 +87,7 @@ def _leaving_no_trace() -> Iterator[None]:
 
 
 def tried(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
-    """The optimizer of small stand-ins after one step, which creates its state."""
+    """Build the optimizer for small stand-ins, and run one step, which creates its state."""
     with _leaving_no_trace():
         optimizer = build_own(parameters, options)
         with _stepping(options):
@@ -101,8 +101,7 @@ def _step(
     number: int,
     lr: float,
 ) -> None:
-    """Step with gradients and random numbers that are functions of `number`. The rate is set
-    before, as in a run."""
+    """Run one step of a trial. Gradients and random seeds are functions of its `number`."""
     draw = torch.Generator().manual_seed(number)
     for one in parameters.values():
         gradient = torch.randn(one.shape, generator=draw).to(one.dtype)
@@ -113,19 +112,20 @@ def _step(
 
 
 STEPS = 6
-"""Steps of a trial, before and again after it is saved and loaded."""
+"""Number of steps of a trial before its state is saved, and again after it is loaded."""
 SHARDED_STEPS = 3
-"""Steps of a trial with shards, where each operation may be a collective."""
+"""Number of steps of a trial with shards: fewer, because each operation may be a collective."""
 ALL = 24
-"""Most parameters that all get gradients in a trial with shards; of more, only those that differ in
-shape or placement."""
+"""Number of parameters up to which all get gradients in a trial with shards. Of more, one for each
+combination of shape and placement does."""
 
 
 def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer, build: Build) -> None:
-    """Step the optimizer on small stand-ins, save its state, and continue from it in a second one.
+    """Step the optimizer on small stand-ins, load its state into a second optimizer, and check that
+    both continue equally.
 
     Raises:
-        RecipeError: as `build_own`; a step fails; or state cannot be saved.
+        RecipeError: the optimizer cannot be built, a step fails, or the state cannot be saved.
     """
     name = options.factory
     stand_ins = trial_parameters(parameters, torch.Generator().manual_seed(0))
@@ -134,7 +134,7 @@ def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer, build
     with _stepping(options):
         for number in range(STEPS):
             _step(optimizer, stand_ins, number, options.lr)
-            # after the first step, which creates attributes once
+            # Read after the first step, which may create attributes.
             beside = beside or _kept_beside(optimizer)
     try:
         kept = own_state(optimizer, stand_ins)
@@ -146,7 +146,7 @@ def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer, build
     }
     other = build(copies)
     with _stepping(options):
-        # Through JSON, as in a checkpoint: tuples and integer keys do not survive it.
+        # Through JSON, as in a checkpoint, which changes tuples and integer keys.
         targets = own_targets(other, copies, json.loads(json.dumps(kept.trees)), {})
         for key, tensor in targets.tensors.items():
             tensor.copy_(kept.tensors[key])
@@ -172,10 +172,12 @@ def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer, build
 def _try_sharded(
     parameters: Mapping[str, nn.Parameter], options: Optimizer, build: Build, place: Build
 ) -> None:
-    """Step the optimizer on stand-ins sharded like the parameters, and on whole ones. On all ranks.
+    """Step the optimizer on stand-ins that are sharded as the parameters are, and on whole ones,
+    and compare. On all ranks.
 
     Raises:
-        RecipeError: it fails, keeps what cannot be saved, or updates shards differently.
+        RecipeError: the optimizer fails, has state that cannot be saved, or updates sharded
+            parameters to other values than whole ones.
     """
     name = options.factory
     hint = "; the parameters are sharded: strategy.name=ddp shards none"
@@ -189,7 +191,7 @@ def _try_sharded(
     with _stepping(options):
         for number in range(SHARDED_STEPS):
             _step(reference, _select(whole, chosen), number, options.lr)
-        # A step that draws random numbers draws others per shard, so results are not comparable.
+        # If a step draws random numbers, they differ from shard to shard: results are not compared.
         seeded = torch.get_rng_state()
         torch.manual_seed(SHARDED_STEPS - 1)
         draws = not torch.equal(seeded, torch.get_rng_state())
@@ -221,7 +223,7 @@ def _try_sharded(
                 f"({tensor.placements}), which no checkpoint holds; use strategy.name=ddp, or have "
                 "it redistributed"
             )
-    if draws or dist.get_backend() == "fake":  # there are no numbers to compare
+    if draws or dist.get_backend() == "fake":  # a fake group has no results to compare
         return
     for fqn, one in whole.items():
         updated = cut[fqn].detach()
@@ -237,7 +239,7 @@ def _try_sharded(
 
 
 def _chosen(whole: Parameters, parameters: Parameters) -> set[str]:
-    """Names of the parameters that get gradients in a trial with shards."""
+    """Return the names of the parameters that get gradients in a trial with shards, see ALL."""
     if len(parameters) <= ALL:
         return {*parameters}
     first = {
@@ -252,7 +254,8 @@ def _select(parameters: Parameters, names: set[str]) -> dict[str, nn.Parameter]:
 
 
 ROUNDING = 0.02
-"""Largest effect of bfloat16 rounding on a parameter, as a share of its largest update."""
+"""Largest accepted difference between sharded and whole updates, as a fraction of the largest
+update: the effect of bfloat16 rounding."""
 
 
 def _stepping(options: Optimizer) -> AbstractContextManager[None]:
@@ -262,10 +265,10 @@ def _stepping(options: Optimizer) -> AbstractContextManager[None]:
 def _build(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
     name, key = options.factory or "", "optimizer.factory"
     factory = import_factory(key, name)
-    if isinstance(factory, type):  # LBFGS, for example, would fail with a less clear error
+    if isinstance(factory, type):  # e.g. LBFGS would fail later with a less clear error
         _check_kind(name, factory)
     given = named_groups(parameters, options)
-    # Rules of the recipe outweigh options of the factory.
+    # Weight decay in `optimizer.groups` overrides an option of the factory.
     stated = any(rule.weight_decay is not None for rule in options.groups)
     for group in given:
         lr = options.factory_options.get("lr", options.lr)
@@ -289,7 +292,7 @@ def _build(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.
             f"optimizer.factory: {name} {what}; give it all parameters of the groups, as they are"
         )
     with refusing(key, f"train() of {name}"):
-        # schedule-free optimizers have a train mode
+        # Schedule-free optimizers must be in train mode.
         if callable(train := getattr(optimizer, "train", None)):
             train()
     for group in optimizer.param_groups:
@@ -299,7 +302,7 @@ def _build(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.
 
 
 def _take_rate(group: dict[str, Any], options: Optimizer) -> None:
-    """Make the schedule scale the rate that the factory set for a group."""
+    """Set `lr_scale` of a group so that the schedule multiplies the rate that the factory chose."""
     lr = group.get("lr")
     if isinstance(lr, torch.Tensor):
         lr = lr.item()
@@ -310,7 +313,7 @@ def _take_rate(group: dict[str, Any], options: Optimizer) -> None:
 
 
 def describe_own(optimizer: torch.optim.Optimizer, options: Optimizer) -> str:
-    """A log line with the rates and weight decays that apply to the groups, and their origin."""
+    """Return a log line on the learning rates and weight decays of the groups, and their origin."""
     recipes = {0.0, options.weight_decay, *(rule.weight_decay for rule in options.groups)}
     parts = []
     for group in optimizer.param_groups:
@@ -342,8 +345,8 @@ def _check_kind(name: str, kind: type) -> None:
 
 
 def _kept_beside(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
-    """Numbers in attributes of an optimizer, outside its parameters, state and groups, without
-    torch's flags."""
+    """Return the numbers in an optimizer's attributes, except for parameters, state, groups and
+    private booleans, which are torch's flags."""
     known = {id(one) for one in tree_leaves([*optimizer.state.values()])}
     known |= {id(one) for group in optimizer.param_groups for one in group["params"]}
     return {
@@ -360,21 +363,21 @@ def _kept_beside(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
 
 
 def _complete(optimizer: torch.optim.Optimizer) -> None:
-    """Run each step of an optimizer of DTensors under `_Completed`."""
+    """Make an optimizer of DTensors run its steps in the mode `_CompleteDTensors`."""
     step = optimizer.step
 
     def completed(*given: Any) -> None:
-        with _Completed():
+        with _CompleteDTensors():
             step(*given)
 
     optimizer.step = completed  # type: ignore[method-assign, assignment]
 
 
-class _Completed(TorchFunctionMode):
-    """Operations on DTensors as code for tensors expects them. DTensor leaves sums over shards
-    untaken, which cannot be worked with in place; makes new tensors whole; changes nothing in place
-    that has fewer rows than ranks; and refuses products of stacks of matrices, such as kernels of a
-    convolution, whose rows ranks cannot share evenly: these are computed whole."""
+class _CompleteDTensors(TorchFunctionMode):
+    """Makes DTensors behave as ordinary tensors where DTensor by itself does not. Sums over shards
+    are taken at once, not left Partial. New tensors are sharded as their source is. In-place
+    operations work on tensors with fewer rows than ranks. Operations that need even shards, such as
+    products of stacked matrices, are computed on whole tensors."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -386,7 +389,7 @@ class _Completed(TorchFunctionMode):
             return first
         try:
             result = func(*args, **given)
-        except RuntimeError as error:  # alike on all ranks: shapes and placements tell
+        except RuntimeError as error:  # on all ranks or none: it depends on shapes and placements
             if _in_place(name) or not _UNEVEN.search(str(error)):
                 raise
             result = func(*tree_map_only(DTensor, _whole, args), **given)

@@ -1,5 +1,5 @@
-"""Optimizer state in checkpoints: tensors, and for each parameter the JSON of its other state and
-of changes that steps made in its parameter group."""
+"""Optimizer state in checkpoints: tensors; and as JSON, for each parameter, other state and changes
+that steps made in its parameter group."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,17 +21,17 @@ from trainer.optim.formats import Format
 from trainer.optim.method import MethodOptimizer
 
 RECIPES = "lr", "lr_scale"
-"""Entries of a parameter group that recipe and step determine."""
+"""Entries of a parameter group that the recipe determines, and no checkpoint."""
 
 
 def own_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> OptimizerState:
-    """An optimizer's state, with trees `{"state": …, "group": …}` by FQN; for bundled optimizers
-    only tensors.
+    """Return an optimizer's state: tensors, and JSON `{"state": …, "group": …}` by FQN, which
+    bundled optimizers do not have.
 
     Raises:
-        ValueError: see `optimizer_state`.
+        ValueError: a value cannot be saved, see `optimizer_state`.
     """
     saved = optimizer_state(optimizer, parameters)
     if isinstance(optimizer, MethodOptimizer):
@@ -54,15 +54,15 @@ def own_targets(
     metas: Mapping[str, TensorMeta],
     state_dtype: Format = "fp32",
 ) -> OptimizerTargets:
-    """Tensors to load a state of `own_state` into; `put` then gives it to the optimizer.
+    """Return the tensors into which a state of `own_state` is loaded; `put` of the result then
+    assigns the state to the optimizer.
 
     Args:
-        optimizer: receives the state.
-        parameters: by FQN.
-        trees: saved ones; None in older checkpoints.
+        parameters: parameters by FQN.
+        trees: the saved JSON by FQN; None in older checkpoints.
         metas: see `optimizer_targets`.
-        state_dtype: `optimizer.state_dtype` of the recipe that saved the state; converted if it
-            differs.
+        state_dtype: `optimizer.state_dtype` of the recipe that saved the state. If the present one
+            differs, the state is converted.
     """
     if isinstance(optimizer, MethodOptimizer):
         if state_dtype == optimizer.state_dtype:
@@ -79,7 +79,7 @@ def own_targets(
     names = {parameter: name for name, parameter in parameters.items()}
 
     def put() -> None:
-        # The present recipe determines the scales; `put` restores the saved ones.
+        # `targets.put` restores the saved lr_scale, but that of the present recipe applies.
         scales = [group.get("lr_scale", 1.0) for group in optimizer.param_groups]
         targets.put()
         for group, scale in zip(optimizer.param_groups, scales, strict=True):
@@ -93,19 +93,19 @@ def own_targets(
 
 
 def put_settings(group: dict[str, Any], changed: Mapping[str, Any]) -> None:
-    """Set entries of a group from `settings`; a tensor stays the same object."""
+    """Set entries of a parameter group to saved `settings`. Tensors are changed in place."""
     for key, one in changed.items():
         value, held = from_json(one), group.get(key)
         if isinstance(held, torch.Tensor) and held.shape == torch.as_tensor(value).shape:
-            # Compiled code may hold the tensor.
+            # In place, because compiled code may read the tensor.
             held.copy_(torch.as_tensor(value))
         else:
             group[key] = value
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON of the entries of a parameter group that the recipe does not determine. Classes and
-    functions are left out: the factory sets them."""
+    """Return, as JSON values, the entries of a parameter group that the recipe does not determine.
+    Classes and functions, which the factory sets again, are left out."""
     values = {}
     for key, value in group.items():
         with suppress(ValueError):

@@ -12,14 +12,14 @@ Rate = Callable[[int], float]
 
 
 def build_schedule(recipe: Recipe, tried: int = 3) -> Rate:
-    """The recipe's schedule.
+    """Return the recipe's schedule.
 
     Args:
-        tried: number of steps, including the first and the last, whose rate is checked at once.
+        tried: about how many steps, including the first and the last, are checked now.
 
     Raises:
-        RecipeError: `schedule.factory` returned no function, or an invalid rate; now, or at that
-            step.
+        RecipeError: `schedule.factory` returned no function, or an invalid rate. The returned
+            schedule raises it too, at the step with the invalid rate.
     """
     steps, lr, options = recipe.run.steps, recipe.optimizer.lr, recipe.schedule
     if not options.factory:
@@ -36,7 +36,7 @@ def build_schedule(recipe: Recipe, tried: int = 3) -> Rate:
     def checked(step: int) -> float:
         with refusing("schedule.factory", f"the rate of step {step} by {name}"):
             raw = rate(step)
-        # Tensors are no Real: reading one could wait for a GPU.
+        # Tensors are refused (they are not Real), because reading one could wait for a GPU.
         value = float(raw) if isinstance(raw, Real) else math.nan
         if math.isfinite(value) and value >= 0:
             return value
@@ -51,7 +51,7 @@ def build_schedule(recipe: Recipe, tried: int = 3) -> Rate:
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: Schedule) -> float:
-    """Learning rate of `step` (from 1) in a run of `steps`."""
+    """Return the learning rate of `step` (from 1) in a run of `steps` steps."""
     warmup, decay = schedule.lengths(steps)
     floor = peak * schedule.min_lr_ratio
     if step <= warmup:

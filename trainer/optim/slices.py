@@ -1,8 +1,7 @@
-"""Runs an elementwise optimizer on this rank's slices, as plain tensors.
+"""Runs an elementwise optimizer on this rank's shards as plain tensors (slices).
 
-Whether an optimizer is elementwise is found by trials on small stand-ins, whole and cut. On
-DTensors each operation would be dispatched with its effect on other ranks, and DTensor lacks some
-of torch.optim's.
+Trials on small stand-ins, whole and cut, show whether an optimizer is elementwise. On DTensors its
+operations would be slow to dispatch, and DTensor lacks some of those in torch.optim.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,21 +19,21 @@ from checkpointing.format.tensors import local_tensor
 from trainer.optim.method import trial_parameters
 
 Build = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
-"""Parameters by FQN → an optimizer of them."""
+"""Parameters by FQN → a new optimizer for them."""
 
 
 @dataclass(frozen=True)
-class _Slices:
+class _InnerOptimizer:
     optimizer: torch.optim.Optimizer
-    """The optimizer of the slices."""
+    """The optimizer whose parameters are the slices."""
     slices: dict[nn.Parameter, nn.Parameter]
-    """Sharded parameter → its slice."""
+    """Sharded parameter → this rank's slice of it, a plain tensor."""
 
 
 class SliceOptimizer(torch.optim.Optimizer):
-    """An optimizer of this rank's slices, from `build`, with the interface of one of the sharded
-    parameters. Groups and state are those of the parameters, and share memory with those of the
-    slices."""
+    """An optimizer of sharded parameters that runs an inner optimizer, created by `build`, on this
+    rank's slices. Its groups and state have the sharded parameters as keys; state tensors are
+    DTensors that share memory with the inner optimizer's state."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], build: Build) -> None:
         slices = {
@@ -43,7 +42,7 @@ class SliceOptimizer(torch.optim.Optimizer):
         }
         whole: dict[Any, nn.Parameter] = {slices[name]: p for name, p in parameters.items()}
         inner = build(slices)
-        self._of = _Slices(inner, {parameter: cut for cut, parameter in whole.items()})
+        self._of = _InnerOptimizer(inner, {parameter: cut for cut, parameter in whole.items()})
         groups = [
             {**_entries(group), "params": [whole[cut] for cut in group["params"]]}
             for group in inner.param_groups
@@ -51,11 +50,11 @@ class SliceOptimizer(torch.optim.Optimizer):
         super().__init__(groups, inner.defaults)
         self.groups_as_made = getattr(inner, "groups_as_made", [])
         self._shown: dict[nn.Parameter, dict[Any, Any]] = {}
-        """State as of the last step."""
+        """The state after the last step, to notice when a checkpoint replaces it."""
         self._show()
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update; `closure` must be None."""
+        """Update all parameters that have gradients. `closure` must be None."""
         if closure is not None:
             raise ValueError("gradients are computed before the update")
         inner, slices = self._of.optimizer, self._of.slices
@@ -63,7 +62,7 @@ class SliceOptimizer(torch.optim.Optimizer):
             cut.data = local_tensor(parameter)
             cut.grad = None if parameter.grad is None else local_tensor(parameter.grad)
             state = self.state.get(parameter)
-            if state is not self._shown.get(parameter):  # replaced: a checkpoint was loaded
+            if state is not self._shown.get(parameter):  # a checkpoint was loaded
                 inner.state.pop(cut, None)
                 if state:
                     inner.state[cut] = tree_map_only(DTensor, local_tensor, state)
@@ -77,7 +76,7 @@ class SliceOptimizer(torch.optim.Optimizer):
         self._show()
 
     def _show(self) -> None:
-        """Set the state of the sharded parameters from that of their slices."""
+        """Set the state of the sharded parameters from the state of their slices."""
         for parameter, cut in self._of.slices.items():
             kept, before = self._of.optimizer.state.get(cut), self._shown.get(parameter, {})
             if not kept:
@@ -96,19 +95,20 @@ def _entries(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wraps(shown: Any, kept: torch.Tensor) -> bool:
-    """Whether `shown` wraps the tensor `kept`."""
+    """Return whether `shown` is the tensor `kept`, or a DTensor around it."""
     return shown is kept or (isinstance(shown, DTensor) and shown._local_tensor is kept)
 
 
 def _like(parameter: nn.Parameter, kept: Any) -> Any:
-    """State of a slice as state of its parameter, with the same local tensor."""
+    """Convert the state of a slice to state of its parameter: wrap tensors of the slice's shape as
+    DTensors, without a copy."""
     if not isinstance(parameter, DTensor):
         return kept
     shape, spec = local_tensor(parameter).shape, parameter._spec
 
     def placed(value: torch.Tensor) -> torch.Tensor:
         if value.shape == shape:
-            # from_local would create another tensor over the same memory.
+            # DTensor.from_local would create another tensor object for the same memory.
             return DTensor(value, spec, requires_grad=False)
         if value.dim():
             raise ValueError(
@@ -122,7 +122,8 @@ def _like(parameter: nn.Parameter, kept: Any) -> Any:
 
 
 def like_sharded(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor sharded like a parameter, on its device. On all ranks, with equal numbers."""
+    """Shard a tensor as a parameter is, and move it to the parameter's device. On all ranks, with
+    equal values of `whole`."""
     local = local_tensor(parameter)
     if not isinstance(parameter, DTensor):
         return whole.to(local.device)
@@ -134,16 +135,17 @@ def like_sharded(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 SCALES = 1e-3, 1.0, 1e3
-"""Scales of the trial gradients: elements may depend on each other only beyond a threshold."""
+"""Scales of the gradients in trials: in some optimizers elements depend on each other only above a
+threshold, as by clipping."""
 
 
 def is_elementwise(parameters: Mapping[str, nn.Parameter], build: Build) -> bool:
-    """Whether an optimizer may update rows of parameters separately: no operation of a step reduces
-    many numbers to fewer; stand-ins, whole and cut, and their state are equal after some steps; and
-    state tensors have the parameter's shape or a single number."""
+    """Return whether an optimizer may update rows of parameters separately. In trials no operation
+    of a step reduces many numbers to fewer, whole and cut stand-ins and their state are equal after
+    some steps, and state tensors have the parameter's shape or a single element."""
     halves = [slice(0, 1), slice(1, None)]
     for scale in SCALES:
-        watched = _Reductions()
+        watched = _DetectReductions()
         with watched:
             whole = _results_by_part(parameters, build, scale, [slice(None)])
         if whole is None or watched.seen:
@@ -157,8 +159,8 @@ def is_elementwise(parameters: Mapping[str, nn.Parameter], build: Build) -> bool
 
 
 def _parts_match(whole: Any, *parts: Any) -> bool:
-    """Whether parts make up the whole, up to rounding; a single number must be equal in all
-    parts."""
+    """Return whether tensors `parts`, joined, equal the tensor `whole` up to rounding. A single
+    number must be equal in all parts."""
     if not isinstance(whole, torch.Tensor):
         return all(_close(whole, part) for part in parts)
     if not whole.dim():
@@ -168,7 +170,7 @@ def _parts_match(whole: Any, *parts: Any) -> bool:
         return False
     if not whole.is_floating_point():
         return torch.equal(joined, whole)
-    # Different rounding at the end of a row amounts to 1e-7.
+    # Vectorised kernels may round the last elements differently, by 1e-7.
     least = 1e-6 * whole.float().abs().max().item()
     return torch.allclose(joined.float(), whole.float(), rtol=1e-5, atol=least, equal_nan=True)
 
@@ -179,9 +181,9 @@ def _close(one: Any, other: Any) -> bool:
     return bool(type(one) is type(other) and one == other)
 
 
-class _Reductions(TorchDispatchMode):
-    """Detects operations that reduce many numbers to fewer: sums, norms, maxima, selections. So a
-    dependence beyond a threshold is found even if the trial does not cross it."""
+class _DetectReductions(TorchDispatchMode):
+    """Detects operations that reduce many numbers to fewer: sums, norms, maxima, selections. They
+    show a dependence between elements even if the trial stays below its threshold."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,10 +210,14 @@ def _sizes(tree: Any) -> list[int]:
 def _results_by_part(
     parameters: Mapping[str, nn.Parameter], build: Build, scale: float, cuts: Sequence[slice]
 ) -> dict[str, list[Any]] | None:
-    """Results of some steps of an optimizer on each part of the stand-ins' rows: updates, state and
-    settings by name, per part. None if state is neither like a part nor a single number."""
+    """Run some steps of an optimizer on each part of the stand-ins' rows.
+
+    Returns:
+        Name of an update, state or setting → its value for each part. None if a state tensor has
+        neither the shape of its part nor a single element.
+    """
     draw = torch.Generator().manual_seed(0)
-    # float32, and small for small gradients: updates would vanish in rounding.
+    # In float32, and small if gradients are small, so that updates are not lost in rounding.
     whole = {
         name: one.detach().float() * min(scale, 1)
         for name, one in trial_parameters(parameters, draw).items()

@@ -1,2 +1,2 @@
-"""How a model that knows no ranks is spread over them. The only door is `parallelize`, in the
-module of that name. Nothing is imported here: inputs are checked without DTensor and FSDP."""
+"""Distributes a model over ranks. The entry point is `parallelize.parallelize`. This module imports
+nothing, so that recipes can be checked without importing DTensor and FSDP."""

@@ -36,11 +36,11 @@ _EXPENSIVE = {
     "perdure.varlen_attention.default",
     "flex_attention",
 }
-"""Matrix products and attention, by name: not every version of torch has all of them, and some are
-registered only when their module is imported."""
+"""Matrix products and attention: results that `selective` mode stores. By name, because not every
+version of torch has all of them, and some are registered only when their module is imported."""
 _OVERWRITTEN = {"aten._scaled_mm.default", "aten._scaled_mm_v2.default"}
-"""Operators whose kept result a compiler may overwrite, as backward does not need it. It needs
-attention's, and for other products the compiler allocates memory itself, outside these modes."""
+"""Operators whose stored result compiled code may overwrite, because backward does not need it.
+Backward needs the result of attention; memory of other products is allocated by the compiler."""
 
 
 def apply_activation_checkpointing(
@@ -51,22 +51,20 @@ def apply_activation_checkpointing(
     again: bool = False,
     draws: bool = True,
 ) -> list[nn.Module]:
-    """Wrap each block in place; returns the wrapped blocks, in order.
+    """Wrap each block of `model` in place; returns the wrapped blocks, in order.
 
     Args:
-        model: that contains the blocks.
-        blocks: its repeated parts.
-        mode: what is recomputed.
-        compiled: whether blocks are compiled afterwards: as a whole, or their parts in pieces. Of a
-            piece only attention is kept.
-        again: whether an uncompiled block has several backward passes, and is recomputed in each.
+        mode: "full" recomputes all; "selective" stores the results of _EXPENSIVE operators.
+        compiled: "whole": blocks are compiled afterwards; "pieces": modules in them are, and only
+            their attention is stored; "no": nothing is compiled.
+        again: whether an uncompiled block has several backward passes, each of which recomputes it.
         draws: whether a block may draw random numbers, which recomputation must repeat.
     """
     replaced: dict[nn.Module, nn.Module] = {}
-    deciding = bool(getattr(model, "stacks", ()))  # routers must not decide anew
+    deciding = bool(getattr(model, "stacks", ()))  # routers must repeat their choice of experts
     for block in blocks:
         contexts: dict[str, Any] = {}
-        # A compiled graph updates buffers once.
+        # Compiled blocks need no care: their graph updates buffers once.
         counting = compiled == "no" and bool(_persistent_buffers(block))
         if mode == "selective" or counting or deciding:
             selective = partial(_keeping_modes if again else _selective, compiled)
@@ -76,11 +74,11 @@ def apply_activation_checkpointing(
                 block if counting else None,
                 deciding,
             )
-        # Saving and restoring generator states takes the host longer than some blocks.
+        # States of random generators are saved only if needed: saving can take longer than a block.
         replaced[block] = checkpoint_wrapper(block, preserve_rng_state=draws, **contexts)
     for parent in list(model.modules()):
-        for name, child in parent._modules.items():  # a block may have several names
-            # A wrapper keeps its own block.
+        for name, child in parent._modules.items():  # not named_children: it skips second names
+            # The wrapper itself must go on referring to its block.
             if child in replaced and parent is not replaced[child]:
                 parent._modules[name] = replaced[child]
     return [replaced[block] for block in blocks]
@@ -91,12 +89,12 @@ def _contexts(
     counting: nn.Module | None,
     deciding: bool,
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of the forward pass and of its recomputation.
+    """Return a context for the forward pass of a block and one for its recomputation.
 
     Args:
-        selective: creates contexts that keep results of operators.
-        counting: a block whose passes change buffers.
-        deciding: whether to keep decisions, see [Note: decisions].
+        selective: creates modes that store results of operators, and reuse them.
+        counting: a block whose passes change persistent buffers, or None.
+        deciding: whether to store routing decisions, see [Note: decisions].
     """
     forward: AbstractContextManager[Any] = nullcontext()
     again: AbstractContextManager[Any] = nullcontext()
@@ -117,8 +115,8 @@ def _persistent_buffers(block: nn.Module) -> list[tuple[nn.Module, str, torch.Te
 
 
 class _Uncounted:
-    """Restores persistent buffers after a recomputation, so that a batch norm counts each batch
-    once."""
+    """Context around a recomputation that restores persistent buffers afterwards, so that a batch
+    norm counts each batch once. `inner`: a context to enter within."""
 
     def __init__(self, block: nn.Module, inner: AbstractContextManager[Any]) -> None:
         self._block, self._inner = block, inner
@@ -131,37 +129,37 @@ class _Uncounted:
         self._inner.__exit__(*error)
         for module, name, buffer, before in self._kept:
             module._buffers[name] = buffer
-            # past autograd's version counter: backward does not need these values
+            # `data` bypasses autograd's version counter, which would make backward fail.
             buffer.data.copy_(before)
         del self._kept
 
 
 def _selective(compiled: str) -> tuple[TorchDispatchMode, ...]:
     modes: tuple[TorchDispatchMode, ...] = create_selective_checkpoint_contexts(_policy)
-    if compiled == "whole":  # compilers recognise torch's own modes
+    if compiled == "whole":  # torch.compile recognises only torch's own modes
         return modes
     seen = _EXPENSIVE - _OVERWRITTEN if compiled == "pieces" else _EXPENSIVE
-    return tuple(_Only(mode, seen) for mode in modes)
+    return tuple(_FilterOperators(mode, seen) for mode in modes)
 
 
 def _keeping_modes(_compiled: str) -> tuple[TorchDispatchMode, ...]:
     results: list[Any] = []
-    return _Keeping(results), _Repeating(results)
+    return _StoreResults(results), _ReuseResults(results)
 
 
-class _Mode(TorchDispatchMode):
-    """Base of modes for what a block runs eagerly."""
+class _OperatorMode(TorchDispatchMode):
+    """Base of the modes that intercept the operators of a block that runs eagerly."""
 
-    supports_higher_order_operators = True  # flex_attention is one
+    supports_higher_order_operators = True  # such as flex_attention
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """As in torch's modes: compiled parts of a block, such as FlexAttention, stay compiled."""
+        """Return True, so that compiled parts of a block, such as FlexAttention, stay compiled."""
         return True
 
 
-class _Keeping(_Mode):
-    """Stores the results of expensive operators, in order."""
+class _StoreResults(_OperatorMode):
+    """Stores the results of _EXPENSIVE operators in `results`, in order."""
 
     def __init__(self, results: list[Any]) -> None:
         super().__init__()
@@ -174,9 +172,9 @@ class _Keeping(_Mode):
         return result
 
 
-class _Repeating(_Mode):
-    """Returns the results stored by `_Keeping`, in every recomputation of a block. torch's own mode
-    serves only one."""
+class _ReuseResults(_OperatorMode):
+    """Returns the results stored by `_StoreResults` in any number of recomputations of a block,
+    where torch's own mode allows only one."""
 
     def __init__(self, results: list[Any]) -> None:
         super().__init__()
@@ -189,22 +187,23 @@ class _Repeating(_Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if str(func) not in _EXPENSIVE:
             return func(*args, **(kwargs or {}))
-        # Autograd sets metadata on the returned tensor, so each recomputation gets its own.
+        # Each recomputation gets its own tensor, because autograd sets metadata on it.
         return tree_map(lambda x: _detached(x.get_val(False)), next(self._left))
 
 
 def _detached(value: Any) -> Any:
-    """A tensor without its history that shares its version counter; other values unchanged."""
+    """Detach a tensor so that it shares the version counter; return other values unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
-    # Inside a mode this dispatch key is off, and a view would get a version counter of its own.
+    # Modes exclude this dispatch key, without which a view would get its own version counter.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return value.detach()
 
 
-class _Only(_Mode):
-    """Passes only operators in `seen` to one of torch's modes. That mode matches operators by
-    count, and FSDP's gathers inside a block differ in number between forward and recomputation."""
+class _FilterOperators(_OperatorMode):
+    """Shows one of torch's modes only the operators in `seen`. torch's mode identifies operators by
+    their count, and FSDP's gathers in a block differ in number between forward and
+    recomputation."""
 
     def __init__(self, mode: Any, seen: Collection[str]) -> None:
         super().__init__()

@@ -7,8 +7,8 @@ import torch
 
 
 def mark(device: torch.device) -> Any:
-    """Record a mark at the present point of the device's work, without waiting: a CUDA event, or
-    the host's clock."""
+    """Record the present point in the device's work without waiting: a CUDA event, or on a CPU the
+    host's clock."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -17,12 +17,12 @@ def mark(device: torch.device) -> Any:
 
 
 def reached(moment: Any) -> bool:
-    """Whether the device has reached a mark."""
+    """Return whether the device has reached a mark."""
     return isinstance(moment, float) or bool(moment.query())
 
 
 def seconds_between(began: Any, ended: Any) -> float:
-    """Seconds between two marks; the device must have reached both."""
+    """Return the seconds between two marks, which the device must have reached."""
     if isinstance(began, float):
         return float(ended - began)
     return float(began.elapsed_time(ended)) / 1000

@@ -1,21 +1,22 @@
 """Context parallelism: each rank of a group holds a part of every sequence, and attention passes
 keys and values around the group.
 
-Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context"; the cut is
-that of Grattafiori et al. 2024, "The Llama 3 Herd of Models".
+Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context". Sequences
+are cut as in Grattafiori et al. 2024, "The Llama 3 Herd of Models".
 
 [Note: ring] A sequence is cut into 2 cp chunks, and rank c holds chunks c and 2 cp - 1 - c: an
-early one, which sees few keys, and a late one, which sees many, so all ranks compute equally much.
-The queries of a rank stay. Its keys and values go from rank to rank as one message, which is under
-way while the previous ones are used. In backward the sums of their gradients follow them home.
+early chunk, which attends to few keys, and a late one, which attends to many. So all ranks compute
+equally much. A rank keeps its queries. Its keys and values go from rank to rank as one message,
+which is sent while the last received keys are used. In backward the sums of their gradients travel
+on with them, until they are back at their rank.
 
-The queries of one chunk and the keys of one chunk form a *block*. In a block of one chunk each
-document sees itself, causally. If the keys are of an earlier chunk, at most one document of a row
-reaches from there to here, and its queries see all of its keys. So no block needs a mask: documents
-are ranges, as kernels for sequences of variable length take them.
+The queries of one chunk and the keys of one chunk form a *block*. If both are of the same chunk,
+each document attends to itself, causally. If the keys are of an earlier chunk, at most one document
+of a row has tokens in both, and its queries attend to all of its keys. So no block needs a mask:
+kernels for sequences of variable length compute it from ranges.
 
-Shapes: B batch, T sequence, t tokens of it that a rank has, N query heads, K key/value heads, H
-head dim. *Packed* is (B x t, heads, H): the rows of one chunk end to end, then those of the other.
+Shapes: B batch, T sequence, t tokens of a sequence on this rank, N query heads, K key/value heads,
+H head dim. *Packed* is (B x t, heads, H): all rows of the first chunk, then all of the second.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from trainer.models.loss import on_gpu
 
 
 def problem_of(model: nn.Module, length: int) -> str | None:
-    """Why the ranks of a ring cannot compute sequences of `length` tokens; None if they can."""
+    """Return why ring attention cannot compute sequences of `length` tokens; None if it can."""
     if not isinstance(model, Decoder):
         return f"{type(model).__name__} is not one of Perdure's decoders"
     name = model.family.model_type
@@ -55,7 +56,7 @@ def problem_of(model: nn.Module, length: int) -> str | None:
 
 
 def chunks(length: int, cp: int, rank: int) -> tuple[range, range]:
-    """The positions of a sequence that a rank holds: two chunks of nearly equal length."""
+    """Return the positions of a sequence that a rank holds: two chunks of nearly equal length."""
     part, more = divmod(length, 2 * cp)
     ends = list(accumulate([part + (n < more) for n in range(2 * cp)], initial=0))
     first, second = rank, 2 * cp - 1 - rank
@@ -64,8 +65,8 @@ def chunks(length: int, cp: int, rank: int) -> tuple[range, range]:
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """Packed queries and the packed keys that they see: queries of range n see keys of range n.
-    Ranges lie between neighbouring ends."""
+    """A range of packed queries and of packed keys, both divided into ranges by documents: queries
+    of range n attend to keys of range n. Range n lies between ends n and n + 1."""
 
     queries: slice
     keys: slice
@@ -73,12 +74,12 @@ class PackedBlock:
     """(ranges + 1,) int32, ascending, relative to the first of `queries`."""
     key_ends: Tensor
     causal: bool
-    """Whether each query sees only keys up to its own position; the ranges of queries and keys are
-    then equal."""
+    """Whether a query attends only to keys up to its own position; then the ranges of queries and
+    keys are equal."""
     longest: tuple[int, int]
-    """Upper bounds of the queries and of the keys in a range."""
+    """Upper bounds of the number of queries and of keys in a range."""
     pairs: Sequence[tuple[slice, slice]]
-    """On the CPU, the non-empty ranges; empty on a GPU."""
+    """On a CPU: (queries, keys) of the non-empty ranges. On a GPU: empty."""
 
 
 def attention_blocks(
@@ -93,11 +94,13 @@ def attention_blocks(
     chunks `others`; blocks of equal chunks come first. Does not synchronise with a GPU.
 
     Args:
-        cu_seqlens: of the whole sequences, see `trainer.data.documents`; None without documents.
+        cu_seqlens: document ends in the whole sequences, see `trainer.data.documents`; None without
+            documents.
         rows: B.
-        own, others: see `chunks`.
+        own: chunks of the rank with the queries, see `chunks`.
+        others: chunks of the rank with the keys.
         length: T.
-        device: of `cu_seqlens`.
+        device: device of `cu_seqlens`.
     """
     row = torch.arange(rows, device=device)
     if cu_seqlens is None:
@@ -108,7 +111,7 @@ def attention_blocks(
         for j, key in enumerate(others)
         if len(query) and len(key) and key.start <= query.start
     ]
-    # Equal chunks first: a query then sees itself before all others.
+    # Equal chunks come first, so that each query attends to a key, its own, from the beginning.
     for i, j in sorted(seen, key=lambda pair: own[pair[0]] != others[pair[1]]):
         query, key = own[i], others[j]
         causal = query == key
@@ -117,8 +120,8 @@ def attention_blocks(
             query_ends = number * len(query) + (position - query.start).clamp(0, len(query))
             key_ends = query_ends
         else:
-            # Three ranges per row: hidden keys, the document's queries and keys, queries that see
-            # none.
+            # Three ranges per row: keys of other documents without queries; queries and keys of the
+            # document in both chunks; queries without keys.
             first = row * length + query.start
             document = torch.searchsorted(cu_seqlens, first, right=True)
             begin, end = cu_seqlens[document - 1] - row * length, cu_seqlens[document] - first
@@ -145,13 +148,21 @@ def attention_blocks(
 
 
 def _packed(rows: int, two: tuple[range, range], which: int) -> slice:
-    """The range of a chunk in packed tokens."""
+    """Return the range in packed tokens of chunk `which` (0 or 1) of `two`."""
     start = rows * len(two[0]) * which
     return slice(start, start + rows * len(two[which]))
 
 
 class Ring:
-    """Attention of one forward pass over the sequences of a micro-batch, shared by all layers."""
+    """Computes ring attention for one forward pass over a micro-batch; shared by all layers.
+
+    Args:
+        group: the ranks that hold parts of each sequence.
+        cu_seqlens: document ends in the whole sequences; None without documents.
+        shape: (B, T).
+        device: device of `cu_seqlens`.
+        attend: (q, k, v, ring) → attention; None: `_RingAttention`.
+    """
 
     def __init__(
         self,
@@ -161,19 +172,13 @@ class Ring:
         device: Any,
         attend: Callable[..., Tensor] | None = None,
     ) -> None:
-        """Args:
-        group: the ranks that hold parts of each sequence.
-        cu_seqlens: of the whole sequences; None without documents.
-        shape: (B, T).
-        device: that computes.
-        attend: (q, k, v, ring) → attention; None: `_RingAttention`."""
         rows, length = shape
         self._attend = attend or _RingAttention.apply
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         every = [chunks(length, self.size, rank) for rank in range(self.size)]
         self.own = every[self.rank]
-        """Positions of this rank."""
-        # In turn t the keys have moved on by t ranks.
+        """The two chunks of this rank, as positions in the sequence."""
+        # In turn t this rank has the keys of the rank t places before it.
         sources = [(self.rank - turn) % self.size for turn in range(self.size)]
         self.turns = [
             list(attention_blocks(cu_seqlens, rows, self.own, every[source], length, device))
@@ -184,26 +189,24 @@ class Ring:
         """Number of keys in each ring step."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (B, t, N, H), k and v (B, t, K, H) → (B, t, N, H)."""
+        """Return attention (B, t, N, H) for q (B, t, N, H) and k, v (B, t, K, H)."""
         return self._attend(q, k, v, self)
 
     def pack(self, x: Tensor) -> Tensor:
-        """(B, t, heads, H) → packed."""
+        """Reorder (B, t, heads, H) to packed tokens."""
         if len(x) == 1:
             return x[0].contiguous()
         first = len(self.own[0])
         return torch.cat([x[:, :first].flatten(0, 1), x[:, first:].flatten(0, 1)])
 
     def unpack(self, x: Tensor, rows: int) -> Tensor:
-        """Packed → (B, t, heads, H)."""
+        """Reorder packed tokens to (B, t, heads, H)."""
         cut = rows * len(self.own[0])
         return torch.cat([part.unflatten(0, (rows, -1)) for part in (x[:cut], x[cut:])], 1)
 
     def pass_on(self, x: Tensor, tokens: int, tag: int) -> Callable[[], Tensor]:
-        """Send (2, n, K, H) to the next rank, and receive (2, tokens, K, H) from the one before.
-
-        Returns a function that waits for both, and returns the received tensor.
-        """
+        """Send `x` (2, n, K, H) to the next rank, and receive (2, tokens, K, H) from the previous
+        rank. Returns a function that waits for both, and returns the received tensor."""
         coming = x.new_empty((2, tokens, *x.shape[2:]))
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         works = dist.batch_isend_irecv(
@@ -216,23 +219,23 @@ class Ring:
         def wait() -> Tensor:
             for work in works:
                 work.wait()
-            _ = x  # keeps the sent memory alive until here
+            _ = x  # keeps the sent memory alive until it is sent
             return coming
 
         return wait
 
 
 _KEYS, _GRADIENTS = 0, 1
-"""Tags of messages: both kinds are under way at once."""
+"""Tags of messages with keys and with gradients, which are sent at the same time."""
 
 
 class _RingAttention(torch.autograd.Function):
-    """Attention over a ring, see [Note: ring]."""
+    """Forward and backward of attention over a ring, see [Note: ring]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
         rows, queries = len(q), ring.pack(q)
-        # One message for keys and values.
+        # Keys and values travel as one message.
         own = held = torch.stack([ring.pack(k), ring.pack(v)])
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros_like(queries, dtype=wide)
@@ -251,7 +254,7 @@ class _RingAttention(torch.autograd.Function):
                 sums[:, here] = both
             held = coming() if coming else held
         out = out.to(q.dtype)
-        # Only this rank's keys are kept: those of others pass by again in backward.
+        # Only this rank's keys are saved; in backward the keys of other ranks are sent again.
         ctx.save_for_backward(queries, own, out, sums)
         ctx.ring, ctx.rows = ring, rows
         return ring.unpack(out, rows)
@@ -275,9 +278,9 @@ class _RingAttention(torch.autograd.Function):
                 to_queries[here] += block_grads[0]
                 to_held[0, there] += block_grads[1]
                 to_held[1, there] += block_grads[2]
-            if arriving:  # gradients from the ranks that held these keys before
+            if arriving:  # sums over the ranks that had these keys in earlier turns
                 to_held += arriving()
-            # These follow their keys, and are back at their rank after the last turn.
+            # Gradients follow their keys, and are back at their rank after the last turn.
             arriving = ring.pass_on(to_held, ring.tokens[(turn + 1) % ring.size], _GRADIENTS)
             held = coming() if coming else held
         assert arriving
@@ -289,15 +292,15 @@ class _RingAttention(torch.autograd.Function):
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, block: PackedBlock) -> tuple[Tensor, Tensor]:
-    """Attention within a block: (out (n, N, H), logarithms of the softmax sums (N, n)); 0 and -inf
-    for queries that see no key. q (n, N, H), k and v (m, K, H)."""
+    """Compute attention in a block for q (n, N, H) and k, v (m, K, H). Returns the output (n, N, H)
+    and the logarithms of the softmax sums (N, n): 0 and -inf for queries without keys."""
     if on_gpu(q):
         out, sums, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, block.query_ends, block.key_ends, *block.longest, 0.0, block.causal, False
         )
         return out, sums.masked_fill(
             sums.isposinf(), -torch.inf
-        )  # the kernel returns +inf for an empty sum
+        )  # the kernel returns +inf for queries without keys
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out = torch.zeros_like(q)
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -311,15 +314,17 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, block: PackedBlock) -> tupl
 def block_gradients(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, block: PackedBlock
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from one block, in their shapes.
+    """Return the gradients of q, k and v from one block, in their shapes.
 
     Args:
-        gradient: of `out`, (n, N, H).
-        q: (n, N, H); k and v: (m, K, H).
-        out: (n, N, H), and `sums` (N, n), over all blocks.
+        gradient: gradient of `out`, (n, N, H).
+        q: (n, N, H).
+        k, v: (m, K, H).
+        out: attention over all blocks, (n, N, H).
+        sums: logarithms of the softmax sums over all blocks, (N, n).
     """
     if on_gpu(q):
-        # state of the dropout generator, unused
+        # The kernel takes the state of the dropout generator, and does not use it here.
         drawn = torch.zeros(2, dtype=torch.uint64, device=q.device)
         return torch.ops.aten._flash_attention_backward(
             gradient, q, k, v, out, sums.contiguous(), block.query_ends, block.key_ends,
@@ -336,35 +341,38 @@ def block_gradients(
 
 
 def _by_head(*tensors: Tensor) -> list[Tensor]:
-    """(n, heads, H) → (1, heads, n, H)."""
+    """Transpose (n, heads, H) to (1, heads, n, H)."""
     return [x.transpose(0, 1)[None] for x in tensors]
 
 
-class Context:
-    """Computes a model with this rank's part of the sequences of each micro-batch."""
+class ContextParallel:
+    """Calls a model on this rank's part of the sequences of each micro-batch.
+
+    Args:
+        group: the ranks that hold parts of each sequence.
+        compiled: whether blocks are compiled; ring attention stays outside their graphs.
+    """
 
     def __init__(self, group: dist.ProcessGroup, compiled: bool = False) -> None:
-        """`compiled`: whether blocks are compiled. Messages, and the `Ring` of each pass, stay
-        outside the graph."""
         self.group = group
-        """The present group: a rank that outlives others creates its groups anew (rejoin.py)."""
+        """Replaced by rejoin.py when this process continues with other ranks."""
         self._attend = torch.compiler.disable(_RingAttention.apply) if compiled else None
 
     def tokens(self, length: int) -> int:
-        """Number of tokens of a sequence on this rank."""
+        """Return the number of tokens on this rank of a sequence of `length` tokens."""
         cp, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         return sum(map(len, chunks(length, cp, rank)))
 
     def __call__(
         self, module: Callable[..., Any], inputs: Mapping[str, Tensor], **beside: Tensor
     ) -> Any:
-        """Return the model's result for a micro-batch. It is equal on the ranks of the group, each
-        of which has its part of the gradient. From a stage without a head: hidden states (B, t, D).
-        On all ranks.
+        """Return the model's result for a micro-batch. The loss is equal on all ranks of the group;
+        each rank computes its part of the gradient. A pipeline stage without a head returns hidden
+        states (B, t, D). On all ranks.
 
         Args:
             module: a `Decoder`, or its wrapper.
-            inputs: of `Decoder.forward`: the whole sequences, with all labels.
+            inputs: arguments of `Decoder.forward`, for the whole sequences with all labels.
             beside: further arguments of the module.
         """
         ids, labels = inputs["input_ids"], inputs["labels"]
@@ -374,11 +382,11 @@ class Context:
             (ids[:, part.start : part.stop], labels[:, part.start : part.stop]) for part in ring.own
         ]
         some, mine = (torch.cat(both, 1) for both in zip(*parts, strict=True))
-        # RoPE needs positions within the whole sequence.
+        # RoPE needs positions in the whole sequence.
         positions = torch.cat(
             [torch.arange(part.start, part.stop, device=ids.device) for part in ring.own]
         )
-        whole = Share(
+        whole = SequenceShare(
             self.group,
             _label_count(mine) / _label_count(labels).clamp(min=1),
             some.shape[1] / ids.shape[1],
@@ -394,24 +402,28 @@ def _label_count(labels: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Share:
-    """This rank's share of sequences that a group divides, see `trainer.models.decoder.Whole`."""
+class SequenceShare:
+    """Implements `trainer.models.decoder.Whole` for a rank that has a part of each sequence."""
 
     group: dist.ProcessGroup
     of_labels: Tensor | float
+    """Fraction of all labels that are on this rank."""
     of_tokens: float
+    """Fraction of all tokens that are on this rank."""
 
     def over_labels(self, mean: Tensor) -> Tensor:
-        """Mean over the labels of all ranks from this rank's `mean`. On all ranks."""
-        return _Sum.apply(mean * self.of_labels, self.group)
+        """Return the mean over the labels of all ranks; `mean` is over those of this rank. On all
+        ranks."""
+        return _SumWithOwnGradient.apply(mean * self.of_labels, self.group)
 
     def over_tokens(self, mean: Tensor) -> Tensor:
-        """Mean over the tokens of all ranks from this rank's `mean`. On all ranks."""
-        return _Sum.apply(mean * self.of_tokens, self.group)
+        """Return the mean over the tokens of all ranks; `mean` is over those of this rank. On all
+        ranks."""
+        return _SumWithOwnGradient.apply(mean * self.of_tokens, self.group)
 
 
-class _Sum(torch.autograd.Function):
-    """Sum over the ranks; each rank differentiates only its own term."""
+class _SumWithOwnGradient(torch.autograd.Function):
+    """Sum over the ranks of a group; the gradient of each rank is of its own term only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -17,28 +17,28 @@ from checkpointing.format.tensors import local_tensor
 from trainer.models.versions import all_gather_single, ddp_options
 
 BUCKET_BYTES = 25 * 2**20
-"""Most bytes of a bucket: of gradients reduced, or parameters gathered, in one collective."""
+"""Most bytes of a bucket: gradients that are reduced, or parameters gathered, in one collective."""
 
 
 def apply_ddp(model: nn.Module, mesh: DeviceMesh, *, sync: bool = False) -> nn.Module:
     """Wrap a model on its device in DDP, so that backward sums gradients over `mesh` (1-D). On all
-    its ranks. With `sync` all start from the first rank's weights."""
+    ranks of `mesh`. With `sync` the first rank's weights are broadcast."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # A single bucket would be reduced after backward, with nothing left to overlap.
+    # At least two buckets: a single one would be reduced after backward, without overlap.
     half = sum(parameter.nbytes for parameter in trained) / 2
-    # The model declares that a pass may leave parameters without a gradient.
+    # By this attribute a model declares that a pass may leave parameters without a gradient.
     some_unused = getattr(model, "some_unused", False)
     wrapped = DistributedDataParallel(
         model,
         device_ids=[torch.cuda.current_device()] if mesh.device_type == "cuda" else None,
         process_group=mesh.get_group(),
-        gradient_as_bucket_view=True,  # else gradients take memory twice
+        gradient_as_bucket_view=True,  # otherwise gradients take memory twice
         bucket_cap_mb=min(BUCKET_BYTES, half) / 2**20,
         find_unused_parameters=some_unused,
         init_sync=sync,
         **ddp_options,  # see ParallelModel.share_buffers
     )
-    # DDP by itself would average.
+    # Without this hook DDP averages.
     wrapped.register_comm_hook(mesh.get_group(), _sum_gradients)
     if not some_unused:
         _settle_buckets(wrapped, trained)
@@ -46,20 +46,20 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, *, sync: bool = False) -> nn.M
 
 
 def apply_ddp_again(wrapped: DistributedDataParallel, mesh: DeviceMesh) -> nn.Module:
-    """Wrap the model of `wrapped`, whose process group is gone, for the new group of `mesh`. On all
-    its ranks."""
-    # Frees the reducer, which both hold, and with it its hooks on the parameters.
+    """Wrap the model of `wrapped`, whose process group was destroyed, for the new group of `mesh`.
+    On all ranks of `mesh`."""
+    # Both refer to the reducer; freeing it removes its hooks from the parameters.
     del wrapped.reducer, wrapped.logger
     return apply_ddp(wrapped.module, mesh)
 
 
 def _settle_buckets(wrapped: DistributedDataParallel, trained: Sequence[nn.Parameter]) -> None:
-    """Make DDP assign parameters to their final buckets, by a backward pass over zeros."""
+    """Make DDP assign parameters to their final buckets, by a backward pass with zero gradients."""
 
-    # DDP reassigns buckets after the first backward pass, in the order in which gradients came. A
-    # gradient's place in a bucket determines the order in which ranks' parts are summed: on three
-    # or more ranks the first step after a restart would round differently from an uninterrupted
-    # run. In this pass gradients come from the last parameter to the first.
+    # DDP reassigns buckets after the first backward pass, in the order in which gradients arrived.
+    # A gradient's place in a bucket determines the order in which ranks are summed. So on three or
+    # more ranks the first step after a restart would round differently from an uninterrupted run.
+    # In this pass gradients arrive from the last parameter to the first.
     def zero_loss(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         return torch.stack([(parameter * 0).sum() for parameter in parameters]).sum()
 
@@ -78,18 +78,21 @@ def _sum_gradients(
 
 
 class ShardedView:
-    """ZeRO-1 (Rajbhandari et al. 2020): each rank's optimizer owns one slice of every parameter.
+    """ZeRO-1 (Rajbhandari et al. 2020): each rank's optimizer updates one slice of every parameter.
 
     [Note: sharded view] The model keeps whole parameters, and DDP reduces whole gradients. The
-    optimizer sees `parameters`: DTensors sharded on dim 0, whose local part is a view of this
-    rank's slice, so slices take no memory. `scatter_gradients` points their gradients at this
-    rank's slice of the reduced gradient, also a view. After the optimizer step `gather` copies the
-    other ranks' slices into the whole parameters, a bucket per collective: one collective per
+    optimizer gets `parameters`: DTensors sharded on dim 0, whose local part is a view of this
+    rank's slice, so slices take no memory. `scatter_gradients` sets their gradients to this rank's
+    slice of the reduced gradient, also a view. After the optimizer step `gather` copies the other
+    ranks' slices into the whole parameters. It sends a bucket per collective: one collective per
     parameter took longer to start than to run.
+
+    Args:
+        parameters: the whole parameters by name, on their final device.
+        mesh: 1-D; all its ranks create a view.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
-        """Args: whole parameters on their final device; `mesh` is 1-D. On all its ranks."""
         self._whole = parameters
         self._mesh = mesh
         self.parameters = {
@@ -107,13 +110,14 @@ class ShardedView:
         ]
 
     def scatter_gradients(self) -> None:
-        """Give each sharded parameter its slice of the whole gradient."""
+        """Set the gradient of each sharded parameter to its slice of the whole gradient."""
         for name, shard in self.parameters.items():
             gradient = self._whole[name].grad
             shard.grad = None if gradient is None else self._shard(gradient)
 
     def _shard(self, whole: torch.Tensor) -> torch.Tensor:
-        """View of this rank's rows of a tensor as Shard(0) cuts it. A scalar stays whole."""
+        """Return a view of this rank's rows of a tensor, as a DTensor with placement Shard(0). A
+        scalar is returned whole."""
         if not whole.dim():
             return whole
         per_rank = -(-whole.shape[0] // self._mesh.size())
@@ -129,7 +133,7 @@ class ShardedView:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Copy the updated slices of all ranks into the whole parameters. On all ranks."""
+        """Copy the slices that all ranks updated into the whole parameters. On all ranks."""
         for names in self._buckets:
             whole = [self._whole[name] for name in names]
             mine = [local_tensor(self.parameters[name]) for name in names]
@@ -139,8 +143,8 @@ class ShardedView:
 
 
 def buckets(sizes: Sequence[int]) -> list[list[int]]:
-    """Group successive `sizes` (bytes) by index, up to BUCKET_BYTES a bucket; larger sizes are
-    alone."""
+    """Group successive tensors of `sizes` bytes into buckets of at most BUCKET_BYTES; a larger
+    tensor has its own bucket. Returns the indices in each bucket."""
     result: list[list[int]] = []
     room = 0
     for place, size in enumerate(sizes):
@@ -155,7 +159,7 @@ def buckets(sizes: Sequence[int]) -> list[list[int]]:
 def _gather(whole: list[nn.Parameter], mine: list[torch.Tensor], mesh: DeviceMesh) -> None:
     """Fill whole tensors of one dtype with the slices of all ranks, in one collective."""
     ranks = mesh.size()
-    # Slices of the last ranks may be shorter: their padding is sent, and not read.
+    # Slices of the last ranks may be shorter; their padding is sent, but not read.
     sizes = [-(-len(tensor) // ranks) * tensor[:1].numel() for tensor in whole]
     sent = mine[0].new_empty(sum(sizes))
     for target, part in zip(sent.split(sizes), mine, strict=True):

@@ -1,19 +1,19 @@
 """Expert parallelism: each rank holds some experts of every layer, and tokens are sent to them.
+Lepikhin et al. 2020, "GShard".
 
-Lepikhin et al. 2020, "GShard". [Note: expert parallelism] Ranks that share the data share the
-experts, too: of E experts each of `ep` ranks holds E / ep. A layer sends every token to the ranks
-of the experts that its router chose, and their outputs back: two all-to-alls in forward, two in
-backward. The number of rows per rank is known only after the router, so the counts are sent first.
-The host waits for them, as an all-to-all takes its sizes from the host: one wait per layer and
-forward pass. Recomputation reuses the sizes, see [Note: decisions]. Experts have no capacity limit,
-and no token is dropped.
+[Note: expert parallelism] Of E experts each of `ep` data-parallel ranks holds E / ep. A layer sends
+every token to the ranks of the experts that its router chose, and the outputs back: two all-to-alls
+in forward, two in backward. The number of rows per rank is known only after the router, so counts
+are sent first. The host waits for them once per layer and forward pass, because an all-to-all takes
+its sizes from the host. Recomputation reuses the sizes, see [Note: decisions]. Experts have no
+capacity limit, and no token is dropped.
 
-An expert computes the tokens of all `ep` ranks, so its gradient is already a sum over these. FSDP
-shards it further over the ranks that hold the same experts, and sums over these alone. All other
-parameters are sharded over all ranks, as without experts.
+An expert computes tokens of all `ep` ranks, so its gradient is already a sum over these. FSDP
+shards the expert further over the ranks that hold the same experts, and sums over these only. All
+other parameters are sharded over all ranks, as without expert parallelism.
 
-The modules are those of `Family.stacks`. They are called with rows by expert (N, D) and the count
-of each (E).
+Expert modules match the patterns in `Family.stacks`. Each is called with rows (N, D) sorted by
+expert, and the number of rows of each expert (E).
 
 Shapes: N rows, D hidden, E experts, P ranks.
 """
@@ -34,11 +34,11 @@ from trainer.parallel.tensor import layout_is_exact, with_local
 from trainer.recipe import RecipeError
 
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""(rows (N, D) sorted by expert, rows of each expert (E)) → rows (N, D)."""
+"""(rows (N, D) sorted by expert, number of rows of each expert (E)) → outputs (N, D)."""
 
 
 def stacked_modules(model: nn.Module) -> list[nn.Module]:
-    """The expert modules of all layers."""
+    """Return the expert modules of all layers."""
     stacks = getattr(model, "stacks", ())
     return [
         module
@@ -48,11 +48,11 @@ def stacked_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def check_experts(model: nn.Module, ep: int, shards: int) -> None:
-    """Refuse a number of experts that `ep` ranks cannot divide, and FSDP then shard: over `shards`
+    """Check that experts divide among `ep` ranks, and that FSDP can shard each part: over `shards`
     ranks in all.
 
     Raises:
-        RecipeError: there are no experts, or their number does not fit.
+        RecipeError: the model has no experts, or their number does not fit.
     """
     counts = {len(p) for module in stacked_modules(model) for p in module.parameters()}
     if not counts:
@@ -70,8 +70,8 @@ def check_experts(model: nn.Module, ep: int, shards: int) -> None:
 
 
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Replace the expert modules' parameters by this rank's experts, over `mesh` (1-D), before
-    FSDP. Works on the meta device; else weights must be equal on all ranks."""
+    """Replace the parameters of expert modules by DTensors of this rank's experts, over `mesh`
+    (1-D). Called before FSDP. On a device other than meta, weights must be equal on all ranks."""
     for module in stacked_modules(model):
         for key, whole in list(module.named_parameters(recurse=False)):
             spread = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
@@ -81,29 +81,30 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _with_exchange(module: nn.Module, compute: Compute, mesh: DeviceMesh) -> Compute:
-    """Wrap `compute`, which has this rank's experts, so that it computes the tokens of all
-    experts."""
+    """Wrap `compute`, the forward function of this rank's experts, so that tokens are sent to the
+    ranks of their experts and the outputs back."""
     ranks = mesh.size()
 
     def exchange_counts(counts: Tensor, rows: int) -> tuple[list[int], list[int], Tensor, Tensor]:
-        """Rows to each rank, rows from each, their order by expert, rows of each own expert."""
-        group = mesh.get_group()  # looked up anew: a kept model changes its groups (rejoin.py)
-        arriving = torch.empty_like(counts)  # (E): from each rank, for each expert of this one
+        """Return numbers of rows to each rank and from each rank; the permutation that sorts
+        received rows by expert; and the number of rows of each expert on this rank."""
+        group = mesh.get_group()  # at each call, because rejoin.py replaces the group
+        arriving = torch.empty_like(counts)  # (E): from rank 0 for each expert here, from rank 1, …
         dist.all_to_all_single(arriving, counts, group=group)
         sent, received = _rows(counts, arriving, ranks, rows)
-        # Rows arrive by rank, and within a rank by expert: the experts need them by expert.
+        # Rows arrive sorted by rank, then by expert; experts need them sorted by expert.
         mine = torch.arange(len(counts) // ranks, device=counts.device).repeat(ranks)
         order = mine.repeat_interleave(arriving, output_size=sum(received)).argsort(stable=True)
         return sent, received, order, arriving.view(ranks, -1).sum(dim=0)
 
     def forward(x: Tensor, counts: Tensor) -> Tensor:
         group = mesh.get_group()
-        # A decision: recomputation has no second wait for the device.
+        # `decided` stores the result, so that recomputation does not wait for the device again.
         sent, received, order, mine = decided(partial(exchange_counts, counts, len(x)))
         rows = _Exchange.apply(x, sent, received, group)
         with with_local(module):
             outputs = compute(rows[order], mine)
-        # Back to the order of arrival, in which ranks expect their rows.
+        # Outputs are sent back in the order in which rows arrived.
         placed = torch.empty_like(outputs).index_copy(0, order, outputs)
         return _Exchange.apply(placed, received, sent, group)
 
@@ -113,13 +114,13 @@ def _with_exchange(module: nn.Module, compute: Compute, mesh: DeviceMesh) -> Com
 def _rows(
     counts: Tensor, arriving: Tensor, ranks: int, _of_plan: int
 ) -> tuple[list[int], list[int]]:
-    """Rows to each rank, and rows from each. The host waits for both."""
+    """Return the numbers of rows to each rank and from each rank. Waits for the device."""
     sent, received = torch.stack([counts, arriving]).view(2, ranks, -1).sum(dim=-1).tolist()
     return sent, received
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows: `sent` rows to each rank in order, `received` rows from each."""
+    """All-to-all of rows: sends sent[r] rows to rank r, and receives received[r] rows from it."""
 
     @staticmethod
     def forward(

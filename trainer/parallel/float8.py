@@ -1,12 +1,13 @@
-"""Matrix products in 8 bits: torchao's, in the linear layers of a model's blocks.
+"""Matrix products in 8 bits in the linear layers of a model's blocks, by torchao.
 
-[Note: scales] A tensor is multiplied by a scale, which maps its largest value to the largest of the
-8-bit format, and rounded. `precision.matmul` names what shares a scale: the whole tensor (e4m3 for
-activations and weights, e5m2 for gradients); a row or column along which a product sums (e4m3;
-scales are powers of two); or 32 neighbours along that (e4m3, scales e8m0; Rouhani et al. 2023,
-"Microscaling Data Formats for Deep Learning"). Scales are computed anew for each product, so there
-is no state: checkpoints, optimizer and gradients are those of a run without. Products are summed in
-float32. Micikevicius et al. 2022, "FP8 Formats for Deep Learning".
+[Note: scales] A tensor is multiplied by a scale, which maps its largest absolute value to the
+largest of the 8-bit format, and rounded. `precision.matmul` names the elements that share a scale:
+fp8_tensorwise the whole tensor (e4m3 for activations and weights, e5m2 for gradients);
+fp8_rowwise a row or column along which the product sums (e4m3, scales are powers of two); mxfp8 32
+neighbours in such a row or column (e4m3, scales e8m0; Rouhani et al. 2023, "Microscaling Data
+Formats for Deep Learning"). Scales are computed for each product anew, so there is no state:
+checkpoints, optimizer and gradients are as without 8 bits. Products are summed in float32.
+Micikevicius et al. 2022, "FP8 Formats for Deep Learning".
 """
 
 import shutil
@@ -32,20 +33,20 @@ CAPABILITY: dict[Matmul, tuple[int, int]] = {
     "fp8_tensorwise": (8, 9),
     "mxfp8": (10, 0),
 }
-"""First compute capability whose tensor cores support the format."""
+"""Lowest CUDA compute capability whose tensor cores support the format."""
 
 
 def multiple_of(matmul: Matmul) -> int:
-    """Divisor of a product's sizes: 16 for the kernels, 32 for MX blocks."""
+    """Return the number that must divide in_features and out_features: 16 for the kernels, 32 for
+    MX blocks."""
     return 32 if matmul == "mxfp8" else 16
 
 
 def converted(
     blocks: Iterable[nn.Module], matmul: Matmul
 ) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """The linear layers of `blocks` that compute in 8 bits, each with its parent module and its
-    name there: those whose sizes allow it, except layers that the parent lists in `precise`, such
-    as a router."""
+    """Yield (parent module, name, layer) of the linear layers in `blocks` that can compute in 8
+    bits: their sizes fit, and the parent does not list them in `precise`, as it does a router."""
     multiple = multiple_of(matmul)
     for block in blocks:
         for parent in block.modules():
@@ -60,14 +61,13 @@ def converted(
 def check_matmul(
     recipe: Recipe, blocks: Sequence[nn.Module], capability: tuple[int, int] | None
 ) -> None:
-    """Refuse `precision.matmul` where it cannot be computed.
+    """Refuse a `precision.matmul` that cannot be computed here.
 
     Args:
-        recipe: to be checked.
-        capability: lowest of the local GPUs; None: unknown.
+        capability: lowest compute capability of the local GPUs; None: unknown.
 
     Raises:
-        RecipeError: the hardware, torchao, or a suitable layer is missing; says what to do.
+        RecipeError: the GPU, torchao, or a suitable layer is missing.
     """
     matmul = recipe.precision.matmul
     if matmul is None:
@@ -95,8 +95,8 @@ def check_matmul(
 
 
 def capability_here() -> tuple[int, int] | None:
-    """Lowest compute capability of this node's GPUs from nvidia-smi, or None."""
-    # torch would create a CUDA context to ask, which takes GPU memory and does not survive a fork.
+    """Return the lowest compute capability of this node's GPUs by nvidia-smi; None if unknown."""
+    # torch would create a CUDA context, which takes GPU memory and does not survive a fork.
     tool = shutil.which("nvidia-smi")
     if not tool:
         return None
@@ -109,13 +109,12 @@ def capability_here() -> tuple[int, int] | None:
 
 
 def apply_float8(blocks: Iterable[nn.Module], matmul: Matmul, *, emulate: bool = False) -> None:
-    """Make the linear layers of `blocks` compute in 8 bits, in place, before any strategy is
-    applied. Works on the meta device. Parameters keep their values and names.
+    """Make the linear layers of a model's `blocks` compute in 8 bits, in place, before any strategy
+    is applied. Works on the meta device. Parameters keep their values and names.
 
     Args:
-        blocks: of a model. Its other parts (embedding, last norm, head) are not changed.
-        matmul: which scales, see [Note: scales].
-        emulate: round to 8 bits, and multiply in the original format: on any device.
+        matmul: see [Note: scales].
+        emulate: round to 8 bits, but multiply in the original format, which works on any device.
     """
     for parent, name, layer in list(converted(blocks, matmul)):
         setattr(parent, name, _in_8_bits(layer, matmul, emulate))
@@ -129,18 +128,15 @@ def _in_8_bits(layer: nn.Linear, matmul: Matmul, emulate: bool) -> nn.Module:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(matmul.removeprefix("fp8_"))
-    # Pads only a batch whose token count is no multiple of 16.
+    # Padding happens only where the number of tokens is not a multiple of 16.
     config = replace(config, pad_inner_dim=True, emulate=emulate)
     converted_layer: nn.Module = convert_to_float8_training(layer, config=config)
     return converted_layer
 
 
 class MXLinear(nn.Linear):
-    """A linear layer whose products are in MX blocks, with scales rounded up (RCEIL) so that no
-    value overflows.
-
-    torchao's own layer supports neither autocast nor all of its arithmetic on CPUs.
-    """
+    """A linear layer that multiplies in MX blocks, with scales rounded up (RCEIL) so that no value
+    overflows. torchao's own layer supports neither autocast nor emulation on CPUs."""
 
     def __init__(self, layer: nn.Linear, emulate: bool) -> None:
         super().__init__(1, 1, bias=False, device="meta")
@@ -172,11 +168,9 @@ class MXLinear(nn.Linear):
 
 
 def gather_in_8_bits(model: nn.Module) -> None:
-    """Make FSDP gather the weights of layers with one scale per tensor in 8 bits: half the bytes of
-    bf16. `model` is sharded, and its parameters are in memory.
-
-    Scales are of whole weights, from one all-reduce before each forward.
-    """
+    """Make FSDP gather weights in 8 bits, half the bytes of bf16, where a layer has one scale per
+    tensor. `model` is sharded, and not on the meta device. One all-reduce before each forward pass
+    computes the scales of all weights."""
     layers: list[Any] = [
         layer
         for layer in model.modules()
@@ -184,17 +178,17 @@ def gather_in_8_bits(model: nn.Module) -> None:
     ]
     if not layers:
         return
-    from torchao.float8.config import e4m3_dtype as e4m3  # AMD's e4m3 differs
+    from torchao.float8.config import e4m3_dtype as e4m3  # AMD's GPUs have another e4m3
     from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
-    # in forward FSDP replaces the layers' weights
+    # Read now, because FSDP replaces the layers' weights in forward.
     weights: list[Any] = [layer.weight for layer in layers]
     mesh = weights[0].device_mesh
     scales: list[Tensor] = []
 
     def send(number: int, mesh: Any) -> tuple[tuple[Tensor], tuple[Tensor]]:
         weight, local = weights[number], weights[number]._local_tensor
-        # FSDP gathers shards of equal size.
+        # Padded, because FSDP gathers shards of equal size.
         missing = -(-weight.shape[0] // mesh.size()) - local.shape[0]
         scaled = F.pad(local, (0, 0, 0, missing)) * scales[number]
         return (to_fp8_saturated(scaled, e4m3),), (scales[number],)
@@ -210,12 +204,12 @@ def gather_in_8_bits(model: nn.Module) -> None:
         scales[:] = amax_to_scale(most, e4m3).unbind()
 
     for number, layer in enumerate(layers):
-        # FSDP looks up these hooks at its first forward, on any tensor. torchao's tensor class
-        # would also reach optimizers and checkpoints.
+        # FSDP reads these hooks from the tensor at its first forward. With torchao's tensor class,
+        # which has them too, optimizers and checkpoints would get that class.
         local = weights[number]._local_tensor
         local.fsdp_pre_all_gather = partial(send, number)
         local.fsdp_post_all_gather = partial(_received, layer)
-    model.register_forward_pre_hook(agree, prepend=True)  # before FSDP's own
+    model.register_forward_pre_hook(agree, prepend=True)  # before FSDP's hook, which gathers
 
 
 def _received(
@@ -226,10 +220,11 @@ def _received(
     *,
     out: Any = None,
 ) -> tuple[Tensor, tuple[Tensor]] | None:
-    """The weight that the layer multiplies with, from the gathered 8-bit shards."""
+    """Return the weight for the layer's product from the gathered 8-bit shards (FSDP's
+    post-all-gather hook)."""
     from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
-    if out is not None:  # FSDP reuses its memory
+    if out is not None:  # FSDP has gathered into the memory of an earlier result
         out._scale = scale[0]
         return None
     weight = Float8TrainingTensor(

@@ -34,26 +34,25 @@ def apply_fsdp(
     expert_mesh: DeviceMesh | None = None,
 ) -> list[nn.Module]:
     """Shard `model` in place over `mesh` (dp_replicate, dp_shard, or dp_shard alone): one unit per
-    block and one for the rest; `experts` are units of their own over `expert_mesh`. A block that
-    shares a parameter with other parts of the model belongs to the rest. Returns the blocks that
-    are units.
+    block and one for the rest. Each of `experts` is a unit over `expert_mesh`. A block that shares
+    a parameter with other parts of the model belongs to the rest. Returns the blocks that are
+    units.
 
     Works on the meta device. Parameters are gathered in `dtype`. Gradients are reduced in float32,
-    and summed, not averaged: the loss is already divided by the global number of target tokens. In
-    exact mode they are snapped to a grid and reduced in float64; with groups of one rank that is
-    DDP.
+    and summed, not averaged, because the loss is already divided by the global number of target
+    tokens. In exact mode gradients are rounded to a grid and reduced in float64.
     """
     offloading = OffloadPolicy()
     if offload.used(recipe.strategy):
-        # FSDP would copy pages of a file to pinned memory.
+        # Weights mapped from a file are not pinned: FSDP would copy them to pinned memory.
         pin = mesh.device_type == "cuda" and offload.to_host(recipe.strategy)
         offloading = CPUOffloadPolicy(pin_memory=pin)
     policy = MixedPrecisionPolicy(
         param_dtype=dtype,
-        # In exact mode sums of snapped gradients are exact in float64, in any order of ranks.
+        # In exact mode gradients lie on a grid, whose sums in float64 are exact in any order.
         reduce_dtype=torch.float64 if exact.used(recipe) else torch.float32,
-        # Activations between blocks are in `dtype` already; float32 inputs beside them, such as
-        # rotary tables, must stay float32.
+        # Activations between blocks are in `dtype` already; float32 inputs, such as rotary tables,
+        # must stay float32.
         cast_forward_inputs=False,
     )
     blocks = without_ties(model, blocks)
@@ -65,7 +64,7 @@ def apply_fsdp(
             mesh=over,
             mp_policy=policy,
             offload_policy=offloading,
-            # The root (embedding, head) is needed as soon as backward begins.
+            # The root (embedding, head) is needed again as soon as backward begins.
             reshard_after_forward=free and unit is not model,
         )
     if gathers_ahead_on_cpu(recipe, mesh.device_type):
@@ -75,8 +74,8 @@ def apply_fsdp(
             unit.register_forward_pre_hook(torch.compiler.disable(sum_uses_in_reduced_dtype))
         snap_gradients((*blocks, model), exact.addends(recipe), is_sharded)
     for module in fsdp_units(model):
-        # Neither setting is recursive. The default factor divides by the world size; in a unit of
-        # one rank even a factor of 1 copies all gradients.
+        # Set per unit, since neither setting is recursive. The default factor divides by the number
+        # of ranks. In a unit of one rank even a factor of 1 would copy all gradients.
         over = expert_mesh if module in experts else mesh
         if over and over.size() > 1:
             module.set_gradient_divide_factor(1.0)
@@ -85,8 +84,8 @@ def apply_fsdp(
 
 
 def without_ties(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The blocks that share no parameter with other parts of the model: FSDP would untie weights of
-    two units. A block may have several names."""
+    """Return the blocks that share no parameter with other parts of the model. FSDP would untie
+    weights that belong to two units. A block may occur under several names."""
 
     def uses(part: nn.Module) -> Counter[nn.Parameter]:
         return Counter(parameter for _, parameter in part.named_parameters(remove_duplicate=False))
@@ -101,38 +100,36 @@ def without_ties(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Modul
 
 
 def is_sharded(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is not gathered by FSDP. One of tensor parallelism stays a DTensor when
-    gathered, over its tp ranks."""
+    """Return whether a parameter is an FSDP shard, not gathered. Parameters of tensor parallelism
+    are DTensors even when gathered, but only over their tp ranks."""
     return isinstance(parameter, DTensor) and SHARD in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def gathers_ahead_on_cpu(recipe: Recipe, device_type: str) -> bool:
-    """Whether forward also gathers a block while the one before is computed.
-
-    On a GPU FSDP does so by itself, as its collectives have streams of their own. On a CPU a rank
-    would wait for each: 4 % of the quickstart's steps. Not with NVMe, where offload.py reads ahead,
-    nor with a user's model, which may call its blocks in any order.
-    """
+    """Return whether a forward pass must be set up to gather each block while the previous block
+    computes. On a GPU FSDP does this by itself, with its own streams. On a CPU waiting for gathers
+    took 4 % of the quickstart's steps. Not with NVMe, where offload.py reads ahead, nor with a
+    user's model, which may call its blocks in any order."""
     to_disk = offload.to_disk(recipe.strategy)
     return device_type == "cpu" and not to_disk and not recipe.model.factory
 
 
 def _gather_ahead(units: Sequence[nn.Module]) -> None:
-    """Prefetch each unit in forward while the one before computes. `units` are the whole model,
-    then its blocks in the order of forward."""
+    """Make FSDP gather each unit in forward while the previous unit computes. `units` are the whole
+    model, then its blocks in the order of forward."""
     ordered = cast("Sequence[FSDPModule]", units)
     for unit, ahead in pairwise(ordered):
         unit.set_modules_to_forward_prefetch([ahead])
-    ordered[0]._set_unshard_async_op(True)  # recursive
+    ordered[0]._set_unshard_async_op(True)  # applies to all units below the root
 
 
 def prepare_backward(model: nn.Module, last: bool, recipe: Recipe) -> None:
-    """Configure FSDP for a backward pass: gradients are reduced in the last pass of a step, or in
-    each."""
+    """Configure FSDP for the next backward pass: it reduces gradients if it is the `last` of the
+    step, or if the recipe reduces in every pass."""
     every_pass = recipe.strategy.reduce_every_pass
     for unit in fsdp_units(model):
-        # Weights that forward left gathered stay so for the next pass. By itself FSDP would gather
-        # them in every pass, and copy them even in a group of one.
+        # Weights that forward left gathered stay so for the next pass. Otherwise FSDP would gather
+        # them in every pass, and copy them even in a group of one rank.
         free = last or every_pass or (recipe.gathers_twice and unit is not model)
         unit.set_reshard_after_backward(free, recurse=False)
         unit.set_requires_gradient_sync(last or every_pass, recurse=False)
@@ -140,19 +137,20 @@ def prepare_backward(model: nn.Module, last: bool, recipe: Recipe) -> None:
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
-    """Modules that FSDP gathers and reduces as one."""
+    """Return the FSDP units of a model: modules whose parameters are gathered and reduced
+    together."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def fsdp_groups(model: nn.Module) -> Iterator[Any]:
-    """FSDP's parameter groups, each gathered as one."""
+    """Yield FSDP's parameter groups, each of which is gathered by one collective."""
     for unit in fsdp_units(model):
         yield from unit._get_fsdp_state()._fsdp_param_groups
 
 
 def gathered_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The trained parameters as backward sees them, whole, in an order that is the same on all
-    ranks. They exist once a forward pass has gathered them."""
+    """Return the whole trained parameters, which backward computes gradients of, in the same order
+    on all ranks. They exist only after a first forward pass."""
     held = [one for group in fsdp_groups(model) for one in group.fsdp_params]
     whole = [one._unsharded_param for one in held if hasattr(one, "_unsharded_param")]
     return [parameter for parameter in whole if parameter.requires_grad]

@@ -1,8 +1,8 @@
 """The device mesh: all ranks along named dimensions.
 
-The mesh has only the dimensions that a strategy uses: for each dimension torch creates a process
-group on every rank, one after the other, and with gloo each has a thread that wakes a hundred times
-a second.
+The mesh has only the dimensions that the strategy uses, because each costs time at the start: torch
+creates process groups one after the other. With gloo each group also has a thread that wakes a
+hundred times a second.
 """
 
 import math
@@ -20,54 +20,56 @@ from trainer.recipe.strategies import exact, offload, sharding
 
 REPLICATE, PIPELINE, SHARD, TENSOR = "dp_replicate", "pp", "dp_shard", "tp"
 EXPERT_SHARD, EXPERT = "ep_shard", "ep"
-"""Names of dimensions, in their order: over whole replicas, over the stages of one, over the shards
-of a stage, and over the ranks that compute each layer together, which are neighbours. For experts
-SHARD and TENSOR are two others: over ranks that have the same ones, and over neighbours that have
-all of them."""
+"""Names of mesh dimensions, outermost first: REPLICATE over replicas of the model, PIPELINE over
+pipeline stages, SHARD over FSDP shards, TENSOR over ranks of tensor parallelism, which are
+neighbours. A second mesh, for experts, has in place of the last two EXPERT_SHARD over ranks that
+hold the same experts, and EXPERT over neighbours that together hold all experts."""
 CONTEXT = "cp"
-"""Name of the ranks of a ring. They are no dimension of the mesh, since to FSDP they are
-data-parallel ranks like others."""
+"""Name of the groups of context parallelism (rings). They are no dimension of the mesh, because
+FSDP treats their ranks as data-parallel ranks."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """All ranks along named dimensions, and this rank's share of the global batch."""
+    """The device mesh, and the share of the global batch that this rank computes."""
 
     device_mesh: DeviceMesh
     dp_rank: int
     """Data-parallel rank: index of the share of the global batch that this rank computes."""
     dp_size: int
-    """Number of shares."""
+    """Number of shares of the global batch."""
     group: dist.ProcessGroup
-    """All ranks."""
+    """The process group of all ranks."""
     holders: int
-    """Number of ranks over which this rank's parameters are spread: all those of its stage."""
+    """Number of ranks of this rank's pipeline stage, over which its parameters are distributed."""
     place: int = 0
-    """Index of this rank among those that compute its share together; 0 is on the last stage."""
+    """Index of this rank among the ranks that compute its share together; 0 is on the last
+    pipeline stage."""
     together: int = 1
     """Number of ranks that compute a share together: tp x cp x pp."""
     experts: DeviceMesh | None = None
-    """With expert parallelism: all ranks along the dimensions of experts."""
+    """The mesh for experts; None without expert parallelism."""
     ring: dist.ProcessGroup | None = None
-    """With context parallelism: the ranks with parts of the same sequences, in order."""
+    """The ranks that have parts of the same sequences, in order; None without context
+    parallelism."""
 
     @property
     def counts(self) -> bool:
-        """Whether this rank adds its share's values to sums over all ranks."""
+        """Whether this rank adds values of its share, such as the loss, to sums over all ranks."""
         return self.place == 0
 
     @property
     def witness(self) -> int:
-        """Factor of this rank's digest of consumed samples in a sum over all ranks.
+        """Factor by which this rank multiplies its digest of samples before the sum over all ranks.
 
-        Over the ranks that compute a share together the factors sum to 1, so the digest of a step
-        does not depend on their number. All factors differ, and none is 0: the sum changes if some
-        of these ranks consumed other samples, or swapped theirs with ranks of another share.
+        Over the ranks that compute a share together, the factors sum to 1, so the digest of a step
+        does not depend on their number. All factors differ, and none is 0. So the sum changes if
+        one of these ranks read other samples, or swapped them with a rank of another share.
         """
         return 2 * self.place or 1 - self.together * (self.together - 1)
 
     def dimension(self, name: str) -> DeviceMesh:
-        """The 1-D mesh of a dimension, including those of experts."""
+        """Return the 1-D mesh of a dimension, which may be EXPERT."""
         return self.experts[name] if self.experts and name == EXPERT else self.device_mesh[name]
 
     @property
@@ -79,7 +81,7 @@ class Mesh:
 
     @property
     def expert_data_mesh(self) -> DeviceMesh | None:
-        """The mesh over ranks that hold the same experts."""
+        """The mesh over ranks that hold the same experts; None without expert parallelism."""
         if self.experts is None:
             return None
         names = self.experts.mesh_dim_names or ()
@@ -97,12 +99,12 @@ class Mesh:
         return of_stages
 
     def merged(self, *by_name: dict[str, Any]) -> list[dict[str, Any]]:
-        """Union of each dictionary by parameter name over the stages of a pipeline. On all
-        ranks."""
+        """Return each dictionary (by parameter name) with the entries of all pipeline stages. On
+        all ranks."""
         if PIPELINE not in (self.device_mesh.mesh_dim_names or ()):
             return [*by_name]
         group = self.device_mesh[PIPELINE].get_group()
-        # One exchange for all of them: each is a round trip between the stages.
+        # One exchange for all dictionaries, since each costs a round trip between the stages.
         of_stages: list[list[dict[str, Any]]] = exchange([*by_name], group.size(), group)
         return [
             {name: value for part in parts for name, value in part.items()}
@@ -111,33 +113,34 @@ class Mesh:
 
 
 def forget_meshes() -> None:
-    """Clear DTensor's caches of sharding decisions. After a change of rank they would return meshes
-    of the old world, which compare equal and differ in the names of groups."""
+    """Clear DTensor's caches of sharding decisions. If this process has a new rank, they would
+    return meshes of the old world, which compare equal but name other groups."""
     _clear_sharding_prop_cache()
 
 
 def replica_ranks(recipe: Recipe) -> int:
-    """Ranks of one whole replica of the model, as far as the recipe determines it; a world has a
-    multiple."""
+    """Return a number of ranks that divides any possible world size: the ranks of one replica of
+    the model, as far as the recipe alone determines them."""
     strategy = recipe.strategy
     shards = sharding.fixed_group(recipe)
     return strategy.pp * math.lcm(strategy.tp * math.lcm(strategy.cp, shards), strategy.ep)
 
 
 def least_nodes(recipe: Recipe, nodes: int, ranks: int) -> int:
-    """Fewest nodes, at least `nodes`, whose `ranks` each form whole replicas."""
+    """Return the least number of nodes, at least `nodes`, that form whole replicas. `ranks`: ranks
+    per node."""
     replica = replica_ranks(recipe)
     together = replica // math.gcd(replica, ranks)
     return math.ceil(nodes / together) * together
 
 
 def mesh_shape(recipe: Recipe, world_size: int, local_world_size: int) -> tuple[int, int]:
-    """(replicas, shards of each) per group of `strategy.tp` and `pp` ranks. Ranks of `strategy.cp`
-    count as shards or replicas: they hold parameters like data-parallel ranks.
+    """Return (number of replicas, number of FSDP shards of each stage). Ranks of context
+    parallelism count as shards or replicas: they hold parameters as data-parallel ranks do.
 
     Raises:
         RecipeError: the world does not divide into shard groups or stages, or a node into groups of
-            tp x cp.
+            tp x cp ranks.
     """
     tp, pp = recipe.strategy.tp, recipe.strategy.pp
     together = tp * recipe.strategy.cp
@@ -176,34 +179,34 @@ def mesh_shape(recipe: Recipe, world_size: int, local_world_size: int) -> tuple[
     return world_size // shards, shards
 
 
-class Group(NamedTuple):
-    """Size of the groups along a dimension, and the distance of their ranks."""
+class GroupShape(NamedTuple):
+    """Size of the process groups along a mesh dimension, and the spacing of their ranks."""
 
     size: int
     stride: int
-    """Distance between neighbours, in ranks."""
+    """Difference between successive ranks of a group."""
 
 
-def groups_of(recipe: Recipe, world_size: int, local_world_size: int) -> dict[str, Group]:
-    """The groups that each rank belongs to, by dimension, nearest neighbours first.
+def groups_of(recipe: Recipe, world_size: int, local_world_size: int) -> dict[str, GroupShape]:
+    """Return the shapes of the groups that each rank belongs to, by dimension.
 
     Raises:
-        RecipeError: as `mesh_shape`.
+        RecipeError: the world cannot be divided, see `mesh_shape`.
     """
     replicas, shards = mesh_shape(recipe, world_size, local_world_size)
     tp, pp, cp = recipe.strategy.tp, recipe.strategy.pp, recipe.strategy.cp
     return {
-        TENSOR: Group(tp, 1),
-        CONTEXT: Group(cp, tp),
-        EXPERT: Group(recipe.strategy.ep, 1),
-        SHARD: Group(shards, tp),
-        PIPELINE: Group(pp, tp * shards),
-        REPLICATE: Group(replicas, tp * shards * pp),
+        TENSOR: GroupShape(tp, 1),
+        CONTEXT: GroupShape(cp, tp),
+        EXPERT: GroupShape(recipe.strategy.ep, 1),
+        SHARD: GroupShape(shards, tp),
+        PIPELINE: GroupShape(pp, tp * shards),
+        REPLICATE: GroupShape(replicas, tp * shards * pp),
     }
 
 
 def placement(recipe: Recipe, world_size: int, local_world_size: int) -> str:
-    """A description of which groups of ranks lie inside a node, and which span nodes."""
+    """Describe which groups of ranks lie inside a node, and which span nodes."""
     inside: list[str] = []
     across: list[str] = []
     for name, (size, stride) in groups_of(recipe, world_size, local_world_size).items():
@@ -217,23 +220,25 @@ def placement(recipe: Recipe, world_size: int, local_world_size: int) -> str:
 
 
 def is_sharded_by_fsdp(recipe: Recipe, world_size: int) -> bool:
-    """Whether FSDP holds the parameters; else DDP does, with or without ZeRO-1."""
+    """Return whether FSDP distributes the parameters. Otherwise DDP replicates them, with or
+    without ZeRO-1."""
     strategy, alone = recipe.strategy, world_size == recipe.strategy.pp
     rounded = recipe.precision.master != "fp32"
-    # These rest on FSDP: for tp it sums partial gradients, for bf16 weights it adds up in float32.
+    # These features need FSDP: e.g. it sums partial gradients of tp, and bf16 gradients in float32.
     if exact.used(recipe) or rounded or strategy.tp > 1 or offload.used(strategy):
         return True
-    # In a pipeline FSDP also casts what stages send.
+    # In a pipeline FSDP also casts the activations that stages send.
     if strategy.pp > 1 and (not alone or recipe.precision.dtype != "fp32"):
         return True
-    # Alone, a rank would only have its parameters copied, and hooks in each pass.
+    # With a single rank FSDP would only cost time, for copies and hooks.
     return sharding.by_fsdp(recipe) and not alone
 
 
 def build_mesh(recipe: Recipe, world: World) -> Mesh:
-    """Build the mesh of all ranks: (REPLICATE,) for DDP and for a single rank; (SHARD,) for FSDP,
-    or (REPLICATE, SHARD) with replicas. PIPELINE comes before SHARD, TENSOR after it. Ranks of a
-    pipeline, a tensor-parallel group or a ring have the same share of the batch. On all ranks."""
+    """Build the mesh of all ranks: (REPLICATE,) for DDP and for a single rank; (SHARD,) for FSDP;
+    (REPLICATE, SHARD) for FSDP with replicas. PIPELINE comes before SHARD, TENSOR after it. The
+    ranks of a pipeline, a tensor-parallel group or a ring have the same share of the global batch.
+    On all ranks."""
     groups = groups_of(recipe, world.world_size, world.local_world_size)
     sizes = {name: group.size for name, group in groups.items()}
     places = {name: world.rank // stride % size for name, (size, stride) in groups.items()}
@@ -241,9 +246,9 @@ def build_mesh(recipe: Recipe, world: World) -> Mesh:
     by_fsdp = is_sharded_by_fsdp(recipe, world.world_size)
 
     def over(*names: str, always: str) -> DeviceMesh:
-        """A mesh of the dimensions with several ranks, and of `always`."""
-        # A dimension of one replica would make FSDP all-reduce each gradient alone, and keep it
-        # until backward ends.
+        """Create a mesh of `always` and those of `names` that have several ranks."""
+        # With a REPLICATE dimension of size 1, FSDP would all-reduce each gradient separately, and
+        # keep it until backward ends.
         used = tuple(name for name in names if sizes[name] > 1 or name == always)
         shape = tuple(sizes[name] for name in used)
         return init_device_mesh(world.device.type, shape, mesh_dim_names=used)
@@ -255,19 +260,19 @@ def build_mesh(recipe: Recipe, world: World) -> Mesh:
     group = dist.group.WORLD
     assert group  # init_device_mesh has created the default group
     ring_rank = places[CONTEXT]
-    ring: Any = None  # Any: outside of its ranks new_group returns a number in place of a group
+    ring: Any = None  # Any, because new_group returns a number on ranks outside of the group
     if cp > 1:
         first = world.rank - ring_rank * tp
         ranks = [*range(first, first + tp * cp, tp)]
-        # Only its members create a ring, each its own.
+        # Each ring is created by its members only.
         ring = dist.new_group(ranks, use_local_synchronization=True)
     experts = None
     if ep > 1:
         sizes[EXPERT_SHARD] = sizes[SHARD] * tp // ep
         experts = over(REPLICATE, PIPELINE, EXPERT_SHARD, EXPERT, always=EXPERT_SHARD)
-    # Ranks of a ring have parts of the same sequences.
+    # Ranks of a ring compute one share together.
     share = (places[REPLICATE] * sizes[SHARD] + places[SHARD]) // cp
-    # 0 on the last stage, which computes the loss.
+    # Place 0 is on the last stage, which computes the loss.
     place = ((pp - 1 - places[PIPELINE]) * cp + ring_rank) * tp + places[TENSOR]
     together = recipe.strategy.together
     return Mesh(

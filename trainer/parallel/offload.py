@@ -4,14 +4,15 @@ as in ZeRO-Infinity (Rajbhandari et al. 2021).
 [Note: offload file] Each rank has one file, and its tensors are views of the mapped file. FSDP and
 checkpoints see ordinary CPU tensors; the kernel's page cache holds what fits in memory.
 
-The optimizer processes the file in portions, in buffers of its own: while one is updated, a thread
-reads the next and another writes the previous one. Moments, which only the update uses, bypass the
-cache (O_DIRECT): half the time and a fifth of the processor time of mapped memory. Weights and
-gradients stay in the cache as far as memory allows, because forward and backward use them. They are
-flushed as soon as they are written, so that the kernel finds clean pages when it needs memory.
+The optimizer updates the file in portions, which are read into buffers: while one portion is
+updated, one thread reads the next and another thread writes the previous. Moments, which only the
+update uses, bypass the page cache (O_DIRECT): half the time and a fifth of the CPU time of mapped
+memory. Weights and gradients stay in the cache as far as memory allows, because forward and
+backward use them. They are flushed as soon as they are written, so that the kernel finds clean
+pages when it needs memory.
 
-The file has no name: its space is free again however the process ends, and it cannot be mistaken
-for state. Only checkpoints outlive a process.
+The file has no name. So its space is freed however the process ends, and nothing else can read it.
+Only checkpoints outlive a process.
 """
 
 import ctypes
@@ -33,34 +34,35 @@ from checkpointing.format.tensors import local_tensor
 from trainer.recipe import RecipeError
 
 PORTION_BYTES = 8 << 20
-"""Bytes of weights updated at a time, in whole pages. Gradients and moments are added to them."""
+"""Bytes of weights in a portion of the update, a multiple of the page size. A buffer also holds as
+many bytes of gradients and of each moment."""
 BUFFERS = 3
-"""Buffers of an update: one being read into, one computed in, one written from."""
+"""Number of buffers: one is read into, one is updated, one is written to the file."""
 WRITES_AHEAD = 4
-"""Gradient writes under way before backward waits for the first of them."""
+"""Unfinished gradient writes beyond which backward waits for the oldest."""
 
-_WRITE_AND_WAIT = 4  # msync
-_MMAP_THRESHOLD = -3  # mallopt
+_WRITE_AND_WAIT = 4  # MS_SYNC of msync
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of mallopt
 _libc = ctypes.CDLL(None, use_errno=True)  # ctypes releases the GIL
 
 
 class OffloadFile:
-    """A file of `nbytes`, whose pages are given to tensors from the first to the last.
+    """A file of this rank that holds tensors, see [Note: offload file].
 
     Args:
-        directory: on a local disk; created if missing.
-        nbytes: most that all `zeros_like` together take; see `bytes_needed`.
+        directory: a directory on a local disk; created if missing.
+        nbytes: size of the file: the most that all tensors together take, see `bytes_needed`.
         moments: names of the optimizer's moments.
 
     Raises:
-        RecipeError: the disk has no room, or the directory takes no files.
+        RecipeError: the disk has no room, or the directory cannot be written.
     """
 
     def __init__(self, directory: str, nbytes: int, moments: Sequence[str]) -> None:
         try:
             os.makedirs(directory, exist_ok=True)
             with tempfile.TemporaryFile(dir=directory) as file:
-                # Reserves the space: a full disk fails here, and not in a step.
+                # Reserve the space, so that a full disk fails here, not in a step.
                 os.posix_fallocate(file.fileno(), 0, nbytes)
                 self._map = mmap.mmap(file.fileno(), nbytes)
                 self._direct = _open_direct(file.fileno())
@@ -69,8 +71,8 @@ class OffloadFile:
                 f"strategy.offload_directory: {directory} cannot take the {nbytes / 1e9:.2f} GB of "
                 f"this rank: {error.strerror}; make room, or name another directory"
             ) from error
-        # malloc returns freed blocks from 1 MiB on to the kernel. By default it would keep what
-        # FSDP gathers and reduces, unit by unit: a fifth of this process's memory.
+        # Make malloc return freed blocks of 1 MiB and more to the kernel. By default it would keep
+        # the memory of FSDP's gathers and reductions: a fifth of this process's memory.
         _libc.mallopt(_MMAP_THRESHOLD, 1 << 20)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._used = 0
@@ -82,32 +84,32 @@ class OffloadFile:
         """Free buffers of an update."""
 
     def zeros_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of zeros in the file, with shape, dtype and placement of `tensor`, which may be
-        on the meta device."""
+        """Return zeros in the file, with shape, dtype and placement of `tensor`, which may be on
+        the meta device."""
         local = local_tensor(tensor)
         if local.numel():
             start, self._used = self._used, self._used + _pages(local.nbytes)
             region = self._bytes[start : start + local.nbytes]
             zeros = region.view(local.dtype).view(local.shape)
         else:
-            zeros = torch.zeros_like(local, device="cpu")  # this rank has no part of it
+            zeros = torch.zeros_like(local, device="cpu")  # an empty shard needs no file
         if not isinstance(tensor, DTensor):
             return zeros
-        # from_local would move it to the mesh's device.
+        # DTensor.from_local would move the zeros to the mesh's device.
         return DTensor(zeros, tensor._spec, requires_grad=False)
 
     @torch.no_grad()
     def take_weights(self, model: nn.Module, device: torch.device) -> None:
-        """Move the parameters of a sharded model into the file, with their values unless they are
-        on the meta device; move its buffers to `device`.
+        """Move the parameters of a sharded model into the file, and its buffers on the meta device
+        to `device`. Values are kept, except on the meta device.
 
-        A shard shorter than other ranks' stays in memory, since FSDP pads it in memory of its own;
-        its gradient and optimizer state go to the file.
+        A shard that is shorter than those of other ranks stays in memory, because FSDP pads it in
+        its own memory. Its gradient and optimizer state are in the file.
         """
         waiting = set(model.parameters())
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            # Buffers, and tied weights that were moved before.
+            # True for buffers, and for tied weights that were moved before.
             if not isinstance(tensor, nn.Parameter) or tensor not in waiting:
                 return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
             waiting.remove(tensor)
@@ -117,15 +119,14 @@ class OffloadFile:
         model._apply(move)
 
     def take_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """From now on, move each parameter's gradient into the file when backward has reduced
-        it."""
+        """Register hooks that move each gradient into the file once backward has reduced it."""
 
         gradients = {p: self.zeros_like(p) for p in parameters if p.requires_grad}
 
         @torch.no_grad()
         def move(parameter: nn.Parameter) -> None:
             fresh, kept = parameter.grad, gradients[parameter]
-            # a later pass adds to the gradient in the file
+            # Later passes of a step add to the gradient in the file, which need not move.
             if fresh is not None and fresh is not kept:
                 local_tensor(kept).copy_(local_tensor(fresh))
                 parameter.grad = kept
@@ -135,13 +136,14 @@ class OffloadFile:
             parameter.register_post_accumulate_grad_hook(move)
 
     def read_ahead(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-        """From now on, while a block computes, read the weights of the next gather into memory.
-        `blocks` are FSDP's units in the order of forward; `model` is the root unit."""
+        """Register hooks that, while a block computes, read from the disk the weights that FSDP
+        gathers next. `blocks` are FSDP's units in the order of forward; `model` is the root
+        unit."""
 
-        @torch.compiler.disable  # as FSDP's own hooks: compiled blocks would trace it
+        @torch.compiler.disable  # otherwise compiled blocks would trace this hook
         def read(number: int) -> None:
             if 0 <= number < len(blocks):
-                # gathered parameters are not in the file
+                # `_fetch` ignores parameters that are gathered: they are not in the file.
                 for parameter in blocks[number].parameters():
                     self._reader.submit(self._fetch, _bytes(parameter))
 
@@ -153,24 +155,25 @@ class OffloadFile:
             module.register_forward_pre_hook(lambda *_: read(in_forward))
             module.register_forward_hook(after)
 
-        # In backward FSDP prefetches one block, so the one before that is read here.
+        # In backward FSDP itself gathers block number - 1 ahead, so number - 2 is read here.
         hook(model, 0, len(blocks) - 2)
         for number, block in enumerate(blocks):
             hook(block, number + 1, number - 2)
 
     def portions(self, optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
-        """Yield the optimizer's parameter groups in portions; each is stepped before the next is
-        requested. After the last, all parameters are updated. The update must be elementwise, and
-        its state a step count and moments.
+        """Yield the optimizer's parameter groups in portions. The caller updates each portion
+        before it requests the next; after the last, all parameters are updated. The update must be
+        elementwise, and its state consist of a step count and moments.
 
-        A portion holds stand-ins for parameters, or for consecutive elements of one, with weights,
-        gradients and state in memory; gradients may be changed. A stand-in begins at a multiple of
-        a page, so vector instructions meet its elements as in the whole parameter.
+        A portion holds stand-ins: parameters in memory, with gradients and state, for a parameter
+        or a range of its elements in the file. The caller may change gradients. A stand-in begins
+        at a multiple of the page size, so vector instructions process the same groups of elements
+        as in the whole parameter.
         """
         groups = optimizer.param_groups
         portions = list(_cut(groups))
         steps: dict[nn.Parameter, torch.Tensor] = {}
-        # Allocated only during the update: backward needs the memory.
+        # Buffers exist only during the update, because backward needs the memory.
         for _ in portions[:BUFFERS]:
             self._buffers.put(_new_buffer(copies(self._moments)))
         reads: deque[Future[torch.Tensor]] = deque()
@@ -187,7 +190,7 @@ class OffloadFile:
             ]
             steps |= {part.parameter: optimizer.state.pop(made)["step"] for part, made in parts}
             self._writes.append(self._writer.submit(self._write, portion, buffer, optimizer.state))
-        # Only now: all parts of a parameter count from the same step.
+        # Only after the last portion: all parts of a parameter need the same step count.
         for parameter, step in steps.items():
             optimizer.state[parameter]["step"].copy_(step)
         while self._writes:
@@ -198,7 +201,7 @@ class OffloadFile:
     # --- called in threads -----------------------------------------------------------------
 
     def _read(
-        self, portion: list["_Part"], buffer: torch.Tensor, state: Mapping[Any, Any]
+        self, portion: list["_FilePart"], buffer: torch.Tensor, state: Mapping[Any, Any]
     ) -> torch.Tensor:
         for part in portion:
             weight, gradient, *moments = part.rows(buffer)
@@ -209,7 +212,7 @@ class OffloadFile:
         return buffer
 
     def _write(
-        self, portion: list["_Part"], buffer: torch.Tensor, state: Mapping[Any, Any]
+        self, portion: list["_FilePart"], buffer: torch.Tensor, state: Mapping[Any, Any]
     ) -> None:
         try:
             for part in portion:
@@ -219,15 +222,14 @@ class OffloadFile:
                 place = part.of(part.parameter)
                 self._flush(place.copy_(weight))
         finally:
-            # Also after an error: `portions` waits for free buffers.
+            # Even after an error, because `portions` waits for free buffers.
             self._buffers.put(buffer)
 
     def _transfer(
         self, call: Callable[[int, Sequence[memoryview], int], int], row: torch.Tensor,
         place: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Read or write all of `row`, and the rest of its last page, at the file offset of
-        `place`."""
+        """Read or write `row`, rounded up to whole pages, at the file offset of `place`."""
         length = _pages(len(row))
         data = row.as_strided((length,), (1,)).numpy().data
         offset, done = place.data_ptr() - self._bytes.data_ptr(), 0
@@ -235,7 +237,7 @@ class OffloadFile:
             done += call(self._direct, [data[done:]], offset + done)
 
     def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Submit work to the writer, and wait for work submitted long before."""
+        """Submit work to the writer thread; wait until at most WRITES_AHEAD works are pending."""
         self._writes.append(self._writer.submit(work, *arguments))
         while len(self._writes) > WRITES_AHEAD:
             self._writes.popleft().result()
@@ -253,7 +255,7 @@ class OffloadFile:
         if _libc.msync(*_extent(place), _WRITE_AND_WAIT):
             number = ctypes.get_errno()
             raise OSError(number, f"strategy.offload_directory: {os.strerror(number)}")
-        # Clean pages are the first that the kernel would evict, so they are given up here.
+        # Freed at once: the kernel would evict these clean pages first anyway.
         _libc.madvise(*_extent(place), mmap.MADV_DONTNEED)
 
     def _contains(self, place: torch.Tensor) -> bool:
@@ -261,8 +263,8 @@ class OffloadFile:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Consecutive bytes of a parameter's tensors, and their position in a buffer."""
+class _FilePart:
+    """Bytes `start` to `stop` of a parameter's tensors, and their position in a buffer."""
 
     parameter: nn.Parameter
     group: dict[str, Any]
@@ -271,17 +273,17 @@ class _Part:
     position: int
 
     def of(self, tensor: torch.Tensor | None) -> torch.Tensor:
-        """These bytes of one of the parameter's tensors."""
+        """Return these bytes of the weight, gradient or a moment of the parameter."""
         if tensor is None:
             raise ValueError("the gradient went away during the update")
         return _bytes(tensor)[self.start : self.stop]
 
     def rows(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Their view in a buffer, shape (copies, bytes)."""
+        """Return a view of these bytes in a buffer, shape (copies, bytes)."""
         return buffer[:, self.position : self.position + self.stop - self.start]
 
     def stand_in(self, buffer: torch.Tensor, state: Any, names: Sequence[str]) -> nn.Parameter:
-        """A parameter over these bytes, with gradient and optimizer state."""
+        """Create a parameter over these bytes in a buffer, with gradient and optimizer state."""
         weight, gradient, *moments = self.rows(buffer).view(self.parameter.dtype)
         parameter = nn.Parameter(weight)
         parameter.grad = gradient
@@ -290,9 +292,9 @@ class _Part:
         return parameter
 
 
-def _cut(groups: Iterable[dict[str, Any]]) -> Iterator[list[_Part]]:
-    """Divide parameters with gradients into portions that each fill a buffer."""
-    portion: list[_Part] = []
+def _cut(groups: Iterable[dict[str, Any]]) -> Iterator[list[_FilePart]]:
+    """Divide parameters that have gradients into portions, each of which fills a buffer."""
+    portion: list[_FilePart] = []
     used = 0
     for group in groups:
         for parameter in (p for p in group["params"] if p.grad is not None):
@@ -302,7 +304,7 @@ def _cut(groups: Iterable[dict[str, Any]]) -> Iterator[list[_Part]]:
                     yield portion
                     portion, used = [], 0
                 stop = min(nbytes, start + PORTION_BYTES - used)
-                portion.append(_Part(parameter, group, start, stop, used))
+                portion.append(_FilePart(parameter, group, start, stop, used))
                 used += _pages(stop - start)
                 start = stop
     if portion:
@@ -310,19 +312,19 @@ def _cut(groups: Iterable[dict[str, Any]]) -> Iterator[list[_Part]]:
 
 
 def _new_buffer(rows: int) -> torch.Tensor:
-    """uint8 of shape (rows, PORTION_BYTES). Each row starts at a page, as direct I/O requires."""
+    """Allocate a buffer, uint8 (rows, PORTION_BYTES), page-aligned as direct I/O requires."""
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, rows * PORTION_BYTES, flags=private)
     return torch.frombuffer(memory, dtype=torch.uint8).view(rows, -1)
 
 
 def copies(moments: Sequence[str]) -> int:
-    """Number of float32 tensors per trained parameter: weight, gradient and moments."""
+    """Return the number of float32 tensors per trained parameter: weight, gradient and moments."""
     return 2 + len(moments)
 
 
 def bytes_needed(parameters: Iterable[nn.Parameter], moments: Sequence[str]) -> int:
-    """Bytes of an OffloadFile for these parameters of this rank, on any device."""
+    """Return the size of an OffloadFile for these parameters of this rank, in bytes."""
     return sum(
         _pages(local_tensor(p).nbytes) * (copies(moments) if p.requires_grad else 1)
         for p in parameters
@@ -330,7 +332,7 @@ def bytes_needed(parameters: Iterable[nn.Parameter], moments: Sequence[str]) -> 
 
 
 def _open_direct(descriptor: int) -> int:
-    """Open the same file past the page cache, if the filesystem supports it."""
+    """Open the same file again, with O_DIRECT if the filesystem supports it."""
     path = f"/proc/self/fd/{descriptor}"
     try:
         return os.open(path, os.O_RDWR | os.O_DIRECT)
@@ -339,15 +341,15 @@ def _open_direct(descriptor: int) -> int:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of this rank's part of a tensor, flat."""
+    """Return this rank's part of a tensor as a flat view of bytes."""
     return local_tensor(tensor).reshape(-1).view(torch.uint8)
 
 
 def _extent(place: torch.Tensor) -> tuple[ctypes.c_void_p, ctypes.c_size_t]:
-    """Address and length of a view in whole pages, for libc."""
+    """Return address and length of a view for libc, in whole pages."""
     return ctypes.c_void_p(place.data_ptr()), ctypes.c_size_t(_pages(len(place)))
 
 
 def _pages(nbytes: int) -> int:
-    """`nbytes` rounded up to whole pages."""
+    """Round `nbytes` up to whole pages."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

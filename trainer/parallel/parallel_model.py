@@ -1,4 +1,4 @@
-"""`ParallelModel`: a model with its strategy applied, as the loop, saves and loads see it."""
+"""`ParallelModel`: a model with its strategy applied, for the training loop, saves and loads."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,7 +21,7 @@ from trainer.parallel.passes import ForwardPass, loss_problem, means
 from trainer.recipe import Recipe, RecipeError
 
 if TYPE_CHECKING:
-    from trainer.parallel.context import Context
+    from trainer.parallel.context import ContextParallel
     from trainer.parallel.pipeline import Pipeline
 
 KEPT = "optimizer"
@@ -30,47 +30,46 @@ KEPT = "optimizer"
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """A model with its strategy applied. Parameters are keyed by FQN, equal under all
+    """A model with its strategy applied. Parameters are keyed by FQNs, which are equal under all
     strategies."""
 
     module: nn.Module
-    """The model itself, or its DDP wrapper, to be called. In a pipeline this rank's stages, which
-    only `run` can call."""
+    """The model, or its DDP wrapper, to be called. In a pipeline a container of this rank's stages,
+    which only `run` can call."""
     parameters: dict[str, nn.Parameter]
-    """The parameters that the model computes with: whole tensors, or DTensors. Tied weights appear
-    once."""
+    """The parameters of the forward pass: whole tensors, or DTensors. Tied weights appear once."""
     buffers: Callable[[], dict[str, torch.Tensor]]
     """Returns the persistent buffers; a forward pass may replace them."""
     optimized: dict[str, nn.Parameter]
     """The parameters that the optimizer updates: `parameters`, except under ZeRO-1."""
     sharded_view: ShardedView | None
     file: OffloadFile | None
-    """The file that holds `parameters` and their gradients; None: they are in memory."""
+    """The file that holds `parameters` and their gradients; None: both are in memory."""
     recipe: Recipe
     autocast: Callable[[], Any]
     draw_weights: Callable[[], None]
-    """Draws the initial values of parameters and buffers, unless the model came with its own. Slow
-    for large models, so it is called only if nothing is loaded. Under an adapter it draws only A
-    and B."""
+    """Sets random initial values of parameters and buffers, unless the user's model came with
+    values. Slow for large models, so it is called only if no weights are loaded. With an adapter it
+    sets A and B only."""
     share_buffers: Callable[[], None]
-    """Copies the persistent buffers of the first replica to all others, so that only its forward
-    passes count. On all ranks."""
+    """Copies the persistent buffers of the first replica to all others, so that all replicas have
+    the effect of the same forward passes. On all ranks."""
     pipeline: "Pipeline | None" = None
-    """Computes this rank's stages in place of the whole model."""
-    context: "Context | None" = None
-    """Computes this rank's part of each sequence in place of whole sequences."""
+    """Computes this rank's pipeline stages; None: this rank has all layers."""
+    context: "ContextParallel | None" = None
+    """Computes this rank's part of each sequence; None: this rank computes whole sequences."""
     stacks: Sequence[str] = ()
-    """Modules whose parameters checkpoints hold row by row, see `Family.stacks`."""
+    """Patterns of modules whose parameters checkpoints store row by row, see `Family.stacks`."""
     draws: bool = False
     """Whether a training pass may draw random numbers."""
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Compute the `means` of one micro-batch. On all ranks."""
+        """Call the model on one micro-batch; returns the `means` of its result. On all ranks."""
         with self.autocast():
             if self.context:
                 return means(self.context(self.module, inputs))
             result = self.module(**inputs)
-        # In evaluation a model may return other scalars than a loss, such as a recall@20.
+        # In evaluation a model may return scalars without a loss, such as recall@20.
         if torch.is_grad_enabled() and (problem := loss_problem(result)):
             raise RecipeError(f"model.factory: forward returns {problem}")
         return means(result)
@@ -91,8 +90,8 @@ class ParallelModel:
         Args:
             inputs: the micro-batches of this rank.
             train: whether to run backward.
-            reduce: whether the last pass ends the step: gradients are then summed over the ranks.
-                Not in a pipeline.
+            reduce: whether gradients are summed over the ranks in the last pass. In a pipeline it
+                must be True.
         """
         if self.pipeline:
             yield from self.pipeline.run(inputs, train)
@@ -109,25 +108,26 @@ class ParallelModel:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Put all modules into eval mode; restore the mode of each afterwards, as a user may keep
-        some in eval mode."""
+        """Context with all modules in eval mode. Afterwards each module has its own mode again,
+        because a user may train with some modules in eval mode."""
         modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
         try:
             yield
-        finally:  # also after a lost peer: this rank may keep the model
+        finally:  # even after an error, because the next attempt may reuse the model
             for module, training in modes.items():
                 module.training = training
 
     @property
     def beside_loss(self) -> Sequence[str]:
-        """Names of the scalars that another pipeline stage returns beside the loss, in order."""
+        """Names, in order, of the scalars beside the loss that the last pipeline stage returns; ()
+        without a pipeline."""
         return self.pipeline.beside_loss if self.pipeline else ()
 
     @contextmanager
     def _accumulate(self, last: bool) -> Iterator[None]:
-        """Around forward and backward of one pass; gradients are reduced in the last pass of a
-        step."""
+        """Context around forward and backward of one pass; gradients are reduced if it is the
+        `last` of a step."""
         with ExitStack() as stack:
             if isinstance(self.module, DistributedDataParallel):
                 if not last:
@@ -138,14 +138,14 @@ class ParallelModel:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The model's tensors in a checkpoint: parameters and persistent buffers; with an adapter
-        only what is trained, by PEFT's names."""
+        """The tensors of a checkpoint, by name: parameters and persistent buffers; with an adapter
+        only trained parameters, by PEFT's names."""
         return self._in_files(self.buffers())
 
     @property
     def saved(self) -> dict[str, torch.Tensor]:
-        """`tensors`, with copies of the buffers: the next forward pass may change these, while
-        parameters change only after staging."""
+        """`tensors`, with copies of the buffers, because the next forward pass may change buffers
+        before they are staged. Parameters change only after staging."""
         return self._in_files({name: buffer.clone() for name, buffer in self.buffers().items()})
 
     def _in_files(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -154,8 +154,8 @@ class ParallelModel:
         return {name_in_file(name): p for name, p in self.parameters.items() if p.requires_grad}
 
     def under_adapter(self, *, whole: bool) -> dict[str, torch.Tensor]:
-        """The tensors that a model with an adapter loads from `model.init_from`: frozen parameters
-        and buffers; with `whole` also those that are trained whole."""
+        """Return the tensors that a model with an adapter loads from `model.init_from`: frozen
+        parameters and buffers; with `whole` also parameters of modules that are trained whole."""
         held = {
             name: one
             for name, one in self.parameters.items()
@@ -165,7 +165,7 @@ class ParallelModel:
 
     @property
     def in_nf4(self) -> frozenset[str]:
-        """FQNs of this rank's weights in nf4, each of which has a matrix lora_A beside it."""
+        """FQNs of this rank's weights in nf4: weights of adapted layers, packed as uint8."""
         ends = "lora_A", "weight"
         layers = {name.removesuffix(ends[0]) for name in self.parameters if name.endswith(ends[0])}
         weights = {layer + ends[1] for layer in layers}
@@ -173,46 +173,46 @@ class ParallelModel:
 
     @property
     def trained(self) -> frozenset[str]:
-        """Names in `tensors` that an optimizer updates. The others, buffers and frozen parameters,
-        may hold infinity, as masks do."""
+        """Names in `tensors` of trained parameters, which must be finite. Buffers and frozen
+        parameters may hold infinity, as masks do."""
         if self.recipe.model.adapter:
             return frozenset(self.tensors)
         trained = {name: one for name, one in self.parameters.items() if one.requires_grad}
         return frozenset(apart(trained, self.stacks))
 
     def state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        """The optimizer's state tensors by name."""
+        """Return the tensors of the optimizer's state, by name."""
         return self.kept_by(optimizer)[0]
 
     def kept_by(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """The optimizer's state on this rank: tensors by name, and JSON by FQN."""
+        """Return the optimizer's state on this rank: tensors by name, and JSON values by FQN."""
         kept = own_state(optimizer, self.optimized)
         return apart(kept.tensors, self.stacks), kept.trees
 
-    def targets_of(self, optimizer: torch.optim.Optimizer) -> "Targets":
-        """The targets into which the optimizer's state is loaded."""
-        return Targets(self, optimizer)
+    def targets_of(self, optimizer: torch.optim.Optimizer) -> "OptimizerTargets":
+        """Return an object that provides the tensors into which the optimizer's state is loaded."""
+        return OptimizerTargets(self, optimizer)
 
     def zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Zeros in the storage of the parameter, memory or file, for optimizer state of its
-        shape."""
+        """Return zeros like `parameter` for optimizer state, in memory or in the offload file."""
         return self.file.zeros_like(parameter) if self.file else torch.zeros_like(parameter)
 
     def portions(self, optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
-        """The optimizer's parameter groups, in portions that fit in memory."""
+        """Yield the optimizer's parameter groups in portions that fit in memory: without an offload
+        file, all at once."""
         return self.file.portions(optimizer) if self.file else iter([optimizer.param_groups])
 
     @property
     def counted(self) -> Sequence[nn.Parameter]:
-        """The parameters of `optimized` that this rank adds to the gradient norm: a weight on two
-        pipeline stages counts once."""
+        """The parameters of `optimized` that this rank adds to the gradient norm. A weight on two
+        pipeline stages is added by one of them."""
         elsewhere = self.pipeline.counted_elsewhere if self.pipeline else None
         return [parameter for parameter in self.optimized.values() if parameter is not elsewhere]
 
     def collect_gradients(self) -> None:
-        """Give `optimized` the reduced gradients."""
+        """Set the gradients of `optimized` to the reduced gradients. On all ranks."""
         if self.pipeline:
             self.pipeline.add_tied_gradients()
         if self.sharded_view:
@@ -229,9 +229,9 @@ class ParallelModel:
             parameter.grad = None
 
 
-class Targets:
-    """Maps a saved optimizer state to the tensors to load. Once they are loaded, `put` gives them
-    to the optimizer."""
+class OptimizerTargets:
+    """Provides the tensors into which a saved optimizer state is loaded, when called with that
+    state. Once they are loaded, `put` assigns them to the optimizer."""
 
     def __init__(self, model: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer

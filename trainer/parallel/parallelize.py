@@ -203,9 +203,10 @@ def parallelize(
             gather_in_8_bits(part)
     context = None
     if mesh.ring:
-        from trainer.parallel.context import Context  # imported only where the recipe uses it
+        # Imported only if the recipe uses it.
+        from trainer.parallel.context import ContextParallel
 
-        context = Context(mesh.ring, strategy.compile)
+        context = ContextParallel(mesh.ring, strategy.compile)
     pipeline = Pipeline(stages, mesh, recipe, dtype, context, costs) if stages else None
     return ParallelModel(
         module, parameters, buffers, optimized, view, file, recipe, autocast,

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 COUNT = "count"
-"""Key under which a model returns the count that its means were taken over, such as the sum of the
-weights of a weighted mean. Needed where that is neither the samples nor their labels."""
+"""Key under which a model may return the number that its means were divided by, such as the sum of
+weights. Needed if that is neither the number of samples nor of labels."""
 
 Passed = torch.Tensor | tuple[torch.Tensor, ...]
-"""Tensors that backward starts from: a scalar loss, or the outputs for the next pipeline stage,
-hidden states and the statistics of their blocks, see `Decoder.forward`."""
+"""Tensors that backward starts from: a scalar loss; or, for the next pipeline stage, hidden states
+and statistics of blocks, see `Decoder.forward`."""
 
 Call = Callable[[Mapping[str, torch.Tensor]], Passed | dict[str, torch.Tensor]]
 """Inputs of a micro-batch → its `means`, or the outputs for the next pipeline stage."""
@@ -45,8 +45,8 @@ class ForwardPass:
 
 
 def means(result: Any) -> dict[str, torch.Tensor]:
-    """The scalars that a model returns, by name: `loss`, further scalars to record, and COUNT if it
-    is among them."""
+    """Return the scalars in a model's result, by name: `loss`, scalars to record, and COUNT if the
+    model returns it. Tensors with dimensions are left out."""
     if not isinstance(result, dict):
         return {"loss": getattr(result, "loss", result)}
     loss = result.get("loss")
@@ -59,12 +59,12 @@ def means(result: Any) -> dict[str, torch.Tensor]:
 
 
 def loss_problem(result: Any) -> str | None:
-    """Why the result of a model is no mean loss, with what is expected; None if it is one."""
+    """Return why a model's result has no valid mean loss, and what is expected; None if it has."""
     count = result.get(COUNT) if isinstance(result, dict) else None
     if isinstance(count, torch.Tensor) and count.dim():
         return f"a {COUNT!r} of shape {tuple(count.shape)}; it should be one number"
     loss = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", result)
-    sizes = (0,) if isinstance(result, dict) else (0, 1)  # others of a dict are not recorded
+    sizes = (0,) if isinstance(result, dict) else (0, 1)  # `means` takes only 0-d tensors of a dict
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.dim() in sizes:
         if loss.requires_grad or not torch.is_grad_enabled():
             return None

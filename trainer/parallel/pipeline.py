@@ -1,13 +1,14 @@
 """Pipeline parallelism: each rank holds the blocks of some stages, and micro-batches pass through.
 
-[Note: pipeline] Each rank follows its order from trainer/parallel/schedules.py. A stage sends its
-activations to the next stage, with the statistics of blocks that have some, and their gradients to
-the stage before. All ranks of a pipeline have the same micro-batches, whose shapes determine the
-sizes of messages. Receives are posted in the order of sending, one ahead per neighbour; sends do
-not block. So there are no tags, no handshake, and no deadlock that `simulate` would not show.
+[Note: pipeline] Each rank follows its order of actions from trainer/parallel/schedules.py. A stage
+sends activations to the next stage, with statistics of its blocks if the model has some (such as
+expert loads); the next stage sends back their gradients. All ranks of a pipeline have the same
+micro-batches, whose shapes determine the sizes of messages. Receives are posted in the order of
+sending, one ahead per neighbour; sends do not block. So messages need no tags and no handshake, and
+the orders deadlock only if `schedules.arranged` raises an error for them.
 
-A tied embedding is in the first and the last stage. Each computes a part of its gradient; they
-exchange these after backward, so both apply the same update.
+A tied embedding is in the first and the last stage. Each computes a part of its gradient; they sum
+the parts after backward, so both apply the same update.
 
 Shapes: B micro-batch, T sequence, D hidden.
 """
@@ -34,15 +35,15 @@ from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.strategies import pp, tp
 
 if TYPE_CHECKING:
-    from trainer.parallel.context import Context
+    from trainer.parallel.context import ContextParallel
 
 Message = tuple[Tensor, ...]
-"""Hidden states (B, T, D), and the statistics of all earlier blocks (blocks, …) if they have some;
-or the gradients of these."""
+"""Hidden states (B, T, D), and, if the model has them, the statistics of all earlier blocks
+(blocks, …); or the gradients of both."""
 
 
 def blocks_by_stage(model: nn.Module, recipe: Recipe) -> list[range]:
-    """The blocks of each stage, cut so that the costs of stages are as equal as possible.
+    """Return the blocks of each stage, cut so that the costs of stages are as equal as possible.
 
     Raises:
         RecipeError: the model cannot be cut into the recipe's stages.
@@ -61,22 +62,30 @@ def blocks_by_stage(model: nn.Module, recipe: Recipe) -> list[range]:
 
 
 def stages_of(model: nn.Module, mesh: Mesh, recipe: Recipe) -> dict[int, Decoder]:
-    """This rank's stages by number. Works on the meta device."""
+    """Return this rank's stages, by number. Works on the meta device."""
     rank, runs = mesh.device_mesh[PIPELINE].get_local_rank(), blocks_by_stage(model, recipe)
-    assert isinstance(model, Decoder)  # `blocks_by_stage` has refused others
+    assert isinstance(model, Decoder)  # `blocks_by_stage` has refused any other model
     return {s: model.part(runs[s]) for s in range(rank, len(runs), pp.ranks(recipe.strategy))}
 
 
 def costs_of(model: nn.Module, recipe: Recipe) -> list[float]:
-    """Forward cost of each stage, in the units of `Decoder.block_costs`."""
-    assert isinstance(model, Decoder)  # `check_parallel` has refused others
+    """Return the forward cost of each stage, in the units of `Decoder.block_costs`."""
+    assert isinstance(model, Decoder)  # `check_parallel` has refused any other model
     costs = model.block_costs(recipe.data.seq_len)
     return [sum(costs[run.start : run.stop]) for run in blocks_by_stage(model, recipe)]
 
 
 class Pipeline:
-    """This rank's part of a pipeline. Created, and each method called, on all ranks of the
-    pipeline."""
+    """Executes this rank's stages of a pipeline. Created, and each method called, on all ranks of
+    the pipeline.
+
+    Args:
+        stages: this rank's stages, by number; sharded if `is_sharded_by_fsdp`.
+        mesh: has the dimension PIPELINE.
+        dtype: dtype of hidden states.
+        context: computes stages with a part of each sequence; None: with whole sequences.
+        costs: costs of all stages, see `costs_of`.
+    """
 
     def __init__(
         self,
@@ -84,22 +93,15 @@ class Pipeline:
         mesh: Mesh,
         recipe: Recipe,
         dtype: torch.dtype,
-        context: "Context | None",
+        context: "ContextParallel | None",
         costs: Sequence[float],
     ) -> None:
-        """Args:
-        stages: this rank's, by number; sharded by FSDP where `is_sharded_by_fsdp`.
-        mesh: with the dimension PIPELINE.
-        recipe: of the run.
-        dtype: of hidden states.
-        context: computes stages with a part of each sequence; None: whole sequences.
-        costs: of all stages, see `costs_of`."""
         self.costs = costs
         self._stages, self._recipe, self._dtype = stages, recipe, dtype
         self._context = context
         self.join(mesh)
         self.tied: Tensor | None = None
-        """On the first and the last rank, the embedding weight that they share."""
+        """The tied embedding weight, on the first and last rank; None on other ranks."""
         self._before: dict[int, int] = {}  # stage → index of its first block
         self._marks: tuple[Any, Any, list[tuple[Any, Any]]] = 0.0, 0.0, []
         for number, stage in stages.items():
@@ -112,18 +114,18 @@ class Pipeline:
                 self.tied = stage.model.embed_tokens.weight
 
     def join(self, mesh: Mesh) -> None:
-        """Send and receive over the groups of `mesh` from now on."""
+        """Use the process groups of `mesh` for messages from now on."""
         self._links = _Links(mesh, len(self._stages) > 1)
 
     @property
     def counted_elsewhere(self) -> Tensor | None:
-        """The weight of this rank that another rank, which holds it too, adds to the gradient
-        norm."""
+        """The tied weight on the last rank, whose gradient the first rank adds to the norm; None on
+        other ranks."""
         return self.tied if self._links.rank == self._links.ranks - 1 else None
 
     @property
     def beside_loss(self) -> list[str]:
-        """Names of the scalars that the last stage returns beside the loss."""
+        """Names of the scalars beside the loss that the last stage returns."""
         family, architecture = self._family, self._architecture
         if not (family.beside_loss and family.statistics):
             return []
@@ -132,7 +134,7 @@ class Pipeline:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """(seconds of the last `run` with backward on this rank, seconds of it spent waiting for
+        """(seconds of this rank's last `run` with backward, seconds of it spent waiting for
         messages). Valid once the device is synchronised."""
         began, ended, waits = self._marks
         return seconds_between(began, ended), sum(seconds_between(*wait) for wait in waits)
@@ -166,14 +168,14 @@ class Pipeline:
             if kind == "F":
                 received = messages.receive(action) if s else ()
                 for x in received:
-                    # Leaves of this stage's graph: their gradients go back to the stage before.
+                    # Leaves of this stage's graph, whose gradients are sent back.
                     x.requires_grad_(train)
                 forward = ForwardPass(number, partial(self._forward, stage, received))
                 yield forward
                 root = forward.take_root()
                 out = root if isinstance(root, tuple) else (root,)
                 if s < top:
-                    # Each stage has a graph of its own.
+                    # Detached, because each stage has its own autograd graph.
                     messages.send(Action("F", s + 1, number), [x.detach() for x in out])
                 if train:
                     kept[s, number] = received, out
@@ -185,16 +187,16 @@ class Pipeline:
             gradients = messages.receive(action) if s < top else None
             received, out = kept.pop((s, number))
             remaining[s] -= 1
-            # FSDP keeps these settings of a stage until they are set again.
+            # The last backward of a stage in this step reduces its gradients.
             last = remaining[s] == 0
             if kind == "B":
                 self._backward(stage, out, gradients, last)
-            elif not received:  # the first stage sends no gradient, so all of backward can wait
+            elif not received:  # no rank waits for the first stage, so all of backward is put off
                 weights[s, number] = partial(self._backward, stage, out, gradients, last)
             else:
                 weights[s, number] = self._backward_of_input(stage, received, out, gradients, last)
             if received:
-                # The stage before waits for a gradient in any case.
+                # Zeros where there is no gradient: the previous stage waits for one in any case.
                 back = [torch.zeros_like(x) if x.grad is None else x.grad for x in received]
                 messages.send(Action(kind, s - 1, number), back)
                 del back
@@ -204,8 +206,8 @@ class Pipeline:
             self._marks = began, mark(self._links.device), messages.waits
 
     def _message_buffer(self, action: Action, rows: int, length: int) -> Message:
-        """Empty tensors for the message that an action needs. It crosses the boundary before its
-        stage in forward, after its stage in backward."""
+        """Allocate tensors for the message that an action needs: in forward from the previous
+        stage, in backward from the next."""
         device = self._links.device
         tokens = self._context.tokens(length) if self._context else length
         shape = rows, tokens // tp.stream_parts(self._recipe.strategy), self._width
@@ -234,15 +236,15 @@ class Pipeline:
     def _backward_of_input(
         self, stage: nn.Module, given: Message, out: Message, gradients: Message | None, last: bool
     ) -> Callable[[], None]:
-        """Compute the gradients of a stage's inputs; returns a function that computes those of its
-        weights from what the graph keeps."""
-        # private, but torch offers no public function for split backward
+        """Compute the gradients of a stage's inputs; returns a function that computes the gradients
+        of its weights later."""
+        # Private functions, because torch has no public ones that split backward.
         from torch.distributed.pipelining._backward import (
             stage_backward_input,
             stage_backward_weight,
         )
 
-        # the weight gradients need the gathered weights later
+        # No resharding yet: the weight gradients need the gathered weights later.
         prepare_backward(stage, False, self._recipe)
         roots = [x.view_as(x).grad_fn for x in out]
         _, groups = stage_backward_input(
@@ -253,7 +255,7 @@ class Pipeline:
 
         def backward_of_weights() -> None:
             while groups:
-                # From the last layer on: each group frees what only it and the layers above it use.
+                # In order from the last layer, so that each group frees its part of the graph.
                 group = groups.pop()
                 used = group["intermediates"]
                 stage_backward_weight(iter([node.variable for node in group["params"]]), [group])
@@ -262,30 +264,34 @@ class Pipeline:
                 del used, group, node
             if not isinstance(stage, FSDPModule):
                 return
-            # These gradients bypass FSDP's hooks, so its final callback is called here.
+            # These gradients bypass FSDP's hooks, so FSDP's final callback is called here.
             prepare_backward(stage, last, self._recipe)
             fully_shard.state(stage)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
         return backward_of_weights
 
     def add_tied_gradients(self) -> None:
-        """After `run`: replace the gradients of a tied weight on both its stages by their sum."""
+        """Replace the gradients of a tied weight on both its stages by their sum. Called after
+        `run`."""
         if self.tied is None or self.tied.grad is None:
             return
         gradient, peer = self.tied.grad, self._links.ranks - 1 - self._links.rank
-        # on the host with strategy.offload, while the group sends from the device
+        # With strategy.offload the gradient is on the host, but the group sends from the device.
         mine = local_tensor(gradient)
         mine += self._links.exchange(mine.to(self._links.device), peer).to(mine.device)
 
 
 def _owners(roots: Sequence[Node | None], nodes: Collection[Node]) -> dict[Node, Node]:
-    """Nodes that keep alive those of `nodes` that are defined in Python, such as the loss. In torch
-    2.11 such a node ends with the tensor that it leads to, unless a node above it that C++ defines
-    is held.
+    """Find references that keep autograd nodes alive that are defined in Python (such as the loss).
+    In torch 2.11 such a node is freed with the tensor that it produced, unless a C++ node that
+    leads to it is referenced.
 
     Args:
-        roots: of the autograd graph; defined by torch.
-        nodes: some of the graph.
+        roots: roots of the autograd graph, which are C++ nodes.
+        nodes: nodes of the graph that must stay alive.
+
+    Returns:
+        Python node among `nodes` → the C++ node to hold for it.
     """
     wanted = {node for node in nodes if isinstance(node, torch._C._FunctionBase)}
     owners: dict[Node, Node] = {}
@@ -303,11 +309,12 @@ def _owners(roots: Sequence[Node | None], nodes: Collection[Node]) -> dict[Node,
 
 
 def neighbour_turns(rank: int, ranks: int, around: bool) -> list[tuple[int, ...]]:
-    """The groups that a rank creates, turn by turn, so that every two neighbours share one. A rank
-    without a partner in a turn creates a group alone, as all ranks must create groups together.
+    """Return the groups that a rank creates, turn by turn, so that every two neighbours share one.
+    In each turn all ranks create a group together; a rank without a partner then is alone.
 
     Args:
-        ranks: in the pipeline.
+        rank: a rank of the pipeline.
+        ranks: number of ranks of the pipeline.
         around: whether the last and the first rank are neighbours too.
     """
     last = ranks if around and ranks > 2 else ranks - 1
@@ -318,26 +325,25 @@ def neighbour_turns(rank: int, ranks: int, around: bool) -> list[tuple[int, ...]
 
 
 class _Links:
-    """Point-to-point connections of this rank to the others of its pipeline. Created on all
-    ranks."""
+    """Point-to-point connections of this rank to other ranks of its pipeline. Created on all
+    ranks. `around`: the last rank also sends to the first, and back."""
 
     def __init__(self, mesh: Mesh, around: bool) -> None:
-        """`around`: the last rank also sends to the first, and back."""
         across = mesh.device_mesh[PIPELINE]
         self.rank, self.ranks = across.get_local_rank(), across.size()
         self.device = torch.device(mesh.device_mesh.device_type)
         self.group = across.get_group()
         self._members = dist.get_process_group_ranks(self.group)
         self._ways: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        """(sender, receiver) → group; empty on a CPU."""
+        """(sender, receiver), as ranks of the pipeline → process group; empty on a CPU."""
         if self.device.type != "cuda":
             return
-        # Operations of one NCCL communicator run one after the other. A receive that is posted
-        # ahead would block the send to the next rank, and ranks would wait for each other.
+        # Each direction has its own group: operations of one NCCL communicator run one after the
+        # other, so a receive that is posted ahead would block a send, and ranks would deadlock.
         for turn in neighbour_turns(self.rank, self.ranks, around):
             ranks = [self._members[number] for number in turn]
             for way in (turn, turn[::-1]):
-                # All ranks call this together: they split their communicator.
+                # Called by all ranks together, because it splits their communicator.
                 group: Any = dist.new_group(ranks, backend="nccl", use_local_synchronization=True)
                 self._ways[way] = group
 
@@ -356,7 +362,8 @@ class _Links:
         return work
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
-        """Send `tensor` to `peer`, and return its tensor of the same shape. Called on both."""
+        """Send `tensor` to rank `peer`, and return the peer's tensor of the same shape. On both
+        ranks."""
         theirs = torch.empty_like(tensor)
         both = (dist.isend, tensor), (dist.irecv, theirs)
         for work in dist.batch_isend_irecv(
@@ -367,7 +374,7 @@ class _Links:
 
 
 class _Messages:
-    """The messages of one `Pipeline.run` to and from this rank, see [Note: pipeline]."""
+    """Sends and receives this rank's messages in one `Pipeline.run`, see [Note: pipeline]."""
 
     def __init__(
         self,
@@ -402,16 +409,16 @@ class _Messages:
         while action not in self._ready:
             arrived, message, works = self._posted.pop(peer)
             self._wait(works)
-            self._post(peer)  # the next message travels while this one is used
+            self._post(peer)  # receive the next message while this one is used
             self._ready[arrived] = message
-        # A message that the peer used before it sent this one has arrived there: free it.
+        # Messages that the peer used before it sent this one have arrived there, and are freed.
         sent, reached = self._sent.get(peer), self._place[action._replace(stage=source)]
         while sent and sent[0][0] < reached:
             sent.popleft()[2].wait()
         return self._ready.pop(action)
 
     def send(self, action: Action, message: Sequence[Tensor]) -> None:
-        """Begin to send the message that `action`, on another rank, needs."""
+        """Begin to send the message that `action` on another rank needs."""
         peer = action.stage % self._links.ranks
         for tensor in (tensor.contiguous() for tensor in message):
             work = self._links.send(tensor, peer)

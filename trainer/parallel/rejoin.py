@@ -1,10 +1,9 @@
-"""Keeps the model of a rank over a failure of other ranks, with the process groups of the next
-world.
+"""Reuses the model of a rank after a failure of other ranks, with new process groups.
 
-[Note: kept] Such a rank keeps parameters, wrappers and compiled code. It creates its process groups
-again in their original order, so they get their old names, by which meshes and compiled code find
-them. This module replaces groups that are held directly, and drops what the failed step left
-behind. A new process builds the same model (`parallelize`) by the same collectives.
+[Note: kept] A rank that survives keeps parameters, wrappers and compiled code. It creates its
+process groups again in their original order, so they get their old names, by which meshes and
+compiled code find them. This module replaces references to group objects, and drops the state of
+the failed step. New processes build the same model by `parallelize`, with the same collectives.
 """
 
 from dataclasses import replace
@@ -23,12 +22,12 @@ from trainer.parallel.mesh import Mesh
 from trainer.parallel.parallel_model import ParallelModel
 
 CAN_RESET = hasattr(FSDPModule, "reset_iter_state")
-"""Whether FSDP can drop a failed step: from torch 2.13 on."""
+"""Whether FSDP can drop the state of a failed step, as from torch 2.13 on."""
 
 
 def rejoin(model: ParallelModel, mesh: Mesh, new: Mesh) -> tuple[ParallelModel, Mesh]:
-    """Return the kept model and mesh with the groups of `new`, the mesh just built for the same
-    rank of a world of the same size. On all ranks: new processes call `parallelize` meanwhile.
+    """Return the kept model and mesh with the process groups of `new`, a mesh for the same rank and
+    world size. On all ranks that keep a model, while new processes call `parallelize`.
 
     Raises:
         RuntimeError: a group has another name than before.
@@ -55,7 +54,7 @@ def rejoin(model: ParallelModel, mesh: Mesh, new: Mesh) -> tuple[ParallelModel, 
 
 
 def _take_groups(mesh: DeviceMesh, new: DeviceMesh) -> None:
-    """Put the groups of `new` into the registry of `mesh`, for code compiled from now on."""
+    """Put the groups of `new` into the registry of `mesh`, which later compilations use."""
     if mesh._dim_group_names != new._dim_group_names:
         raise RuntimeError(
             f"the groups of a mesh were called {mesh._dim_group_names}, and now "
@@ -66,7 +65,7 @@ def _take_groups(mesh: DeviceMesh, new: DeviceMesh) -> None:
 
 
 def _take_groups_of_fsdp(group: Any) -> None:
-    """Replace FSDP's process groups by those of its rejoined meshes."""
+    """Replace the process groups in an FSDP parameter group by the new groups of its meshes."""
     for info in (group.mesh_info, group.post_forward_mesh_info):
         if info and info.shard_mesh_dim is not None:
             info.shard_process_group = info.mesh.get_group(info.shard_mesh_dim)
@@ -75,15 +74,15 @@ def _take_groups_of_fsdp(group: Any) -> None:
 
 
 def _drop_step_of_fsdp(model: nn.Module) -> None:
-    """Drop the state that a failed step left in FSDP's units, wherever in forward or backward it
-    ended."""
+    """Drop the state of a failed step from FSDP's units, wherever in forward or backward the step
+    failed."""
     for group in fsdp_groups(model):
-        # `reset_iter_state` would wait for a gather under way, and raise its error again.
+        # `reset_iter_state` would wait for an unfinished gather, and raise its error again.
         group._all_gather_result = None
         group.comm_ctx.all_gather_state = None
     for unit in fsdp_units(model):
         if unit._get_fsdp_state()._is_root:
             unit.reset_iter_state()
     for parameter in (p for group in fsdp_groups(model) for p in group.fsdp_params):
-        # `reset_iter_state` keeps whole gradients, to which the next backward would add.
+        # `reset_iter_state` keeps unreduced gradients, to which the next backward would add.
         drop_unreduced_gradient(parameter)

@@ -1,13 +1,13 @@
-"""Pipeline schedules: which rank computes what in which order, and at what cost. Pure.
+"""Pipeline schedules: the order of each rank's actions, and a simulation of their times. Pure.
 
-[Note: schedules] A model is cut into stages, and stage s lives on rank s % ranks. A rank executes
-its actions one after the other; an action begins when the messages that it needs have arrived. An
-action is a kind, a stage and the index of a micro-batch:
+[Note: schedules] A model is cut into stages; stage s is on rank s % ranks. A rank executes its
+actions one after the other; an action begins when the messages that it needs have arrived. An
+action has a kind, a stage and the index of a micro-batch. The kinds are:
 
 - *F*: forward.
 - *B*: backward.
-- *I* and *W*: backward in two parts, the gradient of the stage's input, and those of its weights.
-  No rank waits for a W, so it can fill a gap.
+- *I* and *W*: backward in two parts, the gradients of the stage's input, and of its weights. No
+  rank waits for a W, so it can fill idle time.
 """
 
 from collections import deque
@@ -21,12 +21,12 @@ from trainer.recipe.sections import PipelineSchedule as Name
 Kind = Literal["F", "B", "I", "W"]
 
 COST: Mapping[Kind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""Relative cost of an action. Each product of forward has two in backward: for the gradients of its
-input and of its weight."""
+"""Relative cost of an action. For each matrix product of forward, backward has two: for the
+gradients of the input and of the weight."""
 
 
 class Action(NamedTuple):
-    """One unit of work of a rank, see [Note: schedules]."""
+    """One computation of a pipeline rank, see [Note: schedules]."""
 
     kind: Kind
     stage: int
@@ -37,14 +37,15 @@ Order = list[Action]
 
 
 def schedule(name: Name, ranks: int, per_rank: int, count: int) -> list[Order]:
-    """The order of actions of each rank.
+    """Return the order of actions of each rank.
 
     Args:
         name: `gpipe`, all forwards before all backwards (Huang et al. 2019); `1f1b`, alternating as
             early as possible (PipeDream-flush, Narayanan et al. 2021); `interleaved_1f1b`, with
             several stages per rank (ibid.); `zero_bubble`, ZB-H1 (Qi et al. 2023).
-        per_rank: stages of each rank.
-        count: of micro-batches, any number.
+        ranks: number of ranks of the pipeline.
+        per_rank: number of stages of each rank.
+        count: number of micro-batches, at least 1.
     """
     eager = name == "gpipe"
     orders = [_in_turn(rank, ranks, per_rank, count, eager) for rank in range(ranks)]
@@ -54,11 +55,13 @@ def schedule(name: Name, ranks: int, per_rank: int, count: int) -> list[Order]:
 
 
 def _in_turn(rank: int, ranks: int, per_rank: int, count: int, eager: bool) -> Order:
-    """Some forwards to fill the pipeline (all, if `eager`), then forward and backward alternating.
+    """Return a rank's order of some forwards to fill the pipeline (with `eager` all), then forward
+    and backward alternating.
 
-    A group of micro-batches passes through one stage of a rank after the other. Narayanan et al.
-    need groups of exactly `ranks`. These have at least so many, the larger groups first, which
-    never deadlocks; a smaller last group can.
+    With several stages per rank, a group of micro-batches passes through one stage of a rank after
+    the other. Narayanan et al. need groups of exactly `ranks` micro-batches. Here any number of
+    micro-batches is divided into groups of at least `ranks`, larger groups first, which never
+    deadlocks; a smaller last group can.
     """
     rounds = max(1, count // ranks)
     sizes = [count // rounds + (number < count % rounds) for number in range(rounds)]
@@ -76,9 +79,9 @@ def _in_turn(rank: int, ranks: int, per_rank: int, count: int, eager: bool) -> O
 
 
 def _split_backward(order: Order, rank: int) -> Order:
-    """Split each B into an I and a W, which waits for a gap. At most `rank` Ws wait: rank r is r
-    fewer forwards ahead than the first rank, so no rank holds more activations than the first rank
-    of 1F1B."""
+    """Split each B into an I and a W, and put Ws off to fill idle time. At most `rank` Ws are put
+    off: rank r has r fewer forwards ahead than the first rank, so no rank holds more activations
+    than the first rank under 1F1B."""
     waiting: deque[Action] = deque()
     split: Order = []
     last_forward = max(place for place, action in enumerate(order) if action.kind == "F")
@@ -91,68 +94,67 @@ def _split_backward(order: Order, rank: int) -> Order:
         if place < last_forward:
             while len(waiting) > rank:
                 split.append(waiting.popleft())
-        elif place < len(order) - 1:  # the pipeline drains: there is a gap after each I
+        elif place < len(order) - 1:  # no forward is left: the rank is idle after each I
             split.append(waiting.popleft())
     return [*split, *waiting]
 
 
-class Span(NamedTuple):
-    """Begin and end of an action in a simulation."""
+class ActionSpan(NamedTuple):
+    """An action with its begin and end in a simulation."""
 
     action: Action
     began: float
     ended: float
 
 
-class Arrangement(NamedTuple):
-    """All actions of some orders in a possible sequence: each after those that it needs."""
+class ActionSequence(NamedTuple):
+    """The actions of all ranks in one sequence, in which each comes after those that it needs."""
 
     steps: list[tuple[int, Action, int]]
-    """(rank, action, index of the step on another stage whose message it needs or -1). What an
-    action needs from its own stage, its rank has done before."""
+    """(rank, action, index in `steps` of the action whose message it needs, or -1)."""
     held: list[int]
-    """Per rank, most forwards whose activations are held at once, over all its stages."""
+    """Per rank, the largest number of forwards whose activations it stores at once."""
 
 
 class Simulation(NamedTuple):
-    """Times of all actions, see `simulate`."""
+    """Simulated times of all actions, in the units of the costs; see `simulate`."""
 
-    arrangement: Arrangement
+    arrangement: ActionSequence
     began: list[float]
-    """Begin of each step of the arrangement."""
+    """When each of `arrangement.steps` begins."""
     ended: list[float]
-    """End of each step."""
+    """When each of `arrangement.steps` ends."""
     busy: list[float]
     """Per rank, time spent in actions."""
 
     @property
-    def spans(self) -> list[list[Span]]:
+    def spans(self) -> list[list[ActionSpan]]:
         """Per rank, its actions with their times."""
-        spans: list[list[Span]] = [[] for _ in self.busy]
+        spans: list[list[ActionSpan]] = [[] for _ in self.busy]
         for (rank, action, _), began, ended in zip(
             self.arrangement.steps, self.began, self.ended, strict=True
         ):
-            spans[rank].append(Span(action, began, ended))
+            spans[rank].append(ActionSpan(action, began, ended))
         return spans
 
     @property
     def held(self) -> list[int]:
-        """See `Arrangement.held`."""
+        """See `ActionSequence.held`."""
         return self.arrangement.held
 
     @property
     def seconds(self) -> float:
-        """Time until the last rank is done."""
+        """Time until the last rank has finished."""
         return max(self.ended)
 
     @property
     def bubble(self) -> float:
-        """Share of the ranks' time spent idle."""
+        """Fraction of the ranks' time in which they are idle."""
         return 1 - sum(self.busy) / (len(self.busy) * self.seconds)
 
 
 def needs(action: Action, stages: int) -> list[Action]:
-    """The actions, on any rank, that must be done before `action`."""
+    """Return the actions, on any rank, that must be done before `action`."""
     kind, stage, number = action
     if kind == "F":
         return [Action("F", stage - 1, number)] if stage else []
@@ -162,8 +164,8 @@ def needs(action: Action, stages: int) -> list[Action]:
     return [Action("F", stage, number), *above]
 
 
-def arranged(orders: Sequence[Order]) -> Arrangement:
-    """Arrange orders into one sequence.
+def arranged(orders: Sequence[Order]) -> ActionSequence:
+    """Merge the orders of all ranks into one sequence.
 
     Raises:
         ValueError: the orders deadlock.
@@ -184,16 +186,16 @@ def arranged(orders: Sequence[Order]) -> Arrangement:
                 on_other_stages = [place[need] for need in needed if need.stage != action.stage]
                 place[action] = len(steps)
                 steps.append((rank, action, on_other_stages[0] if on_other_stages else -1))
-                # Activations are held until B, or until W where backward is split.
+                # Activations are stored until B, or until W if backward is split.
                 ahead[rank] += {"F": 1, "I": 0}.get(action.kind, -1)
                 held[rank] = max(held[rank], ahead[rank])
         if len(steps) == before:
             raise ValueError(f"ranks wait for each other before {[o[0] for o in waiting if o]}")
-    return Arrangement(steps, held)
+    return ActionSequence(steps, held)
 
 
 def simulate(
-    arrangement: Arrangement,
+    arrangement: ActionSequence,
     cost: Mapping[Kind, float] = COST,
     stages: Sequence[Mapping[Kind, float]] = (),
     message: float = 0.0,
@@ -201,10 +203,10 @@ def simulate(
     """Compute when each action runs if every rank follows its order.
 
     Args:
-        arrangement: of all ranks.
-        cost: of an action, by kind.
-        stages: costs by stage, where they differ.
-        message: time of a message to another rank; it occupies no rank.
+        arrangement: the actions of all ranks.
+        cost: duration of an action, by kind.
+        stages: durations by kind for each stage, if stages differ; replaces `cost`.
+        message: time of a message to another rank, during which no rank is busy with it.
     """
     free, busy = [0.0] * len(arrangement.held), [0.0] * len(arrangement.held)
     starts: list[float] = []
@@ -222,22 +224,22 @@ def simulate(
 
 
 def bubble_formula(name: Name, ranks: int, per_rank: int, count: int) -> float:
-    """Closed form of the bubble for `COST`; for the last two schedules only with at least as many
-    micro-batches as ranks."""
+    """Return the bubble by its closed form for `COST`. For interleaved_1f1b and zero_bubble it
+    holds only with at least as many micro-batches as ranks."""
     times = {"interleaved_1f1b": per_rank, "zero_bubble": 3}.get(name, 1)
     return (ranks - 1) / (count * times + ranks - 1)
 
 
 def incoming(orders: Sequence[Order]) -> list[dict[int, Order]]:
-    """For each rank, sender → the actions that need a message from it, in the order of sending.
-    Receives posted in this order need neither tags nor a handshake."""
+    """Return for each rank: sender → the actions that need a message from that sender, in the order
+    of sending. If receives are posted in this order, messages need no tags."""
     ranks = len(orders)
     stages = 1 + max(action.stage for order in orders for action in order)
     by_rank: list[dict[int, Order]] = [{} for _ in orders]
     for sender, order in enumerate(orders):
         for kind, stage, number in order:
             to = stage + {"F": 1, "W": stages}.get(kind, -1)
-            # Stages of one rank exchange no messages.
+            # Two stages on the same rank exchange no messages.
             if 0 <= to < stages and to % ranks != sender:
                 by_rank[to % ranks].setdefault(sender, []).append(Action(kind, to, number))
     return by_rank
@@ -245,14 +247,14 @@ def incoming(orders: Sequence[Order]) -> list[dict[int, Order]]:
 
 @cache
 def cut(costs: tuple[float, ...], stages: int) -> list[range]:
-    """Cut blocks into `stages` runs so that the highest cost of a run is as low as possible.
+    """Cut blocks into `stages` ranges so that the highest cost of a range is as low as possible.
 
     Args:
-        costs: of each block, including what lies below the first and above the last.
+        costs: cost of each block; the first includes the embedding, the last the head.
         stages: at most the number of blocks.
     """
     upto = list(accumulate(costs, initial=0.0))
-    # Dynamic programming: (stages, blocks) → (highest cost, starts of the runs).
+    # Dynamic programming: (stages, blocks) → (highest cost, starts of the ranges).
     best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, 0): (0.0, ())}
     for stage in range(1, stages + 1):
         for stop in range(stage, len(costs) + 1):

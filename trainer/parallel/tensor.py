@@ -3,28 +3,30 @@
 Shoeybi et al. 2019, "Megatron-LM"; Korthikanti et al. 2022, "Reducing Activation Recomputation in
 Large Transformer Models".
 
-[Note: tensor parallelism] A model's `tensor_plan` says how its modules are cut: a kind for each
-module that has parameters:
+[Note: tensor parallelism] A model's `tensor_plan` gives each module that has parameters a kind,
+which says how the module is cut:
 
-- *column*: a product whose outputs are cut (query, key and value by heads; the first of an MLP).
-- *row*: a product whose inputs are cut, as columns left them; its outputs are sums over ranks.
-- *fused*: several columns in one, an `nn.Linear` with the outputs of each in `sections`. A rank
-  computes consecutive outputs of the whole, and gets those of its heads from the others.
-- *head_norm*: a module between a column and a row that treats each head by itself.
-- *wide_norm*: an RMSNorm between these two over all heads together; its sums are over all ranks.
-- *norm*: a module on the residual stream. With sequence parallelism a rank holds only its part of
-  the sequence there, else all of it.
-- *tokens*: a whole module that treats each token by itself, as experts do. Each rank computes some
-  of the tokens, and holds all weights but those of `Family.stacks`.
-- *vocabulary*: an embedding or output head whose rows are cut. The head is only a weight: the loss
-  is computed by a `HeadLoss`, and no rank holds a whole row of logits.
+- *column*: a linear layer whose outputs are cut (query, key and value by heads; the first of an
+  MLP).
+- *row*: a linear layer whose inputs are cut, as a column left them. Its outputs are summed over the
+  ranks.
+- *fused*: several columns in one `nn.Linear`, with the number of outputs of each in `sections`. A
+  rank computes consecutive outputs of the whole; an exchange gives it the outputs of its heads.
+- *head_norm*: a module between a column and a row that treats each head separately.
+- *wide_norm*: an RMSNorm between a column and a row over all heads together; it sums over ranks.
+- *norm*: a module on the residual stream. With sequence parallelism a rank has only its part of the
+  sequence there, otherwise the whole sequence.
+- *tokens*: a module that treats each token separately, as a layer of experts does. Each rank
+  computes some tokens, and holds all weights except those of `Family.stacks`.
+- *vocabulary*: an embedding or output head whose rows are cut. The head is never called: a
+  `HeadLoss` uses its weight, and no rank holds a whole row of logits.
 
-An adapter of a *column* or *fused* has A whole and B cut by rows; of a *row*, A is cut by columns
-and B whole.
+In an adapted layer of kind column or fused, A is whole and B is cut by rows; in a row, A is cut by
+columns and B is whole.
 
-Parameters become DTensors, which tell FSDP, checkpoints and the gradient norm their layout. The
-arithmetic is that of the modules, on local tensors, with plain collectives. A gradient of which
-each rank computes a term is marked as `Partial`; FSDP, always applied on top, sums it.
+Parameters become DTensors, from which FSDP, checkpoints and the gradient norm learn their layout.
+Modules compute on local tensors, with plain collectives between them. If each rank computes a term
+of a gradient, the gradient is marked as `Partial`, and FSDP, which is always applied too, sums it.
 
 Shapes: B batch, T sequence, D hidden, V vocabulary.
 """
@@ -60,7 +62,7 @@ from trainer.models.loss import (
     scaled_once,
 )
 from trainer.models.versions import all_gather_single, reduce_scatter_single
-from trainer.parallel.context import Share
+from trainer.parallel.context import SequenceShare
 from trainer.recipe import RecipeError
 
 _CUT: dict[str, Placement] = {
@@ -79,15 +81,15 @@ _CUT_APART: dict[tuple[str, str], Placement] = {
     ("fused", "lora_A"): Replicate(),
     ("row", "lora_B"): Replicate(),
 }
-"""(kind, parameter) → placement, where it differs from the weight's."""
+"""(kind, parameter) → placement, for parameters that are not placed as the weight is."""
 
 
 def kinds_of(model: nn.Module, tp: int, shards: int = 1) -> dict[str, str]:
-    """The kind of each module that has parameters, by FQN.
+    """Return the kind of each module that has parameters, by FQN.
 
     Raises:
-        RecipeError: the model has no `tensor_plan`, or its plan leaves out a module, or does not
-            fit `tp` ranks whose parts FSDP cuts into `shards`.
+        RecipeError: the model has no `tensor_plan`; or the plan leaves out a module, or cannot be
+            applied for `tp` ranks with `shards` FSDP shards each.
     """
     plan = getattr(model, "tensor_plan", None)
     if not plan:
@@ -100,7 +102,7 @@ def kinds_of(model: nn.Module, tp: int, shards: int = 1) -> dict[str, str]:
     stacks = getattr(model, "stacks", ())
     for name, module in model.named_modules():
         kind = next((plan[pattern] for pattern in plan if fnmatchcase(name, pattern)), None)
-        # Stacks are cut by expert parallelism.
+        # Stacks of experts are cut by expert parallelism instead.
         stacked = any(fnmatchcase(name, pattern) for pattern in stacks)
         if stacked or not (module._parameters or kind == "tokens"):
             continue
@@ -125,7 +127,7 @@ def kinds_of(model: nn.Module, tp: int, shards: int = 1) -> dict[str, str]:
 
 
 def _problem(kind: str, module: Any, tp: int, shards: int) -> str | None:
-    """Why a module cannot be of a kind; None if it can."""
+    """Return why a module cannot be of a kind; None if it can."""
     forward = nn.Linear.forward if isinstance(module, LoraLinear) else type(module).forward
     if kind in ("column", "fused", "row") and forward is not nn.Linear.forward:
         return f"that needs an nn.Linear, but it is a {type(module).__name__}"
@@ -167,14 +169,14 @@ def _problem(kind: str, module: Any, tp: int, shards: int) -> str | None:
 
 
 def layout_is_exact(length: int, tp: int, shards: int) -> bool:
-    """Whether a DTensor describes rightly which rows a rank holds. It represents FSDP over tensor
-    parallelism by an even cut over the ranks of a shard (`_StridedShard`)."""
+    """Return whether a DTensor can describe which rows a rank holds. For FSDP over tensor
+    parallelism it assumes that each shard divides evenly among the tp ranks (`_StridedShard`)."""
     by_rank = [_chunks(part, shards) for part in _chunks(length, tp)]
     return all(_chunks(sum(rows), tp) == list(rows) for rows in zip(*by_rank, strict=True))
 
 
 def _chunks(length: int, count: int) -> list[int]:
-    """Lengths of torch.chunk's parts, including empty ones."""
+    """Return the lengths of the parts that torch.chunk returns, including empty parts."""
     most = -(-length // count)
     return [max(0, min(most, length - most * place)) for place in range(count)]
 
@@ -183,12 +185,12 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) ->
     """Cut `model` in place over `mesh` (1-D), before FSDP. Works on the meta device.
 
     Args:
-        model: with a `tensor_plan`; off the meta device weights must be equal on all ranks.
-        mesh: the ranks that compute together.
-        sequence: whether they also cut the residual stream along the sequence.
+        model: has a `tensor_plan`. On a device other than meta, weights must be equal on all ranks.
+        mesh: the tensor-parallel ranks.
+        sequence: whether the residual stream is cut along the sequence (sequence parallelism).
     """
-    ranks = Together(mesh, sequence)
-    placed: dict[nn.Parameter, Any] = {}  # tied weights stay tied
+    ranks = TensorGroup(mesh, sequence)
+    placed: dict[nn.Parameter, Any] = {}  # by parameter, so that tied weights stay tied
     kinds = kinds_of(model, mesh.size())
     modules = dict(model.named_modules())
     for name, kind in kinds.items():
@@ -196,8 +198,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) ->
         for key, whole in list(module.named_parameters(recurse=False)):
             cut = _CUT_APART.get((kind, key), _CUT[kind])
             if whole not in placed:
-                # src_data_rank=None: no broadcast, as weights are equal on all ranks or on the meta
-                # device.
+                # src_data_rank=None avoids a broadcast: weights are equal on all ranks, or on the
+                # meta device.
                 spread = distribute_tensor(whole.detach(), mesh, [cut], src_data_rank=None)
                 placed[whole] = nn.Parameter(spread, requires_grad=whole.requires_grad)
             elif placed[whole].placements != (cut,):
@@ -210,8 +212,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) ->
                 setattr(module, name, VocabularyLoss(ranks))
 
 
-class Together:
-    """A tensor-parallel group of ranks, and its collectives on activations."""
+class TensorGroup:
+    """The collectives of a tensor-parallel group on activations."""
 
     def __init__(self, mesh: DeviceMesh, sequence: bool) -> None:
         self._mesh, self.rank, self.size = mesh, mesh.get_local_rank(), mesh.size()
@@ -220,35 +222,32 @@ class Together:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The present group: a rank that outlives others creates its groups anew (rejoin.py)."""
+        """The process group, looked up at each call because rejoin.py may replace it."""
         return self._mesh.get_group()
 
     def enter(self, x: Tensor) -> Tensor:
-        """Make the residual stream (B, T or T / tp, D) whole on each rank, as input of cut
-        products.
-
-        Successive products of the same tensor, such as query, key and value, share one gather, and
-        one reduction of its gradient.
-        """
-        # A change of x in place makes the gathered copy stale.
+        """Return the residual stream (B, T or T / tp, D) whole (B, T, D), as input of column
+        layers. Its gradient is summed over the ranks. Successive layers with the same input, such
+        as query, key and value, share one gather and one reduction of the gradient."""
+        # The version changes if x is changed in place, which would make the gathered copy stale.
         version = 0 if x.is_inference() else x._version
         key = (version, torch.is_grad_enabled())
         if self._entered is None or self._entered[0][0] is not x or self._entered[0][1:] != key:
-            self._entered = ((x, *key), _Enter.apply(x, self))
+            self._entered = ((x, *key), _EnterLayers.apply(x, self))
         return self._entered[1]
 
     def leave(self, x: Tensor) -> Tensor:
-        """Sum the ranks' terms (B, T, D) into the residual stream."""
+        """Sum the ranks' terms (B, T, D) to the residual stream (B, T or T / tp, D)."""
         self._entered = None  # frees the gathered tensor
         if self.sequence and x.shape[1] % self.size:
             raise ValueError(
                 f"a sequence of {x.shape[1]} tokens does not divide among tp={self.size} ranks; "
                 "set strategy.sequence_parallel=false"
             )
-        return _Leave.apply(x, self)
+        return _LeaveLayers.apply(x, self)
 
     def gather(self, x: Tensor) -> Tensor:
-        """(B, T / tp, D) → (B, T, D)."""
+        """All-gather (B, T / tp, D) to (B, T, D)."""
         rows, length, *rest = x.shape
         parts = x.new_empty((self.size * rows, length, *rest))
         all_gather_single(parts, x.contiguous(), group=self.group)
@@ -256,7 +255,7 @@ class Together:
         return parts.transpose(0, 1).reshape(rows, self.size * length, *rest)
 
     def sum_and_cut(self, x: Tensor) -> Tensor:
-        """(B, T, D) → (B, T / tp, D)."""
+        """Reduce-scatter (B, T, D) to (B, T / tp, D)."""
         rows, length, *rest = x.shape
         parts = x.view(rows, self.size, length // self.size, *rest).transpose(0, 1).contiguous()
         mine = torch.empty_like(parts[0])
@@ -264,17 +263,17 @@ class Together:
         return mine
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum of `x` over the ranks. On all of them."""
+        """Return the sum of `x` over the ranks of the group."""
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self.group)
         return total
 
 
-class _Enter(torch.autograd.Function):
-    """See `Together.enter`. Each rank has a term of the gradient."""
+class _EnterLayers(torch.autograd.Function):
+    """Autograd function of `TensorGroup.enter`. Each rank computes a term of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Together) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: TensorGroup) -> Tensor:
         ctx.ranks = ranks
         return ranks.gather(x) if ranks.sequence else x.view_as(x)
 
@@ -284,11 +283,12 @@ class _Enter(torch.autograd.Function):
         return (ranks.sum_and_cut if ranks.sequence else ranks.sum)(gradients[0].contiguous()), None
 
 
-class _Leave(torch.autograd.Function):
-    """See `Together.leave`. The gradient of a sum is that of each term."""
+class _LeaveLayers(torch.autograd.Function):
+    """Autograd function of `TensorGroup.leave`. Each term of the sum has the gradient of the
+    sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Together) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: TensorGroup) -> Tensor:
         ctx.ranks = ranks
         return (ranks.sum_and_cut if ranks.sequence else ranks.sum)(x.contiguous())
 
@@ -298,17 +298,17 @@ class _Leave(torch.autograd.Function):
 
 
 def _local(parameter: Tensor, partial: bool = False) -> Tensor:
-    """This rank's part of a parameter, differentiable; `partial`: its gradient is one term of a
-    sum."""
+    """Return this rank's part of a parameter, differentiable. `partial`: its gradient is one term
+    of a sum over the ranks."""
     assert isinstance(parameter, DTensor)
     return parameter.to_local(grad_placements=[Partial()] if partial else None)
 
 
 @contextmanager
 def with_local(module: nn.Module, partial: bool | Collection[str] = False) -> Iterator[None]:
-    """Inside, a module's parameters are this rank's parts. `partial`: the gradients of all of them,
-    or of these names, are terms of a sum."""
-    gathered = dict(module._parameters)  # as FSDP gathered them
+    """Context in which a module's parameters are this rank's local tensors. `partial`: whether, or
+    for which names, gradients are terms of a sum over the ranks."""
+    gathered = dict(module._parameters)  # DTensors, gathered by FSDP
     some = gathered if partial is True else partial or ()
     local: dict[str, Any] = {
         name: p if p is None else _local(p, name in some) for name, p in gathered.items()
@@ -323,32 +323,32 @@ def with_local(module: nn.Module, partial: bool | Collection[str] = False) -> It
 Forward = Callable[..., Tensor]
 
 
-def _column(module: nn.Module, ranks: Together) -> Forward:
+def _column(module: nn.Module, ranks: TensorGroup) -> Forward:
     compute = module.forward
 
     def forward(x: Tensor) -> Tensor:
-        # A is whole, but each rank's outputs give only a term of its gradient
+        # A is whole on each rank, but the rank's outputs give only a term of its gradient.
         with with_local(module, ("lora_A",)):
             return compute(ranks.enter(x))
 
     return forward
 
 
-def _fused(module: Any, ranks: Together) -> Forward:
+def _fused(module: Any, ranks: TensorGroup) -> Forward:
     compute, sections = _column(module, ranks), tuple(module.sections)
 
     def forward(x: Tensor) -> Tensor:
-        return _Dealt.apply(compute(x), ranks, sections)
+        return _ExchangeSections.apply(compute(x), ranks, sections)
 
     return forward
 
 
-class _Dealt(torch.autograd.Function):
-    """Consecutive outputs of all sections (B, T, n / tp) → this rank's part of each section, of
-    equal size."""
+class _ExchangeSections(torch.autograd.Function):
+    """Exchanges outputs of a fused layer: consecutive outputs on each rank (B, T, n / tp) become
+    this rank's part of every section, in the same shape."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Together, sections: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: TensorGroup, sections: tuple[int, ...]) -> Tensor:
         ctx.ranks, ctx.sections = ranks, sections
         # `gather` works along dim 1.
         whole = ranks.gather(x.transpose(1, 2)).split(sections, 1)  # (B, n, T)
@@ -365,48 +365,49 @@ class _Dealt(torch.autograd.Function):
         return ranks.sum_and_cut(whole).transpose(1, 2).contiguous(), None, None
 
 
-def _row(module: Any, ranks: Together) -> Forward:
-    # With sequence parallelism a rank adds the bias to its part of the sequence only.
+def _row(module: Any, ranks: TensorGroup) -> Forward:
+    # With sequence parallelism the bias has partial gradients: a rank adds it to its part of the
+    # sequence only.
     partial = ("lora_B", "bias") if ranks.sequence else ("lora_B",)
 
     def forward(x: Tensor) -> Tensor:
         with with_local(module, partial):
-            if isinstance(module, LoraLinear):  # one reduction for both terms
+            if isinstance(module, LoraLinear):  # both terms are added before the one reduction
                 part = module.frozen(x) + module.low_rank(x)
             else:
                 part = nn.functional.linear(x, module.weight)
-            # The bias is added after the sum, or it would count once per rank.
+            # The bias is added after the sum over ranks, so that it counts once.
             summed, bias = ranks.leave(part), module.bias
         return summed if bias is None else summed + bias
 
     return forward
 
 
-def _norm(module: nn.Module, ranks: Together) -> Forward:
+def _norm(module: nn.Module, ranks: TensorGroup) -> Forward:
     return _replicated(module, ranks.sequence)
 
 
-def _head_norm(module: nn.Module, ranks: Together) -> Forward:
+def _head_norm(module: nn.Module, ranks: TensorGroup) -> Forward:
     return _replicated(module, True)  # each rank normalises only its heads
 
 
-def _wide_norm(module: Any, ranks: Together) -> Forward:
+def _wide_norm(module: Any, ranks: TensorGroup) -> Forward:
     def forward(x: Tensor) -> Tensor:
         weight = _local(module.weight)
-        # Squares of bf16 are summed in float32.
+        # In float32, because sums of squares in bf16 would be inaccurate.
         wide = x.flatten(2).to(torch.promote_types(x.dtype, torch.float32))
-        squares = _Total.apply(wide.square().sum(-1, keepdim=True), ranks)
+        squares = _SumOverRanks.apply(wide.square().sum(-1, keepdim=True), ranks)
         scale = torch.rsqrt(squares / (ranks.size * len(weight)) + module.eps)
         return (wide * scale * weight).type_as(x).view(x.shape)
 
     return forward
 
 
-class _Total(torch.autograd.Function):
-    """Sums over the ranks, each of which uses the result, so gradients are summed as well."""
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over the ranks. All ranks use the result, so its gradients are summed as well."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Together) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: TensorGroup) -> Tensor:
         ctx.ranks = ranks
         return ranks.sum(x)
 
@@ -425,24 +426,25 @@ def _replicated(module: nn.Module, partial: bool) -> Forward:
     return forward
 
 
-def _tokens(module: nn.Module, ranks: Together) -> Forward:
+def _tokens(module: nn.Module, ranks: TensorGroup) -> Forward:
     compute = module.forward
 
     def forward(x: Tensor) -> Any:
-        share = Share(ranks.group, 1 / ranks.size, 1 / ranks.size)
-        output = compute(x if ranks.sequence else _Part.apply(x, ranks))
+        share = SequenceShare(ranks.group, 1 / ranks.size, 1 / ranks.size)
+        output = compute(x if ranks.sequence else _CutSequence.apply(x, ranks))
         mixed, *statistics = output if isinstance(output, tuple) else (output,)
-        mixed = mixed if ranks.sequence else _Whole.apply(mixed, ranks)
+        mixed = mixed if ranks.sequence else _JoinSequence.apply(mixed, ranks)
         return (mixed, *map(share.over_tokens, statistics)) if statistics else mixed
 
     return forward
 
 
-class _Part(torch.autograd.Function):
-    """(B, T, D), equal on all ranks → (B, T / tp, D)."""
+class _CutSequence(torch.autograd.Function):
+    """Takes this rank's part (B, T / tp, D) of activations (B, T, D) that are equal on all
+    ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Together) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: TensorGroup) -> Tensor:
         ctx.ranks = ranks
         return x.chunk(ranks.size, 1)[ranks.rank].contiguous()
 
@@ -451,11 +453,11 @@ class _Part(torch.autograd.Function):
         return ctx.ranks.gather(gradients[0]), None
 
 
-class _Whole(torch.autograd.Function):
-    """(B, T / tp, D) → (B, T, D), equal on all ranks."""
+class _JoinSequence(torch.autograd.Function):
+    """Gathers the ranks' parts (B, T / tp, D) to activations (B, T, D), equal on all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Together) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: TensorGroup) -> Tensor:
         ctx.ranks = ranks
         return ranks.gather(x)
 
@@ -464,15 +466,15 @@ class _Whole(torch.autograd.Function):
         return gradients[0].chunk(ctx.ranks.size, 1)[ctx.ranks.rank].contiguous(), None
 
 
-def _vocabulary(module: Any, ranks: Together) -> Forward:
+def _vocabulary(module: Any, ranks: TensorGroup) -> Forward:
     def look_up(ids: Tensor) -> Tensor:
         weight = _local(module.weight)
         index = ids - first_row(module.weight, ranks)
         mine = (index >= 0) & (index < len(weight))
         rows = nn.functional.embedding(index.clamp(0, len(weight) - 1), weight)
-        # Rows of other ranks are 0 in the sum over ranks.
+        # Each row is 0 on all ranks but the one that holds it, so the sum over ranks is the row.
         rows = rows.masked_fill(~mine[..., None], 0)
-        # Position ids (T) are equal for all rows of a batch, and are cut along the sequence too.
+        # Position ids have shape (T), and their embeddings are cut along the sequence too.
         return ranks.leave(rows) if ids.dim() > 1 else ranks.leave(rows[None])[0]
 
     def refuse(*args: Any) -> Tensor:
@@ -484,7 +486,7 @@ def _vocabulary(module: Any, ranks: Together) -> Forward:
     return look_up if isinstance(module, nn.Embedding) else refuse
 
 
-_FORWARDS: dict[str, Callable[[nn.Module, Together], Forward]] = {
+_FORWARDS: dict[str, Callable[[nn.Module, TensorGroup], Forward]] = {
     "column": _column,
     "fused": _fused,
     "row": _row,
@@ -496,32 +498,33 @@ _FORWARDS: dict[str, Callable[[nn.Module, Together], Forward]] = {
 }
 
 
-def first_row(weight: Tensor, ranks: Together) -> int:
-    """Index of this rank's first row of a weight (V, D) cut by Shard(0)."""
+def first_row(weight: Tensor, ranks: TensorGroup) -> int:
+    """Return the index in the whole weight (V, D) of this rank's first row."""
     return -(-weight.shape[0] // ranks.size) * ranks.rank
 
 
 class VocabularyLoss(nn.Module):
-    """`HeadLoss` for a head whose rows are cut over ranks."""
+    """Replaces `HeadLoss` for a head whose rows are cut over ranks."""
 
-    def __init__(self, ranks: Together) -> None:
+    def __init__(self, ranks: TensorGroup) -> None:
         super().__init__()
         self._ranks = ranks
 
     def compile(self, *arguments: Any, **options: Any) -> None:
-        """Does nothing: the loss has collectives."""
+        """Does nothing, because the loss has collectives, which are not compiled."""
 
     def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """Mean in nats over the labels that are not -100, a float32 scalar.
+        """Return the mean cross-entropy over the labels that are not -100, in nats, a float32
+        scalar.
 
         Args:
-            hidden: (B, T or T / tp, D), the residual stream.
-            weight: (V, D), of the head, a DTensor.
+            hidden: the residual stream, (B, T or T / tp, D).
+            weight: the weight of the head, a DTensor (V, D).
             labels: (B, T).
         """
-        hidden, local = _Enter.apply(hidden, self._ranks), _local(weight)
+        hidden, local = _EnterLayers.apply(hidden, self._ranks), _local(weight)
         chunks = -(-labels.numel() // max(1, most_logits(hidden) // len(local)))
-        total = _CutLoss.apply(
+        total = _ShardedHeadLoss.apply(
             hidden.flatten(0, -2).to(local.dtype),
             local,
             labels.flatten(),
@@ -533,19 +536,18 @@ class VocabularyLoss(nn.Module):
         return total / (labels != IGNORED_LABEL).sum().clamp(min=1)
 
     def log_probs(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """See `label_log_probs`; arguments as of `forward`."""
+        """Return the log-probability of each label, see `label_log_probs`. Arguments as for
+        `forward`."""
         ranks = self._ranks
-        whole, first = _Enter.apply(hidden, ranks), first_row(weight, ranks)
+        whole, first = _EnterLayers.apply(hidden, ranks), first_row(weight, ranks)
         return label_log_probs(whole, _local(weight), labels, first, ranks.group)
 
 
-class _CutLoss(torch.autograd.Function):
-    """Sum of the cross-entropies; hidden (N, D), weight (V / tp, D) from row `start` of the head,
-    labels (N). Like `trainer.models.loss._ChunkedLoss`, with two small all-reduces per chunk: of
-    the largest logits, and of the sums for softmax and loss.
-
-    The gradient of hidden is this rank's term.
-    """
+class _ShardedHeadLoss(torch.autograd.Function):
+    """Sum of the cross-entropies for hidden (N, D), this rank's rows of the head (V / tp, D), from
+    row `start` on, and labels (N). Computed in chunks as in `trainer.models.loss._ChunkedLoss`,
+    with two small all-reduces per chunk: of the largest logits, and of the sums for softmax and
+    loss. The gradient of hidden is this rank's term of a sum over the ranks."""
 
     @staticmethod
     def forward(
@@ -571,7 +573,7 @@ class _CutLoss(torch.autograd.Function):
             logits = torch.mm(hidden[part], weight.T, **wide).float()
             largest = logits.amax(1)
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-            # exp must not overflow.
+            # Subtracted so that exp does not overflow.
             logits -= largest[:, None]
             target = logits.gather(1, index)[:, 0] * mine
             likely = logits.exp_()
@@ -581,7 +583,7 @@ class _CutLoss(torch.autograd.Function):
             if to_hidden is None:
                 continue
             likely.div_(sums[0][:, None]).scatter_add_(1, index, -mine.float()[:, None])
-            # Rows without a counted label have no gradient.
+            # Rows whose label is masked have no gradient.
             gradient = likely.mul_(counts[:, None]).to(hidden.dtype)
             torch.mm(gradient, weight, out=to_hidden[part])
             if to_weight is not None:

@@ -1,5 +1,5 @@
-"""Predicts what a recipe needs before a machine is rented: `predict` for one recipe on one machine;
-search.py compares all strategies."""
+"""Predicts memory and time of a recipe on a machine that need not exist: `predict`. search.py
+compares all strategies."""
 
 from trainer.plan.prediction import Prediction, predict
 

@@ -1,4 +1,4 @@
-"""What a recipe trains, without weights and data: the shapes of a model and of its stages."""
+"""The model of a recipe without weights and data: shapes of its parameters and pipeline stages."""
 
 import copy
 import dataclasses
@@ -25,13 +25,12 @@ from trainer.tasks.task import bare_model
 from trainer.tasks.text_model import documents_for
 
 DEPTH = 2
-"""Blocks that are traced if all are equal: the last one, and one whose output goes to another
-block."""
+"""Number of blocks that are traced if all blocks are equal: the last block, and one before it."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A parameter as sharding on dim 0 sees it."""
+class ParameterShape:
+    """A parameter with what is needed to compute sizes of its shards on dim 0."""
 
     rows: int
     row: int
@@ -39,19 +38,18 @@ class Shape:
     itemsize: int
     """Bytes per element."""
     state: tuple[StateTensor, ...] = ()
-    """State tensors of the optimizer."""
     stacked: bool = False
-    """Whether its rows are experts."""
+    """Whether dim 0 is over experts."""
     divided: int = 1
-    """Number of rank groups that hold different rows before sharding: tp or ep."""
+    """Number of tensor- or expert-parallel ranks that divide the rows, before FSDP shards them."""
     beside: int = 1
-    """For divided experts, tp ranks, over which they are sharded as well."""
+    """For experts with `divided` > 1: the number of tp ranks, over which FSDP shards them too."""
     trained: bool = True
-    """Whether it has a gradient; if not, it is frozen."""
+    """Whether the parameter has a gradient; otherwise it is frozen."""
     number: bool = True
-    """Whether its elements are floating-point numbers, which FSDP casts; if not, they are bytes."""
+    """Whether elements are floating-point numbers, which FSDP casts; otherwise they are bytes."""
     weights: int = 0
-    """Number of weights: its elements, or those encoded in its bytes."""
+    """Number of weights: elements, or weights encoded in the bytes."""
 
     @property
     def whole(self) -> int:
@@ -59,67 +57,69 @@ class Shape:
         return -(-self.rows // self.divided) * self.row
 
     def over(self, ranks: int) -> int:
-        """Ranks over which FSDP shards it, if it shards other parameters over `ranks`."""
+        """Return the number of ranks over which FSDP shards this parameter, if it shards ordinary
+        parameters over `ranks`."""
         return max(1, ranks * self.beside // self.divided)
 
     def sharded(self, ranks: int) -> int:
-        """Elements of the first rank's shard, the largest."""
+        """Return the number of elements in the first rank's shard, which is the largest."""
         return -(-self.rows // (self.divided * self.over(ranks))) * self.row
 
     def gathered(self, ranks: int) -> int:
-        """Elements of all shards that a rank gathers, with padding."""
+        """Return the number of elements that a rank gathers, including padding."""
         return self.over(ranks) * self.sharded(ranks)
 
     def size_as(self, itemsize: int | None) -> int:
-        """Bytes of an element after a cast to a format of `itemsize` bytes, if it is cast."""
+        """Return the bytes per element after a cast to a format of `itemsize` bytes. None and
+        parameters that are not numbers: without a cast."""
         return itemsize if itemsize and self.number else self.itemsize
 
     def state_bytes(self, ranks: int) -> int:
-        """Bytes of the optimizer's state on the first rank."""
+        """Return the bytes of the optimizer's state on the first rank."""
         return sum(tensor.nbytes(self.sharded(ranks)) for tensor in self.state)
 
     def moment_bytes(self, ranks: int) -> int:
-        """Bytes of the state that is sharded with the parameter, on the first rank."""
+        """Return the bytes on the first rank of the state that is sharded as the parameter is."""
         return sum(t.nbytes(self.sharded(ranks)) for t in self.state if t.block)
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes in a checkpoint, without step counts."""
+        """Bytes of parameter and optimizer state in a checkpoint, without step counts."""
         state = sum(tensor.nbytes(self.rows * self.row) for tensor in self.state if tensor.shape)
         return self.rows * self.row * self.itemsize + state
 
 
 @dataclass(frozen=True, eq=False)
 class Blueprint:
-    """What a recipe trains, without weights and data."""
+    """The model of a recipe on the meta device, with the shapes of its parameters."""
 
     recipe: Recipe
-    """The recipe as it was read."""
     model: nn.Module
-    """On the meta device."""
+    """The whole model, on the meta device."""
     traced: nn.Module
-    """What is traced: `model`, or a model like it with fewer blocks."""
+    """The model that is traced: `model`, or one like it with fewer blocks."""
     block_count: int
     seq_len: int
     documents: Literal["document_ids", "cu_seqlens"] | None
-    """The form of the document boundaries that the model takes."""
+    """The argument by which the model gets document boundaries; None: it gets none."""
     flops_per_token: float
-    """As `Task.flops_per_token`."""
-    units: tuple[tuple[Shape, ...], ...]
-    """Parameters by FSDP unit: those outside of blocks, then each block. Tied ones appear once."""
+    """See `Task.flops_per_token`."""
+    units: tuple[tuple[ParameterShape, ...], ...]
+    """Parameters by FSDP unit: first all outside of blocks, then each block. Tied parameters appear
+    once."""
     buffers: int
     """Bytes of the model's buffers."""
     optimizer: Optimizer
-    """Determines the state of each parameter."""
+    """Options of the optimizer, which determine the state of each parameter."""
 
     @property
     def parameter_count(self) -> int:
-        """Number of weights."""
+        """Number of all weights."""
         return sum(shape.weights for unit in self.units for shape in unit)
 
     @property
     def trained_count(self) -> int:
-        """Number of trained elements."""
+        """Number of trained weights."""
         return sum(shape.rows * shape.row for unit in self.units for shape in trained_of(unit))
 
 
@@ -127,14 +127,14 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
     """Build the model of a recipe on the meta device.
 
     Raises:
-        RecipeError: it cannot be built.
+        RecipeError: the model cannot be built.
         ConfigError: the config.json of `model.init_from` cannot be used.
     """
     model, blocks, flops = bare_model(recipe)
-    # The model of a factory has values, which planning does not need.
+    # A user's factory may return a model with weights, which planning does not need.
     model = model.to("meta")
     traced = model
-    if recipe.model.factory:  # each trace changes a copy, so the model must allow one
+    if recipe.model.factory:  # traces change a copy of the model, so copying must work
         what = f"a copy of {type(model).__name__}, which planning needs,"
         with refusing("model.factory", what):
             copy.deepcopy(model)
@@ -163,12 +163,13 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
 
 
 def _adapter_for_fewer_blocks(model: Decoder, adapter: Adapter) -> Adapter:
-    """The adapter options for the model with fewer blocks: layers by suffix, as indices differ."""
+    """Return adapter options that select the same layers in a model with fewer blocks: by suffix,
+    because indices of blocks differ."""
     layers = [name for name, one in model.named_modules() if isinstance(one, LoraLinear)]
     return dataclasses.replace(adapter, targets=tuple({n.rpartition(".")[2] for n in layers}))
 
 
-Units: TypeAlias = tuple[tuple[Shape, ...], ...]
+Units: TypeAlias = tuple[tuple[ParameterShape, ...], ...]
 
 
 def _units(model: nn.Module, blocks: Sequence[nn.Module], optimizer: Optimizer) -> Units:
@@ -183,21 +184,22 @@ def _units(model: nn.Module, blocks: Sequence[nn.Module], optimizer: Optimizer) 
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
-    """The part of a model that a rank computes: some blocks, with what lies below the first and
-    above the last; without a pipeline the whole model."""
+class StageBlueprint:
+    """The shapes of a pipeline stage: some blocks, with the embedding if it is the first stage and
+    the head if it is the last. Without a pipeline, the whole model."""
 
     first: bool
     last: bool
     blocks: int
+    """Number of blocks."""
     units: Units
-    """As in `Blueprint`, cut by tensor parallelism."""
-    tied: tuple[Shape, ...] = ()
-    """The embedding, if another stage holds it too."""
+    """Parameters by FSDP unit as in `Blueprint`, cut by tensor parallelism."""
+    tied: tuple[ParameterShape, ...] = ()
+    """The embedding weight, if another stage holds it too."""
 
 
-def stage_of(blueprint: Blueprint, blocks: range, cut: Strategy) -> Stage:
-    """The stage with the given blocks, on one of the ranks that compute it together.
+def stage_of(blueprint: Blueprint, blocks: range, cut: Strategy) -> StageBlueprint:
+    """Return the shapes of the stage with these blocks, on one of the tensor-parallel ranks.
 
     Raises:
         RecipeError: the model cannot be cut that way.
@@ -209,23 +211,23 @@ def stage_of(blueprint: Blueprint, blocks: range, cut: Strategy) -> Stage:
 @cache
 def _stage_of(
     blueprint: Blueprint, first: bool, last: bool, blocks: int, cut: Strategy, apart: int
-) -> Stage:
+) -> StageBlueprint:
     together = tp.ranks(cut)
     if first and last and together == 1:
-        return Stage(True, True, blocks, _divided(blueprint.units, apart, together))
+        return StageBlueprint(True, True, blocks, _divided(blueprint.units, apart, together))
     whole = _divided(_units_of_part(blueprint, True, True, cut), apart, together)
     if not isinstance(blueprint.traced, Decoder):
-        return Stage(first, last, blocks, whole)
+        return StageBlueprint(first, last, blocks, whole)
     # All blocks are equal, so one traced block stands for each.
     rest = _units_of_part(blueprint, first, last, cut)[0]
-    tied: tuple[Shape, ...] = ()
+    tied: tuple[ParameterShape, ...] = ()
     if first != last and blueprint.traced.model.architecture.tie_word_embeddings:
         tied = _units_of_part(blueprint, True, False, cut)[0]
-    return Stage(first, last, blocks, (rest, *[whole[1]] * blocks), tied)
+    return StageBlueprint(first, last, blocks, (rest, *[whole[1]] * blocks), tied)
 
 
 def _divided(units: Units, apart: int, together: int) -> Units:
-    """The units with experts divided among `apart` groups of ranks."""
+    """Return the units with experts divided among `apart` expert-parallel ranks."""
     if apart == 1:
         return units
     return tuple(
@@ -238,7 +240,7 @@ def _divided(units: Units, apart: int, together: int) -> Units:
 
 @cache
 def _units_of_part(blueprint: Blueprint, first: bool, last: bool, cut: Strategy) -> Units:
-    """Units of the traced blocks, with what lies below the first or above the last."""
+    """Return the units of the traced blocks, with the embedding if `first`, the head if `last`."""
     part = blueprint.traced
     if first and last:
         part = copy.deepcopy(part)
@@ -248,52 +250,58 @@ def _units_of_part(blueprint: Blueprint, first: bool, last: bool, cut: Strategy)
             return ((),)
         part = part.part(range(0 if first else 1, depth if last else 1))
     if tp.ranks(cut) > 1:
-        from trainer.plan.imagined_ranks import Ranks, imagined_ranks  # imports all strategies
+        # Imported here, because it imports all strategies.
+        from trainer.plan.imagined_ranks import ImaginedRanks, imagined_ranks
 
         with imagined_ranks(lambda *_: None, None, None):
-            cut_layers(part, cut, lambda name: Ranks(sizes(cut)[name]))
+            cut_layers(part, cut, lambda name: ImaginedRanks(sizes(cut)[name]))
     return _units(part, repeated_blocks(part), blueprint.optimizer)
 
 
-def _shape(parameter: nn.Parameter, state: tuple[StateTensor, ...], stacked: bool) -> Shape:
+def _shape(
+    parameter: nn.Parameter, state: tuple[StateTensor, ...], stacked: bool
+) -> ParameterShape:
     rows = parameter.shape[0] if parameter.dim() else 1
     row, itemsize = parameter.numel() // max(1, rows), parameter.element_size()
-    return Shape(
+    return ParameterShape(
         rows, row, itemsize, state, stacked, trained=parameter.requires_grad,
         number=parameter.is_floating_point(), weights=weights_in(parameter),
     )  # fmt: skip
 
 
-def trained_of(unit: Sequence[Shape]) -> list[Shape]:
-    """The parameters with gradients."""
+def trained_of(unit: Sequence[ParameterShape]) -> list[ParameterShape]:
+    """Return the trained parameters of a unit."""
     return [shape for shape in unit if shape.trained]
 
 
-def bytes_of(shapes: Sequence[Shape], ranks: int | None = None, itemsize: int | None = None) -> int:
-    """Bytes of all shapes, or of the first of `ranks` shards; with elements of `itemsize` bytes, if
-    given."""
+def bytes_of(
+    shapes: Sequence[ParameterShape], ranks: int | None = None, itemsize: int | None = None
+) -> int:
+    """Return the bytes of whole parameters, or with `ranks` of the first of so many shards; with
+    `itemsize`, after a cast to so many bytes per element."""
     return sum(
         (shape.sharded(ranks) if ranks else shape.whole) * shape.size_as(itemsize)
         for shape in shapes
     )
 
 
-def gathered_bytes(shapes: Sequence[Shape], ranks: int, itemsize: int) -> int:
-    """Bytes of all shards that a rank gathers."""
+def gathered_bytes(shapes: Sequence[ParameterShape], ranks: int, itemsize: int) -> int:
+    """Return the bytes that a rank gathers, including padding."""
     return sum(shape.gathered(ranks) * shape.size_as(itemsize) for shape in shapes)
 
 
-def counted(stages: Sequence[Stage]) -> list[tuple[tuple[Shape, ...], int]]:
-    """Distinct units of some stages with their counts: most blocks are equal."""
-    counts: dict[int, tuple[tuple[Shape, ...], int]] = {}
+def counted(stages: Sequence[StageBlueprint]) -> list[tuple[tuple[ParameterShape, ...], int]]:
+    """Return (unit, number of times that it occurs) for the distinct units of some stages."""
+    counts: dict[int, tuple[tuple[ParameterShape, ...], int]] = {}
     for unit in (unit for stage in stages for unit in stage.units):
-        # By identity: equal blocks share one tuple, and hashing its shapes would be slow.
+        # Compared by identity: equal blocks share one tuple, and hashing its shapes would be slow.
         counts[id(unit)] = unit, counts.get(id(unit), (unit, 0))[1] + 1
     return [*counts.values()]
 
 
-def parts_of(unit: Sequence[Shape]) -> list[list[Shape]]:
-    """Groups that FSDP gathers and reduces separately: divided experts of a block, and the rest."""
+def parts_of(unit: Sequence[ParameterShape]) -> list[list[ParameterShape]]:
+    """Divide a block into parameter groups that FSDP gathers and reduces separately:
+    expert-parallel experts, and the rest."""
     experts = [shape for shape in unit if shape.divided > 1]
     rest = [shape for shape in unit if shape.divided == 1]
     return [part for part in (rest, experts) if part]

@@ -1,7 +1,5 @@
-"""Description of a machine that need not exist, and assumptions about its speed.
-
-Every assumption is a constant in this file, and printed with the figures.
-"""
+"""The description of a machine for a prediction, and assumptions about its speed. Each assumption
+is a constant in this file, and is printed with the predicted figures."""
 
 import re
 import shlex
@@ -11,65 +9,66 @@ from trainer.plan.gpus import GPUS, Gpu, listed_name, peak_tflops, similar_name
 from trainer.recipe import RecipeError
 
 PEAK_SHARE = 0.7
-"""Share of the peak FLOP/s that large matrix products reach. Assumed: the best shapes reach 0.80 on
-an H100, and 0.87 on an A100 (stas00/ml-engineering, compute/accelerator: MAMF)."""
+"""Fraction of the peak FLOP/s that large matrix products reach. Assumed: the best shapes reach 0.80
+on an H100, and 0.87 on an A100 (stas00/ml-engineering, compute/accelerator: MAMF)."""
 BANDWIDTH_SHARE = 0.8
-"""Share of the peak memory bandwidth that elementwise kernels reach. Assumed, as in most
-rooflines."""
+"""Fraction of the peak memory bandwidth that elementwise kernels reach. Assumed, as in most
+roofline models."""
 NETWORK_SHARE = 0.8
-"""Share of a link's bandwidth that a collective reaches: 370 of the 450 GB/s of an H100's NVLink,
-by NCCL's authors (NVIDIA/nccl-tests issue 212). Measure with nccl-tests on a real machine."""
+"""Fraction of a link's bandwidth that a collective reaches: 370 of the 450 GB/s of an H100's
+NVLink, by NCCL's authors (NVIDIA/nccl-tests issue 212). Measure with nccl-tests on a real
+machine."""
 CALL = 8.4e-6
-"""Fixed seconds of a collective. This and the next three are NCCL's own model for choosing
-algorithms (NVIDIA/nccl, src/graph/tuning.cc: Ring, Simple)."""
+"""Fixed seconds of a collective. CALL, HOP, HOP_OVER_PCIE and HOP_BETWEEN_NODES are from NCCL's
+model for choosing algorithms (NVIDIA/nccl, src/graph/tuning.cc: Ring, Simple)."""
 HOP = 3.4e-6
-"""Fixed seconds per step of a collective over NVLink."""
+"""Fixed seconds per ring step of a collective over NVLink."""
 HOP_OVER_PCIE = 5.7e-6
-"""Fixed seconds per step between GPUs of a node over PCIe."""
+"""Fixed seconds per ring step of a collective between GPUs of a node over PCIe."""
 HOP_BETWEEN_NODES = 14e-6
-"""Fixed seconds per step over the network."""
+"""Fixed seconds per ring step of a collective over the network."""
 PLATEAU = 1.9
-"""NCCL's factor for large messages in a ring over several nodes. 256 H100s gather 2 GB at 200 GB/s
-(NVIDIA/nccl issue 1218); this gives 239."""
+"""NCCL's factor on the time of large messages in a ring over several nodes. With it the model
+predicts 239 GB/s where 256 H100s gather 2 GB at 200 GB/s (NVIDIA/nccl issue 1218)."""
 LAUNCH = 10e-6
-"""Seconds for a host to launch a kernel. It launches ahead, so a pass takes at least all its
-launches. Assumed: eager torch is reported to take 5 to 25 microseconds."""
+"""Seconds for a host to launch a kernel; a pass takes at least the time of all its launches.
+Assumed: eager torch is reported to take 5 to 25 microseconds."""
 TAKEN_SHARE = 20 / 132
-"""Share of a GPU that collectives use beside computation: DeepSeek-V3 gives them 20 of 132
-multiprocessors (arXiv 2412.19437, section 3.2.2)."""
+"""Fraction of a GPU that collectives use while it also computes: DeepSeek-V3 reserves 20 of 132
+multiprocessors for them (arXiv 2412.19437, section 3.2.2)."""
 HOST_BANDWIDTH = 200e9
-"""Bytes/s at which all optimizers of a node together update state in host memory. Assumed: eight
-channels of DDR5-4800 give 307 GB/s."""
+"""Bytes/s at which the optimizers of all ranks of a node together update state in host memory.
+Assumed: eight channels of DDR5-4800 have a peak of 307 GB/s."""
 DISK_BANDWIDTH = 5e9
 """Bytes/s of a node's local disk, with strategy.offload: nvme. Assumed: one drive on PCIe 4."""
 UPDATE_ON_DISK = 16
-"""Bytes per parameter between memory and disk in an update: the weight is read and written, the
-gradient read for the norm and again. The optimizer's state is added, read and written."""
+"""Bytes per parameter between memory and disk in an update, without the optimizer's state: the
+weight is read and written, the gradient is read for the norm and for the update."""
 PAGEABLE_SHARE = 0.5
-"""Share of PCIe's bandwidth that copies from and to unpinned memory reach, such as mapped files.
+"""Fraction of PCIe's bandwidth that copies reach from and to unpinned memory, such as mapped files.
 Assumed: the driver copies everything twice, which halves the speed in NVIDIA's examples."""
 DEFAULT_NET = 50e9
-"""Bytes/s between a node and the others if not given, for GPUs without a usual network: one card of
-400 Gb/s."""
+"""Bytes/s between nodes without --net, for GPUs without a usual network: one card of 400 Gb/s."""
 USUAL_NODE, LARGEST_NODE = 8, 72
 """GPUs of one node: the usual number, and the largest."""
 UPDATE_TRAFFIC = 24
-"""Bytes per parameter in an update, all float32: the weight is read and written, the gradient read
-by update and norm, and read and written by clipping. The optimizer's state is added, read and
-written."""
+"""Bytes of memory traffic per parameter in an update in float32, without the optimizer's state: the
+weight is read and written; the gradient is read by update and norm, read and written by
+clipping."""
 
 ROUNDING_TRAFFIC = {"fp32": 0, "bf16": 250, "int8": 450}
-"""More bytes per parameter in an update that rounds its results, by optimizer.state_dtype: what
-formats.py reads and writes in float32 and of hashes. Weights in bf16 take as much as bf16 state."""
+"""Additional bytes of memory traffic per parameter in an update whose results are rounded, by
+optimizer.state_dtype: float32 temporaries and hashes in formats.py. Rounding weights to bf16 costs
+as much as rounding state to bf16."""
 
 ADDITION_TRAFFIC = 12
-"""Bytes per parameter in host memory for adding an offloaded gradient to that of earlier passes:
-two are read, one is written."""
+"""Bytes of host memory traffic per parameter for adding an offloaded gradient to the sum of earlier
+passes: two are read, one is written."""
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The machine of a prediction."""
+class PlannedMachine:
+    """The nodes and GPUs for which a prediction is made, with their speeds."""
 
     nodes: int
     gpus_per_node: int
@@ -83,21 +82,21 @@ class Machine:
     call: float = CALL
     """Fixed seconds of a collective."""
     hop: float = HOP
-    """Fixed seconds per step of a collective inside a node."""
+    """Fixed seconds per ring step of a collective inside a node."""
     hop_between: float = HOP_BETWEEN_NODES
-    """Fixed seconds per step between nodes."""
+    """Fixed seconds per ring step of a collective between nodes."""
     storage: float | None = None
     """Bytes/s at which all ranks together write a checkpoint."""
     node_memory: float | None = None
     """Bytes of a node's host memory; None: unknown, treated as unlimited."""
     node_disk: float | None = None
-    """Bytes of a node's local disk, likewise."""
+    """Bytes of a node's local disk; None: unknown, treated as unlimited."""
     note: str = ""
-    """Assumptions about it, as text."""
+    """Assumptions about this machine, as text for the user."""
 
     @property
     def world_size(self) -> int:
-        """One rank per GPU."""
+        """Number of ranks, one per GPU."""
         return self.nodes * self.gpus_per_node
 
 
@@ -111,19 +110,19 @@ def describe_machine(
     memory: str | None = None,
     disk: str | None = None,
     tflops: float | None = None,
-) -> Machine:
+) -> PlannedMachine:
     """Parse a machine from command-line options.
 
     Args:
-        gpus: per node: 8xH100, 8x80GB, or one GPU without a number. For names see `listed_name`.
+        gpus: GPUs of a node: 8xH100, 8x80GB, or H100 for a single one. For names see `listed_name`.
             More than LARGEST_NODE are split into nodes of USUAL_NODE.
         nodes: number of nodes.
-        dtype: of the computation, as in `precision.dtype`.
-        net: between nodes: 400Gb/s, 50GB/s, 8x400Gb/s for eight network cards.
-        storage: such as 2GB/s.
-        memory: of a node's host, such as 2TB.
-        disk: local disk of a node, such as 8TB.
-        tflops: of one GPU, if its name does not determine it.
+        dtype: dtype of the computation, as in `precision.dtype`.
+        net: bandwidth of a node's network: 400Gb/s, 50GB/s, 8x400Gb/s for eight network cards.
+        storage: bandwidth of all ranks together to storage, such as 2GB/s.
+        memory: host memory of a node, such as 2TB.
+        disk: size of a node's local disk, such as 8TB.
+        tflops: peak of one GPU, in place of the listed peak.
 
     Raises:
         RecipeError: an option is malformed, or the GPU is unknown.
@@ -149,7 +148,7 @@ def describe_machine(
         notes.append(f"So many GPUs are {nodes} nodes of {count} (--gpus {each} --nodes {nodes}).")
     if size:
         wanted = float(size[1])
-        # A memory size fits several GPUs. The slowest of them promises no speed that is not there.
+        # Several GPUs have memory of this size. The slowest of them makes no false promise.
         able = [n for n in GPUS if GPUS[n].flash_attention or dtype != "bf16"]
         name = min(
             able,
@@ -171,13 +170,13 @@ def describe_machine(
     if nodes > 1 and net is None:
         of_node = f"{count} x {gpu.card * 8 / 1e9:g}" if gpu.card else f"{DEFAULT_NET * 8 / 1e9:g}"
         notes.append(f"--net is not given: {of_node} Gb/s per node.")
-    return Machine(
+    return PlannedMachine(
         nodes=nodes,
         gpus_per_node=count,
         gpu=gpu,
         peak_flops=(tflops or peak_tflops(gpu, dtype)) * 1e12,
         net=_rate("--net", net) if net else cards,
-        # A link no faster than PCIe is PCIe.
+        # A GPU whose link is not faster than PCIe has no other link.
         hop=HOP if gpu.link > gpu.pcie else HOP_OVER_PCIE,
         storage=_rate("--storage", storage) if storage else None,
         node_memory=_size("--host-memory", memory) if memory else None,
@@ -187,7 +186,7 @@ def describe_machine(
 
 
 def _rate(option: str, text: str) -> float:
-    """Parse bytes/s; bits with a small b, as network cards are sold."""
+    """Parse a bandwidth; returns bytes/s. A small b means bits, as for network cards."""
     matched = re.fullmatch(
         r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*([kMGT])(b|B)(?:/s|ps)", text.strip()
     )
@@ -201,7 +200,7 @@ def _rate(option: str, text: str) -> float:
 
 
 def _size(option: str, text: str) -> float:
-    """Parse a size in bytes."""
+    """Parse a size, such as 2TB; returns bytes."""
     matched = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GT])B", text.strip())
     if not matched or not float(matched[1]):
         raise RecipeError(f"{option}: {text!r} is not a size; write 512GB or 2TB")

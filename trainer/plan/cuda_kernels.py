@@ -1,4 +1,4 @@
-"""Stand-ins for kernels that only GPUs have, for traces on the CPU."""
+"""Replacements for CUDA kernels in traces on a CPU: they keep the same tensors for backward."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,14 +14,14 @@ from trainer.models import attention, loss
 
 @contextmanager
 def cuda_kernels(flash: bool, memory: float) -> Iterator[None]:
-    """While entered, attention and RMSNorm behave as on CUDA, and the loss as on a GPU with
-    `memory` bytes. `flash`: whether compute capability is at least 8.0.
+    """Context in which attention and RMSNorm allocate memory as on CUDA, and the loss as on a GPU
+    with `memory` bytes. `flash`: whether its compute capability is at least 8.0.
 
-    Fake tensors of a GPU need a build of torch for it. The CPU's own kernels would keep other
-    tensors for backward.
+    Fake CUDA tensors are no alternative: they need a CUDA build of torch.
     """
     attend = partial(_attend, flash)
-    # Patches: a TorchFunctionMode would be off in backward, where blocks are recomputed.
+    # Functions are patched, because a TorchFunctionMode is off in backward, which recomputes
+    # blocks.
     kernels = patch.multiple(F, scaled_dot_product_attention=attend, rms_norm=_normalise)
     choice = patch.multiple(
         attention,
@@ -33,8 +33,8 @@ def cuda_kernels(flash: bool, memory: float) -> Iterator[None]:
 
 
 def loss_patches(memory: float) -> dict[str, Any]:
-    """Replacements for the functions of `trainer.models.loss` that depend on the device: what they
-    return on a GPU with `memory` bytes."""
+    """Return replacements for the functions of `trainer.models.loss` that depend on the device, as
+    if on a GPU with `memory` bytes."""
     return {
         "on_gpu": lambda _tensor: True,
         "most_logits": lambda _tensor: loss.logits_in(memory),
@@ -43,8 +43,8 @@ def loss_patches(memory: float) -> dict[str, Any]:
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Stands in for `add_product`."""
-    # torch 2.11 has no `out_dtype` for fake tensors here.
+    """Replaces `loss.add_product`."""
+    # torch 2.11 does not support its argument `out_dtype` for fake tensors.
     wide = [x.new_zeros((), dtype=total.dtype).expand(x.shape) for x in (left, right)]
     torch.addmm(total, *wide, out=total)
 
@@ -52,8 +52,8 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 def _flex_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: None, enable_gqa: bool
 ) -> torch.Tensor:
-    """Stands in for FlexAttention: it keeps the tensors that flash attention keeps. In eager form
-    autograd would keep every intermediate."""
+    """Replaces FlexAttention by flash attention, which keeps the same tensors for backward. Eager
+    FlexAttention would keep every intermediate."""
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
 
 
@@ -68,8 +68,9 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Attention as SDPA chooses on CUDA: flash attention if it can, else the memory-efficient
-    kernel, else matrix products. The first, and bf16 in the second, need compute capability 8.0."""
+    """Replaces SDPA by the kernel that it selects on CUDA: flash attention if possible, else the
+    memory-efficient kernel, else matrix products. Flash attention, and bf16 in the memory-efficient
+    kernel, need compute capability 8.0."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -77,7 +78,7 @@ def _attend(
         kernel = torch.ops.aten._scaled_dot_product_flash_attention
         return kernel(q, k, v, dropout_p, is_causal, scale=scale)[0]
     groups = q.shape[1] // k.shape[1]
-    if groups > 1:  # on CUDA `models.attention.attend` repeats them, or SDPA does
+    if groups > 1:  # on CUDA too these kernels get repeated keys and values
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     if not flash and q.dtype == torch.bfloat16:
         products = torch.ops.aten._scaled_dot_product_attention_math
@@ -105,7 +106,8 @@ def _normalise(
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """Keeps its input and one number per row, as the fused kernel does."""
+    """RMSNorm that keeps for backward its input and one number per row, as the fused kernel
+    does."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

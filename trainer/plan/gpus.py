@@ -1,7 +1,5 @@
-"""Data of GPUs by name, for MFU and plans.
-
-An unlisted GPU has no peak and no plan: a wrong figure would be worse than none.
-"""
+"""Data sheets of GPUs by name, for MFU and plans. For GPUs that are not listed there is no MFU and
+no plan."""
 
 import difflib
 import re
@@ -9,69 +7,68 @@ from dataclasses import dataclass
 
 MIB = 1 << 20
 MAKER = r"(?:NVIDIA |AMD |Tesla |GeForce |Instinct )*"
-"""Words before a device's own name."""
+"""Regular expression for the words in a device's name that precede its model."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, by its data sheet."""
+    """Data of one model of GPU."""
 
     device: str
-    """Regular expression for its whole name in torch.cuda.get_device_name and nvidia-smi, without
-    MAKER. The name of a slice of a GPU, or of a laptop's chip, has more words and does not
-    match."""
+    """Regular expression for the whole name by torch.cuda.get_device_name and nvidia-smi, without
+    MAKER. Names of MIG slices and laptop GPUs have more words, and do not match."""
     tflops: float
-    """Dense peak of bf16 and fp16 products with float32 sums."""
+    """Dense peak of bf16 and fp16 products with float32 sums, in TFLOP/s."""
     fp8_tflops: float | None
-    """Dense peak of 8-bit products; None: it has none."""
+    """Dense peak of 8-bit products, in TFLOP/s; None: not supported."""
     fp32_tflops: float
-    """Peak of float32 products without tensor cores. By default PyTorch does not round to TF32."""
+    """Peak of float32 products without tensor cores, in TFLOP/s: by default PyTorch does not round
+    to TF32."""
     sold_as: float
     """Memory on the data sheet, in the vendor's decimal or binary gigabytes."""
     memory: float
     """Bytes that the device reports (nvidia-smi, rocm-smi)."""
     bandwidth: float
-    """Bytes/s of its memory."""
+    """Bandwidth of the memory, in bytes/s."""
     link: float
     """Bytes/s to the other GPUs of a node, one way: NVLink or Infinity Fabric, else PCIe."""
     pcie: float
-    """Bytes/s to the host, one way; over NVLink-C2C if it has that."""
+    """Bytes/s to the host, one way: PCIe or NVLink-C2C."""
     source: str
     """The vendor's document."""
     flash_attention: bool = True
-    """Whether it has flash attention: from compute capability 8.0 on. Earlier tensor cores also
-    lack bf16, which is then as slow as float32."""
+    """Whether flash attention and bf16 tensor cores are supported, as from compute capability 8.0
+    on."""
     card: float | None = None
-    """Bytes/s to other nodes, one way, of each GPU's network card in the vendor's own nodes, such
-    as DGX H100; None: no usual network."""
+    """Bytes/s to other nodes, one way, of the network card that each GPU has in the vendor's nodes,
+    such as DGX H100; None: such nodes do not exist."""
     attention: float = 0.6
-    """Share of the peak that flash attention reaches over both passes: FlashAttention-2 0.5 to 0.73
-    on an A100 (arXiv 2307.08691) and 0.35 on an H100 (arXiv 2407.08608)."""
+    """Fraction of the peak that flash attention reaches over forward and backward: FlashAttention-2
+    0.5 to 0.73 on an A100 (arXiv 2307.08691) and 0.35 on an H100 (arXiv 2407.08608)."""
 
 
 HOPPER = 0.35
-"""`Gpu.attention` of GPUs newer than FlashAttention-2."""
+"""`Gpu.attention` of Hopper and later GPUs, which FlashAttention-2 does not fully use."""
 BLACKWELL = "NVIDIA Blackwell data sheet: GB200 NVL72 and HGX B200"
 H100 = "NVIDIA H100 Tensor Core GPU data sheet"
 H200 = "NVIDIA H200 Tensor Core GPU data sheet"
 A100 = "NVIDIA A100 Tensor Core GPU data sheet"
 V100 = "NVIDIA V100 Tensor Core GPU data sheet"
 
-# The figures of the documents that `source` names. Those that state peaks with sparsity are
-# halved. The documents could not be opened. On 25 November 2026 pages and programs that quote them
-# were read instead, and published listings of nvidia-smi and rocm-smi for `memory`. From memory
-# alone are the NVLink of GH200 and V100, the C2C of GB200, the PCIe of V100, T4 and RTX 4090, what
-# stands of A10G, RTX A6000 and RTX 3090, the memory of L40, and float32 peaks other than those of
-# GB200, H200, H100 and L40.
-# So are the network cards of A100 and MI300X; the others are of systems in MLPerf's results. What
-# flash attention reaches is published of A100 and H100, and taken from the nearer one for others.
+# Where the figures come from. `source` names the vendor's document, which could not be opened; on
+# 25 November 2026 pages and programs that quote it were read instead, and for `memory` published
+# listings of nvidia-smi and rocm-smi. Peaks with sparsity are halved. Without any document, from
+# memory, are: NVLink of GH200 and V100; C2C of GB200; PCIe of V100, T4 and RTX 4090; all figures of
+# A10G, RTX A6000 and RTX 3090; memory of L40; float32 peaks except for GB200, H200, H100 and L40;
+# network cards of A100 and MI300X. Other network cards are of systems in MLPerf's results.
+# `attention` is published for A100 and H100; other GPUs have the value of the more similar one.
 #
-# Tests hold them against each other. Peaks are multiprocessors x boost clock x operations a clock;
-# GB200, H100 NVL and H200 NVL have no published clock that would tell, and that of B200 is a web
-# page's. 8-bit peaks are twice the others. Bandwidths are bus width x rate of a pin; those of
-# GH200, H200, H100 PCIe and H100 NVL are unchecked by tests. No test checks links and pcie.
+# What tests check. Peaks equal multiprocessors x boost clock x operations per clock, except for
+# GB200, H100 NVL and H200 NVL, whose clock is not published; the clock of B200 is from a web page.
+# 8-bit peaks are twice the 16-bit peaks. Bandwidths equal bus width x rate per pin, except for
+# GH200, H200, H100 PCIe and H100 NVL. Links and PCIe are not checked.
 GPUS = {
-    # Two GPUs share 900 GB/s to one Grace, both ways together.
+    # Two GPUs share NVLink-C2C to one Grace CPU, 900 GB/s in both directions together.
     "GB200": Gpu(
         "GB200", 2500, 5000, 80, 186, 189471 * MIB, 8e12, 900e9, 225e9, BLACKWELL, card=50e9,
         attention=HOPPER,
@@ -130,7 +127,7 @@ GPUS = {
         "RTX A6000", 154.8, None, 38.7, 48, 49140 * MIB, 0.768e12, 32e9, 32e9,
         "NVIDIA RTX A6000 data sheet",
     ),
-    # Sums in float32 halve the rate of GeForce cards; their headlines are of sums in fp16.
+    # GeForce cards have half their advertised rate, because sums are in float32 here, not fp16.
     "RTX 5090": Gpu(
         "RTX 5090", 209.5, 419, 104.8, 32, 32607 * MIB, 1.792e12, 64e9, 64e9,
         "NVIDIA RTX Blackwell GPU Architecture whitepaper",
@@ -139,12 +136,12 @@ GPUS = {
         "RTX 4090", 165.2, 330.3, 82.6, 24, 24564 * MIB, 1.008e12, 32e9, 32e9,
         "NVIDIA Ada GPU Architecture whitepaper",
     ),
-    # Without the bridge that joins two of them by NVLink.
+    # Without the NVLink bridge that can connect two cards.
     "RTX 3090": Gpu(
         "RTX 3090", 71, None, 35.6, 24, 24576 * MIB, 0.936e12, 32e9, 32e9,
         "NVIDIA Ampere GA102 GPU Architecture whitepaper",
     ),
-    # Seven links of 64 GB/s, one way.
+    # Seven Infinity Fabric links of 64 GB/s, one way.
     "MI300X": Gpu(
         r"MI300X(?: OAM| VF)?", 1307.4, 2614.9, 163.4, 192, 196592 * MIB, 5.3e12, 448e9, 64e9,
         "AMD Instinct MI300X Accelerator data sheet", card=50e9, attention=HOPPER,
@@ -173,13 +170,13 @@ GPUS = {
 
 
 def named_gpu(name: str) -> Gpu | None:
-    """The GPU with a device's name, or None."""
+    """Return the GPU whose device name is `name`; None if it is not listed."""
     return next((gpu for gpu in GPUS.values() if re.fullmatch(MAKER + gpu.device, name)), None)
 
 
 def listed_name(text: str) -> str | None:
-    """The key of GPUS for a name as people write it, such as rtx4090, 4090, H100-SXM or "A100
-    80GB", or as nvidia-smi prints it; None if there is none."""
+    """Return the key in GPUS for a name as people write it (rtx4090, 4090, H100-SXM, "A100 80GB"),
+    or as nvidia-smi prints it; None if it is not listed."""
     spellings: dict[str, str] = {}
     for name, gpu in GPUS.items():
         if re.fullmatch(MAKER + gpu.device, text):
@@ -191,20 +188,20 @@ def listed_name(text: str) -> str | None:
 
 
 def similar_name(text: str) -> str | None:
-    """The key of GPUS that a mistyped name resembles, or None."""
+    """Return the key in GPUS that is most similar to a mistyped name; None if none is similar."""
     known = {_bare_name(name): name for name in GPUS}
     close = difflib.get_close_matches(_bare_name(text), known, n=1)
     return known[close[0]] if close else None
 
 
 def _bare_name(name: str) -> str:
-    """A name without varying parts: case, spaces, the maker, the socket."""
+    """Remove the parts of a name that people write differently: case, spaces, maker, socket."""
     without_maker = re.sub(MAKER, "", name, count=1, flags=re.IGNORECASE)
     return re.sub(r"[\s_-]|sxm\d?", "", without_maker.casefold())
 
 
 def peak_tflops(gpu: Gpu, dtype: str) -> float:
-    """Dense peak for a `precision.dtype`, in TFLOP/s."""
+    """Return the dense peak for a `precision.dtype`, in TFLOP/s."""
     if dtype == "fp32" or (dtype == "bf16" and not gpu.flash_attention):
         return gpu.fp32_tflops
     return gpu.tflops

@@ -1,6 +1,6 @@
-"""Imagined ranks for traces: one rank runs the real code of tensor, context and expert parallelism,
-and its messages are recorded instead of sent. Routers are assumed to be even: all ranks that divide
-experts get equally many rows."""
+"""Traces one rank of tensor, context and expert parallelism without others: it runs the real code,
+and messages are recorded instead of sent. Routers are assumed to send equally many rows to all
+ranks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,22 +18,20 @@ from trainer.parallel import context, expert, tensor
 from trainer.plan.cuda_kernels import loss_patches
 
 Note = Callable[..., None]
-"""Called with the kind of receivers (see `Sent`), the bytes, and the rounds of the ring if not
-one."""
+"""(kind of group, see `PassTraffic`; bytes sent; number of ring rounds, by default 1) → None:
+records a message."""
 
 
-class Ranks:
-    """Replaces a one-dimensional mesh, and its group."""
+class ImaginedRanks:
+    """Replaces a 1-D device mesh and its process group in a trace."""
 
     def __init__(self, count: int, rank: int = 0) -> None:
         self.count, self.rank = count, rank
 
-    def get_group(self) -> "Ranks":
-        """The group of all its ranks."""
+    def get_group(self) -> "ImaginedRanks":
         return self
 
     def get_local_rank(self) -> int:
-        """Index of the traced rank."""
         return self.rank
 
     def size(self) -> int:
@@ -41,14 +39,14 @@ class Ranks:
 
 
 def tokens_of(length: int, cp: int, rank: int) -> int:
-    """Number of tokens of a sequence on a rank of a ring."""
+    """Return the number of tokens of a sequence on a rank of a ring of `cp` ranks."""
     return sum(map(len, context.chunks(length, cp, rank)))
 
 
 def ring_of(rows: int, length: int, cp: int) -> context.Ring:
-    """Attention of the ring's rank with the most tokens, with one document per sequence. Call it
-    outside fake mode: it reads tensor values."""
-    group: Any = Ranks(cp, max(range(cp), key=lambda rank: tokens_of(length, cp, rank)))
+    """Create the ring attention of the rank with the most tokens, for one document per sequence.
+    Called outside fake mode, because it reads tensor values."""
+    group: Any = ImaginedRanks(cp, max(range(cp), key=lambda rank: tokens_of(length, cp, rank)))
     with patch.object(context, "dist", _silent(lambda *_: None)):
         return context.Ring(group, None, (rows, length), torch.device("cpu"))
 
@@ -57,34 +55,34 @@ def ring_of(rows: int, length: int, cp: int) -> context.Ring:
 def imagined_ranks(
     note: Note, ring: context.Ring | None, gpu_memory: float | None
 ) -> Iterator[None]:
-    """While entered, parameters are the first rank's parts, and messages are passed to `note`.
+    """Context in which parameters are cut to the first rank's parts, and messages are passed to
+    `note` instead of sent.
 
     Args:
-        note: see `Note`.
-        ring: of every pass.
-        gpu_memory: bytes of the GPU that computes; None on a CPU.
+        ring: ring attention for all passes; None without context parallelism.
+        gpu_memory: memory of the traced rank's GPU, in bytes; None on a CPU.
     """
 
-    def part(whole: Tensor, mesh: Ranks, placements: list[Placement], **_: Any) -> Tensor:
+    def part(whole: Tensor, mesh: ImaginedRanks, placements: list[Placement], **_: Any) -> Tensor:
         (cut,) = placements
         return whole.chunk(mesh.count, cut.dim)[0].clone() if isinstance(cut, Shard) else whole
 
-    def gather(parts: Tensor, mine: Tensor, group: Ranks) -> None:
+    def gather(parts: Tensor, mine: Tensor, group: ImaginedRanks) -> None:
         note("layers", parts.nbytes - mine.nbytes)
 
-    def reduce_scatter(mine: Tensor, parts: Tensor, group: Ranks) -> None:
+    def reduce_scatter(mine: Tensor, parts: Tensor, group: ImaginedRanks) -> None:
         note("layers", parts.nbytes - mine.nbytes)
 
     def pass_on(x: Tensor, tokens: int, tag: int) -> Callable[[], Tensor]:
         note("ring", x.nbytes)
         coming = x.new_empty((2, tokens, *x.shape[2:]))
-        return lambda: (x, coming)[1]  # keeps x alive, as the real message does
+        return lambda: (x, coming)[1]  # keeps x alive until the wait, as a real message does
 
     def even(counts: Tensor, _arriving: Tensor, ranks: int, rows: int) -> Any:
         share = [len(part) for part in torch.arange(rows, device="cpu").tensor_split(ranks)]
         return share, share
 
-    def to_experts(x: Tensor, _sent: Any, received: list[int], group: Ranks) -> Tensor:
+    def to_experts(x: Tensor, _sent: Any, received: list[int], group: ImaginedRanks) -> Tensor:
         note("experts", x.nbytes * (group.count - 1) / group.count)
         return x.new_empty((sum(received), *x.shape[1:]))
 
@@ -119,9 +117,9 @@ def imagined_ranks(
 
 
 def _silent(note: Note) -> SimpleNamespace:
-    """A replacement for the used parts of `torch.distributed`."""
+    """Return a replacement for `torch.distributed` whose collectives record messages."""
 
-    def all_reduce(x: Tensor, _op: Any = None, group: Ranks | None = None) -> None:
+    def all_reduce(x: Tensor, _op: Any = None, group: ImaginedRanks | None = None) -> None:
         if group:
             note("layers", 2 * x.nbytes * (group.count - 1) / group.count, 2)
 

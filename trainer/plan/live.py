@@ -1,4 +1,4 @@
-"""Follows the bytes that operators allocate while they live."""
+"""Measures the memory that operators allocate and have not freed."""
 
 import weakref
 from collections.abc import Iterable
@@ -12,20 +12,20 @@ from trainer.plan.storages import storage_of
 
 
 class LiveTensors(TorchDispatchMode):
-    """Follows the storages that operators allocate inside this mode.
+    """Mode that measures the bytes of storages that operators allocate, until they are freed.
 
-    Works on real and on fake tensors, which have storages without memory. Memory that an operator
-    allocates and frees within itself, such as a kernel's workspace, is not seen.
+    Works on real tensors and on fake tensors, whose storages have a size but no memory. Memory that
+    an operator frees before it returns, such as a kernel's workspace, is not counted.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.label = ""
-        """Label of storages allocated from now on."""
+        """Label for storages that are allocated from now on."""
         self.alive = 0
-        """Bytes after the last operator."""
+        """Bytes allocated after the last operator."""
         self.peak = 0
-        """Most bytes after any operator."""
+        """Largest value of `alive` so far."""
         self._made: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
 
     def __torch_dispatch__(
@@ -37,7 +37,7 @@ class LiveTensors(TorchDispatchMode):
         result = self.compute(operator, args, kwargs or {})
         for storage in _storages(result):
             known = self._made.get(_key(storage))
-            # A view of an input is not a new allocation, wherever the input was allocated.
+            # A result that shares an input's storage is not a new allocation.
             if _key(storage) not in inputs and (known is None or known[0]() is None):
                 self._made[_key(storage)] = (weakref.ref(storage), self.label)
         self.alive = self.total()
@@ -45,11 +45,12 @@ class LiveTensors(TorchDispatchMode):
         return result
 
     def compute(self, operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run an operator."""
+        """Run an operator; subclasses override it."""
         return operator(*args, **kwargs)
 
     def total(self, label: str | None = None, ignored: Iterable[torch.Tensor] = ()) -> int:
-        """Bytes alive now: all, or those with a label; without the storages of `ignored`."""
+        """Return the bytes that are allocated now. With `label`, only of storages with that label;
+        always without the storages of `ignored`."""
         left_out = {_key(storage_of(tensor)) for tensor in ignored}
         total = 0
         for key, (reference, made_as) in list(self._made.items()):

@@ -1,45 +1,46 @@
-"""Allocations and frees on one rank within a step, as `trainer.parallel` makes torch behave.
+"""Computes the memory of one rank at the moments of a step at which it may be largest.
 
-[Note: moments] Memory changes within a step, so its peak is the largest of several moments, and
-less than the sum of all maxima:
+[Note: moments] Memory changes within a step. Its peak is the largest of several moments, and less
+than the sum of the largest values of each kind of memory:
 
 - *forward*: the loss has just been computed; logits and all activations exist. Or the last block
   computes, or has just been gathered.
 - *head*: backward through loss and output head; FSDP has gathered the last block again.
 - *blocks*: backward through a block, with its recomputed activations and gradients. From block to
-  block activations are freed and reduced gradients allocated, so the worst is the last block, the
-  one before it (beside the buffer of a reduction) or the first.
-- *end*: backward below the blocks: the gradient of the embedding.
-- *reduce*: FSDP copies the gradients outside of blocks into the reduction's buffer.
+  block activations are freed and reduced gradients allocated. So the maximum is at the last block,
+  at the block before it (when a reduction buffer exists too), or at the first.
+- *end*: backward through the embedding.
+- *reduce*: FSDP copies the gradients outside of blocks into the reduction buffer.
 - *update*: all gradients are reduced; the optimizer runs.
 
 Facts about torch that the sums rely on (2.11 to 2.13; `fsdp/_fully_shard`, `nn/parallel`):
 
-- FSDP gathers into one flat buffer and copies it out, parameter by parameter. In forward the flat
-  buffer stays until the next unit has been copied out, unless that is prefetched, as in backward,
-  where a stage's first block finds nothing below it to gather. The root unit (embedding, head)
+- FSDP gathers a unit into one flat buffer, and copies its parameters out one by one. In forward the
+  flat buffer is freed when the next unit has been copied out, or earlier if FSDP prefetches, as it
+  does in backward; a stage's first block has no next unit there. The root unit (embedding, head)
   stays gathered meanwhile. Units that stay gathered are not gathered again.
-- Gradients of a unit are copied into a buffer of the reduction's dtype, which stays until the next
-  unit is reduced; torch refers to the last of them until that is over. Between passes that do not
-  reduce, whole gradients stay in that dtype: the first pass casts them one by one, and later passes
-  add to them, in fp32 each as soon as it exists.
-- Divided experts are units of their own within a block: they are gathered last, and reduced while
+- Gradients of a unit are copied into a reduction buffer of the reduction's dtype, which is freed
+  when the next unit is reduced; until then torch also refers to the last gradient. Between passes
+  that do not reduce, whole gradients are kept in that dtype: the first pass casts them one by one;
+  later passes add to them, in fp32 each as soon as it is computed.
+- Expert-parallel experts are separate units in a block: they are gathered last, and reduced while
   the rest of the block still has its activations.
-- With replicas, FSDP keeps the shard of a unit that it all-reduced until the unit is reduced again,
-  or backward of the last pass ends. It is the gradient itself, unless a gradient existed before, or
-  has another dtype or device.
-- With offload to the host of a GPU, weights and gradients are in pinned memory, which CUDA's
+- With replicas, FSDP keeps the all-reduced shard of a unit until the unit is reduced again, or
+  backward of the last pass ends. The shard is the gradient itself, unless a gradient existed
+  before, or has another dtype or device.
+- With offload from a GPU to the host, weights and gradients are in pinned memory, which CUDA's
   allocator rounds up to powers of two.
-- A pipeline's rank holds activations of several micro-batches, by the order of its schedule. One
-  message per neighbour is received ahead of its use, and sent gradients stay until a message
+- A pipeline rank holds activations of several micro-batches, by the order of its schedule. One
+  message per neighbour is received before it is needed. Sent gradients are kept until a message
   arrives in return. Each stage has an FSDP root, unless the rank shards nothing. While one stage
-  computes, the others of its rank keep what they gathered, their gradients of earlier passes, and
-  the last buffer of a reduction.
-- If the gradients of weights are postponed, backward of the input frees nothing until it is done,
-  and then all that the weights do not need. The gradients of weights are computed from the last
-  layer on, and each frees its inputs. They bypass FSDP's hooks, and are reduced at the end.
-- DDP keeps its buckets permanently; gradients of passes under `no_sync` lie beside them, and move
-  into them in the last pass.
+  computes, other stages of the rank keep gathered units, gradients of earlier passes, and the last
+  reduction buffer.
+- If gradients of weights are postponed, backward of the inputs first frees nothing; when it is
+  done, it frees all that the weights do not need. Gradients of weights are computed from the last
+  layer to the first, and each frees its inputs. They bypass FSDP's hooks, and are reduced at the
+  end.
+- DDP keeps its buckets always. Gradients of passes under `no_sync` are allocated outside of the
+  buckets, and move into them in the last pass.
 """
 
 from collections.abc import Sequence
@@ -51,67 +52,74 @@ from trainer.parallel.ddp import buckets
 from trainer.parallel.parallelize import DTYPES
 from trainer.parallel.schedules import Kind
 from trainer.plan.blueprint import (
-    Shape,
-    Stage,
+    ParameterShape,
+    StageBlueprint,
     bytes_of,
     counted,
     gathered_bytes,
     parts_of,
     trained_of,
 )
-from trainer.plan.rank_layout import Layout
-from trainer.plan.tape import Trace
+from trainer.plan.rank_layout import RankLayout
+from trainer.plan.tape import PassTrace
 from trainer.recipe import Recipe
 from trainer.recipe.strategies import exact
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Bytes that are held at one moment of a step."""
+class MemoryMoment:
+    """Bytes that are allocated at one moment of a step."""
 
     name: str
+    """Name in [Note: moments]."""
     gradients: int = 0
-    """Reduced gradients, or DDP's buckets."""
+    """Bytes of reduced gradients, or of DDP's buckets."""
     pass_: int = 0
-    """Peak of a phase of the traced pass."""
+    """Peak bytes of a phase of the traced pass."""
     other: int = 0
 
 
-class Pass(NamedTuple):
-    """A pass of a rank through a stage, by its effects on memory."""
+class StagePass(NamedTuple):
+    """A pass of a rank through a stage, with all that its memory depends on."""
 
     kind: Kind
     before: bool
-    """Whether a backward pass of the stage came before in this step."""
+    """Whether a backward pass of the stage precedes it in this step."""
     last: bool
     """Whether it is the last backward pass of the stage in this step."""
     fresh: bool
-    """Whether no forward pass of the stage came before in this step, or since its last backward
-    pass."""
+    """Whether no forward pass of the stage precedes it, in this step and since the last backward
+    pass of the stage."""
 
 
-class Resting(NamedTuple):
+class IdleStage(NamedTuple):
     """Bytes that a stage keeps while another stage of its rank computes."""
 
     gathered: int
-    """Bytes kept from a forward pass until gradients are reduced."""
+    """Bytes of units that stay gathered between a forward pass and the reduction of gradients."""
     between: int
-    """Bytes kept from the first backward pass on."""
+    """Bytes of gradients and buffers between the first and the last backward pass."""
     after: int
-    """Bytes kept after the last backward pass, in place of both others."""
+    """Bytes of reduced gradients after the last backward pass; then nothing else is kept."""
 
 
-def adds_gradients(recipe: Recipe, layout: Layout) -> bool:
-    """Whether FSDP adds each gradient to that of earlier passes as soon as it exists: in fp32."""
+def adds_gradients(recipe: Recipe, layout: RankLayout) -> bool:
+    """Return whether FSDP adds each gradient to the sum of earlier passes as soon as it is
+    computed, as it does if both are fp32."""
     same = DTYPES[recipe.precision.dtype].itemsize == exact.reduced_bytes(recipe)
     return same and layout.passes > 1 and not recipe.strategy.reduce_every_pass
 
 
-class Held:
-    """A stage in FSDP, and a trace of its pass."""
+class ShardedStage:
+    """Computes the memory of a stage that FSDP shards, from a trace of its pass."""
 
     def __init__(
-        self, stage: Stage, trace: Trace, recipe: Recipe, layout: Layout, offloaded: bool
+        self,
+        stage: StageBlueprint,
+        trace: PassTrace,
+        recipe: Recipe,
+        layout: RankLayout,
+        offloaded: bool,
     ) -> None:
         self.trace = trace
         self._stage, self._layout, self._units = stage, layout, stage.units
@@ -122,16 +130,17 @@ class Held:
         in_float32 = recipe.precision.master == "fp32" and not exact.used(recipe)
         self._in_place = in_float32 and not offloaded
         """Whether the all-reduced shard is the gradient itself."""
-        blocks = dict.fromkeys(stage.units[1:])  # most are equal
+        blocks = dict.fromkeys(stage.units[1:])  # distinct blocks; most are equal
         self._parts = [part for unit in blocks for part in parts_of(unit)]
         self._block = max((self._padded(unit) for unit in blocks), default=0)
-        # Experts are reduced before the rest of their block, and gathered while the next block is
-        # not.
+        # Without experts, which are reduced before the rest of their block, and whose flat buffer
+        # never exists together with that of the next block.
         whole = [part for part in self._parts if part[0].divided == 1]
         self._buffer = max(map(self._buffer_of, whole), default=0)
         self._flat = max(map(self._flat_of, whole), default=0)
         self._flats = max(map(self._flat_of, self._parts), default=0)
-        self._left = self._flat_of(self._parts[-1]) if self._parts else 0  # left over by forward
+        # The last flat buffer of forward, which is not freed before the loss.
+        self._left = self._flat_of(self._parts[-1]) if self._parts else 0
         self._root = self._padded(self._units[0])
         self._root_flat = self._flat_of(self._units[0]) if self._units[0] else 0
         units = counted([stage])
@@ -140,18 +149,19 @@ class Held:
         reduced = sum(count * self._slice_of(unit) for unit, count in units)
         self._slices = 0 if offloaded else reduced  # gradients of a step on the device
         self._whole = sum(count * self._accumulated(unit) for unit, count in units)
-        # The root is reduced last; without gradients there, a block.
+        # The root is reduced last; if it has no gradients, a block is.
         last = (*parts_of(self._units[0]), *self._parts)[:1]
         self._last_buffer = sum(map(self._buffer_of, last))
 
     @property
-    def resting(self) -> Resting:
-        """Bytes that the stage keeps while another stage of its rank computes."""
+    def resting(self) -> IdleStage:
+        """The memory of this stage while another stage of its rank computes."""
         between = sum(self._of_passes(True)) + self._all_reduced(True, 0)
-        return Resting(self._gathered, between, self._slices)
+        return IdleStage(self._gathered, between, self._slices)
 
-    def moments(self, which: Pass) -> list[Moment]:
-        """The moments of a pass, including what earlier passes of the stage left."""
+    def moments(self, which: StagePass) -> list[MemoryMoment]:
+        """Return the moments of a pass. They include memory that earlier passes of the stage
+        left."""
         kind, before, last, fresh = which
         if kind == "F":
             return self._forward(before, fresh)
@@ -161,89 +171,97 @@ class Held:
             return self._backward_of_weights(before, last)
         return [] if self._stage.first else self._backward(before, False, False)
 
-    def _flat_of(self, part: Sequence[Shape]) -> int:
-        """Bytes of the flat buffer that FSDP gathers a part into; 0 for a group of one rank, which
-        copies directly."""
+    def _flat_of(self, part: Sequence[ParameterShape]) -> int:
+        """Return the bytes of the flat buffer into which FSDP gathers a parameter group; 0 if it is
+        sharded over one rank, where FSDP copies directly."""
         return self._padded(part) if part[0].over(self._layout.shards) > 1 else 0
 
-    def _padded(self, unit: Sequence[Shape], itemsize: int | None = None) -> int:
+    def _padded(self, unit: Sequence[ParameterShape], itemsize: int | None = None) -> int:
         return gathered_bytes(unit, self._layout.shards, itemsize or self._compute)
 
-    def _buffer_of(self, unit: Sequence[Shape]) -> int:
-        """Bytes of the buffer in which a unit is reduced."""
+    def _buffer_of(self, unit: Sequence[ParameterShape]) -> int:
+        """Return the bytes of the buffer in which a unit is reduced."""
         return self._padded(trained_of(unit), self._reduced)
 
-    def _slice_of(self, unit: Sequence[Shape]) -> int:
-        """Bytes of a rank's reduced gradients of a unit."""
+    def _slice_of(self, unit: Sequence[ParameterShape]) -> int:
+        """Return the bytes of a rank's reduced gradients of a unit."""
         return bytes_of(trained_of(unit), self._layout.shards)
 
-    def _accumulated(self, unit: Sequence[Shape]) -> int:
+    def _accumulated(self, unit: Sequence[ParameterShape]) -> int:
         return bytes_of(trained_of(unit), None, self._reduced)
 
     def _of_passes(self, before: bool) -> tuple[int, int, int]:
-        """Bytes left by earlier passes: reduced gradients, whole ones, the last buffer of a
-        reduction."""
+        """Return the bytes that earlier passes left: of reduced gradients, of whole gradients, and
+        of the last reduction buffer. `before`: whether there were earlier passes."""
         if not before:
             return 0, 0, 0
         return (self._slices, 0, self._last_buffer) if self._every_pass else (0, self._whole, 0)
 
     def _apart(self, before: bool) -> int:
-        """Number of reductions so far whose all-reduced shards are not the gradients themselves."""
+        """Return the number of reductions so far whose all-reduced shards are separate from the
+        gradients."""
         if self._layout.replicas == 1:
             return 0
         return (self._layout.reductions if before else 1) - self._in_place
 
     def _all_reduced(self, before: bool, done: int) -> int:
-        """Bytes of all-reduced shards that are not the gradients themselves, after `done` blocks of
-        a pass that reduces."""
+        """Return the bytes of all-reduced shards that are separate from the gradients, after `done`
+        blocks of a backward pass that reduces."""
         apart = self._apart(before)
         units = self._units if apart > 1 else self._units[1 : done + 1] if apart else ()
         shards = self._layout.shards
         return sum(bytes_of(trained_of(unit), shards, self._reduced) for unit in units)
 
-    def _forward(self, before: bool, fresh: bool) -> list[Moment]:
-        """Moments at the loss, in the last block, and where gathered units are copied out."""
+    def _forward(self, before: bool, fresh: bool) -> list[MemoryMoment]:
+        """Return the moments of a forward pass: at the loss, in the last block, and when gathered
+        units are copied out."""
         early, aside, kept = self._of_passes(before)
-        whole = fresh and (self._every_pass or not before)  # the root is gathered too
+        whole = fresh and (self._every_pass or not before)  # this pass also gathers the root
         gathers, ahead = self._free or whole, self._layout.gathers_ahead
         left = self._left if gathers and not ahead else 0
         beside = aside + kept + self._all_reduced(before, 0)
         other = self._gathered + beside
         own = self._block if self._free else 0
         moments = [
-            Moment("forward", early, self.trace.head_forward, other + left),
-            Moment("forward", early, self.trace.last_forward, other + left + own),
+            MemoryMoment("forward", early, self.trace.head_forward, other + left),
+            MemoryMoment("forward", early, self.trace.last_forward, other + left + own),
         ]
-        if gathers:  # the flat buffer of the unit before still exists
+        if gathers:  # the flat buffer of the previous unit still exists
             flats = self._flat if ahead or len(self._units) < 3 else 2 * self._flat
             held = self.trace.forward_entry
-            moments.append(Moment("forward", early, held, other + own + flats))
+            moments.append(MemoryMoment("forward", early, held, other + own + flats))
         if whole:
             flats = self._root_flat + (0 if ahead else self._flat + self._block)
             held = self.trace.hidden
-            moments.append(Moment("forward", early, held, self._root + flats + beside))
+            moments.append(MemoryMoment("forward", early, held, self._root + flats + beside))
         return moments
 
-    def _backward(self, before: bool, reduces: bool, freed: bool) -> list[Moment]:
-        """Moments of a backward pass. `freed`: an earlier pass has freed what forward gathered."""
+    def _backward(self, before: bool, reduces: bool, freed: bool) -> list[MemoryMoment]:
+        """Return the moments of a backward pass.
+
+        Args:
+            before: whether a backward pass precedes it in this step.
+            reduces: whether it reduces gradients.
+            freed: whether an earlier pass has freed the units that forward gathered.
+        """
         free = self._free or freed
         whole = self._root if free else self._gathered
         trace, units = self.trace, self._units
         early, aside, kept = self._of_passes(before)
         own, flat, flats = (self._block, self._flat, self._flats) if free else (0, 0, 0)
         other = whole + aside + kept + self._all_reduced(before, 0)
-        moments = [Moment("head", early, trace.head_backward, other + flat)]
+        moments = [MemoryMoment("head", early, trace.head_backward, other + flat)]
         if units[1:]:
-            ahead = flat if units[2:] else 0  # nothing below the first block is gathered
+            ahead = flat if units[2:] else 0  # backward gathers nothing after the first block
             moments += [
-                Moment("blocks", early, trace.entry, other + own + flats),
-                Moment("blocks", early, trace.last_backward, other + own + ahead),
+                MemoryMoment("blocks", early, trace.entry, other + own + flats),
+                MemoryMoment("blocks", early, trace.last_backward, other + own + ahead),
             ]
         if not reduces:
             for _, below in inner_blocks(self._stage):
                 held = trace.first_backward + below * trace.block_saved
                 ahead = flat if below else 0
-                moments.append(Moment("blocks", early, held, other + own + ahead))
+                moments.append(MemoryMoment("blocks", early, held, other + own + ahead))
             if not before:
                 moments.append(self._first_ends())
             return moments
@@ -259,15 +277,17 @@ class Held:
             other = gathered(back, below) + own + aside - back * block_aside + self._buffer
             held = trace.first_backward + below * trace.block_saved
             done = max(early, back * block_slices)
-            moments.append(Moment("blocks", done, held, other + self._all_reduced(before, back)))
+            moments.append(
+                MemoryMoment("blocks", done, held, other + self._all_reduced(before, back))
+            )
             if not below:
                 held, other = trace.after_block + trace.block_saved, other + flats
                 moments.append(
-                    Moment("blocks", done, held, other + self._all_reduced(before, back))
+                    MemoryMoment("blocks", done, held, other + self._all_reduced(before, back))
                 )
         experts = parts_of(units[-1])[1:]
         for below in {len(units) - 2, 0} if experts else ():
-            # They are reduced before the rest of their block, beside whose work their buffer stays.
+            # Experts are reduced before the rest of their block, during which their buffer exists.
             back, which = len(units) - 2 - below, int(below == 0 and bool(units[2:]))
             done = max(early, back * block_slices)
             other = gathered(back, below) + own + aside - back * block_aside
@@ -277,8 +297,8 @@ class Held:
             buffer = self._buffer_of(experts[0])
             reducing = other + self._reducing(experts[0], before)
             moments += [
-                Moment("blocks", done, trace.experts[which] + held, reducing),
-                Moment("blocks", done, trace.rest[which] + held, other + buffer),
+                MemoryMoment("blocks", done, trace.experts[which] + held, reducing),
+                MemoryMoment("blocks", done, trace.rest[which] + held, other + buffer),
             ]
         for below in {len(units) - 2, 0} if units[1:] else ():
             back = len(units) - 1 - below
@@ -287,31 +307,33 @@ class Held:
             held = trace.after_block + below * trace.block_saved
             done = max(early, (back - 1) * block_slices)
             moments.append(
-                Moment("blocks", done, held, other + self._all_reduced(before, back - 1))
+                MemoryMoment("blocks", done, held, other + self._all_reduced(before, back - 1))
             )
         done, after = max(early, self._slices - root_slices), self._all_reduced(before, len(units))
         other = self._root + self._buffer + root_aside + after
         return [
             *moments,
-            Moment("end", done, trace.tail_backward, other),
-            Moment("reduce", done, 0, self._reducing(units[0], before) + after),
+            MemoryMoment("end", done, trace.tail_backward, other),
+            MemoryMoment("reduce", done, 0, self._reducing(units[0], before) + after),
         ]
 
-    def _from_the_last(self) -> Sequence[Sequence[Shape]]:
-        """Units in the order of `Trace.weights_peaks`: the head, then blocks from the last on."""
+    def _from_the_last(self) -> Sequence[Sequence[ParameterShape]]:
+        """Return the units in the order of `PassTrace.weights_peaks`: the head, then blocks from
+        last to first."""
         head, *blocks = self._units
         return [head] * self._stage.last + blocks[::-1]
 
-    def _first_ends(self) -> Moment:
-        """Moment at the end of the first of several passes: the last unit's gradients are cast,
-        those of the others have been."""
+    def _first_ends(self) -> MemoryMoment:
+        """Return the moment at the end of the first of several passes, when the gradients of the
+        last unit are cast and those of all other units have been."""
         root = self._units[0]
         last, held = (root, 0) if root else (self._parts[-1], self.trace.after_block)
         others = self._whole - self._accumulated(last)
-        return Moment("end", 0, held, self._gathered + others + self._casting(last))
+        return MemoryMoment("end", 0, held, self._gathered + others + self._casting(last))
 
-    def _casting(self, unit: Sequence[Shape]) -> int:
-        """Peak while gradients are cast to the dtype of the reduction, one by one."""
+    def _casting(self, unit: Sequence[ParameterShape]) -> int:
+        """Return the peak bytes while a unit's gradients are cast one by one to the reduction's
+        dtype."""
         unit = trained_of(unit)
         if self._compute == self._reduced:
             return self._accumulated(unit)
@@ -322,10 +344,10 @@ class Held:
             left -= bytes_of([shape], None, self._compute)
         return most
 
-    def _reducing(self, unit: Sequence[Shape], before: bool) -> int:
-        """Peak while a unit is reduced: its gradients are copied into a buffer, which is reduced
-        into another, beside the last gradients, to which torch still refers. A group of one rank
-        does not reduce, but with replicas divides by 1, which takes a third buffer."""
+    def _reducing(self, unit: Sequence[ParameterShape], before: bool) -> int:
+        """Return the peak bytes while a unit is reduced. Its gradients are copied into a buffer,
+        which is reduced into a second buffer, while torch still refers to the last gradient. A
+        group of one rank does not reduce; with replicas it divides by 1, into a third buffer."""
         unit = trained_of(unit)
         buffer = self._buffer_of(unit)
         ranks = unit[0].over(self._layout.shards) if unit else 1
@@ -335,27 +357,27 @@ class Held:
         reduced_to = buffer // ranks
         beside = last if ranks > 1 else buffer if self._layout.replicas > 1 else 0
         most = max(gradients + buffer, buffer + reduced_to + beside)
-        # The reduced shard replaces the one that an earlier reduction of this unit left.
+        # The reduced shard replaces the shard of an earlier reduction of this unit.
         return most - reduced_to if self._apart(before) > 1 else most
 
-    def _backward_of_weights(self, before: bool, last: bool) -> list[Moment]:
-        """Moments of postponed gradients of weights: all are computed, then each unit is
-        reduced."""
+    def _backward_of_weights(self, before: bool, last: bool) -> list[MemoryMoment]:
+        """Return the moments of computing postponed gradients of weights, and of reducing them unit
+        by unit after that."""
         _, aside, _ = self._of_passes(before)
-        added = before and self._compute == self._reduced  # to those of earlier passes
+        added = before and self._compute == self._reduced  # to gradients of earlier passes
         units = [part for unit in self._units for part in parts_of(unit)]
         made = [bytes_of(trained_of(unit), None, self._compute) for unit in units]
         whole = [0 if added else size for size in made]
         other = self._gathered + aside
         moments, done = [], 0
         for held, unit in zip(self.trace.weights_peaks, self._from_the_last(), strict=True):
-            moments.append(Moment("blocks", 0, held, other + done))
+            moments.append(MemoryMoment("blocks", 0, held, other + done))
             done += 0 if added else bytes_of(trained_of(unit), None, self._compute)
-        moments.append(Moment("blocks", 0, 0, other + sum(whole)))
+        moments.append(MemoryMoment("blocks", 0, 0, other + sum(whole)))
         if not last:
             if not before:
                 cast = self._casting([shape for unit in self._units for shape in unit])
-                moments.append(Moment("end", 0, 0, self._gathered + cast))
+                moments.append(MemoryMoment("end", 0, 0, self._gathered + cast))
             return moments
         for number, unit in enumerate(units):
             after = range(number + 1, len(units))
@@ -363,85 +385,87 @@ class Held:
             if before:
                 other += sum(self._accumulated(units[n]) for n in after)
             done = sum(map(self._slice_of, units[:number]))
-            moments.append(Moment("reduce", done, 0, other + self._reducing(unit, before)))
+            moments.append(MemoryMoment("reduce", done, 0, other + self._reducing(unit, before)))
         return moments
 
 
-class Unsharded:
-    """A stage on a rank without shards, and a trace of its pass: gradients of earlier passes all
-    exist, those of the first pass come one by one."""
+class UnshardedStage:
+    """Computes the memory of a stage on a rank without FSDP, from a trace of its pass. Gradients
+    are allocated one by one in the first pass, and kept by later passes."""
 
-    def __init__(self, stage: Stage, trace: Trace) -> None:
+    def __init__(self, stage: StageBlueprint, trace: PassTrace) -> None:
         self.trace, self._stage = trace, stage
         self._root, *blocks = (bytes_of(trained_of(unit)) for unit in stage.units)
         self._block = blocks[-1] if blocks else 0
         self._whole = self._root + sum(blocks)
 
     @property
-    def resting(self) -> Resting:
-        return Resting(0, self._whole, self._whole)
+    def resting(self) -> IdleStage:
+        return IdleStage(0, self._whole, self._whole)
 
-    def moments(self, which: Pass) -> list[Moment]:
+    def moments(self, which: StagePass) -> list[MemoryMoment]:
         kind, trace, whole = which.kind, self.trace, self._whole
         before = whole if which.before else 0
         if kind == "F":
-            return [Moment("forward", before, trace.head_forward)]
+            return [MemoryMoment("forward", before, trace.head_forward)]
         if kind == "W" and not self._stage.first:
             parts = [self._root] * self._stage.last + [self._block] * self._stage.blocks
             pairs = zip(accumulate([0, *parts[:-1]]), trace.weights_peaks, strict=True)
-            weights = [Moment("blocks", max(before, done), held) for done, held in pairs]
-            return [*weights, Moment("blocks", whole)]
+            weights = [MemoryMoment("blocks", max(before, done), held) for done, held in pairs]
+            return [*weights, MemoryMoment("blocks", whole)]
         if kind == "I" and self._stage.first:
             return []
-        there = kind == "I" or bool(before)  # existing gradients stay constant
+        there = kind == "I" or bool(before)  # no gradient of a weight is allocated in this pass
         block, head = (0, 0) if there else (self._block, self._root * self._stage.last)
         moments = [
-            Moment("head", before, trace.head_backward),
-            Moment("blocks", before + head, trace.last_backward),
-            Moment("end", before if there else whole - self._root, trace.tail_backward),
+            MemoryMoment("head", before, trace.head_backward),
+            MemoryMoment("blocks", before + head, trace.last_backward),
+            MemoryMoment("end", before if there else whole - self._root, trace.tail_backward),
         ]
         for back, below in inner_blocks(self._stage):
             held = trace.first_backward + below * trace.block_saved
-            moments.append(Moment("blocks", before + head + back * block, held))
+            moments.append(MemoryMoment("blocks", before + head + back * block, held))
         return moments
 
 
-def ddp_moments(stage: Stage, layout: Layout, trace: Trace, gathered: int) -> list[Moment]:
-    """The moments of a step under DDP. `gathered`: bytes at the peak of ZeRO-1's gather."""
+def ddp_moments(
+    stage: StageBlueprint, layout: RankLayout, trace: PassTrace, gathered: int
+) -> list[MemoryMoment]:
+    """Return the moments of a step under DDP. `gathered`: peak bytes of ZeRO-1's gather."""
     shapes = [shape for unit in stage.units for shape in trained_of(unit)]
     whole, root = bytes_of(shapes), bytes_of(trained_of(stage.units[0]))
     several = layout.passes > 1
-    moments = [Moment("update", whole, 0, gathered)]
+    moments = [MemoryMoment("update", whole, 0, gathered)]
     if layout.replicas > 1:
         aside = whole if several else 0
         moments += [
-            Moment("forward", whole, trace.head_forward, aside),
-            Moment("head", whole, trace.head_backward, aside),
-            Moment("blocks", whole, trace.last_backward, aside),
-            Moment("end", whole, trace.tail_backward, min(aside, root)),
+            MemoryMoment("forward", whole, trace.head_forward, aside),
+            MemoryMoment("head", whole, trace.head_backward, aside),
+            MemoryMoment("blocks", whole, trace.last_backward, aside),
+            MemoryMoment("end", whole, trace.tail_backward, min(aside, root)),
         ]
         block = bytes_of(trained_of(stage.units[-1]))
         for back, below in inner_blocks(stage):
             held = trace.first_backward + below * trace.block_saved
-            moments.append(Moment("blocks", whole, held, max(0, aside - back * block)))
+            moments.append(MemoryMoment("blocks", whole, held, max(0, aside - back * block)))
         return moments
-    # Gradients of earlier passes all exist; in a single pass those of finished blocks.
+    # With several passes all gradients exist; with a single pass only those of finished blocks.
     before, block = (whole, 0) if several else (0, bytes_of(trained_of(stage.units[-1])))
     moments += [
-        Moment("forward", before, trace.head_forward),
-        Moment("head", before, trace.head_backward),
-        Moment("blocks", before, trace.last_backward),
-        Moment("end", before or whole - root, trace.tail_backward),
+        MemoryMoment("forward", before, trace.head_forward),
+        MemoryMoment("head", before, trace.head_backward),
+        MemoryMoment("blocks", before, trace.last_backward),
+        MemoryMoment("end", before or whole - root, trace.tail_backward),
     ]
     for back, below in inner_blocks(stage):
         held = trace.first_backward + below * trace.block_saved
-        moments.append(Moment("blocks", before + back * block, held))
+        moments.append(MemoryMoment("blocks", before + back * block, held))
     return moments
 
 
-def gather_bytes(shapes: Sequence[Shape], ranks: int) -> int:
-    """Peak bytes of ZeRO-1's gather after the update: a whole bucket and this rank's part of it,
-    and for rows that do not divide evenly one more copy of a tensor."""
+def gather_bytes(shapes: Sequence[ParameterShape], ranks: int) -> int:
+    """Return the peak bytes of ZeRO-1's gather after the update: a whole bucket, this rank's part
+    of it, and one more copy of a tensor whose rows do not divide evenly."""
     largest = 0
     for bucket in buckets([bytes_of([shape]) for shape in shapes]):
         members = [shapes[place] for place in bucket]
@@ -450,8 +474,8 @@ def gather_bytes(shapes: Sequence[Shape], ranks: int) -> int:
     return largest
 
 
-def inner_blocks(stage: Stage) -> list[tuple[int, int]]:
-    """(blocks that finished backward, blocks still to come) while the last but one computes, and
-    while the first does."""
+def inner_blocks(stage: StageBlueprint) -> list[tuple[int, int]]:
+    """Return (number of blocks after it, number of blocks before it) for the last block but one and
+    for the first block: backward has finished the former, and the latter follow."""
     others = len(stage.units) - 2
     return [(1, others - 1), (others, 0)] if others > 0 else []

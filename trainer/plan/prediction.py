@@ -10,19 +10,19 @@ import torch
 
 from trainer.parallel.parallelize import DTYPES, check_parallel
 from trainer.parallel.schedules import (
-    Arrangement,
+    ActionSequence,
     Order,
     arranged,
     bubble_formula,
     schedule,
 )
-from trainer.plan.blueprint import Blueprint, Stage, read_blueprint, stage_of, trained_of
-from trainer.plan.costs import Machine
+from trainer.plan.blueprint import Blueprint, StageBlueprint, read_blueprint, stage_of, trained_of
+from trainer.plan.costs import PlannedMachine
 from trainer.plan.moments import adds_gradients
-from trainer.plan.rank_layout import Layout, layout_of
-from trainer.plan.rank_memory import Memory, memory_of, messages_beside
-from trainer.plan.tape import Trace
-from trainer.plan.times import Pieces, Times, simulated, times_of
+from trainer.plan.rank_layout import RankLayout, layout_of
+from trainer.plan.rank_memory import RankMemory, memory_of, messages_beside
+from trainer.plan.tape import PassTrace
+from trainer.plan.times import StepTimes, TracedStages, simulated, times_of
 from trainer.plan.trace import USUAL_GPU, trace
 from trainer.plan.traffic import messages_of, tied_gradients_of, traffic_of
 from trainer.recipe import Recipe, Strategy
@@ -40,52 +40,52 @@ HOW = {
     "roofline": "seconds_per_step communication_seconds network_seconds transfer_seconds "
     "exposed_seconds tokens_per_second mfu checkpoint_seconds",
 }
-"""Origin of the figures. shapes: sums over parameters. trace: one pass of the model on fake
-tensors. both: memory of a pass is traced, the rest computed. roofline: traced work and computed
-bytes over the assumed speeds of the machine."""
+"""Method → figures that are computed by it. shapes: sums over parameters. trace: one pass of the
+model on fake tensors. both: sums, and the memory of the traced pass. simulation: of the pipeline's
+schedule. roofline: traced work and computed bytes, divided by the assumed speeds of the machine."""
 
 
 @dataclass(frozen=True)
-class Prediction(Memory):
-    """Memory, time and traffic of the rank with the most; bytes and seconds. None: unknown without
-    a machine."""
+class Prediction(RankMemory):
+    """Predicted memory, time and traffic of the rank with the largest peak, in bytes and seconds.
+    Seconds are None if no machine is described."""
 
     world_size: int
     passes: int
     """Forward and backward passes per step."""
     micro_batch: int
-    """Sequences of the largest pass; limited by `batch.micro_batch` (1 for auto)."""
+    """Sequences of the largest pass, at most `batch.micro_batch` (1 for auto)."""
     communication_bytes: float
-    """Bytes sent by this rank per step; it receives as many."""
+    """Bytes that a rank sends per step; it receives as many."""
     checkpoint_bytes: int
     """Bytes of one checkpoint of all ranks."""
     node_memory: int
     """Bytes of a node's host memory: `host` of its ranks (`peak` on CPUs), and one checkpoint slot;
-    with `checkpoint.peer_copy` also another node's. Further slots are created only if there is
-    room. Processes and data loaders are added to it."""
+    with `checkpoint.peer_copy` also a slot for another node. Not included: further slots, which are
+    created only if there is room; processes; data loaders."""
     node_disk: int
     """Bytes on a node's local disk: `disk` of its ranks, and one slot if slots are files."""
     slot_bytes: int
-    """Bytes of one slot on one node."""
+    """Bytes of one checkpoint slot on one node."""
     bubble: float
-    """Share of the time in which a pipeline's ranks wait, from its schedule, the costs of its
-    stages, and with a machine its messages."""
+    """Fraction of the time in which pipeline ranks are idle, by simulation of the schedule with the
+    costs of its stages, and with a machine the time of messages."""
     bubble_formula: float
-    """The bubble for equal stages, and backward twice as long as forward."""
+    """The bubble by its closed form: for equal stages, and backward twice as long as forward."""
     checkpoint_seconds: float | None = None
     seconds_per_step: float | None = None
     communication_seconds: float | None = None
     """Seconds per step without any overlap."""
     network_seconds: float | None = None
-    """The part of `communication_seconds` between nodes."""
+    """Part of `communication_seconds` that is between nodes."""
     transfer_seconds: float | None = None
     """Seconds per step between host and device without any overlap."""
     exposed_seconds: float | None = None
-    """Seconds of communication and transfers that computation does not hide."""
+    """Seconds per step of communication and transfers that computation does not hide."""
     tokens_per_second: float | None = None
     """Tokens per second of all ranks."""
     mfu: float | None = None
-    """Share of the peak FLOP/s, as in `perdure train`."""
+    """Fraction of the peak FLOP/s, as in `perdure train`."""
 
 
 def predict(
@@ -93,21 +93,18 @@ def predict(
     world_size: int,
     local_world_size: int,
     *,
-    machine: Machine | None = None,
+    machine: PlannedMachine | None = None,
     device: Literal["cpu", "cuda"] | None = None,
     gpu_memory: float | None = None,
     blueprint: Blueprint | None = None,
 ) -> Prediction:
-    """Predict a run of `recipe`. Needs neither its data nor a GPU, and starts no process group.
+    """Predict a run of `recipe`. Needs neither its data nor a GPU, and creates no process group.
 
     Args:
-        recipe: to run.
-        world_size: ranks.
-        local_world_size: ranks on each node.
-        machine: for seconds; None: memory only.
-        device: kind of kernels; None: as in `run.device`, with `auto` the local one.
-        gpu_memory: bytes of a GPU; None: of `machine`, the local GPU, or a usual one.
-        blueprint: of the recipe's model, to build it once for several predictions.
+        machine: the machine for which seconds are predicted; None: predict memory only.
+        device: device whose kernels are traced; None: `run.device`, or for `auto` the local device.
+        gpu_memory: bytes of a GPU; None: of `machine`, the local GPU, or USUAL_GPU.
+        blueprint: the model of the recipe, if it is built already.
 
     Raises:
         RecipeError: the recipe cannot run on so many ranks, or its model cannot be traced.
@@ -117,7 +114,7 @@ def predict(
         auto: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
         device = auto if recipe.run.device == "auto" else recipe.run.device
     strategy, layout = recipe.strategy, layout_of(recipe, world_size, local_world_size, device)
-    # Reduced to the keys that count, so that the cache serves all other strategies.
+    # Only the keys that matter, so that the cache works for strategies that differ in others.
     runs = _runs(blueprint, only(strategy, *MODEL_PARALLEL), layout.shards)
     if gpu_memory is None:
         here = device == "cuda" and not machine and torch.cuda.is_available()
@@ -133,7 +130,7 @@ def predict(
         keep_gradients=(
             not adds_gradients(recipe, layout)
             if layout.by_fsdp
-            # A single rank has no buckets, and a single pass no earlier gradients.
+            # With a single rank there are no buckets, with a single pass no earlier gradients.
             else world_size == layout.passes == 1
         ),
     )
@@ -165,12 +162,12 @@ def predict(
 
 @cache
 def _runs(blueprint: Blueprint, strategy: Strategy, shards: int) -> tuple[range, ...]:
-    """The blocks of each stage."""
+    """Return the blocks of each stage; checks that the model can be divided so."""
     recipe = dataclasses.replace(blueprint.recipe, strategy=strategy)
     check_parallel(recipe, blueprint.model, shards)
     if pp.ranks(strategy) == 1:
         return (range(blueprint.block_count),)
-    from trainer.parallel.pipeline import blocks_by_stage  # imported only where the recipe uses it
+    from trainer.parallel.pipeline import blocks_by_stage  # imported only if the recipe uses it
 
     return tuple(blocks_by_stage(blueprint.model, recipe))
 
@@ -178,9 +175,9 @@ def _runs(blueprint: Blueprint, strategy: Strategy, shards: int) -> tuple[range,
 @lru_cache(maxsize=128)
 def _orders(
     name: PipelineSchedule, ranks: int, per_rank: int, passes: int
-) -> tuple[Sequence[Order], Arrangement | None, list[list[int]]]:
-    """The order of each rank of a pipeline, their arrangement, and `messages_beside`; empty without
-    a pipeline."""
+) -> tuple[Sequence[Order], ActionSequence | None, list[list[int]]]:
+    """Return the order of each pipeline rank, all actions in one sequence, and the result of
+    `messages_beside`; ([], None, []) without a pipeline."""
     if ranks == 1:
         return [], None, []
     orders = schedule(name, ranks, per_rank, passes)
@@ -190,12 +187,13 @@ def _orders(
 def _pieces(
     blueprint: Blueprint,
     recipe: Recipe,
-    layout: Layout,
+    layout: RankLayout,
     runs: Sequence[range],
     orders: Sequence[Order],
-    traced: Callable[..., Trace],
-) -> Pieces:
-    """The stages and a trace of each; `traced` takes the arguments that depend on the strategy."""
+    traced: Callable[..., PassTrace],
+) -> TracedStages:
+    """Build the stages and trace each. `traced` is called with the arguments of `trace` that depend
+    on the strategy."""
     strategy = recipe.strategy
     cut = only(strategy, *WITHIN_PASS)
     stages = [stage_of(blueprint, run, cut) for run in runs]
@@ -209,28 +207,28 @@ def _pieces(
             in_two=pp.splits_backward(strategy),
             compiled=strategy.compile,
         )
-        # Equal stages are one object, and traced once.
+        # Equal stages are the same object, so they are traced once.
         for stage in dict.fromkeys(stages)
     }
-    return Pieces(stages, [traces[stage] for stage in stages], orders)
+    return TracedStages(stages, [traces[stage] for stage in stages], orders)
 
 
 def _memory(
-    ranks: Sequence[tuple[Sequence[Stage], Sequence[Trace]]],
+    ranks: Sequence[tuple[Sequence[StageBlueprint], Sequence[PassTrace]]],
     orders: Sequence[Order],
     counts: Sequence[Sequence[int]],
     recipe: Recipe,
-    layout: Layout,
+    layout: RankLayout,
     device: Literal["cpu", "cuda"],
     blueprint: Blueprint,
-) -> Memory:
-    """Memory at the moment of the rank with the largest peak, with the maximum over ranks of each
-    kind; `counts` as in `messages_beside`."""
+) -> RankMemory:
+    """Return the memory of the rank with the largest peak, but for each kind of memory the maximum
+    over all ranks. `counts`: result of `messages_beside`."""
     memories = []
     each: Sequence[Order | None] = orders or [None]
     for rank, ((stages, traces), order) in enumerate(zip(ranks, each, strict=True)):
         buffers, messages = blueprint.buffers, []
-        if order:  # buffers lie in blocks
+        if order:  # buffers are divided among stages as the blocks are
             buffers = buffers * sum(stage.blocks for stage in stages) // blueprint.block_count
             # A message holds the hidden states of one micro-batch.
             messages = [count * traces[0].hidden for count in counts[rank]]
@@ -248,13 +246,13 @@ def _of_node(
     on_host: int,
     on_disk: int,
 ) -> dict[str, Any]:
-    """Fields of `Prediction` about a checkpoint, and about a node whose ranks each have `on_host`
-    and `on_disk` bytes."""
-    adapter = recipe.model.adapter  # checkpoints hold only the adapter
+    """Return the fields of `Prediction` about a checkpoint and a node. `on_host`, `on_disk`: bytes
+    of each rank in host memory and on disk."""
+    adapter = recipe.model.adapter  # checkpoints hold only trained weights
     units = [trained_of(unit) if adapter else unit for unit in blueprint.units]
     saved = sum(shape.saved_bytes for unit in units for shape in unit)
     checkpoint = saved + (0 if adapter else blueprint.buffers)
-    # A slot holds what the ranks of its node save, in about equal shares.
+    # Nodes save about equal parts of a checkpoint.
     slot = checkpoint * local_world_size // world_size
     memory, disk = local_world_size * on_host, local_world_size * on_disk
     if recipe.checkpoint.slot_directory is not None:
@@ -271,9 +269,9 @@ def _of_node(
 
 
 def _seconds(
-    times: Times, recipe: Recipe, blueprint: Blueprint, machine: Machine, world_size: int
+    times: StepTimes, recipe: Recipe, blueprint: Blueprint, machine: PlannedMachine, world_size: int
 ) -> dict[str, Any]:
-    """Fields about a step's time."""
+    """Return the fields of `Prediction` about the time of a step."""
     tokens = recipe.batch.global_batch * recipe.data.seq_len
     arithmetic = blueprint.flops_per_token * tokens
     return {
@@ -288,9 +286,12 @@ def _seconds(
 
 
 def _sent(
-    stages: Sequence[Stage], traces: Sequence[Trace], recipe: Recipe, layout: Layout
+    stages: Sequence[StageBlueprint],
+    traces: Sequence[PassTrace],
+    recipe: Recipe,
+    layout: RankLayout,
 ) -> float:
-    """Bytes that a rank sends in a step."""
+    """Return the bytes that a rank sends in a step."""
     shared = sum(c.sent for c in traffic_of(stages, recipe, layout).all)
     messages = messages_of(stages, traces, layout).sent
     tied = tied_gradients_of(stages, layout).sent

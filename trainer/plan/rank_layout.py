@@ -1,55 +1,56 @@
-"""The layout of a recipe over ranks."""
+"""The division of a recipe's work among ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from trainer.parallel.fsdp import gathers_ahead_on_cpu
-from trainer.parallel.mesh import REPLICATE, SHARD, Group, groups_of, is_sharded_by_fsdp
+from trainer.parallel.mesh import REPLICATE, SHARD, GroupShape, groups_of, is_sharded_by_fsdp
 from trainer.recipe import Recipe
 from trainer.recipe.strategies.exact import batch_plan
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Groups of ranks, passes and micro-batch of a recipe in a world."""
+class RankLayout:
+    """The process groups, passes and micro-batch of a recipe for a number of ranks."""
 
-    groups: Mapping[str, Group]
-    """See `groups_of` in trainer/parallel/mesh.py."""
+    groups: Mapping[str, GroupShape]
+    """Result of `trainer.parallel.mesh.groups_of`."""
     by_fsdp: bool
-    """Whether FSDP holds the parameters; else DDP, with or without ZeRO-1."""
+    """Whether FSDP distributes parameters; otherwise DDP replicates them, with or without
+    ZeRO-1."""
     gathers_ahead: bool
-    """Whether forward also gathers a block while the one before is computed, as on CPUs."""
+    """Whether forward gathers a block while the previous block computes, see fsdp.py."""
     passes: int
     """Forward and backward passes per step."""
     reductions: int
-    """Reductions of each gradient per step."""
+    """Number of reductions of each gradient per step."""
     micro_batch: int
     """Sequences of the largest pass."""
 
     @property
     def replicas(self) -> int:
-        """Ranks with equal parameters."""
+        """Number of ranks with equal parameters."""
         return self.groups[REPLICATE].size
 
     @property
     def shards(self) -> int:
-        """Ranks over which FSDP shards parameters."""
+        """Number of ranks over which FSDP shards parameters."""
         return self.groups[SHARD].size
 
 
 def layout_of(
     recipe: Recipe, world_size: int, local_world_size: int, device: Literal["cpu", "cuda"]
-) -> Layout:
-    """The layout of `recipe` in a world.
+) -> RankLayout:
+    """Return the layout of `recipe` for these numbers of ranks.
 
     Raises:
-        RecipeError: the recipe does not fit the world.
+        RecipeError: the recipe cannot run on them.
     """
     strategy = recipe.strategy
     groups = groups_of(recipe, world_size, local_world_size)
     plan = batch_plan(recipe, world_size // strategy.together)
-    return Layout(
+    return RankLayout(
         groups=groups,
         by_fsdp=is_sharded_by_fsdp(recipe, world_size),
         gathers_ahead=gathers_ahead_on_cpu(recipe, device),

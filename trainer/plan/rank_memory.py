@@ -1,4 +1,4 @@
-"""Memory of one rank: sums over a step, and its largest moment."""
+"""Predicts the memory of one rank: sums of each kind, and the peak of a step."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -8,64 +8,70 @@ from trainer.optim.formats import PORTION, ROUNDING_BYTES
 from trainer.optim.groups import moments as kept_by
 from trainer.parallel.offload import BUFFERS, PORTION_BYTES, copies
 from trainer.parallel.schedules import Action, Order, incoming
-from trainer.plan.blueprint import Shape, Stage, bytes_of, counted, trained_of
-from trainer.plan.moments import Held, Moment, Pass, Unsharded, ddp_moments, gather_bytes
-from trainer.plan.rank_layout import Layout
-from trainer.plan.tape import Trace
+from trainer.plan.blueprint import ParameterShape, StageBlueprint, bytes_of, counted, trained_of
+from trainer.plan.moments import (
+    MemoryMoment,
+    ShardedStage,
+    StagePass,
+    UnshardedStage,
+    ddp_moments,
+    gather_bytes,
+)
+from trainer.plan.rank_layout import RankLayout
+from trainer.plan.tape import PassTrace
 from trainer.recipe import Recipe
 from trainer.recipe.strategies import offload, sharding
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Predicted bytes of the first rank, which needs at least as much as any other."""
+class RankMemory:
+    """Predicted bytes of one rank. Shards of the first rank are counted, which are the largest."""
 
     parameters: int
     """Bytes of the parameters, whole or sharded."""
     gradients: int
-    """Bytes at the optimizer's step."""
+    """Bytes of reduced gradients when the optimizer's step begins."""
     optimizer_state: int
     buffers: int
     activations: int
-    """Bytes between forward and backward, without gathered parameters."""
+    """Bytes of activations between forward and backward, without gathered parameters."""
     transient: int
-    """Bytes at the peak besides the others: gathered units, reduction buffers, unreduced gradients
-    of earlier passes, and memory of operators."""
+    """Bytes at the peak besides the other fields: gathered units, reduction buffers, unreduced
+    gradients of earlier passes, and temporary memory of operators."""
     peak: int
-    """Bytes on the device at the largest moment of a step, less than the sum of the other fields.
-    The needs of torch, CUDA and NCCL themselves, and fragmentation, are added to it."""
+    """Bytes on the device at the largest moment of a step, at most the sum of the other fields.
+    Excludes what torch, CUDA and NCCL themselves need, and fragmentation."""
     moment: str
-    """Name of that moment: forward, head, blocks, end, reduce or update; see [Note: moments]."""
+    """Name of the moment of `peak`: forward, head, blocks, end, reduce or update; see
+    [Note: moments]."""
     host: int
-    """Bytes in host memory instead of on the device: with `strategy.offload: cpu` parameters,
-    gradients and optimizer state, with the padding of pinned memory; with `nvme` the buffers of the
+    """Bytes in host memory instead of on the device. With `strategy.offload: cpu`: parameters,
+    gradients and optimizer state, with the padding of pinned memory. With `nvme`: buffers of the
     update."""
     disk: int
-    """Bytes in files instead, with `strategy.offload: nvme`. Their pages in the kernel's cache are
-    not counted, as the kernel frees them on demand."""
+    """Bytes in files instead of on the device, with `strategy.offload: nvme`. Pages of the files in
+    the kernel's cache are not counted, because the kernel frees them on demand."""
 
 
 def memory_of(
-    stages: Sequence[Stage],
-    traces: Sequence[Trace],
+    stages: Sequence[StageBlueprint],
+    traces: Sequence[PassTrace],
     recipe: Recipe,
-    layout: Layout,
+    layout: RankLayout,
     device: str,
     buffers: int,
     order: Order | None = None,
     messages: Sequence[int] = (),
-) -> Memory:
-    """Add up what a rank holds.
+) -> RankMemory:
+    """Add up the memory of a rank.
 
     Args:
-        stages: of the rank, in order; one without a pipeline.
-        traces: a pass of each stage.
-        recipe: with strategy and precision.
-        layout: of the recipe over the ranks.
-        device: "cuda", or "cpu", where only files reduce host memory.
-        buffers: bytes of the model's.
-        order: of this rank in a pipeline.
-        messages: bytes of messages held during each of its actions.
+        stages: the rank's stages in order; without a pipeline, one stage.
+        traces: trace of a pass of each stage.
+        device: "cuda", or "cpu", where only offload to files reduces memory.
+        buffers: bytes of the buffers of the rank's blocks.
+        order: the rank's actions in a pipeline; None without one.
+        messages: bytes of messages that exist during each action.
     """
     shapes = [shape for stage in stages for unit in stage.units for shape in unit]
     units = counted(stages)
@@ -86,15 +92,15 @@ def memory_of(
             count * sum(shape.sharded(layout.shards) for shape in trained_of(unit))
             for unit, count in units
         )
-        # Only one portion at a time is in float32.
+        # Rounding needs float32 temporaries for one portion at a time.
         rounding = ROUNDING_BYTES * min(PORTION["cpu" if device == "cpu" else "cuda"], owned)
     activations = traces[0].saved
     if layout.by_fsdp or order:
         parameters, gradients = slices, slices_trained
         held = [
-            Held(stage, trace, recipe, layout, offloaded)
+            ShardedStage(stage, trace, recipe, layout, offloaded)
             if layout.by_fsdp
-            else Unsharded(stage, trace)
+            else UnshardedStage(stage, trace)
             for stage, trace in zip(stages, traces, strict=True)
         ]
         alone = [Action("F", 0, 0), Action("B", 0, 0)] * layout.passes
@@ -102,7 +108,7 @@ def memory_of(
         activations, by_stage = _passes(
             order or alone, held, each, messages or [0] * len(order or alone)
         )
-        moments = [Moment("update", gradients, 0, 0 if offloaded else rounding)] + [
+        moments = [MemoryMoment("update", gradients, 0, 0 if offloaded else rounding)] + [
             replace(moment, pass_=moment.pass_ + beside)
             for of_stage, passes in zip(held, by_stage, strict=True)
             for which, beside in passes.items()
@@ -115,17 +121,17 @@ def memory_of(
             state = _state_bytes(units, layout.replicas)
             gathered = gather_bytes(trained_of(shapes), layout.replicas)
         moments = ddp_moments(stages[0], layout, traces[0], max(gathered, rounding))
-    # Held throughout the step; with offload only the buffers stay on the device.
+    # Bytes that exist throughout the step; with offload only the buffers are on the device.
     standing = buffers + (0 if offloaded else parameters + state)
     pinned = sum(_pinned_bytes(some, layout.shards) for some in (shapes, trained_of(shapes)))
     in_memory = pinned + state if to_host else 0
 
-    def device_bytes(moment: Moment) -> int:
+    def device_bytes(moment: MemoryMoment) -> int:
         return standing + moment.pass_ + moment.other + (0 if offloaded else moment.gradients)
 
     moment = max(moments, key=device_bytes)
     portions = copies(kept_by(recipe.optimizer) or ()) * PORTION_BYTES * BUFFERS
-    return Memory(
+    return RankMemory(
         parameters=parameters,
         gradients=gradients,
         optimizer_state=state,
@@ -140,14 +146,25 @@ def memory_of(
 
 
 def _passes(
-    order: Order, held: Sequence[Held | Unsharded], every_pass: bool, messages: Sequence[int]
-) -> tuple[int, list[dict[Pass, int]]]:
-    """(most bytes of activations on a rank; for each of its stages, pass → most bytes held beside
-    it, for other micro-batches and stages). `every_pass`: whether each backward reduces gradients;
-    `messages`: bytes held during each action."""
+    order: Order,
+    held: Sequence[ShardedStage | UnshardedStage],
+    every_pass: bool,
+    messages: Sequence[int],
+) -> tuple[int, list[dict[StagePass, int]]]:
+    """Follow the memory of a rank through its actions.
+
+    Args:
+        held: the rank's stages.
+        every_pass: whether each backward pass reduces gradients.
+        messages: bytes of messages that exist during each action.
+
+    Returns:
+        (peak bytes of activations; for each stage, pass → most bytes that other micro-batches and
+        stages have during it).
+    """
     backward = Counter(action.stage for action in order if action.kind in "BW")
     stages = dict(zip(sorted(backward), held, strict=True))
-    by_stage: dict[int, dict[Pass, int]] = {number: {} for number in stages}
+    by_stage: dict[int, dict[StagePass, int]] = {number: {} for number in stages}
     rests = {number: stage.resting for number, stage in stages.items()}
     remaining, resting = dict(backward), dict.fromkeys(stages, 0)
     gathered = dict.fromkeys(stages, False)
@@ -155,12 +172,12 @@ def _passes(
     forward = put_off = most = 0
     for (kind, number, _), message in zip(order, messages, strict=True):
         trace, before = stages[number].trace, remaining[number] < backward[number]
-        which = Pass(kind, before, kind in "BW" and remaining[number] == 1, fresh[number])
-        # What the pass itself holds is part of its trace.
+        which = StagePass(kind, before, kind in "BW" and remaining[number] == 1, fresh[number])
+        # Activations of the pass itself are part of its trace, so they are subtracted.
         own = {"F": 0, "W": trace.kept + trace.put_off}.get(kind, trace.saved)
         beside = forward + put_off - own + sum(resting.values()) - resting[number] + message
         by_stage[number][which] = max(beside, by_stage[number].get(which, 0))
-        # F forward; B whole backward; I gradients of inputs, W of weights, where these are split.
+        # See [Note: schedules] for the kinds.
         match kind:
             case "F":
                 forward += trace.saved
@@ -175,7 +192,7 @@ def _passes(
         fresh[number] = kind != "F"
         remaining[number] -= kind in "BW"
         rest, between = rests[number], remaining[number] < backward[number]
-        # Forward leaves units gathered; backward frees them only if it reduces gradients.
+        # Forward leaves units gathered; only a backward pass that reduces gradients frees them.
         gathered[number] = kind == "F" or (gathered[number] and not every_pass)
         resting[number] = rest.gathered * gathered[number] + rest.between * between
         if remaining[number] == 0:
@@ -185,11 +202,11 @@ def _passes(
 
 
 def messages_beside(orders: Sequence[Order]) -> list[list[int]]:
-    """Number of messages that each rank holds during each action, besides those that the action
-    uses and those that are activations: as `_Messages` of the pipeline does.
+    """Return, per rank, the number of messages in memory during each action, as `_Messages` of the
+    pipeline keeps them. Messages that the action uses, or that are activations, are not counted.
 
-    There is a buffer for the next message of each neighbour, some messages arrive before their use,
-    and sent gradients stay until a message shows that they have arrived.
+    Counted are the receive buffer for the next message of each neighbour, messages that arrived
+    before their use, and sent gradients that are not yet known to have arrived.
     """
     place = {action: place for order in orders for place, action in enumerate(order)}
     counts: list[list[int]] = []
@@ -215,10 +232,10 @@ def messages_beside(orders: Sequence[Order]) -> list[list[int]]:
     return counts
 
 
-def _state_bytes(units: Sequence[tuple[Sequence[Shape], int]], ranks: int) -> int:
+def _state_bytes(units: Sequence[tuple[Sequence[ParameterShape], int]], ranks: int) -> int:
     return sum(count * sum(shape.state_bytes(ranks) for shape in unit) for unit, count in units)
 
 
-def _pinned_bytes(shapes: Sequence[Shape], ranks: int) -> int:
+def _pinned_bytes(shapes: Sequence[ParameterShape], ranks: int) -> int:
     # CUDA's allocator of pinned memory rounds up to powers of two.
     return sum(1 << (bytes_of([shape], ranks) - 1).bit_length() for shape in shapes)

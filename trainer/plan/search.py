@@ -1,4 +1,4 @@
-"""Predicts every strategy on one machine, and recommends one."""
+"""Predicts all strategies for a recipe on one machine, and recommends one."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from typing import Literal
 
 from trainer.parallel.schedules import bubble_formula
 from trainer.plan.blueprint import Blueprint, read_blueprint
-from trainer.plan.costs import PEAK_SHARE, Machine
+from trainer.plan.costs import PEAK_SHARE, PlannedMachine
 from trainer.plan.prediction import Prediction, predict
 from trainer.plan.trace import Recompute
 from trainer.plan.traffic import Collective
@@ -19,47 +19,48 @@ from trainer.recipe import Recipe, RecipeError, Strategy, strategies
 from trainer.recipe.rules import contradictions
 
 ROOM = 0.1
-"""Share of memory that a recommended strategy leaves free: on a GPU for torch, CUDA, NCCL and
+"""Fraction of memory that a recommended strategy leaves free: on a GPU for torch, CUDA, NCCL and
 fragmentation; in host memory and on disk for processes and data."""
 OFFLOAD_GAIN = 0.05
-"""Share of the time that offload must save to be recommended if something else fits: a roofline is
-no more accurate, and a slower host would reverse the order."""
+"""Fraction of the step time that offload must save to be recommended if a strategy without it fits:
+smaller differences are within the error of the prediction."""
 NVME_DIRECTORY = "/local/nvme"
 """Directory in recommended command lines, unless the recipe names one."""
 MANY = 64
-"""GPUs from which on model parallelism is tried even if data parallelism fits."""
+"""Number of GPUs from which on model parallelism is tried even if data parallelism fits."""
 LONG = 16_384
-"""Tokens from which on sequences may be cut."""
+"""Sequence length from which on context parallelism is tried."""
 STAGES_PER_RANK = (2, 4)
 MICRO_BATCHES = (1, 2, 4)
-"""Micro-batches tried with model parallelism: a pipeline needs many passes."""
+"""Micro-batches that are tried with model parallelism: small, because a pipeline needs many
+passes."""
 PASSES_PER_RANK = 4
-"""Passes per pipeline rank that `batch.micro_batch: auto` keeps if possible: the bubble is then
-below a fifth."""
+"""Least number of passes per pipeline rank that `batch.micro_batch: auto` aims at, which keeps the
+bubble below a fifth."""
 SHOWN = 5
-"""Layouts of model parallelism in the table: the fastest that fit."""
+"""Number of layouts with model parallelism in the table: the fastest that fit."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a recipe, with its prediction."""
+    """A recipe with one strategy and micro-batch, and its prediction."""
 
     label: str
     recipe: Recipe
     prediction: Prediction
 
-    def free(self, machine: Machine) -> float:
-        """Bytes of GPU memory left at the peak; negative if it does not fit."""
+    def free(self, machine: PlannedMachine) -> float:
+        """Return the bytes of GPU memory that are free at the peak; negative if it does not fit."""
         return machine.gpu.memory - self.prediction.peak
 
-    def fits(self, machine: Machine) -> bool:
-        """Whether it fits on the GPU, in host memory and on the disk, each with ROOM left."""
+    def fits(self, machine: PlannedMachine) -> bool:
+        """Return whether the candidate fits on the GPU, in host memory and on disk, with ROOM."""
         return not self.lacking(machine)
 
-    def lacking(self, machine: Machine) -> str:
-        """What is short: "over" or "tight" on the GPU, "host over", "disk tight" and so on; "" if
-        it fits with ROOM. Unknown sizes are never short."""
+    def lacking(self, machine: PlannedMachine) -> str:
+        """Return what is too small: "over" or "tight" for GPU memory, "host over", "disk tight" and
+        so on; "" if all fits with ROOM. Unknown sizes count as large enough."""
         for where, needed, given in (
             ("", self.prediction.peak, machine.gpu.memory),
             ("host ", self.prediction.node_memory, machine.node_memory),
@@ -75,29 +76,29 @@ class Plan:
     """Result of `perdure plan`."""
 
     recipe: Recipe
-    machine: Machine
+    machine: PlannedMachine
     blueprint: Blueprint
     own: Candidate
-    """The recipe as it is; the first of `candidates` if it cannot run there."""
+    """The recipe's own strategy; if it cannot run on the machine, the first of `candidates`."""
     refused: str
-    """Why it cannot run there; "" if it can."""
+    """Why the recipe's own strategy cannot run on the machine; "" if it can."""
     candidates: tuple[Candidate, ...]
-    """One per strategy and kind of recomputation, each with its best micro-batch and way to
-    reduce."""
+    """One candidate per strategy and kind of recomputation, with its best micro-batch and way to
+    reduce gradients."""
     tried: tuple[Candidate, ...]
-    """All candidates, with every micro-batch up to the first that does not fit, and with a single
-    pass."""
+    """All candidates that were predicted, with every micro-batch."""
     best: Candidate | None
-    """The fastest that fits, with offload only if that saves OFFLOAD_GAIN; None if none fits."""
+    """The fastest candidate that fits, with offload only if it saves OFFLOAD_GAIN; None if no
+    candidate fits."""
     enough_nodes: int | None
-    """Fewest nodes on which ZeRO-3 with full recomputation fits without offload; searched if none
-    fits, or only with offload. None if no number does."""
+    """Number of nodes on which ZeRO-3 with full recomputation fits without offload. None if no
+    number suffices, or if it was not searched, because a candidate without offload fits."""
 
 
-def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) -> Plan:
-    """Predict every strategy of `recipe` on `machine`. Model parallelism is included if the recipe
-    has some, if nothing else fits without offload, and from MANY GPUs on. Candidates that cannot be
-    faster than a fitting one are skipped.
+def make_plan(recipe: Recipe, machine: PlannedMachine, device: Literal["cpu", "cuda"]) -> Plan:
+    """Predict all strategies for `recipe` on `machine`. Model parallelism is included if the recipe
+    uses it, if nothing else fits without offload, and from MANY GPUs on. Of its candidates, those
+    that cannot be faster than a candidate that fits are skipped.
 
     Raises:
         RecipeError: the recipe cannot run on so many ranks, or its model cannot be traced.
@@ -114,7 +115,7 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
                     changed, world_size, local, machine=machine, device=device, blueprint=blueprint
                 )
                 predicted.append(Candidate(label, changed, prediction))
-            except RecipeError as error:  # another division of ranks may work
+            except RecipeError as error:  # another strategy may work
                 refusals.append(error)
         return predicted
 
@@ -135,8 +136,8 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
                 ways = candidates(label, *recipes)
                 tried += ways
                 if not any(way.fits(machine) for way in ways):
-                    # Larger ones need more memory, except the last: a single pass has no earlier
-                    # gradients.
+                    # Larger micro-batches need more memory. Only the last may need less: with a
+                    # single pass there are no gradients of earlier passes.
                     del micro_batches[:-1]
             if tried:
                 chosen.append(_best(tried, machine) or min(tried, key=lambda c: c.prediction.peak))
@@ -147,7 +148,7 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
         least = partial(_least_seconds, recipe, machine, blueprint)
         known = {one.label for one in chosen}
         layouts = [one for one in _layouts(recipe, machine, blueprint) if one[0] not in known]
-        # The most promising first, so that their times rule out later ones untraced.
+        # Fast layouts come first, so that their times rule out later layouts without a trace.
         for label, strategy in sorted(layouts, key=lambda layout: least(layout[1])):
             limit = best.prediction.seconds_per_step if best else None
             recomputes = [
@@ -177,7 +178,7 @@ def make_plan(recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"]) 
 
 def _as_it_is(
     recipe: Recipe,
-    machine: Machine,
+    machine: PlannedMachine,
     device: Literal["cpu", "cuda"],
     blueprint: Blueprint,
     refusals: list[RecipeError],
@@ -196,11 +197,11 @@ def _as_it_is(
 
 
 def _layouts(
-    recipe: Recipe, machine: Machine, blueprint: Blueprint
+    recipe: Recipe, machine: PlannedMachine, blueprint: Blueprint
 ) -> Iterator[tuple[str, Strategy]]:
-    """Yield layouts of model parallelism that the recipe allows, and whose state may fit. Ranks
-    that compute a layer together stay in a node. Sequences are cut only from LONG on. Experts are
-    divided among the ranks of a node, or also kept whole without tp."""
+    """Yield layouts of model parallelism that the recipe allows, and whose state may fit.
+    Ranks that compute a layer together stay in a node. Sequences are cut only from LONG on.
+    Experts are divided among the ranks of a node, or also kept whole without tp."""
     apart = _experts_apart(machine, blueprint)
     powers = [1 << n for n in range(machine.world_size.bit_length())]
     state = sum(
@@ -209,13 +210,13 @@ def _layouts(
         for shape in unit
     )
     rings = powers if recipe.data.seq_len >= LONG else [1]
-    # without model parallelism, they are tried already
+    # Layouts without model parallelism were tried already.
     least = 2 if recipe.strategy.together == 1 else 1
     for tp, cp, pp in product(powers, rings, powers):
         replica = tp * cp * pp
         if replica < least or machine.world_size % replica or machine.gpus_per_node % (tp * cp):
             continue
-        # would leave fewer passes than stages
+        # Skip layouts with more data-parallel ranks than sequences.
         if recipe.batch.global_batch * tp * cp < machine.world_size:
             continue
         in_node, ranks = machine.gpus_per_node // tp, machine.world_size // (tp * pp)
@@ -236,21 +237,21 @@ def _layouts(
                     pp_schedule="interleaved_1f1b" if stages > 1 else "1f1b", ep=ep,
                     compile=recipe.strategy.compile,
                 )  # fmt: skip
-                # State alone: a lower bound that needs no trace.
+                # The size of the state is a lower bound of memory that needs no trace.
                 too_large = state / sharded > (1 - ROOM) * machine.gpu.memory
                 changed = _changed(recipe, strategy, 1)
                 if not (too_large or _refused(changed)):
                     yield f"{_name(strategy)} {label}".strip(), strategy
 
 
-def _experts_apart(machine: Machine, blueprint: Blueprint) -> int:
-    """Ranks of a node that can divide a model's experts; 1 without experts."""
+def _experts_apart(machine: PlannedMachine, blueprint: Blueprint) -> int:
+    """Return the largest `strategy.ep` for the ranks of a node; 1 without experts."""
     stacks = [shape.rows for unit in blueprint.units for shape in unit if shape.stacked]
     return math.gcd(machine.gpus_per_node, *stacks) if stacks else 1
 
 
 def _name(strategy: Strategy) -> str:
-    """Label of a layout: TP8 PP16x2 is eight ranks per layer, sixteen with two stages each."""
+    """Return the label of a layout: TP8 PP16x2 for tp=8, and pp=16 with two stages per rank."""
     ranks = strategies.sizes(strategy)
     parts = [f"{key.upper()}{n}" for key, n in ranks.items() if n > 1 and key != "pp"]
     if ranks["pp"] > 1:
@@ -260,13 +261,14 @@ def _name(strategy: Strategy) -> str:
 
 
 def _least_seconds(
-    recipe: Recipe, machine: Machine, blueprint: Blueprint, strategy: Strategy
+    recipe: Recipe, machine: PlannedMachine, blueprint: Blueprint, strategy: Strategy
 ) -> float:
-    """Lower bound of a step's seconds with the smallest passes: arithmetic and pipeline bubble, or
-    the gathers of FSDP if they take longer."""
+    """Return a lower bound of a step's seconds: the time of arithmetic and pipeline bubble, or of
+    FSDP's gathers if they take longer."""
     tokens = recipe.batch.global_batch * recipe.data.seq_len
     speed = machine.peak_flops * PEAK_SHARE * machine.world_size
-    again = 4 / 3 if strategy.activation_checkpointing == "full" else 1.0  # forward is a third
+    # Full recomputation repeats forward, which is a third of the work.
+    again = 4 / 3 if strategy.activation_checkpointing == "full" else 1.0
     cut, stride = strategies.cut_ranks(strategy), strategies.tp.ranks(strategy)
     shards = machine.world_size // cut
     passes = -(-recipe.batch.global_batch * strategies.cp.ranks(strategy) // shards)
@@ -275,7 +277,7 @@ def _least_seconds(
     if strategy.name == "ddp":
         return computing
     changed = dataclasses.replace(recipe, strategy=strategy)
-    # The largest micro-batch, as this is a lower bound.
+    # With the largest micro-batch there are the fewest gathers.
     gathers = passes / max(MICRO_BATCHES) * (2 if changed.gathers_twice else 1)
     shards = strategies.sharding.group(changed, shards, machine.gpus_per_node // stride)
     apart = strategies.ep.ranks(strategy)
@@ -292,11 +294,11 @@ def _of_layout(
     recipe: Recipe,
     strategy: Strategy,
     recomputes: Sequence[Recompute],
-    machine: Machine,
+    machine: PlannedMachine,
     candidates: Callable[..., list[Candidate]],
 ) -> list[Candidate]:
-    """Candidates of a layout with the least recomputation that fits, doubling the micro-batch while
-    that is faster."""
+    """Predict the candidates of a layout with the least recomputation that fits; double the
+    micro-batch while steps get faster."""
     tried: list[Candidate] = []
     alone = _micro_batches(_changed(recipe, strategy, 1), machine.world_size)
     micro_batches = MICRO_BATCHES if strategy.together > 1 else alone
@@ -310,7 +312,7 @@ def _of_layout(
             ):
                 ways += candidates(_changed(recipe, way, micro_batch))
                 if _best(ways, machine):
-                    break  # reducing after every pass only saves memory
+                    break  # reducing after every pass is slower, and only saves memory
             tried += ways
             better = _best(ways, machine)
             if not better or (fastest and _order(better) > _order(fastest)):
@@ -330,17 +332,16 @@ def largest_micro_batch(
     *,
     blueprint: Blueprint | None = None,
 ) -> int:
-    """Largest micro-batch that leaves ROOM, and leaves a pipeline enough passes; 1 if none does.
+    """Return the largest micro-batch that fits with ROOM, and leaves a pipeline enough passes; 1 if
+    none does.
 
     Args:
         recipe: its `batch.micro_batch` is ignored.
-        world_size: ranks.
-        local_world_size: ranks on each node.
-        memory: bytes of a GPU, or on CPUs of a node.
-        blueprint: of the recipe's model, if built already.
+        memory: bytes of a GPU; on CPUs bytes of a node.
+        blueprint: the model of the recipe, if it is built already.
 
     Raises:
-        RecipeError: its model cannot be traced.
+        RecipeError: the model cannot be traced.
     """
     blueprint = blueprint or read_blueprint(recipe)
 
@@ -355,21 +356,21 @@ def largest_micro_batch(
     sizes, ranks = _micro_batches(recipe, world_size), strategies.pp.ranks(recipe.strategy)
     if ranks > 1:
         sizes = [n for n in sizes if n == 1 or sizes[-1] / n >= PASSES_PER_RANK * ranks]
-    # Memory grows with the micro-batch, so bisection finds the last that fits.
+    # Memory grows with the micro-batch, so bisection finds the largest that fits.
     return sizes[max(0, bisect_left(sizes, True, key=too_large) - 1)]
 
 
 def _strategies(
-    recipe: Recipe, machine: Machine, blueprint: Blueprint
+    recipe: Recipe, machine: PlannedMachine, blueprint: Blueprint
 ) -> Iterator[tuple[str, Strategy]]:
-    """Yield the shardings with their DeepSpeed names and the recipe's model parallelism; experts
-    whole, and divided among the ranks of a node."""
+    """Yield (label, strategy) for all shardings, by their DeepSpeed names, with the recipe's own
+    model parallelism. Experts are once not divided, once divided among the ranks of a node."""
     for name, strategy in _shardings(recipe, machine, blueprint):
         yield " ".join(filter(None, (_name(strategy), name))), strategy
 
 
 def _shardings(
-    recipe: Recipe, machine: Machine, blueprint: Blueprint
+    recipe: Recipe, machine: PlannedMachine, blueprint: Blueprint
 ) -> Iterator[tuple[str, Strategy]]:
     plain = _shared_part(recipe)
     yield "DDP", dataclasses.replace(plain, name="ddp")
@@ -402,10 +403,10 @@ def _shardings(
 
 
 def _refused(recipe: Recipe) -> bool:
-    """Whether the strategy contradicts its model parallelism or formats. Other contradictions were
-    reported when the recipe was read."""
+    """Return whether keys of a changed strategy contradict each other. Contradictions in the user's
+    own recipe were reported when it was read."""
     strategy = recipe.strategy
-    if strategies.ep.ranks(strategy) > 1:  # it also excludes many other keys
+    if strategies.ep.ranks(strategy) > 1:  # ep also contradicts keys of other sections
         return any(contradictions(recipe))
     narrow = recipe.precision.master != "fp32" or recipe.optimizer.state_dtype != "fp32"
     return (strategy.together > 1 or narrow) and any(
@@ -414,20 +415,21 @@ def _refused(recipe: Recipe) -> bool:
 
 
 def _shared_part(recipe: Recipe) -> Strategy:
-    """The part of the strategy that all candidates share."""
+    """Return the recipe's strategy with only tp, pp, cp and `compile`, which all candidates
+    share."""
     parallel = strategies.only(recipe.strategy, strategies.tp, strategies.pp, strategies.cp)
     return dataclasses.replace(parallel, compile=recipe.strategy.compile)
 
 
 def _dp_size(recipe: Recipe, world_size: int) -> int:
-    """Number of shares of the data."""
+    """Return the number of data-parallel ranks."""
     return max(1, world_size // recipe.strategy.together)
 
 
 def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
-    """The micro-batches to try: powers of two, and all sequences of a rank at once."""
+    """Return the micro-batches to try: powers of two, and all sequences of a rank at once."""
     per_rank = max(1, -(-recipe.batch.global_batch // _dp_size(recipe, world_size)))
-    if strategies.exact.used(recipe):  # an exact run's result depends on its micro-batch
+    if strategies.exact.used(recipe):  # the micro-batch changes the result of an exact run
         return [recipe.micro_batch]
     return sorted({per_rank, *(1 << n for n in range(per_rank.bit_length()))})
 
@@ -435,7 +437,8 @@ def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
 def _reductions(
     recipe: Recipe, strategy: Strategy, micro_batch: int, world_size: int
 ) -> list[Strategy]:
-    """The strategy, and with several passes its variant that reduces after every pass."""
+    """Return the strategy and, if steps have several passes, its variant that reduces gradients
+    after every pass."""
     several = micro_batch * _dp_size(recipe, world_size) < recipe.batch.global_batch
     by_fsdp = strategies.sharding.by_fsdp(dataclasses.replace(recipe, strategy=strategy))
     in_float32 = not strategies.exact.used(recipe) and recipe.precision.master == "fp32"
@@ -447,31 +450,31 @@ def _reductions(
 def _changed(recipe: Recipe, strategy: Strategy, micro_batch: int) -> Recipe:
     batch = dataclasses.replace(recipe.batch, micro_batch=micro_batch)
     checkpoint = recipe.checkpoint
-    # it followed the offload directory
+    # If the recipe has slots in the offload directory, they stay there.
     if checkpoint.slot_directory == recipe.strategy.offload_directory:
         checkpoint = dataclasses.replace(checkpoint, slot_directory=strategy.offload_directory)
     return dataclasses.replace(recipe, strategy=strategy, batch=batch, checkpoint=checkpoint)
 
 
 def _order(candidate: Candidate) -> tuple[float, int]:
-    """Sort key: fast before slow, then small before large."""
+    """Return a sort key: seconds per step, then peak memory."""
     return candidate.prediction.seconds_per_step or 0.0, candidate.prediction.peak
 
 
-def _best_on_gpus(candidates: list[Candidate], machine: Machine) -> Candidate | None:
+def _best_on_gpus(candidates: list[Candidate], machine: PlannedMachine) -> Candidate | None:
     on_gpus = [c for c in candidates if not strategies.offload.used(c.recipe.strategy)]
     return _best(on_gpus, machine)
 
 
-def _best(candidates: list[Candidate], machine: Machine) -> Candidate | None:
+def _best(candidates: list[Candidate], machine: PlannedMachine) -> Candidate | None:
     return min((c for c in candidates if c.fits(machine)), key=_order, default=None)
 
 
 def _enough_nodes(
-    recipe: Recipe, machine: Machine, device: Literal["cpu", "cuda"], blueprint: Blueprint
+    recipe: Recipe, machine: PlannedMachine, device: Literal["cpu", "cuda"], blueprint: Blueprint
 ) -> int | None:
-    """Smallest doubling of the nodes on which ZeRO-3 with full recomputation fits without offload:
-    with the smallest micro-batch, or with a single pass, which has no earlier gradients."""
+    """Double the nodes until ZeRO-3 with full recomputation fits without offload, and return their
+    number. Tried are the smallest micro-batch, and a single pass."""
     strategy = dataclasses.replace(
         _shared_part(recipe), sharding="FULL_SHARD", activation_checkpointing="full", compile=False
     )
@@ -487,7 +490,7 @@ def _enough_nodes(
                         thrifty, larger.world_size, larger.gpus_per_node, machine=larger,
                         device=device, blueprint=blueprint,
                     )  # fmt: skip
-                except RecipeError:  # more ranks than sequences
+                except RecipeError:  # so many nodes have more ranks than a batch has sequences
                     return None
                 if Candidate("", thrifty, prediction).fits(larger):
                     return nodes

@@ -1,8 +1,5 @@
-"""Storages, the memory behind tensors, for counting bytes.
-
-Views of one storage count once. A storage counts as a whole, whatever part of it a tensor shows. A
-DTensor counts by its local part.
-"""
+"""Counts the bytes of tensors by their storages. Tensors that are views of one storage count once,
+and with the whole storage. A DTensor counts with its local part."""
 
 from collections.abc import Iterable
 from typing import TypeAlias
@@ -15,13 +12,13 @@ Storages: TypeAlias = dict[int, int]
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """The storage of a tensor, or of a DTensor's local part."""
+    """Return the storage of a tensor, or of a DTensor's local part."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage()
 
 
 def storages(tensors: Iterable[torch.Tensor], device: torch.device) -> Storages:
-    """Non-empty storages of tensors on a kind of device."""
+    """Return the non-empty storages of tensors that are on a device of this type."""
     sizes: Storages = {}
     for storage in map(storage_of, tensors):
         if storage.device.type == device.type and storage.nbytes():
@@ -30,5 +27,5 @@ def storages(tensors: Iterable[torch.Tensor], device: torch.device) -> Storages:
 
 
 def nbytes(sizes: Storages) -> int:
-    """Sum of bytes."""
+    """Return the total bytes of storages."""
     return sum(sizes.values())

@@ -1,4 +1,4 @@
-"""Records a pass on fake tensors, phase by phase: bytes of activations, and work."""
+"""Records memory and work of a pass on fake tensors, phase by phase."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -12,76 +12,78 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.plan.live import LiveTensors
 from trainer.plan.storages import storage_of
-from trainer.plan.work import Fused, Kernel, Work, is_kernel, kernel_of
+from trainer.plan.work import FusedOperators, Kernel, Work, is_kernel, kernel_of
 
 
-class Sent(NamedTuple):
-    """Bytes that a rank sends while it computes, the number of calls, and what hides them."""
+class PassTraffic(NamedTuple):
+    """Bytes that a rank sends in forward or backward of a pass, and the number of calls."""
 
     layers: float = 0.0
-    """Bytes in collectives of ranks that compute each layer together."""
+    """Bytes in collectives of tensor parallelism."""
     ring: float = 0.0
-    """Bytes to the next rank of a ring."""
+    """Bytes to the next rank of a ring, by context parallelism."""
     experts: float = 0.0
-    """Bytes to the ranks of the experts that its rows go to."""
+    """Bytes to and from the ranks of experts, by expert parallelism."""
     layers_calls: float = 0.0
     ring_calls: float = 0.0
     experts_calls: float = 0.0
     attention: float = 0.0
-    """Operations of attention, beside which messages of a ring travel."""
+    """Floating-point operations of attention, during which messages of a ring are sent."""
 
 
 @dataclass(frozen=True)
-class Trace:
-    """Bytes and work of one pass over one micro-batch on one rank. Parameters and gradients are not
-    counted, except in peaks gradients that FSDP has not reduced yet."""
+class PassTrace:
+    """Memory (bytes) and work of a pass over one micro-batch on one rank. Parameters and gradients
+    are not counted, but peaks include gradients that FSDP has not reduced yet."""
 
     saved: int
-    """Activations alive between forward and backward."""
+    """Bytes of activations between forward and backward."""
     head_forward: int
-    """Peak until the loss exists."""
+    """Peak of forward until the loss is computed."""
     forward_entry: int
     """Bytes when forward reaches the last block."""
     last_forward: int
-    """Peak in the last block."""
+    """Peak in forward of the last block."""
     head_backward: int
     """Peak of backward before it reaches the blocks."""
     entry: int
     """Bytes when backward reaches the blocks."""
     last_backward: int
-    """Peak in backward of the last block, which comes first (of all but the first block, if all are
-    traced)."""
+    """Peak in backward of the last block, which backward begins with. If all blocks are traced: of
+    all blocks but the first."""
     first_backward: int
-    """Peak in backward of any other block, when the blocks above it are done and no block is below
-    it; each block below adds `block_saved`."""
+    """Peak in backward of the first block. For a block in the middle, add `block_saved` for each
+    block before it."""
     after_block: int
-    """Bytes after backward of a block, without its gradients; each block below it adds
-    `block_saved`."""
+    """Bytes after backward of the first block, without its gradients. For other blocks, add
+    `block_saved` for each block before them."""
     block_saved: int
-    """One block's part of `saved`."""
+    """Bytes in `saved` of one block."""
     tail_backward: int
-    """Peak of backward after the blocks."""
+    """Peak of backward after the blocks (of the embedding)."""
     experts: tuple[int, int]
-    """For divided experts: bytes after their backward in the last block, and in another block as of
-    `first_backward`; without their gradients."""
+    """With expert parallelism: bytes after backward of the experts in the last block, and in the
+    first block, without gradients of experts."""
     rest: tuple[int, int]
-    """For divided experts: peaks of the rest of backward in these blocks."""
+    """With expert parallelism: peaks in backward of the last block, and of the first, after that of
+    their experts."""
     forward: Work
     backward: Work
     """Work of backward, including recomputation."""
-    sent: tuple[Sent, Sent] = (Sent(), Sent())
-    """In forward and in backward."""
+    sent: tuple[PassTraffic, PassTraffic] = (PassTraffic(), PassTraffic())
+    """Bytes sent in forward, and in backward."""
     hidden: int = 0
-    """Bytes of a stage's output."""
+    """Bytes of a stage's output, the hidden states."""
     kept: int = 0
-    """Part of `saved` that stays until postponed gradients of weights are computed."""
+    """Bytes of `saved` that are kept until postponed gradients of weights are computed."""
     put_off: int = 0
-    """Bytes of gradients that stay until the postponed gradients of weights are computed."""
+    """Bytes of gradients of activations that are kept until postponed gradients of weights are
+    computed."""
     weights_peaks: tuple[int, ...] = ()
-    """Peaks of computing postponed gradients of weights: of the head, if the stage has it, then of
-    each block from the last on; without the gradients of those before."""
+    """Peaks while postponed gradients of weights are computed: of the head, if the stage has it,
+    then of each block from last to first. Gradients computed before are not included."""
     weights: Work = ()
-    """Work of postponed gradients of weights, a part of `backward`."""
+    """Work of postponed gradients of weights, which is part of `backward`."""
 
 
 _IN_BLOCKS = {
@@ -93,20 +95,24 @@ _IN_BLOCKS = {
 class _Phase:
     peak: int = 0
     experts: int = 0
-    """Bytes after backward of divided experts."""
+    """Bytes after backward of expert-parallel experts."""
     rest: int = 0
-    """Peak after backward of divided experts."""
+    """Peak after backward of expert-parallel experts."""
     work: list[Kernel] = field(default_factory=list)
-    fused: Fused | None = None
-    """Operators of an incomplete compiled kernel."""
-    sent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(Sent._fields, 0.0))
+    fused: FusedOperators | None = None
+    """The operators that torch.compile would fuse with the next one; None: there are none."""
+    sent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PassTraffic._fields, 0.0))
 
 
 class Tape(LiveTensors):
-    """Records live bytes and work while a pass goes through its phases."""
+    """Records allocated bytes, work and messages of each phase of a pass.
+
+    Args:
+        depth: number of blocks that are traced.
+        compiled: whether blocks are compiled.
+    """
 
     def __init__(self, depth: int, seq_len: int, compiled: bool) -> None:
-        """`compiled`: whether blocks are compiled."""
         super().__init__()
         self._depth, self._seq_len, self._compiled = depth, seq_len, compiled
         names = (
@@ -119,20 +125,20 @@ class Tape(LiveTensors):
         self._part_of: dict[nn.Parameter, str] = {}
         self._given: torch.Tensor | None = None
         self._after_input: dict[str, int] = {}
-        """For backward in two parts: bytes of each phase that stay from the first part to the
-        second."""
+        """If gradients of weights are postponed: phase → its bytes that are kept for them."""
         self._before_weights: dict[str, int] = {}
-        """Bytes when the weights of the head, the last block and the first one begin, by phase, and
-        at the end. A frozen head has no such phase."""
+        """Bytes when postponed gradients of the head, the last and the first block begin, by phase,
+        and at the end. A frozen head has no such phase."""
         self._keeps_output = self._keeps_gradients = self._apart = False
-        """Whether the blocks' output stays from the first part of backward to the second."""
+        """`_keeps_output`: whether the blocks' output is kept for postponed gradients of
+        weights."""
         self._in_backward = False
         self._first_alive = self._first_saved = self._head_saved = 0
         self._after_block = self._after_head = self._forward_entry = self._entry = self._hidden = 0
         self._ends: list[weakref.ref[torch.UntypedStorage]] = []
-        """Storages of the input and the output of the blocks."""
+        """Storages of the input of the first block and of the output of the last."""
         self._kept = (True, True)
-        """Whether autograd keeps the input and the output of the blocks."""
+        """Whether autograd keeps each of `_ends` for backward."""
         self._enter("start")
 
     def follow(
@@ -145,16 +151,21 @@ class Tape(LiveTensors):
         experts: Iterable[nn.Module] = (),
         frozen_below: bool = False,
     ) -> None:
-        """Record the next pass of a model. `in_two`: whether `backward_in_two` follows, which
-        computes gradients of inputs before those of weights; `experts`: those divided over ranks,
-        whose gradients FSDP reduces separately; `frozen_below`: nothing below the
-        blocks is trained, so the first block has no gradient of its input, unlike all others."""
+        """Register hooks that record the next pass of a model.
+
+        Args:
+            keep_gradients: see `trace`.
+            in_two: whether backward is run by `backward_in_two`.
+            experts: expert-parallel modules, whose gradients FSDP reduces separately.
+            frozen_below: whether the embedding is frozen. Then the first block has no gradient of
+                its input, unlike all others.
+        """
         self._keeps_gradients = keep_gradients
         self._apart = in_two or frozen_below
         self._watch(list(blocks), in_two)
         for module in experts:
             module.register_forward_pre_hook(self._before_experts)
-        # Inside autocast, which keeps casts of weights until its end.
+        # At the end of the model's forward, before autocast ends and frees casts of weights.
         model.register_forward_hook(lambda *_: self._note_alive())
         if not keep_gradients:
             for parameter in model.parameters():
@@ -178,13 +189,13 @@ class Tape(LiveTensors):
             self._part_of |= dict.fromkeys(block.parameters(), "others" if number else "first")
 
             def before(block: nn.Module, inputs: Any, number: int = number) -> Any:
-                if self._in_backward:  # recomputation
+                if self._in_backward:  # backward recomputes the block
                     return None
                 if number == 0:
                     self._note_end(inputs)
                 if number == last:
                     self._forward_entry = self.total()
-                if number == 0 and self._apart:  # as if its input came from another block or stage
+                if number == 0 and self._apart:  # give its input a gradient, as of other blocks
                     given = inputs[0].detach().requires_grad_()
                     self._given = given if in_two else None
                     inputs = (given, *inputs[1:])
@@ -212,7 +223,7 @@ class Tape(LiveTensors):
 
     def _note_end(self, given: Any) -> int:
         hidden = next(leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
-        # Weak, so that the tape itself keeps nothing alive.
+        # Weak references, so that the tape itself keeps no storage allocated.
         self._ends.append(weakref.ref(storage_of(hidden)))
         return hidden.nbytes
 
@@ -230,14 +241,14 @@ class Tape(LiveTensors):
         self._phase = self._phases[phase]
 
     def _leave(self, block: nn.Module, following: str) -> None:
-        """Mark the end of a block's backward, where FSDP would reduce its gradients."""
+        """Mark the end of backward of a block, when FSDP reduces its gradients."""
         _drop_all(block)
         if following == "tail":
             self._after_block = self.total()
         self._enter(following)
 
     def forward_ends(self) -> None:
-        """Mark the end of forward: the loss exists, and autocast's casts are freed."""
+        """Mark the end of forward, when the loss is computed and autocast's casts are freed."""
         self._end_kernel()
         self._saved = self.total()
         self._first_saved, self._head_saved = self.total("first"), self.total("head")
@@ -251,17 +262,17 @@ class Tape(LiveTensors):
         self._end_kernel()
 
     def backward_in_two(self, loss: torch.Tensor, model: nn.Module) -> None:
-        """Run backward as a pipeline that postpones the gradients of weights."""
-        # imported only where the recipe uses it
+        """Run backward as in a pipeline that postpones the gradients of weights."""
+        # Imported only if the recipe uses it.
         from torch.distributed.pipelining._backward import (
             stage_backward_input,
             stage_backward_weight,
         )
 
         given, self._given = self._given, None
-        assert given is not None  # the blocks were called
+        assert given is not None  # set by the hook of the first block
         _, groups = stage_backward_input([loss], None, [given], model.parameters())
-        del given, _  # frees the gradient, as after sending
+        del given, _  # frees the gradient, as a pipeline does after sending it
         self._after_input = {name: self.total(name) for name in self._phases}
         self._keeps_output = self._ends[1]() is not None
         while groups:
@@ -269,7 +280,7 @@ class Tape(LiveTensors):
             weights = [node.variable for node in group["params"]]
             phase = f"{self._part_of.get(weights[0], 'head')} weights"
             if phase != self.label:
-                _drop_all(model)  # FSDP keeps a unit's gradients
+                _drop_all(model)  # gradients of whole units are counted elsewhere
                 self._enter(phase)
                 self._before_weights[phase] = self.total()
             stage_backward_weight(iter(weights), [group])
@@ -294,7 +305,7 @@ class Tape(LiveTensors):
     def _note_kernel(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         kernel = kernel_of(operator, args, kwargs, result, self._seq_len)
         if self._compiled and not kernel.operations and self.label in _IN_BLOCKS:
-            self._phase.fused = self._phase.fused or Fused()
+            self._phase.fused = self._phase.fused or FusedOperators()
             self._phase.fused.add(args, kwargs, result)
             return
         self._end_kernel()
@@ -304,24 +315,29 @@ class Tape(LiveTensors):
             self._phase.sent["attention"] += kernel.operations
 
     def compute(self, operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run an operator; grouped products in bf16, as fake tensors support no other dtype."""
+        """Run an operator. Grouped products run in bf16, the only dtype for fake tensors."""
         if operator is not torch.ops.aten._grouped_mm.default:
             return super().compute(operator, args, kwargs)
         left, right, *rest = args
         narrow = (x.to(torch.bfloat16) for x in (left, right))
         return operator(*narrow, *rest, **kwargs).to(left.dtype)
 
-    def result(self, blocks: int, first: bool, last: bool) -> Trace:
-        """The trace of `blocks` blocks that each equal the first, with the part below the `first`
-        and above the `last` block of a model. Without these a stage gets hidden states of an
-        embedding's size, and a gradient of its output."""
+    def result(self, blocks: int, first: bool, last: bool) -> PassTrace:
+        """Compute the trace of a pipeline stage from the recorded pass of a model.
+
+        Args:
+            blocks: number of blocks of the stage, each equal to the first.
+            first: whether the stage has the embedding; otherwise it receives hidden states.
+            last: whether the stage has the head; otherwise it receives gradients of its output.
+        """
         extra = blocks - self._depth
         peaks = {name: phase.peak for name, phase in self._phases.items()}
         alive, saved = extra * self._first_alive, extra * self._first_saved
         all_saved = self._saved + saved
         # A pipeline holds inputs and outputs whether or not autograd keeps them.
         into, out = (0 if kept else self._hidden for kept in self._kept)
-        passed = more = 0  # in backward: bytes left by the head; then those held by the pipeline
+        # Corrections of backward: bytes to subtract for the head, and to add for the pipeline.
+        passed = more = 0
         if not last:
             all_saved += out - self._head_saved
             peaks["head"], peaks["head back"] = 0, all_saved + self._hidden - saved
@@ -349,9 +365,9 @@ class Tape(LiveTensors):
         kept, put_off, of_weights = all_saved, self._hidden, halves[1]
         weights_peaks: list[int] = []
         if after := self._after_input:
-            # A block keeps its gradients, and that of its output, which the next block computes.
+            # Gradients in a block, and of its output, are kept for the gradients of its weights.
             of_block = after["last back"]
-            others = extra * (self._first_saved + of_block)  # nothing is freed before the end
+            others = extra * (self._first_saved + of_block)  # backward of the inputs frees nothing
             first_backward, after_block, tail = (
                 most + others for most in (first_backward, after_block, tail)
             )
@@ -377,12 +393,15 @@ class Tape(LiveTensors):
                 for kernel in (self._phases[name].work if times[name] else ())
             )
 
-        def sent(half: list[str]) -> Sent:
-            return Sent(
-                *(sum(times[n] * self._phases[n].sent[w] for n in half) for w in Sent._fields)
+        def sent(half: list[str]) -> PassTraffic:
+            return PassTraffic(
+                *(
+                    sum(times[n] * self._phases[n].sent[w] for n in half)
+                    for w in PassTraffic._fields
+                )
             )
 
-        return Trace(
+        return PassTrace(
             saved=all_saved,
             head_forward=max(
                 peaks["start"], peaks["first"], max(peaks["others"], peaks["head"]) + alive
@@ -419,7 +438,8 @@ def _drop(parameter: torch.Tensor) -> None:
 
 
 def _on_gradient(value: Any, call: Callable[[], None]) -> None:
-    """Call `call` when the gradient of the first differentiable tensor in `value` is complete."""
+    """Register a hook that runs `call` once the gradient of the first differentiable tensor in
+    `value` is complete."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             leaf.register_hook(lambda _gradient: call())

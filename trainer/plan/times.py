@@ -1,13 +1,13 @@
-"""Seconds of a step on a described machine: a roofline for computation, latency and bandwidth for
-communication."""
+"""Estimates the seconds of a step: computation by a roofline model, communication by latency and
+bandwidth."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trainer.parallel.mesh import EXPERT, PIPELINE, TENSOR
-from trainer.parallel.schedules import Arrangement, Kind, Order, Simulation, simulate
-from trainer.plan.blueprint import Stage, bytes_of, counted
+from trainer.parallel.schedules import ActionSequence, Kind, Order, Simulation, simulate
+from trainer.plan.blueprint import StageBlueprint, bytes_of, counted
 from trainer.plan.costs import (
     ADDITION_TRAFFIC,
     BANDWIDTH_SHARE,
@@ -20,10 +20,10 @@ from trainer.plan.costs import (
     TAKEN_SHARE,
     UPDATE_ON_DISK,
     UPDATE_TRAFFIC,
-    Machine,
+    PlannedMachine,
 )
-from trainer.plan.rank_layout import Layout
-from trainer.plan.tape import Trace
+from trainer.plan.rank_layout import RankLayout
+from trainer.plan.tape import PassTrace
 from trainer.plan.traffic import (
     Collective,
     elements,
@@ -38,11 +38,11 @@ from trainer.recipe.strategies import offload, sharding
 
 
 @dataclass(frozen=True)
-class Times:
-    """Parts of a step, in seconds."""
+class StepTimes:
+    """Estimated seconds of the parts of a step, on the slowest rank."""
 
     compute: float
-    """Forward and backward of the rank with the most, including recomputation."""
+    """Forward and backward, including recomputation."""
     update: float
     """Norm, clipping and optimizer; with offload also sums of gradients on the host."""
     transfers: float
@@ -50,51 +50,49 @@ class Times:
     communication: float
     """All communication, without any overlap."""
     network: float
-    """The part of `communication` between nodes."""
+    """Part of `communication` that is between nodes."""
     exposed: float
-    """Communication and transfers that computation does not hide, and the time that they take from
-    it."""
+    """Communication and transfers that computation does not hide, and the time by which hidden
+    collectives slow computation down."""
     waiting: float = 0.0
     """Waiting for other stages of a pipeline."""
 
     @property
     def step(self) -> float:
-        """Sum of the parts."""
+        """Seconds of the whole step."""
         return self.compute + self.update + self.exposed + self.waiting
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """The stages of a pipeline with their traces; without a pipeline, the one stage that every rank
-    computes."""
+class TracedStages:
+    """The stages of a pipeline with their traces. Without a pipeline there is one stage."""
 
-    stages: Sequence[Stage]
-    """All stages, in order."""
-    traces: Sequence[Trace]
-    """A pass of each stage."""
+    stages: Sequence[StageBlueprint]
+    traces: Sequence[PassTrace]
+    """Trace of a pass of each stage."""
     orders: Sequence[Order]
-    """Order of each rank; empty without a pipeline."""
+    """Order of actions of each rank; [] without a pipeline."""
 
-    def of_rank(self, rank: int) -> tuple[Sequence[Stage], Sequence[Trace]]:
-        """The stages of a rank, with their traces."""
+    def of_rank(self, rank: int) -> tuple[Sequence[StageBlueprint], Sequence[PassTrace]]:
+        """Return the stages of a rank, and their traces."""
         ranks = len(self.orders) or 1
         return self.stages[rank::ranks], self.traces[rank::ranks]
 
 
 def times_of(
-    pieces: Pieces,
+    pieces: TracedStages,
     recipe: Recipe,
-    layout: Layout,
-    machine: Machine,
+    layout: RankLayout,
+    machine: PlannedMachine,
     simulation: Simulation | None,
-) -> Times:
-    """Estimate a step; `simulation` is that of the pipeline, if there is one.
+) -> StepTimes:
+    """Estimate the seconds of a step. `simulation`: result of `simulated` for a pipeline.
 
-    Kernels run one after another, each as fast as arithmetic or memory allows, and no faster than
-    the host launches them. Communication overlaps with the half of a pass that needs it, except for
-    the share of one unit: the first unit is waited for, and nothing follows the last. Gradients
-    that are reduced once overlap with the last backward. Tensor and expert parallelism wait for all
-    that they send, and a ring for what attention does not hide.
+    Kernels run one after another, as fast as arithmetic or memory allows, and no faster than the
+    host launches them. FSDP's collectives overlap with forward or backward, except for the time of
+    one unit: the first gather and the last reduction overlap with nothing. Gradients that are
+    reduced once per step overlap with the last backward. Messages of tensor and expert parallelism
+    do not overlap; messages of a ring overlap with attention.
     """
     ranks = range(len(pieces.orders) or 1)
     each = [_times_of_rank(*pieces.of_rank(rank), recipe, layout, machine) for rank in ranks]
@@ -106,17 +104,17 @@ def times_of(
         for rank in ranks
     )
     busy = slowest.compute + within
-    # The simulation includes all ranks; the time in which the slowest does not compute, it waits.
+    # The simulated step includes all ranks: the slowest rank waits while it does not compute.
     return replace(slowest, waiting=max(0.0, simulation.seconds - busy))
 
 
 def _times_of_rank(
-    stages: Sequence[Stage],
-    traces: Sequence[Trace],
+    stages: Sequence[StageBlueprint],
+    traces: Sequence[PassTrace],
     recipe: Recipe,
-    layout: Layout,
-    machine: Machine,
-) -> Times:
+    layout: RankLayout,
+    machine: PlannedMachine,
+) -> StepTimes:
     forward, backward = (
         sum(work_seconds(work, machine) for work in works)
         for works in zip(*((trace.forward, trace.backward) for trace in traces), strict=True)
@@ -128,18 +126,19 @@ def _times_of_rank(
     transfers, update = _offload(stages, recipe, layout, machine)
     gathers = gathering_passes(recipe, layout)
     backs = layout.passes if recipe.gathers_twice else 0
-    share = transfers / max(1, gathers + backs + layout.reductions)  # of each transfer, up or down
+    share = transfers / max(1, gathers + backs + layout.reductions)  # seconds of one transfer
     units = sum(len(stage.units) for stage in stages)
 
     def waits(times: int, moved: float, moving: float, computing: float) -> float:
-        """Exposed seconds of `times` halves of passes, each with `moved` seconds of collectives,
-        and `moving` in all."""
+        """Return the exposed seconds of `times` forward or backward passes, each with `computing`
+        seconds of computation, `moved` of collectives, and `moving` of collectives and
+        transfers."""
         if offload.used(recipe.strategy) and layout.shards == 1:
-            return times * moving  # FSDP's all-gather is then a copy before the computation
+            return times * moving  # FSDP's gather is a copy then, which does not overlap
         if not moving:
             return 0.0
         exposed = max(moving / units, moving - computing)
-        # Hidden collectives take multiprocessors from the computation.
+        # Hidden collectives use multiprocessors that the computation lacks.
         return times * (exposed + TAKEN_SHARE * moved * (1 - exposed / moving))
 
     first, second, third = gathered / gathers, again / max(1, backs), reduced / layout.reductions
@@ -156,9 +155,9 @@ def _times_of_rank(
     for half in (half for trace in traces for half in trace.sent):
         crossing += layout.passes * exchange_seconds(half.experts, apart, machine)[1]
     together = layout.passes * sum(sum(_together_seconds(t, layout, machine)) for t in traces)
-    after = tied.seconds(machine)  # after the last backward, before the norm
+    after = tied.seconds(machine)  # between the last backward and the norm, without overlap
     shared = gathered + again + reduced + late
-    return Times(
+    return StepTimes(
         compute=layout.passes * (forward + backward),
         update=update,
         transfers=transfers,
@@ -172,9 +171,9 @@ def _times_of_rank(
 
 
 def _offload(
-    stages: Sequence[Stage], recipe: Recipe, layout: Layout, machine: Machine
+    stages: Sequence[StageBlueprint], recipe: Recipe, layout: RankLayout, machine: PlannedMachine
 ) -> tuple[float, float]:
-    """Seconds of transfers between host and device in a step, and of the update."""
+    """Return the seconds of transfers between host and device in a step, and of the update."""
     cut = layout.replicas if sharding.zero1(recipe) else layout.shards
     owned, units = elements(stages, cut), counted(stages)
     state = sum(count * sum(shape.moment_bytes(cut) for shape in unit) for unit, count in units)
@@ -186,37 +185,40 @@ def _offload(
     if not offload.used(recipe.strategy):
         return 0.0, traffic / (machine.gpu.bandwidth * BANDWIDTH_SHARE)
     sums = ADDITION_TRAFFIC * (layout.reductions - 1) * owned
-    # All ranks of a node share its memory.
+    # All ranks of a node share the bandwidth of its memory.
     update = (traffic + sums) * machine.gpus_per_node / HOST_BANDWIDTH
     often = gathering_passes(recipe, layout)
     gathers = 2 * layout.passes if recipe.gathers_twice else often
     held = sum(count * bytes_of(unit, cut) for unit, count in units)
     itemsize = 4 if recipe.precision.master == "fp32" else 2
-    moved = gathers * held + itemsize * owned * layout.reductions  # shards and their gradients
+    moved = gathers * held + itemsize * owned * layout.reductions  # bytes of shards and gradients
     transfers = moved / machine.gpu.pcie
-    if offload.to_disk(recipe.strategy):  # assuming that no page stays in memory
+    if offload.to_disk(recipe.strategy):  # on the assumption that no page stays in memory
         from_disk = moved * machine.gpus_per_node / DISK_BANDWIDTH
         transfers = max(transfers / PAGEABLE_SHARE, from_disk)
         update = max(update, on_disk * machine.gpus_per_node / DISK_BANDWIDTH)
     return transfers, update
 
 
-def _link(machine: Machine) -> float:
-    """Bytes/s of a ring inside a node."""
+def _link(machine: PlannedMachine) -> float:
+    """Return the bytes/s of a ring inside a node."""
     return machine.gpu.link * NETWORK_SHARE
 
 
-def exchange_seconds(nbytes: float, ranks: int, machine: Machine) -> tuple[float, float]:
-    """Seconds within nodes, and between nodes, in which each of `ranks` neighbours sends `nbytes`
-    evenly to the others. All GPUs of a node send at once, and share its network."""
+def exchange_seconds(nbytes: float, ranks: int, machine: PlannedMachine) -> tuple[float, float]:
+    """Return (seconds inside nodes, seconds between nodes) of an all-to-all in which each of
+    `ranks` neighbours sends `nbytes` in all. All GPUs of a node share its network."""
     inside = math.gcd(ranks, machine.gpus_per_node)
     across = nbytes * (ranks - inside) / max(1, ranks - 1)
     network = machine.net * NETWORK_SHARE / machine.gpus_per_node
     return (nbytes - across) / _link(machine), across / network
 
 
-def _together_seconds(trace: Trace, layout: Layout, machine: Machine) -> tuple[float, float]:
-    """Seconds that tensor, context and expert parallelism wait in forward, and in backward."""
+def _together_seconds(
+    trace: PassTrace, layout: RankLayout, machine: PlannedMachine
+) -> tuple[float, float]:
+    """Return the seconds for which tensor, context and expert parallelism wait in forward, and in
+    backward."""
     attending = (
         half.attention / (machine.peak_flops * machine.gpu.attention) for half in trace.sent
     )
@@ -229,20 +231,25 @@ def _together_seconds(trace: Trace, layout: Layout, machine: Machine) -> tuple[f
     return forward, backward
 
 
-def _sent_seconds(trace: Trace, layout: Layout, machine: Machine) -> tuple[float, float]:
-    """Seconds of sending in forward and in backward, without any overlap."""
+def _sent_seconds(
+    trace: PassTrace, layout: RankLayout, machine: PlannedMachine
+) -> tuple[float, float]:
+    """Return the seconds of sending in forward, and in backward, without any overlap."""
     forward, backward = map(sum, _sent(trace, layout, machine))
     return forward, backward
 
 
-def _sent(trace: Trace, layout: Layout, machine: Machine) -> list[tuple[float, float, float]]:
-    """Seconds in which tensor, context and expert parallelism send, for each half of a pass."""
+def _sent(
+    trace: PassTrace, layout: RankLayout, machine: PlannedMachine
+) -> list[tuple[float, float, float]]:
+    """Return, for forward and for backward, the seconds in which (tensor, context, expert)
+    parallelism send."""
     hops, apart = layout.groups[TENSOR].size - 1, layout.groups[EXPERT].size
     step = machine.call + (machine.hop if apart <= machine.gpus_per_node else machine.hop_between)
     link = _link(machine)
     return [
         (
-            # A call of the layers is a ring of all tp ranks; the other messages take one step.
+            # A collective of tensor parallelism takes tp - 1 ring steps, other messages one.
             half.layers_calls * (machine.call + hops * machine.hop) + half.layers / link,
             half.ring_calls * (machine.call + machine.hop) + half.ring / link,
             half.experts_calls * step + max(exchange_seconds(half.experts, apart, machine)),
@@ -252,13 +259,13 @@ def _sent(trace: Trace, layout: Layout, machine: Machine) -> list[tuple[float, f
 
 
 def simulated(
-    pieces: Pieces,
-    arrangement: Arrangement,
-    layout: Layout,
-    machine: Machine | None,
+    pieces: TracedStages,
+    arrangement: ActionSequence,
+    layout: RankLayout,
+    machine: PlannedMachine | None,
 ) -> Simulation:
-    """Simulate a step of a pipeline with the traced costs of its stages: seconds, or without a
-    machine operations, and free messages."""
+    """Simulate a step of a pipeline with the traced costs of its stages, in seconds. Without a
+    machine the unit is operations, and messages cost nothing."""
     costs: dict[int, dict[Kind, float]] = {}
     for trace in pieces.traces:
         # Equal stages share a trace.
@@ -274,7 +281,7 @@ def simulated(
         costs[id(trace)] = {
             "F": forward + waits[0],
             "B": backward + waits[1],
-            # In a split backward, only the gradients of inputs wait for other ranks.
+            # Only the gradients of inputs wait for other ranks, not those of weights.
             "I": backward - weights + waits[1],
             "W": weights,
         }
@@ -286,9 +293,9 @@ def simulated(
     return simulate(arrangement, stages=stages, message=message)
 
 
-def work_seconds(work: Work, machine: Machine) -> float:
-    """Seconds of operators, one after another (Williams et al. 2009, "Roofline"), at least those of
-    launching them."""
+def work_seconds(work: Work, machine: PlannedMachine) -> float:
+    """Return the seconds of kernels that run one after another (Williams et al. 2009, "Roofline"),
+    at least the time to launch them."""
     products = machine.peak_flops * PEAK_SHARE
     attention = machine.peak_flops * machine.gpu.attention
     bandwidth = machine.gpu.bandwidth * BANDWIDTH_SHARE

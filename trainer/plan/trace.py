@@ -1,8 +1,8 @@
-"""Traces one forward and backward pass on fake tensors: bytes of activations, and work.
+"""Traces one forward and backward pass on fake tensors: memory of activations, and work.
 
-Only `DEPTH` of a model's equal blocks are traced; the others need what the first needs. Fake
-tensors have shapes and storages but no memory, so this takes no GPU and a fraction of a second for
-any size of model.
+If all blocks of a model are equal, only `DEPTH` of them are traced, and the others count as the
+first. Fake tensors have shapes and storages but no memory, so a trace needs no GPU, and takes a
+fraction of a second for any size of model.
 """
 
 import copy
@@ -19,20 +19,20 @@ from trainer.data.documents import room_for_documents
 from trainer.models.decoder import Decoder
 from trainer.parallel.activations import apply_activation_checkpointing
 from trainer.parallel.parallelize import cut_layers
-from trainer.plan.blueprint import Blueprint, Stage
+from trainer.plan.blueprint import Blueprint, StageBlueprint
 from trainer.plan.cuda_kernels import cuda_kernels
-from trainer.plan.tape import Tape, Trace
+from trainer.plan.tape import PassTrace, Tape
 from trainer.recipe import RecipeError, Strategy, strategies
 from trainer.tasks.model_blocks import repeated_blocks
 
 USUAL_GPU = 80e9
-"""Bytes of a GPU, if not given."""
+"""Bytes of GPU memory that are assumed if neither a GPU nor a machine is known."""
 
 Recompute: TypeAlias = Literal["none", "full", "selective"]
 
 
 WHOLE = Strategy()
-"""Each rank computes whole micro-batches by itself."""
+"""Strategy without model parallelism: each rank computes whole micro-batches."""
 
 
 @cache
@@ -47,29 +47,28 @@ def trace(
     gpu_memory: float = USUAL_GPU,
     keep_gradients: bool | None = None,
     cut: Strategy = WHOLE,
-    stage: Stage | None = None,
+    stage: StageBlueprint | None = None,
     in_two: bool = False,
     compiled: bool = False,
-) -> Trace:
-    """Trace a pass. A stage's part of it is derived from a pass of a whole model.
+) -> PassTrace:
+    """Trace a pass of a model, or of a pipeline stage, which is derived from a pass of the model.
 
     Args:
-        micro_batch: sequences.
+        micro_batch: sequences of the pass.
         recompute: `strategy.activation_checkpointing`.
-        autocast: whether parameters keep their dtype and are cast by operators, as under DDP; else
-            they have `dtype`, as FSDP gathers them.
-        device: kind of kernels for attention and norms.
-        flash: whether a GPU has flash attention: from compute capability 8.0 on.
-        gpu_memory: bytes of a GPU, which determine the chunks of the loss.
-        keep_gradients: whether gradients of a unit stay until all exist, as with FSDP, or if they
-            have no other place; else they go into buckets, or are added to earlier ones. None: if
-            not autocast.
-        cut: strategy with only the keys of model parallelism within a pass.
-        stage: which blocks; None: all.
-        in_two: whether gradients of weights are postponed, except where no rank waits for those of
-            the input.
-        compiled: whether blocks are compiled, for their work; activations are those of eager
-            kernels.
+        autocast: whether parameters keep their dtype and operators cast them, as under DDP;
+            otherwise they have `dtype`, as gathered by FSDP.
+        device: device whose kernels for attention and norms are traced.
+        flash: whether the GPU has flash attention, as from compute capability 8.0 on.
+        gpu_memory: bytes of GPU memory, which determine the chunks of the loss.
+        keep_gradients: whether all gradients of a unit are allocated by the trace, as FSDP does;
+            otherwise they are freed at once, as under DDP, where buckets are counted separately.
+            None: if not autocast.
+        cut: strategy with only those keys of model parallelism that change a pass.
+        stage: the stage to trace; None: the whole model.
+        in_two: whether gradients of weights are postponed. The first stage never postpones them.
+        compiled: whether blocks are compiled. It changes the traced work; memory is traced as if
+            they were not.
 
     Raises:
         RecipeError: the model does not run on fake tensors.
@@ -77,7 +76,7 @@ def trace(
     keep = not autocast if keep_gradients is None else keep_gradients
     gpu = (flash, gpu_memory) if device == "cuda" else None
     in_two = in_two and stage is not None and not stage.first
-    # On two stages a tied embedding is two weights with independent gradients.
+    # If two stages hold a tied embedding, it counts as two weights with separate gradients.
     untied = stage is not None and not (stage.first and stage.last)
     tape = _taped(
         blueprint, micro_batch, recompute, dtype, autocast, gpu, keep, cut, in_two, untied, compiled
@@ -101,9 +100,9 @@ def _taped(
     untied: bool,
     compiled: bool,
 ) -> Tape:
-    """Trace all parts of the model, see `trace`. `gpu`: whether it has flash attention, and its
-    bytes; `untied`: whether a tied output head becomes a weight of its own."""
-    # Hooks, casts and cut layers change it; later traces need the original.
+    """Record a pass of the whole model, see `trace`. `gpu`: (flash, gpu_memory), or None for a CPU;
+    `untied`: give a tied output head a separate weight."""
+    # A copy, because hooks, casts and cut layers change the model.
     model = copy.deepcopy(blueprint.traced)
     if untied and isinstance(model, Decoder) and model.lm_head is None:
         sizes = model.model.architecture
@@ -117,16 +116,19 @@ def _taped(
     call: Callable[..., Any] = lambda inputs: model(**inputs)  # noqa: E731
     imagined: Any = nullcontext()
     if cut != WHOLE:
-        from trainer.parallel.context import Context  # imported only where the recipe uses it
-        from trainer.plan.imagined_ranks import Ranks, imagined_ranks, ring_of
+        # Imported only if the recipe uses it.
+        from trainer.parallel.context import ContextParallel
+        from trainer.plan.imagined_ranks import ImaginedRanks, imagined_ranks, ring_of
 
         around = strategies.cp.ranks(cut)
         ring = ring_of(*shape, around) if around > 1 else None
         imagined = imagined_ranks(tape.send, ring, gpu and gpu[1])
         if ring:
-            call = partial(Context(ring.group), model)
+            call = partial(ContextParallel(ring.group), model)
         with imagined_ranks(tape.send, ring, None):
-            experts = cut_layers(model, cut, lambda name: Ranks(strategies.sizes(cut)[name]))
+            experts = cut_layers(
+                model, cut, lambda name: ImaginedRanks(strategies.sizes(cut)[name])
+            )
     if recompute != "none":
         blocks = apply_activation_checkpointing(model, blocks, recompute)
     if not autocast:
@@ -136,7 +138,7 @@ def _taped(
     try:
         with ExitStack() as stack:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            # Fake tensors on the CPU stand in for any device.
+            # Fake CPU tensors serve for all devices.
             model.to_empty(device="cpu")
             inputs = {
                 name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "labels")
@@ -146,7 +148,8 @@ def _taped(
             elif blueprint.documents == "cu_seqlens":
                 ends = room_for_documents(*shape) + 1
                 inputs["cu_seqlens"] = torch.zeros(ends, dtype=torch.int32)
-            if isinstance(model, Decoder) and model.preference:  # one pair per sequence
+            # On the assumption of one pair of answers per sequence.
+            if isinstance(model, Decoder) and model.preference:
                 answers = 2 * micro_batch
                 inputs["segments"] = torch.zeros(shape, dtype=torch.int64)
                 inputs["answer_labels"] = torch.ones(answers, dtype=torch.int64)

@@ -1,7 +1,7 @@
 """Communication of data and pipeline parallelism, and its time on a network.
 
-A collective takes its latency, and its bytes over the bandwidth of the slowest link (the alpha-beta
-model of Hockney 1994). Constants are those of `trainer.plan.costs`.
+A collective takes its latency plus its bytes divided by the bandwidth of the slowest link (the
+alpha-beta model of Hockney 1994), with the constants in `trainer.plan.costs`.
 """
 
 from collections.abc import Sequence
@@ -11,44 +11,43 @@ from typing import NamedTuple
 from trainer.parallel.ddp import BUCKET_BYTES
 from trainer.parallel.mesh import PIPELINE, REPLICATE, SHARD
 from trainer.parallel.parallelize import DTYPES
-from trainer.plan.blueprint import Stage, counted, gathered_bytes, trained_of
-from trainer.plan.costs import NETWORK_SHARE, PLATEAU, Machine
-from trainer.plan.rank_layout import Layout
-from trainer.plan.tape import Trace
+from trainer.plan.blueprint import StageBlueprint, counted, gathered_bytes, trained_of
+from trainer.plan.costs import NETWORK_SHARE, PLATEAU, PlannedMachine
+from trainer.plan.rank_layout import RankLayout
+from trainer.plan.tape import PassTrace
 from trainer.recipe import Recipe
 from trainer.recipe.strategies import exact, sharding
 
 
 @dataclass(frozen=True)
 class Collective:
-    """The calls of one collective in a step by a group of ranks."""
+    """All calls of one collective in a step by a group of ranks."""
 
     payload: float
     """Bytes of the whole gathered or reduced tensors, over all calls."""
     times: int
-    """Trips around the ring: 1 for gather or reduce-scatter, 2 for all-reduce."""
+    """Rounds of the ring algorithm: 1 for gather or reduce-scatter, 2 for all-reduce."""
     ranks: int
     stride: int
-    """Distance between neighbours in the group, in ranks."""
+    """Difference between successive ranks of the group."""
     calls: float = 1
-    """Number of calls for the payload."""
 
     @property
     def sent(self) -> float:
-        """Bytes that every rank sends, and receives."""
+        """Bytes that each rank sends in all calls; it receives as many."""
         return self.times * self.payload * (self.ranks - 1) / self.ranks
 
-    def in_node(self, machine: Machine) -> int:
-        """Ranks of the group on one node."""
+    def in_node(self, machine: PlannedMachine) -> int:
+        """Return the number of ranks of the group on one node."""
         return max(1, min(self.ranks, machine.gpus_per_node // self.stride))
 
-    def crosses(self, machine: Machine) -> bool:
-        """Whether it uses the network."""
+    def crosses(self, machine: PlannedMachine) -> bool:
+        """Return whether the group spans nodes."""
         return self.ranks > self.in_node(machine)
 
-    def latency(self, machine: Machine) -> float:
-        """Seconds of a call without bytes: the steps of a ring, or for an all-reduce those of a
-        tree over the nodes if it is shorter."""
+    def latency(self, machine: PlannedMachine) -> float:
+        """Return the seconds of a call with an empty payload: of the steps of a ring, or, for an
+        all-reduce, of a tree over the nodes if it is shorter."""
         if self.ranks == 1:
             return 0.0
         inside = self.in_node(machine)
@@ -59,28 +58,28 @@ class Collective:
         tree = 2 * ((inside - 1) * within + (nodes - 1).bit_length() * between)
         return machine.call + (min(ring, tree) if self.times == 2 else ring)
 
-    def seconds(self, machine: Machine) -> float:
-        """Seconds of all calls, one after the other."""
+    def seconds(self, machine: PlannedMachine) -> float:
+        """Return the seconds of all calls, one after the other."""
         if not self.payload:
             return 0.0
         bandwidth = machine.gpu.link
-        if self.crosses(machine):  # the groups of a node share its network
+        if self.crosses(machine):  # all groups of a node share its network
             share = self.in_node(machine) / machine.gpus_per_node
             bandwidth = min(bandwidth, machine.net * share)
         return self.calls * self.latency(machine) + self.sent / (bandwidth * NETWORK_SHARE)
 
 
-class Traffic(NamedTuple):
-    """Data-parallel collectives of a step, by the computation that hides them."""
+class StepTraffic(NamedTuple):
+    """Data-parallel collectives of a step, by the computation with which they overlap."""
 
     forward: tuple[Collective, ...]
-    """Parameters gathered in forward."""
+    """Gathers of parameters in forward."""
     backward: tuple[Collective, ...]
-    """Parameters gathered in backward."""
+    """Gathers of parameters in backward."""
     reduced: tuple[Collective, ...]
-    """Gradients reduced in the last backward pass, or in each."""
+    """Reductions of gradients in the last backward pass, or in each."""
     updated: tuple[Collective, ...] = ()
-    """Parameters gathered after the update, without overlap."""
+    """Gathers of parameters after the update, which do not overlap."""
 
     @property
     def all(self) -> tuple[Collective, ...]:
@@ -88,9 +87,9 @@ class Traffic(NamedTuple):
         return (*self.forward, *self.backward, *self.reduced, *self.updated)
 
 
-def traffic_of(stages: Sequence[Stage], recipe: Recipe, layout: Layout) -> Traffic:
-    """The data-parallel communication of a rank's stages in a step, without the few bytes of loss
-    and norm. Each unit, or each bucket, is a call."""
+def traffic_of(stages: Sequence[StageBlueprint], recipe: Recipe, layout: RankLayout) -> StepTraffic:
+    """Return the data-parallel collectives of a rank's stages in a step, without the few bytes of
+    loss and norm. Each FSDP unit, or each DDP bucket, is one call."""
     strategy, shards, passes = recipe.strategy, layout.shards, layout.passes
     units, replicas = counted(stages), layout.groups[REPLICATE]
     if not layout.by_fsdp:
@@ -100,15 +99,15 @@ def traffic_of(stages: Sequence[Stage], recipe: Recipe, layout: Layout) -> Traff
         updated: tuple[Collective, ...] = ()
         if sharding.zero1(recipe):  # gathers the updated parameters once more
             updated = (Collective(payload, 1, *replicas, calls),)
-        return Traffic((), (), (Collective(payload, 2, *replicas, calls),), updated)
+        return StepTraffic((), (), (Collective(payload, 2, *replicas, calls),), updated)
     compute, reduced = DTYPES[recipe.precision.dtype].itemsize, exact.reduced_bytes(recipe)
-    # Units that stay gathered for backward stay so for the next pass; the root always does.
+    # The root stays gathered from pass to pass until gradients are reduced.
     kept = passes if strategy.reduce_every_pass else 1
     often = gathering_passes(recipe, layout)
     roots = [shape for stage in stages for shape in stage.units[0]]
     forward, backward, reductions = [], [], []
     for ways in sorted({shape.divided for unit, _ in units for shape in unit}):
-        # Divided experts are sharded over fewer ranks.
+        # Expert-parallel experts are sharded over fewer ranks than other parameters.
         parts = [([s for s in unit if s.divided == ways], count) for unit, count in units]
         ranks = next(shape.over(shards) for part, _ in parts for shape in part)
         calls = sum(count for part, count in parts if part)
@@ -125,36 +124,38 @@ def traffic_of(stages: Sequence[Stage], recipe: Recipe, layout: Layout) -> Traff
         payload = layout.reductions * reduced * trained
         calls *= layout.reductions
         reductions.append(Collective(payload, 1, ranks, stride, calls))
-        # Then each shard is all-reduced between the replicas.
+        # After the reduce-scatter each shard is all-reduced between the replicas.
         reductions.append(Collective(payload // ranks, 2, *replicas, calls))
-    return Traffic(tuple(forward), tuple(backward), tuple(reductions))
+    return StepTraffic(tuple(forward), tuple(backward), tuple(reductions))
 
 
-def gathering_passes(recipe: Recipe, layout: Layout) -> int:
-    """Forward passes of a step in which FSDP gathers the blocks."""
+def gathering_passes(recipe: Recipe, layout: RankLayout) -> int:
+    """Return the number of forward passes per step in which FSDP gathers the blocks."""
     every = recipe.gathers_twice or recipe.strategy.reduce_every_pass
     return layout.passes if every else 1
 
 
-def messages_of(stages: Sequence[Stage], traces: Sequence[Trace], layout: Layout) -> Collective:
-    """Messages of a pipeline rank in a step: hidden states and their gradients."""
+def messages_of(
+    stages: Sequence[StageBlueprint], traces: Sequence[PassTrace], layout: RankLayout
+) -> Collective:
+    """Return the messages of a pipeline rank in a step: hidden states and their gradients."""
     sides = sum((not stage.first) + (not stage.last) for stage in stages)
     calls = layout.passes * sides
-    # A factor of 2 over two ranks: each sends the payload itself.
+    # `times` of 2 with two ranks means that each rank sends the payload once.
     return Collective(calls * traces[0].hidden, 2, 2, layout.groups[PIPELINE].stride, calls)
 
 
-def tied_gradients_of(stages: Sequence[Stage], layout: Layout) -> Collective:
-    """Messages between the first and the last stage of a pipeline: the gradients of a tied
-    embedding, each its shard."""
+def tied_gradients_of(stages: Sequence[StageBlueprint], layout: RankLayout) -> Collective:
+    """Return the messages between the first and last pipeline stage: a rank's shard of the gradient
+    of a tied embedding."""
     shapes = [shape for stage in stages for shape in trained_of(stage.tied)]
     ranks, stride = layout.groups[PIPELINE]
     payload = sum(shape.sharded(layout.shards) * shape.itemsize for shape in shapes)
     return Collective(payload, 2, 2, stride * max(1, ranks - 1))
 
 
-def elements(stages: Sequence[Stage], ranks: int) -> int:
-    """Elements of all trained parameters on the first of `ranks` shards."""
+def elements(stages: Sequence[StageBlueprint], ranks: int) -> int:
+    """Return the number of elements of all trained parameters in the first of `ranks` shards."""
     return sum(
         count * sum(shape.sharded(ranks) for shape in trained_of(unit))
         for unit, count in counted(stages)

@@ -1,4 +1,4 @@
-"""Operations and bytes of operators."""
+"""Floating-point operations and memory traffic of operators."""
 
 import weakref
 from typing import Any, NamedTuple, TypeAlias
@@ -18,32 +18,32 @@ class Kernel(NamedTuple):
     traffic: float
     """Bytes read and written by all launches."""
     attention: bool = False
-    """Whether it is attention, which is slower than other products."""
+    """Whether the kernel is attention, which reaches a smaller fraction of the peak."""
     launches: int = 1
 
     def repeated(self, times: int) -> "Kernel":
-        """The kernel, launched `times` as often."""
+        """Return the work of `times` as many launches."""
         operations, traffic = times * self.operations, times * self.traffic
         return Kernel(operations, traffic, self.attention, times * self.launches)
 
 
 Work: TypeAlias = tuple[Kernel, ...]
-"""Kernels of a pass."""
+"""All kernels of a pass."""
 
 _NO_TRAFFIC = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach"}
 _NAMESPACES = ("aten", "torch_attn", "perdure")
 
 
-class Fused:
-    """Elementwise operators that a compiler fuses into one kernel. It reads tensors that existed
-    before, and writes those that live on; others never reach memory."""
+class FusedOperators:
+    """Elementwise operators that torch.compile fuses into one kernel. The kernel reads their inputs
+    and writes results that are used later; temporaries between them never reach memory."""
 
     def __init__(self) -> None:
         self._read: dict[int, int] = {}
         self._written: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def add(self, args: Any, kwargs: Any, result: Any) -> None:
-        """Add an operator."""
+        """Add an operator to the kernel."""
         made = _tensors(result)
         for place, tensor in _tensors((args, kwargs)).items():
             own = self._written.get(place)
@@ -53,20 +53,20 @@ class Fused:
             self._written[place] = (weakref.ref(storage_of(tensor)), tensor.nbytes)
 
     def kernel(self) -> Kernel:
-        """The kernel of all operators added."""
+        """Return the work of the kernel."""
         written = sum(nbytes for storage, nbytes in self._written.values() if storage() is not None)
         return Kernel(0.0, float(sum(self._read.values()) + written))
 
 
 def is_kernel(operator: Any, result: Any) -> bool:
-    """Whether an operator computes or copies, rather than creates a view."""
+    """Return whether an operator computes or copies; operators that create views do not."""
     if operator.namespace not in _NAMESPACES or operator.overloadpacket.__name__ in _NO_TRAFFIC:
         return False
     return bool(_tensors(result)) and not operator.is_view
 
 
 def kernel_of(operator: Any, args: Any, kwargs: Any, result: Any, seq_len: int) -> Kernel:
-    """Operations and bytes of an operator that `is_kernel`."""
+    """Return the work of an operator for which `is_kernel` is true."""
     touched = (*_tensors((args, kwargs)).values(), *_tensors(result).values())
     traffic = sum(tensor.numel() * tensor.element_size() for tensor in touched)
     operations = _operations(operator, args, kwargs, result, seq_len)
@@ -83,16 +83,15 @@ def _operations(operator: Any, args: Any, kwargs: Any, result: Any, seq_len: int
     name = operator.overloadpacket.__name__
     named = {a.name: v for a, v in zip(operator._schema.arguments, args, strict=False)} | kwargs
     products = 5 if "backward" in name else 2  # Dao et al. 2022: five products in backward
-    if "varlen" in name:  # assuming one document per sequence, as lengths are unknown
+    if "varlen" in name:  # one document per sequence is assumed, because lengths are unknown
         tokens, heads, size = named["query"].shape
         left = (named.get("window_size") or (-1,))[0]
-        if (
-            0 <= left < seq_len - 1
-        ):  # of a token that has so many before it; the first ones have fewer
+        if 0 <= left < seq_len - 1:
+            # A token attends to itself and the `left` tokens before it, the first tokens to fewer.
             seen = (left + 1) * (2 - (left + 1) / seq_len)
             return products * tokens * heads * seen * size
         return float(products * tokens * heads * seq_len * size)
-    # attention of a ring: each range of queries sees one of keys
+    # Ring attention: each range of queries attends to one range of keys.
     if name.startswith("_flash_attention"):
         queries, heads, size = named["query"].shape
         whole = 2.0 * products * queries * named["max_k"] * heads * size
@@ -101,7 +100,7 @@ def _operations(operator: Any, args: Any, kwargs: Any, result: Any, seq_len: int
         batch, heads, queries, size = named["query"].shape
         whole = 2.0 * products * batch * heads * queries * named["key"].shape[2] * size
         return whole / 2 if named.get("is_causal") else whole
-    if name == "_grouped_mm":  # each row of the left matrix is multiplied with one matrix
+    if name == "_grouped_mm":  # each row on the left is multiplied with one of the matrices
         left, right = args[:2]
         return 2.0 * left.numel() * right.shape[-1]
     formula = flop_registry.get(operator.overloadpacket)

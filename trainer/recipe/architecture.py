@@ -1,7 +1,5 @@
-"""The sizes of a decoder, by the keys of a Hugging Face config.json.
-
-Separate from the model, so that reading a recipe does not import torch.
-"""
+"""The sizes of a decoder, by the keys of a Hugging Face config.json. Imports no torch, so that
+recipes are read quickly."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +7,7 @@ from typing import Any, Literal
 
 
 def bundled_families() -> list[str]:
-    """The `model_type` of each bundled family."""
+    """Return the `model_type` of each bundled family."""
     files = (Path(__file__).parents[1] / "models/families").glob("[!_]*.py")
     return sorted(file.stem for file in files)
 
@@ -30,12 +28,13 @@ ROPE_KEYS = {
         *("short_factor", "long_factor"),
     ),
 }
-"""Keys of config.json for each type of rotary scaling."""
+"""Type of rotary scaling → its keys in config.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Scaling of the rotary wavelengths for a longer context. Each key names its types."""
+    """Scaling of the rotary wavelengths for a longer context. Keys apply only to the types of
+    scaling that are named."""
 
     factor: float
     """Ratio of the new context length to the original."""
@@ -159,7 +158,7 @@ class Architecture:
 
     @property
     def rotary_size(self) -> int:
-        """Elements of each head that rotate."""
+        """Number of elements of each head that are rotated."""
         share = (self.options or {}).get("partial_rotary_factor")
         # Rounded down, as in transformers.
         return int(self.head_dim * share) if isinstance(share, float | int) else self.head_dim

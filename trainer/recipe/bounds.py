@@ -1,4 +1,4 @@
-"""Numbers with bounds, which pydantic checks when it builds a dataclass."""
+"""Types of numbers with bounds, which pydantic checks when it builds a dataclass."""
 
 from typing import Annotated, TypeAlias
 

@@ -15,9 +15,9 @@ from trainer.recipe.yaml_tree import Key, Origins, Problem, origin_of
 T = TypeVar("T")
 
 
-@cache  # a recipe's adapter takes 0.1 s, and every save needs it
+@cache  # to create the adapter of a recipe takes 0.1 s, and every save needs it
 def adapter(kind: type[T]) -> TypeAdapter[T]:
-    """The pydantic adapter of a dataclass."""
+    """Return the pydantic adapter of a dataclass."""
     return TypeAdapter(kind)
 
 
@@ -29,18 +29,18 @@ def checked(
     problems: list[Problem],
     wrong: set[Key],
 ) -> T | None:
-    """Check keys and types. Problems are added to `problems` and `wrong`, and their keys removed
-    or, if required, filled in, so that the rest can be checked; None if that fails."""
-    # Mending changes it.
+    """Check keys and types, and build the dataclass; None if that fails. Wrong keys are added to
+    `problems` and `wrong`. They are removed, or filled in if they are required, so that the
+    remaining keys can be checked."""
     tree = copy.deepcopy(tree)
-    # A mended key may uncover errors below it; later rounds may see errors of the mending itself,
-    # so only those of the first are reported.
+    # Several rounds, because a repaired key may uncover errors below it. Only errors of the first
+    # round are reported: the repair itself may cause others.
     for attempt in range(4):
         try:
             return adapter(kind).validate_python(tree)  # type: ignore[arg-type]
         except ValidationError as error:
             errors = [(_key_path(e["loc"], tree), e) for e in error.errors(include_url=False)]
-            # The correct name of a misspelt key is missing as well: one problem, not two.
+            # If a key is misspelt, its correct name is missing too, which is not reported again.
             wrong |= {
                 (*path[:-1], meant)
                 for path, e in errors
@@ -51,7 +51,7 @@ def checked(
                 if not attempt and path not in known:
                     known.add(path)
                     what = _explain(kind, e, path)
-                    # Messages of a section's own check begin with the key.
+                    # Messages of a section's `__post_init__` begin with the key.
                     named = (*path, what.split()[0]) if e["type"] == "value_error" else path
                     problems.append(Problem(origin_of(named, origins, file), path, what))
                 wrong.add(path)
@@ -60,7 +60,7 @@ def checked(
 
 
 def _repair_key(kind: type, tree: dict[str, Any], path: Key, missing: bool) -> None:
-    """Remove a key from a tree; fill in a missing one with a value of its type."""
+    """Remove a wrong key from a tree; set a missing key to a value of its type."""
     here: Any = tree
     for part in path[:-1]:
         inside = isinstance(here, list) and isinstance(part, int) and part < len(here)
@@ -79,7 +79,7 @@ _UNKNOWN = "unexpected_keyword_argument"
 _LEFT_OUT = dict.fromkeys(
     ("dora", "use_dora"), "DoRA is not supported; remove it, or take LoRA with rslora: true"
 )
-"""Keys of features that are not supported → what to do."""
+"""Key of a feature that is not supported → what to do."""
 _BOUNDS = {
     "greater_than_equal": ("at least", "ge"),
     "greater_than": ("above", "gt"),
@@ -89,13 +89,13 @@ _BOUNDS = {
 
 
 def _similar_key(kind: type, path: Key) -> str | None:
-    """The known key that an unknown one resembles."""
+    """Return the known key that is most similar to an unknown one; None if none is."""
     close = difflib.get_close_matches(str(path[-1]), _keys_at(kind, path[:-1]), n=1, cutoff=0.5)
     return close[0] if close else None
 
 
 def _explain(kind: type, problem: ErrorDetails, path: Key) -> str:
-    """The problem with a key, and what to do."""
+    """Describe the problem with a key, and what to do."""
     if problem["type"] == _UNKNOWN:
         if left_out := _LEFT_OUT.get(str(path[-1])):
             return left_out
@@ -125,7 +125,7 @@ def _explain(kind: type, problem: ErrorDetails, path: Key) -> str:
 
 
 def _key_path(loc: Sequence[str | int], tree: Any) -> Key:
-    """pydantic's location of an error, without union branches below a scalar."""
+    """Convert pydantic's location of an error to a key, without the names of union branches."""
     path: list[str | int] = []
     for part in loc:
         if isinstance(tree, dict):
@@ -139,7 +139,8 @@ def _key_path(loc: Sequence[str | int], tree: Any) -> Key:
 
 
 def definition_of(value: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """Follow $ref, optional and list wrappers down to a definition."""
+    """Return the definition in a JSON schema to which a value refers by $ref, also inside optional
+    values and lists; the value itself if it refers to none."""
     if "$ref" in value:
         return schema["$defs"][value["$ref"].rsplit("/", 1)[1]]
     for option in value.get("anyOf", []):
@@ -151,7 +152,7 @@ def definition_of(value: dict[str, Any], schema: dict[str, Any]) -> dict[str, An
 
 
 def _schema_at(kind: type, path: Key) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The schema of a key (with its description), and the definition that it refers to."""
+    """Return the schema of a key, with its description, and the definition to which it refers."""
     schema = adapter(kind).json_schema()
     value: dict[str, Any] = schema
     for part in path:

@@ -8,8 +8,8 @@ _NUMBER = r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"
 
 
 @dataclass(frozen=True)
-class Beyond:
-    """Holds while a value is above, or below, a number."""
+class ThresholdCondition:
+    """Holds while the metric `key` is above (else below) a number."""
 
     key: str
     above: bool
@@ -17,27 +17,27 @@ class Beyond:
 
 
 @dataclass(frozen=True)
-class Silent:
-    """Holds when there was no record for so many seconds."""
+class SilenceCondition:
+    """Holds when there was no record for `seconds` seconds."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
-class AfterFailure:
-    """Holds after the ranks were restarted because of a failure."""
+class FailureCondition:
+    """Holds after ranks were restarted because of a failure."""
 
 
-Condition = Beyond | Silent | AfterFailure
+Condition = ThresholdCondition | SilenceCondition | FailureCondition
 
 
 def parse_condition(text: str) -> Condition | None:
-    """Parse the `when` of an alert; None if it is no condition."""
+    """Parse the `when` of an alert; None if it is not a condition."""
     text = text.strip()
     if text == "failure":
-        return AfterFailure()
+        return FailureCondition()
     if matched := re.fullmatch(r"no step for (\d+(?:\.\d+)?) ?(s|min|h)", text):
-        return Silent(float(matched[1]) * _SECONDS[matched[2]])
+        return SilenceCondition(float(matched[1]) * _SECONDS[matched[2]])
     if matched := re.fullmatch(rf"([\w@]+) *([<>]) *({_NUMBER})", text, re.ASCII):
-        return Beyond(matched[1], matched[2] == ">", float(matched[3]))
+        return ThresholdCondition(matched[1], matched[2] == ">", float(matched[3]))
     return None

@@ -1,5 +1,4 @@
-"""A change of a run's data that is decided while it runs, and the recipe with it. Imports no
-torch."""
+"""Changes of a run's data while it runs, and recipes that include them. Imports no torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,36 +13,37 @@ from trainer.recipe.load import resolved, validate
 from trainer.recipe.sections import Recipe, Source
 
 REQUEST, CHANGES = "data_change.json", "data_changes.json"
-"""Files in a run directory: a change that waits for an answer, and all accepted ones."""
+"""Files in a run directory: a requested change, and all accepted changes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataChange:
-    """A stage that begins at some sequence, and lasts until the next begins."""
+    """A requested stage of the data, which begins at a sequence and lasts until the next stage."""
 
     name: Annotated[str, MaxLen(32)]
-    """Random, to tell changes apart."""
+    """Random name that distinguishes changes."""
     begin: Positive
+    """First sequence of the stage."""
     weights: dict[str, Annotated[float, Gt(0)]] | None = None
-    """As `DataStage.weights`."""
+    """See `DataStage.weights`."""
     append: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """As `DataStage.append`."""
+    """See `DataStage.append`."""
     sources: tuple[Source, ...] = ()
-    """Data sets that the recipe does not name yet."""
+    """Data sets that are not in the recipe yet."""
 
     __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid", "allow_inf_nan": False}
 
 
 def plain(changes: Iterable[DataChange]) -> list[dict[str, Any]]:
-    """Changes as JSON values."""
+    """Convert changes to JSON values."""
     return [adapter(DataChange).dump_python(one, mode="json") for one in changes]
 
 
 def parsed(values: Any) -> list[DataChange]:
-    """The inverse of `plain`.
+    """Parse changes from JSON values, the inverse of `plain`.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the values are not a list of changes.
     """
     try:
         return adapter(list[DataChange]).validate_python(values)
@@ -54,13 +54,12 @@ def parsed(values: Any) -> list[DataChange]:
 
 
 def with_changes(recipe: Recipe, changes: Iterable[DataChange], file: str) -> Recipe:
-    """The recipe with a stage for each change. A change that the recipe has already changes
-    nothing.
+    """Return the recipe with a stage for each change. A change that it already contains has no
+    effect.
 
     Args:
-        recipe: with stages or without.
-        changes: the later ones come on top.
-        file: where they stand, for messages.
+        changes: later changes override earlier ones.
+        file: file of the changes, for messages.
 
     Raises:
         RecipeError: the stages contradict each other, by key.

@@ -1,4 +1,4 @@
-"""Errors that the user can correct."""
+"""Errors in the user's input, which the user can correct."""
 
 import sys
 from types import TracebackType
@@ -19,8 +19,8 @@ _HOMES = {
 
 
 class Refusals:
-    """Collects the errors of several checks of the user's input, each made inside `with refusals:`,
-    to report all of them together."""
+    """Collects the errors of several checks of the user's input, each inside `with refusals:`, to
+    report them together."""
 
     def __init__(self) -> None:
         self._found: dict[str, Exception] = {}
@@ -29,17 +29,17 @@ class Refusals:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> bool:
-        # Any other error is a fault of ours, and ends the command at once.
+        # Any other error is a bug of Perdure, and ends the command at once.
         if not isinstance(error, Exception) or not isinstance(error, known_errors()):
             return False
         self._found[str(error)] = error
         return True
 
     def raise_all(self) -> None:
-        """Raise what was collected; return if there is nothing.
+        """Raise the collected errors; return if there are none.
 
         Raises:
-            RecipeError: the lines of all errors; a single error is raised as it is.
+            RecipeError: has the lines of all errors. A single error is raised as it is.
         """
         if len(self._found) == 1:
             raise next(iter(self._found.values()))
@@ -48,21 +48,21 @@ class Refusals:
 
 
 def lines(error: Exception) -> list[str]:
-    """The lines of an error of the user's input, one for each thing to correct. Control characters
-    from names and values are escaped, as they could steer a terminal."""
+    """Return the lines of an error in the user's input, one per problem. Control characters are
+    escaped, because names and values could send commands to a terminal."""
     return [printable(line) for line in str(error).splitlines()]
 
 
 def error_text(error: Exception) -> str:
-    """An error of the user's input as the console shows it."""
+    """Return the text that the console shows for an error in the user's input."""
     return "\n".join(f"error: {line}" for line in lines(error))
 
 
 def known_errors() -> tuple[Any, ...]:
-    """Exception types of the user's input; any other exception is a fault of ours and keeps its
-    traceback."""
-    # Only of loaded modules, as no others can have raised: a mistyped key is reported without the
-    # seconds that importing torch takes.
+    """Return the types of exceptions for errors in the user's input. Any other exception is a bug,
+    and is shown with its traceback."""
+    # Modules that are not loaded cannot have raised. To import them would import torch, which would
+    # delay the report of a mistyped key by seconds.
     return tuple(
         getattr(sys.modules[home], name) for name, home in _HOMES.items() if home in sys.modules
     )

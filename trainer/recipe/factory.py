@@ -1,5 +1,5 @@
-"""Imports and calls functions of a user's own, which a recipe names as `package.module:function`.
-Imports no torch."""
+"""Imports and calls a user's functions, which a recipe names as `package.module:function`. Imports
+no torch."""
 
 import difflib
 import importlib
@@ -26,21 +26,21 @@ _OURS = tuple(f"{_HOME / name}{os.sep}" for name in ("trainer", "elastic", "chec
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _STDLIB = f"{sysconfig.get_path('stdlib')}{os.sep}"
 _TORCH = f"-packages{os.sep}torch{os.sep}"
-# Only these are certain: any other error may come from a busy machine or a lost peer.
+# Other types may also come from a busy machine or a lost peer.
 _WRONG = (
     *(TypeError, ValueError, LookupError, NameError, AttributeError, ImportError, AssertionError),
     *(FileNotFoundError, NotADirectoryError, PermissionError, NotImplementedError, SyntaxError),
 )
-"""Types of errors that always mean wrong code or input."""
+"""Types of errors that always show a fault in code or input."""
 CIRCUMSTANCES = re.compile(
     r"cuda|gpu|device|triton|nccl|gloo|process group|dist|peer|connect|memory|timed? ?out",
     re.IGNORECASE,
 )
-"""Words of errors that another machine or moment may not have."""
+"""Matches messages of errors that may not occur on another machine or at another time."""
 
 
 class OwnCodeError(RecipeError):
-    """A user's code failed in a run that had begun, and will fail at every start."""
+    """The user's code failed after the first step, and will fail again at every start."""
 
 
 def call_factory(
@@ -49,14 +49,17 @@ def call_factory(
     """Call a user's function, and return its result.
 
     Args:
-        key: of the recipe, such as `model.factory`; the key of its options ends in `_options`.
-        name: module:function.
-        options: keyword arguments.
+        key: recipe key of the function, such as `model.factory`. The key of its options ends in
+            `_options`.
+        name: the function, as module:function.
+        options: keyword arguments from the recipe.
         given: positional arguments.
-        offered: keyword arguments for parameters of these names that have no default.
+        offered: keyword arguments that are passed if the function has parameters of these names
+            without a default.
 
     Raises:
-        RecipeError: the function is missing, does not take these arguments, fails, or returns None.
+        RecipeError: the function is missing, does not accept these arguments, fails, or returns
+            None.
     """
     factory = import_factory(key, name)
     if not callable(factory):
@@ -69,7 +72,8 @@ def call_factory(
             result = factory(*given, **options)
     except RecipeError as error:
         call = error.__cause__
-        called = getattr(factory, "__qualname__", "none")  # or its __init__, by validate_call
+        # pydantic's validate_call names the function or, for a class, its __init__.
+        called = getattr(factory, "__qualname__", "none")
         if isinstance(call, ValidationError) and call.title.startswith(called):
             wrong = (f"{dotted(one['loc'])}: {_explain(one)}" for one in call.errors())
             raise RecipeError("\n".join(f"{key}_options.{one}" for one in wrong)) from call
@@ -84,8 +88,8 @@ def call_factory(
 
 
 def with_defaults(key: str, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a function with the defaults of those that are left out, as JSON values."""
-    import json  # imported only where a run is resumed
+    """Return the options of a function, with defaults for missing options, as JSON values."""
+    import json  # imported only if a run is resumed
 
     parameters = _parameters(import_factory(key, name))
     defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
@@ -93,7 +97,8 @@ def with_defaults(key: str, name: str, options: Mapping[str, Any]) -> dict[str, 
 
 
 def _parameters(factory: Any) -> list[inspect.Parameter]:
-    """The named parameters of a function or class; none, if Python does not know them."""
+    """Return the parameters of a function or class that can be passed by name; [] if Python cannot
+    determine its signature."""
     try:
         every = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):
@@ -103,12 +108,12 @@ def _parameters(factory: Any) -> list[inspect.Parameter]:
 
 def _explain(problem: ErrorDetails) -> str:
     what = f"{problem['msg'][0].lower()}{problem['msg'][1:]}"
-    # Where an argument is missing, pydantic shows all others.
+    # For a missing argument pydantic's input is all other arguments, which is not shown.
     return what if "missing" in problem["type"] else f"{what}, but it is {problem['input']!r:.80}"
 
 
 def returned_none(name: str, factory: Any) -> str:
-    """The message for a function that returned None."""
+    """Return the message for a function that returned None."""
     code = getattr(factory, "__code__", None)
     place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
     return f"{name}{place} returned None (is its `return` missing?)"
@@ -116,23 +121,23 @@ def returned_none(name: str, factory: Any) -> str:
 
 @contextmanager
 def refusing(key: str, what: str) -> Generator[None, None, None]:
-    """Report a failure of a user's code as wrong input, unless its cause may be gone at the next
-    start.
+    """Context that converts a failure of the user's code to RecipeError, unless its cause may have
+    gone at the next start.
 
     Args:
-        key: of the recipe, which names the code.
-        what: fails; the message continues after it.
+        key: recipe key that names the code.
+        what: subject of the message, such as "the step of NAME".
 
     Raises:
-        RecipeError: with the place in the user's code.
+        RecipeError: names the place in the user's code.
     """
-    from trainer.recipe.errors import known_errors  # imported only where there is such code
+    from trainer.recipe.errors import known_errors  # imported only if the recipe names user's code
 
     try:
         yield
-    except known_errors():  # each says by itself what is wrong
+    except known_errors():  # these errors explain themselves
         raise
-    # A user's code may call sys.exit.
+    # SystemExit, because a user's code may call sys.exit.
     except (Exception, SystemExit) as error:
         if not is_wrong(error):
             raise
@@ -143,7 +148,7 @@ def import_factory(key: str, name: str) -> Any:
     """Import the function or class that a key names.
 
     Raises:
-        RecipeError: it is missing, or its module fails.
+        RecipeError: the function or its module is missing, or importing the module fails.
     """
     module, _, function = name.partition(":")
     look_here_too()
@@ -156,7 +161,7 @@ def import_factory(key: str, name: str) -> Any:
         inside = isinstance(missing, ModuleNotFoundError) and f"{module}.".startswith(
             f"{missing.name}."
         )
-        if not inside or place_in(missing):  # a module that the user's file imports is missing
+        if not inside or place_in(missing):  # the missing module is one that the user's imports
             raise
         near = _nearest(module, [path.stem for path in Path.cwd().glob("*.py")])
         raise RecipeError(
@@ -175,7 +180,7 @@ def import_factory(key: str, name: str) -> Any:
 
 
 def _is_own(module: Any, name: str) -> bool:
-    """Whether a module defines a name, rather than imports it."""
+    """Return whether a module defines a name, rather than imports it."""
     value = getattr(module, name)
     imported = inspect.isclass(value) or inspect.isroutine(value)
     return not inspect.ismodule(value) and not (
@@ -190,7 +195,7 @@ def _nearest(name: str, known: list[str]) -> str:
 
 
 def is_wrong(error: BaseException) -> bool:
-    """Whether an error is in the code or its input, rather than in the machine or the moment."""
+    """Return whether an error is a fault of code or input, not of the machine or the moment."""
     if isinstance(error, _WRONG):
         return True
     passing = isinstance(error, (OSError, MemoryError))
@@ -198,10 +203,10 @@ def is_wrong(error: BaseException) -> bool:
 
 
 def check_takes(key: str, name: str, given: str) -> None:
-    """Check that a function exists, and accepts one argument, such as "an event".
+    """Check that a function exists, and accepts one argument. `given`: the argument in words.
 
     Raises:
-        RecipeError: it does not.
+        RecipeError: the function does not exist, or does not accept one argument.
     """
     function = import_factory(key, name)
     try:
@@ -215,13 +220,13 @@ def check_takes(key: str, name: str, given: str) -> None:
 def look_here_too() -> None:
     """Let modules be imported from the working directory."""
     if os.getcwd() not in sys.path:
-        # Last, so that no file there hides a library.
+        # Appended last, so that no file in the working directory hides a library.
         sys.path.append(os.getcwd())
 
 
 def failure(error: BaseException) -> str:
-    """`fails at FILE:LINE: Kind: first line of the message`, with the place if it is in the user's
-    code."""
+    """Describe an error as `fails at FILE:LINE: Kind: first line of the message`. The place is left
+    out if it is not in the user's code."""
     place = place_in(error)
     said = error.msg if isinstance(error, SyntaxError) else error
     what = f"{type(error).__name__}: {said}".partition("\n")[0]
@@ -229,8 +234,8 @@ def failure(error: BaseException) -> str:
 
 
 def place_in(error: BaseException | None) -> str:
-    """File and line of the innermost frame of the user's code that ours has called; "" without
-    one."""
+    """Return file and line of the innermost frame of the user's code that Perdure called; "" if
+    there is none."""
     if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__ if error else None)
@@ -238,6 +243,6 @@ def place_in(error: BaseException | None) -> str:
     others = [frame for frame in called if not frame.filename.startswith((*_OURS, "<"))]
     installed = [frame for frame in others if _INSTALLED.search(frame.filename)]
     own = [frame for frame in others if frame not in installed and _STDLIB not in frame.filename]
-    # A user's own file is the most helpful place; an installed package comes next.
+    # The user's own file is the most helpful place; an installed package is second.
     users = own or [frame for frame in installed if _TORCH not in frame.filename]
     return f"{users[-1].filename}:{users[-1].lineno}" if users else ""

@@ -30,7 +30,7 @@ from trainer.recipe.yaml_tree import (
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """The bundled recipes by name."""
+    """Return the paths of the bundled recipes, by name."""
     files = (Path(__file__).parents[1] / "recipes").glob("*.yaml")
     return {file.stem: file for file in sorted(files)}
 
@@ -42,10 +42,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, kept: bool =
         path: YAML file.
         overrides: `key.sub=value` strings, applied in order; list items by number
             (`data.sources.0.path=…`). Values are YAML.
-        kept: a run has kept it, so it may have keys of older versions.
+        kept: whether the file is from a run directory, and may have keys of older versions.
 
     Raises:
-        RecipeError: a line for each problem, with file, line, key and remedy.
+        RecipeError: has a line for each problem, with file, line, key and remedy.
     """
     name = Path(path).stem
     if not Path(path).exists() and name in shipped_recipes():
@@ -63,13 +63,13 @@ def validate(
     """Convert plain values to a recipe.
 
     Args:
-        tree: sections; None is an empty one.
-        origins: where each key was written.
-        file: for keys without an origin.
-        problems: found before.
+        tree: sections by name; None is an empty section.
+        origins: file and line of each key.
+        file: origin of all other keys, for messages.
+        problems: problems that were found before, to be reported too.
 
     Raises:
-        RecipeError: a line for each problem, with file, line, key and remedy.
+        RecipeError: has a line for each problem, with file, line, key and remedy.
     """
     tree = {section: {} if keys is None else keys for section, keys in tree.items()}
     tree, former = renewed(tree)
@@ -79,8 +79,7 @@ def validate(
     recipe = checked(Recipe, tree, origins, file, all_problems, wrong)
     if recipe:
         recipe = _place_slots(_resolve_synonyms(recipe))
-        # Contradictions that involve a wrong value are not reported: the right value may not have
-        # them.
+        # Contradictions that involve a wrong value are not reported: they may vanish with it.
         names = {part for key in wrong for part in key[1:] or key if isinstance(part, str)}
         for key, what in contradictions(recipe):
             if not names & set(re.findall(r"\w+", f"{key} {what}")):
@@ -92,12 +91,13 @@ def validate(
 
 
 _FORMER = (("model", "kgat", "trainer.kgat:KGAT"), ("data", "graph", "trainer.kgat:open_graph"))
-"""(section, key of older versions, the factory that has its keys as options now)."""
+"""(section, key of older versions, factory that replaces it and has its keys as options)."""
 
 
 def renewed(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[Key, str]]]:
-    """A tree of plain values with what stands now for keys of older versions, and (key, what to
-    write) for each. Resolved recipes of these versions have all keys, most of them null."""
+    """Replace keys of older versions. Returns the new tree of plain values, and (key, what to
+    write) for each key. Null values are dropped silently: resolved recipes of these versions have
+    them."""
     new, former = dict(tree), list[tuple[Key, str]]()
     for section, key, factory in _FORMER:
         keys = new.get(section)
@@ -112,33 +112,34 @@ def renewed(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[Key, st
 
 
 def resolved(recipe: Recipe) -> dict[str, Any]:
-    """The recipe with all defaults, as JSON values."""
+    """Return the recipe with all defaults, as JSON values."""
     values: dict[str, Any] = adapter(Recipe).dump_python(recipe, mode="json")
     return values
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The recipe with all defaults, as YAML that `load_recipe` reads back equal."""
+    """Return the recipe with all defaults, as YAML from which `load_recipe` reads an equal
+    recipe."""
     return yaml.safe_dump(resolved(recipe), sort_keys=False, allow_unicode=True)
 
 
 def recipe_schema() -> dict[str, Any]:
-    """JSON Schema of a recipe, for editors."""
+    """Return the JSON Schema of a recipe, for editors."""
     schema = adapter(Recipe).json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def _resolve_synonyms(recipe: Recipe) -> Recipe:
-    """Replace `strategy.zero` by `strategy.sharding`; set seq_len to 1 for samples of a user's own
-    data."""
+    """Replace `strategy.zero` by `strategy.sharding`; with `data.factory` set `data.seq_len` to
+    1."""
     if recipe.data.factory and not recipe.data.seq_len:
         recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, seq_len=1))
     return dataclasses.replace(recipe, strategy=sharding.resolved(recipe.strategy))
 
 
 def _place_slots(recipe: Recipe) -> Recipe:
-    """Put checkpoint slots on the offload disk: memory that cannot hold the model cannot hold its
-    copy."""
+    """Put checkpoint slots on the offload disk by default, because host memory that cannot hold the
+    model cannot hold a copy of it."""
     directory, checkpoint = recipe.strategy.offload_directory, recipe.checkpoint
     if directory is None or checkpoint.slot_directory is not None:
         return recipe

@@ -8,7 +8,7 @@ from annotated_types import Gt
 from trainer.recipe.bounds import Amount
 
 REFERENCED = ("dpo", "ipo")
-"""Objectives that compare with the initial model."""
+"""Objectives whose loss depends on log-probabilities under the initial model."""
 USUAL_BETA = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "orpo": 0.1}
 USUAL_GAMMA = 1.0
 
@@ -35,10 +35,10 @@ class Objective:
 
     @property
     def compares(self) -> bool:
-        """Whether it compares pairs of answers."""
+        """Whether the objective compares pairs of answers."""
         return self.name != "sft"
 
     @property
     def referenced(self) -> bool:
-        """Whether it compares with the initial model of the run."""
+        """Whether the objective compares with the initial model of the run."""
         return self.name in REFERENCED

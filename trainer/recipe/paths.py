@@ -1,5 +1,5 @@
-"""Checks for URLs in a recipe's paths: a folder named `s3:` is never intended. Where a machine
-keeps its copy of a run in a bucket."""
+"""Checks paths of a recipe for URLs where a filesystem is needed. Names the local directory for a
+run in a bucket."""
 
 import hashlib
 import os
@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from trainer.recipe.sections import Recipe
 
-# Also with a single slash, or after known schemes none: likely typos.
+# Also matches likely typos: a single slash after any scheme, none after a known one.
 _LIKE_URL = re.compile(
     r"\s*(?:([a-z][a-z0-9+.-]+):/|(s3a?|gs|gcs|abfss?|az|hf|file|https?):)", re.IGNORECASE
 )
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]")
 _NO_STORES = ("file", "http", "https", "hf")
-"""Schemes of what is no object store."""
+"""URL schemes that are not of object stores."""
 _RUN = re.compile(r"s3://[^/\s]+(?:/[^/\s]+)+/?")
 
 
 def like_url(path: str) -> str:
-    """The scheme of a text that looks like a URL; "" for a path. `./s3:/a` is a path."""
+    """Return the scheme of a text that looks like a URL; "" for a path, such as `./s3:/a`."""
     matched = _LIKE_URL.match(path)
     return matched[1] or matched[2] if matched else ""
 
 
 def no_url(path: str) -> str | None:
-    """Why a text is no filesystem path; None if it is one."""
+    """Return why a text is not a path of a filesystem, and what to do; None if it is one."""
     scheme = like_url(path)
     if not scheme:
         return None
@@ -39,7 +39,8 @@ def no_url(path: str) -> str | None:
 
 
 def no_place(path: str) -> str | None:
-    """What is wrong with what may be a path or the URL of an object store; None if nothing is."""
+    """Return why a text is neither a path nor the URL of an object store, and what to do; None if
+    it is one of them."""
     scheme = like_url(path)
     if not scheme or (_URL.match(path) and scheme not in _NO_STORES):
         return None
@@ -52,13 +53,12 @@ def no_place(path: str) -> str | None:
 
 
 def in_bucket(run: str) -> bool:
-    """Whether a `run.dir` is a folder of a bucket."""
+    """Return whether a value of `run.dir` is a folder in a bucket."""
     return bool(_RUN.fullmatch(run)) and not {".", ".."} & {*run.split("/")}
 
 
 def local_copy(url: str) -> Path:
-    """The directory in which this machine keeps what it needs of a run in a bucket. Its name is
-    that of the run."""
+    """Return the local directory for a run in a bucket. Its last part is the name of the run."""
     url = url.rstrip("/")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     digest = hashlib.sha256(url.encode()).hexdigest()[:12]

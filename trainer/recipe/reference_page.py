@@ -1,4 +1,4 @@
-"""The recipe reference page, generated from the docstrings of sections."""
+"""Generates the recipe reference from the docstrings of sections."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from trainer.recipe import definition_of, recipe_schema
 
 
 def recipe_reference() -> str:
-    """The recipe reference as a Markdown page."""
+    """Return the recipe reference as a Markdown page."""
     schema = recipe_schema()
     lines = [
         "# Recipe reference",
@@ -32,7 +32,7 @@ def _reference_rows(
     nested: list[tuple[str, dict[str, Any]]] = []
     required = definition.get("required", [])
     for key, value in definition["properties"].items():
-        # Schemas have no default for mutable defaults.
+        # Schemas omit mutable defaults, which are all {} or None here.
         absent: Any = {} if value.get("type") == "object" else None
         default = f"`{yaml_scalar(value.get('default', absent))}`"
         default = "required" if key in required else default
@@ -49,7 +49,7 @@ def _reference_rows(
 
 
 def yaml_scalar(value: Any) -> str:
-    """A value on one line, as in a recipe."""
+    """Format a value on one line, as in a recipe."""
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
 
 

@@ -26,7 +26,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "data.sources", "the list is empty; name at least one prepared data set"
     kinds = ("architecture", "init_from", "factory")
     given = [key for key in kinds if getattr(model, key)]
-    # A user's own model may start from weights, as KGAT does from a BPR-MF's embeddings.
+    # With a factory, init_from may name weights, as KGAT's from BPR-MF's embeddings.
     if len(given) != 1 and given != ["init_from", "factory"]:
         shown = " and ".join(given) or "none of them"
         yield "model", f"give exactly one of {', '.join(kinds)}; found {shown}"
@@ -70,7 +70,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if len(lengths) != 1:
         shown = "both; set one to 0" if lengths else "neither"
         yield "run.steps", f"give exactly one of run.steps and run.epochs; found {shown}"
-    # A length in epochs becomes steps only once the data is open; `counted` checks it then.
+    # A length in epochs is converted to steps once the data is open, and checked by `counted`.
     elif run.steps:
         yield from length_contradictions(recipe, f"run.steps={run.steps}")
     if schedule.name != "wsd" and schedule.decay_steps:
@@ -80,8 +80,8 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def length_contradictions(recipe: Recipe, length: str) -> Iterator[tuple[str, str]]:
-    """Yield (key, problem and remedy) for settings that need another `run.steps`; messages call it
-    `length`."""
+    """Yield (key, problem and remedy) for settings that do not fit `run.steps`. `length`: the
+    length of the run in words, for messages."""
     steps, schedule, after = recipe.run.steps, recipe.schedule, recipe.tracking.profile_after
     if recipe.tracking.profile_steps and after >= steps:
         yield "tracking.profile_after", f"{after} leaves none of {length} to profile; lower it"
@@ -97,10 +97,10 @@ def length_contradictions(recipe: Recipe, length: str) -> Iterator[tuple[str, st
 
 
 def counted(recipe: Recipe, sequences: int) -> Recipe:
-    """The recipe with `run.steps` computed from `run.epochs`, if that is set.
+    """Return the recipe with `run.steps` computed from `run.epochs`, if that is set.
 
     Args:
-        sequences: in one epoch.
+        sequences: number of sequences in one epoch.
 
     Raises:
         RecipeError: the run is too short for another key.
@@ -268,7 +268,7 @@ def _matmul_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     matmul, length = recipe.precision.matmul, recipe.data.seq_len
     if recipe.precision.dtype != "bf16":
         yield "precision.dtype", f"precision.matmul={matmul} goes with bf16; set that"
-    # The lengths of a user's samples are unknown here.
+    # The lengths of samples of data.factory are unknown here.
     if matmul == "mxfp8" and not recipe.data.factory:
         multiple = 32 * strategies.cp.chunks(recipe.strategy)
         if length % multiple:
@@ -335,7 +335,7 @@ def _optimizer_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from _master_contradictions(recipe)
     if schedule.factory_options and not schedule.factory:
         yield "schedule.factory_options", "only means something together with schedule.factory"
-    # The defaults: another value was written by the user.
+    # Only values other than the defaults were written by the user.
     shape = {"name": "cosine", "warmup_steps": 0, "decay_steps": 0, "min_lr_ratio": 0.1}
     if schedule.factory and any(getattr(schedule, key) != value for key, value in shape.items()):
         yield "schedule.factory", f"excludes {', '.join(shape)}; remove these, or the factory"

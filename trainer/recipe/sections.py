@@ -67,13 +67,13 @@ class RunSection:
     never."""
 
     samples: tuple[str, ...] = ()
-    """Prompts to continue, by a process beside rank 0 on one thread of the CPU: from the first
-    checkpoint at or after each validation pass, and from the last; from each checkpoint without
-    validation. The texts go to <run.dir>/samples.jsonl and the page; see docs/seeing.md."""
+    """Prompts that a process beside rank 0 continues, on one CPU thread. It uses the first
+    checkpoint at or after each validation pass, and the last; without validation, each checkpoint.
+    The texts go to <run.dir>/samples.jsonl and the page; see docs/seeing.md."""
 
     @property
     def length(self) -> str:
-        """The run's length in words, in the recipe's unit."""
+        """The run's length in words, in epochs or steps as in the recipe."""
         return f"{self.epochs:g} epoch(s)" if self.epochs else f"{self.steps:,} steps"
 
 
@@ -97,7 +97,7 @@ class Adapter:
     all-linear: all of them."""
 
     dropout: Share = 0.0
-    """Share of the elements of x that training drops in A x."""
+    """Fraction of the elements of x that training drops in A x."""
 
     base: Literal["bf16", "fp32", "nf4"] = "bf16"
     """Format of the frozen weights. bf16 goes with `precision.dtype: bf16`. nf4 (QLoRA, Dettmers et
@@ -157,21 +157,21 @@ class Source:
     as "s3://bucket/folder"."""
 
     weight: Annotated[float, Gt(0)] = 1.0
-    """Share of the sequences taken from this source, relative to the other weights. With
-    `stages` they have the weights."""
+    """Share of the sequences taken from this source, relative to the other weights. With `stages`,
+    weights are set there."""
 
     name: str | None = None
     """Name in `stages`; the last part of `path` unless set."""
 
     @property
     def called(self) -> str:
-        """The name in `stages`."""
+        """The name of this source in `stages`."""
         return self.name or self.path.rstrip("/").rpartition("/")[2]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataStage:
-    """A part of the run with a mixture of its own (see docs/data.md)."""
+    """A part of the run with its own mixture of sources (see docs/data.md)."""
 
     until: Positive | None = None
     """Sequences of the whole run after which the next stage begins: steps x `batch.global_batch`.
@@ -179,11 +179,12 @@ class DataStage:
 
     weights: dict[str, Annotated[float, Gt(0)]] | None = None
     """Name of a source → share of the sequences, relative to the other weights. A source that is
-    not named rests, and later goes on where it was. Unless set: those of the stage before."""
+    not named pauses, and later continues where it stopped. Default: the weights of the stage
+    before."""
 
     append: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Name of a source → names of further data sets in `sources` whose sequences it has from this
-    stage on."""
+    """Name of a source → names of further data sets in `sources`, whose sequences are added to it
+    from this stage on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +249,7 @@ class Data:
     store. `workers` divide them, and each reads four micro-batches before they are used."""
 
     cache: DataCache | None = None
-    """Where to keep copies of whole shards, for `sources` in an object store."""
+    """Copies of whole shards on a local disk, for `sources` in an object store. Default: none."""
 
     workers: Count = 0
     """Background loader processes per rank. 0: the training process reads, which is fastest for
@@ -275,17 +276,17 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """Settings of some parameters that differ from the rest."""
+    """Optimizer settings for the parameters whose names match a pattern."""
 
     match: str
-    """Pattern of their names for `fnmatch`, such as `*.norm.*`. The first group that matches a
-    parameter counts."""
+    """Pattern of parameter names for `fnmatch`, such as `*.norm.*`. The first group that matches a
+    parameter applies."""
 
     lr_scale: Amount = 1.0
-    """Their learning rate as a multiple of that of the schedule."""
+    """Factor on the learning rate of the schedule."""
 
     weight_decay: Amount | None = None
-    """Replaces `optimizer.weight_decay` for these, whatever their shape."""
+    """Replaces `optimizer.weight_decay` for these parameters, whatever their shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +297,7 @@ class Muon:
     """Decay of the running mean of the gradient."""
 
     nesterov: bool = True
-    """Mix the gradient into that mean once more."""
+    """Mix the gradient into the running mean once more (Nesterov momentum)."""
 
     ns_steps: Annotated[int, Ge(1), Lt(100)] = 5
     """Newton-Schulz iterations, in bfloat16."""
@@ -305,7 +306,7 @@ class Muon:
     """Coefficients of the quintic polynomial that each iteration applies to the singular values."""
 
     eps: Amount = 1e-7
-    """Lower bound of the norm that an update is divided by."""
+    """Lower bound of the norm by which a matrix is divided before the iterations."""
 
     adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
     """Factor of the learning rate for a matrix of A rows and B columns. match_rms_adamw: 0.2
@@ -326,8 +327,8 @@ class Optimizer:
 
     factory: str | None = None
     """`package.module:function`, or a class, that returns a torch.optim.Optimizer instead. It is
-    called with the parameter groups, and `factory_options` by keyword. The rates of the groups that
-    it returns count, and the schedule multiplies them."""
+    called with the parameter groups, and `factory_options` by keyword. The schedule multiplies the
+    learning rates of the optimizer's groups."""
 
     factory_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the factory."""
@@ -354,7 +355,7 @@ class Optimizer:
     no multiple of 128 the moments are bf16. See docs/strategies.md."""
 
     groups: tuple[ParameterGroup, ...] = ()
-    """Parameters with a learning rate or a weight decay of their own."""
+    """Groups of parameters with another learning rate or weight decay."""
 
     muon: Muon | None = None
     """Settings of optimizer.name: muon."""
@@ -388,7 +389,8 @@ class Schedule:
     def lengths(self, steps: int) -> tuple[int, int]:
         """Steps of warm-up and of the final decay in a run of `steps`."""
         warmup, decay = (
-            # The decimal fraction as written: 0.07 of 100 steps is 7, and the float a little more.
+            # The decimal fraction as written: 0.07 of 100 steps is 7, but with the float a bit
+            # more.
             Fraction(repr(length)) * steps if isinstance(length, float) else length
             for length in (self.warmup_steps, self.decay_steps)
         )
@@ -402,7 +404,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """How the model is spread over ranks."""
+    """How the model is distributed over ranks."""
 
     name: Literal["ddp", "fsdp"] = "fsdp"
     """ddp: every rank holds everything. fsdp: shards by `sharding` (FSDP2)."""
@@ -434,9 +436,9 @@ class Strategy:
     pp_schedule: Annotated[
         PipelineSchedule, BeforeValidator(lambda name: str(name).lower())  # 1F1B, as papers write
     ] = "1f1b"
-    """Order of the passes of `pp`: all forward before all backward; alternating; alternating with
-    several stages a rank; alternating with gradients of weights computed where a rank would
-    wait."""
+    """Order of the passes with `pp`. gpipe: all forward before all backward. 1f1b: alternating.
+    interleaved_1f1b: alternating, with several stages per rank. zero_bubble: alternating, with
+    gradients of weights computed when a rank would wait."""
 
     pp_stages_per_rank: Positive = 1
     """Stages on each rank of `pp`, for interleaved_1f1b."""
@@ -470,7 +472,7 @@ class Strategy:
 
     @property
     def together(self) -> int:
-        """Ranks that compute one share of the data together."""
+        """Number of ranks that compute one share of the data together: tp x pp x cp."""
         return self.tp * self.pp * self.cp
 
 
@@ -498,11 +500,13 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Alert:
-    """Notifies when a condition begins to hold, and again only after it has ended."""
+    """Runs a command or calls a webhook when a condition begins to hold, and again only after the
+    condition has ended."""
 
     when: str
-    """`NAME > NUMBER` or `NAME < NUMBER`, with a name of docs/metrics.md; `failure`: the ranks were
-    restarted after one; `no step for 10 min` (s, min, h): there was no record for so long."""
+    """The condition. `NAME > NUMBER` or `NAME < NUMBER`, with a name in docs/metrics.md. `failure`:
+    ranks were restarted because of a failure. `no step for 10 min` (s, min, h): there was no record
+    for that long."""
 
     run: str | None = None
     """Command for `sh -c`, with the message in the environment variable PERDURE_ALERT."""
@@ -560,7 +564,7 @@ class Tracking:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All that a run depends on."""
+    """All settings of a run, by section."""
 
     run: RunSection
     model: Model
@@ -575,8 +579,8 @@ class Recipe:
     elastic: ElasticOptions = field(default_factory=ElasticOptions)
     tracking: Tracking = Tracking()
 
-    # Holds for nested sections too: unknown keys, infinity and NaN are errors; docstrings become
-    # descriptions.
+    # Applies to nested sections too. Unknown keys, infinity and NaN are errors; docstrings of
+    # fields become descriptions in the schema.
     __pydantic_config__: ClassVar[ConfigDict] = {
         "extra": "forbid",
         "allow_inf_nan": False,
@@ -602,7 +606,7 @@ class Recipe:
 
     @property
     def own_code(self) -> dict[str, str]:
-        """Keys that name a user's code which determines steps → `package.module:name`."""
+        """Recipe key of user's code that changes the results of steps → `package.module:name`."""
         named = {
             "model.factory": self.model.factory,
             "model.family": self.model.family,
@@ -614,12 +618,12 @@ class Recipe:
 
     @property
     def exact(self) -> bool:
-        """Whether results must not depend on the world size in any bit."""
+        """Whether results must be bitwise equal at every world size."""
         return self.run.determinism == "exact"
 
     @property
     def micro_batch(self) -> int:
-        """`batch.micro_batch`; 1, which always works, before auto is resolved."""
+        """`batch.micro_batch`, or 1 if it is auto and not resolved yet."""
         return 1 if self.batch.micro_batch == "auto" else self.batch.micro_batch
 
     @property

@@ -1,4 +1,4 @@
-"""The table of `data.stages`: from which sequence on which data sets count, and how much."""
+"""Converts `data.stages` to a table: the first sequence of each stage, and its mixture."""
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,19 +10,20 @@ if TYPE_CHECKING:
 
 
 class StageRow(NamedTuple):
-    """A stage, with data sets numbered in the order of `ordered`."""
+    """A row of the table: a stage, with data sets by their number in `ordered`. The data sets of a
+    source are the one that names it and those appended to it."""
 
     begin: int
-    """First sequence."""
+    """First sequence of the stage."""
     weights: Mapping[int, float]
-    """Data set → share of the source that it begins."""
+    """First data set of a source → share of the source."""
     joins: Mapping[int, int]
-    """Data set that counts from here on → data set that it extends, itself if it extends none."""
+    """Data set that is used from this stage on → first data set of its source."""
 
 
 def ordered(data: "Data") -> "Sequence[Source]":
-    """The sources in the order in which stages first name them; of one stage, in recipe order. So
-    later stages change no earlier number."""
+    """Return the data sets in the order in which stages first name them; within a stage, in recipe
+    order. So a stage that is added later does not change the numbers of earlier data sets."""
     found: dict[str, Source] = {}
     for stage in data.stages:
         names = {*(stage.weights or ()), *stage.append, *_flat(stage.append.values())}
@@ -31,7 +32,7 @@ def ordered(data: "Data") -> "Sequence[Source]":
 
 
 def table(data: "Data") -> list[StageRow]:
-    """The rows of the stages; empty without stages."""
+    """Return the row of each stage; [] without stages."""
     numbers = {source.called: number for number, source in enumerate(ordered(data))}
     rows, begin, weights, known = list[StageRow](), 0, dict[str, float](), set[str]()
     for stage in data.stages:
@@ -52,7 +53,7 @@ def table(data: "Data") -> list[StageRow]:
 
 
 def stage_contradictions(recipe: "Recipe") -> Iterator[tuple[str, str]]:
-    """Yield (key, problem and remedy) for stages that cannot be followed."""
+    """Yield (key, problem and remedy) for stages that contradict each other or other keys."""
     data = recipe.data
     if not data.stages:
         return

@@ -1,10 +1,10 @@
-"""Reads YAML as plain values, with the place of each key.
+"""Reads YAML as plain values, with file and line of each key.
 
-PyYAML alone loses line numbers, keeps the last of two equal keys, and reads `on` and `off` as
-booleans. Environment variables expand only in values with `${NAME}` or `${NAME:-default}`.
+PyYAML alone would lose line numbers, keep the last of two equal keys, and read `on` and `off` as
+booleans. `${NAME}` and `${NAME:-default}` in values expand to environment variables.
 
-Files are not trusted: one that is too large, too deeply nested, or grows by aliases is refused in
-one line, before it takes time or memory.
+Files are not trusted: a file that is too large, too deeply nested, or grows by aliases is refused
+before it takes time or memory.
 """
 
 import errno
@@ -23,28 +23,29 @@ Origins = dict[Key, str]
 
 
 MAX_BYTES, MAX_NESTING, MAX_VALUES = 256 << 10, 64, 5_000
-"""Limits of a recipe: bytes of the file, levels, and values with aliases expanded."""
+"""Limits of a recipe: bytes of the file, levels of nesting, and values after aliases expand."""
 _MAX_WHOLE, _MOST_DIGITS = 2**64, 100
 
 
 class RecipeError(Exception):
-    """The recipe, or an input that it names, is wrong; a restart cannot help (exit code 2). One
-    line per problem."""
+    """The recipe, or an input that it names, is wrong, so a restart cannot help (exit code 2). The
+    message has one line per problem."""
 
 
 class Problem(NamedTuple):
-    """A problem in a recipe."""
+    """A problem in a recipe, to be reported in one line."""
 
     origin: str
     """"file:line", the file, or the override."""
     key: Key
-    """Empty if no key is to blame."""
+    """The wrong key; () if the problem is not of one key."""
     what: str
     """The problem, and what to do."""
 
 
 def listed(problems: Iterable[Problem], origins: Origins) -> str:
-    """All problems, a line each, in the order of the recipe's lines; those of overrides last."""
+    """Return a line for each problem, in the order of the recipe's lines; problems of overrides
+    come last."""
     order = list(dict.fromkeys(origins.values()))
 
     def place(problem: Problem) -> tuple[bool, int]:
@@ -61,14 +62,14 @@ def listed(problems: Iterable[Problem], origins: Origins) -> str:
 
 
 def dotted(key: Key) -> str:
-    """A key with dots: data.sources.0.path."""
+    """Write a key with dots: data.sources.0.path."""
     return ".".join(map(str, key))
 
 
 def read_tree(
     path: str | Path, overrides: Sequence[str] = (), what: str = "recipe"
 ) -> tuple[dict[str, Any], Origins, list[Problem]]:
-    """Read a YAML mapping and apply `key.sub=value` overrides; errors call it `what`.
+    """Read a YAML mapping and apply `key.sub=value` overrides. `what`: word for the file in errors.
 
     Returns:
         (tree, origin of each key, problems of single keys and overrides: duplicate keys, unset
@@ -85,7 +86,7 @@ def read_tree(
     origins: Origins = {}
     problems: list[Problem] = []
     try:
-        # Nodes rather than values: they know their lines.
+        # Nodes rather than values, because nodes have line numbers.
         node = yaml.compose(text, Loader=_Loader)
         reader = _Reader(lambda mark: f"{path}:{mark.line + 1}", origins, problems)
         tree = reader.plain(node, ()) if node else {}
@@ -102,9 +103,9 @@ def read_tree(
 
 
 def _read(path: str | Path) -> str:
-    """The text of a file, or of a pipe such as a shell's `<(…)`."""
+    """Read the text of a file, or of a pipe such as a shell's `<(…)`."""
     with open(path, "rb") as file:
-        # /dev/zero never ends; standard input may be a device too.
+        # A device such as /dev/zero may never end; only standard input may be one.
         if stat.S_ISCHR(os.fstat(file.fileno()).st_mode) and str(path) != "/dev/stdin":
             raise OSError(errno.ENXIO, "it is a device")
         data = file.read(MAX_BYTES + 1)
@@ -114,7 +115,7 @@ def _read(path: str | Path) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes no more nodes, and no deeper ones, than a recipe may have."""
+    """YAML loader that refuses more nodes, or deeper nesting, than a recipe may have."""
 
     _depth = _nodes = 0
 
@@ -144,9 +145,9 @@ class _Reader:
         self._values = 0
 
     def plain(self, node: yaml.Node, path: Key) -> Any:
-        """The value of a node; of equal keys the first counts."""
+        """Return the value of a node. Of equal keys the first is kept, and a problem recorded."""
         self._values += 1
-        # Counted again here, where aliases expand: nested ones multiply.
+        # Values are counted again here, because nested aliases multiply them.
         _require_few(len(path), self._values, node.start_mark)
         self._origins[path] = self._origin(node.start_mark)
         if isinstance(node, yaml.MappingNode):
@@ -174,7 +175,7 @@ class _Reader:
             # YAML 1.1 reads on, off, yes and no as booleans; `wandb: off` is a string.
             return str(node.value)
         try:
-            # Builds plain values only, whatever tags a file has.
+            # SafeLoader builds only plain values, whatever tags the file has.
             value = yaml.SafeLoader("").construct_object(node)
             if isinstance(value, int) and abs(value) > _MAX_WHOLE:
                 raise ValueError("no such number is used anywhere")
@@ -211,7 +212,7 @@ def apply_override(tree: dict[str, Any], override: str, origins: Origins) -> lis
         what = "write overrides as key.sub=value, such as optimizer.lr=3e-4"
         return [Problem(origin, (), what)]
     parts: Key = tuple(
-        # int() refuses thousands of digits, and no list is that long.
+        # A number of 10 or more digits is no list index, and int() refuses very long ones.
         int(part) if part.isdecimal() and len(part) < 10 else part
         for part in key.split(".")
     )
@@ -239,7 +240,7 @@ def apply_override(tree: dict[str, Any], override: str, origins: Origins) -> lis
         return [Problem(origin, (), f"{dotted(parts[:-1])} has {len(here)} items")]
     here[last] = value
     for depth in range(1, len(parts) + 1):
-        # Sections that the override created also need an origin, for messages.
+        # Sections that the override created need an origin too, for messages.
         origins.setdefault(parts[:depth], origin)
     origins[parts] = origin
     return problems
@@ -254,7 +255,7 @@ def _shown(text: str) -> str:
 
 
 def one_line(error: object) -> str:
-    """The text of an exception on one line."""
+    """Return the text of an exception on one line."""
     return " ".join(str(error).split())
 
 
@@ -263,7 +264,7 @@ def _in_list(items: list, index: str | int) -> bool:
 
 
 def origin_of(path: Key, origins: Origins, file: str) -> str:
-    """Origin of a key, or of the closest section around it."""
+    """Return the origin of a key, or of the closest section around it."""
     while path and path not in origins:
         path = path[:-1]
     return origins.get(path, file)

@@ -1,1 +1,1 @@
-"""What a rank does from its start to its exit code: worker.py, and the loop in train.py."""
+"""A training process (rank) from its start to its exit code: worker.py; the loop is in train.py."""

@@ -13,7 +13,13 @@ from typing import Any
 import yaml
 
 from elastic.node.files import read_text
-from trainer.recipe.conditions import AfterFailure, Beyond, Condition, Silent, parse_condition
+from trainer.recipe.conditions import (
+    Condition,
+    FailureCondition,
+    SilenceCondition,
+    ThresholdCondition,
+    parse_condition,
+)
 from trainer.run.ledger_summary import LedgerSummary
 
 COMMAND_SECONDS, POST_SECONDS = 30.0, 10.0
@@ -21,8 +27,9 @@ COMMAND_SECONDS, POST_SECONDS = 30.0, 10.0
 
 
 class Alerts:
-    """A sink (see sinks.py) that reports each condition once when it begins to hold. A process that
-    replaces a killed one reports conditions that hold then again."""
+    """A sink (see sinks.py) that reports each condition of `tracking.alerts` when it begins to
+    hold. If this process is killed, its successor reports the conditions that still hold once
+    more."""
 
     def __init__(self, run_dir: Path) -> None:
         tracking = yaml.safe_load(read_text(run_dir / "recipe.yaml"))["tracking"]
@@ -32,27 +39,27 @@ class Alerts:
         self._holds = [False] * len(self._alerts)
         self._warned = False
         self._standing: LedgerSummary | None = LedgerSummary(run_dir)
-        """Counts of the ledger before this process; None once `_failures` has them."""
+        """The ledger, from which the first call of `kept` reads `_failures`; None after that."""
         self._step, self._failures = 0, 0.0
         self._newest, self._heard = 0.0, time.monotonic()
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         self._step, self._newest, self._heard = step, values["time"], time.monotonic()
         for number, condition in enumerate(self._conditions):
-            if isinstance(condition, Silent):
+            if isinstance(condition, SilenceCondition):
                 self._holds[number] = False
             elif (now := self._reason_now(condition, values)) is not None:
                 self._set_state(number, now)
         self._failures = values.get("failures", self._failures)
 
     def kept(self, after: float) -> float:
-        """See Sink. Called at each turn, also without a record: then silence may have begun."""
+        """See Sink. Reports silence too: `kept` is called regularly, even without new records."""
         if self._standing:
             self._failures = self._standing.at(after).get("failures", 0)
             self._standing = None
         silence = time.monotonic() - self._heard
         for number, condition in enumerate(self._conditions):
-            if isinstance(condition, Silent) and silence > condition.seconds:
+            if isinstance(condition, SilenceCondition) and silence > condition.seconds:
                 self._set_state(number, f"no step for {silence:.0f} s")
         return max(after, self._newest)
 
@@ -60,12 +67,12 @@ class Alerts:
         """See Sink."""
 
     def _reason_now(self, condition: Condition | None, values: Mapping[str, float]) -> str | None:
-        """Why a condition holds by these values; "" if it does not; None if the values do not
-        decide it."""
-        if isinstance(condition, AfterFailure) and "failures" in values:
+        """Return why a condition holds for the `values` of a record; "" if it does not hold; None
+        if the record lacks the value that the condition compares."""
+        if isinstance(condition, FailureCondition) and "failures" in values:
             more = values["failures"] - self._failures
             return f"{values['failures']:.0f} failure(s) by now" if more > 0 else ""
-        if isinstance(condition, Beyond) and condition.key in values:
+        if isinstance(condition, ThresholdCondition) and condition.key in values:
             value = values[condition.key]
             # NaN exceeds any limit.
             beyond = value > condition.number if condition.above else value < condition.number
@@ -92,10 +99,10 @@ class Alerts:
 
 
 def _run(command: str, text: str) -> None:
-    """Run a command with the text in the environment variable PERDURE_ALERT.
+    """Run a shell command with the text in the environment variable PERDURE_ALERT.
 
     Raises:
-        SubprocessError: it fails, or exceeds COMMAND_SECONDS.
+        SubprocessError: the command fails, or exceeds COMMAND_SECONDS.
     """
     subprocess.run(
         ["sh", "-c", command],
@@ -110,7 +117,7 @@ def _post(url: str, text: str) -> None:
     """Post the text to a webhook; `env:NAME` takes the URL from an environment variable.
 
     Raises:
-        OSError, ValueError: it cannot be reached, refuses, or the variable is missing.
+        OSError, ValueError: the webhook cannot be reached or refuses, or NAME is not set.
     """
     if url.startswith("env:"):
         url = os.environ.get(url.removeprefix("env:"), "")

@@ -1,14 +1,14 @@
-"""`batch.balance: speed`: measures ranks, and gives them shares of the global batch by their speed.
-Imported only where the recipe uses it.
+"""`batch.balance: speed`: measures the ranks, and divides the global batch in proportion to their
+speed. Imported only if the recipe uses it.
 
-[Note: balance] A window is STEPS steps. In it each rank times its forward passes: a backward pass
-ends when the gradients of all ranks are summed. The word of the next step carries the measurements
-of all ranks. So after that step all of them decide alike, see elastic/group/shares.py. New shares
-begin some steps later, because loaders have requested samples ahead. The order of samples, the
-global batch and its loss stay the same. Each attempt begins with equal shares, since its ranks may
-be on other machines.
+[Note: balance] Ranks are measured over windows of STEPS steps. A rank times its forward passes
+only, because a backward pass includes waiting for the gradients of all ranks. The all-reduce of the
+step after a window carries the measurements of all ranks. So all ranks compute the same new shares,
+see elastic/group/shares.py. New shares begin some steps later, because loaders have requested
+samples ahead. The order of samples, the global batch and its loss stay the same. Each attempt
+begins with equal shares, since its ranks may be on other machines.
 
-Ranks that compute a share together count with the slowest of them.
+Where several ranks compute one share (tp, cp, pp), the slowest of them counts.
 """
 
 from collections.abc import Iterator
@@ -28,57 +28,55 @@ from trainer.parallel.mesh import SHARD, Mesh
 from trainer.recipe import Recipe
 
 STEPS = 4
-"""Steps of a window."""
+"""Steps of a window of measurements."""
 MOST_LISTED = 8
 """Most shares that a message lists one by one."""
 
 
 class SpeedShares:
-    """The plans of a run whose ranks have shares by speed."""
+    """Divides each global batch among data-parallel ranks by their measured speed.
+
+    Args:
+        recipe: has a number for `batch.micro_batch`, not "auto".
+        plan: the first plan, with equal shares.
+        ahead: micro-batches that a loader requests before they are used.
+    """
 
     def __init__(self, recipe: Recipe, mesh: Mesh, plan: BatchPlan, ahead: int) -> None:
-        """Begin with equal shares.
-
-        Args:
-            recipe: with a number for `batch.micro_batch`.
-            mesh: of the run.
-            plan: of equal shares.
-            ahead: micro-batches that a loader requests before they are used.
-        """
         lockstep = recipe.gathers_twice or recipe.strategy.reduce_every_pass
         plan = replace(plan, lockstep=lockstep)
         self._balance = ShareBalance(plan, recipe.micro_batch)
         self._mesh, self._ahead = mesh, ahead
         self._plans = [(0, plan)]
-        """Plans in force and to come, each with its first sequence of the global order."""
+        """The present and any later plan, each with the first sequence that it divides."""
         self._steps, self._seconds, self._sequences = 0, 0.0, 0
         self._pace = 0.0
-        """Seconds of a sequence in the window that has just ended; 0: none has, or no step of it
-        was measured."""
+        """Seconds per sequence on this rank in the last window; 0 before the first window ends, or
+        if no step of it was measured."""
         self._sends = False
-        """Whether the next word carries measurements."""
+        """Whether the next step's all-reduce carries measurements."""
         self._paces: list[float] = []
-        """Measurements that the last word brought, by rank."""
+        """Seconds per sequence of all ranks, by rank; [] unless the last step brought them."""
         self._waits = SHARD in (mesh.device_mesh.mesh_dim_names or ()) and (
             mesh.device_mesh[SHARD].size() > 1
         )
         """Whether FSDP waits for other ranks within forward passes."""
         self._marks: list[tuple[Any, Any]] = []
-        """Begin and end of each block's forward, if `_waits`."""
+        """(begin, end) of each block's forward pass in this step; recorded only if `_waits`."""
 
     def plan_at(self, sequences: int) -> BatchPlan:
-        """Return the plan of the global batch that begins at a sequence; it does not change once a
-        loader has asked for it."""
+        """Return the plan of the global batch that begins at sequence `sequences`. Once a loader
+        has requested samples of that batch, its plan never changes."""
         return next(plan for begin, plan in reversed(self._plans) if begin <= sequences)
 
-    # --- the step's word ---------------------------------------------------------------------
+    # --- the step's all-reduce ---------------------------------------------------------------
 
-    def word(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """Return what this rank adds to the end of a step's word: a float64 for each rank, its own
-        measurement filled in; or nothing between windows.
+    def to_sum(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """Return what this rank appends to the step's all-reduce: after a window a vector with one
+        entry per rank, all 0 but for its own measurement; otherwise [].
 
         Args:
-            like: a tensor of the word.
+            like: has the dtype (float64) and device of the vector.
         """
         if not self._sends:
             return []
@@ -86,8 +84,9 @@ class SpeedShares:
         ranks[self._mesh.place * self._mesh.dp_size + self._mesh.dp_rank] = self._pace
         return [ranks]
 
-    def hear(self, word: list[float]) -> list[float]:
-        """Take the measurements from the sum of all words, and return the rest of it."""
+    def take_from_sum(self, word: list[float]) -> list[float]:
+        """Remove the measurements of all ranks from the end of `word`, the result of the step's
+        all-reduce, if it has any; return the other values."""
         if not self._sends:
             return word
         ranks = self._mesh.dp_size * self._mesh.together
@@ -97,15 +96,15 @@ class SpeedShares:
     # --- after a step ------------------------------------------------------------------------
 
     def after_step(self, sequences: int, compute: float, *, odd: bool) -> str:
-        """Measure the step just done, and decide if it ended a window. On all ranks.
+        """Add a step to the measurements; at the end of a window decide on shares. On all ranks.
 
         Args:
-            sequences: consumed so far.
+            sequences: number of sequences consumed, including this step's.
             compute: mean seconds of this rank's forward passes.
             odd: the step took longer for a known reason, and does not count.
 
         Returns:
-            A sentence if the shares change; else "".
+            A message for the log if the shares change; else "".
         """
         begin = sequences - self._balance.plan.global_batch
         passes = list(self.plan_at(begin).micro_batches(self._mesh.dp_rank, begin))
@@ -123,17 +122,17 @@ class SpeedShares:
         if self._steps % STEPS == 0:
             self._pace = self._seconds / max(1, self._sequences)
             self._seconds, self._sequences, self._sends = 0.0, 0, True
-        # While other shares are still to come, no further ones are decided.
+        # Measurements made under the old shares must not decide what follows new ones.
         if not paces or self._plans[-1][0] > sequences:
             return ""
         slowest = [max(paces[share :: self._mesh.dp_size]) for share in range(self._mesh.dp_size)]
         return self._change(sequences) if self._balance.window(slowest) else ""
 
     def _change(self, sequences: int) -> str:
-        """Put the plan just decided into force, at a later step; returns a sentence about it."""
+        """Schedule the plan just decided for a later step; returns a message for the log."""
         new, (_, old) = self._balance.plan, self._plans[-1]
         ranks = range(self._mesh.dp_size)
-        # On a GPU a step's micro-batches are fetched while the step before computes.
+        # Loaders have requested `ahead` micro-batches; on a GPU those of the next step as well.
         steps = 2 + -(-self._ahead // min(old.passes_of(rank) for rank in ranks))
         begin = sequences + steps * new.global_batch
         self._plans = [self._plans[-1], (begin, new)]
@@ -153,12 +152,12 @@ class SpeedShares:
 
     @property
     def begin(self) -> int:
-        """First sequence of the newest plan."""
+        """First sequence that the newest plan divides."""
         return self._plans[-1][0]
 
     @property
     def shares(self) -> list[int]:
-        """Units of each data-parallel rank in the newest plan."""
+        """Share of each data-parallel rank in the newest plan, in micro-batches or sequences."""
         plan = self._plans[-1][1]
         return [len(plan.units_of(rank)) for rank in range(self._mesh.dp_size)]
 
@@ -166,18 +165,19 @@ class SpeedShares:
 
     @contextmanager
     def timing(self, model: nn.Module) -> Iterator[None]:
-        """While entered, time the blocks of `model` where FSDP waits in forward."""
+        """While entered, time the forward passes of the blocks of `model`, if FSDP waits in
+        them."""
         hooks = []
         if self._waits:
             for unit in model.modules():
-                # The blocks, without the unit of the whole model, in whose forward they wait.
+                # The root unit is left out: its forward pass includes the waits of all blocks.
                 if isinstance(unit, FSDPModule) and len(fsdp_units(unit)) == 1:
-                    # FSDP's hooks run before the first of these, and after the second.
+                    # These hooks run inside FSDP's, so that all-gathers are not timed.
                     hooks.append(unit.register_forward_pre_hook(self._begin_block))
                     hooks.append(unit.register_forward_hook(self._end_block, prepend=True))
         try:
             yield
-        finally:  # the next attempt may keep the model
+        finally:  # the next attempt may reuse the model
             for hook in hooks:
                 hook.remove()
 

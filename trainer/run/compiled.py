@@ -12,31 +12,31 @@ from pathlib import Path
 from trainer.recipe import RecipeError
 
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
-"""Environment variables of torch and of triton."""
+"""Environment variables that name the caches of torch and of triton."""
 
 
 def keep_caches_closed(run_directory: Path, compiles: bool = False) -> None:
-    """Set the cache directories of this process and its children to ones that nobody else can write
-    to. Call it before anything is compiled.
+    """Set the cache directories of this process and its children to ones that no other user can
+    write to. Called before anything is compiled.
 
     Args:
-        run_directory: of the run; holds the cache if the user's own cache directory cannot.
-        compiles: whether the recipe compiles.
+        run_directory: holds the cache if the user's own cache directory is not safe.
+        compiles: whether the recipe sets `strategy.compile`.
 
     Raises:
-        RecipeError: other users can write to a directory that the environment names, or else to all
-            candidates.
+        RecipeError: other users can write to a directory that an environment variable names; or, if
+            none is named, to each directory that could be used.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    # torch sets this variable to its default on import, and reads it anew at each use.
+    # torch sets this variable to its default on import: then it is not the user's choice.
     if os.environ.get(INDUCTOR) == default_cache_dir():
         del os.environ[INDUCTOR]
-    # torch puts C++ headers there whatever the variable says.
+    # torch puts C++ headers into the default directory, whatever the variable says.
     default = Path(default_cache_dir())
     with suppress(OSError):
         if default.lstat().st_uid == os.geteuid() and not any(default.iterdir()):
-            default.chmod(0o700)  # torch created it with the umask's mode
+            default.chmod(0o700)  # torch created the directory with the mode of the umask
     if compiles and (why := _open_to_others(default)):
         raise RecipeError(
             f"strategy.compile: {why}, and torch compiles with headers that it finds there; remove "
@@ -67,13 +67,13 @@ def keep_caches_closed(run_directory: Path, compiles: bool = False) -> None:
 
 
 def _open_to_others(path: Path) -> str:
-    """Why other users could place code in a directory; "" if they cannot. Creates it if it is
-    missing."""
+    """Return why other users could place code in the directory `path`; "" if they cannot. Creates
+    a missing directory."""
     try:
         for above in reversed(path.parents):
-            above.mkdir(mode=0o755, exist_ok=True)  # whatever the umask
+            above.mkdir(mode=0o755, exist_ok=True)  # not writable for others, whatever the umask
         path.mkdir(mode=0o700, exist_ok=True)
-        # O_NOFOLLOW: the owner of a link could redirect it later.
+        # O_NOFOLLOW, because the owner of a link could redirect the link later.
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             own, around = os.fstat(descriptor), os.stat(path.parent)

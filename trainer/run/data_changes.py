@@ -1,11 +1,11 @@
-"""Changes of the data that are decided while a run trains.
+"""Changes of the training data that a user requests while the run trains.
 
-[Note: data changes] `perdure data change` leaves a request in the run directory, for which rank 0
-looks once a second. It accepts a stage that begins after the step under way, and keeps it in
-CHANGES; a late one is refused. Either is an event in the ledger. Then all ranks pause after that
-step, which they agree on as for a node that joins. At the next start rank 0 reads CHANGES and sends
-it to all ranks, so all of them have the longer table. No loader changes its order, and a stage that
-was accepted has not begun anywhere, whatever fails meanwhile.
+[Note: data changes] `perdure data change` writes a request to the run directory. Rank 0 looks for
+it once a second. It accepts a stage that begins after the present step, and adds it to the file
+CHANGES; it refuses a stage that begins earlier. The ledger records either answer. After an
+acceptance all ranks pause at the end of the step, as they do when a node joins. At the next start
+rank 0 reads CHANGES and sends it to all ranks. So the order of samples never changes under a
+running loader, and no rank has begun an accepted stage, whatever fails meanwhile.
 """
 
 import json
@@ -31,10 +31,10 @@ LOOK_SECONDS = 1.0
 
 
 def shared_changes(recipe: Recipe, changes: Sequence[DataChange]) -> Recipe:
-    """The recipe with the changes of rank 0. On all ranks.
+    """Return the recipe with the accepted changes, which rank 0 reads and broadcasts. On all ranks.
 
     Raises:
-        RecipeError: they do not fit the recipe.
+        RecipeError: the changes do not fit the recipe.
     """
     with failing_alike():
         values = RankGroup(dist.group.WORLD).on_main(lambda: json.dumps(plain(changes)))
@@ -42,16 +42,16 @@ def shared_changes(recipe: Recipe, changes: Sequence[DataChange]) -> Recipe:
 
 
 class DataChanges:
-    """Answers requests to change the data of a run. On rank 0; elsewhere it does nothing."""
+    """Answers requests to change the data of a run. Does nothing on ranks other than 0."""
 
     def __init__(self, run: "Run") -> None:
         self._run, self._folder = run, run.recipe.directory
         answers = run.world.is_main and bool(run.recipe.data.sources)
         self._next = 0.0 if answers else math.inf
-        """Time of the next look."""
+        """When to look for a request next, in seconds of `time.monotonic`."""
 
     def look(self) -> None:
-        """Answer a request, before a step."""
+        """Answer a request if there is one. Called before each step."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -70,17 +70,18 @@ class DataChanges:
         self._run.log.data_change(self._run.progress.step, name, what, refused)
         try:
             path.unlink()
-        except OSError:  # another's, in a directory of mode +t: one answer is enough
+        except OSError:  # another user's file, in a directory of mode +t: do not answer it again
             self._next = math.inf
         if pauses:
             self._run.pulse.wants_pause = True
             self._next = math.inf
 
     def _accept(self, change: DataChange) -> bool:
-        """Keep a change for the next start; whether it is new.
+        """Save a change for the next start. Returns False if it was saved before.
 
         Raises:
-            RecipeError, OSError: it cannot be followed.
+            RecipeError: the change comes too late, or does not fit the recipe.
+            OSError: the change cannot be saved.
         """
         run = self._run
         if not supervised():
@@ -89,9 +90,9 @@ class DataChanges:
                 "and start it"
             )
         changes = read_changes(run.recipe)
-        if change in changes:  # rank 0 ended before it could answer
+        if change in changes:  # rank 0 was killed after saving it and before answering
             return False
-        # The pause comes after the step that begins now.
+        # The change takes effect after the pause, which follows the step that begins now.
         done = run.progress.sequences + run.plan.global_batch
         if change.begin < done:
             raise RecipeError(
@@ -105,7 +106,7 @@ class DataChanges:
 
 
 def describe(change: DataChange) -> str:
-    """A change in words."""
+    """Return a change in words, for messages."""
     parts = [f"from sequence {change.begin:,}"]
     if change.weights:
         parts.append(" ".join(f"{name}={weight:g}" for name, weight in change.weights.items()))

@@ -14,7 +14,7 @@ from trainer.parallel.passes import COUNT
 from trainer.recipe.strategies import pp
 from trainer.run.speed import Speed
 from trainer.run.state import Run
-from trainer.tasks.task import Evaluation
+from trainer.tasks.task import ValidationSet
 
 
 class Validator:
@@ -25,8 +25,8 @@ class Validator:
         self._pending = False
 
     def make_up(self) -> float:
-        """Validate the step that was loaded, if its state lacks a pass, because `run.stop_after`
-        must not depend on which node left. Returns the pause request of the ranks."""
+        """Run the validation pass that the loaded state lacks because a node left meanwhile: the
+        decisions of `run.stop_after` must not depend on that. Returns the ranks' pause request."""
         run, evaluation = self._run, self._run.task.validation
         if not evaluation or run.done or not run.progress.lacks_pass(run.recipe.run):
             return 0.0
@@ -37,13 +37,13 @@ class Validator:
         return 0.0
 
     def after_step(self, requested: float) -> float:
-        """Validate the step just done if that is due. `finish` makes up for a pass that a leaving
-        node interrupted.
+        """Validate the weights after this step if validation is due; skip it if a node leaves.
 
+        Args:
+            requested: sum of the ranks' pause requests before the pass.
 
-            request: the sum of `pause_request` so far.
-
-        Returns the sum including requests during the pass.
+        Returns:
+            The pause request, raised to PAUSE_TO_LEAVE if a node must leave.
         """
         run, evaluation = self._run, self._run.task.validation
         if not evaluation or not run.due(run.recipe.run.evaluate_every):
@@ -59,12 +59,13 @@ class Validator:
         return PAUSE_TO_LEAVE
 
     def _judge(self, values: Mapping[str, float]) -> None:
-        """Record and log the results of a validation pass."""
+        """Log the results of a validation pass, and compare its loss for `run.stop_after`."""
         self._run.progress.judge(values.get("validation_loss"))
         self._run.log.validation(self._run.progress.step, values)
 
     def finish(self) -> None:
-        """Validate the last step if its pass was interrupted: its state is saved by now."""
+        """Validate the last step if a leaving node interrupted its pass. Called once its state is
+        saved, when there is time."""
         run, evaluation = self._run, self._run.task.validation
         values = evaluate(run, evaluation, heed=False) if self._pending and evaluation else None
         if values:
@@ -72,9 +73,12 @@ class Validator:
 
 
 @torch.no_grad()
-def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str, float] | None:
-    """Return the means of the model's scalars over the validation set; None if, with `heed`, a node
-    was told to leave meanwhile, on which the ranks agree before each micro-batch. On all ranks."""
+def evaluate(run: Run, evaluation: ValidationSet, *, heed: bool = True) -> dict[str, float] | None:
+    """Return the means of the model's scalars over the validation set. On all ranks.
+
+    Args:
+        heed: stop and return None if a node must leave; the ranks agree on it regularly.
+    """
     stream, count = evaluation.stream, evaluation.count
     model, pulse, step, device = run.model, run.pulse, run.progress.step, run.world.device
     size, rank, ranks = run.recipe.micro_batch, run.mesh.dp_rank, run.mesh.dp_size
@@ -85,7 +89,7 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
     batches = load(stream, requests, workers=0, pin_memory=device.type == "cuda")
     pairs = zip(cuts, batches, strict=True)
     stages = pp.ranks(run.recipe.strategy)
-    together = 4 * stages if stages > 1 else 1  # or a pipeline would run dry after each
+    together = 4 * stages if stages > 1 else 1  # fewer would leave pipeline stages idle
     leaving = False
     with pulse.during("data"):
         with model.evaluating():
@@ -119,5 +123,5 @@ def evaluate(run: Run, evaluation: Evaluation, *, heed: bool = True) -> dict[str
 
 
 def pause_request(pulse: Pulse) -> float:
-    """The sum of `Pulse.pause_request` over the ranks. Called on all ranks."""
+    """Return the sum of `Pulse.pause_request` over all ranks. On all ranks."""
     return AsyncSum(pulse.pause_request).wait()

@@ -1,4 +1,4 @@
-"""Events that a hook is called with, read from lines of the ledger. Imports no torch."""
+"""Events of a run for `tracking.hooks`, read from lines of its ledger. Imports no torch."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from elastic.record.lines import read_line
 
 @dataclass(frozen=True)
 class Start:
-    """The run begins at `step` 0. `at` is Unix time, in all events."""
+    """The run begins at `step` 0. In all events `at` is Unix time."""
 
     step: int
     at: float
@@ -20,34 +20,34 @@ class Start:
 
 @dataclass(frozen=True)
 class Restart:
-    """The run continues after `step`, by a restart of its ranks or a new launch."""
+    """The run continues after `step`: its ranks were restarted, or the job was launched again."""
 
     step: int
     at: float
     world_size: int
     nodes: int
     lost: int
-    """Steps that were done and are done again."""
+    """Steps after `step` that had been done and are repeated."""
     cause: str
-    """The failure before the restart; "" without one."""
+    """The failure that led to the restart; "" if nothing failed."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step was done."""
+    """The ranks completed an optimizer step."""
 
     step: int
     at: float
     loss: float
-    """Not finite in a step that went wrong."""
+    """Mean loss over the global batch; NaN or infinite if training diverged."""
     seconds: float
     skipped: bool
-    """Whether it left the weights unchanged."""
+    """Whether the weights were left unchanged, because the loss or a gradient was not finite."""
 
 
 @dataclass(frozen=True)
 class RollBack:
-    """After `step` the weights went back to those of an earlier step. The data continues."""
+    """After `step` the weights of an earlier step were loaded. The data continues after `step`."""
 
     step: int
     at: float
@@ -59,12 +59,12 @@ class RollBack:
 
 @dataclass(frozen=True)
 class Validation:
-    """A validation pass over the weights after `step`."""
+    """The weights after `step` were validated."""
 
     step: int
     at: float
     values: dict[str, float]
-    """Keyed by the names of docs/metrics.md."""
+    """Results, by the names in docs/metrics.md."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,13 @@ class Save:
     at: float
     seconds: float
     error: str
-    """Why there is no checkpoint; "" if there is one."""
+    """Why the save failed; "" if the checkpoint is complete."""
 
 
 @dataclass(frozen=True)
 class End:
-    """The ranks end after `step` by themselves. A killed rank leaves no such event."""
+    """The ranks ended after `step`, at the end of training or with an error. Killed ranks leave no
+    such event."""
 
     step: int
     at: float
@@ -101,11 +102,12 @@ class EventReader:
         self._reached = 0
 
     def event(self, line: bytes) -> Event | None:
-        """The event of a line; None for a torn line, and for lines without an event."""
+        """Return the event of a line; None if the line is incomplete, or of a kind that hooks do
+        not get."""
         try:
             values = read_line(line)
             return self._event(values.pop("kind"), values)
-        # Lines of another version, or a torn one, must not end the hook's process.
+        # Incomplete lines and lines of another version must not end the hook's process.
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
 
@@ -130,7 +132,7 @@ class EventReader:
 
     def _start(self, values: dict[str, Any]) -> Start | Restart:
         first = not self._began
-        # Other lines give their time relative to this.
+        # All other lines have their time relative to the start of their attempt.
         self._began[values["attempt"]] = values["at"]
         ranks = values["step"], values["at"], values["world_size"], values["nodes"]
         if first:

@@ -1,4 +1,4 @@
-"""Reports why a rank fails: at once, on the console and to its agent."""
+"""Reports the error of a failing rank at once, on the console and to the agent of its node."""
 
 import sys
 import time
@@ -28,12 +28,12 @@ from trainer.run.micro_batch import HalvedError
 
 
 class FailureReport:
-    """Context manager that reports the error that leaves it, before the contexts around it unwind.
-    Those may wait for writes, and for ranks that do not fail.
+    """Context manager that reports an exception before the contexts around it are left, because
+    these may wait for writes and for other ranks.
 
     Args:
-        pulse: of this rank; its agent reads the error there.
-        recall: errors after which this process runs another attempt are not reported.
+        pulse: the memory of this rank in which its agent reads the error.
+        recall: decides whether this process runs another attempt; then nothing is reported.
         wait: seconds to wait before printing an error that another rank may print as well.
     """
 
@@ -53,15 +53,14 @@ class FailureReport:
             self.send(error, self._wait)
 
     def recalls(self, error: Exception) -> bool:
-        """Whether this process continues with another attempt after `error`."""
+        """Return whether this process continues with another attempt after `error`."""
         return self._recall.recalls(error, _says_peer_is_lost(error))
 
     def send(self, error: Exception, wait: float = 0) -> int:
-        """Report an error, unless it was reported; returns the exit code.
+        """Report the error that ends this rank, unless it was reported; returns the exit code.
 
         Args:
-            error: that ends this rank.
-            wait: seconds before an error of the user's input or code is printed.
+            wait: seconds before an error in the user's input or code is printed.
         """
         code = exit_code(error)
         if error is self._sent:
@@ -82,8 +81,8 @@ class FailureReport:
         elif code == EXIT_PEER_GONE:
             text = f"rank {self._rank}: a peer is gone: {what}"
         elif _says_peer_is_lost(error) and not isinstance(error, DistBackendError):
-            # The traceback would show where this rank waited, not the cause; NCCL's message may
-            # tell it.
+            # A traceback would show where this rank waited, not the cause. NCCL's message may name
+            # the cause, so NCCL errors are printed with it.
             text = (
                 f"rank {self._rank}: a peer is gone: {what}; the output of that "
                 "rank says why, and the same command resumes"
@@ -92,14 +91,14 @@ class FailureReport:
             text = f"rank {self._rank}: {error}"
         else:
             text = f"rank {self._rank} failed:\n{''.join(traceback.format_exception(error))}"
-        if text:  # one write: this process may be killed at any moment
+        if text:  # in one write, because this process may be killed at any moment
             print(f"{text.rstrip()}\n", end="", file=sys.stderr, flush=True)
         return code
 
 
 def exit_code(error: Exception) -> int:
     """The exit code of a rank that ends by `error`."""
-    if isinstance(error, SaveFailed):  # the input is right: a retry may succeed
+    if isinstance(error, SaveFailed):  # not an error in the recipe: a retry may succeed
         return EXIT_FAILED
     if isinstance(error, DisputeError) and error.outvoted and supervised():
         return EXIT_OUTVOTED

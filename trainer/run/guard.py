@@ -1,16 +1,16 @@
-"""Loss and gradient norm of a step → keep, skip or stop, with the reason; and the error of a step
-that ranks compute differently. Pure."""
+"""Decides by the loss and gradient norm of a step whether to keep, skip, stop or undo it. Pure.
+Defines the error for steps that ranks compute differently."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 
 class DisputeError(RuntimeError):
-    """Ranks computed different gradients of one micro-batch, twice; see witness.py.
+    """Two ranks computed different gradients of one micro-batch, twice; see witness.py.
 
     Args:
-        what: in a line.
-        outvoted: whether others have found that this rank is wrong.
+        what: the message, in one line.
+        outvoted: whether a majority of ranks has shown that this rank computes wrongly.
     """
 
     def __init__(self, what: str, *, outvoted: bool = False) -> None:
@@ -19,57 +19,57 @@ class DisputeError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepVerdict:
     """What to do with the gradients of a step, and why."""
 
     action: Literal["keep", "skip", "stop", "undo"]
-    """"keep" updates the weights, "skip" does not, "stop" ends a row of skips; "undo": the weights
-    themselves are not finite."""
+    """"keep": update the weights. "skip": leave them unchanged. "stop": too many steps were skipped
+    in a row. "undo": the weights themselves are not finite; load earlier ones."""
     reason: str = ""
 
 
 def judge_step(
     step: int, loss: float, grad_norm: float, bad_ranks: list[int], skipped: int, limit: int
-) -> Verdict:
-    """Judge one step; every rank reaches the same verdict, because all its inputs are global.
+) -> StepVerdict:
+    """Judge one step. All ranks reach the same verdict, because all arguments are global values.
 
     Args:
         step: number of the step, from 1.
         loss: mean loss over the global batch.
         grad_norm: norm of the whole gradient, after removing any loss scale.
-        bad_ranks: ranks whose own loss was not finite, and those that computed it with them.
+        bad_ranks: ranks whose own loss was not finite, with all ranks that computed it together.
         skipped: steps skipped in a row before this one.
         limit: most steps that may be skipped in a row.
     """
     if _finite(loss) and _finite(grad_norm):
-        return Verdict("keep")
+        return StepVerdict("keep")
     where = f"on rank {', '.join(map(str, bad_ranks))}" if bad_ranks else "in the backward pass"
     what = (
         f"loss is {loss}" if not _finite(loss) else f"loss is {loss:.4f} but grad norm {grad_norm}"
     )
     reason = f"step {step}: {what}, first seen {where}"
     if skipped >= limit:
-        return Verdict(
+        return StepVerdict(
             "stop",
             f"{reason}; {skipped} steps in a row were already skipped "
             f"(elastic.max_skipped_steps={limit}). If it goes on: lower optimizer.lr, lengthen "
             "schedule.warmup_steps, or inspect the data of these steps",
         )
-    return Verdict("skip", f"{reason}; skipped, weights unchanged ({skipped + 1} of {limit})")
+    return StepVerdict("skip", f"{reason}; skipped, weights unchanged ({skipped + 1} of {limit})")
 
 
-def judge_weights(step: int, updated: bool, where: str) -> Verdict:
+def judge_weights(step: int, updated: bool, where: str) -> StepVerdict:
     """Judge a step before or after which weights or optimizer state hold NaN or infinity.
 
     Args:
         step: number of the step, from 1.
         updated: whether this step's update, rather than an earlier one, caused it.
-        where: names of the tensors, and the ranks.
+        where: the bad tensors and the ranks that hold them, in words.
     """
     when = "its update left" if updated else "skipped: an update before it left"
     hint = "If it goes on: lower optimizer.lr, raise optimizer.eps, or clip gradients"
-    return Verdict("undo", f"step {step}: {when} {where}. {hint}")
+    return StepVerdict("undo", f"step {step}: {when} {where}. {hint}")
 
 
 def _finite(value: float) -> bool:
-    return abs(value) < float("inf")  # False for NaN too
+    return abs(value) < float("inf")  # the comparison is false for NaN

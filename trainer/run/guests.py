@@ -1,5 +1,5 @@
 """Sinks for trackers that Perdure does not install: `tracking.sinks: ["trainer.run.guests:mlflow"]`
-or `:trackio`. Both continue one tracker run over all restarts."""
+or `:trackio`. Restarts of a run continue the same run of the tracker."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,8 +10,9 @@ from trainer.run.sinks import recipe_of
 
 
 class Mlflow:
-    """A run on the MLflow server at MLFLOW_TRACKING_URI. Its id is kept in the run directory. A
-    step that is computed again has both values there, in the order of time."""
+    """A sink that logs to the MLflow server at MLFLOW_TRACKING_URI. A file in the run directory
+    keeps the id of the MLflow run. A step that is computed again has both values, sorted by
+    time."""
 
     def __init__(self, run_dir: Path) -> None:
         from mlflow import MlflowClient
@@ -24,7 +25,7 @@ class Mlflow:
         self._run = read_text(file).strip()
 
     def _begin(self, recipe: Mapping[str, Any], name: str) -> str:
-        """Create the run; returns its id."""
+        """Create the MLflow run, log the recipe to it, and return its id."""
         tracking = recipe["tracking"]
         existing = self._client.get_experiment_by_name(tracking["project"])
         experiment = (
@@ -53,7 +54,7 @@ class Mlflow:
 
 
 class Trackio:
-    """A trackio run, in its local database or in the Space named by TRACKIO_SPACE_ID."""
+    """A sink that logs to trackio: to its local database, or to the Space TRACKIO_SPACE_ID."""
 
     def __init__(self, run_dir: Path) -> None:
         import trackio

@@ -1,5 +1,5 @@
-"""The identity of a run: all that determines a step, as keys and short values, equal on all
-nodes."""
+"""The identity of a run: a table of all that determines the result of a step (recipe, code, data,
+weights), with short values. All nodes of a run must have the same."""
 
 import hashlib
 import json
@@ -40,23 +40,23 @@ MACHINE_BOUND = (
     *("tracking.peak_tflops", "checkpoint.trace", "run.samples"),
 )
 """Keys of a recipe that may differ between nodes: paths, whose contents are compared instead, and
-values that only rank 0 uses. All other keys determine a step, or when ranks meet."""
+values that only rank 0 uses. All other keys change results or the order of collectives."""
 PACKAGES = ("trainer", "elastic", "checkpointing")
 LONG = 24
 """Characters above which values are compared by their digest."""
 SAMPLE, MOST_PARTS = 1 << 16, 2048
-"""Bytes read from the middle of each part of a model, and most parts: about 128 MiB of a large
-model, all of a small one."""
+"""For the digest of weights, SAMPLE bytes are read in each of at most MOST_PARTS places: 128 MiB of
+a large model, all of a small one."""
 READERS = 16
-"""Threads that read these parts: an object store takes long for each."""
+"""Threads that read the samples of weights: each read from an object store takes long."""
 
 
 def identify(recipe: Recipe, data: str | None) -> dict[str, str]:
-    """Return all that determines a step: key → value, or its digest if it is long.
+    """Return the identity of a run: key → value, or the digest of a long value.
 
     Args:
-        data: fingerprint of its training data, which includes the tokenizer's; None: not known yet,
-            see `with_data`.
+        data: fingerprint of the training data and tokenizer; None: not known yet, `with_data` adds
+            it.
     """
     identity = {
         "code": _digest(_sources()),
@@ -64,7 +64,7 @@ def identify(recipe: Recipe, data: str | None) -> dict[str, str]:
         "run.device": _device(recipe.run.device),
         **of_recipe(recipe),
     }
-    if recipe.in_bucket:  # else a file in the directory tells whether it is the same
+    if recipe.in_bucket:  # directories are compared by a file in them instead
         identity["run.dir"] = _short(recipe.run.dir)
     if exact.used(recipe):  # other kernels round differently
         identity |= machine(identity["run.device"])
@@ -80,22 +80,22 @@ def identify(recipe: Recipe, data: str | None) -> dict[str, str]:
 
 
 def of_recipe(recipe: Recipe) -> dict[str, str]:
-    """The part of an identity that is written in the recipe."""
+    """Return the part of an identity that the recipe alone determines."""
     return {key: _short(value) for key, value in flat(resolved(recipe)) if decides(key)}
 
 
 def with_data(identity: Mapping[str, str], data: str) -> dict[str, str]:
-    """The identity with the fingerprint of the training data added."""
+    """Return the identity with the fingerprint of the training data added."""
     return {**identity, "data.fingerprint": _short(data)}
 
 
 def machine(device: str | torch.device) -> dict[str, str]:
-    """Properties of this machine that select kernels: instruction set and maker of its CPU, and its
-    GPUs.
+    """Return the properties of this machine by which libraries select kernels: instruction set and
+    maker of its CPU, and its GPUs.
 
     Args:
-        device: a GPU in use by this process, or a CPU; "cuda": all GPUs of the machine, without
-            starting CUDA.
+        device: the device of this process. The string "cuda" returns all GPUs of the machine, and
+            does not initialize CUDA.
     """
     properties = {"cpu": _cpu()}
     if isinstance(device, torch.device) and device.type == "cuda":
@@ -106,45 +106,46 @@ def machine(device: str | torch.device) -> dict[str, str]:
 
 
 def computed_by(identity: Mapping[str, str], device: torch.device) -> dict[str, str]:
-    """What determines the bits of a step on this rank besides the recipe: code, torch, cpu, gpu."""
+    """Return what the last bits of a result on this rank depend on, besides recipe and data: the
+    keys code, torch, cpu, gpu."""
     return {"code": identity["code"], "torch": identity["torch"], **machine(device)}
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Result of comparing the identities of all ranks at the start of an attempt."""
+    """What all ranks agreed on at the start of an attempt, after comparing their identities."""
 
     attempt: str
     """Name of this attempt in the ledger; the same on all ranks."""
     init_from: str
-    """Digest of the weights in `model.init_from`; "" without any."""
+    """Digest of the weights in `model.init_from`; "" if the recipe names none."""
     computed_by: Mapping[str, str]
-    """See `computed_by`; values that differ between ranks are joined by " + "."""
+    """The result of `computed_by`; values that differ between ranks are joined by " + "."""
     note: str = ""
-    """How the machines of the ranks differ; "" if they do not."""
+    """How the machines of the ranks differ, in words; "" if they are alike."""
     changes: bool = False
-    """Whether rank 0 has changes of the data, see data_changes.py."""
+    """Whether the run has accepted changes of the data, see data_changes.py."""
 
 
 def check_agreement(
     recipe: Recipe, identity: Mapping[str, str], device: torch.device, *, changes: bool = False
 ) -> Agreement:
-    """Compare identity and machine of this rank with those of all others, and agree on a name for
-    the attempt. On all ranks; one small collective if all agree.
+    """Compare the identities and machines of all ranks, and agree on a name for the attempt. On all
+    ranks; costs one small all-reduce if they are equal.
 
     Args:
-        changes: whether this rank has changes of the data.
+        changes: whether this rank has read accepted changes of the data; only rank 0 does.
 
     Raises:
-        RecipeError: some ranks would train something else; names them and the difference. In exact
-            mode ranks on another kind of machine count as well.
+        RecipeError: the identities differ, or in exact mode the machines. The message names the
+            ranks and the differences.
     """
     kind = computed_by(identity, device)
     ours = {**identity, **machine(device)} if exact.used(recipe) else dict(identity)
     # 60 bits, so that the negatives fit an int64, too.
     numbers = [int(digest(values)[:15], 16) for values in (ours, kind)]
-    # Numbers and their negatives under MAX show in one all-reduce whether all ranks are equal. The
-    # largest random draw names the attempt.
+    # MAX of a number and of its negative show in one all-reduce whether all ranks are equal. The
+    # largest random number names the attempt.
     negatives = [-number for number in numbers]
     word = torch.tensor([*numbers, *negatives, changes, secrets.randbits(62)])
     dist.all_reduce(word, dist.ReduceOp.MAX)
@@ -164,7 +165,7 @@ def check_agreement(
 
 
 def _side_by_side(kinds: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], str]:
-    """Merge the machines of unlike ranks, and write a note that says where each value is."""
+    """Merge the machine properties of all ranks; returns them and a note on where they differ."""
     merged, parts = {}, []
     for key in sorted({key for kind in kinds for key in kind}):
         values = [kind.get(key, "none") for kind in kinds]
@@ -180,11 +181,11 @@ def _side_by_side(kinds: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], s
 
 
 def _refuse_strangers(every: Sequence[Mapping[str, str]]) -> None:
-    """Raise if the identities of ranks differ, see `check_agreement`."""
+    """Raise RecipeError if the identities of ranks differ; `every` holds them by rank."""
     digests = [digest(identity) for identity in every]
     if len(set(digests)) == 1:
         return
-    common = max(digests, key=digests.count)  # the majority; the first of several
+    common = max(digests, key=digests.count)  # the most frequent; of several, the lowest rank's
     ranks = [rank for rank, identity in enumerate(digests) if identity != common]
     odd, usual = ranks[0], digests.index(common)
     names = f"on rank {odd}", f"on rank {usual}"
@@ -196,8 +197,8 @@ def _refuse_strangers(every: Sequence[Mapping[str, str]]) -> None:
 
 
 def decides(key: str) -> bool:
-    """Whether a recipe key, such as `data.sources.0.path`, must have one value on all nodes."""
-    key = re.sub(r"\.\d+$", "", key)  # index in a list
+    """Return whether a recipe key, such as `data.sources.0.path`, must be equal on all nodes."""
+    key = re.sub(r"\.\d+$", "", key)  # without the index of an item in a list
     return key not in MACHINE_BOUND and not (
         key.startswith("data.sources.") and key.endswith(".path")
     )
@@ -210,7 +211,7 @@ def _device(wanted: str) -> str:
 
 
 def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(key path, value) of every leaf."""
+    """Yield (key path, value) of every leaf of nested mappings and lists."""
     if isinstance(tree, Mapping) or (isinstance(tree, list) and tree):
         pairs = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
         for key, value in pairs:
@@ -220,10 +221,10 @@ def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _cpu() -> str:
-    """The instruction set that torch uses, and the maker of the CPU, by which MKL also selects
-    kernels."""
+    """Return the instruction set that torch uses, and the maker of the CPU: MKL selects kernels by
+    both."""
     maker = platform.machine()
-    # Only the first entries: for each core that is read, the kernel interrupts that core.
+    # Stop early: the kernel interrupts each core whose entry is read.
     with suppress(OSError), Path("/proc/cpuinfo").open() as lines:
         for line in lines:
             key, _, value = line.partition(":")
@@ -234,7 +235,7 @@ def _cpu() -> str:
 
 
 def _driver_gpus() -> list[str]:
-    """Names of this machine's kinds of GPU, from NVIDIA's driver."""
+    """Return the distinct GPU models of this machine, as NVIDIA's driver lists them."""
     names = set()
     for path in Path("/proc/driver/nvidia/gpus").glob("*/information"):
         with suppress(OSError):
@@ -257,7 +258,7 @@ def _digest(parts: Iterable[bytes]) -> str:
 
 
 def _sources() -> Iterator[bytes]:
-    """Name and text of every module of our packages, without editors' hidden files."""
+    """Yield name and contents of every module of PACKAGES, except editors' hidden files."""
     for package in PACKAGES:
         for folder in _folders(package):
             for path in sorted(folder.rglob("*.py")):
@@ -268,7 +269,7 @@ def _sources() -> Iterator[bytes]:
 
 
 def _module_source(name: str) -> Iterator[bytes]:
-    """Text of a user's module, without importing it: that may start threads or CUDA."""
+    """Return the source of a user's module, not importing it: an import may initialize CUDA."""
     look_here_too()
     package, *rest = name.split(".")
     spec = find_spec(package)
@@ -285,7 +286,7 @@ def _folders(package: str) -> Sequence[Path]:
 
 
 def weights_digest(directory: Place) -> str:
-    """Digest of the weights that a run began with, or that lie under its adapter.
+    """Return a digest of the weights in a directory or bucket, from samples of them.
 
     Raises:
         DamagedCheckpoint, StorageError: there are no readable weights.
@@ -294,7 +295,7 @@ def weights_digest(directory: Place) -> str:
 
 
 def _weights(directory: Place) -> Iterator[bytes]:
-    """Parts of a checkpoint that distinguish it from others: small files whole, weights by samples.
+    """Yield what distinguishes a checkpoint from others: its small files, and samples of weights.
 
     Raises:
         DamagedCheckpoint, StorageError: there is no readable checkpoint.
@@ -308,7 +309,7 @@ def _weights(directory: Place) -> Iterator[bytes]:
             yield storage.read(small, MAX_JSON_BYTES)
     parts: list[tuple[str, int, int]] = []
     if record == metadata:
-        files = sorted(local(directory).glob("*.distcp"))  # torch reads them, from a filesystem
+        files = sorted(local(directory).glob("*.distcp"))  # DCP reads only from a filesystem
         sizes = {path.name: path.stat().st_size for path in files}
         length = max(SAMPLE, -(-sum(sizes.values()) // MOST_PARTS))
         parts = [
@@ -317,7 +318,7 @@ def _weights(directory: Place) -> Iterator[bytes]:
             for begin in range(0, size, length)
         ]
         yield json.dumps(sizes).encode()
-    elif not storage.exists(record):  # a commit record has checksums of all tensors
+    elif not storage.exists(record):  # otherwise its checksums of all tensors suffice
         tensors = hugging_face_tensors(directory)
         parts = sorted((one.file, one.begin, one.meta.nbytes) for one in tensors.values())
         parts = parts[:: -(-len(parts) // MOST_PARTS) or 1]

@@ -1,5 +1,5 @@
-"""Attempts, failures, lost steps and goodput of a run from its ledger, for trackers. Imports no
-torch."""
+"""Counts attempts, failures, lost steps and goodput of a run from its ledger, for trackers. Imports
+no torch."""
 
 import os
 from array import array
@@ -13,20 +13,21 @@ from trainer.run.events import Event, EventReader, Restart, RollBack, Start, Ste
 
 
 class LedgerSummary:
-    """Counts of a run's ledger, read while it grows."""
+    """Summarises the ledger of a run while it grows."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path, self._offset, self._reader = run_dir / LEDGER, 0, EventReader()
         self._ahead = deque[Event]()
-        """Events later than the last requested time."""
+        """Events that were read, but are later than the time of the last call of `at`."""
         self._began = self._kept = 0.0
         self._seconds = array("d")
-        """Step (index 0 is step 1) → seconds of its surviving computation; 0 without one."""
+        """Seconds of each step (index 0 is step 1) as the present weights contain it; 0 if they do
+        not."""
         self._counts = dict.fromkeys(("attempt", "world_size", "failures", "steps_lost"), 0)
 
     def at(self, moment: float) -> dict[str, float]:
-        """Attempts, ranks, failures, lost steps and goodput up to a Unix time, which must not
-        decrease between calls; {} as long as the ledger has no start."""
+        """Return attempts, ranks, failures, lost steps and goodput up to a Unix time; {} before the
+        run begins. The time must not decrease from call to call."""
         self._read()
         while self._ahead and self._ahead[0].at <= moment:
             self._add(self._ahead.popleft())
@@ -39,7 +40,7 @@ class LedgerSummary:
         with suppress(OSError), os.fdopen(open_to_read(self._path), "rb") as file:
             file.seek(self._offset)
             for line in file:
-                if not line.endswith(b"\n"):  # a line that is being written
+                if not line.endswith(b"\n"):  # still being written
                     break
                 self._offset += len(line)
                 if event := self._reader.event(line):
@@ -62,7 +63,7 @@ class LedgerSummary:
             self._seconds[event.step - 1] = event.seconds
 
     def _drop(self, last: int) -> None:
-        """Remove the results of steps after `last`: the present weights do not contain them."""
+        """Subtract the time of steps after `last`, which the present weights do not contain."""
         for index in range(last, len(self._seconds)):
             self._kept -= self._seconds[index]
             self._seconds[index] = 0.0

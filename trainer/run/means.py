@@ -1,5 +1,5 @@
-"""The names of the means that a model returns. Ranks sum means by position, so all micro-batches
-must return the same names."""
+"""Names of the scalars that a model returns. Ranks sum these scalars by position, so all
+micro-batches must return the same names."""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,16 +10,16 @@ from checkpointing.ranks import exchange
 from trainer.recipe import RecipeError
 
 
-class Names:
-    """Sorted names of the scalars that a model returns in each micro-batch, in training or in
-    validation: those of this rank's first micro-batch, and after `agree` those of all ranks."""
+class ScalarNames:
+    """Checks that a model returns the same scalars in all micro-batches and on all ranks. Training
+    and validation have one of these each."""
 
     def __init__(self) -> None:
         self._known: list[str] | None = None
         self._agreed = False
 
     def in_order(self, means: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The means of a micro-batch, sorted by name.
+        """Return the scalars of a micro-batch, sorted by name.
 
         Raises:
             RecipeError: the names differ from those of an earlier micro-batch.
@@ -30,11 +30,10 @@ class Names:
         return [means[name] for name in self._known]
 
     def agree(self, last_stage: Iterable[str], group: dist.ProcessGroup) -> list[str]:
-        """Return the names in order, after comparing them with the other ranks' on the first call.
-        On all ranks.
+        """Return the names in order; the first call compares them between ranks. On all ranks.
 
         Args:
-            last_stage: names that the last stage of a pipeline returns, for ranks without it.
+            last_stage: names that the last pipeline stage returns, for ranks that compute others.
             group: all ranks.
 
         Raises:
@@ -42,7 +41,7 @@ class Names:
         """
         if self._known is None:
             self._known = sorted(last_stage)
-        # Once: the exchange would cost every step a round trip.
+        # Only once, because an exchange at every step would cost a round trip each.
         if not self._agreed:
             _require_same(exchange(self._known, group.size(), group))
             self._agreed = True

@@ -1,5 +1,5 @@
-"""Records of a run: one per log interval to the console and metrics.jsonl, which trackers.py reads,
-and one line per step to the ledger.
+"""Output of a run: per log interval a record on the console and in metrics.jsonl, which trackers.py
+reads, and per step a line in the ledger.
 
 Units: seconds, bytes, tokens; `tokens_per_second` counts target tokens over all ranks.
 """
@@ -50,10 +50,13 @@ LEAST_FIRST = [
 
 
 class Startup:
-    """The time from launch to the first optimizer step, in named parts."""
+    """Measures the time from launch to the first optimizer step, divided into named parts.
+
+    Args:
+        again: this process ran an earlier attempt; its time for this one starts now.
+    """
 
     def __init__(self, *, again: bool = False) -> None:
-        """`again`: this process was recalled for this attempt, so its time starts now."""
         launched = float(os.environ.get("PERDURE_LAUNCHED_AT", "0"))
         self.again = again
         born = time.time() if again else _process_start()
@@ -77,9 +80,9 @@ class Startup:
 
 
 def _process_start() -> float:
-    """Unix time when this process was started (Linux; elsewhere: now)."""
+    """Return the Unix time when this process was started; on systems other than Linux, now."""
     try:
-        # Field 22, counted after the command's name, which may contain spaces and brackets.
+        # Field 22 of the line, counted from the command's name, which may hold spaces and brackets.
         ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
         return time.time() - (clock() - ticks / os.sysconf("SC_CLK_TCK"))
     except OSError:
@@ -87,15 +90,15 @@ def _process_start() -> float:
 
 
 class Log:
-    """Output of a run: the console, metrics.jsonl, which trackers follow, and the ledger. Every
-    rank has one; only that of rank 0 writes. A context manager.
+    """Writes to the console, to metrics.jsonl, which trackers follow, and to the ledger. On ranks
+    other than 0 all methods do nothing. A context manager.
 
     Args:
-        start: the ledger's line about this attempt. Later records in metrics.jsonl are dropped,
-            because their steps are computed again; the ledger keeps them.
-        unwritten: ledger lines that came with the loaded state.
+        start: line of the ledger about this attempt. Records of metrics.jsonl after its step are
+            dropped, because these steps are computed again; the ledger keeps its lines.
+        unwritten: ledger lines in the loaded checkpoint that were not on disk when it was saved.
         shipper: stores the lines of a run in a bucket; None: `run.dir` is a directory.
-        silent: whether this is not rank 0.
+        silent: true on ranks other than 0.
     """
 
     def __init__(
@@ -116,17 +119,17 @@ class Log:
         self._ledger = Ledger(run_dir / LEDGER, start, unwritten, trusted, also)
         records = run_dir / METRICS
         self._latest = 0.0
-        """Time of the last record. It always rises, also after a restart on a machine whose clock
-        is behind: trackers recognise new records by it."""
+        """Unix time of the last record. Trackers recognise new records by a later time, so it rises
+        even if a restart runs on a machine whose clock is behind."""
         try:
             os.close(open_to_append(records, trusted))
             self._latest = keep_records(records, start.step)
-        except OSError as error:  # a full disk must not keep a run from going on
+        except OSError as error:  # a full disk must not prevent a restart
             print(f"warning: {records} keeps records of steps that are done again: {error}")
         self._records = LineFile(records, trusted=trusted)
         self._mute_reported = False
-        """Whether the ledger has the line about dropped output."""
-        # Without a terminal a bar would fill log files with its refreshes.
+        """Whether the ledger has a line that says that console output was dropped."""
+        # Without a terminal the bar would fill log files with its refreshes.
         self._bar = tqdm(
             total=recipe.run.steps,
             initial=start.step,
@@ -138,7 +141,7 @@ class Log:
         if note := wandb_note(recipe.tracking):
             self.say(note)
         self._end_trackers = [
-            # In processes of their own, so that a slow tracker delays no step.
+            # Trackers run in other processes, so that a slow one delays no step.
             accompany([module, str(run_dir.absolute()), *words])
             for module, *words in _companions(recipe)
         ]
@@ -157,20 +160,21 @@ class Log:
 
     @property
     def unwritten(self) -> list[str]:
-        """Ledger lines that are not written yet; [] on a silent log."""
+        """Ledger lines that are not on disk yet; [] on ranks other than 0."""
         return [] if self.silent else self._ledger.unwritten
 
     def to_state(self) -> dict[str, Any]:
-        """What a copy of the state holds of lines that are not in the run's bucket yet."""
+        """Return the lines that are not in the run's bucket yet, for the state of a checkpoint."""
         return self._shipper.to_state() if self._shipper else {}
 
     def before_commit(self) -> dict[str, bytes]:
-        """See `TensorCheckpointer.save`: the lines up to now, if the run lies in a bucket."""
+        """Return objects to store before a commit, by URL: the lines up to now, if `run.dir` is in
+        a bucket."""
         return self._shipper.before_commit() if self._shipper else {}
 
     @property
     def reached(self) -> int:
-        """The newest step that any attempt has done; 0 on a silent log."""
+        """The newest step that any attempt has done; 0 on ranks other than 0."""
         return 0 if self.silent else self._ledger.reached
 
     def say(self, text: str) -> None:
@@ -182,15 +186,15 @@ class Log:
         self._bar.refresh()
 
     def event(self, step: int, event: str, what: str, **details: Any) -> None:
-        """Report a problem of a step on the console and in the ledger, unless `what` is empty.
-        `details` are for the ledger alone."""
+        """Report a problem of a step on the console and, with `details`, in the ledger. Does
+        nothing if `what` is empty."""
         if what and not self.silent:
             self.say(f"warning: {what}")
             self._ledger.event(event, step=step, what=what, **details)
 
     def shares(self, step: int, begin: int, shares: Sequence[int], what: str) -> None:
-        """Report after `step` that from sequence `begin` on data-parallel ranks have other shares
-        of a global batch."""
+        """Report after `step` that data-parallel ranks have new shares of the global batch from
+        sequence `begin` on."""
         if not self.silent:
             self.say(what)
             self._ledger.event("shares", step=step, sequence=begin, shares=[*shares], what=what)
@@ -213,8 +217,8 @@ class Log:
         consumed: str | None,
         mute: int,
     ) -> None:
-        """Report a step over the sequences `first` <= i < `after_last`: move the progress bar, and
-        write to the ledger. `mute`: number of ranks whose output was dropped."""
+        """Report a step on the sequences `first` <= i < `after_last` to the progress bar and the
+        ledger. `mute`: number of ranks whose console output was dropped."""
         if self.silent:
             return
         self._bar.update(step - self._bar.n)
@@ -225,7 +229,7 @@ class Log:
         self._report_mute(mute)
 
     def _report_mute(self, ranks: int) -> None:
-        """Write once to the ledger that output is dropped: the console cannot show it."""
+        """Write to the ledger, once, that console output of ranks was dropped."""
         if ranks and not self._mute_reported:
             self._mute_reported = True
             what = f"output of {ranks} rank(s) or their agents was dropped; training goes on"
@@ -233,8 +237,8 @@ class Log:
             self._ledger.event("output lost", what=what, **here)
 
     def rollback(self, step: int, to: int, source: str, number: int) -> None:
-        """Report that after `step` the weights went back to those of step `to`, as roll-back
-        `number` of this run."""
+        """Report that after `step` the weights of step `to` were loaded: roll-back `number` of this
+        run. `source`: "memory" or "storage"."""
         if not self.silent:
             self.say(
                 f"warning: rolled back to the weights of step {to} in {source}; the data from "
@@ -246,10 +250,10 @@ class Log:
         """Report the answer to a request to change the data.
 
         Args:
-            step: done so far.
-            name: of the request.
+            step: the last completed step.
+            name: name of the request.
             what: the change in words.
-            refused: why it is refused; "" if it is accepted.
+            refused: why the request is refused; "" if it is accepted.
         """
         if not self.silent:
             answer = f"refused: {refused}" if refused else "accepted"
@@ -271,12 +275,12 @@ class Log:
         known: bool = False,
         stall: float | None = None,
     ) -> None:
-        """Report, at `step`, how a save ended.
+        """Report how a save ended.
 
         Args:
-            step: the present one.
-            known: the console shows its failure already.
-            stall: seconds for which training stood still, if measured.
+            step: the step at which it is reported, later than the saved one.
+            known: the console already shows the failure of this save.
+            stall: seconds for which training was blocked by the save; None: not measured.
         """
         if not self.silent:
             values, line, event = save_record(outcome)
@@ -294,11 +298,11 @@ class Log:
         line: str | None = None,
         event: str | None = None,
     ) -> None:
-        """Write `values` of `step` to metrics.jsonl, with `event`, a problem, if there is one;
-        print `line`."""
+        """Write `values` of `step` to metrics.jsonl, and print `line`. `event` describes a problem,
+        and is written too."""
         if self.silent:
             return
-        # Trackers take only records with a later time; a clock may be set back.
+        # Trackers skip records that are not later than the last; a clock may be set back.
         self._latest = max(time.time(), math.nextafter(self._latest, math.inf))
         record: dict[str, Any] = {"step": step, "time": self._latest, **_finite(values)}
         record |= {"event": event} if event else {}
@@ -310,7 +314,7 @@ class Log:
             self.say(line)
 
     def end(self, code: int, reason: str) -> int:
-        """Write to the ledger how this attempt ended; returns `code`."""
+        """Write to the ledger how this attempt ended; returns `code`, the exit code."""
         if not self.silent:
             self._report_mute(bool(lost_output()))
             self._ledger.end(code, reason)
@@ -326,12 +330,12 @@ def step_line(
     unit: str = "tokens",
     columns: int | None = None,
 ) -> str:
-    """The console line of a training record.
+    """Return the console line for a training record.
 
     Args:
         step: steps done.
-        columns: width of the terminal, to which parts are dropped; None: no terminal, and the line
-            ends with the time of day.
+        columns: width of the terminal; parts of a longer line are dropped. None: there is no
+            terminal, and the line ends with the time of day.
     """
     parts = {
         "step": f"step {step:>{len(str(steps))}}/{steps}",
@@ -362,7 +366,8 @@ def step_line(
 
 
 def save_record(outcome: SaveOutcome) -> tuple[dict[str, float], str, str | None]:
-    """(values, console line, event if it failed) of a save that ended."""
+    """Return the record of a save that ended: (values, console line, description of the failure or
+    None)."""
     values = {"checkpoint_step": outcome.step, "checkpoint_seconds": outcome.seconds}
     if outcome.error:
         values["checkpoint_failed"] = 1
@@ -377,7 +382,7 @@ def save_record(outcome: SaveOutcome) -> tuple[dict[str, float], str, str | None
 
 
 def validation_line(values: Mapping[str, float]) -> str:
-    """The console line of a validation record."""
+    """Return the console line for the results of a validation pass."""
     if "validation_perplexity" not in values:
         return ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
     return (
@@ -387,12 +392,13 @@ def validation_line(values: Mapping[str, float]) -> str:
 
 
 def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
-    """The values with None, null in JSON, in place of NaN and infinity."""
+    """Replace NaN and infinity, which JSON lacks, by None."""
     return {key: value if math.isfinite(value) else None for key, value in values.items()}
 
 
 def _companions(recipe: Recipe) -> list[list[str]]:
-    """Module of each process beside rank 0, and its arguments after the run directory."""
+    """Return the processes that rank 0 starts: for each its module, then the arguments that follow
+    the run directory."""
     tracking = recipe.tracking
     bundled = {
         "tensorboard": tracking.tensorboard,
@@ -410,7 +416,7 @@ def _companions(recipe: Recipe) -> list[list[str]]:
 
 
 def wandb_note(tracking: Tracking) -> str:
-    """A note if WANDB_MODE overrides `tracking.wandb`; "" if it does not."""
+    """Return a note for the user if WANDB_MODE overrides `tracking.wandb`; "" if it does not."""
     if tracking.wandb == "off" or (mode := wandb_mode(tracking.wandb)) == tracking.wandb:
         return ""
     variable = os.environ["WANDB_MODE"]
@@ -420,8 +426,8 @@ def wandb_note(tracking: Tracking) -> str:
 
 
 def keep_records(path: Path, last_step: int) -> float:
-    """Drop the records after `last_step`, and an unfinished last line of a killed process; returns
-    the time of the last record, dropped or not."""
+    """Drop the records after `last_step`, and an incomplete last line. Returns the time of the last
+    record, dropped or not; 0 if there is none."""
     kept, latest = [], 0.0
     try:
         descriptor = open_to_read(path)

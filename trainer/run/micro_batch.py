@@ -1,13 +1,13 @@
-"""`batch.micro_batch: auto`: as many sequences as the plan has room for, halved if memory runs out.
+"""`batch.micro_batch: auto`: as many sequences as fit by prediction, halved if memory runs out.
 
-[Note: auto] The number is chosen when a world begins: every rank plans for its own device, and the
-smallest result counts. A rank whose memory runs out during a pass cannot inform the others, which
-wait for it in a collective. So it writes half the number to the run directory and fails, and the
-next start or generation of the job reads it. No weight has changed by then. The agents count no
-such failure: the number soon reaches 1, and at 1 the error is reported as one.
+[Note: auto] The number of sequences is chosen at the start: each rank predicts what fits on its own
+device, and all use the smallest result. A rank whose memory runs out during a pass cannot inform
+the others, which wait for it in a collective. So it writes half the number to a file in the run
+directory and fails; the restarted ranks read the file. No weight has changed by then. Agents do not
+count this as a failure, because it ends soon: at 1 sequence the error is reported to the user.
 
-The file also keeps the number that was chosen, so that a restart needs no plan. An exact run must
-name a number, because its results and its largest number of ranks depend on it.
+The file also keeps the number that was chosen, so that restarts need no prediction. An exact run
+must name a number, because its results and its largest number of ranks depend on it.
 """
 
 import dataclasses
@@ -30,20 +30,20 @@ from trainer.recipe import Recipe, resolved
 from trainer.run.state import Run
 
 NOTE = "micro_batch.json"
-"""File in the run directory: {"of": digest, "sequences": {kind of world: number}}."""
+"""JSON file in the run directory: {"of": digest of recipe values, "sequences": {world: number}}."""
 
 
 def settled(recipe: Recipe, world: World) -> Recipe:
-    """Return the recipe with a number for `batch.micro_batch`, the same on all ranks.
+    """Return the recipe with a number in place of `batch.micro_batch: auto`, the same on all ranks.
 
     Raises:
-        RecipeError: the plan cannot trace the model.
+        RecipeError: the prediction cannot trace the model.
     """
     if recipe.batch.micro_batch != "auto":
         return recipe
     noted, kind = _recorded(recipe), _kind(world)
     number = torch.tensor(noted.get(kind) or _planned(recipe, world), device=world.device)
-    # Devices may differ, and not all nodes may see the file.
+    # The minimum, since devices may differ, and some nodes may not see the file.
     dist.all_reduce(number, dist.ReduceOp.MIN)
     agreed = received(number)
     if noted.get(kind) != agreed and world.local_rank == 0:
@@ -53,22 +53,21 @@ def settled(recipe: Recipe, world: World) -> Recipe:
 
 
 def noted(recipe: Recipe, world: World) -> int | None:
-    """The number in the run directory that `settled` chose for such a world; None if there is none.
-    Writes nothing."""
+    """Return the micro-batch that `settled` wrote for such a world; None if there is none."""
     return _recorded(recipe).get(_kind(world))
 
 
 class HalvedError(MemoryError):
-    """Memory ran out, and the next start uses half as many sequences."""
+    """Memory ran out in a pass; the next start uses half as many sequences per micro-batch."""
 
 
 @contextmanager
 def halving(run: Run) -> Iterator[None]:
-    """Around a step: if memory runs out in the first step of an attempt, write half the micro-batch
-    to the run directory for the next start.
+    """Context around a step. If memory runs out in the first step of an attempt, write half the
+    micro-batch to the run directory for the next start.
 
     Raises:
-        HalvedError: memory ran out; its message says which number comes next.
+        HalvedError: memory ran out; the message says the next number.
     """
     first = run.first_step
     try:
@@ -79,7 +78,7 @@ def halving(run: Run) -> Iterator[None]:
         if not auto or not _is_out_of_memory(error):
             raise
         if not _note(run.written, {**_recorded(run.written), _kind(run.world): number // 2}):
-            raise  # without the file every start would fail alike
+            raise  # without the file, each restart would fail in the same way
         raise HalvedError(
             f"out of memory with {number} sequences in a pass; the next start takes {number // 2} "
             "(batch.micro_batch: auto)"
@@ -87,7 +86,7 @@ def halving(run: Run) -> Iterator[None]:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether torch's allocator, malloc, CUDA, cuBLAS, cuDNN or NCCL reports a lack of memory."""
+    """Return whether torch's allocator, malloc, CUDA, cuBLAS, cuDNN or NCCL ran out of memory."""
     kinds = (torch.OutOfMemoryError, MemoryError)
     words = r"(?i)out of memory|can't allocate memory|STATUS_ALLOC_FAILED"
     return isinstance(error, kinds) or re.search(words, str(error)) is not None
@@ -102,8 +101,8 @@ def _planned(recipe: Recipe, world: World) -> int:
 
 
 def _kind(world: World) -> str:
-    """The properties of a world that determine the number. A host's free memory is not among them:
-    it changes from start to start."""
+    """Return a key for worlds that can use the same micro-batch. A host's free memory is not part
+    of it, because that changes from start to start."""
     kind = f"{world.world_size} rank(s), {world.local_world_size} on a node, {world.device.type}"
     if world.device.type == "cuda":
         kind += f" of {torch.cuda.get_device_properties(world.device).total_memory >> 20} MiB"
@@ -111,7 +110,7 @@ def _kind(world: World) -> str:
 
 
 def _recorded(recipe: Recipe) -> dict[str, int]:
-    """The numbers in the run directory for this recipe, by kind of world."""
+    """Read the micro-batches in the run directory for this recipe: result of `_kind` → number."""
     try:
         note = json.loads(read_text(recipe.directory / NOTE))
     except (OSError, ValueError):
@@ -120,19 +119,20 @@ def _recorded(recipe: Recipe) -> dict[str, int]:
 
 
 def _note(recipe: Recipe, sequences: dict[str, int]) -> bool:
-    """Write the numbers to the run directory; False if it cannot be written."""
+    """Write micro-batches (result of `_kind` → number) to the run directory; False if that
+    fails."""
     note: dict[str, Any] = {"of": _digest(recipe), "sequences": sequences}
     directory = recipe.directory
     try:
         directory.mkdir(parents=True, exist_ok=True)
         write_whole(directory / NOTE, json.dumps(note, indent=2) + "\n")
-    except OSError:  # a full disk: only costs a plan at the next start
+    except OSError:  # a full disk: costs only a prediction at the next start
         return False
     return True
 
 
 def _digest(recipe: Recipe) -> str:
-    """Digest of the recipe values that determine the number."""
+    """Return a digest of the recipe values that determine the largest micro-batch."""
     values = resolved(recipe)
     counted = [values["model"], values["data"]["seq_len"], values["data"]["document_mask"]]
     counted += [values["batch"]["global_batch"], values["strategy"], values["precision"]]

@@ -1,16 +1,15 @@
-"""The lines of a run in a bucket, and its copy in a local directory. Imports no torch.
+"""Ledger and metrics of a run in a bucket, and their copy in a local directory. Imports no torch.
 
-[Note: parts] The ledger and the records of metrics are objects of up to some thousands of lines:
+[Note: parts] A bucket has no append, so lines are stored as objects of up to thousands of lines:
 
-    RUN/terms/000007                        a start of rank 0, see terms.py
-    RUN/lines/000007/000000051-000000102    lines 51 to 101 that it wrote; never changed
+    RUN/terms/000007                        term 7: a start of rank 0, see terms.py
+    RUN/lines/000007/000000051-000000102    a part: lines 51 to 101 of term 7; never changed
     RUN/recipe.yaml, recipes/, …            small files
 
-A line is known by its term and its number in it, and has the same bytes wherever it is stored. So
-parts may overlap, and anybody who has lines of a term may store them: rank 0 itself, whoever
-commits a checkpoint, and a later attempt that found them in memory or on its disk. The order of a
-record is that of (term, number). Records of steps that a later start does again are left out, as a
-run with a local directory drops them.
+A line is identified by its term and its number within the term. So parts may overlap, and any
+process that has lines may store them: rank 0, the process that commits a checkpoint, or a later
+attempt that finds lines in memory or on its disk. Readers sort lines by (term, number), and skip
+records of steps that a later start computes again.
 """
 
 import hashlib
@@ -36,9 +35,9 @@ FILES = re.compile(
     r"recipe\.yaml|recipes/[0-9a-f]{16}\.yaml|micro_batch\.json|(?:wandb|mlflow)-run-id"
     r"|\.tracker-[\w.:-]+\.json"
 )
-"""Names of the small files of a run that go along into a bucket."""
+"""Names of the small files of a run that are stored in its bucket."""
 TRIES = 20
-"""Times that a list of parts may be outdated before it is read."""
+"""Attempts at reading the listed parts, which merging may delete meanwhile."""
 _PART = re.compile(r"(\d{6,})/(\d{9,})-(\d{9,})")
 _START = re.compile(rb'\{"kind":"start","step":(\d{1,15}),')
 _RECORD = re.compile(rb'\{"step": (\d{1,15}),')
@@ -60,17 +59,17 @@ class LineRange(NamedTuple):
 
     @property
     def data(self) -> bytes:
-        """Contents of that part."""
+        """Contents of the part that holds these lines."""
         return "".join(f"{line}\n" for line in self.lines).encode()
 
     def after(self, number: int) -> "LineRange":
-        """Returns the lines from `number` on."""
+        """Return the lines from `number` on."""
         skipped = min(max(0, number - self.first), len(self.lines))
         return LineRange(self.term, self.first + skipped, self.lines[skipped:])
 
     @staticmethod
     def of(value: object) -> "LineRange | None":
-        """Returns the span that a loaded state holds; None if it holds none."""
+        """Parse a range in the state of a checkpoint; None if `value` is not one."""
         match value:
             case {"term": int(term), "first": int(first), "lines": list(lines)} if (
                 term > 0 <= first
@@ -81,19 +80,19 @@ class LineRange(NamedTuple):
 
 
 def part_name(term: int, first: int, after_last: int) -> str:
-    """Name of a part, below the run."""
+    """Return the key of a part, relative to the run."""
     return f"{LINES}/{term:06}/{first:09}-{after_last:09}"
 
 
 def parts_of(run: ObjectPath, term: int) -> list[tuple[int, int]]:
-    """Returns (number of the first line, number after the last) of the parts of a term, sorted."""
+    """Return (first line, line after the last) of each part of a term, sorted."""
     folder = f"{term:06}"
     found = store_of(run).walk(run / LINES / folder)
     return sorted((first, after) for _, first, after in _parsed(f"{folder}/{n}" for n in found))
 
 
 def stored_until(run: ObjectPath, term: int, first: int) -> int:
-    """Returns the number of the first line of a term, from `first` on, that no part has."""
+    """Return the number of the first line of a term, at or after `first`, that no part holds."""
     for begin, end in parts_of(run, term):
         if begin <= first:
             first = max(first, end)
@@ -101,12 +100,13 @@ def stored_until(run: ObjectPath, term: int, first: int) -> int:
 
 
 def _parsed(names: Iterable[str]) -> list[tuple[int, int, int]]:
-    """(term, first, after last) of the parts in `lines`, by name; other names are left out."""
+    """Return (term, first line, line after the last) of the parts with these names; names of other
+    objects are left out."""
     return [(int(one[1]), int(one[2]), int(one[3])) for one in map(_PART.fullmatch, names) if one]
 
 
-class Parts:
-    """The parts of a run, read again and again. What was read stays in memory."""
+class PartsReader:
+    """Reads the lines of a run from its parts, repeatedly. Parts that were read stay in memory."""
 
     def __init__(self, run: ObjectPath) -> None:
         self._run = run
@@ -115,10 +115,10 @@ class Parts:
         """Unix time of the newest part, by the store's clock."""
 
     def lines(self) -> list[bytes]:
-        """Returns all lines, each once, in their order, with their newlines.
+        """Return all lines with their newlines, each once, sorted by (term, number).
 
         Raises:
-            StorageError: the store does not answer, or changes faster than it can be read.
+            StorageError: the store does not answer, or parts change faster than they can be read.
         """
         store = store_of(self._run)
         for _ in range(TRIES):
@@ -126,7 +126,7 @@ class Parts:
             wanted, reach = [], dict[int, int]()
             parts = sorted(_parsed(found), key=lambda part: (part[0], part[1], -part[2]))
             for term, first, after in parts:
-                if after > reach.get(term, 0):  # else it lies inside another one
+                if after > reach.get(term, 0):  # otherwise another part holds all its lines
                     reach[term] = after
                     wanted.append((term, first, part_name(term, first, after)))
             names = [name for _, _, name in wanted]
@@ -135,7 +135,7 @@ class Parts:
                 with ThreadPoolExecutor(_READERS) as pool:
                     texts = pool.map(lambda name: store.read(self._run / name), missing)
                     self._known |= dict(zip(missing, texts, strict=True))
-            except FileNotFoundError:  # it became part of a larger one meanwhile
+            except FileNotFoundError:  # it was merged into a larger part meanwhile
                 continue
             self._known = {name: self._known[name] for name in names}
             self.changed = max((stat.st_mtime for stat in found.values()), default=0.0)
@@ -144,7 +144,7 @@ class Parts:
 
 
 def _in_order(parts: Iterable[tuple[int, int, bytes]]) -> list[bytes]:
-    """Lines of parts (term, number of the first line, contents) that are sorted and may overlap."""
+    """Return the lines of sorted parts (term, first line, contents), which may overlap."""
     found: list[bytes] = []
     newest = reach = 0
     for term, first, data in parts:
@@ -156,8 +156,8 @@ def _in_order(parts: Iterable[tuple[int, int, bytes]]) -> list[bytes]:
 
 
 def by_file(lines: Iterable[bytes]) -> tuple[list[bytes], list[bytes]]:
-    """Returns the lines of the ledger, and the records of metrics that are not of steps which a
-    later start does again."""
+    """Divide lines into those of the ledger and records of metrics. Records of steps that a later
+    start computes again are left out."""
     ledger: list[bytes] = []
     records: list[tuple[int, bytes]] = []
     for line in lines:
@@ -172,20 +172,20 @@ def by_file(lines: Iterable[bytes]) -> tuple[list[bytes], list[bytes]]:
 
 
 class LocalCopy:
-    """The record of a run in a bucket, as the files of a local directory.
+    """Copies ledger, metrics and small files of a run from a bucket to a local directory.
 
     Args:
-        run: in the bucket.
-        directory: exists; what others have put there is replaced.
+        run: place of the run in the bucket.
+        directory: an existing directory; files in it that are unlike the run's are replaced.
     """
 
     def __init__(self, run: ObjectPath, directory: Path) -> None:
-        self._run, self._directory, self._parts = run, directory, Parts(run)
+        self._run, self._directory, self._parts = run, directory, PartsReader(run)
         self._written: dict[str, tuple[int, bytes]] = {}
-        """By name: bytes written to a file, and their digest."""
+        """Name of a file → number of bytes written to it, and their digest."""
 
     def refresh(self) -> bool:
-        """Bring what is new; returns whether the run has begun.
+        """Copy what is new in the bucket; returns whether the run has begun.
 
         Raises:
             StorageError: the store does not answer.
@@ -204,13 +204,13 @@ class LocalCopy:
         (self._directory / RECIPES).mkdir(exist_ok=True)
         for name in filter(FILES.fullmatch, names):
             path = self._directory / name
-            if name.startswith(RECIPES) and path.exists():  # named by its digest
+            if name.startswith(RECIPES) and path.exists():  # named by its digest, never changed
                 continue
             with suppress(FileNotFoundError):
                 write_whole(path, store.read(self._run / name).decode(errors="replace"))
 
     def _grow(self, name: str, data: bytes) -> None:
-        """Have a file hold `data`; append where that is enough, for whoever follows the file."""
+        """Set the contents of a file to `data`; append if possible, for readers that follow it."""
         path, (size, digest) = self._directory / name, self._written.get(name, (0, b""))
         if digest and path.exists() and _digest(data[:size]) == digest:
             with path.open("ab") as file:
@@ -219,7 +219,7 @@ class LocalCopy:
             write_whole(path, data.decode(errors="replace"))
         self._written[name] = len(data), _digest(data)
         moment = min(self._parts.changed, time.time())
-        os.utime(path, (moment, moment))  # readers tell by it when the run has last written
+        os.utime(path, (moment, moment))  # shows readers when the run last stored a line
 
 
 def _digest(data: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Checks of a recipe and its inputs before a process group or a GPU is claimed."""
+"""Checks of a recipe, model and data before a process group is formed or a GPU is used."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -34,17 +34,16 @@ from trainer.tasks.own_model import check_forward
 from trainer.tasks.task import Task, bare_model, build_task, optimizer_options
 
 TRIED_RATES = 1000
-"""Steps of a user's schedule that are checked before anything starts."""
+"""Number of steps for which a user's schedule is evaluated before the launch."""
 
 
 def check_inputs(
     recipe: Recipe, task: Task, rank: int, world_size: int, local_world_size: int
 ) -> None:
-    """Refuse inputs that cannot work. Writes nothing.
+    """Refuse inputs that cannot work on these ranks. Writes nothing.
 
     Args:
-        recipe: to be checked.
-        task: built from it.
+        task: built from `recipe`.
         world_size: least number of ranks that will run.
         local_world_size: ranks on each node.
 
@@ -60,8 +59,8 @@ def check_inputs(
 
 
 def folders_of(recipe: Recipe) -> dict[str, str]:
-    """The local paths that every rank needs, by key: folders, and the first file that it reads of
-    prepared data. Accesses none of them."""
+    """Return the local paths that every rank needs, by recipe key: folders, and for prepared data
+    the file that is read first. Does not access them."""
     data = {f"data.sources.{n}.path": one.path for n, one in enumerate(recipe.data.sources)}
     named = {
         "run.dir": recipe.run.dir,
@@ -77,8 +76,14 @@ def folders_of(recipe: Recipe) -> dict[str, str]:
 def check_launch(
     recipe: Recipe, world_size: int, local_world_size: int, most: int = 0
 ) -> Sequence[str]:
-    """Refuse before a launch what cannot work, with a pass of a user's model. Returns notes for the
-    user. `most`: ranks to which the world may grow.
+    """Refuse a recipe that cannot work, before it is launched. A user's model is tried in a forward
+    pass.
+
+    Args:
+        most: number of ranks to which the world may grow.
+
+    Returns:
+        Notes for the user, one line each.
 
     Raises:
         RecipeError, DataError, ConfigError, CheckpointError: one line per problem.
@@ -102,14 +107,14 @@ def check_launch(
         task = build_task(recipe)
         model, blocks = task.model, task.blocks
         length = counted(recipe, task.stream.sequences)
-    # the model may be right, and only the data wrong
+    # If only the data is wrong, the model is checked all the same.
     if not (task or recipe.data.factory):
         with refusals:
             model, blocks, _ = bare_model(recipe)
     _check_world(refusals, recipe, model, blocks, world_size, local_world_size)
     if model:
         with refusals:
-            # A world grows by whole nodes.
+            # World sizes grow by whole nodes.
             larger = range(world_size + local_world_size, most + 1, local_world_size)
             check_growth(recipe, model, larger)
     _check_places(refusals, recipe, task, 0)
@@ -127,30 +132,31 @@ def check_launch(
 
 
 def check_growth(recipe: Recipe, model: nn.Module, worlds: range) -> None:
-    """Refuse a vocabulary that a larger world could not cut: the job would end when it grows to it.
+    """Refuse a vocabulary that FSDP could not shard in a larger world: the job would end as it
+    grew.
 
     Args:
-        worlds: possible world sizes; the step is a node's ranks.
+        worlds: possible world sizes; its step is the number of ranks on a node.
 
     Raises:
-        RecipeError: for the first such world.
+        RecipeError: names the first world size that cannot shard the vocabulary.
     """
     rows = [len(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
     if all(count % tp.ranks(recipe.strategy) == 0 for count in rows):
-        return  # then the rows are even for any number of shards
+        return  # tensor parallelism divides the rows evenly, whatever the number of shards
     for world_size in worlds:
         try:
             _, shards = mesh_shape(recipe, world_size, worlds.step)
-        except RecipeError:  # such a round cannot exist either
+        except RecipeError:  # the job never forms a world of this size
             continue
         check_parallel(recipe, model, shards)
 
 
 def check_optimizer(recipe: Recipe, task: Task, world_size: int) -> None:
-    """Create the optimizer's state for small parameters.
+    """Try the optimizer on small parameters, and check its state against the strategy.
 
     Raises:
-        RecipeError: it fails, or does not fit the strategy.
+        RecipeError: the optimizer fails, or its state does not fit the strategy.
     """
     from trainer.optim.optimizer import state_of
 
@@ -169,7 +175,8 @@ def _check_world(
     world_size: int,
     local_world_size: int,
 ) -> None:
-    """Check ranks, devices and the model (None: unavailable) against each other."""
+    """Check that ranks, devices and model fit each other. `model` is None if it could not be
+    built."""
     strategy, optimizer = recipe.strategy, recipe.optimizer
     with refusals:
         _check_device(recipe, local_world_size)
@@ -197,15 +204,15 @@ def _check_world(
 
 
 def _check_places(refusals: Refusals, recipe: Recipe, task: Task | None, rank: int) -> None:
-    """Check files that the run writes and reads, except data, and installed packages."""
+    """Check that files of the run can be written and read, and that packages are installed."""
     tracking = recipe.tracking
     with refusals:
         _check_writable(recipe)
         if recipe.in_bucket and rank == 0:
-            newest_term(ObjectPath.of(recipe.run.dir))  # raises unless the bucket can be read
+            newest_term(ObjectPath.of(recipe.run.dir))  # raises if the bucket cannot be read
         # Rank 0 only: thousands of ranks would burden the filesystem.
         newest = newest_checkpoint(location(recipe.checkpoint_directory)) if rank == 0 else None
-        # `restore` checks a run whose data was changed: the task here lacks these stages.
+        # The task here lacks accepted changes of the data; with such, `restore` checks instead.
         if newest and task and not read_changes(recipe):
             check_resume(read_state(newest), recipe, task, newest)
     with refusals:
@@ -226,7 +233,7 @@ def _check_places(refusals: Refusals, recipe: Recipe, task: Task | None, rank: i
 
 
 def _check_pass(recipe: Recipe, task: Task, world_size: int) -> None:
-    """Try a forward pass of a user's model."""
+    """Try a forward pass of a user's model on a batch of training and of validation data."""
     if not recipe.model.factory:
         return
     training, *validation = task.tried or [inputs_of(task.stream.fetch([0]))]
@@ -243,11 +250,11 @@ def _check_pass(recipe: Recipe, task: Task, world_size: int) -> None:
 
 
 def _check_sharded(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> None:
-    """Check that parameters can be sharded, and that a user's optimizer accepts sharded ones, by
-    small stand-ins in a fake group of two ranks.
+    """Check that parameters can be sharded. A user's optimizer is tried on small sharded parameters
+    in a fake group of two ranks.
 
     Raises:
-        RecipeError: as `build_optimizer`; or FSDP refuses a parameter.
+        RecipeError: FSDP cannot shard a parameter, or `build_optimizer` fails.
     """
     if scalar := next((name for name, one in parameters.items() if not one.dim()), None):
         raise RecipeError(
@@ -261,7 +268,7 @@ def _check_sharded(parameters: Mapping[str, nn.Parameter], options: Optimizer) -
     from trainer.optim.method import trial_parameters
     from trainer.optim.optimizer import build_optimizer
 
-    import_module("torch.testing._internal.distributed.fake_pg")  # makes "fake" known
+    import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend "fake"
     # The fake backend runs collectives of two ranks in this one process, without effect.
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
     try:
@@ -282,7 +289,7 @@ def _check_units(task: Task) -> None:
     """Check that each FSDP unit has parameters of one dtype.
 
     Raises:
-        RecipeError: with two parameters of different dtypes.
+        RecipeError: names two parameters of different dtypes.
     """
     names = {parameter: name for name, parameter in task.model.named_parameters()}
     blocks = [list(block.parameters()) for block in without_ties(task.model, task.blocks)]
@@ -299,7 +306,8 @@ def _check_units(task: Task) -> None:
 
 
 def use_of_blocks(recipe: Recipe, task: Task, world_size: int) -> list[str]:
-    """A note on how the strategy uses the blocks of a user's model, or that it has none."""
+    """Return a note on how the strategy uses the blocks of a user's model, or that the model has
+    none; [] if the strategy does not use blocks."""
     how = recipe.strategy.activation_checkpointing
     sharded, recomputed = is_sharded_by_fsdp(recipe, world_size), how != "none"
     if not recipe.model.factory or not (sharded or recomputed):
@@ -318,7 +326,7 @@ def use_of_blocks(recipe: Recipe, task: Task, world_size: int) -> list[str]:
 
 
 def slow_arithmetic(recipe: Recipe) -> list[str]:
-    """A note if this CPU has no arithmetic for `precision.dtype`."""
+    """Return a note if this CPU lacks instructions for `precision.dtype`; else []."""
     dtype, on_gpu = recipe.precision.dtype, torch.cuda.is_available()
     supported = {
         "bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported,
@@ -333,8 +341,8 @@ def slow_arithmetic(recipe: Recipe) -> list[str]:
 
 
 def default_ranks(device: str) -> int:
-    """Ranks of this node if not given: one per GPU; without GPUs two, so that a laptop runs the
-    same code as a cluster."""
+    """Return the default number of ranks on this node: one per GPU; without GPUs two, so that a
+    laptop runs the same code as a cluster."""
     if device != "cpu" and torch.cuda.is_available():
         return torch.cuda.device_count()
     return min(2, usable_cores())
@@ -369,7 +377,8 @@ def _check_attention(recipe: Recipe, model: nn.Module) -> None:
         return
     on_cpu = recipe.run.device == "cpu" or not torch.cuda.is_available()
     dtype, head_dim = DTYPES[recipe.precision.dtype], model.model.architecture.head_dim
-    known = None if on_cpu else (8, 0)  # only a CUDA context could tell which GPU it is
+    # The compute capability is assumed: CUDA would have to be initialized to read it.
+    known = None if on_cpu else (8, 0)
     if ring and (reason := hindrances_of(dtype, head_dim, known).get("varlen")):
         raise RecipeError(f"strategy.cp: {reason}; change that, or set strategy.cp=1")
     try:
@@ -380,7 +389,8 @@ def _check_attention(recipe: Recipe, model: nn.Module) -> None:
 
 
 def _check_room(recipe: Recipe, model: nn.Module, local_world_size: int, holders: int) -> None:
-    """Check the disk for offload. `holders`: ranks over which a model and its state are spread."""
+    """Check that the disk for offload has room for this node's shards. `holders`: number of ranks
+    over which a model and its optimizer state are sharded."""
     if recipe.strategy.offload_directory is None:
         return
     from trainer.optim.groups import moments
@@ -425,7 +435,7 @@ def _check_prometheus(file: Path) -> None:
 
 
 def _existing(directory: Path) -> Path:
-    """The directory, or its nearest existing parent."""
+    """Return the directory, or its nearest existing parent."""
     existing = directory.absolute()
     while not existing.exists():
         existing = existing.parent

@@ -1,5 +1,5 @@
-"""Profiles some steps of a run by torch's profiler. Each rank writes its trace, and a record of its
-memory and communication, to `<run.dir>/profile/`."""
+"""Profiles some steps of a run with torch's profiler. Each rank writes its trace, and a record of
+its memory and communication, to `<run.dir>/profile/`."""
 
 import json
 import logging
@@ -25,38 +25,38 @@ from trainer.run.trace_summary import DIRECTORY, RankProfile, read_trace
 
 @dataclass(frozen=True)
 class RankRecord:
-    """Memory and communication of one rank in the profiled steps. Bytes on its device, unless a
-    field says otherwise."""
+    """Memory and communication of one rank in the profiled steps. Sizes are in bytes, on the rank's
+    device unless a field says otherwise."""
 
     rank: int
     steps: int
+    """Number of profiled steps."""
     parameters: int
-    """Bytes between steps."""
+    """Bytes of this rank's parameters between steps, when FSDP holds only shards."""
     gathered: int
-    """Whole parameters that FSDP holds at the end of a forward pass, besides `parameters`."""
+    """Bytes of whole parameters that FSDP keeps at the end of a forward pass, besides
+    `parameters`."""
     gradients: int
-    """Reduced gradients at the optimizer's step."""
+    """Bytes of reduced gradients when the optimizer's step begins."""
     optimizer_state: int
     buffers: int
     peak: int
-    """Most bytes that torch had allocated at once, without the memory of checkpoints and of the
-    process."""
+    """Most bytes that torch's allocator held at once. Excludes copies for checkpoints."""
     host: int
-    """Parameters, gradients and optimizer state in host memory; 0 if the device is the CPU."""
+    """Bytes of parameters, gradients and optimizer state in host memory; 0 if the device is the
+    CPU."""
     communication: float
-    """Share of the time with at least one collective under way, waiting for peers included."""
+    """Fraction of the time in which at least one collective ran or waited for other ranks."""
     collectives: float
-    """Calls per step."""
+    """Collective calls per step."""
     sent: float
-    """Bytes per step, computed from the sizes of collectives' tensors as ring algorithms send them,
-    whatever the backend does; as many are received."""
+    """Bytes sent per step, computed from tensor sizes as if by ring algorithms; equally many are
+    received."""
 
 
 class StepProfiler:
-    """Profiles `tracking.profile_steps` steps after the first `tracking.profile_after`.
-
-    A context manager; its end writes what was profiled. On all ranks.
-    """
+    """Context manager that profiles `tracking.profile_steps` steps after the first
+    `tracking.profile_after`, and writes the files. On all ranks."""
 
     def __init__(self, run: Run, speed: Speed) -> None:
         tracking = run.recipe.tracking
@@ -67,7 +67,7 @@ class StepProfiler:
         self._profile: profile | None = None
         if not tracking.profile_steps:
             return
-        self._holdings = _Holdings(run)
+        self._sizes = _TensorSizes(run)
         device = run.world.device
         self._profile = torch_profiler(device, self._after, tracking.profile_steps, self._write)
 
@@ -82,30 +82,30 @@ class StepProfiler:
 
     @property
     def active(self) -> bool:
-        """Whether the step under way is profiled, and slower for it."""
+        """Whether the present step is profiled, and therefore slower."""
         return self._after <= self._done < self._last
 
     def after_step(self) -> None:
-        """Advance the profiler. Called on all ranks after every step and the work that follows
-        it."""
+        """Advance the profiler. Called on all ranks at the end of each turn of the training
+        loop."""
         if not self._profile:
             return
         self._done += 1
         if self._done == self._after:
-            self._holdings.watch()
+            self._sizes.watch()
         with self._speed.aside():
             self._profile.step()
-            if self._done == self._last:  # other ranks may still be writing
+            if self._done == self._last:  # a rank that writes for long must not delay a step later
                 dist.barrier(self._run.mesh.group)
 
     def _write(self, profiler: profile) -> None:
-        self._holdings.leave()
+        self._sizes.leave()
         directory, rank = self._run.recipe.directory / DIRECTORY, self._run.world.rank
         trace = directory / f"rank-{rank:05}.trace.json.gz"
         try:
             own_directory(directory)
             profiler.export_chrome_trace(str(trace))
-            record = self._holdings.record(rank, read_trace(trace))
+            record = self._sizes.record(rank, read_trace(trace))
             path = directory / f"rank-{rank:05}.json"
             path.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
         except Exception as error:  # a failure to write, such as a full disk, must not end the run
@@ -115,14 +115,14 @@ class StepProfiler:
 def torch_profiler(
     device: torch.device, after: int, steps: int, ready: Callable[[profile], None]
 ) -> profile:
-    """torch's profiler over `steps` steps that follow `after` others, the last of which warms it
-    up.
+    """Create torch's profiler.
 
     Args:
-        device: of this rank. On a CPU allocations are recorded too.
-        after: at least 1.
-        steps: at least 1.
-        ready: called after the last of these steps, or if the profiler stops within them.
+        device: device of this rank. On a CPU, allocations are recorded too.
+        after: number of steps before the profiled ones, at least 1; the last of them is the
+            warm-up.
+        steps: number of profiled steps, at least 1.
+        ready: called after the last profiled step, or when the profiler is stopped before it.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Kineto prints a line on stderr at every start
     activities = [ProfilerActivity.CPU]
@@ -133,20 +133,24 @@ def torch_profiler(
         schedule=schedule(wait=after - 1, warmup=1, active=steps, repeat=1),
         on_trace_ready=ready,
         profile_memory=device.type == "cpu",
-        record_shapes=True,  # for the sizes that collectives send
+        record_shapes=True,  # to compute the bytes that collectives send
     )
 
 
 def peak_bytes(device: torch.device, held: int, trace: RankProfile) -> int:
-    """Most bytes allocated at once in the profiled steps, with `held` bytes between them; on a GPU
-    since its peak was last reset."""
+    """Return the most bytes allocated at once in the profiled steps.
+
+    Args:
+        device: on a GPU the allocator's peak since its last reset is returned.
+        held: bytes allocated between steps; used on a CPU, with the allocations in `trace`.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return held + trace.allocated
 
 
-class _Holdings:
-    """Measures the tensors that a rank holds in its steps, from `watch` to `leave`."""
+class _TensorSizes:
+    """Measures the bytes of a rank's tensors in the steps between `watch` and `leave`."""
 
     def __init__(self, run: Run) -> None:
         self._model, self._optimizer, self._device = run.model, run.optimizer, run.world.device
@@ -162,7 +166,7 @@ class _Holdings:
         self._gradients_on_host = 0
 
     def watch(self) -> None:
-        """Measure what is held between steps, and begin to follow the rest."""
+        """Measure the tensors that exist between steps, and register hooks for the others."""
         self._weights = [*self._model.parameters.values(), *self._model.optimized.values()]
         state = (v for entry in self._optimizer.state.values() for v in entry.values())
         self._state = [value for value in state if isinstance(value, torch.Tensor)]
@@ -201,12 +205,12 @@ class _Holdings:
         return nbytes(storages(tensors, torch.device("cpu")))
 
     def record(self, rank: int, trace: RankProfile) -> RankRecord:
-        """The measurements, with figures from the trace of the same steps."""
+        """Return the measurements, with figures from the trace of the same steps."""
         between: Storages = {}
         for of_kind in self._held.values():
             between |= of_kind
         if isinstance(self._model.module, DistributedDataParallel):
-            # DDP's gradients are views of its buckets, which are never freed
+            # Gradients are views of DDP's buckets, which exist between steps too.
             between |= self._gradients
         return RankRecord(
             rank=rank,
@@ -222,10 +226,10 @@ class _Holdings:
         )
 
     def _sent(self, trace: RankProfile) -> float:
-        """Bytes sent in all steps."""
-        # A trace does not name the ranks of a collective. Gradients are all-reduced as vectors,
-        # activations with more dimensions; without replicas both are of activations. Experts are
-        # assumed to get as many rows from each rank.
+        """Return the bytes that this rank sends in all profiled steps."""
+        # A trace does not say which ranks a collective joins, so it is inferred from shapes:
+        # gradients are all-reduced as vectors, activations with more dimensions. Without replicas
+        # all all-reduces are of activations. Experts are assumed to get equally many rows.
         gradients, activations = trace.reduced_vectors, trace.reduced
         if self._replicas == 1:
             gradients, activations = 0, gradients + activations
@@ -238,6 +242,6 @@ class _Holdings:
 
 
 def read_records(run: Path) -> list[RankRecord]:
-    """The records of all ranks of a run; [] if nothing was profiled."""
+    """Return the records of all ranks of a run; [] if no step was profiled."""
     paths = sorted((run / DIRECTORY).glob("rank-?????.json"))
     return [RankRecord(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]

@@ -1,5 +1,4 @@
-"""What a run records of its recipes; whether a recipe may resume a checkpoint, and what it
-changes."""
+"""The recipes that a run keeps; whether a recipe may resume a checkpoint; and what it changes."""
 
 import copy
 import hashlib
@@ -35,19 +34,19 @@ from trainer.tasks.task import Task
 logger = logging.getLogger(__name__)
 
 RECIPES = "recipes"
-"""Folder of the run directory with DIGEST.yaml, the recipe of each attempt."""
+"""Folder in the run directory that keeps the recipe of each attempt as DIGEST.yaml."""
 MOST_NAMED = 8
 """Most changed keys named on the console."""
 MOST_CHANGE_BYTES = 1 << 20
 LONGEST_SHOWN = 40
-"""Most characters of a value."""
+"""Most characters of a value in a message."""
 
 
 def run_state(recipe: Recipe, task: Task, world: World, init_from: str | None) -> dict[str, Any]:
-    """The part of trainer_state.json that is constant during a run. `init_from`: digest of the
-    initial weights."""
+    """Return the part of trainer_state.json that is constant in an attempt. `init_from`: digest of
+    the initial weights."""
     adapter, base = recipe.model.adapter, recipe.model.init_from
-    # steps were computed from epochs, and a recipe with both would be refused.
+    # Steps were computed from epochs; a recipe that names both would be refused.
     given = replace(recipe, run=replace(recipe.run, steps=0)) if recipe.run.epochs else recipe
     place = base if base and "://" in base else os.path.abspath(base or "")
     under = {"path": place, "fingerprint": init_from}
@@ -92,13 +91,13 @@ def check_resume(
     path: object,
     init_from: str | None = None,
 ) -> None:
-    """Refuse to resume a checkpoint whose model, data, seed or initial weights differ from the
-    recipe's.
+    """Refuse to resume a checkpoint with a recipe of another model, data, seed or initial weights.
 
     Args:
-        recipe: to resume with.
+        state: the trainer state of the checkpoint.
         path: name of the checkpoint in messages.
-        init_from: digest of the weights in `model.init_from`, "" without any; None: not compared.
+        init_from: digest of the weights in `model.init_from`; "": the recipe names none; None: do
+            not compare.
 
     Raises:
         RecipeError: names the difference, and two ways out.
@@ -111,7 +110,7 @@ def check_resume(
         )
     saved, ours = (_complete(one, recipe)["model"] for one in (state["recipe"], resolved(recipe)))
     for key in ("architecture", "family", "factory", "factory_options", "adapter"):
-        there, here = saved.get(key), ours[key]  # a checkpoint may be older than the key
+        there, here = saved.get(key), ours[key]  # an older checkpoint may lack the key
         if there and here and key == "adapter":  # dropout may change between attempts
             there = {**there, "dropout": here["dropout"]}
         names = [key] if there != here else []
@@ -160,7 +159,7 @@ def check_resume(
             f"run.seed: the checkpoint was trained with {state['seed']}, the recipe says "
             f"{recipe.run.seed}, which is another order of the data; {way_out}"
         )
-    if init_from:  # without init_from in the recipe nothing can be mistaken
+    if init_from:  # "": the recipe names no weights that could be mistaken for the run's
         began = state.get("init_from")
         if began is None and not state["recipe"]["model"].get("init_from"):
             began = ""
@@ -183,7 +182,7 @@ def check_resume(
 
 
 def other_data(start: StartLine, stream: Stream) -> str:
-    """How a stream differs from the data of an attempt, as its start line says; "" if it does
+    """Return how a stream differs from the data in the start line of an attempt; "" if it does
     not."""
     if start.data != stream.fingerprint:
         return "its fingerprint is another"
@@ -201,12 +200,12 @@ def _begins(stages: Sequence[Sequence[Any]]) -> str:
 
 
 def recipe_file(run: Path, digest: str) -> Path:
-    """Path of the recipe with a digest in a run directory."""
+    """Return the path in a run directory of the recipe with this digest."""
     return run / RECIPES / f"{digest}.yaml"
 
 
 def digest_of(text: str) -> str:
-    """Digest of a resolved recipe's text: 16 characters."""
+    """Return the digest of a resolved recipe's text: 16 hexadecimal digits."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -214,15 +213,16 @@ def keep_recipe(directory: Path, text: str) -> None:
     """Create the run directory, and write the recipe into it under its digest. On rank 0.
 
     Args:
-        text: of the resolved recipe, from `dump_recipe`.
+        directory: the run directory.
+        text: the resolved recipe, as `dump_recipe` returns it.
 
     Raises:
-        RecipeError: it cannot be written.
+        RecipeError: the directory cannot be written.
     """
     path = recipe_file(directory, digest_of(text))
     with suppress(OSError, ValueError):
         if read_text(path) == text:
-            return  # no write, so a restart succeeds on a full disk
+            return  # without a write, a restart succeeds on a full disk
     try:
         own_directory(path.parent)
         write_whole(path, text)
@@ -233,15 +233,15 @@ def keep_recipe(directory: Path, text: str) -> None:
 
 
 def show_recipe(directory: Path, text: str) -> None:
-    """Write recipe.yaml, the recipe of the present attempt. On rank 0, after all checks of the
-    start."""
+    """Write recipe.yaml, the recipe of the present attempt. On rank 0, once all checks of a start
+    have passed."""
     try:
         path = directory / "recipe.yaml"
         with suppress(OSError, ValueError):
             if read_text(path) == text:
                 return
         write_whole(path, text)
-    except OSError as error:  # not needed for training: recipes/ has it
+    except OSError as error:  # training goes on: the recipe is in recipes/ too
         logger.warning("recipe.yaml of %s is not that of this start: %s", directory, error.strerror)
 
 
@@ -249,10 +249,10 @@ def show_recipe(directory: Path, text: str) -> None:
 
 
 def read_changes(recipe: Recipe) -> list[DataChange]:
-    """The accepted changes of a run.
+    """Return the accepted changes of the data of a run; [] if there are none.
 
     Raises:
-        RecipeError: their file cannot be read.
+        RecipeError: the file of changes cannot be read.
     """
     path = recipe.directory / CHANGES
     try:
@@ -264,10 +264,11 @@ def read_changes(recipe: Recipe) -> list[DataChange]:
 
 
 def trusted_json(path: Path, recipe: Recipe) -> Any:
-    """The contents of a file that this user or one of `checkpoint.trust` has written.
+    """Read a JSON file that belongs to this user or to a user in `checkpoint.trust`.
 
     Raises:
-        OSError, ValueError: it is another's, or no JSON.
+        OSError: the file belongs to another user, or cannot be read.
+        ValueError: the file is not JSON.
     """
     with os.fdopen(open_to_read(path), "rb") as file:
         owner = os.fstat(file.fileno()).st_uid
@@ -288,14 +289,16 @@ def changes_of_start(
     *,
     restart: bool,
 ) -> dict[str, tuple[Any, Any]]:
-    """Keys of recipe, code or machines that differ from the last training of the run → (old, new).
-    On rank 0, before the start line is written.
+    """Return what differs from the last attempt of the run: key of recipe, code or machine → (old
+    value, new value). On rank 0, before the start line is written.
 
     Args:
+        run: the run directory.
+        digest: digest of the resolved recipe.
         computed_by: code and machines of this start.
-        state: of the loaded checkpoint, used where the run directory has no record.
-        restart: whether this start belongs to a launch that began before; its last attempt then
-            reported its changes, even without a step.
+        state: state of the loaded checkpoint, for a run directory without the old recipe.
+        restart: whether this is a restart within one launch. It is compared with the last attempt;
+            a new launch is compared with the last attempt that completed a step.
     """
     before = last_start(run, trained=not restart)
     differences: dict[str, tuple[Any, Any]] = {}
@@ -316,26 +319,25 @@ def changes_of_start(
 
 
 def changes(old: Mapping[str, Any], recipe: Recipe) -> dict[str, tuple[Any, Any]]:
-    """Keys that determine steps and differ between a resolved recipe, possibly an older one, and
-    `recipe` → (old, new)."""
+    """Return how `recipe` differs from an earlier resolved recipe: key → (old value, new value),
+    for keys that change the results of steps."""
     before, now = (dict(flat(_complete(one, recipe))) for one in (old, resolved(recipe)))
     changed = {
         key: (before.get(key), now.get(key))
         for key in [*now, *(key for key in before if key not in now)]
         if decides(key) and before.get(key) != now.get(key)
     }
-    if recipe.batch.micro_batch == "auto":  # a checkpoint has the number that the run chose
+    if recipe.batch.micro_batch == "auto":  # the old recipe has the number that the run chose
         changed.pop("batch.micro_batch", None)
-    weights = "model.init_from"  # their path may change
+    weights = "model.init_from"  # another path to the same weights changes nothing
     if before.get(weights) and not now.get(weights):
         changed[weights] = before[weights], None
     return changed
 
 
 def _complete(old: Mapping[str, Any], recipe: Recipe) -> Mapping[str, Any]:
-    """A resolved recipe with the defaults of keys newer than it, and of options of factories that
-    `recipe` names too. A recipe with removed keys is returned unchanged, so new keys count as
-    changed."""
+    """Return an older resolved recipe with defaults for keys and factory options that it lacks. A
+    recipe with keys that no longer exist is returned unchanged, so new keys count as changed."""
     with suppress(RecipeError):
         tree = resolved(validate(renewed(copy.deepcopy(dict(old)))[0], {}, "recipe.yaml"))
         for key, name in recipe.own_code.items():
@@ -348,7 +350,8 @@ def _complete(old: Mapping[str, Any], recipe: Recipe) -> Mapping[str, Any]:
 
 
 def describe_changes(changed: Mapping[str, Sequence[Any]], recipe: Recipe) -> str:
-    """A line about what a start changes; "" if nothing."""
+    """Return a line on what a start changes, from the result of `changes_of_start`; "" if nothing
+    changed."""
     if not changed:
         return ""
     parts = [f"{key} {_short(old)} → {_short(new)}" for key, (old, new) in changed.items()]

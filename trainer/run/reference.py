@@ -1,13 +1,14 @@
-"""Log-probabilities of answers under the initial model, for objectives with a reference.
+"""Computes log-probabilities of answers under the initial model, for objectives such as DPO.
 
-[Note: reference] They are computed once, by the training engine, with the weights of step 0; with
-an adapter these are the weights under it, as B is zero. Ranks take turns with micro-batches of the
-sequences in file order, so the numbers are equal at any world size. They stay in memory and in a
-file of the run directory: 8 bytes a pair instead of a second model. A start takes them from a
-rank's memory, else from the file, if base, data and dtype match; else it computes them anew.
+[Note: reference] The log-probabilities are computed once, with the weights of step 0. With a LoRA
+adapter these are the frozen weights, because B is zero. Micro-batches of the sequences in file
+order are dealt to the ranks, so the numbers are equal at any world size. They are kept in memory
+and in a file of the run directory: 8 bytes per pair, where a second model would cost gigabytes. A
+start reads them from a rank's memory, or from the file if its base weights, data and dtype match.
+Otherwise it computes them anew.
 
-The file is in safetensors format: for each split a number per document, NaN where no sequence has
-room for the pair. Its metadata names what it was computed from, and a digest of the numbers.
+The file has safetensors format: for each split one float32 per document, NaN where the pair fits
+into no sequence. Its metadata names base weights, data and dtype, and a digest of the numbers.
 """
 
 import hashlib
@@ -40,10 +41,13 @@ _HEADER_BYTES = 1 << 16
 
 
 class Reference:
-    """Loads or computes the reference log-probabilities of a run. On all ranks."""
+    """Loads or computes the reference log-probabilities of a run. On all ranks.
+
+    Args:
+        init_from: digest of the weights in `model.init_from`.
+    """
 
     def __init__(self, recipe: Recipe, task: Task, init_from: str) -> None:
-        """`init_from`: digest of the weights in `model.init_from`."""
         self._recipe = recipe
         self._streams: dict[str, TokenStream] = {}
         for split, stream in (
@@ -62,10 +66,11 @@ class Reference:
         }
         self._path = recipe.directory / FILE
         self.lines: list[str] = []
-        """Log lines, on rank 0."""
+        """Lines for the log of the run; [] on ranks other than 0."""
 
     def find(self, world: World, mesh: Mesh) -> bool:
-        """Distribute the numbers from a rank that has them; False if none has."""
+        """Broadcast the log-probabilities from a rank that has them in memory or on its disk;
+        returns False if no rank has."""
         kept = all(stream.reference is not None for stream in self._streams.values())
         written = self._read() if world.is_main and not kept else None
         here = kept or written is not None
@@ -91,7 +96,8 @@ class Reference:
         return True
 
     def compute(self, model: ParallelModel, world: World, mesh: Mesh, pulse: Pulse) -> None:
-        """Compute the numbers with the model's weights, those of step 0, and write the file."""
+        """Compute the log-probabilities with `model`, whose weights are of step 0, and write the
+        file."""
         pairs = sum(stream.documents for stream in self._streams.values()) // 2
         if world.is_main:
             print(f"reference: log-probabilities of {pairs:,} pairs are computed once", flush=True)
@@ -112,7 +118,7 @@ class Reference:
             stream.reference = found[split]
 
     def _read(self) -> dict[str, NDArray[np.float32]] | None:
-        """The contents of the file; None if it is missing or unusable."""
+        """Return the log-probabilities in the file, by split; None if it is missing or unusable."""
         sizes = {split: 4 * stream.documents for split, stream in self._streams.items()}
         try:
             data = read_bytes(self._path, _HEADER_BYTES + sum(sizes.values()))
@@ -142,7 +148,7 @@ class Reference:
         self.lines.append(f"note: {self._path} {why}, so the reference is computed anew")
 
     def _write(self) -> None:
-        """Replace the file; a failure is only logged."""
+        """Replace the file. A failure is logged, not raised."""
         values = {split: stream.reference for split, stream in self._streams.items()}
         parts = {k: one.astype("<f4").tobytes() for k, one in values.items() if one is not None}
         content, place = b"".join(parts.values()), 0
@@ -168,8 +174,8 @@ class Reference:
 def _log_probs(
     model: ParallelModel, stream: TokenStream, size: int, world: World, mesh: Mesh, pulse: Pulse
 ) -> NDArray[np.float32]:
-    """Log-probabilities of all documents of a stream. On all ranks. `size`: sequences of a
-    micro-batch."""
+    """Return the log-probabilities of all documents of a stream, float32 (documents,). On all
+    ranks. `size`: sequences per micro-batch."""
     ordered, device, count = stream.in_file_order, world.device, stream.sequences
     answers = ordered.documents_at(np.arange(count))
     numbers = range(mesh.dp_rank, -(-count // (size * mesh.dp_size)) * mesh.dp_size, mesh.dp_size)
@@ -191,11 +197,11 @@ def _log_probs(
                 log_probs_by_document[torch.from_numpy(places).to(device)] = log_probs.float()
             pulse.report(0, "data")
         pulse.report(0, "evaluate")
-        # Each number is nonzero on one rank only.
+        # All ranks but the one that computed a number hold 0 for it.
         dist.all_reduce(log_probs_by_document, group=mesh.group)
     for module, training in modes.items():
         module.training = training
-    # otherwise weights loaded next would not reach the gathered copies
+    # Gathered copies would not get the weights that are loaded next.
     for unit in fsdp_units(model.module):
         unit.reshard()
     values = log_probs_by_document.cpu().numpy()

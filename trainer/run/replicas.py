@@ -1,5 +1,5 @@
-"""Check that replicas hold the same bits. Ranks with the same tensors and gradients stay bitwise
-equal; a difference means that a machine computes wrongly."""
+"""Check that replicas hold the same bits. Ranks that start from the same weights and apply the same
+gradients stay bitwise equal; a difference means that a machine computes wrongly."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -17,11 +17,11 @@ from trainer.run.state import Run
 def diverged_ranks(
     tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, *, ends: bool = False
 ) -> list[int]:
-    """Global ranks whose tensors differ from those of the majority of a group of replicas; without
-    a majority, all ranks. On all ranks of the group, each with its own tensors.
+    """Return the global ranks whose tensors differ from the majority of a group of replicas;
+    without a majority, all compared ranks. On all ranks of the group, each with its own tensors.
 
-    Each rank sends one checksum of 64 bits: the sum of all 8-byte words, each multiplied by an odd
-    number that depends on the tensor. With `ends` only the first and the last rank are compared.
+    Each rank sends a checksum of 64 bits: the sum of all 8-byte words, multiplied by an odd number
+    that differs from tensor to tensor. With `ends` only the first and last rank are compared.
     """
     checksum = None
     for number, tensor in enumerate(tensors):
@@ -44,8 +44,8 @@ def diverged_ranks(
 
 
 def check_replicas(run: Run) -> None:
-    """Log the ranks whose weights differ from their replicas', if the check is due. On all
-    ranks."""
+    """Log the ranks whose weights differ from their replicas, if a check is due by
+    `elastic.check_replicas_every`. On all ranks."""
     every, mesh = run.recipe.elastic.check_replicas_every, run.mesh.device_mesh
     copied = [name for name in (REPLICATE, TENSOR) if name in (mesh.mesh_dim_names or ())]
     pipeline = run.model.pipeline
@@ -59,11 +59,11 @@ def check_replicas(run: Run) -> None:
         for rank in diverged_ranks(map(local_tensor, held[name]), mesh[name].get_group())
     ]
     if pipeline:  # a tied embedding is on the first and last rank only
-        none = local_tensor(weights[0])[:0]  # with strategy.offload on the host, as the others
+        none = local_tensor(weights[0])[:0]  # empty, on the device that holds the weights
         tied = none if pipeline.tied is None else local_tensor(pipeline.tied)
         ranks += diverged_ranks([tied], mesh[PIPELINE].get_group(), ends=True)
     flags = torch.zeros(run.world.world_size, device=mesh.device_type)
-    flags[ranks] = 1  # other groups of replicas hold other shards
+    flags[ranks] = 1  # summed, because each group of replicas compares only its own shard
     dist.all_reduce(flags)
     if ranks := [rank for rank, flag in enumerate(received(flags)) if flag]:
         named = ", ".join(map(str, ranks))
@@ -72,7 +72,7 @@ def check_replicas(run: Run) -> None:
 
 
 def _on_all(name: str, weight: torch.Tensor) -> bool:
-    """Whether all ranks along dimension `name` of the mesh hold the same part of a weight."""
+    """Return whether all ranks along mesh dimension `name` hold the same part of a weight."""
     if not isinstance(weight, DTensor):
         return False
     names = weight.device_mesh.mesh_dim_names or ()

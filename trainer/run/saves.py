@@ -30,17 +30,17 @@ from trainer.tasks.task import Task
 logger = logging.getLogger(__name__)
 
 LAST_TRIES, AGAIN_SECONDS = 6, 5.0
-"""Tries, and seconds between them, of a run's last save if the filesystem is full: training is
-done, and would be lost with this machine's memory."""
+"""Number of tries of a run's last save if the filesystem is full, and seconds between them: after
+the last step, a failure would lose the result of the training."""
 VALIDATED = ("validation_loss", "validated", "best_loss", "best_step", "passes_since_best")
-"""Fields of `Progress` about validation passes. A roll-back restores them, as they describe the
-weights."""
+"""Fields of `Progress` on validation. A roll-back restores them together with the weights that were
+validated."""
 PORTION = 1 << 28
-"""Weights loaded in float32 at a time to be quantised: 1 GiB over the ranks that share them."""
+"""Elements loaded in float32 at a time to be quantised: 1 GiB, divided among ranks by sharding."""
 NONE_WRONG: Mapping[str, int] = {}
 UNWRITTEN = "unwritten_ledger"
-"""Key of a trainer state for ledger lines not written yet, see `Ledger.unwritten`; absent if all
-are."""
+"""Key in the state of a checkpoint for ledger lines that are not on disk, see `Ledger.unwritten`;
+absent if there are none."""
 
 
 def restore(
@@ -56,20 +56,21 @@ def restore(
     step: int | None = None,
     wrong: Mapping[str, int] = NONE_WRONG,
 ) -> tuple[Progress, dict[str, Any] | None]:
-    """Load the newest good checkpoint, else `model.init_from`, else draw weights. Frozen weights
-    under an adapter come from `model.init_from` at every start. On all ranks.
+    """Load the newest good checkpoint; without any, the weights in `model.init_from`; without
+    these, random weights. Frozen weights of an adapter always come from `model.init_from`. On all
+    ranks.
 
     Args:
-        init_from: digest of the weights in `model.init_from`, "" without any.
-        kept: progress of the model and the optimizer that this rank has kept, or None. A snapshot
-            of the same progress is not loaded.
-        at_beginning: the model has the weights of step 0 already.
-        step: load the checkpoint of this step from storage; 0: none.
-        wrong: attempt in which a rank computed wrongly → newest step before that. States that it
-            computed later are passed over, unless there are no others.
+        init_from: digest of the weights in `model.init_from`; "" if the recipe names none.
+        kept: progress of model and optimizer that this process keeps from the last attempt, or
+            None. A copy of the same progress need not be loaded.
+        at_beginning: whether the model has the weights of step 0 already.
+        step: load the checkpoint of this step from storage; 0: begin anew; None: the newest.
+        wrong: attempt in which a rank computed wrongly → its last step known to be right. States of
+            later steps are skipped, unless there are no others.
 
     Returns:
-        The progress, and the state of the checkpoint, None without one.
+        The progress, and the state of the checkpoint, or None if none was loaded.
 
     Raises:
         RecipeError: this recipe cannot continue from the checkpoint.
@@ -96,11 +97,11 @@ def restore(
             if dist.get_rank() == 0:
                 logger.warning("there is no state from before: going on from the newest")
             state = load(lambda saved: None)
-    if state is not None:  # a state in memory has not been checked before, unlike one in storage
+    if state is not None:  # preflight has checked the newest state in storage, not one in memory
         where = f"the state in {checkpointer.loaded_from}"
         check_resume(state, recipe, task, where, init_from)
         targets.put()
-    if state is None and kept:  # no snapshot yet: the kept optimizer begins anew
+    if state is None and kept:  # the kept optimizer holds moments, and training begins anew
         for tensor in model.state_of(optimizer).values():
             local_tensor(tensor).zero_()
     if not at_beginning:
@@ -109,10 +110,10 @@ def restore(
     if state is None:
         return Progress(loss_scale=scale, init_from=init_from), None
     progress = _progress(state)
-    # the scale belongs to the dtype
+    # A loss scale means nothing to another dtype.
     if state["recipe"]["precision"]["dtype"] != recipe.precision.dtype:
         progress.loss_scale = scale
-    # Rank 0 reads for all: run.stop_after must decide alike on every rank.
+    # Rank 0 reads and broadcasts, so that run.stop_after decides alike on all ranks.
     if progress.lacks_pass(recipe.run):
         ranks = RankGroup(dist.group.WORLD)
         for loss in ranks.on_main(lambda: _validation_loss_in_ledger(recipe, progress)):
@@ -121,7 +122,8 @@ def restore(
 
 
 def _refuse_wrong(wrong: Mapping[str, int], saved: Mapping[str, Any]) -> None:
-    """Raise DamagedCheckpoint for a state that `wrong` names, see `restore`."""
+    """Raise DamagedCheckpoint for a state that may have been computed wrongly. `wrong` and the rule
+    are in `restore`."""
     right = wrong.get(str(saved.get("attempt")))
     if right is not None and saved["step"] > right:
         raise DamagedCheckpoint(
@@ -130,8 +132,8 @@ def _refuse_wrong(wrong: Mapping[str, int], saved: Mapping[str, Any]) -> None:
 
 
 def _validation_loss_in_ledger(recipe: Recipe, progress: Progress) -> list[float | None]:
-    """The validation loss that an earlier start computed for the loaded state, in a list; [] if
-    none did. The ledger has it, since the step was saved before that pass."""
+    """Return, in a list, the validation loss that an earlier attempt computed for the loaded state;
+    [] if none did. The state lacks this loss, because it was saved before the pass."""
     try:
         attempts = read_history(recipe.directory).attempts
     except LedgerError:
@@ -149,12 +151,12 @@ def _validation_loss_in_ledger(recipe: Recipe, progress: Progress) -> list[float
 def load_beginning(
     model: ParallelModel, recipe: Recipe, task: Task, *, resumed: bool = False
 ) -> None:
-    """Load `model.init_from`, else draw weights: those of step 0. On all ranks.
+    """Set the weights of step 0: those in `model.init_from`, else random ones. On all ranks.
 
     Args:
-        model: receives the weights.
-        resumed: the model has the weights of a checkpoint, and keeps them; only the frozen weights
-            under an adapter, which no checkpoint holds, are loaded.
+        model: the model whose weights are set.
+        resumed: whether the model has the weights of a checkpoint. Then only frozen weights under
+            an adapter are loaded, which no checkpoint holds.
     """
     adapter = recipe.model.adapter
     if adapter:
@@ -175,11 +177,14 @@ def load_published(
     wanted: Mapping[str, torch.Tensor],
     tied: Mapping[str, str],
 ) -> None:
-    """Load the weights of `model.init_from` into the tensors `wanted`; `tied` as in
-    `Task.tied_copies`. On all ranks.
+    """Load the weights in `model.init_from` into tensors. On all ranks.
+
+    Args:
+        wanted: tensors by name.
+        tied: see `Task.tied_copies`.
 
     Raises:
-        CheckpointError: as `load_model`.
+        CheckpointError: the weights are missing, damaged, or of another shape; see `load_model`.
     """
     adapter = recipe.model.adapter
     known: Collection[str] = model.under_adapter(whole=True) if adapter else model.tensors
@@ -204,15 +209,15 @@ def load_published(
 def _portions(
     wanted: Mapping[str, torch.Tensor], in_nf4: Collection[str], ranks: RankGroup
 ) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Yield the tensors to load: first all that are not in nf4, then float32 targets for the
-    others, portion by portion. A portion is quantised when the next is requested. All ranks get the
+    """Yield the tensors to load: first all that are not in nf4, then portions of float32 tensors
+    that stand for nf4 weights. Requesting the next portion quantises the last. All ranks get the
     same number of portions."""
     yield {name: tensor for name, tensor in wanted.items() if name not in in_nf4}
     parts: list[list[str]] = []
     room = 0
     for name in wanted:
         if name in in_nf4:
-            # Whole weights: ranks that share one put it into the same portion.
+            # The size of the whole weight, so that all ranks with a shard put it into one portion.
             size = math.prod(weight_shape(wanted[name]))
             if size > room:
                 parts.append([])
@@ -229,7 +234,7 @@ def _portions(
 
 
 def _in_float32(packed: torch.Tensor) -> torch.Tensor:
-    """An empty float32 weight, sharded as its packed nf4 bytes are."""
+    """Return an uninitialised float32 weight, sharded as the packed nf4 weight is."""
     local = local_tensor(packed)
     weight = torch.empty(weight_shape(local), device=local.device)
     if not isinstance(packed, DTensor):
@@ -246,8 +251,8 @@ def _in_float32(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _progress(state: Mapping[str, Any]) -> Progress:
-    """The `Progress` in the state of a checkpoint."""
-    # Fields that older checkpoints lack.
+    """Return the `Progress` in the state of a checkpoint."""
+    # Defaults for fields that older checkpoints lack.
     newer: dict[str, Any] = {name: getattr(Progress(), name) for name in VALIDATED}
     newer |= {"attempt": "", "init_from": None}
     known = {key: ({**newer, **state})[key] for key in Progress.__dataclass_fields__}
@@ -263,12 +268,12 @@ class Saves:
         self._clock = _save_clock(run) if every == "auto" else None
         self._every = 0 if every == "auto" else every
         self._pending = run.checkpointer.newer_than_storage
-        """Whether a save is requested that has not begun."""
+        """Whether a save is due but has not begun."""
         self._best = run.progress.best_step
         self._stalls: dict[int, float] = {}
-        """Step → seconds that training stood still for its save, until that save has ended."""
+        """Step → seconds for which its save blocked training. Entries go when the save ends."""
         self._caught_up = 0
-        """First step after a failure that is worth saving."""
+        """First step that is saved after a failure, see `caught_up`."""
         if run.world.cause and run.checkpointer.loaded_from == "memory":
             every = run.recipe.elastic.snapshot_every
             self._caught_up = caught_up(run.world.cause["step"], run.progress.step, every)
@@ -276,15 +281,15 @@ class Saves:
             save(run)
 
     def request(self) -> None:
-        """Let all ranks know, with the next step, whether rank 0's clock requests a save."""
+        """If rank 0's clock says that a save is due, send that to all ranks with the next step."""
         self._run.pulse.wants_save = bool(self._clock and self._clock.due(time.monotonic()))
 
     def after_step(self, wanted: bool) -> None:
-        """Save the step just done if a save is due, and log saves that have ended. `wanted`: rank 0
-        has requested one."""
+        """Save this step if a save is due, and log saves that have ended. `wanted`: rank 0's clock
+        requests a save."""
         run, progress = self._run, self._run.progress
         self._pending = self._is_best() or self._pending or wanted or run.due(self._every)
-        # While steps are skipped, the checkpoint before them must stay, to roll back to.
+        # While steps are skipped, a save could replace the checkpoint that a roll-back needs.
         worth_saving = run.done or (
             not progress.skipped_in_row and progress.step >= self._caught_up
         )
@@ -302,22 +307,22 @@ class Saves:
                 self._clock.written(outcome.seconds)
 
     def _is_best(self) -> bool:
-        """Whether `checkpoint.keep_best` needs the step just done: it has the lowest validation
-        loss so far, and `run.stop_after` will end the run some passes later."""
+        """Return whether this step must be saved for `checkpoint.keep_best`: its validation loss is
+        the lowest so far, and `run.stop_after` may end the run long after it."""
         recipe, best = self._run.recipe, self._run.progress.best_step
         improved, self._best = best != self._best, best
         return bool(improved and recipe.run.stop_after and recipe.checkpoint.keep_best)
 
 
 def caught_up(failed: int, resumed: int, snapshot_every: int) -> int:
-    """First step worth saving after a failure. An earlier save would delay steps that are computed
-    again, while another failure would still find the copy that the run resumed from.
+    """Return the first step to save after a restart from memory. Earlier saves would slow the steps
+    that are repeated, and add no safety: the copy in memory still exists.
 
     Args:
-        failed: step that was being computed, by the node that reported it.
+        failed: step in which the failure was reported; a wrong report must not put saves off.
         resumed: step of the copy in memory.
-        snapshot_every: steps between copies; the result is at most two of these after `resumed`,
-            whatever was reported.
+        snapshot_every: steps between copies; the result is at most two such intervals after
+            `resumed`.
     """
     return min(failed - 1, resumed + 2 * snapshot_every)
 
@@ -325,9 +330,13 @@ def caught_up(failed: int, resumed: int, snapshot_every: int) -> int:
 @record_function("save checkpoint")
 def save(run: Run, *, wait: bool = False, memory_only: bool = False) -> None:
     """Begin a checkpoint of all state that a step depends on; training continues while it is
-    written. On all ranks. With `wait`, and for the last step, wait for earlier saves and begin in
-    any case."""
-    # This call waits for earlier saves when it is the last.
+    written. On all ranks.
+
+    Args:
+        wait: wait for earlier saves first; always so at the last step. Otherwise this save may be
+            dropped while another is being written.
+        memory_only: copy the state to the nodes' memory, not to storage.
+    """
     with run.pulse.during("end" if run.done or wait else "save"):
         run.checkpointer.save(
             run.progress.step,
@@ -339,7 +348,7 @@ def save(run: Run, *, wait: bool = False, memory_only: bool = False) -> None:
 
 
 def contents(run: Run) -> dict[str, Any]:
-    """The contents of a checkpoint of the step just done, as arguments of
+    """Return the contents of a checkpoint of this step, as keyword arguments for
     `TensorCheckpointer.save`. On all ranks."""
     model = run.model
     tensors, of_stage = model.kept_by(run.optimizer)
@@ -357,7 +366,7 @@ def contents(run: Run) -> dict[str, Any]:
             **run.log.to_state(),
         },
         "files": run.task.files,
-        # A weight that held NaN from the start is no failure of this run.
+        # Weights that held NaN from the start are not checked: the run did not cause it.
         "finite": model.tensors.keys() - run.unchecked,
     }
 
@@ -365,12 +374,12 @@ def contents(run: Run) -> dict[str, Any]:
 def report_saves(
     run: Run, raised: SaveFailed | None = None, stalls: dict[int, float] | None = None
 ) -> list[SaveOutcome]:
-    """Log how checkpoints ended. A failed one costs the run nothing else.
+    """Log how saves ended since the last call, and return it. Training goes on after a failed save.
 
     Args:
-        run: of which they are.
-        raised: a failure that its handler prints, so that the console does not show it twice.
-        stalls: step → seconds that training stood still; entries of ended saves are removed.
+        raised: a failure that the caller prints; it is logged, but not on the console.
+        stalls: step → seconds for which its save blocked training; entries of ended saves are
+            removed.
     """
     outcomes = list(run.checkpointer.outcomes())
     for outcome in outcomes:
@@ -381,20 +390,19 @@ def report_saves(
 
 
 def finish_saves(run: Run, tries: int = 1) -> None:
-    """Wait for the last checkpoint. On all ranks.
+    """Wait until the checkpoint of the last step is written. On all ranks.
 
     Args:
-        run: of which it is.
-        tries: attempts at a save that the filesystem refuses.
+        tries: number of tries, if the filesystem refuses the save.
 
     Raises:
-        SaveFailed: there is no checkpoint of the last step.
+        SaveFailed: the checkpoint of the last step could not be written.
     """
     raised = None
     try:
         with run.pulse.during("end"):
             run.checkpointer.wait()
-    except SaveFailed as error:  # raised on all ranks
+    except SaveFailed as error:  # raised on all ranks, so all of them retry
         if tries == 1 or not error.errno:
             raised = error
             raise
@@ -409,9 +417,9 @@ def finish_saves(run: Run, tries: int = 1) -> None:
 
 
 def pause(run: Run, *, leaving: bool) -> None:
-    """Save the step just done and wait for it, before this world ends. On all ranks.
+    """Save this step and wait until it is saved, before the ranks end. On all ranks.
 
-    A copy in the nodes' memory is enough if all nodes stay; a leaving node takes its part along.
+    A copy in the nodes' memory suffices if all nodes stay; a leaving node would take its part away.
     """
     checkpointer, step = run.checkpointer, run.progress.step
     memory_only = checkpointer.memory_lasts and not leaving
@@ -422,18 +430,17 @@ def pause(run: Run, *, leaving: bool) -> None:
         try:
             save(run, wait=True, memory_only=memory_only)
             finish_saves(run)
-        except SaveFailed as error:  # earlier checkpoints are intact
+        except SaveFailed as error:  # the pause goes on: earlier checkpoints are intact
             run.log.say(f"warning: {error}")
         checkpointer.close(keep_memory=True)
 
 
 def roll_back(run: Run, *, memory: bool) -> str:
-    """Restore weights and optimizer state of an earlier step, and continue with the data after the
-    failed steps. On all ranks.
+    """Load weights and optimizer state of an earlier step. Training continues with the data after
+    the failed steps. On all ranks.
 
     Args:
-        run: to be rolled back.
-        memory: whether the newest copy in memory may be used; it may hold the present weights.
+        memory: whether the newest copy in memory may be loaded; it may hold the present weights.
 
     Returns:
         Why the run was not rolled back; "" if it was.
@@ -447,7 +454,7 @@ def roll_back(run: Run, *, memory: bool) -> str:
         report_saves(run)
     load = checkpointer.reload if memory else checkpointer.load
     targets = run.model.targets_of(run.optimizer)
-    progress.rollbacks += 1  # before the weights change, see `train_step`
+    progress.rollbacks += 1  # before the weights change, for the reason in `train_step`
     with run.pulse.during("load"):
         loaded = load(model=run.model.tensors, optimizer=targets, finite=run.model.trained)
     if loaded is None:
@@ -464,7 +471,7 @@ def roll_back(run: Run, *, memory: bool) -> str:
 
 
 def _save_clock(run: Run) -> SaveClock | None:
-    """The clock that decides when to save, on rank 0; None on others."""
+    """Return the clock that decides when to save; None on ranks other than 0."""
     if not run.world.is_main:
         return None
     failures, node_seconds = 0, 0.0

@@ -1,15 +1,16 @@
-"""Rank 0's end of a run in a bucket: what it brings here at its start, and the lines that it stores
-there while it trains. See parts.py [Note: parts] and terms.py [Note: terms].
+"""Stores ledger and metrics of a run in a bucket while it trains; at a start copies them from
+there. On rank 0. See parts.py [Note: parts] and terms.py [Note: terms].
 
-[Note: shipping] The files of the run in `Recipe.directory`, on this machine's disk, are written as
-those of any run. In addition, each line goes into a journal, and waits in memory until a thread has
-stored it, every SHIP_SECONDS. So no step waits for the bucket. No line of a committed step is lost:
+[Note: shipping] Ledger and metrics are written to `Recipe.directory` on the local disk, as in any
+run. In addition, each line is appended to a journal on disk, and kept in memory until a thread has
+stored it in the bucket, every SHIP_SECONDS. So no step waits for the bucket. No line of a committed
+step is lost:
 
-- The lines that wait when a save begins are stored right before its commit record, by whoever
-  commits. If that fails, the save fails.
-- Every copy of the state, in memory or storage, holds the lines that waited. Whoever goes on from
-  it stores them first.
-- A journal that a dead process left is stored by the next rank 0 of its machine.
+- Lines that are not stored when a save begins are stored right before its commit record, by the
+  process that commits. If that fails, the save fails.
+- Every copy of the state, in memory or storage, contains the lines that were not stored. An attempt
+  that resumes from the copy stores them first.
+- The journal of a killed process is stored by the next rank 0 on its machine.
 """
 
 import logging
@@ -41,29 +42,29 @@ logger = logging.getLogger(__name__)
 
 SHIP_SECONDS = 5.0
 MERGED = 32
-"""So many parts become one, and so many of these again."""
+"""Number of parts that are merged into a larger part. As many larger parts are merged again."""
 END_SECONDS, HURRIED_SECONDS = 60.0, 5.0
-"""Longest wait at the end for lines that are not stored yet; after an error."""
+"""Longest wait for the last lines to be stored, at the end of training and after an error."""
 JOURNAL, UP_TO = "journal", "up-to-term"
-"""Names in the run's local directory: a folder of lines that may not be stored yet; a file that
-names the newest term of which the directory has all lines."""
+"""Names in the run's local directory: the folder of journals; a file with the newest term of which
+the directory has all lines."""
 TAIL = "lines_to_store"
-"""Key of a trainer state: a `LineRange`. Absent where all lines are stored."""
+"""Key in the state of a checkpoint for a `LineRange` that was not stored; absent without one."""
 _JOURNAL = re.compile(r"(\d{6,})-(\d{9,})-([0-9a-f]{16})")
 
 
 class Shipper:
-    """An attempt's hold on the record of a run in a bucket. A context manager.
+    """Claims a run in a bucket for this attempt, and stores its lines there. A context manager.
 
     Args:
-        run: in the bucket.
-        directory: the run's local directory; created, or brought up to date.
+        run: place of the run in the bucket.
+        directory: the run's local directory; created, or updated from the bucket.
         job: identity of this launch, see `terms.TermHolder`.
-        launcher: the process that keeps this launch alive, see there.
+        launcher: the process that keeps this launch alive, see `terms.TermHolder`.
 
     Raises:
-        OccupiedError: another launch trains there.
-        StorageError: the store does not answer, or does not obey conditions.
+        OccupiedError: another launch trains this run.
+        StorageError: the store does not answer, or ignores conditional writes.
         OSError: the directory cannot be written.
     """
 
@@ -74,15 +75,15 @@ class Shipper:
         self._run, self._directory = run, directory
         self._term = claim(run, job, launcher)
         self.goes_on = False
-        """Whether the next attempt of this job takes over: the run is not released."""
+        """Whether another attempt of this job follows, so that the run stays claimed."""
         self._lock, self._shipping = threading.Lock(), threading.Lock()
         self._first, self._waiting = 0, list[str]()
-        """Number of the first line that waits; the lines that wait."""
+        """Number of the first line that is not stored; all lines that are not stored."""
         self._journal: tuple[Path, LineFile] | None = None
         self._levels: list[list[tuple[int, int]]] = [[]]
-        """(first, after last) of the stored parts, by how often they were merged."""
+        """Parts in the bucket as (first line, line after the last); index: how often merged."""
         self._stored_files: dict[str, tuple[int, int]] = {}
-        """Time and size of each small file when it was stored."""
+        """Name of a small file → its modification time and size when it was last stored."""
         self._wake, self._end = threading.Event(), threading.Event()
         try:
             self._store_journals()
@@ -103,7 +104,8 @@ class Shipper:
     ) -> None:
         self._end.set()
         self._wake.set()
-        if kind is None or issubclass(kind, Exception):  # else this process goes on at once
+        # A recalled process begins the next attempt at once, and does not wait here.
+        if kind is None or issubclass(kind, Exception):
             self._thread.join(HURRIED_SECONDS if kind else END_SECONDS)
             if count := len(self._waiting):
                 logger.warning(
@@ -122,14 +124,14 @@ class Shipper:
     # --- lines -----------------------------------------------------------------------------------
 
     def add(self, line: str) -> None:
-        """Take a line of the ledger or of metrics.jsonl, without its newline."""
+        """Add a line of the ledger or of metrics.jsonl, without its newline."""
         with self._lock:
             self._waiting.append(line)
             if self._journal is None:
                 self._journal = self._new_journal()
             self._journal[1].add(line)
             if self._first + len(self._waiting) == 1:
-                self._wake.set()  # readers wait for the first line
+                self._wake.set()  # store the first line at once: readers wait for it
 
     @property
     def tail(self) -> LineRange:
@@ -138,17 +140,17 @@ class Shipper:
             return LineRange(self._term.number, self._first, list(self._waiting))
 
     def to_state(self) -> dict[str, Any]:
-        """What a copy of the state holds of the record."""
+        """Return the lines that are not stored yet, as an entry for the state of a checkpoint."""
         tail = self.tail
         return {TAIL: tail._asdict()} if tail.lines else {}
 
     def before_commit(self) -> dict[str, bytes]:
-        """What has to be stored before the state of now is committed: contents by URL."""
+        """Return what must be stored before a checkpoint of now is committed: URL → contents."""
         tail = self.tail
         return {str(self._run / tail.name): tail.data} if tail.lines else {}
 
     def take(self, state: Mapping[str, Any] | None) -> None:
-        """Store lines that came with a loaded state, unless they are stored already.
+        """Store the lines in a loaded state, unless they are stored already.
 
         Raises:
             StorageError: the store does not answer.
@@ -158,7 +160,7 @@ class Shipper:
             self._bring()
 
     def _store_rest(self, span: LineRange) -> bool:
-        """Store the lines of an earlier term that no part has; returns whether there are any."""
+        """Store the lines of an earlier term that no part holds; returns whether there were any."""
         rest = span.after(stored_until(self._run, span.term, span.first))
         if rest.lines:
             store_of(self._run).write_new(self._run / rest.name, rest.data)
@@ -167,20 +169,20 @@ class Shipper:
     # --- the start -------------------------------------------------------------------------------
 
     def _store_journals(self) -> None:
-        """Store what earlier processes of this machine left, and forget it."""
+        """Store the journals that killed processes left on this machine, and delete them."""
         for path in sorted((self._directory / JOURNAL).iterdir()):
             if not (found := _JOURNAL.fullmatch(path.name)):
                 continue
             term, first = int(found[1]), int(found[2])
             holder = holder_of(self._run, term)
             with open(open_to_read(path), encoding="utf-8", errors="replace") as file:
-                lines = file.read().split("\n")[:-1]  # the last one is empty, or was cut off
-            if holder and holder.token == found[3]:  # else the run was deleted, and is another
+                lines = file.read().split("\n")[:-1]  # the last element is empty or incomplete
+            if holder and holder.token == found[3]:  # else the journal is of a deleted run
                 self._store_rest(LineRange(term, first, lines))
             path.unlink()
 
     def _up_to_date(self) -> bool:
-        """Whether the newest term was of this directory, which so has all lines."""
+        """Return whether this directory has all lines, because its process held the last term."""
         before = self._term.before
         with suppress(OSError, ValueError):
             number, _, token = read_text(self._directory / UP_TO).partition(" ")
@@ -191,7 +193,7 @@ class Shipper:
         return self._term.number == 1 and not any(self._directory.glob("*.jsonl"))
 
     def _bring(self) -> None:
-        """Bring the record here."""
+        """Copy ledger, metrics and small files from the bucket."""
         LocalCopy(self._run, self._directory).refresh()
 
     # --- the thread ------------------------------------------------------------------------------
@@ -214,14 +216,14 @@ class Shipper:
                 failing = True
 
     def flush(self) -> None:
-        """Store everything that is new.
+        """Store new lines and changed small files in the bucket.
 
         Raises:
             StorageError: the store does not answer.
-            OSError: a file cannot be read, or another process has stored other lines.
+            OSError: a file cannot be read, or another process has stored different lines.
         """
         with self._shipping:
-            self._store_files()  # first: a start line names its recipe
+            self._store_files()  # first, because a start line refers to its recipe
             tail = self.tail
             if not tail.lines:
                 return
@@ -244,14 +246,14 @@ class Shipper:
                 if self._stored_files.get(name) == version:
                     continue
                 data = read_bytes(path)
-            except OSError:  # no file of ours; lines do not wait for it
+            except OSError:  # a small file that cannot be read must not hold up lines
                 continue
             store_of(self._run).write(self._run / name, data)
             self._stored_files[name] = version
 
     def _merge(self) -> None:
-        """Make one part of MERGED, at each level, and delete what lies inside it. The journal
-        begins anew with what waits."""
+        """Merge MERGED parts of a level into one, and delete the parts that it contains. Then begin
+        a new journal with the lines that are not stored."""
         store, term, merged = store_of(self._run), self._term.number, False
         for level, parts in enumerate(self._levels):
             if len(parts) < MERGED:

@@ -1,5 +1,5 @@
-"""Sinks for records of a run: TensorBoard, W&B, Prometheus, and a user's own. Each runs in a
-process of its own (trackers.py) and imports no torch, which takes seconds."""
+"""Sinks for records of a run: TensorBoard, W&B, Prometheus, and a user's own. Each runs in its own
+process (trackers.py), which does not import torch, because that takes seconds."""
 
 import math
 import os
@@ -23,7 +23,7 @@ from trainer.run.wandb_log import cut_torn, last_row, read_rows
 STALL_SECONDS = 60.0
 """Seconds without a write of pending records after which W&B is restarted."""
 CLOSE_SECONDS, CLOSE_SECONDS_ONLINE = 10.0, 25.0
-"""Time limits for W&B to finish at the end; a process of a run has 30 s, and tries twice."""
+"""Time limits for W&B to finish at the end; the tracker process itself is killed after 30 s."""
 _FLUSH_SECONDS = 0.5
 WandbMode = Literal["online", "offline", "shared", "disabled"]
 _WANDB_MODES: dict[str, WandbMode] = {
@@ -38,27 +38,29 @@ _WANDB_MODES: dict[str, WandbMode] = {
 
 
 class Sink(Protocol):
-    """Takes the records of metrics.jsonl one by one.
+    """Receives the records of metrics.jsonl one by one.
 
-    Steps after a checkpoint are computed again when a run resumes from it. A sink that must know
-    this also has `rewind(step)`: records from that step on are void. It is also called at the start
-    of the sink's process, as the one before may have been killed at any point.
+    Steps after a checkpoint are computed again when a run resumes from it. A sink may define
+    `rewind(step)`, which is called then: records from that step on are void. It is also called when
+    the sink's process starts, because an earlier process may have been killed at any point.
 
-    A sink that can read its records back also has `kept(after)`: the time of the newest record that
-    survives a kill, or `after` if unknown. At a start it gets the records after that, and it is
-    called after each turn. For other sinks every record counts as kept once `record` returns.
+    A sink that buffers may define `kept(after)`. It returns the time of the newest record that
+    would survive a kill of the process, or `after` if unknown. It is called twice a second; after a
+    restart the sink receives the records later than that. Without `kept`, a record counts as stored
+    once `record` returns.
     """
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        """Take one record: `values` by the names of docs/metrics.md, with `time`, in Unix seconds.
-        Buffered records are lost if the process is killed, unless `kept` tells."""
+        """Store one record. `values` have the names in docs/metrics.md, and `time` in Unix seconds.
+        A sink that returns before the record is stored must define `kept`."""
 
     def close(self) -> None:
-        """Finish: no more records will come."""
+        """Store what is buffered; called after the last record."""
 
 
 def group(key: str) -> str:
-    """Group of a value in trackers: `run`, `speed`, `checkpoint`, `validation` or `training`."""
+    """Return the group of a metric in trackers: `run`, `speed`, `checkpoint`, `validation` or
+    `training`."""
     for name, beginnings in _GROUPS.items():
         if key.startswith(beginnings):
             return name
@@ -71,12 +73,12 @@ _GROUPS = {
     "checkpoint": ("checkpoint_",),
     "validation": ("validation_", "recall@", "ndcg@", "popularity_"),
 }
-"""Group → prefixes of its values' names."""
+"""Group → prefixes of the names of its metrics."""
 
 
 class TensorBoard:
-    """Event files in the run directory: curves in groups, and the recipe as text and as a row of
-    the hyperparameter table."""
+    """A sink that writes TensorBoard's event files to the run directory: curves in groups, and the
+    recipe as text and as a row of the hyperparameter table."""
 
     def __init__(self, run_dir: Path) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -113,11 +115,13 @@ class TensorBoard:
 
 
 def _text(tag: str, text: str) -> Any:
-    """A text summary, shown verbatim."""
+    """Return a summary event that TensorBoard shows as verbatim text."""
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
 
-    shown = "\n".join(f"    {line}" for line in text.splitlines())  # a Markdown code block
+    shown = "\n".join(
+        f"    {line}" for line in text.splitlines()
+    )  # indented: a Markdown code block
     plugin = SummaryMetadata.PluginData(plugin_name="text")
     tensor = TensorProto(dtype="DT_STRING", string_val=[shown.encode()])
     metadata = SummaryMetadata(plugin_data=plugin)
@@ -125,7 +129,7 @@ def _text(tag: str, text: str) -> Any:
 
 
 def _table(recipe: Mapping[str, Any]) -> Any:
-    """A row of TensorBoard's hyperparameter table."""
+    """Return a summary event with the recipe as a row of TensorBoard's hyperparameter table."""
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
     return hparams_pb(
@@ -139,23 +143,24 @@ def _table(recipe: Mapping[str, Any]) -> Any:
 
 
 class WeightsAndBiases:
-    """A W&B run whose id is kept in the run directory, so that a restart continues it.
+    """A sink that logs to W&B. A file in the run directory keeps the id of the W&B run, so that
+    restarts continue it.
 
     [Note: W&B's step] W&B ignores a row whose step does not grow, so a repeated step would be lost.
-    So the W&B step of a row equals the training step only where that grows; after a roll-back rows
-    continue behind the last. Every row has the training step as `step`, the x axis of charts.
+    So the W&B step of a row is the training step, or, if that was used before, the last W&B step
+    plus 1. The training step is logged as `step`, which is the x axis of charts.
 
-    [Note: what W&B has] `log` returns before wandb-core has written. So `kept` reads W&B's file. A
-    row is written when the next one begins. Records of a step share a row, unless both have a value
-    of the same name, such as two saves that end in one step.
+    [Note: what W&B has] `log` returns before wandb-core has written the row, which it does when the
+    next row begins. So `kept` reads W&B's file. Records of one step share a row, unless both have a
+    value of the same name, such as two saves that end in one step.
     """
 
     def __init__(self, run_dir: Path) -> None:
-        # Limits what a kill loses, and the delay until a hanging wandb-core is noticed.
+        # Frequent flushes limit what a kill loses, and show early that wandb-core hangs.
         os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", str(_FLUSH_SECONDS))
         import wandb
 
-        _end_core()  # left by a failed try
+        _end_core()  # kill the wandb-core of an earlier try that failed
         with suppress(Exception):  # tearing down a killed wandb-core fails
             wandb.teardown()
         recipe = recipe_of(run_dir)
@@ -183,17 +188,17 @@ class WeightsAndBiases:
         directory, first = self._file.parent.parent, self._run.starting_step
         self._cut = partial(cut_torn, directory, run_id, self._file)
         self._cut()
-        # Online the server's rows count: the file may have more.
+        # Online the server decides which rows exist: the file may have more.
         last = last_row(directory, run_id, first - 1 if mode == "online" else math.inf)
         self._kept = last.time if last else 0.0 if mode == "online" and not first else None
-        """Time of the last record that W&B has; None: unknown."""
+        """`time` of the last record that W&B has stored; None: unknown."""
         self._row = max(first - 1, last.step if last else -1)
         self._step, self._keys = -1, set[str]()
-        """Training step of the row under way, and the names of its values."""
+        """Training step of the unfinished row, and the names of its values."""
         self._given = self._ended = 0.0
-        """Time of the last record passed to W&B, and of the last one in a finished row."""
+        """`time` of the last record passed to W&B, and of the last record in a finished row."""
         self._since = time.monotonic()
-        """When W&B last had all records, or wrote some."""
+        """When W&B last had stored all records, or stored more, in seconds of `time.monotonic`."""
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         row = {key: value for key, value in values.items() if key != "time"}
@@ -230,14 +235,14 @@ class WeightsAndBiases:
         deadline = time.monotonic() + 2.0
         while self.kept(0.0) < self._given and time.monotonic() < deadline:
             time.sleep(0.05)  # wandb-core finishes its file after `finish` returns
-        self._cut()  # files that were too new at the start
+        self._cut()  # also files that were too new to be cut at the start
 
 
 def wandb_mode(requested: str) -> WandbMode:
-    """W&B's mode: WANDB_MODE, if set, overrides the recipe.
+    """Return W&B's mode: that of the variable WANDB_MODE if it is set, else that of the recipe.
 
     Args:
-        requested: `tracking.wandb`, not `off`.
+        requested: the value of `tracking.wandb`, other than `off`.
 
     Raises:
         RecipeError: WANDB_MODE is invalid.
@@ -254,7 +259,7 @@ def wandb_mode(requested: str) -> WandbMode:
 
 
 def _end_core() -> None:
-    """Kill the wandb-core that this process started, which may hang."""
+    """Kill the wandb-core processes that this process started, which may hang."""
     for pid in children(os.getpid()):
         with suppress(OSError):
             if Path(f"/proc/{pid}/comm").read_text() == "wandb-core\n":
@@ -262,9 +267,8 @@ def _end_core() -> None:
 
 
 class Prometheus:
-    """The newest value of each metric in a file for the textfile collector of Prometheus's node
-    exporter. Unlike a port, a file needs no choice and no protection, and runs on one machine do
-    not collide."""
+    """A sink that writes the newest value of each metric to a file for the textfile collector of
+    Prometheus's node exporter. A file, unlike a port, needs no protection from other users."""
 
     def __init__(self, run_dir: Path) -> None:
         recipe = recipe_of(run_dir)
@@ -294,15 +298,15 @@ class Prometheus:
             f"{name}{labels} {value!r}\n"
             for name, (help_, labels, value) in self._metrics.items()
         )
-        write_whole(self._path, text)  # its temporary file is no .prom, and is not read
+        write_whole(self._path, text)  # the collector ignores temporary files: no .prom suffix
 
     def close(self) -> None:
-        """Does nothing: the last values stay, and the exporter tells their age."""
+        """Does nothing: the last values stay, and the exporter reports their age."""
 
 
 _COUNTERS = ("failures", "steps_lost")
-"""Values that never decrease. Steps and tokens decrease when a run resumes: counters would seem to
-restart at 0, and rates would jump."""
+"""Metrics of Prometheus's type counter, which never decrease. Steps and tokens are gauges, because
+they decrease when a run resumes."""
 _HELP = {
     "info": "What is trained, and how; always 1",
     "step": "Optimizer steps done",
@@ -332,17 +336,18 @@ _HELP = {
 
 
 def _labels(pairs: Mapping[str, Any]) -> str:
-    """Labels of a Prometheus metric."""
+    """Return the labels of a metric in Prometheus's text format."""
     table = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
     inside = ",".join(f'{key}="{str(value).translate(table)}"' for key, value in pairs.items())
     return f"{{{inside}}}"
 
 
 def own_sink(name: str, run_dir: Path) -> Sink:
-    """The sink that a function of `tracking.sinks` returns.
+    """Create a sink by the user's function that `tracking.sinks` names.
 
     Raises:
-        RecipeError: the function is missing, or returned no sink; or any error that it raises.
+        RecipeError: the function is missing, or returned no sink.
+        Exception: any error that the function raises.
     """
     from trainer.recipe import RecipeError
     from trainer.recipe.factory import import_factory, returned_none
@@ -361,7 +366,7 @@ def own_sink(name: str, run_dir: Path) -> Sink:
 
 
 def recipe_of(run_dir: Path) -> dict[str, Any]:
-    """The recipe of the run, without alerts: knowing a webhook is enough to post to it."""
+    """Return the run's recipe without `tracking.alerts`: their webhook URLs must stay secret."""
     recipe: dict[str, Any] = yaml.safe_load(read_text(run_dir / "recipe.yaml"))
     recipe["tracking"].pop("alerts", None)
     return recipe

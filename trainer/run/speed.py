@@ -16,17 +16,17 @@ from trainer.recipe import Recipe
 from trainer.run.metrics import step_line
 from trainer.run.state import Run
 from trainer.run.step import StepResult
-from trainer.run.straggler import RankPace, compare_ranks
+from trainer.run.straggler import StragglerState, compare_ranks
 from trainer.text import terminal_columns
 
 
 class Speed:
-    """Measures the log intervals of a run. On all ranks."""
+    """Measures the speed of a run per log interval, and records it. On all ranks."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._window, self._stages = Window(), run.mesh.stages
-        self._paces = [RankPace() for _ in self._stages]
+        self._window, self._stages = SpeedWindow(), run.mesh.stages
+        self._paces = [StragglerState() for _ in self._stages]
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -39,7 +39,7 @@ class Speed:
         """Add a step; at the end of a log interval, record the interval.
 
         Args:
-            odd: the step took longer for a known reason, and is excluded from the averages.
+            odd: whether the step took longer for a known reason; then averages exclude it.
         """
         run = self._run
         if run.balance and (
@@ -57,7 +57,8 @@ class Speed:
         if not run.due(run.recipe.run.log_every):
             return
         seconds, sequences, *pipeline = self._by_rank()
-        if not run.balance:  # else nobody waits for them, and a change of shares names them
+        # With shares by speed nobody waits for slow ranks, and a change of shares names them.
+        if not run.balance:
             self._name_stragglers(seconds, sequences)
         values = step_record(run, result, self._window)
         if self._window.pipeline:
@@ -65,10 +66,10 @@ class Speed:
         step, steps = run.progress.step, run.recipe.run.steps
         columns = terminal_columns(sys.stdout)
         run.log.record(step, values, step_line(step, steps, values, run.task.unit, columns))
-        self._window = Window()
+        self._window = SpeedWindow()
 
     def _name_stragglers(self, seconds: Sequence[float], sequences: Sequence[float]) -> None:
-        for stage, ranks in enumerate(self._stages):  # stages differ in work
+        for stage, ranks in enumerate(self._stages):  # pipeline stages differ in work
             self._paces[stage], sentences = compare_ranks(
                 self._paces[stage],
                 [seconds[rank] for rank in ranks],
@@ -79,8 +80,8 @@ class Speed:
                 self._run.log.event(self._run.progress.step, "straggler", sentence)
 
     def _by_rank(self) -> list[list[float]]:
-        """Lists by rank for this interval: mean seconds of a forward pass, sequences in one; in a
-        pipeline also its seconds, and its seconds of waiting for messages."""
+        """Return lists by rank for this interval: mean seconds of a forward pass; mean sequences of
+        a micro-batch; with a pipeline also its seconds, and seconds of waiting for messages."""
         mesh, window = self._run.mesh, self._window
         world, rank = self._run.world, self._run.world.rank
         mine = self._run.micro_batches
@@ -101,19 +102,20 @@ class Speed:
 
 
 def bubble(ran: Sequence[float], waited: Sequence[float]) -> float:
-    """Share of a pipeline's time in which its ranks wait for messages, or are done.
+    """Return the fraction of a pipeline's time in which its ranks are idle: waiting for messages,
+    or finished before other ranks.
 
     Args:
-        ran: by rank, seconds from the first action of a step to the last. All ranks begin together,
-            as a step ends with a sum over them; the longest is the pipeline's time.
-        waited: by rank, seconds of these that it waited for messages.
+        ran: by rank, seconds from its first action in a step to its last. Ranks begin together,
+            since each step ends with an all-reduce; so the maximum is the pipeline's time.
+        waited: by rank, seconds within `ran` that it waited for messages.
     """
     busy = sum(ran) - sum(waited)
     return 1 - busy / (len(ran) * max(ran))
 
 
-class Window:
-    """Step times of one log interval, from its creation on."""
+class SpeedWindow:
+    """Collects the step times of one log interval, which begins when the object is created."""
 
     def __init__(self) -> None:
         self._began, self._left_out = time.perf_counter(), 0.0
@@ -121,30 +123,37 @@ class Window:
         self.waits: list[float] = []
         self.computes: list[float] = []
         self.pipeline: list[tuple[float, float]] = []
-        """`Pipeline.seconds` of each step."""
+        """`Pipeline.seconds` of each step: (seconds of running, seconds of waiting)."""
         self.tokens = 0
 
     def add(self, seconds: float, data_wait: float, compute: float, tokens: int) -> None:
-        """Add one step: its seconds, seconds of waiting for data, mean seconds of a forward pass on
-        this rank, and target tokens."""
+        """Add one step.
+
+        Args:
+            seconds: duration of the step.
+            data_wait: seconds of waiting for data in it.
+            compute: mean seconds of a forward pass on this rank.
+            tokens: target tokens of the global batch.
+        """
         self.seconds.append(seconds)
         self.waits.append(data_wait)
         self.computes.append(compute)
         self.tokens += tokens
 
     def leave_out(self, seconds: float) -> None:
-        """Exclude seconds that are no training, such as warm-up or validation."""
+        """Exclude seconds without training, such as warm-up or validation, from the speed."""
         self._left_out += seconds
 
     @property
     def elapsed(self) -> float:
-        """Seconds of the steps so far, including logs and checkpoints between them."""
+        """Seconds since the interval began, without those left out. Includes logging and saving."""
         return time.perf_counter() - self._began - self._left_out
 
     def summary(
         self, world_size: int, flops_per_token: float | None, peak: float | None
     ) -> dict[str, float]:
-        """Speed over the interval; {} without steps."""
+        """Return the speed over the interval, by the names in docs/metrics.md; {} without steps.
+        `peak`: FLOP/s of one device."""
         if not self.seconds:
             return {}
         elapsed = self.elapsed
@@ -163,8 +172,8 @@ class Window:
         return record
 
 
-def step_record(run: Run, result: StepResult, window: Window) -> dict[str, float]:
-    """The values of a log interval for metrics.jsonl and the trackers."""
+def step_record(run: Run, result: StepResult, window: SpeedWindow) -> dict[str, float]:
+    """Return the record of a log interval for metrics.jsonl and the trackers."""
     recipe, progress, device = run.recipe, run.progress, run.world.device
     peak = peak_flops(recipe, device)
     values = {
@@ -189,7 +198,7 @@ def step_record(run: Run, result: StepResult, window: Window) -> dict[str, float
 
 
 def peak_flops(recipe: Recipe, device: torch.device) -> float | None:
-    """Peak FLOP/s of one device, or None where it is not known."""
+    """Return the peak FLOP/s of one device; None if it is not known."""
     if recipe.tracking.peak_tflops:
         return recipe.tracking.peak_tflops * 1e12
     if device.type != "cuda":
@@ -199,12 +208,11 @@ def peak_flops(recipe: Recipe, device: torch.device) -> float | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most memory that this process has held, in bytes: GPU memory reserved, or resident set on a
-    CPU."""
+    """Return the peak memory of this process in bytes: reserved GPU memory, or on a CPU the
+    resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     for line in Path("/proc/self/status").read_text().splitlines():
-        # The peak of the resident set, in KiB.
-        if line.startswith("VmHWM:"):
+        if line.startswith("VmHWM:"):  # in KiB
             return int(line.split()[1]) * 1024
     return 0

@@ -1,4 +1,4 @@
-"""`Run`: all that the loop passes to the functions it calls, and `Progress`, which steps change."""
+"""`Run`: what the training loop passes to its functions. `Progress`: the part that steps change."""
 
 import math
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from trainer.parallel.mesh import Mesh
 from trainer.parallel.parallel_model import ParallelModel
 from trainer.recipe import Recipe
 from trainer.recipe.sections import RunSection
-from trainer.run.means import Names
+from trainer.run.means import ScalarNames
 from trainer.run.metrics import Log, Startup
 from trainer.tasks.task import Task
 
@@ -28,52 +28,49 @@ if TYPE_CHECKING:
 
 @dataclass
 class Progress:
-    """All state of a run besides tensors that lasts from step to step and from attempt to attempt;
-    saved in each checkpoint."""
+    """All state of a run besides tensors; part of each checkpoint."""
 
     step: int = 0
-    """Optimizer steps done, skipped ones included."""
+    """Optimizer steps done, including skipped steps."""
     sequences: int = 0
     """Sequences of the global order consumed so far."""
     tokens: int = 0
-    """Target tokens consumed; in chats only those that are trained."""
+    """Target tokens consumed; of chats only the tokens that are trained."""
     skipped: int = 0
-    """Steps that left the weights unchanged: NaN, infinity, or an fp16 overflow."""
+    """Steps that left the weights unchanged because of NaN, infinity, or an fp16 overflow."""
     skipped_in_row: int = 0
     rollbacks: int = 0
-    """Times that weights and optimizer state went back to those of a checkpoint."""
+    """Number of roll-backs of weights and optimizer state to a checkpoint."""
     loss_scale: LossScale = field(default_factory=lambda: LossScale(1.0))
     validation_loss: float | None = None
-    """Loss of the newest validation pass."""
+    """Loss of the last validation pass."""
     validated: int = 0
-    """Step of the newest validation pass."""
+    """Step of the last validation pass."""
     best_loss: float | None = None
     """Lowest validation loss so far."""
     best_step: int = 0
-    """Step of the first pass with `best_loss`."""
+    """Step of the first validation pass that had `best_loss`."""
     passes_since_best: int = 0
     """Validation passes after `best_step`."""
     attempt: str = ""
-    """Attempt that computed this state, as the ledger names it; "" if unknown."""
+    """Name in the ledger of the attempt that computed this state; "" if unknown."""
     init_from: str | None = ""
-    """Digest of the initial weights, see identity.py; "" if they were drawn, None in checkpoints
-    older than this field."""
+    """Digest of the initial weights, see identity.py; "": they were random; None: unknown, in a
+    checkpoint older than this field."""
 
     def lacks_pass(self, options: RunSection) -> bool:
-        """Whether a validation pass that `run.stop_after` counts is missing for the step just done:
-        a leaving node kept the ranks from running it before the save."""
+        """Return whether the validation pass of this step is missing that `run.stop_after` needs:
+        ranks skip it when a node leaves, and save without it."""
         due = self.step and options.stop_after and self.step % options.evaluate_every == 0
         return bool(due) and self.step < options.steps and self.validated != self.step
 
     def judge(self, loss: float | None) -> None:
-        """Record the validation loss of the step just done, None or NaN if it was not finite, and
-        update the best loss."""
+        """Record the validation loss of this step, and update the best loss. A loss that is not
+        finite is None or NaN, and counts as no improvement."""
         self.validation_loss, self.validated = loss, self.step
-        # Before the comparison, which resets it; a loss that is not finite counts as no
-        # improvement.
         self.passes_since_best += 1
         lowest = math.inf if self.best_loss is None else self.best_loss
-        # False for NaN and infinity.
+        # The comparison is false for NaN and infinity.
         if loss is not None and -math.inf < loss < lowest:
             self.best_loss, self.best_step, self.passes_since_best = loss, self.step, 0
 
@@ -91,23 +88,23 @@ class TrainingProcess:
     startup: Startup
     """Times of the present attempt's start."""
     run: "Run | None" = None
-    """The run of the last attempt; None in a new process, and while a run is being built."""
+    """The run of the last attempt; None in a new process, and while the next run is built."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run from one rank's view, from a start or restart to its end."""
+    """One attempt of a run on one rank, from a start or restart to its end."""
 
     written: Recipe
-    """The recipe before values were resolved for this world."""
+    """The user's recipe, before values were computed for this world."""
     recipe: Recipe
-    """`written` with every value resolved: `batch.micro_batch` is a number, and `run.steps` is
-    computed from `run.epochs`."""
+    """`written` with a number for `batch.micro_batch: auto`, and with `run.steps` computed from
+    `run.epochs`."""
     task: Task
     world: World
     mesh: Mesh
     plan: BatchPlan
-    """With equal shares; see `plan_at`."""
+    """The division of global batches into equal shares; `plan_at` returns the plan in force."""
     model: ParallelModel
     optimizer: torch.optim.Optimizer
     rate: Rate
@@ -115,34 +112,36 @@ class Run:
     progress: Progress
     checkpointer: TensorCheckpointer
     start: StartLine
-    """The ledger's line about the start of this attempt."""
+    """The line in the ledger about the start of this attempt."""
     log: Log
     pulse: Pulse
     recall: RecallSocket
     unchecked: frozenset[str] = frozenset()
-    """Names in `model.tensors` that held NaN or infinity at the start of this attempt, and may."""
-    trained: Names = field(default_factory=Names)
+    """Names in `model.tensors` that held NaN or infinity at the start of this attempt; checks skip
+    them."""
+    trained: ScalarNames = field(default_factory=ScalarNames)
     """Names of the scalars that the model returns in training."""
-    validated: Names = field(default_factory=Names)
-    """Names of the scalars that it returns in validation."""
+    validated: ScalarNames = field(default_factory=ScalarNames)
+    """Names of the scalars that the model returns in validation."""
     balance: "SpeedShares | None" = None
-    """The plans of `batch.balance: speed`; None: `plan` holds throughout."""
+    """Changes shares for `batch.balance: speed`; None: `plan` is always in force."""
     witness: "Witness | None" = None
-    """Compares gradients of ranks; None: nobody does."""
+    """Compares gradients between ranks; None: the recipe does not ask for it."""
 
     def plan_at(self, sequences: int) -> BatchPlan:
-        """The plan of the global batch that begins at a sequence of the global order."""
+        """Return the plan of the global batch that begins at a sequence of the global order."""
         return self.balance.plan_at(sequences) if self.balance else self.plan
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
-        """This rank's passes of the step under way."""
+        """This rank's micro-batches in the present step."""
         sequences = self.progress.sequences
         return list(self.plan_at(sequences).micro_batches(self.mesh.dp_rank, sequences))
 
     @property
     def passes(self) -> Iterator[int]:
-        """Number of this rank's passes in each step, endlessly from the one under way on."""
+        """Yield, without end, the number of this rank's micro-batches in the present step and in
+        each step after it."""
         sequences = self.progress.sequences
         while True:
             yield self.plan_at(sequences).passes_of(self.mesh.dp_rank)
@@ -150,12 +149,12 @@ class Run:
 
     @property
     def first_step(self) -> bool:
-        """Whether the step under way, or just begun, is the first of this attempt."""
+        """Whether the present step is the first of this attempt."""
         return self.progress.step == self.start.step
 
     @property
     def done(self) -> bool:
-        """Whether the step just done is the last."""
+        """Whether no step follows: `run.steps` is reached, or `run.stop_after` ends the run."""
         return self.progress.step >= self.recipe.run.steps or bool(self.stopped_early)
 
     @property
@@ -173,12 +172,12 @@ class Run:
         )
 
     def may_end_with(self, step: int) -> bool:
-        """Whether `step`, not validated yet, may be the last."""
+        """Return whether `step` may be the last one, depending on its validation."""
         options, passes = self.recipe.run, self.progress.passes_since_best + 1
         decides = options.stop_after and step % options.evaluate_every == 0
         return step >= options.steps or bool(decides and passes >= options.stop_after)
 
     def due(self, every: int) -> bool:
-        """Whether an action that happens every `every` steps (0: never), and after the last, is
-        due."""
+        """Return whether an action is due that is taken every `every` steps (0: never) and after
+        the last step."""
         return self.done or (every > 0 and self.progress.step % every == 0)

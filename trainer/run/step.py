@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward over a global batch, the check of loss and gradients,
+"""One optimizer step: forward and backward over a global batch, checks of loss and gradients, and
 the update."""
 
 import math
@@ -25,11 +25,11 @@ from trainer.parallel.clock import mark, reached, seconds_between
 from trainer.parallel.passes import COUNT, ForwardPass
 from trainer.recipe.seeds import stable_seed
 from trainer.recipe.strategies import exact
-from trainer.run.guard import Verdict, judge_step, judge_weights
+from trainer.run.guard import StepVerdict, judge_step, judge_weights
 from trainer.run.state import Run
 
 if TYPE_CHECKING:
-    from trainer.run.witness import Comparison
+    from trainer.run.witness import GradientComparison
 
 NAME_BYTES = 256
 """Longest tensor name that a rank sends to the others, in bytes."""
@@ -37,29 +37,30 @@ NAME_BYTES = 256
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one optimizer step. Equal on all ranks, except for the times (seconds)."""
+    """The result of one optimizer step. Equal on all ranks, except for times, which are seconds."""
 
     loss: float
-    """Mean over the target tokens of the global batch."""
+    """Mean loss over the target tokens of the global batch."""
     means: Mapping[str, float]
-    """Means of the other scalars that the model returned, weighted like the loss."""
+    """Means of the other scalars that the model returned, weighted as the loss is."""
     grad_norm: float
     """Norm of the whole gradient before clipping."""
     lr: float
-    verdict: Verdict
+    verdict: StepVerdict
     seconds: float
     data_wait: float
     compute: float
-    """Mean time of this rank's forward passes."""
+    """Mean seconds of this rank's forward passes."""
     save: bool
     """Whether rank 0 requests a save after this step."""
     pause: float
-    """Sum of `Pulse.pause_request` over the ranks; not 0: all ranks end after this step."""
+    """Sum of `Pulse.pause_request` over the ranks. Unless it is 0, all ranks end after this
+    step."""
     mute: int
     """Number of ranks whose agent dropped output (`Pulse.mute`)."""
     consumed: str | None
-    """Digest of the samples that all ranks read, 16 hexadecimal digits, see
-    `TokenStream.fetch_with_digest`; None without digests."""
+    """Digest of the samples that all ranks read, 16 hexadecimal digits; None if the data has no
+    digests. See `TokenStream.fetch_with_digest`."""
 
     @property
     def skipped(self) -> str:
@@ -74,24 +75,26 @@ class StepResult:
 
 
 class Inputs:
-    """The micro-batches of this rank, fetched one step at a time.
+    """Fetches the micro-batches of this rank, one step at a time.
 
     On a GPU the micro-batches of the next step are fetched while the GPU computes this step. Only
-    the part of fetching that goes on after the GPU is done counts as waiting.
+    fetching after the GPU has finished counts as waiting.
+
+    Args:
+        batches: all micro-batches of this rank, in order.
+        passes: number of micro-batches in each step.
     """
 
     def __init__(self, batches: Iterator[dict[str, torch.Tensor]], passes: Iterator[int]) -> None:
-        """`passes`: number of micro-batches of each step."""
         self._batches, self._passes = batches, passes
         self._ahead: list[dict[str, torch.Tensor]] | Exception | None = None
         self._seconds = 0.0
 
     def take(self) -> tuple[list[dict[str, torch.Tensor]], float]:
-        """Return the micro-batches of the next step, and the seconds that the step waited for
-        them.
+        """Return the micro-batches of the next step, and the seconds that the step waited for them.
 
         Raises:
-            Exception: fetching failed, now or in `fetch`.
+            Exception: the error with which fetching failed, now or earlier in `fetch`.
         """
         if self._ahead is None:
             began = time.perf_counter()
@@ -103,8 +106,8 @@ class Inputs:
         return ahead, self._seconds
 
     def fetch(self, computed: Any) -> None:
-        """Fetch the micro-batches of the next step while the device computes. Time after the device
-        has reached the mark `computed`, the end of this step's work, counts as waiting."""
+        """Fetch the micro-batches of the next step while the device computes. `computed` marks the
+        end of this step's work on the device; fetching after that counts as waiting."""
         ahead, self._seconds = [], 0.0
         try:
             for _ in range(next(self._passes)):
@@ -112,7 +115,7 @@ class Inputs:
                 ahead.append(next(self._batches))
                 self._seconds += late * (time.perf_counter() - began)
             self._ahead = ahead
-        except Exception as error:  # raised by `take`: the step under way can still complete
+        except Exception as error:  # raised later by `take`, so that this step can complete
             self._ahead = error
 
 
@@ -126,7 +129,8 @@ def train_step(run: Run, source: Inputs) -> StepResult:
     digest = consumed(inputs, run.micro_batches, run.mesh.witness)
     outcome = undisputed_gradients(run, inputs, digest, source)
     note = spoiled = ""
-    overflow = progress.loss_scale.value > 1 and math.isfinite(outcome.loss)  # usual with fp16
+    # With fp16 an overflow of the gradients is normal, and no reason to search for NaN.
+    overflow = progress.loss_scale.value > 1 and math.isfinite(outcome.loss)
     if outcome.spoiled or not (outcome.good or overflow):
         spoiled = not_finite_anywhere(run)
     if not outcome.good and not spoiled and progress.loss_scale.value == 1:
@@ -154,14 +158,13 @@ def train_step(run: Run, source: Inputs) -> StepResult:
         clip = options.clip_norm and options.clip_norm < outcome.norm
         factor = (options.clip_norm / outcome.norm if clip else 1.0) * outcome.undivided / scale
         set_rate(optimizer, lr)
-        # a user's may draw numbers: the same on all replicas, and after a resume
+        # A user's optimizer may draw random numbers, which replicas and resumed runs must share.
         if options.factory:
             seed_generators(stable_seed(recipe.run.seed, "update", step), run.world.device)
         seed = stable_seed(recipe.run.seed, "rounding", step)
         update(optimizer, model.portions(optimizer), factor, seed)
         model.publish_weights()
-        # A save reports NaN in what it copied to the next step, and after the last step there is
-        # none.
+        # The next step learns of NaN in a saved state; after the last step no step follows.
         last = run.may_end_with(step) or outcome.pause > 0
         if last and (spoiled := not_finite_anywhere(run)):
             verdict = judge_weights(step, True, spoiled)
@@ -181,8 +184,8 @@ def train_step(run: Run, source: Inputs) -> StepResult:
 def consumed(
     inputs: Sequence[dict[str, Any]], micro_batches: Iterable[MicroBatch], witness: int
 ) -> tuple[int, int] | None:
-    """Remove the digests from the inputs of a step, and sum those of real micro-batches, times
-    `Mesh.witness`; None without digests."""
+    """Remove the digests of samples from the inputs of a step, and return their sum over
+    micro-batches that are real, multiplied by `Mesh.witness`; None if there are no digests."""
     samples = contents = 0
     for batch, micro_batch in zip(inputs, micro_batches, strict=True):
         if CONSUMED not in batch:
@@ -195,29 +198,29 @@ def consumed(
 
 @dataclass(frozen=True)
 class Gradients:
-    """Result of forward and backward over one global batch; the gradients themselves are in the
+    """Result of forward and backward over one global batch, besides the gradients, which are in the
     model. Equal on all ranks, except for `local_loss` and `compute`."""
 
     loss: float
     means: Mapping[str, float]
     norm: float
-    """Norm of the whole gradient that the optimizer sees."""
+    """Norm of the whole gradient, with all factors applied."""
     undivided: float
-    """Factor left to apply to the gradients: usual count / actual count."""
+    """Factor still to be applied to the gradients: usual count / actual count."""
     counted: int
-    """Labels or samples over which the means of all ranks together were taken."""
+    """Labels or samples that the loss of the global batch is the mean of."""
     save: bool
     pause: float
     mute: int
     spoiled: bool
-    """Whether a save on some rank has copied NaN or infinity since the last check."""
+    """Whether a save on some rank found NaN or infinity in the state since the last check."""
     consumed: str
     local_loss: torch.Tensor
     """This rank's part of the loss."""
     compute: float
     """Mean seconds of this rank's forward passes. Backward passes also wait for other ranks."""
-    dispute: "Comparison | None" = None
-    """What ranks computed of the same micro-batches, if that differs; see witness.py."""
+    dispute: "GradientComparison | None" = None
+    """Digests of two ranks' gradients of one micro-batch, if they differ; see witness.py."""
 
     @property
     def good(self) -> bool:
@@ -231,9 +234,9 @@ def undisputed_gradients(
     digest: tuple[int, int] | None,
     upcoming: Inputs | None = None,
 ) -> Gradients:
-    """`gradients`, computed again while ranks find different ones of one micro-batch."""
+    """Call `gradients`, again and again while two ranks compute different ones of a micro-batch."""
     outcome = gradients(run, inputs, digest, upcoming)
-    while run.witness and outcome.dispute:  # ends: a rank that is contradicted twice leaves
+    while run.witness and outcome.dispute:  # `settle` raises once a rank is contradicted twice
         run.witness.settle(run, outcome.dispute)
         run.model.zero_gradients()
         outcome = gradients(run, inputs, digest)
@@ -246,21 +249,20 @@ def gradients(
     digest: tuple[int, int] | None,
     upcoming: Inputs | None = None,
 ) -> Gradients:
-    """Compute forward and backward over one global batch. On all ranks.
+    """Compute forward and backward over one global batch; leaves the gradients in the model. On all
+    ranks.
 
     Args:
-        run: its model receives the gradients.
         inputs: the micro-batches of this rank.
-        digest: see `consumed`.
-        upcoming: source of the next step's micro-batches, fetched meanwhile on a GPU.
+        digest: result of `consumed`, to be summed over the ranks.
+        upcoming: fetches the next step's micro-batches meanwhile on a GPU.
     """
     recipe, mesh, device = run.recipe, run.mesh, run.world.device
     model, progress, pulse = run.model, run.progress, run.pulse
     step, marks = progress.step + 1, []
-    # The loss is a sum over the global batch divided by the number of counted labels, which is
-    # known only after all ranks have counted. So each loss is divided by the usual count here, and
-    # the gradients are corrected by usual / actual when they are read. Without masked labels the
-    # two counts are equal.
+    # The loss is a sum over the global batch divided by the number of labels. All ranks together
+    # know that number only at the end of the step, if labels are masked. So losses are divided by
+    # the number without masking here, and gradients are multiplied by usual / actual later.
     usual = usual_count(run)
     # float64: the losses join one all-reduce with digests below 2**32, which float32 would round.
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -283,8 +285,6 @@ def gradients(
             parts = [snap_loss(mean * (count / usual)) for mean in ordered]
             recorded = list(map(torch.add, recorded, parts)) if recorded else parts
 
-    # One small all-reduce gives every rank the loss, the squared gradient norm, all counts and
-    # digests, and the requests of any rank to save, pause, mute or check weights for NaN.
     if upcoming and device.type == "cuda" and step < recipe.run.steps and not pulse.pause_request:
         computed = mark(device)
         pulse.report(step, "fetch")
@@ -292,30 +292,31 @@ def gradients(
     model.collect_gradients()
     pulse.report(step, "reduce")
     names = run.trained.agree(model.beside_loss, mesh.group)
-    # Pipeline ranks without the last stage have recorded nothing.
+    # Only the last pipeline stage has scalars.
     recorded = recorded or [torch.zeros_like(loss_sum)] * len(names)
     if exact.used(recipe):
         squares = square_sums(model.counted, device)
     else:
         squares = square_sum(model.counted, mesh.holders).to(device)
     sums = [part.reshape(1) for part in (loss_sum, *recorded)]
-    # Ranks that compute one share together have equal sums: only the first of them adds its own.
+    # Ranks that compute one share together have equal sums, of which only the first is added.
     if not mesh.counts:
         sums, counted = [torch.zeros_like(part) for part in sums], 0.0
     requests = pulse.wants_save, pulse.pause_request, pulse.mute, bool(run.checkpointer.not_finite)
     compared = [comparison.word()] if comparison else []
     values = (counted, *requests, *(digest or (0, 0)), *compared)
-    flags = [  # filled on the device: a copy from the host would wait for all launched kernels
+    # Filled on the device, because a copy from the host would wait for all launched kernels.
+    flags = [
         value.reshape(1) if isinstance(value, torch.Tensor) else loss_sum.new_full((1,), value)
         for value in values
     ]
-    paces = run.balance.word(loss_sum) if run.balance else []
+    paces = run.balance.to_sum(loss_sum) if run.balance else []
     word = torch.cat([*sums, squares, *flags, *paces])
-    # A single one: each collective costs a round trip between all ranks.
+    # One all-reduce for all values, because each collective costs a round trip between all ranks.
     dist.all_reduce(word, group=mesh.group)
     if isinstance(run.optimizer, MethodOptimizer) and not model.file:
-        run.optimizer.gather()  # while the GPU still computes, so it costs no time
-    mean_loss, *rest = run.balance.hear(received(word)) if run.balance else received(word)
+        run.optimizer.gather()  # here it costs no time, because the GPU still computes
+    mean_loss, *rest = run.balance.take_from_sum(received(word)) if run.balance else received(word)
     dispute = None
     if run.witness and comparison:
         dispute = run.witness.disputed(comparison, step, int(rest.pop()))
@@ -325,7 +326,7 @@ def gradients(
     # Sums of digests below 2**32 are exact in float64.
     digests = f"{int(samples) & MASK:08x}{int(contents) & MASK:08x}"
     undivided = usual / count_sum if count_sum else 1.0
-    # The gradients still have the loss scale.
+    # The gradients are still multiplied by the loss scale.
     norm = sum(square_parts) ** 0.5 * undivided / progress.loss_scale.value
     compute = sum(seconds_between(*pair) for pair in marks) / len(micro_batches)
     other_means = {name: undivided * value for name, value in zip(names, rest, strict=False)}
@@ -336,7 +337,7 @@ def gradients(
 
 
 def usual_count(run: Run) -> float:
-    """Labels or samples that a global batch counts, unless some are masked."""
+    """Return the number of labels (or samples) of a global batch if none is masked."""
     return run.plan.global_batch * run.task.usual_count
 
 
@@ -360,7 +361,7 @@ def compute_pass(
     """Call the model for a micro-batch, whose inputs are `batch`, and let backward begin at its
     share of the loss."""
     device = run.world.device
-    # each pass anew: the watchdog's limit is for one pass
+    # Reported for each pass, because the watchdog's time limit is for one pass.
     run.pulse.report(run.progress.step + 1, "step")
     on_device = {
         key: tensor.to(device, non_blocking=True) for key, tensor in batch.items() if key != COUNTED
@@ -386,18 +387,19 @@ def compute_pass(
 
 def seed_generators(seed: int, device: torch.device) -> None:
     """Seed the default generators of the host and of this rank's device."""
-    # torch.manual_seed gives the same numbers, but seeds all GPUs of the node, and without a GPU in
-    # use it formats a stack trace: hundreds of times slower.
+    # torch.manual_seed has the same effect, but is hundreds of times slower: it seeds all GPUs of
+    # the node, and formats a stack trace where CUDA is not initialized.
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
 
 
 def rerun(run: Run, first: Gradients, second: Gradients) -> tuple[Gradients, str]:
-    """Choose between two computations of one step from the same weights and data, the first of
-    which was not finite. A difference between them is a fault of the machine, not of data or model.
+    """Compare two computations of one step, the first of which was not finite. Weights and data
+    were the same, so a difference is a fault of a machine. On all ranks.
 
-    Returns the result to continue with, and a sentence for the log. On all ranks.
+    Returns:
+        The second result, and a sentence for the log.
     """
     if not second.good:
         return second, "computed twice with the same result, so data or model"
@@ -407,8 +409,8 @@ def rerun(run: Run, first: Gradients, second: Gradients) -> tuple[Gradients, str
 
 
 def ranks_with(run: Run, seen: bool) -> list[int]:
-    """Ranks where `seen` is true, and all ranks that compute a share of the batch together with one
-    of them, since its loss comes from all of them. On all ranks."""
+    """Return the ranks where `seen` is true, with all ranks that compute a share of the batch
+    together with them: the loss of a share comes from all of these. On all ranks."""
     device = run.world.device
     mine = torch.tensor(2.0 * run.mesh.dp_rank + seen, dtype=torch.float64, device=device)
     values = [torch.zeros_like(mine) for _ in range(run.world.world_size)]
@@ -419,14 +421,14 @@ def ranks_with(run: Run, seen: bool) -> list[int]:
 
 
 def not_finite_anywhere(run: Run) -> str:
-    """Name the weights and optimizer state that hold NaN or infinity, and the ranks; "" if all are
-    finite. On all ranks. It reads every number, so it is only for steps that went wrong, and the
+    """Return a message that names a tensor of the state with NaN or infinity, and the ranks; "" if
+    all are finite. On all ranks. Reads all state, so it is used only after failed steps and the
     last."""
     model, device = run.model, run.world.device
     held = {name: x for name, x in model.tensors.items() if name not in run.unchecked}
     bad = tensors_not_finite({**held, **model.state_of(run.optimizer)})
     run.checkpointer.not_finite = ""  # this check covers all saves so far
-    # Fixed length, as all-gather wants it; object collectives would unpickle other ranks' bytes.
+    # Names are sent in a fixed length: object collectives would unpickle other ranks' bytes.
     word = torch.zeros(NAME_BYTES, dtype=torch.uint8, device=device)
     if bad:
         name = bad[0].encode()[:NAME_BYTES]
@@ -440,19 +442,18 @@ def not_finite_anywhere(run: Run) -> str:
     return f"NaN or infinity in {printable(names[ranks[0]])} on rank {', '.join(map(str, ranks))}"
 
 
-def judge(run: Run, outcome: Gradients, note: str) -> Verdict:
+def judge(run: Run, outcome: Gradients, note: str) -> StepVerdict:
     """Decide to keep or skip a step, or to stop; update the counters and the loss scale in
-    `run.progress`. On all ranks.
-
-    `note` describes a step that was computed twice.
-    """
+    `run.progress`. On all ranks. `note`: result of `rerun`, for the log."""
     recipe, progress = run.recipe, run.progress
     step = progress.step + 1
     if math.isfinite(outcome.loss) and not outcome.good and progress.loss_scale.value > 1:
         scale, progress.loss_scale = progress.loss_scale, progress.loss_scale.after_overflow()
         progress.skipped += 1
-        return Verdict("skip", f"step {step}: fp16 overflow at loss scale {scale.value:g}; halved")
-    # All ranks have the same loss and norm, so all of them enter this collective.
+        return StepVerdict(
+            "skip", f"step {step}: fp16 overflow at loss scale {scale.value:g}; halved"
+        )
+    # Loss and norm are equal on all ranks, so all enter this collective or none.
     bad_ranks = [] if outcome.good else ranks_with(run, not math.isfinite(outcome.local_loss))
     limit = recipe.elastic.max_skipped_steps
     verdict = judge_step(

@@ -1,12 +1,13 @@
-"""Slow ranks: compute times of all ranks per window → sentences. Pure.
+"""Finds slow ranks by comparing the compute times of all ranks per log interval. Pure.
 
-A slow rank does not fail, it makes all others wait. Only time without waits for others shows it:
-the forward pass, as a backward pass ends when the gradients of all ranks are summed. FSDP also
-waits for peers inside the forward pass. Where parameters are sharded over all ranks, a straggler
-shows only in what it does outside of these waits.
+A slow rank does not fail, but makes all others wait. Only times without such waits show it: those
+of forward passes, because a backward pass ends when the gradients of all ranks are summed. FSDP
+waits for other ranks in forward passes too, so there a slow rank shows only in its time between
+waits.
 
-Ranks with uneven shares are no stragglers. A pass has a fixed cost and a cost per sequence: more
-sequences take longer, fewer take longer each. A rank is slow only if it is so by both counts.
+Ranks with unequal shares of the batch must not look slow. A pass has a fixed cost and a cost per
+sequence, so small shares take less time, but more per sequence. A rank counts as slow only if it is
+slow both per pass and per sequence.
 """
 
 from collections.abc import Sequence
@@ -14,47 +15,48 @@ from dataclasses import dataclass
 from statistics import median_low
 
 SLOWER = 1.3
-"""Factor over the median that deserves a message."""
+"""A slow rank takes at least this many times the median."""
 ODD = 3.5
-"""Robust z above which a value is an outlier (Iglewicz and Hoaglin, 1993)."""
+"""Modified z-score above which a value is an outlier (Iglewicz and Hoaglin, 1993)."""
 WINDOWS = 3
-"""Windows in a row after which a rank becomes a straggler, or stops being one."""
+"""Log intervals in a row after which a rank is called slow, or no longer called slow."""
 WEIGHT = 0.5
-"""Weight of the newest window in the moving average."""
+"""Weight of the newest log interval in the moving average."""
 
 
 @dataclass(frozen=True)
-class RankPace:
-    """State of the comparison after a window; the empty one is the initial state."""
+class StragglerState:
+    """State of the comparison of ranks after a log interval; the defaults are the initial state."""
 
     smoothed: tuple[float, ...] = ()
     """By rank, moving average of the seconds of a pass."""
     contrary: tuple[int, ...] = ()
-    """By rank, windows in a row that contradicted whether it is called slow."""
+    """By rank, number of log intervals in a row whose result disagrees with `named`."""
     named: frozenset[int] = frozenset()
     """Ranks that are called slow."""
 
 
 def compare_ranks(
-    pace: RankPace,
+    pace: StragglerState,
     seconds: Sequence[float],
     sequences: Sequence[float] | None = None,
     ranks: Sequence[int] | None = None,
-) -> tuple[RankPace, list[str]]:
-    """Judge one more window; every rank that calls it with the same values gets the same result.
+) -> tuple[StragglerState, list[str]]:
+    """Compare the ranks in one more log interval. A rank is called slow if it takes more than
+    SLOWER times the median and is an outlier, in the interval and in the moving average, for
+    WINDOWS intervals in a row. If the number of ranks changes, the comparison begins anew.
 
     Args:
-        pace: state after the window before.
-        seconds: by rank, compute time of a pass in this window, without waits for other ranks.
+        pace: the state after the last interval.
+        seconds: by rank, mean seconds of a pass in this interval, without waits for other ranks.
         sequences: by rank, mean number of sequences in a pass; None: all equal.
-        ranks: global ranks of the values, such as those of a pipeline stage; None: all, in order.
+        ranks: global ranks of the values, such as the ranks of a pipeline stage; None: 0, 1, ….
 
-    Returns the new pace, and a sentence for each rank that became slow or is no longer: slow is a
-    rank that is more than SLOWER times the median and an outlier, both in this window and in the
-    average, for WINDOWS windows in a row. A change of the number of ranks begins anew.
+    Returns:
+        The new state, and a sentence for each rank that became slow or is no longer slow.
     """
     if len(pace.smoothed) != len(seconds):
-        pace = RankPace(tuple(seconds), (0,) * len(seconds))
+        pace = StragglerState(tuple(seconds), (0,) * len(seconds))
     smoothed = tuple(
         WEIGHT * new + (1 - WEIGHT) * old for old, new in zip(pace.smoothed, seconds, strict=True)
     )
@@ -85,15 +87,15 @@ def compare_ranks(
                 "other processes, heat, or lowered clocks on its machine"
             )
     contrary = tuple(0 if rank in changed else count for rank, count in enumerate(contrary))
-    return RankPace(smoothed, contrary, pace.named ^ changed), sentences
+    return StragglerState(smoothed, contrary, pace.named ^ changed), sentences
 
 
 def outliers(seconds: Sequence[float]) -> set[int]:
-    """Ranks that are both much slower than the median and far from it, compared with the usual
-    spread."""
+    """Return the ranks above SLOWER times the median that are also outliers by their modified
+    z-score."""
     if not seconds:
         return set()
-    # The low median makes two ranks comparable: the slower is measured by the faster.
+    # The low median: of two ranks, the slower is compared with the faster.
     median = median_low(seconds)
     spread = median_low([abs(value - median) for value in seconds])
     # 0.6745 makes the median absolute deviation comparable to a standard deviation.

@@ -1,13 +1,14 @@
-"""Who writes the record of a run in a bucket. Imports no torch.
+"""Decides which process may write ledger and metrics of a run in a bucket. Imports no torch.
 
-[Note: terms] Each start of rank 0 claims the next number, its *term*: it creates
-RUN/terms/<number> on the condition that there is none. It puts lines under its own number only, so
-two processes never write one object. While it lives, it rewrites RUN/beats/<number> every
-BEAT_SECONDS. The next term is free at once for another process of the same job, and where the
-newest term was released or its launch was on this machine alone and is dead. Any other launch
-watches the beat for MISSED_BEATS of its own clock: it is refused if the beat changes. If that job
-claims another term meanwhile, it watches anew. So no two clocks are compared. A process that loses
-its term unnoticed does no harm: its lines stay its own, and it cannot commit a checkpoint.
+[Note: terms] Each start of rank 0 claims the next number, its *term*: it creates RUN/terms/<number>
+on the condition that the object does not exist. It stores lines under its own number only, so two
+processes never write one object. While it lives, it rewrites RUN/beats/<number>, its beat, every
+BEAT_SECONDS. The next term can be claimed at once by another process of the same job, or if the
+newest term was released, or if its launch ran on this machine only and is dead. Any other launch
+first watches the beat for MISSED_BEATS times BEAT_SECONDS. If the beat changes, the launch is
+refused; if the same job claims another term meanwhile, the launch watches that. So clocks of two
+machines are never compared. A process that lost its term without noticing does no harm: its lines
+have its own number, and it cannot commit a checkpoint.
 """
 
 import json
@@ -30,35 +31,36 @@ logger = logging.getLogger(__name__)
 TERMS, BEATS = "terms", "beats"
 BEAT_SECONDS = 5.0
 RELEASE_SECONDS = 5.0
-"""Longest wait for a beat under way."""
+"""Longest wait for a beat that is being written."""
 RELEASED = b"released"
 _MOST_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class TermHolder:
-    """Who has claimed a term."""
+    """The process that claimed a term. Stored as JSON in RUN/terms/<number>."""
 
     job: str
     """Identity of a launch: equal in all its processes, different in every other launch."""
     owner: str
-    """The process, see checkpointing/storage/ownership.py [Note: owner]."""
+    """Id of the process, see checkpointing/storage/ownership.py [Note: owner]."""
     launcher: str
-    """The process that starts ranks again as long as it lives; "" if several nodes do."""
+    """Id of the process that restarts ranks as long as it lives; "" if the job has several
+    nodes."""
     since: float
-    """Unix time."""
+    """Unix time of the claim."""
     token: str
-    """Random. Tells this term from one of the same number in a run that was deleted."""
+    """Random digits that distinguish this term from the term of a deleted run with its number."""
 
 
 def newest_term(run: ObjectPath) -> int:
-    """Returns the highest number that is claimed; 0 if none is."""
+    """Return the highest claimed term; 0 if none is."""
     names = (place.name for place in store_of(run).children(run / TERMS))
     return max((int(name) for name in names if re.fullmatch(r"\d{6,}", name)), default=0)
 
 
 def holder_of(run: ObjectPath, number: int) -> TermHolder | None:
-    """Returns who has claimed a term; None if nobody has, or the object is not readable as that."""
+    """Return the holder of a term; None if it is not claimed, or its object cannot be parsed."""
     try:
         data = store_of(run).read(_place(run, TERMS, number))
         holder = TermHolder(**json.loads(data[:_MOST_BYTES]))
@@ -74,35 +76,36 @@ def holder_of(run: ObjectPath, number: int) -> TermHolder | None:
 
 
 class Term:
-    """This process's hold on a run, from `claim` until `release` or `stop`."""
+    """A claimed term of this process. A thread writes its beat until `release` or `stop`."""
 
     def __init__(
         self, run: ObjectPath, number: int, own: TermHolder, before: TermHolder | None
     ) -> None:
         self.number, self.token = number, own.token
         self.before = before
-        """Who held the term before; None if nobody did, or it is not known."""
+        """Holder of the term before this one; None if there was none, or it is not known."""
         self._run, self._own = run, own
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="perdure-term", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Beat no more. Another process of the job takes over, or a launch after MISSED_BEATS."""
+        """Stop the beat. Another process of the job can claim the run at once, another launch after
+        MISSED_BEATS."""
         self._end.set()
 
     def release(self) -> None:
-        """Leave the run to the next launch at once."""
+        """Stop the beat, and let any launch claim the run at once."""
         self._end.set()
         self._thread.join(RELEASE_SECONDS)
-        with suppress(CheckpointError, OSError):  # then the next launch waits
+        with suppress(CheckpointError, OSError):  # without this, the next launch waits a little
             store_of(self._run).write(_place(self._run, BEATS, self.number), RELEASED)
 
     def _renew(self) -> None:
-        """Beat until another process has claimed the next term."""
+        """Write the beat until another process has claimed the next term."""
         store, count = store_of(self._run), 0
         while not self._end.is_set():
-            with suppress(CheckpointError, OSError):  # the store may be away for a moment
+            with suppress(CheckpointError, OSError):  # the store may be unreachable for a moment
                 if (newest := newest_term(self._run)) > self.number:
                     holder = holder_of(self._run, newest)
                     if holder and holder.job != self._own.job:
@@ -117,13 +120,13 @@ def claim(run: ObjectPath, job: str, launcher: str) -> Term:
     """Claim the next term of a run.
 
     Args:
-        run: in the bucket.
+        run: place of the run in the bucket.
         job: see `TermHolder`.
         launcher: see `TermHolder`.
 
     Raises:
-        OccupiedError: another launch trains there.
-        StorageError: the store does not answer, or does not obey conditions.
+        OccupiedError: another launch trains this run.
+        StorageError: the store does not answer, or ignores conditional writes.
     """
     own = TermHolder(job, owner(), launcher, time.time(), secrets.token_hex(8))
     while True:
@@ -145,7 +148,7 @@ def claim(run: ObjectPath, job: str, launcher: str) -> Term:
 def _wait_for_the_dead(
     run: ObjectPath, number: int, holder: TermHolder | None, own: TermHolder
 ) -> None:
-    """Return once no launch of another job holds a term, or raise."""
+    """Return once no other launch trains this run; raise OccupiedError if one does."""
     if holder and holder.job == own.job:
         return
     alive, beat = holder and is_alive(holder.launcher), _beat(run, number)
@@ -168,7 +171,7 @@ def _wait_for_the_dead(
 
 
 def _check_conditions(run: ObjectPath) -> None:
-    """Refuse a store that overwrites an object although it is told not to."""
+    """Refuse a store that overwrites an object despite If-None-Match."""
     store, probe = store_of(run), run / TERMS / f"probe-{secrets.token_hex(8)}"
     store.write_new(probe, b"first")
     try:
@@ -184,7 +187,7 @@ def _check_conditions(run: ObjectPath) -> None:
 
 
 def _beat(run: ObjectPath, number: int) -> bytes:
-    """Returns the beat of a term; empty before the first."""
+    """Return the contents of a term's beat; b"" before the first."""
     with suppress(FileNotFoundError):
         return store_of(run).read(_place(run, BEATS, number))
     return b""
@@ -198,7 +201,7 @@ def _occupied(run: ObjectPath, holder: TermHolder | None) -> OccupiedError:
 
 
 def _who(holder: TermHolder) -> str:
-    """The process of a holder, in words."""
+    """Describe the process that holds a term, for messages."""
     found = re.fullmatch(r"([\w.-]+)-[0-9a-f]{8}-(\d+)-\d+", holder.owner)
     name = f"process {found[2]} on {found[1]}" if found else "another process"
     since = ""

@@ -1,10 +1,11 @@
-"""Summarises Chrome traces of torch's profiler on one page: where the time of a step goes.
+"""Summarises Chrome traces of torch's profiler on one page: how a step's time is spent.
 
-Every moment of a step counts once. On a CPU it belongs to the first of these under way: waiting for
-data, the optimizer, an operator (compute), a collective (exposed communication); the rest is idle:
-Python, and untraced waits. On a GPU the device comes first: a kernel of the optimizer, another
-kernel or a copy, a collective; the host's work counts only while the device is idle. Delays by
-checkpoints are counted separately, as their share depends on how often there is one.
+Each moment of a step counts once, for one phase. On a CPU that is the first in this list that runs
+at the moment: waiting for data, the optimizer, an operator (compute), a collective (exposed
+communication), none (idle: Python, untraced waits). On a GPU the list is: a kernel of the
+optimizer, another kernel or a copy, a collective; the host's work counts only while the device is
+idle. Delays by checkpoints are counted separately, because their share depends on how often a run
+saves.
 """
 
 import gzip
@@ -20,7 +21,7 @@ from typing import Any
 from trainer.text import markdown
 
 DIRECTORY = "profile"
-"""Folder of the run directory: rank-00003.trace.json.gz and rank-00003.json are of rank 3."""
+"""Folder in the run directory with rank-00003.trace.json.gz and rank-00003.json for rank 3."""
 
 Spans = list[tuple[float, float]]
 """Disjoint sorted intervals, in microseconds."""
@@ -34,53 +35,54 @@ _GATHERS = (
     "c10d::allgather_into_tensor_coalesced_",
     "c10d::reduce_scatter_tensor_coalesced_",
 )
-"""Collectives with two arguments: the whole, and this rank's part."""
+"""Collectives with two tensor arguments: the whole tensor, and this rank's part."""
 _ALL_REDUCE = "c10d::allreduce_"
 _ITEMSIZES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "int": 4}
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 @dataclass(frozen=True)
-class Operator:
-    """An operator or a GPU kernel, with its own time, excluding operators that it calls."""
+class OperatorTime:
+    """Time of an operator or GPU kernel, excluding operators that it calls."""
 
     name: str
     calls: float
-    """Per step."""
+    """Calls per step."""
     seconds: float
-    """Per step."""
+    """Seconds per step."""
 
 
 @dataclass(frozen=True)
 class RankProfile:
-    """One rank's profiled steps."""
+    """Summary of one rank's trace."""
 
     rank: int
     steps: list[float]
-    """Seconds of each step, without checkpoints."""
+    """Seconds of each profiled step, without delays by checkpoints."""
     phases: dict[str, float]
     """Phase of PHASES → seconds over all steps."""
     communication: float
-    """Seconds over all steps with a collective under way, exposed or not."""
+    """Seconds over all steps in which a collective ran, exposed or not."""
     saves: int
-    """Checkpoints begun in these steps."""
+    """Checkpoints that began in these steps."""
     checkpoint: float
-    """Seconds for which these delayed the steps."""
-    operators: list[Operator]
-    """Sorted by time, longest first."""
+    """Seconds by which checkpoints delayed the steps."""
+    operators: list[OperatorTime]
+    """Operators (on a GPU: kernels), sorted by time, longest first."""
     collectives: dict[str, int]
-    """Name → calls in all steps."""
+    """Name of a collective → calls in all steps."""
     exchanged: int
-    """Bytes that this rank sent in all steps to gather and reduce-scatter, assuming rings, and in
-    messages to single ranks."""
+    """Bytes that this rank sent in all steps by all-gather and reduce-scatter, assuming ring
+    algorithms, and in point-to-point messages."""
     reduced_vectors: int
-    """Bytes of one-dimensional tensors all-reduced in all steps."""
+    """Bytes of one-dimensional tensors that were all-reduced in all steps."""
     reduced: int
-    """Bytes of all-reduced tensors with more dimensions."""
+    """Bytes of all other tensors that were all-reduced in all steps."""
     divided: int
-    """Bytes of tensors whose rows went to all ranks of a group, including this one."""
+    """Bytes of tensors that were sent by all-to-all in all steps, including this rank's own
+    rows."""
     allocated: int
-    """Most bytes of host memory held at once among those allocated in a step; 0 in a trace without
+    """Peak bytes of host memory that was allocated within a step; 0 in a trace without
     allocations."""
 
 
@@ -88,7 +90,7 @@ def read_trace(path: Path) -> RankProfile:
     """Summarise one rank's trace.
 
     Raises:
-        ValueError: it is no trace, or has no step.
+        ValueError: the file is not a trace, or has no step.
     """
     with gzip.open(path, "rt", encoding="utf-8") as file:
         trace = json.load(file)
@@ -101,7 +103,7 @@ def read_trace(path: Path) -> RankProfile:
     if not steps:
         raise ValueError(f"{path}: no step was traced")
     traced = merge(steps)
-    # Warm-up, and what follows the last step, belongs to no step.
+    # Events of the warm-up, and events after the last step, are left out.
     within = [event for event in events if steps[0][0] <= event["ts"] < steps[-1][1]]
     named: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for event in within:
@@ -112,7 +114,7 @@ def read_trace(path: Path) -> RankProfile:
     held = subtract(spans.get("checkpoint", []), busy)
     if on_gpu:
         order = {
-            # With offload the update runs on the host while the device is idle.
+            # With offload the optimizer runs on the host while the device is idle.
             "optimizer": merge(
                 intersect(spans.get("gpu optimizer", []), busy)
                 + subtract(spans.get("optimizer", []), busy)
@@ -174,8 +176,9 @@ def _phase(event: dict[str, Any]) -> str:
     return "compute" if name.startswith(_COMPUTE) else ""
 
 
-def _operators(events: Sequence[dict[str, Any]], steps: int, on_gpu: bool) -> list[Operator]:
-    """Operators by own time: on a CPU without the time of operators inside."""
+def _operators(events: Sequence[dict[str, Any]], steps: int, on_gpu: bool) -> list[OperatorTime]:
+    """Return operators (on a GPU: kernels), longest first. An operator's time excludes the
+    operators that it calls."""
     kinds = _KERNELS if on_gpu else ("cpu_op",)
     own: dict[str, float] = defaultdict(float)
     calls: Counter[str] = Counter()
@@ -192,14 +195,14 @@ def _operators(events: Sequence[dict[str, Any]], steps: int, on_gpu: bool) -> li
         calls[event["name"]] += 1
         stack.append((event["ts"] + event["dur"], event["name"]))
     shown = [name for name in own if on_gpu or name.startswith(_COMPUTE)]
-    operators = [Operator(name, calls[name] / steps, own[name] / steps / 1e6) for name in shown]
+    operators = [OperatorTime(name, calls[name] / steps, own[name] / steps / 1e6) for name in shown]
     return sorted(operators, key=lambda operator: -operator.seconds)
 
 
 def _messages(events: Sequence[dict[str, Any]]) -> list[tuple[str, int, list[int]]]:
-    """(name, dimensions of the first tensor, bytes of each tensor or list argument) of every
-    collective, if the trace has shapes."""
-    # An operator's entry lacks the dtypes of tensors in lists; the backend's entry has them.
+    """Return (name, number of dimensions of the first tensor, bytes of each tensor argument or list
+    of tensors) of every collective. Without shapes in the trace the list of bytes is empty."""
+    # Events of c10d lack the dtypes of tensors in lists; events of the backend have them.
     formats: dict[str, str] = {}
     for event in events:
         if event["name"].startswith(("gloo:", "nccl:")):
@@ -223,25 +226,26 @@ def _messages(events: Sequence[dict[str, Any]]) -> list[tuple[str, int, list[int
 
 
 def _tensors(event: dict[str, Any]) -> tuple[list[list[Any]], list[str]]:
-    """(dimensions, dtype) of a recorded function's arguments."""
+    """Return (shapes, dtypes) of the arguments of a traced operator."""
     arguments = event.get("args", {})
     return arguments.get("Input Dims", []), arguments.get("Input type", [])
 
 
 def _allocated(events: Iterable[dict[str, Any]], steps: Spans) -> int:
-    """Most bytes of host memory held at once among those allocated in a step."""
+    """Return the peak bytes of host memory that was allocated within a step."""
     changes = sorted(
         (event["ts"], event["args"]["Bytes"], event["args"]["Addr"])
         for event in events
         if event["name"] == "[memory]" and event["args"]["Device Type"] == 0
     )
-    # The profiler misses frees by gloo's threads. A reused address was freed; other memory may be
-    # counted too long, so the least of several steps is the most accurate.
+    # The profiler misses frees by gloo's threads. `_highest` infers them only where an address is
+    # reused. So each result may be too high, and the minimum over the steps is the most accurate.
     return min(_highest(change for change in changes if a <= change[0] <= b) for a, b in steps)
 
 
 def _highest(changes: Iterable[tuple[float, int, int]]) -> int:
-    """Highest level of sorted changes (time, bytes, address) that start at 0."""
+    """Return the peak of allocated bytes. `changes`: (time, bytes, address), sorted; frees have
+    negative bytes."""
     live: dict[int, int] = {}
     level = highest = 0
     for _, change, address in changes:
@@ -257,7 +261,7 @@ def _highest(changes: Iterable[tuple[float, int, int]]) -> int:
 
 
 def merge(intervals: Sequence[tuple[float, float]]) -> Spans:
-    """Union of intervals."""
+    """Return the union of intervals, which may overlap and need not be sorted."""
     merged: Spans = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -268,7 +272,7 @@ def merge(intervals: Sequence[tuple[float, float]]) -> Spans:
 
 
 def intersect(one: Spans, other: Spans) -> Spans:
-    """Intersection of two sets of spans."""
+    """Return the intersection of two sets of spans."""
     shared: Spans = []
     i = j = 0
     while i < len(one) and j < len(other):
@@ -283,7 +287,7 @@ def intersect(one: Spans, other: Spans) -> Spans:
 
 
 def subtract(one: Spans, other: Spans) -> Spans:
-    """The part of `one` outside of `other`."""
+    """Return the parts of `one` that are outside of `other`."""
     if not one:
         return []
     edges = [one[0][0], *(edge for span in other for edge in span), one[-1][1]]
@@ -292,7 +296,7 @@ def subtract(one: Spans, other: Spans) -> Spans:
 
 
 def length(spans: Spans) -> float:
-    """Total length."""
+    """Return the total length of spans, in microseconds."""
     return sum(end - begin for begin, end in spans)
 
 
@@ -302,12 +306,12 @@ def length(spans: Spans) -> float:
 def summary(
     profiles: Sequence[RankProfile], title: str, every: int | None = None, top: int = 12
 ) -> str:
-    """The page, as Markdown.
+    """Return the page as Markdown.
 
     Args:
-        profiles: of all ranks.
-        every: steps between checkpoints.
-        top: operators to show.
+        profiles: summaries of the traces of all ranks.
+        every: steps between checkpoints in the recipe; None: not known.
+        top: number of operators to list.
     """
     profiles = sorted(profiles, key=lambda profile: profile.rank)
     steps = [seconds for profile in profiles for seconds in profile.steps]

@@ -1,9 +1,10 @@
 """Runs sinks and hooks: `python -m trainer.run.trackers RUN_DIRECTORY KIND [module:function]`, each
 in a companion process of rank 0 (elastic/node/companion.py).
 
-A sink reads metrics.jsonl, a hook the ledger, while they grow; each records its position. So steps
-do not wait for them, they survive restarts of ranks, and a slow, failing or hanging one costs the
-run nothing. The successor of a killed one continues at its position.
+A tracker is such a process. For a sink it reads metrics.jsonl while it grows, for a hook the
+ledger, and records its position in a file. So steps never wait for a tracker, and a tracker that is
+slow, fails or hangs does not disturb the run. If it is killed, its successor continues at its
+position.
 """
 
 import json
@@ -30,11 +31,11 @@ from trainer.run.sinks import Prometheus, Sink, TensorBoard, WeightsAndBiases, o
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 LOOK_SECONDS = 0.5
 AGAIN_SECONDS, AGAIN_SECONDS_MOST = 5.0, 300.0
-"""Seconds before a tracker retries after a failure of a file or connection: at first, and at
-most."""
+"""Seconds before a tracker retries after a failure of a file or connection: the first wait, and the
+longest."""
 Tracker = tuple[Iterator[float], Callable[[], None]]
-"""An iterator over turns, each of which yields the position, and a function that closes the
-tracker."""
+"""An iterator that passes new records on at each `next` and yields the position; and a function
+that closes the sink."""
 SINKS: dict[str, Callable[[Path], Sink]] = {
     "wandb": WeightsAndBiases,
     "tensorboard": TensorBoard,
@@ -49,11 +50,12 @@ NAMES = {
 }
 
 
-class Tail:
-    """Reads records of a file that grows, or is replaced by one without its last records.
+class RecordTail:
+    """Reads records of a file that grows. A restart may replace the file by one that lacks the last
+    records.
 
     Args:
-        after: time of the last record that is known already.
+        after: `time` of the last record that was read earlier.
     """
 
     def __init__(self, path: Path, after: float) -> None:
@@ -61,10 +63,11 @@ class Tail:
         self._path, self._inode, self._offset = path, 0, 0
 
     def read(self) -> tuple[int | None, list[dict[str, Any]]]:
-        """(first step that comes again if the file was replaced, else None; new records)."""
+        """Return (first step that will come again if the file was replaced, else None; new
+        records)."""
         try:
             descriptor = open_to_read(self._path)
-        except OSError:  # missing yet, or no file of a run
+        except OSError:  # the file does not exist yet, or belongs to another user
             return None, []
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(file.fileno())
@@ -72,7 +75,7 @@ class Tail:
             self._inode, self._offset = status.st_ino, 0 if replaced else self._offset
             file.seek(self._offset)
             lines = file.read().splitlines(keepends=True)
-        if lines and not lines[-1].endswith(b"\n"):  # it is just being written
+        if lines and not lines[-1].endswith(b"\n"):  # still being written
             lines.pop()
         self._offset += sum(map(len, lines))
         records = [record for record in map(read_record, lines) if record]
@@ -83,14 +86,17 @@ class Tail:
 
 
 def to_sink(sink: Sink, run_dir: Path, after: float) -> Iterator[float]:
-    """Pass new records to a sink at each turn; yields the time of the last record that survives a
-    kill.
+    """Pass new records to a sink at each `next`; yields the `time` of the last record that would
+    survive a kill.
 
     Args:
-        after: time of the last record that the sink has.
+        after: `time` of the last record that the sink has stored.
     """
     kept, rewind = getattr(sink, "kept", None), getattr(sink, "rewind", None)
-    tail, standing = Tail(run_dir / METRICS, kept(after) if kept else after), LedgerSummary(run_dir)
+    tail, standing = (
+        RecordTail(run_dir / METRICS, kept(after) if kept else after),
+        LedgerSummary(run_dir),
+    )
     while True:
         again, records = tail.read()
         if again is not None and rewind:
@@ -105,8 +111,8 @@ def to_sink(sink: Sink, run_dir: Path, after: float) -> Iterator[float]:
 
 
 def to_hook(name: str, run_dir: Path, after: float) -> Iterator[float]:
-    """Call a hook with every new event at each turn; yields the bytes of the ledger read. Reports
-    the first error only; later events are still delivered."""
+    """Call a hook with new events at each `next`; yields the position in the ledger, in bytes.
+    Prints the first error of the hook only; later events are still delivered."""
     from trainer.recipe.factory import import_factory
 
     hook, reader, reported, offset = import_factory("tracking.hooks", name), EventReader(), False, 0
@@ -114,7 +120,7 @@ def to_hook(name: str, run_dir: Path, after: float) -> Iterator[float]:
         with os.fdopen(open_to_read(run_dir / LEDGER), "rb") as file:
             file.seek(offset)
             for line in file:
-                if not line.endswith(b"\n"):  # it is just being written
+                if not line.endswith(b"\n"):  # still being written
                     break
                 offset += len(line)
                 event = reader.event(line)
@@ -132,15 +138,15 @@ def to_hook(name: str, run_dir: Path, after: float) -> Iterator[float]:
 
 
 def keep_up(mark: Path, begin: Callable[[float], Tracker], ended: threading.Event) -> None:
-    """Run a tracker until no more records will come, or another process takes over.
+    """Run a tracker until the run has ended, or another process takes over.
 
     Args:
-        mark: file with the tracker's position.
+        mark: file that keeps the tracker's owner and position.
         begin: creates the tracker at a position.
-        ended: set when no more will be written.
+        ended: set when no more records will be written.
     """
     me, done, last = secrets.token_hex(4), _read_mark(mark)[1], False
-    # First: a process on another node stops before this one reads the position.
+    # Written first: a tracker left on another node stops when it sees another owner.
     _write_mark(mark, me, done)
     turns, close = begin(done)
 
@@ -148,22 +154,22 @@ def keep_up(mark: Path, begin: Callable[[float], Tracker], ended: threading.Even
         nonlocal done
         before, done = done, next(turns)
         if done != before:
-            with suppress(OSError):  # a full disk: a later mark replaces this one
+            with suppress(OSError):  # on a full disk: the next position will be written
                 _write_mark(mark, me, done)
         return done != before
 
     while not last and _read_mark(mark)[0] == me:
         last = ended.wait(LOOK_SECONDS)
-        # At the end until nothing is left, for a tracker that does a part of its work per turn.
+        # At the end, repeat until all is passed on: a turn may handle only a part.
         while turn() and last:
             pass
     close()
-    if last:  # `close` may have flushed more
+    if last:  # `close` may have stored more records
         turn()
 
 
 def _read_mark(path: Path) -> tuple[str, float]:
-    """(owner, time of the last tracked record)."""
+    """Return (owner, position) from a tracker's file; ("", 0) if it cannot be read."""
     try:
         mark = json.loads(read_text(path))
         return mark["owner"], mark["after"]
@@ -176,7 +182,7 @@ def _write_mark(path: Path, owner: str, after: float) -> None:
 
 
 def describe_failure(name: str, error: BaseException) -> str:
-    """A message about a tracker's failure, with place and effect."""
+    """Return a message about the failure of a tracker called `name`."""
     from trainer.recipe import RecipeError
     from trainer.recipe.factory import failure
 
@@ -198,13 +204,13 @@ def persist(
     describe: Callable[[BaseException], str],
     passes: Callable[[BaseException], bool],
 ) -> None:
-    """Run a tracker until no more records will come, whatever fails. Reports the first failure.
+    """Run a tracker until the run has ended, and restart it after failures. Prints the first
+    failure.
 
     Args:
         mark, begin, ended: as for `keep_up`.
         describe: returns the warning about a failure.
-        passes: whether a failure may pass, so that the tracker begins again; else it does nothing
-            more.
+        passes: whether a failure may be temporary; after any other the tracker does nothing more.
     """
     reported, again, last = False, AGAIN_SECONDS, False
     while not last:
@@ -217,20 +223,20 @@ def persist(
                 print(f"warning: {describe(error)}", flush=True)
             reported = True
             if not passes(error):
-                ended.wait()  # stay: a missing process would be started again
+                ended.wait()  # rank 0 would restart a process that ends
                 return
-            # A full disk or an absent server may come back, also at the end.
+            # A full disk or an unreachable server may recover, even after the run has ended.
             ended.wait(again)
             again = min(2 * again, AGAIN_SECONDS_MOST)
 
 
 def mark_of(run_dir: Path, name: str) -> Path:
-    """The file with the position of a tracker."""
+    """Return the path of the file that keeps the position of a tracker."""
     return run_dir / f".tracker-{name}.json"
 
 
 def main(directory: str, kind: str, name: str = "") -> None:
-    """Run a tracker until standard input ends."""
+    """Run a tracker until standard input is closed."""
     ended = until_input_ends(niceness=10)
     run_dir = Path(directory)
 

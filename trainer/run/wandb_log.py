@@ -1,8 +1,8 @@
-"""Reads W&B's file of a run, `run-ID.wandb`, also while it is written.
+"""Reads the file in which W&B stores a run, `run-ID.wandb`, even while it is written.
 
-[Note: the file] It has a header of 7 bytes and blocks of 32 KiB. A record is one chunk, or several
-if it crosses the end of a block. A chunk has a CRC, a length and a kind (whole, first, middle,
-last), as in LevelDB's log. Records are W&B's protocol buffers; a row of history is one of them.
+[Note: the file] The file has a header of 7 bytes and blocks of 32 KiB, as LevelDB's log. A record
+is one chunk, or several if it crosses the end of a block. A chunk has a CRC, a length and a kind
+(whole, first, middle, last). Records are W&B's protocol buffers; one kind is a row of history.
 """
 
 import json
@@ -26,23 +26,19 @@ _STILL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class Row:
+class WandbRow:
     """A row of a run's history: W&B's step, and the time of its last record in Unix seconds."""
 
     step: int
     time: float
 
 
-def last_row(directory: Path, run_id: str, up_to: float = math.inf) -> Row | None:
-    """The newest row with a W&B step of at most `up_to` in all files of a run; None without one.
-
-    Args:
-        directory: W&B's, with a folder for each start and resume of the run.
-        up_to: a W&B step.
-    """
+def last_row(directory: Path, run_id: str, up_to: float = math.inf) -> WandbRow | None:
+    """Return the newest row with a W&B step of at most `up_to` in all files of a run; None if there
+    is none. `directory`: where W&B has a folder for each start and resume of the run."""
     found = []
     for path in _files(directory, run_id):
-        with suppress(OSError):  # being removed, or no file of a run
+        with suppress(OSError):  # the file is being removed, or cannot be read
             for start in (_tail(path), 0):
                 rows = [row for row in read_rows(path, start)[0] if row.step <= up_to]
                 if rows:
@@ -52,34 +48,34 @@ def last_row(directory: Path, run_id: str, up_to: float = math.inf) -> Row | Non
 
 
 def cut_torn(directory: Path, run_id: str, own: Path) -> None:
-    """Remove incomplete records that a kill left at the end of a run's files: `wandb sync` would
+    """Cut off incomplete records that a kill left at the end of a run's files: `wandb sync` would
     stop there, and skip later files.
 
     Args:
-        directory: W&B's.
-        own: the file being written. Files changed within 2 s of it may be in use, too.
+        directory: W&B's directory, see `last_row`.
+        own: the file being written, which is not cut, nor are files changed within 2 s of it.
     """
     if not own.exists():
         return
-    now = own.stat().st_mtime  # by the filesystem's clock
+    now = own.stat().st_mtime  # the filesystem's clock, which also set the other files' times
     for path in _files(directory, run_id):
         with suppress(OSError), os.fdopen(os.open(path, _CHANGE), "r+b") as file:
             size, start = os.fstat(file.fileno()), _tail(path)
             whole = read_rows(path, start)[1]
-            if whole == start > 0:  # the record begins in an earlier block
+            if whole == start > 0:  # the incomplete record begins in an earlier block
                 whole = read_rows(path, 0)[1]
             if path != own and now - size.st_mtime > _STILL_SECONDS and whole < size.st_size:
                 file.truncate(whole)
 
 
-def read_rows(path: Path, offset: int) -> tuple[list[Row], int]:
+def read_rows(path: Path, offset: int) -> tuple[list[WandbRow], int]:
     """Read the rows after an offset; returns them and the offset of the first incomplete record.
 
     Args:
-        offset: start of a block, or a returned offset.
+        offset: the start of a block, or an offset that this function returned.
 
     Raises:
-        OSError: the file is missing, no regular file, or another user's.
+        OSError: the file is missing, not a regular file, or belongs to another user.
     """
     with os.fdopen(open_to_read(path), "rb") as file:
         if not is_ours(os.fstat(file.fileno()), path.parent):
@@ -101,13 +97,13 @@ def _files(directory: Path, run_id: str) -> Iterator[Path]:
 
 
 def _tail(path: Path) -> int:
-    """Offset of the last blocks of a file."""
+    """Return the offset of the last _TAIL_BLOCKS blocks of a file."""
     return max(0, path.stat().st_size // _BLOCK_BYTES - _TAIL_BLOCKS) * _BLOCK_BYTES
 
 
 def _records(data: bytes, start: int) -> Iterator[tuple[bytes, int]]:
-    """Yield each complete record of bytes that begin at file offset `start`, with the offset of its
-    end; for the rest of a damaged block an empty record."""
+    """Yield (record, file offset of its end) for each complete record in `data`, which begins at
+    file offset `start`. The rest of a damaged block is yielded as an empty record."""
     at = start
     parts: list[bytes] = []
     while True:
@@ -121,7 +117,7 @@ def _records(data: bytes, start: int) -> Iterator[tuple[bytes, int]]:
         crc, length, kind = _CHUNK.unpack_from(data, at - start)
         part = data[body : body + length]
         fits = _CHUNK.size + length <= left and _WHOLE <= kind <= _LAST
-        if fits and len(part) < length:  # an incomplete chunk
+        if fits and len(part) < length:  # the chunk is still being written
             return
         if not fits or zlib.crc32(part, zlib.crc32(bytes([kind]))) != crc:
             at, parts = at + left, []
@@ -132,14 +128,14 @@ def _records(data: bytes, start: int) -> Iterator[tuple[bytes, int]]:
         at += _CHUNK.size + length
         if kind in (_WHOLE, _FIRST):
             parts = [part]
-        elif parts:  # skips a record whose first part is missing
+        elif parts:  # a record whose first part is missing is skipped
             parts.append(part)
         if parts and kind in (_WHOLE, _LAST):
             yield b"".join(parts), at
             parts = []
 
 
-def _row(record: bytes) -> Row | None:
+def _row(record: bytes) -> WandbRow | None:
     from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -152,7 +148,7 @@ def _row(record: bytes) -> Row | None:
             if "_timestamp" in (item.key, *item.nested_key):
                 moment = float(json.loads(item.value_json))
                 if math.isfinite(moment):
-                    return Row(parsed.history.step.num, moment)
+                    return WandbRow(parsed.history.step.num, moment)
     except (DecodeError, ValueError, TypeError):
         return None
     return None

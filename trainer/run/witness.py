@@ -1,22 +1,22 @@
-"""Ranks compute micro-batches of each other, to find a machine that computes wrongly.
+"""Ranks recompute micro-batches of other ranks, to find a machine that computes wrongly.
 
 [Note: witness] A rank that repeats its own work cannot see an error that is the same each time. So
-a share of the micro-batches is computed by a second rank, too: the *witness* of the first one, the
-*subject*. In exact mode both gradients have the same bits.
+a fraction of the micro-batches is computed twice: by its own rank, the *subject*, and by another
+rank, the *witness*. In exact mode both gradients have the same bits.
 
-- *Draw.* Step and seed decide which passes of a step are drawn, and how far the witness is from the
-  subject. In a drawn pass every rank is a subject and a witness once, so all ranks take equally
-  long, and the collectives of FSDP match.
-- *Digest.* A rank keeps 64 bits of each gradient, before it is summed with others. A number made
-  from these joins the all-reduce of the step. It adds up to 0 if all pairs agree.
-- *Vote.* If they do not, ranks tell each other their digests, and a third rank computes what two
-  disagree on. The one that two others contradict is wrong. The step is computed again in any case,
-  before the weights change.
-- *End.* A rank that is contradicted twice is named, and leaves with its node. Where no majority
-  says who is wrong, the run stops.
+- *Draw.* Step and seed decide which passes of a step are drawn, and which rank is the witness of
+  which subject. In a drawn pass every rank is once a subject and once a witness, so all ranks take
+  equally long, and the collectives of FSDP match.
+- *Digest.* A rank keeps 64 bits of each gradient, before gradients are summed over ranks. A number
+  computed from these digests joins the all-reduce of the step; its sum is 0 if all pairs agree.
+- *Vote.* If the sum is not 0, ranks exchange their digests, and a third rank computes the
+  micro-batch on which two disagree. A rank that two others contradict is wrong. The step is then
+  computed again, before the weights change.
+- *End.* A rank that is contradicted twice is named, and its node leaves the job. If no majority
+  shows which rank is wrong, the run stops.
 
-The passes of a witness leave nothing behind but a digest. The first step of an attempt has none, as
-FSDP makes the tensors that a digest reads in a rank's first pass.
+A witness keeps only a digest, not the gradient. The first step of an attempt is never checked,
+because FSDP creates the tensors whose gradients are digested in a rank's first pass.
 """
 
 from collections import Counter
@@ -42,33 +42,33 @@ from trainer.run.guard import DisputeError
 from trainer.run.state import Run
 
 EVENT = "witness"
-"""Name of the ledger's events about disputes. `ranks` are those that were contradicted twice;
-`agreed`, where the attempt ends, is the newest step that nothing speaks against."""
+"""Name of the ledger's events about disputes. Their field `ranks` has the ranks that were
+contradicted twice; `agreed`, when an attempt ends by it, the last step whose comparisons agreed."""
 
 
 @dataclass(frozen=True)
-class Draw:
-    """A pass of a step that every rank computes for another, too."""
+class DrawnPass:
+    """A pass of a step that every rank also computes as the witness of another rank."""
 
     number: int
-    """Index of the pass."""
+    """Index of the pass in the step."""
     distance: int
-    """The witness of rank r is rank r + distance, counted around."""
+    """The witness of rank r is rank (r + distance) modulo the number of ranks."""
 
     @property
     def third(self) -> int:
-        """Distance of the rank that decides between a subject and its witness."""
+        """Distance from a subject to the rank that decides between it and its witness."""
         return 1 if self.distance > 1 else 2
 
 
-def draw_passes(seed: int, step: int, share: float, passes: int, ranks: int) -> list[Draw]:
-    """The drawn passes of a step; over many steps a `share` of all.
+def draw_passes(seed: int, step: int, share: float, passes: int, ranks: int) -> list[DrawnPass]:
+    """Choose the passes of a step that are computed by witnesses too.
 
     Args:
-        seed: of the run.
-        share: of the passes, in [0, 1].
-        passes: of each rank in a step.
-        ranks: at least 2.
+        seed: the run's seed.
+        share: fraction of all passes to draw over many steps, in [0, 1].
+        passes: number of passes of each rank in a step.
+        ranks: number of ranks, at least 2.
     """
     wanted = share * passes
     count = int(wanted) + (stable_seed(seed, "witness", step) < wanted % 1 * 2**63)
@@ -77,17 +77,17 @@ def draw_passes(seed: int, step: int, share: float, passes: int, ranks: int) -> 
     order = sorted(
         range(passes), key=lambda number: stable_seed(seed, "witnessed pass", step, number)
     )
-    # Distances vary, so that machines which err alike meet others.
+    # Distances vary, so that two machines with the same fault are not always paired.
     return [
-        Draw(number, 1 + stable_seed(seed, "witness of pass", step, number) % (ranks - 1))
+        DrawnPass(number, 1 + stable_seed(seed, "witness of pass", step, number) % (ranks - 1))
         for number in order[:count]
     ]
 
 
 def digest(gradient: torch.Tensor) -> torch.Tensor:
-    """64 bits of a tensor (0-d int64, on its device), of which one changed bit changes some: the
-    sum of its numbers' bits as float64, each row multiplied by another odd number."""
-    # float64 holds what any format holds: FSDP may hand over one or the other.
+    """Return a checksum of a tensor, 0-d int64 on its device: the sum of its elements' bits as
+    float64, each row multiplied by another odd number. Any single changed bit changes it."""
+    # float64 represents the values of all formats in which FSDP may pass a gradient.
     words = gradient.detach().double().contiguous().view(torch.int64)
     sums = words.flatten(1).sum(dim=1) if words.dim() > 1 else words.reshape(-1)
     odd = torch.arange(1, 2 * len(sums), 2, device=gradient.device)
@@ -95,14 +95,16 @@ def digest(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def find_outvoted(
-    draw: Draw, own: Sequence[int], witnessed: Sequence[int], thirds: Sequence[int] | None
+    draw: DrawnPass, own: Sequence[int], witnessed: Sequence[int], thirds: Sequence[int] | None
 ) -> tuple[set[int], set[int]]:
-    """(ranks that two others contradict, ranks that differ without a majority) in a drawn pass.
+    """Return (ranks that two others contradict, ranks that differ without a majority) for a drawn
+    pass.
 
     Args:
-        own: by rank, digest of its own micro-batch.
-        witnessed: by rank, digest of the micro-batch that it computed as a witness.
-        thirds: by rank, digest of the micro-batch that it computed to decide; None: nobody did.
+        own: by rank, digest for its own micro-batch.
+        witnessed: by rank, digest for the micro-batch that it computed as a witness.
+        thirds: by rank, digest for the micro-batch that it computed as the third rank; None: there
+            are only two ranks.
     """
     ranks = len(own)
     outvoted: set[int] = set()
@@ -121,20 +123,20 @@ def find_outvoted(
 
 
 @dataclass
-class Comparison:
-    """Digests of a step's drawn passes on this rank, by draw."""
+class GradientComparison:
+    """Digests that this rank computed for the drawn passes of a step."""
 
-    draws: Sequence[Draw]
+    draws: Sequence[DrawnPass]
     whole: bool
     """Whether all passes of the step are drawn."""
     passes: int
-    """Number of this rank's passes in the step; others may have more or fewer."""
+    """Number of this rank's passes in the step; other ranks may have more or fewer."""
     rank: int
     ranks: int
     own: torch.Tensor
-    """Digests of the gradients of its own micro-batches: (draws,) int64."""
+    """Digests for this rank's own micro-batches: (draws,) int64."""
     witnessed: torch.Tensor
-    """Digests of the gradients of its subjects' micro-batches: (draws,) int64."""
+    """Digests for the micro-batches that it computed as a witness: (draws,) int64."""
     digests: "GradientDigests"
 
     def begin_pass(self, number: int) -> None:
@@ -143,8 +145,8 @@ class Comparison:
         self.digests.totals = [self.own[place] for place in drawn]
 
     def word(self) -> torch.Tensor:
-        """A number in [0, 2**32), float64, whose sum over all ranks is 0 modulo 2**32 if all pairs
-        agree; if one does not, with a probability of 2**-32."""
+        """Return an integer in [0, 2**32) as float64. Its sum over all ranks is 0 modulo 2**32 if
+        all pairs agree; if some do not, with a probability of 2**-32."""
         count = len(self.draws)
         total = torch.zeros_like(self.own[0])
         for place, draw in enumerate(self.draws):
@@ -152,26 +154,25 @@ class Comparison:
                 (1, self.rank, self.own[place]),
                 (-1, (self.rank - draw.distance) % self.ranks, self.witnessed[place]),
             ):
-                folded = (one ^ (one >> 32)) & MASK  # every bit counts
-                # A factor for each pair: errors of two pairs must not cancel.
+                folded = (one ^ (one >> 32)) & MASK  # 32 bits that depend on all 64
+                # Each pair has its own factor, so that errors of two pairs do not cancel.
                 total += sign * folded * (2 * (rank * count + place) + 1)
         return (total & MASK).double()
 
 
 class GradientDigests:
-    """Digests the gradients of passes while it is attached to their parameters."""
+    """Computes digests of the gradients of backward passes, by hooks on the parameters."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         self.totals: Sequence[torch.Tensor] = ()
-        """Where the digest of the present pass is added, 0-d int64 each."""
+        """Tensors (0-d int64) to which the digest of the present pass is added."""
         self.drop = False
-        """Whether the gradients of the present pass are dropped, rather than added to the
-        step's."""
+        """Whether the gradients of the present pass are dropped instead of accumulated."""
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Watch backward passes inside the block."""
+        """Context in which the hooks are registered."""
 
         def add(gradient: torch.Tensor, number: int) -> None:
             if self.totals:
@@ -185,7 +186,8 @@ class GradientDigests:
 
         handles: list[Any] = []
         for number, parameter in enumerate(self._parameters):
-            # Called after the hook that snaps gradients, which the first step has registered.
+            # Hooks run in order of registration: this one after that of exact mode, which rounds
+            # gradients to a grid.
             handles.append(parameter.register_hook(partial(add, number=number)))
             handles.append(parameter.register_post_accumulate_grad_hook(leave))
         try:
@@ -198,18 +200,18 @@ class GradientDigests:
 
 @contextmanager
 def unchanged(model: nn.Module, *, buffers: bool) -> Iterator[None]:
-    """Around a pass that does not count: restore what it changes beside gradients.
+    """Context around a witness's pass: afterwards restore what the pass changed besides gradients.
 
     Args:
-        model: that the pass calls.
-        buffers: whether it may change buffers.
+        model: the model that the pass calls.
+        buffers: whether the pass may change buffers.
     """
     kept = [
         (module, name, buffer, buffer.clone())
         for module in (model.modules() if buffers else ())
         for name, buffer in module.named_buffers(recurse=False)
     ]
-    # routers, which count the tokens of each expert
+    # Routers count the tokens of each expert.
     counting = [part for part in model.modules() if hasattr(part, "forget_step")]
     loads = [part.load for part in counting]
     try:
@@ -217,13 +219,17 @@ def unchanged(model: nn.Module, *, buffers: bool) -> Iterator[None]:
     finally:
         for module, name, buffer, before in kept:
             buffer.copy_(before)
-            setattr(module, name, buffer)  # a pass may have put another tensor there
+            setattr(module, name, buffer)  # the pass may have assigned another tensor
         for part, load in zip(counting, loads, strict=True):
             part.load = load
 
 
 class Witness:
-    """Compares gradients of a run's ranks, and remembers who was contradicted. On all ranks."""
+    """Compares gradients between ranks, and counts how often each was contradicted. On all ranks.
+
+    Args:
+        share: fraction of the passes to compare.
+    """
 
     def __init__(self, share: float, ranks: int, compute_pass: Callable[..., object]) -> None:
         """`compute_pass`: that of step.py."""
@@ -231,14 +237,14 @@ class Witness:
         self._contradicted: Counter[int] = Counter()
         self._undecided = 0
         self._agreed = 0
-        """Newest step whose weights no rank can have spoilt that errs in each pass."""
+        """Last step up to which all comparisons agreed."""
 
     def begin(self, step: int) -> None:
-        """Begin with the weights of `step`, which are taken to be right."""
+        """Begin with the weights of `step`, which are assumed to be right."""
         self._agreed = step
 
     def __str__(self) -> str:
-        """What is compared, for the log."""
+        """Return a line for the log on what is compared."""
         if self._ranks == 1:
             return "elastic.witness: one rank has no other to compare with"
         text = f"elastic.witness: {self._share:.3g} of the micro-batches are computed by two ranks"
@@ -247,9 +253,10 @@ class Witness:
         return text
 
     @contextmanager
-    def watch(self, run: Run) -> Iterator[Comparison | None]:
-        """Compute the drawn micro-batches of this rank's subjects, and then watch the step's own
-        passes inside the block. Yields None in a step without a draw. On all ranks."""
+    def watch(self, run: Run) -> Iterator[GradientComparison | None]:
+        """Context around a step's passes. First compute the drawn micro-batches of other ranks, as
+        their witness; then digest this rank's own drawn passes in the block. Yields None in a step
+        without drawn passes. On all ranks."""
         step, passes = run.progress.step + 1, run.plan.passes
         draws = []
         if self._ranks > 1:
@@ -260,7 +267,7 @@ class Witness:
         digests = GradientDigests(gathered_parameters(run.model.module))
         own = torch.zeros(len(draws), dtype=torch.int64, device=run.world.device)
         rank, sequences = run.mesh.dp_rank, run.progress.sequences
-        comparison = Comparison(
+        comparison = GradientComparison(
             draws,
             len(draws) == passes,
             sum(1 for _ in run.plan.micro_batches(rank, sequences)),
@@ -277,21 +284,25 @@ class Witness:
             digests.drop = False
             yield comparison
 
-    def disputed(self, comparison: Comparison, step: int, total: int) -> Comparison | None:
-        """The comparison if ranks disagree, by the sum of their `Comparison.word`; else None."""
+    def disputed(
+        self, comparison: GradientComparison, step: int, total: int
+    ) -> GradientComparison | None:
+        """Return the comparison if ranks disagree by `total`, the sum of `GradientComparison.word`
+        over all ranks; else None."""
         if total & MASK:
             return comparison
-        # A fault may begin between two passes of a step, of which only the first was compared.
+        # If only some passes were compared, a fault may have begun after the last of them.
         self._agreed = step if comparison.whole else step - 1
         return None
 
-    def settle(self, run: Run, comparison: Comparison) -> None:
-        """Find who is wrong, and report it. Returns if the step is to be computed again. On all
-        ranks.
+    def settle(self, run: Run, comparison: GradientComparison) -> None:
+        """Find the rank that computed wrongly, and report it. Returns if the step must be computed
+        again. On all ranks.
 
         Raises:
-            DisputeError: a rank was contradicted twice, on that rank; or nobody can tell, on all.
-            RuntimeError: that other rank has left, on those that stay.
+            DisputeError: on a rank that was contradicted twice; on all ranks if no majority shows
+                which rank is wrong.
+            RuntimeError: on the other ranks, once a rank that was contradicted twice has ended.
         """
         step = run.progress.step + 1
         mine = torch.stack([comparison.own, comparison.witnessed])
@@ -313,7 +324,7 @@ class Witness:
         named = sorted(rank for rank in outvoted if self._contradicted[rank] > 1)
         if named:
             self._end(run, step, named)
-        why = f"step {step}: {told(outvoted)}"
+        why = f"step {step}: {contradicted(outvoted)}"
         if not outvoted:
             self._undecided += 1
             why = f"step {step}: {differing(undecided, thirds is not None)}"
@@ -322,9 +333,9 @@ class Witness:
             raise DisputeError(why)
         run.log.event(step, EVENT, f"{why}; the step is computed again")
 
-    def _decide(self, run: Run, comparison: Comparison) -> torch.Tensor:
-        """Compute the drawn micro-batches of a third rank; returns their digests, (draws,) int64.
-        On all ranks."""
+    def _decide(self, run: Run, comparison: GradientComparison) -> torch.Tensor:
+        """Compute the drawn micro-batches for which this rank is the third rank; returns their
+        digests, (draws,) int64. On all ranks."""
         totals = torch.zeros_like(comparison.own)
         with comparison.digests.attached():
             for place, draw in enumerate(comparison.draws):
@@ -332,10 +343,15 @@ class Witness:
         return totals
 
     def _compute_for(
-        self, run: Run, comparison: Comparison, number: int, distance: int, total: torch.Tensor
+        self,
+        run: Run,
+        comparison: GradientComparison,
+        number: int,
+        distance: int,
+        total: torch.Tensor,
     ) -> None:
-        """Compute pass `number` of the rank `distance` before this one; add the digest of its
-        gradient to `total`, and drop the gradient."""
+        """Compute pass `number` of the rank that is `distance` below this one, modulo the number of
+        ranks. Add the digest of its gradient to `total`, and drop the gradient."""
         subject = (comparison.rank - distance) % comparison.ranks
         theirs = list(run.plan.micro_batches(subject, run.progress.sequences))
         micro_batch = theirs[number % len(theirs)]
@@ -348,13 +364,13 @@ class Witness:
                 self._compute_pass(run, micro_batch, batch, forward)
 
     def _end(self, run: Run, step: int, named: Sequence[int]) -> None:
-        """Name the ranks that were contradicted twice, of which this may be one.
+        """Report the ranks `named`, which were contradicted twice; always raises.
 
         Raises:
-            DisputeError: it is.
-            RuntimeError: they have left.
+            DisputeError: this rank is among them.
+            RuntimeError: on all other ranks, once those ranks have ended.
         """
-        what = f"{told(named)} twice, the last time in step {step}"
+        what = f"{contradicted(named)} twice, the last time in step {step}"
         leaves = "; its node leaves" if supervised() else ""
         run.log.event(
             step, EVENT, f"{what}{leaves}; {self._since}", ranks=[*named], agreed=self._agreed
@@ -363,24 +379,24 @@ class Witness:
             raise DisputeError(what, outvoted=True)
         run.pulse.report(step, "reduce")
         end = torch.zeros(1, device=run.world.device)
-        dist.all_reduce(end, group=run.mesh.group)  # fails: a rank is gone
+        dist.all_reduce(end, group=run.mesh.group)  # fails once a rank has ended
         received(end)
         run.recall.check()
         raise RuntimeError(f"{what}, but is still there")
 
     @property
     def _since(self) -> str:
-        """The newest weights to go back to."""
+        """Clause for messages on the last weights that are known to be right."""
         return f"nothing speaks against the weights up to step {self._agreed}"
 
 
-def told(ranks: set[int] | Sequence[int]) -> str:
-    """Who is wrong, as a clause."""
+def contradicted(ranks: set[int] | Sequence[int]) -> str:
+    """Return a clause that names the ranks that two others contradicted."""
     return f"two others contradicted the gradient of rank {', '.join(map(str, sorted(ranks)))}"
 
 
 def differing(ranks: set[int], decided: bool) -> str:
-    """Why nobody can tell who is wrong, as a sentence."""
+    """Return a sentence on why no majority shows which of `ranks` is wrong."""
     who = " and ".join(map(str, sorted(ranks)))
     if not decided:
         return (
@@ -394,20 +410,21 @@ def differing(ranks: set[int], decided: bool) -> str:
 
 
 def gathered(run: Run, mine: torch.Tensor) -> Any:
-    """The integers of all ranks, by rank, nested as in `mine`. On all ranks."""
+    """Gather an integer tensor from all ranks; returns its values as a list by rank of ints or
+    nested lists. On all ranks."""
     parts = [torch.zeros_like(mine) for _ in range(run.world.world_size)]
     dist.all_gather(parts, mine, group=run.mesh.group)
     return [received(part) for part in parts]
 
 
 def wrong_attempts(run_dir: Path) -> dict[str, int]:
-    """By the ledger: attempt whose comparisons ended in a dispute → newest step before which they
-    agreed. On all ranks; rank 0 reads."""
+    """Return, from the ledger, attempt that ended by a dispute → last step up to which its
+    comparisons agreed. On all ranks; rank 0 reads and broadcasts."""
 
     def read() -> dict[str, int]:
         try:
             attempts = read_history(run_dir).attempts
-        except LedgerError:  # there is none yet
+        except LedgerError:  # the run has no ledger yet
             return {}
         found = [(one.start.attempt, event) for one in attempts for event in one.events]
         return {

@@ -1,1 +1,1 @@
-"""What is trained: a decoder, or a model of the user's own."""
+"""What a recipe trains: model and data, bundled or the user's own."""

@@ -1,4 +1,4 @@
-"""The blocks of a model: units of sharding, recomputation and compilation."""
+"""Finds the blocks of a model: units of sharding, recomputation and compilation."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -9,12 +9,13 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model, each once, in order of registration.
+    """Return the blocks of a model, each once, in order of registration.
 
-    They are the items of its outermost lists: `nn.ModuleList`, `nn.Sequential`, `nn.ModuleDict`.
-    Lists of lists are flattened, such as the stages of a ResNet. All items of an `nn.ModuleList`
-    are blocks. In the other two, items of a class that occurs once, such as a stem or a head, are
-    blocks only if there are no others. Modules with parts are preferred to single layers.
+    Blocks are the items of the model's outermost lists: `nn.ModuleList`, `nn.Sequential`,
+    `nn.ModuleDict`. Lists of lists are flattened, such as the stages of a ResNet. All items of an
+    `nn.ModuleList` are blocks. In `nn.Sequential` and `nn.ModuleDict`, items whose class occurs
+    once, such as a stem or a head, are blocks only if there are no other blocks. If some blocks
+    have child modules, those without are left out.
     """
     items = list(dict.fromkeys(_items(model)))
     counts = Counter(type(item) for item, _ in items)
@@ -29,8 +30,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _items(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """Yield (item of an outermost list, whether that is an `nn.ModuleList`) for items with
-    parameters."""
+    """Yield (item, whether its list is an `nn.ModuleList`) for the items of the outermost lists
+    that have parameters."""
     if not isinstance(module, _LISTS):
         for child in module.children():
             yield from _items(child)
@@ -43,8 +44,8 @@ def _items(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
 
 
 def _is_stage(module: nn.Module) -> bool:
-    """Whether a module is a list of blocks, rather than a block of single layers: it is never
-    called, or its items have parts."""
+    """Return whether a module is a list of blocks, not a block of single layers: it has no
+    `forward`, or its items have child modules."""
     if not isinstance(module, _LISTS):
         return False
     called = type(module).forward is not nn.Module.forward
@@ -52,7 +53,7 @@ def _is_stage(module: nn.Module) -> bool:
 
 
 def name_blocks(blocks: Iterable[nn.Module]) -> str:
-    """A phrase such as `12 blocks of class Block`, or `8 blocks (4 of Attention, 4 of MLP)`."""
+    """Describe blocks: `12 blocks of class Block`, or `8 blocks (4 of Attention, 4 of MLP)`."""
     counts = Counter(type(block).__name__ for block in blocks)
     total = counts.total()
     what = f"{total} block{'s' if total > 1 else ''}"

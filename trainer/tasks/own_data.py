@@ -1,4 +1,4 @@
-"""`data.factory`: a user's own data as streams."""
+"""Opens the data of `data.factory` as streams."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,11 +14,12 @@ from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.factory import call_factory, refusing
 
 TRIED = 8
-"""Samples that are batched at the start: one alone shows no mismatch of shapes."""
+"""Number of samples that are batched at the start: several, to find shapes that do not match."""
 
 
 def open_samples(recipe: Recipe) -> tuple[Samples, Stream, Stream | None]:
-    """What `data.factory` returns, and its training and validation data.
+    """Call `data.factory`. Returns its result, the training stream, and the validation stream or
+    None.
 
     Raises:
         RecipeError: the factory is missing, or returns no data to train on.
@@ -60,17 +61,17 @@ def open_samples(recipe: Recipe) -> tuple[Samples, Stream, Stream | None]:
 
 
 def _is_data_set(value: Any) -> bool:
-    """Whether a value is a data set, and not a sample, which may be a mapping or a tuple."""
+    """Return whether a value is a data set, not a sample, which may be a mapping or a tuple."""
     both = hasattr(value, "__len__") and hasattr(value, "__getitem__")
     return both and not isinstance(value, Mapping | tuple | str | torch.Tensor | np.ndarray)
 
 
 def first_batch(stream: Stream, name: str) -> dict[str, Any]:
-    """The first samples of a stream, of the factory that `name` says.
+    """Fetch the first TRIED samples of a stream, as a batch. `name`: the factory, for messages.
 
     Raises:
-        RecipeError: a stream of the user's fails.
-        DataError: a value cannot be a model's input.
+        RecipeError: the user's stream fails.
+        DataError: a value cannot be passed to a model.
     """
     with refusing("data.factory", f"fetch of {name}"):
         return inputs_of(stream.fetch(range(min(stream.sequences, TRIED))))
@@ -80,7 +81,8 @@ def check_decoder_inputs(batch: dict[str, Any], vocab_size: int, multiple: int) 
     """Refuse data that a bundled decoder cannot read.
 
     Args:
-        multiple: divisor of a sequence: the number of ranks that cut it.
+        batch: the first samples.
+        multiple: number that must divide the length of a sequence, for sequence parallelism.
 
     Raises:
         DataError: inputs are missing, out of vocabulary, or of the wrong length.
@@ -106,5 +108,5 @@ def check_decoder_inputs(batch: dict[str, Any], vocab_size: int, multiple: int) 
 
 
 def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
-    """The part of a batch that the model is called with."""
+    """Return the part of a batch with which the model is called."""
     return {name: value for name, value in batch.items() if name != COUNTED}

@@ -1,5 +1,5 @@
-"""Checks of a user's model, and one-line messages with the place in the user's code when it
-fails."""
+"""Checks a user's model at the start, and reports its failures in one line with the place in the
+user's code."""
 
 import inspect
 import logging
@@ -28,22 +28,21 @@ from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.factory import CIRCUMSTANCES, OwnCodeError, failure, is_wrong, place_in
 
 _ELSEWHERE = re.compile(r"fake|meta tensor|NoneType", re.IGNORECASE)
-"""Words of errors that fake tensors or missing ranks may cause."""
+"""Matches errors that fake tensors or missing ranks may cause, rather than the model."""
 
 
 def check_signature(recipe: Recipe, model: nn.Module, names: Iterable[str]) -> None:
     """Refuse a model whose `forward` does not take the inputs of a micro-batch.
 
     Args:
-        recipe: names the model.
-        model: a user's, or one for a user's data.
+        names: names of the inputs.
 
     Raises:
-        RecipeError: with the signature and the inputs.
+        RecipeError: shows the signature and the inputs.
     """
     try:
         signature = inspect.signature(model.forward)
-    except (TypeError, ValueError):  # no signature that Python knows
+    except (TypeError, ValueError):  # Python cannot determine the signature
         return
     try:
         signature.bind(**dict.fromkeys(names))
@@ -57,7 +56,7 @@ def check_signature(recipe: Recipe, model: nn.Module, names: Iterable[str]) -> N
 
 
 def attributes_of(model: nn.Module) -> dict[str, Any]:
-    """Fields of a `Task` that a model of the user's decides by its attributes, see
+    """Return the fields of a `Task` that a user's model sets by attributes, see
     docs/extending.md."""
     change = getattr(model, "after_step", None)
 
@@ -73,10 +72,10 @@ def attributes_of(model: nn.Module) -> dict[str, Any]:
 
 
 def arguments_of(model: nn.Module) -> list[str]:
-    """Leading arguments of `forward` that may be passed by position and by name."""
+    """Return the leading arguments of `forward` that can be passed both by position and by name."""
     try:
         parameters = inspect.signature(model.forward).parameters.values()
-    except (TypeError, ValueError):  # it has no signature that Python knows
+    except (TypeError, ValueError):  # Python cannot determine the signature
         return []
     given = takewhile(lambda one: one.kind is one.POSITIONAL_OR_KEYWORD, parameters)
     return [one.name for one in given]
@@ -89,11 +88,10 @@ def check_tensors(model: nn.Module, what: str) -> None:
     """Refuse parameters and buffers that cannot be trained, sharded or saved.
 
     Args:
-        model: from the user's factory.
-        what: name of the factory, for the message.
+        what: name of the user's factory, for the message.
 
     Raises:
-        RecipeError: with the first such tensor, and the cure.
+        RecipeError: names the first such tensor, and what to do.
     """
     persistent = model.state_dict(keep_vars=True).keys()
     named: list[tuple[str, torch.Tensor]] = []
@@ -117,8 +115,8 @@ def check_tensors(model: nn.Module, what: str) -> None:
 
 
 def _problem(tensor: torch.Tensor, saved: bool) -> str | None:
-    """Why a parameter or buffer cannot be used, and the cure; None if it can. `saved`: whether
-    checkpoints hold it."""
+    """Return why a parameter or buffer cannot be used, and what to do; None if it can. `saved`:
+    whether checkpoints contain it."""
     trained = tensor.requires_grad
     if is_lazy(tensor):
         return (
@@ -130,7 +128,7 @@ def _problem(tensor: torch.Tensor, saved: bool) -> str | None:
             "is on the meta device and has no values; build the model on the CPU, or give it "
             "values there in the factory"
         )
-    # subclasses, such as torchao's, handle these themselves
+    # Tensor subclasses, such as torchao's, handle layouts and dtypes themselves.
     if type(tensor.data) is not torch.Tensor:
         return None
     if saved and tensor.layout != torch.strided:
@@ -153,7 +151,7 @@ def _problem(tensor: torch.Tensor, saved: bool) -> str | None:
                 "is expanded: several of its elements share memory; clone() it, or make it "
                 "smaller and expand it in forward"
             )
-        tensor.data = tensor.data.contiguous()  # loading writes each element
+        tensor.data = tensor.data.contiguous()  # loading must write each element separately
     return None
 
 
@@ -164,14 +162,14 @@ def _remedy(tensor: torch.Tensor, cure: str) -> str:
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """Elements between the first and the last of a tensor in memory, inclusive."""
+    """Return the number of elements in memory from the first of a tensor to its last."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in pairs) if tensor.numel() else 0
 
 
 def _in_one_memory(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] | None:
-    """Names of two tensors that share memory, one of which is trained; None without any. DDP would
-    train them as one, FSDP as two."""
+    """Return the names of two tensors that share memory, one of which is trained; None if there are
+    none. DDP would train them as one tensor, FSDP as two."""
     places = sorted(
         (
             (tensor.data_ptr(), name, tensor)
@@ -181,7 +179,7 @@ def _in_one_memory(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str]
         ),
         key=lambda place: place[0],
     )
-    # the contiguous tensor with the furthest end
+    # Of the contiguous tensors so far, the one that ends last.
     whole: tuple[int, str, torch.Tensor] | None = None
     for before, (start, name, tensor) in zip([None, *places], places, strict=False):
         # Strided tensors, such as columns of one matrix, interleave without sharing elements.
@@ -202,14 +200,13 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def keep_in_float32(recipe: Recipe, model: nn.Module, what: str) -> list[str]:
-    """Convert parameters and buffers in bf16 or fp16 to float32; tied ones stay tied. Frozen
-    parameters keep their format if `precision.dtype` casts all weights anyway. Returns notes about
-    number formats.
+    """Convert parameters and buffers in bf16 or fp16 to float32. Tied parameters stay tied. Frozen
+    parameters keep their dtype if `precision.dtype` casts all weights anyway. Returns notes about
+    dtypes.
 
     Args:
-        recipe: says the format of activations.
-        model: a user's, whole, on the CPU or the meta device.
-        what: name of its origin, for the notes.
+        model: a whole model on the CPU or the meta device.
+        what: name of the factory or model, for the notes.
     """
     if torch.get_default_dtype() in _HALVES:  # a factory may have changed the default
         torch.set_default_dtype(torch.float32)
@@ -217,7 +214,7 @@ def keep_in_float32(recipe: Recipe, model: nn.Module, what: str) -> list[str]:
     converted, kept = Counter[str](), Counter[str]()
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            # Tensor subclasses, such as torchao's, have formats of their own.
+            # Tensor subclasses, such as torchao's, determine their dtypes themselves.
             if tensor.dtype not in _HALVES or type(tensor.data) is not torch.Tensor:
                 continue
             is_parameter, name = isinstance(tensor, nn.Parameter), _short(tensor.dtype)
@@ -252,11 +249,11 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def give_next_tokens(recipe: Recipe, model: nn.Module) -> list[str]:
-    """Make a model that shifts labels use those of prepared data unshifted: they are the next
-    tokens already. Returns notes for the user.
+    """Stop a model from shifting labels, because labels of prepared data are the next tokens
+    already. Returns notes for the user.
 
     Raises:
-        RecipeError: the model takes no `shift_labels`, as in older versions of transformers.
+        RecipeError: the model does not accept `shift_labels`, as in older versions of transformers.
     """
     if not shifts_labels(model):
         return []
@@ -272,7 +269,7 @@ def give_next_tokens(recipe: Recipe, model: nn.Module) -> list[str]:
         labels = named.get("labels")
         return given, named if labels is None else {**named, "shift_labels": labels.contiguous()}
 
-    # transformers shifts `labels`, and takes `shift_labels` as they are.
+    # transformers shifts `labels`, but uses `shift_labels` unchanged.
     model.register_forward_pre_hook(add, with_kwargs=True)
     if not recipe.data.document_mask:
         return []
@@ -283,9 +280,9 @@ def give_next_tokens(recipe: Recipe, model: nn.Module) -> list[str]:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether a transformers model takes its inputs as labels, and shifts them: its forward calls
-    `loss_function`, which is ForCausalLMLoss."""
-    # transformers wraps forward in decorators.
+    """Return whether a model of transformers shifts labels, so that the inputs serve as labels: its
+    forward calls `loss_function`, which is ForCausalLMLoss."""
+    # Unwrapped, because transformers decorates forward.
     passes = (inspect.unwrap(one.forward) for one in type(model).mro() if hasattr(one, "forward"))
     codes = (getattr(one, "__code__", None) for one in passes)
     if not any("loss_function" in code.co_names for code in codes if code):
@@ -296,21 +293,20 @@ def shifts_labels(model: nn.Module) -> bool:
 def check_forward(
     recipe: Recipe, model: nn.Module, inputs: Mapping[str, torch.Tensor], given: str = ""
 ) -> list[str]:
-    """Refuse a model whose forward fails or returns no loss; returns names of parameters without a
-    gradient. The model cannot be used afterwards.
+    """Refuse a model whose forward fails or returns no loss. Returns the names of parameters
+    without a gradient. The model cannot be used afterwards.
 
-    The pass runs on fake tensors, fast for models of any size. If it fails, possibly only because
-    of these, the model is refused only if one real sequence on the CPU fails at the same place, for
-    no lack of a GPU or of other ranks.
+    The pass runs on fake tensors, which is fast for models of any size. If it fails, fake tensors
+    may be the cause. So the model is refused only if a pass on real tensors on the CPU fails at the
+    same place, and not for lack of a GPU or of other ranks.
 
     Args:
-        recipe: names the model.
-        model: from its factory, on the CPU.
+        model: a user's model on the CPU.
         inputs: a micro-batch.
         given: origin of the inputs, for the message.
 
     Raises:
-        RecipeError: with the place in the user's code.
+        RecipeError: names the place in the user's code.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -322,7 +318,7 @@ def check_forward(
             return torch.func.functional_call(model, dict(tensors), (), dict(batch))
 
     def problem_of(result: object) -> str | None:
-        # A validation pass may return figures in place of a loss, unless the loss ends the run.
+        # A validation pass may return scalars without a loss, unless run.stop_after needs the loss.
         figures = isinstance(result, dict) and "loss" not in result and means(result)
         needed = model.training or recipe.run.stop_after or not figures
         return loss_problem(result) if needed else None
@@ -347,7 +343,7 @@ def check_forward(
     if failed:
         try:
             with torch.no_grad():
-                # Without gradients: only whether it fails counts, and activations take memory.
+                # Without gradients, because activations would take memory.
                 problem = problem_of(call({}, inputs))
         except Exception as error:
             if _fails_anywhere(error) and place_in(error) == place_in(failed):
@@ -361,7 +357,7 @@ def check_forward(
         return []
     trained = {name: fakes[name] for name, one in model.named_parameters() if one.requires_grad}
     gradients: dict[str, torch.Tensor | None] = {}
-    # a failing backward is not refused: fake tensors may be its cause
+    # If backward fails, the model is not refused, because fake tensors may be the cause.
     with suppress(Exception), mode:
         loss = means(result)["loss"]
         computed = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
@@ -373,7 +369,7 @@ def check_forward(
 
 
 def _fails_anywhere(error: Exception) -> bool:
-    """Whether an error of a pass on one CPU shows that every pass will fail."""
+    """Return whether an error in a pass on one CPU shows that every pass will fail."""
     said = f"{type(error).__name__}: {error}"
     return is_wrong(error) and not (CIRCUMSTANCES.search(said) or _ELSEWHERE.search(said))
 
@@ -382,14 +378,15 @@ def _fails_anywhere(error: Exception) -> bool:
 def refusing_misfits(
     recipe: Recipe, pulse: Pulse, first: Callable[[], bool]
 ) -> Generator[None, None, None]:
-    """Around steps: a user's code that fails in the first step of a run is wrong input. Later
-    failures end the run for good, as the same step would fail again.
+    """Context around steps that converts failures of the user's code. In the first step of a run
+    they are wrong input; later failures end the run for good, as the step would fail again.
 
     Args:
-        first: whether nothing was trained yet, and nothing has failed.
+        first: returns whether no step was trained yet, and no attempt has failed.
 
     Raises:
-        RecipeError: with the place in the user's code; in later steps an OwnCodeError.
+        RecipeError: in the first step; names the place in the user's code.
+        OwnCodeError: in later steps.
     """
     try:
         yield
@@ -399,13 +396,14 @@ def refusing_misfits(
             raise
         cause = error.__cause__ if message == str(error) else error
         if first():
-            pulse.report(0, "load")  # tells the agent that no step was begun
+            pulse.report(0, "load")  # so that the agent knows that no step has begun
             raise RecipeError(message) from cause
         raise OwnCodeError(message) from cause
 
 
 def _misfit(recipe: Recipe, error: BaseException, first: bool) -> str | None:
-    """The message for a failure of a user's code that will occur again; None for other errors."""
+    """Return the message for a failure of the user's code that will occur again; None for other
+    errors."""
     if isinstance(error, RecipeError) or (isinstance(error, DataError) and recipe.data.factory):
         return str(error)
     if not is_wrong(error) or (isinstance(error, RuntimeError) and is_lost_peer(error)):
@@ -423,7 +421,7 @@ def _misfit(recipe: Recipe, error: BaseException, first: bool) -> str | None:
         return f"optimizer.factory: the step of {name} {failure(error)}"
     key = "model.factory" if recipe.model.factory else "model.family"
     name, forward = doors.get(key), passes(ParallelModel.__call__)
-    # an in-place change, for example, fails without a frame of the user's
+    # Some failures, as of an in-place change, have no frame of the user's code.
     plain = first and not CIRCUMSTANCES.search(str(error))
     if name and (forward or passes(ParallelModel.run)) and (place or plain):
         which = "forward" if forward else "backward"

@@ -1,4 +1,4 @@
-"""A `Task` is what a recipe trains: model, data and the files that complete its checkpoints."""
+"""Builds a `Task`, which is what a recipe trains: model, data, and further files of checkpoints."""
 
 import math
 import shlex
@@ -50,66 +50,65 @@ if TYPE_CHECKING:
     from trainer.parallel.parallelize import Fill
 
 LARGEST_OWN_VOCABULARY = 65_536
-"""Largest vocabulary for which the hint trains a tokenizer; beyond it the hint names an existing
-one."""
+"""Largest vocabulary for which the hint in an error message trains a new tokenizer."""
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """The validation set and its metrics."""
+class ValidationSet:
+    """The validation data, and how results are computed from the model's scalars."""
 
     stream: Stream
     count: int
-    """Number of samples used, from the first on."""
+    """Number of samples in a validation pass: the first of the stream."""
     values: Callable[[Mapping[str, float]], dict[str, float]]
-    """Means of the model's scalars over these samples → recorded values."""
+    """Means of the model's scalars over the samples → values to record."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model on the meta device (or, from a factory, on the CPU), and its data."""
+    """Model and data of a recipe. The model is on the meta device; from a factory, on the CPU."""
 
     name: str
     model: nn.Module
     blocks: Sequence[nn.Module]
-    """Repeated parts of the model: units of sharding, recomputation and compilation."""
+    """Blocks of the model: units of sharding, recomputation and compilation."""
     fill: "Fill | None"
-    """Initial weights and persistent buffers, see parallelize.Fill; None if the model came with its
-    own."""
+    """Returns initial weights and persistent buffers, see parallelize.Fill; None if the factory's
+    model has values."""
     stream: Stream
-    validation: Evaluation | None
+    validation: ValidationSet | None
     flops_per_token: float
     """See `Family.flops_per_token`."""
     parameter_count: int
     trained_count: int
-    """Parameters that the optimizer updates; the others are frozen."""
+    """Number of weights that the optimizer updates; the others are frozen."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """config.json, tokenizer.json and so on, for checkpoints."""
+    """Further files of checkpoints, such as config.json: name → contents."""
     pretrained: Collection[str] | None = None
-    """FQNs that model.init_from provides; the rest is drawn. None: all."""
+    """FQNs that `model.init_from` contains; other weights are random. None: all."""
     unit: str = "tokens"
     """Unit of speeds."""
     usual_count: float = 1.0
-    """Usual count of a sample's mean loss (see COUNTED). Losses are divided by it in each pass, and
-    gradients corrected by the real count once the step has it."""
+    """Expected number of labels of a sample (see COUNTED). Losses are divided by it in each pass;
+    the step corrects gradients once the real number is known."""
     counts_labels: bool = False
-    """Whether the run's tokens are the labels counted in steps, because sequences differ in their
-    number; else all tokens of its sequences."""
+    """Whether the run counts labels as its tokens, because their number varies by sequence;
+    otherwise all tokens of sequences are counted."""
     tried: Sequence[Mapping[str, torch.Tensor]] = ()
-    """Batches for a trial pass of the model: one of the training set, and of the validation set."""
+    """Batches for a trial pass: one of the training data, and if there is validation data one of
+    that."""
     notes: Sequence[str] = ()
     """Notes for the user before training."""
     groups: Sequence[ParameterGroup] = ()
-    """Parameter groups of the model; groups of the recipe come first."""
+    """Parameter groups of the model, which apply after the groups of the recipe."""
     after_step: AfterStep | None = None
-    """Changes the model beside the optimizer: called on all ranks after each step, with the
-    parallel model and the samples consumed so far."""
+    """Called on all ranks after each step, to change the model in addition to the optimizer."""
     tied_copies: Mapping[str, str] = field(default_factory=dict)
     """Second name of a tied weight in the files of `model.init_from` → its name in the model."""
 
     @property
     def sizes(self) -> str:
-        """Numbers of parameters and of trained parameters, in words."""
+        """Numbers of all and of trained parameters, in words."""
         if self.trained_count == self.parameter_count:
             return f"{self.parameter_count / 1e6:,.1f} M parameters"
         frozen = self.parameter_count - self.trained_count
@@ -117,7 +116,8 @@ class Task:
 
 
 def optimizer_options(recipe: Recipe, task: Task) -> Optimizer:
-    """The recipe's optimizer options, with the model's parameter groups after its own."""
+    """Return the recipe's optimizer options, with the model's parameter groups after the
+    recipe's."""
     return replace(recipe.optimizer, groups=(*recipe.optimizer.groups, *task.groups))
 
 
@@ -177,7 +177,7 @@ def build_task(recipe: Recipe) -> Task:
 
 
 def _of_model(recipe: Recipe, model: TextModel) -> dict[str, Any]:
-    """Fields of a `Task` that the model or its family determines."""
+    """Return the fields of a `Task` that the model or its family determines."""
     tied = {"tied_copies": model.tied_copies}
     if isinstance(model, TransformersModel):
         return tied
@@ -186,14 +186,15 @@ def _of_model(recipe: Recipe, model: TextModel) -> dict[str, Any]:
 
 
 def _family_and_sizes(model: TextModel) -> tuple[Architecture | None, Family | None]:
-    """Architecture and family for a new config.json; None where transformers computes the model."""
+    """Return architecture and family for a new config.json; (None, None) for a model of
+    transformers."""
     if isinstance(model, TransformersModel):
         return None, None
     return model.model.architecture, model.family
 
 
 def _counting(stream: TokenStream) -> dict[str, Any]:
-    """Fields of a `Task` about counts of labels or pairs."""
+    """Return the fields of a `Task` about numbers of labels or pairs."""
     if stream.paired:
         return {"usual_count": max(1.0, stream.pairs_per_sequence)}
     if not stream.counted:
@@ -202,7 +203,7 @@ def _counting(stream: TokenStream) -> dict[str, Any]:
 
 
 def _of_chats(stream: TokenStream) -> list[str]:
-    """Notes for the user about sequences of chats or pairs."""
+    """Return notes for the user about sequences of chats or pairs; [] for other data."""
     if not stream.counted:
         return []
     what = (
@@ -229,7 +230,7 @@ def _name(recipe: Recipe, model: TextModel) -> str:
 
 
 def _counts(model: nn.Module) -> tuple[int, int]:
-    """(parameters, trained parameters)."""
+    """Return the numbers of all weights and of trained weights."""
     parameters = [*model.parameters()]
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     # A packed nf4 parameter has fewer elements than weights.
@@ -238,7 +239,8 @@ def _counts(model: nn.Module) -> tuple[int, int]:
 
 
 def _with_adapter(recipe: Recipe, model: TextModel, files: dict[str, bytes]) -> dict[str, bytes]:
-    """The files of a checkpoint; with an adapter its config in place of config.json."""
+    """Return the further files of a checkpoint; with an adapter, its config in place of
+    config.json."""
     adapter, base = recipe.model.adapter, recipe.model.init_from
     if adapter is None or base is None:
         return files
@@ -248,7 +250,8 @@ def _with_adapter(recipe: Recipe, model: TextModel, files: dict[str, bytes]) -> 
 
 
 def _build_on_samples(recipe: Recipe) -> Task:
-    """A task on the user's own data. It has no FLOP/s, as the cost of a sample is unknown."""
+    """Build a task on the data of `data.factory`. Its FLOPs are unknown, as is the cost of a
+    sample."""
     samples, stream, held_out = open_samples(recipe)
     streams = [one for one in (stream, held_out) if one]
     notes: list[str] = []
@@ -261,7 +264,7 @@ def _build_on_samples(recipe: Recipe) -> Task:
     else:
         model, fill, of_model = build_text_model(recipe)
     for one in streams:
-        # The model tells how a tuple's parts are named, and whether it shifts labels.
+        # The model determines names for the items of a tuple, and whether labels are shifted.
         if isinstance(one, SampleStream):
             one.arguments, one.shifted = arguments_of(model), shifts_labels(model)
     tried = [first_batch(one, recipe.data.factory or "") for one in streams]
@@ -283,7 +286,7 @@ def _build_on_samples(recipe: Recipe) -> Task:
         name, notes = _name(recipe, model), [*of_model, *notes]
     for batch in tried:
         check_signature(recipe, model, batch)
-    validation = Evaluation(held_out, held_out.sequences, values) if held_out else None
+    validation = ValidationSet(held_out, held_out.sequences, values) if held_out else None
     if isinstance(stream, SampleStream):
         rows = max(1, len(next(iter(tried[0].values()), ())))
         count = count_of(tried[0], rows, shifted=stream.shifted)
@@ -304,7 +307,8 @@ def check_plannable(recipe: Recipe) -> None:
 
 
 def bare_model(recipe: Recipe) -> tuple[nn.Module, list[nn.Module], float]:
-    """(model, its blocks, `Task.flops_per_token`), without data.
+    """Build the model of a recipe without its data; returns (model, its blocks,
+    `Task.flops_per_token`).
 
     Raises:
         RecipeError: the model cannot be built or planned.
@@ -318,7 +322,8 @@ def bare_model(recipe: Recipe) -> tuple[nn.Module, list[nn.Module], float]:
 
 
 def _named_values(means: Mapping[str, float]) -> dict[str, float]:
-    """Figures that stand in place of a loss, such as recall, keep their names."""
+    """Return the values to record: with a loss, all get the prefix `validation_`; without (recall,
+    for example), they keep their names."""
     prefix = "validation_" if "loss" in means else ""
     return {f"{prefix}{name}": mean for name, mean in means.items()}
 
@@ -331,12 +336,12 @@ def _loss_values(means: Mapping[str, float]) -> dict[str, float]:
 
 
 def _how_to_prepare(recipe: Recipe, directory: str) -> str:
-    """The command that prepares a data set for a recipe: of a known corpus, if the directory has
-    its name, with the model's tokenizer or a new one of the model's vocabulary size. For an object
-    store, the command that copies a data set there."""
+    """Return the command that prepares a data set for a recipe, for a message: from a known corpus
+    if the directory has its name, with the model's tokenizer, or a new tokenizer of the model's
+    vocabulary size. For a bucket, return the command that copies a data set there."""
     if "://" in directory:
         return shlex.join(["perdure", "data", "copy", "DIRECTORY", directory])
-    from trainer.data.prepare.corpora import CORPORA  # only for this message
+    from trainer.data.prepare.corpora import CORPORA  # imported only for this message
 
     name, architecture = location(directory).name, recipe.model.architecture
     words = ["perdure", "data", "prepare", name if name in CORPORA else "INPUT"]
@@ -351,8 +356,8 @@ def _how_to_prepare(recipe: Recipe, directory: str) -> str:
     return shlex.join(words)
 
 
-def open_streams(recipe: Recipe) -> tuple[TokenStream, Evaluation | None]:
-    """Training and validation data.
+def open_streams(recipe: Recipe) -> tuple[TokenStream, ValidationSet | None]:
+    """Open the training and validation data; the latter is None if the recipe does not validate.
 
     Raises:
         RecipeError: data is missing, or too small.
@@ -378,7 +383,7 @@ def open_streams(recipe: Recipe) -> tuple[TokenStream, Evaluation | None]:
     stages, sources = table(data), ordered(data)
 
     def open_split(split: str, shuffle: bool) -> TokenStream:
-        # Validation stays on the data sets of the first stage.
+        # Validation uses the data sets of the first stage throughout the run.
         few = len(stages[0].joins) if stages and not shuffle else None
         return TokenStream.open(
             [(source.path, source.weight) for source in sources[:few]],
@@ -412,7 +417,7 @@ def open_streams(recipe: Recipe) -> tuple[TokenStream, Evaluation | None]:
         )
     count = min(data.validation_sequences, validation.sequences)
     values = _named_values if recipe.objective.compares else _loss_values
-    return stream, Evaluation(validation, count, values)
+    return stream, ValidationSet(validation, count, values)
 
 
 def _check_kinds(recipe: Recipe) -> None:
@@ -453,12 +458,12 @@ def _check_vocabulary(recipe: Recipe, model: TextModel) -> None:
 def _call_factory(
     recipe: Recipe, data: Samples | None = None
 ) -> tuple[nn.Module, list[nn.Module], list[str]]:
-    """The user's module, its blocks, and notes about its number formats. `data` is the result of
-    `data.factory`, if there is one."""
+    """Call `model.factory`. Returns the model, its blocks, and notes about its dtypes. `data`: the
+    result of `data.factory`, if the recipe has one."""
     name, start = recipe.model.factory or "", recipe.model.init_from
     if start and not storage_of(location(start)).is_directory(location(start)):
         raise RecipeError(f"model.init_from: no checkpoint at {start}; make one, or set null")
-    # All ranks draw with one seed, so that their weights agree.
+    # The same seed on all ranks, so that random weights agree.
     torch.manual_seed(recipe.run.seed)
     options = recipe.model.factory_options
     model = call_factory("model.factory", name, options, recipe=recipe, data=data)
@@ -470,7 +475,8 @@ def _call_factory(
             f"model.factory: {type(model).__name__}, which {name} returned, has no parameter that "
             "is trained: none, or all have requires_grad=False"
         )
-    # from_pretrained returns eval mode; single parts in eval mode are intended
+    # transformers' from_pretrained returns a model in eval mode. A model in train mode stays as it
+    # is, even if some of its modules are in eval mode.
     if not model.training:
         model.train()
     return model, repeated_blocks(model), keep_in_float32(recipe, model, name)

@@ -1,4 +1,4 @@
-"""The language model of a recipe: one of Perdure's decoders, or a module of transformers."""
+"""Builds the language model of a recipe: one of Perdure's decoders, or a model of transformers."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
     from trainer.parallel.parallelize import Fill
 
 AfterStep = Callable[["ParallelModel", int], None]
-"""Called with the trained model, and the samples consumed so far."""
+"""(trained model, number of samples consumed so far) → None."""
 
 
 def build_text_model(recipe: Recipe) -> "tuple[TextModel, Fill, list[str]]":
-    """The language model of a recipe on the meta device, its initial weights, and notes for the
-    user.
+    """Build the language model of a recipe on the meta device. Returns it, a function that returns
+    initial weights, and notes for the user.
 
     Raises:
-        RecipeError, ConfigError: it cannot be built.
+        RecipeError, ConfigError: the model cannot be built.
     """
     reason = reason_for_theirs(recipe)
     return _decoder(recipe) if reason is None else _of_transformers(recipe, reason)
 
 
 def reason_for_theirs(recipe: Recipe) -> str | None:
-    """Why transformers computes the model of a recipe; None if it does not.
+    """Return why the model of a recipe is one of transformers; None if it is Perdure's decoder.
 
     Raises:
         RecipeError, ConfigError: `model.init_from` has no valid config.json.
@@ -67,9 +67,9 @@ def reason_for_theirs(recipe: Recipe) -> str | None:
 
 
 def _of_transformers(recipe: Recipe, reason: str) -> "tuple[TransformersModel, Fill, list[str]]":
-    """`_decoder` for a module of transformers."""
+    """Build a model of transformers, see `build_text_model`."""
     built = build_theirs(location(recipe.model.init_from or ""), reason)
-    # All problems are collected, so that one attempt shows them all.
+    # All problems are collected, and reported together.
     model, refusals = TransformersModel(built, repeated_blocks(built.module)), Refusals()
     for key in ("tp", "pp", "cp", "ep"):
         with refusals:
@@ -110,14 +110,13 @@ def _of_transformers(recipe: Recipe, reason: str) -> "tuple[TransformersModel, F
         add_adapters(model, recipe.model.adapter, recipe.precision.dtype)
 
     def fill(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return draw_part(name, shape, seed)  # all other weights are loaded
+        return draw_part(name, shape, seed)  # only adapters are random: other weights are loaded
 
     return model, fill, notes
 
 
 def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill, list[str]]":
-    """A decoder of `model.architecture` or `model.init_from` on the meta device, its initial
-    weights, and notes about its number formats."""
+    """Build a decoder by `model.architecture` or `model.init_from`, see `build_text_model`."""
     family = find_family(recipe.model.family) if recipe.model.family else None
     if given := recipe.model.architecture:
         family = family or family_of(given.model_type)
@@ -131,7 +130,7 @@ def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill, list[str]]":
         architecture = _read_init_config(recipe, family)
         family = family or family_of(architecture.model_type)
     named = recipe.model.family or architecture.model_type
-    # On meta, so that no rank ever holds the whole model.
+    # On the meta device, so that no rank ever has the whole model in memory.
     with torch.device("meta"), refusing("model.family", named):
         decoder = Decoder(architecture, recipe.model.attention, family)
     if any(not isinstance(block, nn.Module) for block in decoder.blocks):
@@ -168,8 +167,8 @@ def _read_init_config(recipe: Recipe, family: Family | None) -> Architecture:
 
 
 def after_step_of(recipe: Recipe, family: Family) -> AfterStep | None:
-    """The family's change of the model after a step; None under an adapter, whose base is
-    frozen."""
+    """Return the function by which the family changes the model after a step; None if there is
+    none, or with an adapter, under which the weights are frozen."""
     change = family.after_step
     if change is None or recipe.model.adapter:
         return None
@@ -182,9 +181,10 @@ def after_step_of(recipe: Recipe, family: Family) -> AfterStep | None:
 
 
 def documents_for(recipe: Recipe) -> Documents | None:
-    """The form in which the model of a recipe gets document boundaries."""
+    """Return the argument by which the model of a recipe gets document boundaries; None if it gets
+    none."""
     if not recipe.data.document_mask:
         return None
     theirs = recipe.model.factory or reason_for_theirs(recipe)
-    # cu_seqlens spare a synchronisation with the GPU, but only decoders of Perdure take them.
+    # cu_seqlens need no synchronisation with the GPU, but only Perdure's decoders accept them.
     return "document_ids" if theirs else "cu_seqlens"

@@ -103,7 +103,7 @@ def test_the_step_after_a_trace_waits_for_no_rank_that_still_writes(tmp_path, mo
                 time.sleep(0.5)
 
     monkeypatch.setattr("trainer.run.profile.torch_profiler", SlowOnRank1)
-    monkeypatch.setattr("trainer.run.profile._Holdings", Mock())
+    monkeypatch.setattr("trainer.run.profile._TensorSizes", Mock())
 
     def work(rank):
         run = Mock(mesh=Mock(group=dist.group.WORLD))

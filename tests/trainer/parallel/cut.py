@@ -19,7 +19,7 @@ from trainer.models.adapter import add_adapters
 from trainer.models.family import family_of
 from trainer.models.loss import head_cross_entropy
 from trainer.parallel import tensor
-from trainer.parallel.tensor import Together, VocabularyLoss, apply_tensor_parallel
+from trainer.parallel.tensor import TensorGroup, VocabularyLoss, apply_tensor_parallel
 from trainer.recipe import RecipeError
 from trainer.recipe.architecture import Architecture
 from trainer.recipe.sections import Adapter
@@ -35,7 +35,7 @@ def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-6) -> None:
     assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
 
 
-def compare_losses(rank: int, ranks: Together, mesh: DeviceMesh) -> None:
+def compare_losses(rank: int, ranks: TensorGroup, mesh: DeviceMesh) -> None:
     sequence = ranks.sequence
     torch.manual_seed(0)
     hidden, weight = torch.randn(3, 8, 16), torch.randn(131, 16) * 3
@@ -172,7 +172,7 @@ if __name__ == "__main__":
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
     for sequence, logits in product((False, True), (1 << 20, 300)):  # at once, and in chunks
         tensor.most_logits = lambda _, most=logits: most  # type: ignore[attr-defined]
-        compare_losses(rank, Together(mesh["tp"], sequence), mesh["tp"])
+        compare_losses(rank, TensorGroup(mesh["tp"], sequence), mesh["tp"])
     for sequence in (False, True):
         compare_models(mesh, sequence)
         compare_families(mesh, sequence)

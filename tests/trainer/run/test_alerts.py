@@ -7,7 +7,12 @@ import pytest
 import yaml
 
 from elastic import Ledger, StartLine
-from trainer.recipe.conditions import AfterFailure, Beyond, Silent, parse_condition
+from trainer.recipe.conditions import (
+    FailureCondition,
+    SilenceCondition,
+    ThresholdCondition,
+    parse_condition,
+)
 from trainer.run.alerts import Alerts
 from trainer.run.ledger_summary import LedgerSummary
 from trainer.run.trackers import to_sink
@@ -39,10 +44,10 @@ def test_the_standing_of_a_run(tmp_path):
 
 
 def test_conditions_say_what_they_mean():
-    assert parse_condition("loss > 8") == Beyond("loss", True, 8.0)
-    assert parse_condition("goodput<9e-1") == Beyond("goodput", False, 0.9)
-    assert parse_condition("no step for 10 min") == Silent(600.0)
-    assert parse_condition(" failure ") == AfterFailure()
+    assert parse_condition("loss > 8") == ThresholdCondition("loss", True, 8.0)
+    assert parse_condition("goodput<9e-1") == ThresholdCondition("goodput", False, 0.9)
+    assert parse_condition("no step for 10 min") == SilenceCondition(600.0)
+    assert parse_condition(" failure ") == FailureCondition()
     for wrong in ("loss", "loss > high", "loss >= 8", "no step for 10 days", "failures"):
         assert parse_condition(wrong) is None
 

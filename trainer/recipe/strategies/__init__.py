@@ -1,9 +1,10 @@
-"""The rules of each strategy: a module each, named after its recipe key. Imports no torch.
+"""Rules of the strategies, in one module per strategy, named after its recipe key. Imports no
+torch.
 
-`check` yields what a strategy cannot be combined with: (key, problem and remedy). `describe` gives
-its words in the first line of a run, or "" if it is unused. The other functions answer the mesh,
-the plan and `trainer.parallel`, which applies the strategy. Only the mesh reads numbers of ranks
-from the recipe itself.
+`check` yields (key, problem and remedy) for what a strategy cannot be combined with. `describe`
+returns its part of a run's first line, or "" if it is not used. Other functions interpret the
+strategy's keys for the plan and for `trainer.parallel`, which applies it. Only the mesh reads
+numbers of ranks from the recipe directly.
 """
 
 from collections.abc import Iterator
@@ -13,9 +14,9 @@ from trainer.recipe.sections import Recipe, Strategy
 from trainer.recipe.strategies import cp, ep, exact, offload, pp, sharding, tp
 
 MODEL_PARALLEL = (tp, pp, cp, ep)
-"""Strategies whose ranks compute together; the first of a module's KEYS is their number."""
+"""Modules of model parallelism. The first of a module's KEYS is the number of ranks."""
 WITHIN_PASS = (tp, cp, ep)
-"""Strategies that change what a rank computes and sends in a pass."""
+"""Modules of model parallelism that changes what a rank computes and sends in a pass."""
 
 
 def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -24,7 +25,7 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def describe(recipe: Recipe, idle: float) -> str:
-    """Describe all strategies. `idle`: share of a step in which pipeline ranks wait."""
+    """Describe all strategies. `idle`: fraction of a step in which pipeline ranks wait."""
     strategy = recipe.strategy
     together = ep.describe(strategy), cp.describe(strategy), pp.describe(strategy, idle)
     held = sharding.describe(recipe) + offload.describe(strategy)
@@ -32,16 +33,17 @@ def describe(recipe: Recipe, idle: float) -> str:
 
 
 def sizes(strategy: Strategy) -> dict[str, int]:
-    """Ranks that compute together, by key."""
+    """Return the number of ranks of each kind of model parallelism, by key."""
     return {module.KEYS[0]: module.ranks(strategy) for module in MODEL_PARALLEL}
 
 
 def only(strategy: Strategy, *modules: Any) -> Strategy:
-    """A strategy with only the keys of some modules of `MODEL_PARALLEL`."""
+    """Return a strategy with the keys of some modules of `MODEL_PARALLEL`, and defaults for all
+    others."""
     keys = (key for module in modules for key in module.KEYS)
     return Strategy(**{key: getattr(strategy, key) for key in keys})
 
 
 def cut_ranks(strategy: Strategy) -> int:
-    """Number of parts into which a model is cut before FSDP shards each part."""
+    """Return the number of parts into which a model is cut before FSDP shards each part."""
     return tp.ranks(strategy) * pp.ranks(strategy)

@@ -9,13 +9,13 @@ KEYS = ("cp",)
 
 
 def ranks(strategy: Strategy) -> int:
-    """Ranks of a ring, each with a part of every sequence."""
+    """Return the number of ranks of a ring, each of which has a part of every sequence."""
     return strategy.cp
 
 
 def chunks(strategy: Strategy) -> int:
-    """Chunks of a sequence: two per rank of a ring."""
-    # An early and a late one, so that causal attention is equal work for all ranks.
+    """Return the number of chunks of a sequence: two per rank of a ring."""
+    # An early and a late chunk per rank, so that causal attention is equal work for all ranks.
     return 2 * strategy.cp if strategy.cp > 1 else 1
 
 

@@ -10,7 +10,7 @@ KEYS = ("ep",)
 
 
 def ranks(strategy: Strategy) -> int:
-    """Ranks that divide the experts of each layer."""
+    """Return the number of ranks that divide the experts of each layer."""
     return strategy.ep
 
 
@@ -41,6 +41,6 @@ def describe(strategy: Strategy) -> str:
 
 
 def bytes_sent(strategy: Strategy, divided: float) -> float:
-    """Bytes that each rank sends to others, of `divided` bytes of rows with equal loads of
-    experts."""
+    """Return the bytes that a rank sends to other ranks. `divided`: bytes of all rows that it
+    routes, evenly, to experts."""
     return (1 - 1 / strategy.ep) * divided

@@ -1,8 +1,6 @@
-"""`run.determinism: exact`: results that do not depend on the world size in any bit; applied by
-trainer/optim/exact.py.
-
-Micro-batches are cut equally at every world size, and gradients are sums that do not round.
-"""
+"""`run.determinism: exact`: results that are bitwise equal at every world size; applied by
+trainer/optim/exact.py. Micro-batches are cut equally at every world size, and gradients are sums
+that do not round."""
 
 from collections.abc import Iterator
 
@@ -13,15 +11,15 @@ from trainer.recipe.yaml_tree import RecipeError
 
 
 def used(recipe: Recipe) -> bool:
-    """Whether results must not depend on the world size in any bit."""
+    """Return whether results must be bitwise equal at every world size."""
     return recipe.exact
 
 
 def batch_plan(recipe: Recipe, shares: int) -> BatchPlan:
-    """The assignment of a step's sequences to `shares` data-parallel ranks.
+    """Assign the sequences of each step to `shares` data-parallel ranks.
 
     Raises:
-        RecipeError: the global batch does not divide among them.
+        RecipeError: the global batch does not divide among the ranks.
     """
     limit = recipe.micro_batch
     try:
@@ -31,17 +29,18 @@ def batch_plan(recipe: Recipe, shares: int) -> BatchPlan:
 
 
 def most_shares(recipe: Recipe) -> int:
-    """Most data-parallel ranks."""
+    """Return the largest possible number of data-parallel ranks."""
     return most_ranks(recipe.batch.global_batch, recipe.micro_batch, fixed=recipe.exact)
 
 
 def addends(recipe: Recipe) -> int:
-    """Terms in the sum of a gradient: one for each part of each micro-batch."""
+    """Return the number of terms in the sum of a gradient: one for each micro-batch, or with
+    context parallelism for each part of it."""
     return cp.ranks(recipe.strategy) * -(-recipe.batch.global_batch // recipe.micro_batch)
 
 
 def reduced_bytes(recipe: Recipe) -> int:
-    """Bytes per element of reduced gradients: float64 holds exact sums."""
+    """Return the bytes per element in gradient reductions: float64 in exact mode, else float32."""
     return 8 if recipe.exact else 4
 
 

@@ -1,4 +1,4 @@
-"""Combinations with `tp`, `pp`, `cp` and `ep` that are not implemented yet."""
+"""Combinations of `tp`, `pp`, `cp` and `ep` with other keys that are not implemented yet."""
 
 from collections.abc import Iterator
 
@@ -7,11 +7,8 @@ from trainer.recipe.strategies import sharding
 
 
 def missing_beside(recipe: Recipe, ranks: str, *keys: str) -> Iterator[tuple[str, str]]:
-    """Refuse the settings in `keys` that the recipe uses beside `strategy.<ranks>`.
-
-    Yields:
-        (key, problem and remedy).
-    """
+    """Yield (key, problem and remedy) for each of `keys` whose setting does not work together with
+    `strategy.<ranks>` yet."""
     chosen = {
         "run.determinism": (recipe.exact, "set fast"),
         "data.factory": (bool(recipe.data.factory), f"set strategy.{ranks}=1"),

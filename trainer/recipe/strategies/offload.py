@@ -1,4 +1,4 @@
-"""`strategy.offload` and `offload_directory`: FSDP's shards in host memory, or in files on a local
+"""`strategy.offload` and `offload_directory`: FSDP shards in host memory or in files on a local
 disk; applied by trainer/parallel/fsdp.py and offload.py."""
 
 from collections.abc import Iterator
@@ -8,17 +8,17 @@ from trainer.recipe.strategies import sharding
 
 
 def used(strategy: Strategy) -> bool:
-    """Whether parameters, gradients and optimizer state are kept off the device."""
+    """Return whether parameters, gradients and optimizer state are not kept on the device."""
     return strategy.offload != "none"
 
 
 def to_host(strategy: Strategy) -> bool:
-    """Whether parameters, gradients and optimizer state are in host memory."""
+    """Return whether parameters, gradients and optimizer state are kept in host memory."""
     return strategy.offload == "cpu"
 
 
 def to_disk(strategy: Strategy) -> bool:
-    """Whether parameters, gradients and optimizer state are in files."""
+    """Return whether parameters, gradients and optimizer state are kept in files."""
     return strategy.offload == "nvme"
 
 

@@ -10,22 +10,23 @@ KEYS = ("pp", "pp_schedule", "pp_stages_per_rank")
 
 
 def ranks(strategy: Strategy) -> int:
-    """Ranks of a pipeline, each with some stages."""
+    """Return the number of ranks of a pipeline, each of which has one or more stages."""
     return strategy.pp
 
 
 def shape(strategy: Strategy) -> tuple[PipelineSchedule, int, int]:
-    """(schedule, ranks, stages per rank), as in trainer/parallel/schedules.py."""
+    """Return (schedule, number of ranks, stages per rank), the first arguments of
+    `trainer.parallel.schedules.schedule`."""
     return strategy.pp_schedule, strategy.pp, strategy.pp_stages_per_rank
 
 
 def stages(strategy: Strategy) -> int:
-    """Stages of the whole pipeline."""
+    """Return the number of stages of the whole pipeline."""
     return strategy.pp * strategy.pp_stages_per_rank
 
 
 def splits_backward(strategy: Strategy) -> bool:
-    """Whether gradients of weights are computed separately from those of activations, and later."""
+    """Return whether gradients of weights are computed later than gradients of activations."""
     return strategy.pp_schedule == "zero_bubble"
 
 

@@ -1,5 +1,5 @@
-"""`strategy.name`, `sharding`, `zero` and `shard_size`: what data-parallel ranks hold; applied by
-trainer/parallel/fsdp.py and ddp.py."""
+"""`strategy.name`, `sharding`, `zero` and `shard_size`: what is sharded over data-parallel ranks;
+applied by trainer/parallel/fsdp.py and ddp.py."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,32 +8,34 @@ from trainer.recipe.sections import ZERO_STAGES, Recipe, Sharding, Strategy
 
 
 def name(recipe: Recipe) -> Sharding:
-    """The sharding; DDP counts as NO_SHARD."""
+    """Return the sharding of the recipe, NO_SHARD for DDP."""
     return recipe.sharding
 
 
 def zero1(recipe: Recipe) -> bool:
-    """Whether DDP holds the parameters, and only the optimizer state is sharded."""
+    """Return whether only the optimizer state is sharded (ZeRO-1), and DDP replicates
+    parameters."""
     return recipe.sharding == "OPTIMIZER_STATE"
 
 
 def shards_parameters(recipe: Recipe) -> bool:
-    """Whether ranks hold parts of the parameters between steps."""
+    """Return whether parameters are sharded between steps."""
     return recipe.sharding not in ("NO_SHARD", "OPTIMIZER_STATE")
 
 
 def by_fsdp(recipe: Recipe) -> bool:
-    """Whether the recipe selects FSDP, also for groups of one rank."""
+    """Return whether the recipe selects FSDP, even if it is not used for groups of one rank."""
     return recipe.strategy.name == "fsdp" and not zero1(recipe)
 
 
 def fixed_group(recipe: Recipe) -> int:
-    """Size of a shard group, or 1 if it depends on the world."""
+    """Return the size of a shard group if the recipe sets it; 1 if it depends on the world size."""
     return (recipe.sharding == "HYBRID_SHARD" and recipe.strategy.shard_size) or 1
 
 
 def group(recipe: Recipe, sharing: int, in_node: int) -> int:
-    """Size of a shard group. `sharing`: data-parallel ranks; `in_node`: those of a node."""
+    """Return the size of a shard group. `sharing`: number of data-parallel ranks; `in_node`: number
+    of data-parallel ranks on a node."""
     if not shards_parameters(recipe):
         return 1
     if recipe.sharding == "HYBRID_SHARD":
@@ -42,7 +44,7 @@ def group(recipe: Recipe, sharing: int, in_node: int) -> int:
 
 
 def resolved(strategy: Strategy) -> Strategy:
-    """Replace `zero` by the equivalent `sharding`, unless the two contradict."""
+    """Replace `zero` by the equivalent `sharding`, unless the two contradict each other."""
     if strategy.zero is None or strategy.name == "ddp":
         return strategy
     meant = ZERO_STAGES[strategy.zero]

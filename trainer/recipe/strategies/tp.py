@@ -10,12 +10,12 @@ KEYS = ("tp", "sequence_parallel")
 
 
 def ranks(strategy: Strategy) -> int:
-    """Ranks that compute each layer together."""
+    """Return the number of ranks that compute each layer together."""
     return strategy.tp
 
 
 def stream_parts(strategy: Strategy) -> int:
-    """Parts into which tp ranks cut the residual stream along the sequence."""
+    """Return the number of parts into which the residual stream is cut along the sequence."""
     return strategy.tp if strategy.sequence_parallel else 1
 
 
@@ -51,6 +51,6 @@ def describe(strategy: Strategy) -> str:
 
 
 def bytes_sent(strategy: Strategy, reduced: float) -> float:
-    """Bytes that each rank sends in a ring to all-reduce activations of `reduced` bytes."""
-    # A reduce-scatter and an all-gather.
+    """Return the bytes that a rank sends in a ring to all-reduce activations of `reduced` bytes."""
+    # An all-reduce is a reduce-scatter and an all-gather.
     return 2 * (1 - 1 / strategy.tp) * reduced
