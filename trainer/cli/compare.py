@@ -1,4 +1,4 @@
-"""`perdure compare …`: parses and calls, nothing more."""
+"""Command line of `perdure compare`."""
 
 import argparse
 import os

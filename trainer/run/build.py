@@ -22,7 +22,7 @@ from elastic.process import usable_cores
 from elastic.world import limit_waits
 from trainer.data.loader import later_stages, requested_ahead
 from trainer.data.samples import IGNORED_LABEL
-from trainer.data.stream import Accounted
+from trainer.data.stream import AccountedStream
 from trainer.models.decoder import Decoder
 from trainer.models.transformers_model import TransformersModel
 from trainer.optim.optimizer import build_optimizer
@@ -159,7 +159,11 @@ def build(
             parent=(progress.attempt or None) if state else "",
             skipped=progress.skipped,
             rollbacks=progress.rollbacks,
-            records=("loss", "norm", *(["consumed"] if isinstance(task.stream, Accounted) else [])),
+            records=(
+                "loss",
+                "norm",
+                *(["consumed"] if isinstance(task.stream, AccountedStream) else []),
+            ),
             recipe=digest,
             directory=os.getcwd(),
             computed_by=agreement.computed_by,

@@ -81,7 +81,7 @@ def test_a_recipe_that_was_planned(tmp_path, perdure, data):
 @pytest.mark.parametrize(
     ("wishes", "says"),
     [
-        ({"model": ""}, "--model: is needed"),
+        ({"model": ""}, "--model: is required"),
         ({"data": "text.txt"}, "perdure data prepare text.txt --out data/text --tokenizer"),
         ({"data": "nowhere"}, "nowhere/index.json: missing"),
         ({"model": "Qwen/Qwen9"}, "hf download Qwen/Qwen9 --local-dir Qwen9"),

@@ -127,7 +127,7 @@ def test_a_task_of_skypilot_trains_in_the_bucket(launch):
     [
         ("slurm", ["--nodes", "3:2"], "'3:2' is no number of nodes; write 4, or 1:8"),
         ("slurm", ["--time", "a day"], "'a day' is no time"),
-        ("slurm", ["--queue", "a\n#SBATCH"], "has characters that no such name has"),
+        ("slurm", ["--queue", "a\n#SBATCH"], "has characters other than letters"),
         ("slurm", ["run.lenght=3"], "run.lenght: unknown key"),
         ("slurm", ["strategy.tp=2", "--nproc-per-node", "3"], "strategy.tp: groups of 2 ranks do"),
         ("slurm", ["--nodes", "9", "--gpus", "8"], "batch.global_batch: a global batch of 8"),
@@ -137,8 +137,8 @@ def test_a_task_of_skypilot_trains_in_the_bucket(launch):
         ("skypilot", [*SKY, "--bucket", "mine"], "'mine' is no bucket; write s3://NAME"),
         ("skypilot", [*SKY, "--bucket", "s3://m", "--nodes", "2"], "--nodes: several nodes have"),
         ("skypilot", [*SKY, "--volume", "v", "--gpus", "8"], "SkyPilot rents GPUs by name"),
-        ("local", ["--nodes", "2", "--submit"], "--submit: several nodes are started by hand"),
-        ("slurm", ["--submit"], "--submit: there is no sbatch here; use --out"),
+        ("local", ["--nodes", "2", "--submit"], "--submit: does not start several nodes"),
+        ("slurm", ["--submit"], "--submit: sbatch is not installed here; use --out"),
         ("slurm", ["run.dir='a\n  b'"], "launch: the command line has line ends"),
     ],
 )  # fmt: skip

@@ -19,7 +19,8 @@ class WideNorm(RMSNorm):
 
 
 class Olmo2Block(nn.Module):
-    """Attention and MLP, each normalised after, and added to the residual stream."""
+    """A block that normalises the outputs of attention and MLP, and adds them to the residual
+    stream."""
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
