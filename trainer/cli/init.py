@@ -32,7 +32,7 @@ def add_init_command(commands: Commands) -> None:
 
 def _init(arguments: argparse.Namespace) -> int:
     from trainer.tools.init.draft import (
-        Wishes,
+        RecipeWishes,
         draft,
         prepared_here,
         this_machine,
@@ -41,7 +41,7 @@ def _init(arguments: argparse.Namespace) -> int:
 
     data = prepared_here()
     names = ", ".join(with_architecture())
-    wishes = Wishes(
+    wishes = RecipeWishes(
         model=_answer(arguments.model, "--model", f"Model, a directory or one of {names}"),
         data=_answer(arguments.data, "--data", "Prepared data", data[0] if len(data) == 1 else ""),
         gpus=arguments.gpus or _answer(None, "--gpus", "GPUs of a node, or cpu", this_machine()),

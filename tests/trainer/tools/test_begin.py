@@ -107,5 +107,5 @@ def test_what_is_missing_is_named_with_what_to_do(tmp_path, perdure):
     assert at.keys() == {"GPUs", "run.dir"}
     assert "none, but run.device is cuda" in lines[at["GPUs"]]
     assert lines[at["run.dir"] + 1].lstrip().startswith("→ choose another run.dir")
-    assert lines[-1] == "training cannot start here: 2 thing(s) to mend"
+    assert lines[-1] == "training cannot start here: 2 thing(s) to repair"
     assert any(line.startswith("ok") and torch.__version__ in line for line in lines)
