@@ -132,8 +132,8 @@ $(RUNTIME): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[all]'
 	@touch $@
 
-$(FINETUNE): $(RUNTIME)
-	$(BIN)/python -m pip install --quiet 'transformers>=5,<6' 'gguf>=0.17'
+$(FINETUNE): $(RUNTIME) Makefile
+	$(BIN)/python -m pip install --quiet 'transformers>=5,<6' 'gguf>=0.17' accelerate
 	@touch $@
 
 $(SITE)/.installed: Makefile

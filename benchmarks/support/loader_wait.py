@@ -13,7 +13,7 @@ WARM_UP = 5
 
 
 def loader_wait(
-    path: str, environment: Mapping[str, str], steps: int, seconds: float, ahead: int
+    path: str, environment: Mapping[str, str], steps: int, seconds: float, ahead: int, workers: int
 ) -> tuple[float, list[int]]:
     """The share of the time that was waited, and a digest of the samples. To be called in a process
     of its own.
@@ -24,6 +24,7 @@ def loader_wait(
         steps: of the loop, the first ones to warm up.
         seconds: of a step.
         ahead: see `data.ahead`.
+        workers: see `data.workers`.
     """
     os.environ.update(environment)
     stream = TokenStream.open(
@@ -31,7 +32,7 @@ def loader_wait(
         documents="cu_seqlens", ahead=ahead,
     )  # fmt: skip
     requests = (list(range(at, at + MICRO_BATCH)) for at in count(0, MICRO_BATCH))
-    batches = load(stream, requests, workers=0, pin_memory=False, account=True)
+    batches = load(stream, requests, workers=workers, pin_memory=False, account=True)
     waited, digests, began = 0.0, [0, 0], time.perf_counter()
     for step in range(steps):
         if step == WARM_UP:

@@ -43,6 +43,7 @@ def consumed(run: Path) -> bool:
     return bool(good)
 
 
+@soak
 def test_a_slow_rank_gets_less_and_the_bits_stay(workspace, train):
     """Then three ranks go on, of equal shares. Forward waits for others under ZeRO-2, and a loader
     process has asked for samples ahead."""

@@ -63,6 +63,7 @@ def overrides(data, weights):
     return [f"data.sources.0.path={data}", "model.architecture=null", f"model.init_from={weights}"]
 
 
+@soak
 def test_inputs_in_a_bucket_are_those_on_a_disk(workspace, start, uploaded, store, monkeypatch):
     data, weights = uploaded
 

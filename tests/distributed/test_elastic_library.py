@@ -80,6 +80,7 @@ def test_a_node_that_is_told_to_go_saves_and_leaves(cluster, tmp_path, undisturb
     assert before | after == pytest.approx(undisturbed("elastic_loop"), abs=1e-5)
 
 
+@soak
 def test_a_node_is_lost_and_comes_back(cluster, tmp_path, undisturbed):
     """Two nodes; what the lost one had is in the memory of the other, or in storage."""
     nodes = cluster("elastic_loop", "1:2", ranks=1)

@@ -47,6 +47,7 @@ def first_pass(number, passes, ranks, share):
     )
 
 
+@soak
 def test_a_rank_that_computes_wrongly_is_named_and_what_it_has_spoilt_is_passed_over(
     workspace, start, right
 ):

@@ -11,6 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -366,6 +367,10 @@ def _check_weights(
                 )
 
 
+_Request: TypeAlias = tuple[tuple[int, ...], list[tuple[int, ...]]]
+"""(positions of a micro-batch, positions of later ones of the same worker, to start reading)."""
+
+
 class _BatchDataset(Dataset):
     """A stream as a torch Dataset that fetches whole micro-batches.
 
@@ -377,10 +382,13 @@ class _BatchDataset(Dataset):
     def __init__(self, stream: Stream, account: bool) -> None:
         self._stream = stream
         self._accounted = stream if account and isinstance(stream, AccountedStream) else None
+        self._begun: dict[tuple[int, ...], list[object]] = {}
+        """Positions of a later request → its reads that have started."""
 
-    def __getitems__(self, positions: Sequence[int]) -> dict[str, Any] | DataError:
+    def __getitems__(self, request: _Request) -> dict[str, Any] | DataError:
         """Fetch a micro-batch. Returns a DataError instead of raising it: torch would wrap the
         error of a worker in a page of traceback."""
+        positions, later = request
         try:
             if self._accounted is None:
                 return self._stream.fetch(positions)
@@ -388,6 +396,12 @@ class _BatchDataset(Dataset):
             return {**batch, CONSUMED: digest}
         except DataError as error:
             return error
+        finally:
+            # after the fetch: the threads that send requests would hold it up
+            if later:
+                assert isinstance(self._stream, TokenStream)
+                begin, begun = self._stream.begin, self._begun
+                self._begun = {one: begun.get(one) or begin(one) for one in later}
 
 
 def load(
@@ -412,14 +426,12 @@ def load(
         DataError: the requested data are damaged.
         RuntimeError: a worker was killed.
     """
-    if isinstance(stream, TokenStream) and stream.ahead and not workers:
-        requests = _begun(stream, requests)
     with warnings.catch_warnings():
         # torchdata 0.11 calls a function that torch 2.13 deprecates.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         loader = StatefulDataLoader(
             _BatchDataset(stream, account),
-            batch_sampler=requests,
+            batch_sampler=_with_later(requests, _begun_ahead(stream, workers), max(1, workers)),
             num_workers=workers,
             collate_fn=_identity,
             pin_memory=pin_memory,
@@ -433,19 +445,27 @@ def load(
     return _raise_errors(iter(loader))
 
 
-def _begun(
-    stream: TokenStream, requests: Iterable[Sequence[int]]
-) -> Generator[Sequence[int], None, None]:
-    """Yield requests, each after the fetches of the next `stream.ahead` ones have started."""
-    begun: deque[tuple[Sequence[int], list[object]]] = deque()
+def _with_later(
+    requests: Iterable[Sequence[int]], ahead: int, stride: int
+) -> Generator[_Request, None, None]:
+    """Yield each request with those of the next `ahead` that the same worker will get: torch
+    assigns requests to `stride` workers in turn."""
+    window: deque[tuple[int, ...]] = deque()
     for request in requests:
-        begun.append((request, stream.begin(request)))
-        if len(begun) > stream.ahead:
-            yield begun[0][0]
-            begun.popleft()  # releases the fetched data
-    while begun:
-        yield begun[0][0]
-        begun.popleft()
+        window.append(tuple(request))
+        if len(window) > ahead:
+            yield window[0], [*islice(window, stride, None, stride)]
+            window.popleft()
+    while window:
+        yield window[0], [*islice(window, stride, None, stride)]
+        window.popleft()
+
+
+def _begun_ahead(stream: Stream, workers: int) -> int:
+    """Number of micro-batches whose reads start before they are fetched: `stream.ahead`, rounded up
+    to a multiple of `workers`."""
+    ahead, stride = stream.ahead if isinstance(stream, TokenStream) else 0, max(1, workers)
+    return -(-ahead // stride) * stride
 
 
 def requests(plan_at: Callable[[int], BatchPlan], dp_rank: int, start: int) -> Iterator[list[int]]:
@@ -464,9 +484,7 @@ def requests(plan_at: Callable[[int], BatchPlan], dp_rank: int, start: int) -> I
 
 def requested_ahead(stream: Stream, workers: int) -> int:
     """Largest number of micro-batches that `load` requests before they are used."""
-    if workers:
-        return READ_AHEAD * workers
-    return stream.ahead if isinstance(stream, TokenStream) else 0
+    return READ_AHEAD * workers + _begun_ahead(stream, workers)
 
 
 def _die_with(parent: int, worker: int) -> None:

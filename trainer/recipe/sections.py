@@ -244,8 +244,8 @@ class Data:
     """How shards are read. auto: pread on network filesystems, mmap elsewhere."""
 
     ahead: Positive = 8
-    """Micro-batches whose tokens a rank requests before it needs them, for `sources` in an object
-    store. A rank of `workers` requests four for each."""
+    """Micro-batches whose tokens a rank requests before it reads them, for `sources` in an object
+    store. `workers` divide them, and each reads four micro-batches before they are used."""
 
     cache: DataCache | None = None
     """Where to keep copies of whole shards, for `sources` in an object store."""

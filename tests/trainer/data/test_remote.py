@@ -22,7 +22,7 @@ from tests.s3 import Handler
 from trainer.data import cache, remote
 from trainer.data.copying import copy_data_set, write
 from trainer.data.inspect import inspect
-from trainer.data.loader import TokenStream, load
+from trainer.data.loader import READ_AHEAD, TokenStream, load
 from trainer.data.prepare.prepare import prepare
 from trainer.data.prepare.writer import write_data_set
 from trainer.data.shards import DataError, blocks_of, read_index, verify
@@ -145,13 +145,15 @@ def test_the_same_samples_as_from_a_disk(local, chats, urls, store):
     assert verify(urls[0]) == verify(urls[1]) == []
 
 
-def test_what_comes_next_is_under_way_before_it_is_needed(bucket, store):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_comes_next_is_under_way_before_it_is_needed(bucket, store, workers):
     stream, other = open_stream(bucket), open_stream(bucket)
-    ranges = {one for n in range(stream.ahead + 1) for one in [*other.begin([n])]}
+    fetched = 1 + READ_AHEAD * workers
+    ranges = {one for n in range(fetched + stream.ahead) for one in [*other.begin([n])]}
     for one in ranges:
         one.data()
     store.requests.clear()
-    batch = load(stream, [[n] for n in range(100)], workers=0, pin_memory=False)
+    batch = load(stream, [[n] for n in range(100)], workers=workers, pin_memory=False)
     next(batch)
     deadline = time.monotonic() + 10
     while len(gets(store, ".tokens")) < len(ranges) and time.monotonic() < deadline:
