@@ -61,16 +61,12 @@ class Container:
 
     @classmethod
     def start_network(cls, address: str) -> Self:
-        """Create a container with a bridge, to which other containers connect.
-
-        Raises:
-            PermissionError: not root.
-        """
+        """Create a container with a bridge, to which other containers connect. Raises
+        PermissionError if the user is not root."""
         container = cls._hold("net")
         try:
             container.command("ip link set lo up")
-            # A fixed MAC address. Otherwise the bridge copies one of its ports' and changes it when
-            # ports come and go; peers would go on sending to the old one.
+            # Fixed MAC address: by default it changes with the ports, and peers keep using the old.
             container.command("ip link add switch address 02:00:0a:4d:00:01 type bridge")
             container.command(f"ip address add {address}/24 dev switch")
             container.command("ip link set switch up")
@@ -93,11 +89,8 @@ class Container:
         return cls(process)
 
     def command(self, line: str) -> None:
-        """Run a command in the container's network namespace.
-
-        Raises:
-            OSError: the command failed; has its stderr.
-        """
+        """Run a command in the container's network namespace. Raises OSError if the command failed;
+        has its stderr."""
         inside = ["nsenter", f"--net=/proc/{self.process.pid}/ns/net", *line.split(" ")]
         done = subprocess.run(inside, check=False, capture_output=True, text=True)
         if done.returncode:

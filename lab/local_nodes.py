@@ -212,11 +212,8 @@ class LocalNodes:
             self._store = self.start(command, self.folder, self._environment(), self._store_log)
 
     def wait_for_store(self) -> None:
-        """Wait until the store accepts connections.
-
-        Raises:
-            RuntimeError: the store cannot start.
-        """
+        """Wait until the store accepts connections. Raises RuntimeError if the store cannot
+        start."""
         while f"port {self.port}\n" not in (output := self._store_log.read_text()):
             if self._store is None or self._store.poll() is not None:
                 raise RuntimeError(f"the store did not start: {output!r}")
@@ -261,11 +258,8 @@ class LocalNodes:
         return self.start(command, self.folder, self._environment(), log)
 
     def wait(self, seconds: float) -> list[int]:
-        """Wait until all nodes have ended, and return their exit codes.
-
-        Raises:
-            TimeoutError: a node still runs after `seconds`.
-        """
+        """Wait until all nodes have ended, and return their exit codes. Raises TimeoutError if a
+        node still runs after `seconds`."""
         deadline = time.monotonic() + seconds
         for node in self.nodes:
             try:

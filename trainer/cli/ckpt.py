@@ -18,8 +18,8 @@ from trainer.cli.parser import (
 
 EXIT_DIFFERENT = 1
 RULES = {"keep": int, "keep_every": int, "keep_best": int, "best_by": str}
-"""Fields of CheckpointOptions that `prune` applies, with their types. Those without an option keep
-the values of the run's recipe."""
+"""Field of CheckpointOptions that `prune` applies → its type. Without an option, the value in the
+run's recipe applies."""
 
 CKPT_EXAMPLES = """\
 examples:
@@ -171,7 +171,7 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 
 def _retention(state: dict[str, Any], arguments: argparse.Namespace) -> Any:
-    """Return the retention rules of the options, completed by those of the run's recipe."""
+    """Return the retention rules: from the options, else from the run's recipe."""
     from checkpointing import StorageError
 
     given = {name: getattr(arguments, name) for name in RULES}
@@ -179,7 +179,7 @@ def _retention(state: dict[str, Any], arguments: argparse.Namespace) -> Any:
     try:
         trained = state.get("recipe", {}).get("checkpoint", {"keep": 0})
         rules = {name: trained[name] for name in RULES if name in trained} | rules
-        # They come from a file that anyone may have written.
+        # The recipe is untrusted: anyone may have written the file.
         if any(type(value) is not RULES[name] for name, value in rules.items()):
             raise ValueError(f"{rules}")
         return CheckpointOptions(**rules)
@@ -235,6 +235,5 @@ def _use_one_thread() -> None:
     """Limit torch to one thread."""
     import torch
 
-    # Pieces fit a processor's cache: threads would mostly wait for each other, on a busy machine
-    # ten times as long.
+    # pieces fit a processor's cache, so threads would mostly wait for each other
     torch.set_num_threads(1)

@@ -175,9 +175,8 @@ def _data_prepare(arguments: argparse.Namespace) -> int:
     from trainer.data.prepare.prepare import prepare, what_to_type
     from trainer.data.shards import DataError
 
-    # SIGINT stays blocked here and in the workers, so that they end with this process, without
-    # tracebacks of their own. The resource tracker is started before, as its start would unblock
-    # SIGINT.
+    # SIGINT stays blocked, so that workers end with this process and without tracebacks. Starting
+    # the resource tracker would unblock it, so that comes first.
     ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     threading.Thread(target=_stop_preparing, daemon=True).start()

@@ -213,11 +213,8 @@ def _submit(kind: str, command: list[str], name: str) -> NoReturn:
 
 
 def _make_secret(name: str) -> None:
-    """Create a Kubernetes secret for the job's nodes, unless one of this name exists.
-
-    Raises:
-        RecipeError: kubectl failed, with its message.
-    """
+    """Create a Kubernetes secret for the job's nodes, unless one of this name exists. Raises
+    RecipeError if kubectl failed, with its message."""
     kubectl = partial(subprocess.run, capture_output=True, text=True, check=False)
     if kubectl(["kubectl", "get", "secret", name]).returncode == 0:
         return

@@ -43,7 +43,7 @@ class CommandParser(argparse.ArgumentParser):
             if self._subparsers and not word.startswith("-"):
                 break  # the command's own parser checks the rest
             option = word.partition("=")[0]
-            is_option = re.fullmatch(r"--?[A-Za-z][\w-]*", option)  # unlike a negative number
+            is_option = re.fullmatch(r"--?[A-Za-z][\w-]*", option)  # not a negative number
             if is_option and not any(name.startswith(option) for name in known):
                 self.error(f"unrecognized option: {option}{_suggestion(option, known)}")
         return super().parse_known_args(words, namespace)
@@ -107,11 +107,8 @@ def run_place(text: str) -> Path | ObjectPath:
 
 
 def local_run(text: str) -> Path:
-    """Parse a `run.dir` next to which a command creates its own directory.
-
-    Raises:
-        RecipeError: `run.dir` is in a bucket.
-    """
+    """Parse a `run.dir` next to which a command creates its own directory. Raises RecipeError if
+    `run.dir` is in a bucket."""
     if in_bucket(text):
         raise RecipeError(f"run.dir: {text} is in a bucket; give --out, or a local run.dir")
     return Path(text.rstrip("/"))
@@ -184,10 +181,7 @@ def add_step(add_argument: Callable[..., object]) -> None:
 def write_output(file: Path, text: str) -> None:
     """Write a command's output to a file. A special file, such as /dev/stdout, is written to. A
     regular file is replaced, without following a link that another user may have placed there.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    Raises OSError if the file cannot be written."""
     if file.exists() and not file.is_file():
         file.write_text(text, encoding="utf-8")
     else:
@@ -195,11 +189,8 @@ def write_output(file: Path, text: str) -> None:
 
 
 def write_new(file: Path, text: str, otherwise: str) -> None:
-    """Write a new file.
-
-    Raises:
-        RecipeError: the file exists (`otherwise` names the remedy), or cannot be written.
-    """
+    """Write a new file. Raises RecipeError if the file exists (`otherwise` names the remedy), or
+    cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("x", encoding="utf-8") as output:

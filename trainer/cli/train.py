@@ -133,16 +133,16 @@ def _launch(arguments: argparse.Namespace, ranks: int) -> int:
     endpoint = arguments.rdzv_endpoint or "127.0.0.1:0"  # a free port, for this node alone
     torchrun = ["--rdzv-backend", "perdure", "--rdzv-endpoint", endpoint]
     torchrun += ["--rdzv-id", arguments.rdzv_id, "--nnodes", arguments.nnodes]
-    # A worker of torchrun's is only a stand-in; what it loses does not count as a failure.
+    # Each of torchrun's workers only stands for a rank, so its restarts do not count as failures.
     torchrun += ["--nproc-per-node", str(ranks), "--max-restarts", "1000000"]
-    # Its workers print through ours, so that its folder for their output would stay behind empty.
+    # Workers print through this process, so torchrun's folder for their output would stay empty.
     torchrun += ["--log-dir", os.devnull]
     options = [f"restarts={arguments.max_restarts}", *filter(None, [arguments.rdzv_conf])]
     torchrun += ["--rdzv-conf", ",".join(options)]
     if arguments.local_addr:
         torchrun += ["--local-addr", arguments.local_addr]
     worker = ["-m", "trainer", arguments.recipe, *arguments.overrides]
-    sys.argv = ["torchrun", *torchrun, *worker]  # for the agent, which looks at what it starts
+    sys.argv = ["torchrun", *torchrun, *worker]  # the agent reads the command of its ranks here
     config, command, command_arguments = config_from_args(parse_args(sys.argv[1:]))
     try:
         elastic_launch(config, command)(*command_arguments)

@@ -282,11 +282,8 @@ def _copy(inside: Path, shard: ShardToCopy, ended: threading.Event) -> bool:
 
 
 def _fetch(shard: ShardToCopy, data: memoryview, begin: int) -> None:
-    """Fill `data` with the bytes of a shard from `begin` on.
-
-    Raises:
-        DataError: a checksum is wrong in two downloads.
-    """
+    """Fill `data` with the bytes of a shard from `begin` on. Raises DataError if a checksum is
+    wrong in two downloads."""
     blocks = range(0, len(data), CHECKSUM_BLOCK)
     expected = list(shard.crc32s)[begin // CHECKSUM_BLOCK :][: len(blocks)]
     for _ in range(2):

@@ -124,11 +124,7 @@ def _copy_shard(source: Place, target: Place, entry: dict[str, Any], index: dict
 
 
 def _checked(place: Place, crc32s: list[int]) -> Iterator[memoryview]:
-    """Yield the blocks of a file.
-
-    Raises:
-        DataError: a checksum is wrong.
-    """
+    """Yield the blocks of a file. Raises DataError if a checksum is wrong."""
     for number, block in enumerate(blocks_of(place)):
         if crc32s[number : number + 1] != [zlib.crc32(block)]:
             raise DataError(

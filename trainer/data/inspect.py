@@ -80,11 +80,8 @@ class SampledDocument:
 
 
 def sample(directory: str | Place, count: int) -> list[SampledDocument]:
-    """Return `count` documents of the training split, evenly spaced.
-
-    Raises:
-        DataError: no prepared data set, or a damaged file.
-    """
+    """Return `count` documents of the training split, evenly spaced. Raises DataError for no
+    prepared data set, or a damaged file."""
     dataset = TokenDataset(directory, "train")
     tokenizer = read_tokenizer(location(directory) / "tokenizer.json")
     lengths = dataset.lengths()

@@ -352,11 +352,8 @@ def identity_of(stream: Stream) -> str:
 def _check_weights(
     stages: "Sequence[StageRow]", sources: Sequence[tuple[str | Place, float]]
 ) -> None:
-    """Check that every source has a place in each block of the order.
-
-    Raises:
-        DataError: a weight is too small.
-    """
+    """Check that every source has a place in each block of the order. Raises DataError if a weight
+    is too small."""
     for number, row in enumerate(stages):
         counts = block_counts([*row.weights.values()], BLOCK)
         for source, places in zip(row.weights, counts, strict=True):
@@ -368,7 +365,7 @@ def _check_weights(
 
 
 _Request: TypeAlias = tuple[tuple[int, ...], list[tuple[int, ...]]]
-"""(positions of a micro-batch, positions of later ones of the same worker, to start reading)."""
+"""(positions of a micro-batch, positions of the same worker's next micro-batches)."""
 
 
 class _BatchDataset(Dataset):
@@ -397,7 +394,7 @@ class _BatchDataset(Dataset):
         except DataError as error:
             return error
         finally:
-            # after the fetch: the threads that send requests would hold it up
+            # after the fetch, as the threads that send requests would delay it
             if later:
                 assert isinstance(self._stream, TokenStream)
                 begin, begun = self._stream.begin, self._begun

@@ -91,8 +91,7 @@ class Order:
         )
 
     def __reduce__(self) -> tuple:
-        # The caches hold lambdas, which cannot be pickled. The counts are weights that give the
-        # same counts.
+        # the caches hold lambdas, which cannot be pickled; counts as weights give the same counts
         return Order, (self._sizes, [float(count) for count in self._blocks.counts], self._seed)
 
     def locate(
@@ -121,11 +120,8 @@ class Order:
 
 
 def checked_positions(positions: NDArray | Sequence[int]) -> NDArray[np.int64]:
-    """Convert positions to an int64 array.
-
-    Raises:
-        ValueError: they are no (N,) array of non-negative integers.
-    """
+    """Convert positions to an int64 array. Raises ValueError if they are no (N,) array of
+    non-negative integers."""
     positions = np.asarray(positions)
     whole = positions.ndim == 1 and (not positions.size or positions.dtype.kind in "iu")
     if not whole or (positions < 0).any():

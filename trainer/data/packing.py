@@ -78,11 +78,8 @@ class TokenWindows:
         return PackedSequence(row[:-1], labels, numbers, crc32(labels.data, crc32(row.data)))
 
     def documents_of(self, sample: int) -> NDArray[np.int64]:
-        """Index in the data set of each input's document, (T,).
-
-        Raises:
-            DataError: a file is damaged.
-        """
+        """Index in the data set of each input's document, (T,). Raises DataError if a file is
+        damaged."""
         return self._dataset.document_ids(sample * self._length, self._length)
 
 
@@ -139,11 +136,8 @@ class DocumentBins:
         return indices
 
     def read(self, sample: int, *, documents: bool) -> PackedSequence:
-        """Read a sequence by its index, with numbered documents.
-
-        Raises:
-            DataError: a file is damaged.
-        """
+        """Read a sequence by its index, with numbered documents. Raises DataError if a file is
+        damaged."""
         dataset, length = self._dataset, self._length
         ids = np.full(length, dataset.eos_id, np.int64)
         labels = np.full(length, IGNORED_LABEL, np.int64)
@@ -162,11 +156,8 @@ class DocumentBins:
 
 
 def _known(dataset: TokenDataset, start: int, length: int) -> NDArray[np.int64]:
-    """Read tokens, and check that they are in the vocabulary.
-
-    Raises:
-        DataError: a token is outside of the vocabulary.
-    """
+    """Read tokens, and check that they are in the vocabulary. Raises DataError if a token is
+    outside of the vocabulary."""
     tokens = np.asarray(dataset.read(start, length), dtype=np.int64)
     if int(tokens.max()) >= dataset.vocab_size:
         file = dataset.file_of(start + int(tokens.argmax()))
@@ -202,8 +193,7 @@ def best_fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], 
     made: list[NDArray[np.int64]] = []
     sizes: list[NDArray[np.int64]] = []
     while alive:
-        # Documents of one length are interchangeable. So a bin's pattern of lengths is repeated
-        # until one length runs out; the time depends on the number of different patterns.
+        # Documents of equal length are interchangeable: a bin's pattern repeats while they last.
         pattern: dict[int, int] = {}
         space = room
         while (place := bisect.bisect_right(alive, space) - 1) >= 0:

@@ -118,13 +118,8 @@ class RangeRead:
         self._tries: list[Future[bytearray]] = [_threads("first", os.getpid()).submit(fetch)]
 
     def data(self) -> memoryview:
-        """Wait for the bytes, and return them.
-
-        Raises:
-            DataError: a checksum is wrong in two downloads, or the store does not answer; names
-                object
-                and range.
-        """
+        """Wait for the bytes, and return them. Raises DataError if a checksum is wrong in two
+        downloads, or the store does not answer; names object and range."""
         since = time.monotonic()
         patience = max(0.0, self._began + PATIENCE_SECONDS - since)
         while True:
@@ -201,11 +196,8 @@ class RemoteShard:
         return list(dict.fromkeys(found.values()))
 
     def __call__(self, start: int, length: int) -> NDArray:
-        """Return tokens [start, start + length).
-
-        Raises:
-            DataError: names the object and the unreadable bytes.
-        """
+        """Return tokens [start, start + length). A DataError names the object and the unreadable
+        bytes."""
         tokens = np.empty(length, self._dtype)
         target, offset = tokens.view(np.uint8).data, start * self._dtype.itemsize
         for read in self.begin([(start, length)]):

@@ -71,11 +71,8 @@ class SampleStream:
 
     def fetch(self, positions: Sequence[int]) -> Batch:
         """Return `collate` of the samples at positions: tensors by name, and COUNTED, see
-        `count_of`.
-
-        Raises:
-            DataError: a sample cannot be read, or cannot be batched with the others.
-        """
+        `count_of`. Raises DataError if a sample cannot be read, or cannot be batched with the
+        others."""
         numbers = np.asarray(positions, dtype=np.int64)
         _, samples = self.locate(numbers)
         pairs = zip(numbers.tolist(), samples.tolist(), strict=True)
@@ -174,11 +171,7 @@ def _by_name(batch: Any, arguments: Sequence[str]) -> Any:
 def stack(items: Sequence[Any]) -> Batch | tuple[torch.Tensor, ...]:
     """Stack mappings or tuples of arrays, tensors and numbers into tensors with a new first
     dimension. Items are matched by name or by place. float64, including Python's floats, becomes
-    float32.
-
-    Raises:
-        DataError: the items cannot be stacked.
-    """
+    float32. Raises DataError if the items cannot be stacked."""
     items = [item._asdict() if hasattr(item, "_asdict") else item for item in items]
     for item in items:
         if type(item) is not type(items[0]) or not isinstance(item, Mapping | tuple):

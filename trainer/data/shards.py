@@ -141,11 +141,8 @@ def read_index(directory: str | Place) -> dict[str, Any]:
 
 
 def is_prepared(directory: str | Place) -> bool:
-    """Whether a directory or URL has a prepared data set.
-
-    Raises:
-        StorageError: the bucket does not exist, or the store does not answer or denies access.
-    """
+    """Whether a directory or URL has a prepared data set. Raises StorageError if the bucket does
+    not exist, or the store does not answer or denies access."""
     path = location(directory) / "index.json"
     return storage_of(path).exists(path)
 
@@ -321,21 +318,15 @@ class TokenDataset:
 
     def read(self, start: int, length: int) -> NDArray:
         """Read tokens [start, start + length), in the dtype on disk. The window may span shards.
-
-        Raises:
-            DataError: storage returned fewer bytes than the file must have.
-        """
+        Raises DataError if storage returned fewer bytes than the file must have."""
         pieces = [
             self._shards[shard](offset, size) for shard, offset, size in self._pieces(start, length)
         ]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def read_trained(self, start: int, length: int) -> NDArray[np.bool_]:
-        """Whether each token of [start, start + length) is a label.
-
-        Raises:
-            DataError: names the damaged .trained file.
-        """
+        """Whether each token of [start, start + length) is a label. A DataError names the damaged
+        .trained file."""
         if not self.masked:
             return np.ones(length, bool)
         parts = []
@@ -346,11 +337,7 @@ class TokenDataset:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def lengths(self) -> NDArray[np.int64]:
-        """Number of tokens of each document.
-
-        Raises:
-            DataError: names the damaged .ends file.
-        """
+        """Number of tokens of each document. A DataError names the damaged .ends file."""
         parts = [
             np.diff(np.asarray(self._ends_of(shard), np.int64), prepend=0)
             for shard in range(len(self._entries))
@@ -360,11 +347,8 @@ class TokenDataset:
     def check_ends(self) -> None:
         """Check document ends and trained tokens of the first shards, up to _CHECKED_AT_START
         documents. Later shards are checked on first use: checking a billion documents would take
-        seconds. Ends that eos tokens determine need no check.
-
-        Raises:
-            DataError: names the damaged file.
-        """
+        seconds. Ends that eos tokens determine need no check. A DataError names the damaged
+        file."""
         if self.by_eos:
             return
         for shard, documents in enumerate(self._documents[1:]):
@@ -391,11 +375,8 @@ class TokenDataset:
         return numbers
 
     def document_ids(self, start: int, length: int) -> NDArray[np.int64]:
-        """Index of the document of each token in [start, start + length).
-
-        Raises:
-            DataError: names the damaged .ends file.
-        """
+        """Index of the document of each token in [start, start + length). A DataError names the
+        damaged .ends file."""
         numbers = []
         for shard, offset, size in self._pieces(start, length):
             ends = self._ends_of(shard)
@@ -416,11 +397,7 @@ class TokenDataset:
 
     def origin(self, number: int) -> tuple[str, int] | None:
         """(input file, line or row or value of the record in it, from 1) of a document; None if not
-        recorded.
-
-        Raises:
-            DataError: the records cannot be read.
-        """
+        recorded. Raises DataError if the records cannot be read."""
         shard = int(np.searchsorted(self._documents, number, side="right")) - 1
         input_file = next((file for end, file in self._inputs if number < end), None)
         if input_file is None or f"{RECORDS}_sha256" not in self._entries[shard]:
@@ -507,11 +484,7 @@ def _inputs_of(index: dict[str, Any], split: str) -> list[tuple[int, str]]:
 
 def check_sizes(directory: Place, expected: Mapping[str, int]) -> None:
     """Check that files have the sizes in index.json. In an object store, one request covers a
-    thousand files.
-
-    Raises:
-        DataError: a file is missing or has another size.
-    """
+    thousand files. Raises DataError if a file is missing or has another size."""
     if not isinstance(directory, ObjectPath):
         for name, size in expected.items():
             check_size(directory / name, size)
@@ -526,11 +499,8 @@ def check_sizes(directory: Place, expected: Mapping[str, int]) -> None:
 
 
 def check_size(path: Place, expected: int) -> None:
-    """Check that a file has the size in index.json.
-
-    Raises:
-        DataError: it is missing or has another size.
-    """
+    """Check that a file has the size in index.json. Raises DataError if it is missing or has
+    another size."""
     try:
         found = storage_of(path).stat(path).st_size
     except OSError as error:
@@ -572,11 +542,8 @@ def _open_shard(path: Path, dtype: np.dtype, mode: str) -> Callable[[int, int], 
 
 
 def _numbers(path: Place, dtype: str, count: int, crc32s: list[int]) -> NDArray:
-    """All numbers of a shard's file, mapped into memory or downloaded from a store.
-
-    Raises:
-        DataError: the file cannot be read, or a checksum is wrong in a download.
-    """
+    """All numbers of a shard's file, mapped into memory or downloaded from a store. Raises
+    DataError if the file cannot be read, or a checksum is wrong in a download."""
     if not count:
         return np.empty(0, dtype)
     if isinstance(path, ObjectPath):
@@ -741,11 +708,8 @@ def _damaged_blocks(path: Place, found: list[int], expected: list[int]) -> list[
 
 
 def blocks_of(path: Place) -> Iterator[memoryview]:
-    """Yield the bytes of a file, 16 MiB at a time; each block is valid until the next.
-
-    Raises:
-        OSError, StorageError: the file cannot be read.
-    """
+    """Yield the bytes of a file, 16 MiB at a time; each block is valid until the next. Raises
+    OSError or StorageError if the file cannot be read."""
     with storage_of(path).open(path) as file:
         buffer = memoryview(bytearray(min(file.size, CHECKSUM_BLOCK)))
         for offset in range(0, file.size, CHECKSUM_BLOCK):

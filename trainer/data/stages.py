@@ -119,8 +119,8 @@ class StagedOrder:
         eras = self._sources[source].eras
         epochs, places = eras[number].place(ranks)
         samples = np.empty_like(ranks)
-        # A permutation of an era yields old samples by their rank in the era before, which resolves
-        # them.
+        # Old samples are drawn by their rank in the era before, which may resolve them further
+        # back.
         left, of, which = np.arange(len(ranks)), epochs, places
         while len(left):
             era = eras[number]

@@ -24,11 +24,8 @@ class Stream(Protocol):
     """Identity of the stream, without the seed: a position is valid only in the same stream."""
 
     def fetch(self, positions: Sequence[int]) -> dict[str, Any]:
-        """Read one micro-batch: the model's inputs, tensors by name; may have COUNTED.
-
-        Raises:
-            DataError: a sample is damaged or missing.
-        """
+        """Read one micro-batch: the model's inputs, tensors by name; may have COUNTED. Raises
+        DataError if a sample is damaged or missing."""
 
     def describe(self, global_batch: int) -> str:
         """Text about a global batch, which follows "… x up to 4 sequences"."""
@@ -44,8 +41,5 @@ class AccountedStream(Stream, Protocol):
     def fetch_with_digest(self, positions: Sequence[int]) -> tuple[dict[str, Any], tuple[int, int]]:
         """Read a micro-batch and its digest: two numbers below 2**32. The first number covers which
         samples are at these positions; the second covers their contents, or is 0. Digests of parts
-        sum, modulo 2**32, to the digest of the whole, in any partition.
-
-        Raises:
-            DataError: a sample is damaged.
-        """
+        sum, modulo 2**32, to the digest of the whole, in any partition. Raises DataError if a
+        sample is damaged."""

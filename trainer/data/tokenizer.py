@@ -54,11 +54,8 @@ def _byte_characters() -> list[str]:
 
 
 def tokenizer_file(path: str | Path) -> Path:
-    """Path of the tokenizer.json at `path`, a file or its directory.
-
-    Raises:
-        DataError: there is no such file.
-    """
+    """Path of the tokenizer.json at `path`, a file or its directory. Raises DataError if there is
+    no such file."""
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise DataError(f"--tokenizer {path}: no tokenizer.json there")
@@ -81,11 +78,8 @@ def read_tokenizer(file: str | Place) -> Tokenizer:
 
 
 def parse_tokenizer(content: bytes, file: str | Place) -> Tokenizer:
-    """Like `read_tokenizer`, for the contents of a file.
-
-    Raises:
-        DataError: the contents are no tokenizer.
-    """
+    """Like `read_tokenizer`, for the contents of a file. Raises DataError if the contents are no
+    tokenizer."""
     try:
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises plain Exceptions

@@ -155,11 +155,8 @@ class Family:
                 raise TypeError(f"groups: {rule!r} is no trainer.ParameterGroup(match=…, …)")
 
     def complete(self, architecture: Architecture) -> Architecture:
-        """Return the architecture with defaults for missing `options`.
-
-        Raises:
-            RecipeError: an option is unknown, or of the wrong type.
-        """
+        """Return the architecture with defaults for missing `options`. Raises RecipeError if an
+        option is unknown, or of the wrong type."""
         options = architecture.options or {}
         for key, value in options.items():
             if key not in self.options:
@@ -185,11 +182,7 @@ class Family:
         return complete
 
     def kinds_of_layers(self, architecture: Architecture) -> Sequence[LayerKind]:
-        """Kind of each layer.
-
-        Raises:
-            ValueError: an option of the family is invalid.
-        """
+        """Kind of each layer. Raises ValueError if an option of the family is invalid."""
         if self.layers is None:
             return [LayerKind()] * architecture.num_hidden_layers
         return self.layers(architecture)
@@ -224,11 +217,8 @@ class UnsupportedError(ValueError):
 
 
 def window_of(architecture: Architecture) -> int | None:
-    """Value of the option `sliding_window`.
-
-    Raises:
-        ValueError: it is neither a whole number above 0, nor null.
-    """
+    """Value of the option `sliding_window`. Raises ValueError if it is neither a whole number above
+    0, nor null."""
     window = (architecture.options or {}).get("sliding_window")
     if window is not None and (type(window) is not int or window < 1):
         raise ValueError(f"sliding_window: {window!r} is no whole number above 0, and not null")
@@ -277,11 +267,8 @@ def kinds_by_window(
 
 
 def family_of(model_type: Any) -> Family:
-    """Return the bundled family of a `model_type`.
-
-    Raises:
-        UnsupportedError: no bundled family has this `model_type`.
-    """
+    """Return the bundled family of a `model_type`. Raises UnsupportedError if no bundled family has
+    this `model_type`."""
     known = bundled_families()
     if model_type not in known:
         names = " or ".join(map(repr, known))
@@ -296,11 +283,8 @@ def family_of(model_type: Any) -> Family:
 
 
 def find_family(name: str) -> Family:
-    """Import the family that `model.family` names.
-
-    Raises:
-        RecipeError: it is missing, or is no `Family`.
-    """
+    """Import the family that `model.family` names. Raises RecipeError if it is missing, or is no
+    `Family`."""
     family = import_factory("model.family", name)
     if not isinstance(family, Family):
         raise RecipeError(

@@ -55,7 +55,7 @@ objects of rotary parameters for both types of layers."""
 
 _ORIGINAL = "original_max_position_embeddings"
 _NEEDED = ("factor", "low_freq_factor", "high_freq_factor")
-"""Keys of rotary scaling: one with a default, and those without a default."""
+"""Keys of rotary scaling: a key with its own default, and keys without a default."""
 
 
 class ConfigError(ValueError):
@@ -105,11 +105,8 @@ def read_config(path: str | Place, family: Family | None = None) -> Architecture
 
 
 def read_json(path: str | Place) -> dict[str, Any]:
-    """Read the contents of a config.json; `path` as in `read_config`.
-
-    Raises:
-        ConfigError: the file is unreadable or no object, or its weights have an unsupported format.
-    """
+    """Read the contents of a config.json; `path` as in `read_config`. Raises ConfigError if the
+    file is unreadable or no object, or its weights have an unsupported format."""
     file = _file_of(path)
     try:
         config = read_object(storage_of(file).read(file, _CONFIG_BYTES))
@@ -340,8 +337,7 @@ def tokenizer_files(tokenizer_json: str | Place, eos_id: int) -> dict[str, bytes
     if eos_token is None:
         raise ConfigError(f"{path}: has no token {eos_id} to end documents; prepare the data again")
     config = {
-        # Explicit, because transformers would otherwise rebuild the tokenizer in the family's
-        # style.
+        # explicit, or transformers would rebuild the tokenizer in the family's style
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": eos_token,
         "clean_up_tokenization_spaces": False,

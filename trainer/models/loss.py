@@ -263,8 +263,7 @@ class _ChunkedLoss(torch.autograd.Function):
         # float32 for any dtype, because it sums over chunks; a frozen head needs none.
         trained = with_gradients and ctx.needs_input_grad[1]
         to_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
-        # An uncompiled softmax would copy bf16 logits to float32; a compiled one converts as it
-        # reads.
+        # An uncompiled softmax would first copy bf16 logits to float32; a compiled one does not.
         wide: dict[str, Any] = {"out_dtype": torch.float32} if on_gpu(hidden) and not fused else {}
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(labels), rows):

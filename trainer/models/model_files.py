@@ -85,10 +85,7 @@ def files_without_tokenizer(
     init_from: Place | None, architecture: Architecture | None = None, family: Family | None = None
 ) -> tuple[dict[str, bytes], list[str]]:
     """Like `files_beside`, for data without a tokenizer: the tokenizer of `init_from` is kept.
-
-    Raises:
-        ConfigError: a file cannot be used.
-    """
+    Raises ConfigError if a file cannot be used."""
     if init_from is None:
         assert architecture is not None
         return {CONFIG: _json(config_json(architecture, family))}, []
@@ -98,11 +95,7 @@ def files_without_tokenizer(
 
 def stop_ids(files: Mapping[str, bytes], where: Place) -> list[int]:
     """Stop tokens of a model, from generation_config.json, else from config.json, as in
-    transformers.
-
-    Raises:
-        ConfigError: one of these files is no JSON object.
-    """
+    transformers. Raises ConfigError if one of these files is no JSON object."""
     for name in (GENERATION_CONFIG, CONFIG):
         stop = _object(files, name, where).get("eos_token_id")
         if stop is not None:

@@ -31,11 +31,8 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
 def rope_table(architecture: Architecture, positions: Tensor, theta: float | None = None) -> Rope:
     """Cosines and sines of the rotary angles (Su et al. 2021) at positions (T,). `theta` replaces
-    the architecture's base, without scaling.
-
-    Raises:
-        ValueError: the sequence is longer than the range for which the scaling is defined.
-    """
+    the architecture's base, without scaling. Raises ValueError if the sequence is longer than the
+    range for which the scaling is defined."""
     # Computed in every forward by a few small kernels. A buffer would have to be refilled after
     # `to_empty`, kept out of `.to(bfloat16)`, and sized for the longest context.
     size, scaling = architecture.rotary_size, None if theta else architecture.rope_scaling

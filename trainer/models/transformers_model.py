@@ -38,7 +38,7 @@ from trainer.models.ties import ties_of
 from trainer.recipe import RecipeError
 
 OLDEST = (5, 24)
-"""Oldest tested version of transformers. From version 5 on, it creates all masks in one place."""
+"""Oldest tested transformers; from version 5 on, transformers creates all masks in one place."""
 _ELSEWHERE = ("auto_map", "attn_implementation", "experts_implementation")
 """Keys of config.json that would load other code, also with a leading underscore."""
 _SKIPS = ("layerdrop", "decoder_layerdrop")
@@ -87,8 +87,7 @@ class TransformersModel(nn.Module):
         _check_head(theirs, head, blocks[0])
         for name, child in theirs.named_children():
             self.add_module(built.names_in_files.get(name, name), child)
-        # In a tuple, so that torch does not register it as a submodule, which would prefix all
-        # names.
+        # in a tuple, so that it is no submodule, which would prefix all names
         self._theirs = (theirs,)
         self._head = (head,)
         self.blocks = tuple(blocks)
@@ -161,8 +160,7 @@ class TransformersModel(nn.Module):
             return 0.0
         config, theirs = self.config, self._theirs[0]
         looked_up = theirs.get_input_embeddings().weight
-        # Looking up an embedding needs no product; the head needs one, even if it shares the
-        # weight.
+        # Looking up an embedding needs no product, but a head that shares its weight does.
         products = [p for p in self.parameters() if p is not looked_up or p is self._head[0].weight]
         frozen = sum(weights_in(p) for p in products if not p.requires_grad)
         heads = getattr(config, "num_attention_heads", 0)
@@ -344,11 +342,8 @@ def build_theirs(directory: Place, reason: str) -> BuiltModule:
 
 
 def check_installed(reason: str) -> str:
-    """Installed version of transformers. `reason`: why it is needed, for errors.
-
-    Raises:
-        RecipeError: it is missing or too old.
-    """
+    """Installed version of transformers. `reason`: why it is needed, for errors. Raises RecipeError
+    if it is missing or too old."""
     try:
         installed = version("transformers")
     except PackageNotFoundError:
@@ -392,11 +387,8 @@ def _check_kind(config: Any, name: str, file: Place) -> None:
 
 
 def _names_in_files(theirs: Any, directory: Place) -> dict[str, str]:
-    """Name of a top-level module → its name in files, where they differ.
-
-    Raises:
-        ConfigError: transformers converts tensors of the files into other weights.
-    """
+    """Name of a top-level module → its name in files, where they differ. Raises ConfigError if
+    transformers converts tensors of the files into other weights."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, apply_renamings
 
@@ -456,11 +448,7 @@ class _HeadInput:
 
 def _check_head(theirs: Any, head: WeightOnlyHead, block: nn.Module) -> None:
     """Check that a module only scales hidden states, besides the product with its head, by a call
-    with stubs for all modules with weights.
-
-    Raises:
-        RecipeError: the module does more.
-    """
+    with stubs for all modules with weights. Raises RecipeError if the module does more."""
     (name,) = (name for name, module in theirs.named_modules() if module is block)
     parts = name.split(".")
     above = [theirs.get_submodule(".".join(parts[:depth])) for depth in range(1, len(parts))]

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-# torch 2.13 added the first names and warns of the second ones; older releases have only the
-# second.
+# torch 2.13 added the first name and warns of the second; older releases have only the second
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -28,11 +28,8 @@ TAIL_BYTES = 1 << 16
 
 def read_prompts(file: Path) -> list[str]:
     """Read distinct prompts: the `prompt` of each line of a .jsonl file, or each non-empty line of
-    a text.
-
-    Raises:
-        GenerateError: the file cannot be read, has no prompts, or has a line without `prompt`.
-    """
+    a text. Raises GenerateError if the file cannot be read, has no prompts, or has a line without
+    `prompt`."""
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -110,11 +107,7 @@ def samples(
 
 def follow(run: Path) -> Iterator[list[Path]]:
     """Yield the checkpoints of a run as they are committed, oldest first, until the run ends with
-    exit code 0.
-
-    Raises:
-        GenerateError: the directory does not exist.
-    """
+    exit code 0. Raises GenerateError if the directory does not exist."""
     if not run.is_dir():
         raise GenerateError(f"{run}: this run does not exist yet; start it first")
     seen: set[str] = set()

@@ -170,11 +170,8 @@ def open_model(
 
 
 def _encode(prompt: str, opened: OpenedModel) -> list[int]:
-    """Tokenize a prompt as `perdure data prepare` tokenizes the beginning of a document.
-
-    Raises:
-        GenerateError: the prompt has no tokens, or fills the model's context.
-    """
+    """Tokenize a prompt as `perdure data prepare` tokenizes the beginning of a document. Raises
+    GenerateError if the prompt has no tokens, or fills the model's context."""
     tokenizer, where, limit = opened.tokenizer, opened.directory, opened.limit
     prompt_ids = [*start_ids(tokenizer), *tokenizer.encode(prompt, add_special_tokens=False).ids]
     prompt_ids = prompt_ids or opened.eos_ids[:1]
@@ -190,11 +187,8 @@ def _encode(prompt: str, opened: OpenedModel) -> list[int]:
 
 def empty_model(directory: Path, family: Family | None = None) -> TextModel:
     """Build the model of a checkpoint directory on the meta device: with Perdure's code if its
-    family has any, otherwise with that of transformers.
-
-    Raises:
-        ConfigError, RecipeError: neither implements the architecture.
-    """
+    family has any, otherwise with that of transformers. Raises ConfigError or RecipeError if
+    neither implements the architecture."""
     try:
         architecture = read_config(directory, family)
     except NotOursError as error:
@@ -231,11 +225,8 @@ def load_weights(model: TextModel, directory: Path, device: torch.device) -> Non
 
 @torch.no_grad()
 def add_to(model: TextModel, adapter: StoredAdapter) -> None:
-    """Merge an adapter into the weights of a model, in place, in float32.
-
-    Raises:
-        GenerateError: the adapter belongs to another model.
-    """
+    """Merge an adapter into the weights of a model, in place, in float32. Raises GenerateError if
+    the adapter belongs to another model."""
     named = dict(model.named_parameters())
     for name in (*adapter.tensors.pairs, *adapter.tensors.whole):
         weight, shape = named.get(name), adapter.shape_of(name)

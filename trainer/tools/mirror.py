@@ -101,11 +101,8 @@ def _following(copies: Sequence[LocalCopy]) -> Iterator[None]:
 
 @contextmanager
 def local_folder(folder: ObjectPath) -> Iterator[Path]:
-    """Yield a directory with a copy of each run that is directly in a folder of a bucket.
-
-    Raises:
-        CheckpointError: the store does not answer.
-    """
+    """Yield a directory with a copy of each run that is directly in a folder of a bucket. Raises
+    CheckpointError if the store does not answer."""
     with _scratch() as scratch:
         top = Path(scratch, folder.name)
         top.mkdir()

@@ -99,7 +99,7 @@ def test_trained_is_what_a_model_produces_when_it_is_served(shown):
     assert [line.partition(":")[0] for line in noted] == [
         "1 of 1 chats are rendered differently once messages follow"
     ]
-    assert "take 1." in noted[0]
+    assert "have 1." in noted[0]
     assert shown(THINKING, chat(*TURNS), "each") == each
     assert shown(THINKING, chat(*TURNS), "last") == each[1:]
     with pytest.raises(ChatError, match="message 1 is rendered differently once messages"):

@@ -188,7 +188,7 @@ def test_an_index_that_is_damaged_edited_or_of_another_format(copied):
     assert "damaged: nested too deep" in message(b"[" * 100_000)
     assert "vocab_size: None where a" in message({k: index[k] for k in index if k != "vocab_size"})
     assert "has format 3, this version reads 1 and 2" in message({**index, "format": 3})
-    assert "dtype: none of uint16, uint32" in message({**index, "dtype": "object"})
+    assert "dtype: not one of uint16, uint32" in message({**index, "dtype": "object"})
     shards = index["splits"]["train"]["shards"]
 
     def of_shard(**wrong):

@@ -57,11 +57,8 @@ def form_of(record: Any) -> str:
 
 
 def read_chat(record: Mapping[str, Any]) -> Chat:
-    """Convert a record of any form except pairs to a chat.
-
-    Raises:
-        ChatError: the record has no known form, or violates it.
-    """
+    """Convert a record of any form except pairs to a chat. Raises ChatError if the record has no
+    known form, or violates it."""
     tools = _tools(record.get("tools"))
     for name in _LISTS:
         if isinstance(record.get(name), list):
@@ -82,11 +79,8 @@ def read_chat(record: Mapping[str, Any]) -> Chat:
 
 
 def read_pair(record: Mapping[str, Any]) -> tuple[Chat, Chat]:
-    """Convert a record to (chat with the chosen answer, chat with the rejected answer).
-
-    Raises:
-        ChatError: the record is no pair.
-    """
+    """Convert a record to (chat with the chosen answer, chat with the rejected answer). Raises
+    ChatError if the record is no pair."""
     missing = [name for name in ("chosen", "rejected") if record.get(name) is None]
     if missing:
         raise ChatError(f"no pair: it has no {' and no '.join(missing)}")
@@ -110,11 +104,8 @@ def read_pair(record: Mapping[str, Any]) -> tuple[Chat, Chat]:
 
 
 def texts_of(value: Any, depth: int = 0) -> Iterator[str]:
-    """Yield all texts in a value, including keys.
-
-    Raises:
-        ChatError: the value is nested too deeply.
-    """
+    """Yield all texts in a value, including keys. Raises ChatError if the value is nested too
+    deeply."""
     # Records are untrusted, and Python's recursion is limited.
     if depth > _MOST_DEPTH:
         raise ChatError("nested too deep")

@@ -22,8 +22,7 @@ _NOT_DATA = re.compile(
     | rejects\.jsonl | cache-.*\.arrow | \..*""",
     re.IGNORECASE | re.VERBOSE,
 )
-# As in Hugging Face's `datasets`, except that eval is a test split there. If a name has words of
-# several splits, the first split counts.
+# As in Hugging Face's `datasets`, but eval is a test split there. The first split in a name counts.
 _WORDS: dict[NamedSplit, set[str]] = {
     "train": {"train", "training"},
     "test": {"test", "testing"},
@@ -48,7 +47,7 @@ class InputFiles:
 
 @dataclass
 class _FolderFiles:
-    """Files of a folder, by what they are."""
+    """Files of a folder: data, other files, and broken links."""
 
     data: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
@@ -71,8 +70,7 @@ def find_inputs(names: Sequence[str], column: str, by_name: bool) -> InputFiles:
     """
     inputs = InputFiles()
     others: list[str] = []
-    # Only path components below the inputs' common folder may name a split: those of `prepare
-    # data/train data/test/*` do, /home/test does not.
+    # Only names below the common folder count: of data/train data/test/*, but not of /home/test.
     parts: dict[str, tuple[str, ...]] = {}
     shared = os.path.commonpath([os.path.abspath(name) for name in names])
     for name in names:
@@ -113,8 +111,7 @@ def _divide(inputs: InputFiles, parts: dict[str, tuple[str, ...]]) -> None:
     """Remove the test files from the inputs, and record the validation files."""
     splits = {file: split_by_name(names) for file, names in parts.items()}
     if "train" not in splits.values():
-        # A txt name that merely contains "test", such as "The last test.txt", names a split only if
-        # there is a train file.
+        # "The last test.txt" names a test split only if there is also a train file.
         splits = {file: split_by_name(names, strict=True) for file, names in parts.items()}
     shown: dict[NamedSplit, list[str]] = {split: [] for split in _WORDS}
     for file, split in splits.items():

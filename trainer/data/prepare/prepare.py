@@ -81,8 +81,7 @@ from trainer.data.tokenizer import (
     vocabulary_size,
 )
 
-# Characters, spread over the inputs: more text hardly improves a tokenizer, and training keeps
-# every word in memory.
+# Characters in total: more hardly improve a tokenizer, and training keeps every word in memory.
 _BPE_TEXT_SIZE = 1 << 25
 _VALIDATION_FRACTION = 0.02
 _CHOICES = {
@@ -176,11 +175,7 @@ def prepare(
 
 def what_to_type(inputs: Sequence[str]) -> str:
     """Message with the command for inputs that were given without options, from the first records
-    of the first input.
-
-    Raises:
-        DataError: an input cannot be read.
-    """
+    of the first input. Raises DataError if an input cannot be read."""
     files = (
         []
         if any(map(is_pipe, inputs)) or set(inputs) & set(CORPORA)
@@ -252,11 +247,8 @@ class _Template:
 
 
 def _read_template(settings: PrepareOptions) -> _Template:
-    """Read the chat template for these settings.
-
-    Raises:
-        DataError: there is no template, or an option for it is wrong.
-    """
+    """Read the chat template for these settings. Raises DataError if there is no template, or an
+    option for it is wrong."""
     home = None
     if settings.tokenizer and settings.tokenizer != "bytes":
         home = tokenizer_file(settings.tokenizer).parent

@@ -1,4 +1,4 @@
-"""Reads pieces of input files as documents or problems, in bounded memory."""
+"""Reads the documents in pieces of input files, and reports bad records, in bounded memory."""
 
 import codecs
 import json
@@ -125,11 +125,7 @@ def _record_of(value: Any, number: int, field: str | None) -> InputRecord:
 
 def _inside(value: Any, field: str) -> Any:
     """Look up a field: a key of an object or, if there is none, a path of keys with dots. In a
-    list, the field is looked up in each element.
-
-    Raises:
-        KeyError: the field is missing.
-    """
+    list, the field is looked up in each element. Raises KeyError if the field is missing."""
     if isinstance(value, list):
         return [_inside(item, field) for item in value]
     if not isinstance(value, dict):
@@ -307,11 +303,7 @@ def _arrow(
 
 def _column_of(path: Path, field: str, names: list[str], nested: bool = True) -> str:
     """Name of the column that has a field: the field's name or, if `nested`, the beginning of its
-    path.
-
-    Raises:
-        DataError: there is no such column.
-    """
+    path. Raises DataError if there is no such column."""
     keys = field.split(".")
     paths = [".".join(keys[:count]) for count in range(len(keys), 0, -1)] if nested else [field]
     column = next((path for path in paths if path in names), None)

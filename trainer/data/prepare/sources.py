@@ -145,11 +145,8 @@ def describe(forms: dict[str, FileForm]) -> Iterator[str]:
 
 
 def cut_units(forms: dict[str, FileForm]) -> list[Pieces]:
-    """Cut all files into units, in order; small files share a unit.
-
-    Raises:
-        DataError: a parquet file cannot be opened.
-    """
+    """Cut all files into units, in order; small files share a unit. Raises DataError if a parquet
+    file cannot be opened."""
     total = sum(Path(file).stat().st_size for file in forms)
     # Small enough to balance workers and to lose little to a kill, but not too many.
     most = min(UNIT_BYTES, max(_SMALLEST_UNIT, total // _UNITS))
@@ -212,11 +209,8 @@ def lines_before(piece: FilePiece, known: tuple[FilePiece, int] | None = None) -
 
 
 def open_parquet(path: Path) -> Any:
-    """Open a pyarrow ParquetFile.
-
-    Raises:
-        DataError: pyarrow is missing, or the file is not parquet.
-    """
+    """Open a pyarrow ParquetFile. Raises DataError if pyarrow is missing, or the file is not
+    parquet."""
     pyarrow = import_pyarrow(path)
     try:
         return pyarrow.parquet.ParquetFile(path)
@@ -225,11 +219,8 @@ def open_parquet(path: Path) -> Any:
 
 
 def import_pyarrow(path: Path) -> Any:
-    """Import pyarrow with its parquet and ipc modules.
-
-    Raises:
-        DataError: it is not installed, although `path` needs it.
-    """
+    """Import pyarrow with its parquet and ipc modules. Raises DataError if it is not installed,
+    although `path` needs it."""
     try:
         import pyarrow
         import pyarrow.ipc

@@ -126,11 +126,8 @@ class ChatEncoder:
         self._tail = lru_cache(maxsize=4096)(self._ids)
 
     def spelled_in(self, chat: Chat) -> str:
-        """First special token that a text of a chat spells; "" if there is none.
-
-        Raises:
-            ChatError: a text has reserved characters, or is no valid Unicode.
-        """
+        """First special token that a text of a chat spells; "" if there is none. Raises ChatError
+        if a text has reserved characters, or is no valid Unicode."""
         texts = "\n".join(texts_of([chat.messages, chat.tools]))
         try:
             texts.encode()
@@ -261,7 +258,7 @@ def _uncut(added: Sequence[AddedToken], written: str) -> list[str]:
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Whether a text can begin inside the other and extend beyond it."""
+    """Whether either text can begin inside the other and extend beyond its end."""
     sizes = range(1, min(len(one), len(other)))
     return any(one[-size:] == other[:size] or other[-size:] == one[:size] for size in sizes)
 
@@ -334,11 +331,7 @@ class SpanFinder:
         return results
 
     def _documents(self, chat: Chat, turns: Turns) -> Finding[list[ChatDocument]]:
-        """Convert one chat to documents.
-
-        Raises:
-            ChatError: it cannot be trained.
-        """
+        """Convert one chat to documents. Raises ChatError if it cannot be trained."""
         if token := self._encoder.spelled_in(chat):
             if self._spelled == "reject":
                 raise ChatError(
@@ -446,7 +439,7 @@ class SpanFinder:
     def _of_turn(
         self, turn: int, rendering: ChatRendering, alone: bool = False
     ) -> Finding[ChatDocument]:
-        """Convert an answer as it is served to a document of its own.
+        """Convert one answer, with the messages before it, to its own document, as it is served.
 
         Args:
             turn: index of the answer.

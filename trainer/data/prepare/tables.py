@@ -10,23 +10,15 @@ from trainer.data.shards import DataError
 
 
 def read_header(path: Path, column: str) -> list[str]:
-    """Column names of a file.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """Column names of a file. Raises DataError if the file cannot be read."""
     return next(read_rows(path, read_blocks(path), column), (0, []))[1]
 
 
 def read_rows(path: Path, blocks: Iterable[bytes], column: str) -> Iterator[tuple[int, list[str]]]:
     """Yield rows of a table, with the line in which each begins; the first row has the column
-    names. A quoted cell may contain line ends. Bytes that are not UTF-8 become surrogates.
-
-    Raises:
-        DataError: a quote is not closed, or text follows a closed quote; the next row cannot be
-            found
-            then.
-    """
+    names. A quoted cell may contain line ends. Bytes that are not UTF-8 become surrogates. Raises
+    DataError if a quote is not closed, or text follows a closed quote; the next row cannot be found
+    then."""
     lines = _text_lines(path, blocks)
     first = next(lines, "")
     csv.field_size_limit(LONGEST_LINE)

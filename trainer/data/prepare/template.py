@@ -220,11 +220,8 @@ class ChatTemplate:
         return without_blocks(self.marked(messages, tools, prompt))
 
     def rendering(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> "ChatRendering":
-        """Render a chat; where possible, once for all of its beginnings.
-
-        Raises:
-            RenderError: the template rejects this chat.
-        """
+        """Render a chat; where possible, once for all of its beginnings. Raises RenderError if the
+        template rejects this chat."""
         if observed := self._observed.get(self._name(tools)):
             template, ends = observed
             reading, parts, places = TemplateReads(), list[str](), dict[int, int]()
@@ -309,11 +306,8 @@ def blocks_in(marked: str) -> list[tuple[int, int]]:
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Limit the CPU time of the block, in a process prepared by `confine`.
-
-    Raises:
-        DataError: the time limit is exceeded.
-    """
+    """Limit the CPU time of the block, in a process prepared by `confine`. Raises DataError if the
+    time limit is exceeded."""
     try:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS + 1)
@@ -382,11 +376,8 @@ def read_template(given: str | None, home: Path | None) -> dict[str, str]:
 
 
 def special_variables(home: Path | None) -> dict[str, str]:
-    """Variable of a special token in templates, such as eos_token → its text.
-
-    Raises:
-        DataError: tokenizer_config.json cannot be read.
-    """
+    """Variable of a special token in templates, such as eos_token → its text. Raises DataError if
+    tokenizer_config.json cannot be read."""
     variables = {}
     for key, value in (_config(home) if home else {}).items():
         token = value.get("content") if isinstance(value, dict) else value
@@ -447,11 +438,7 @@ def _environment(day: str | None) -> _Environment:
 
 
 def _checked(where: Any, sources: dict[str, str]) -> dict[str, str]:
-    """Return sources after parsing them.
-
-    Raises:
-        DataError: a source does not parse.
-    """
+    """Return sources after parsing them. Raises DataError if a source does not parse."""
     for source in sources.values():
         try:
             _environment(None).parse(source)

@@ -12,8 +12,7 @@ from trainer.data.prepare.options import Split
 # Enough for a validation split of 2 %: with 256 documents it is empty once in 176 times.
 _ENOUGH_DOCUMENTS = 256
 _SMALLEST_WINDOW, _LARGEST_WINDOW = 2 << 10, 1 << 20
-# Mean lengths, in bytes, above which blank lines or line ends separate documents rather than
-# paragraphs or sentences.
+# Mean lengths, in bytes, above which blank lines or line ends count as ends of documents.
 _LONG_BLOCK, _LONG_LINE, _SEVERAL = 2000, 1000, 8
 
 _BORDERS = {
@@ -147,7 +146,7 @@ def _border(
     if split == "file":
         return None
     if split == "window":
-        # The last window has at least half of `window`; the others end without a look at the end.
+        # The last window has at least half of `window`; other windows need no look at the end.
         if len(buffer) - position < (window * 3 // 2 if final else window * 2):
             return None
         start = position + window

@@ -37,7 +37,7 @@ from trainer.data.tokenizer import read_tokenizer, special_tokens
 PROGRESS = "progress"
 """Name of the file in the work directory with the number of bytes read of each unit, as uint64."""
 _BATCH = 512  # documents per call of the tokenizer
-# characters per call of the tokenizer, or up to twice that; it needs 150 bytes per token
+# characters per call of the tokenizer, which needs 150 bytes per token; at most twice that
 _CHARACTERS = 1 << 17
 _LISTED_REJECTS = 1000  # listed rejects per unit; all are counted
 MOST_LINES = (1 << 32) - 1
@@ -183,10 +183,10 @@ class _TextWriter:
         self._special = re.compile("|".join(map(re.escape, tokens))) if tokens else None
         self._job = job
         self._output = _UnitFiles(job, stack, ("tokens", "ends", "lines"))
-        # (text, split, line, begins, ends)
+        # pending (text, split, line, begins, ends)
         self._batch: list[tuple[str, str, int, bool, bool]] = []
         self._characters = 0
-        self._split, self._line = "", 0  # of the unfinished document
+        self._split, self._line = "", 0  # split and line of the unfinished document
         self._spelled: Counter[str] = Counter()
         self.documents = dict.fromkeys(SPLITS, 0)
 
@@ -322,8 +322,7 @@ class _ChatWriter:
         share, most = self._settings.validation_fraction or 0.0, self._settings.max_tokens
         split = "validation" if added.held_out else "train"
         if share and not added.held_out:
-            # By a hash of the record, so that the split does not depend on the template, and pairs
-            # stay together.
+            # hashes the record: pairs stay together, and the template does not matter
             split = _split_of(json.dumps(added.record.value, sort_keys=True, default=str), share)
         if self._settings.pairs and most is not None and documents:
             size = sum(len(document.ids) for document in documents)

@@ -32,7 +32,7 @@ FAMILY = replace(
     options={
         "sliding_window": 4096,
         "layer_types": None,
-        "rope_local_base_freq": None,  # for layers with a window; None: the base of the others
+        "rope_local_base_freq": None,  # base for layers with a window; None: rope_theta
     },
     layers=layers,
 )

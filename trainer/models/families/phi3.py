@@ -58,8 +58,7 @@ def layers(architecture: Architecture) -> list[LayerKind]:
     """Kinds of layers: all have the window, if there is one."""
     scaling, key = architecture.rope_scaling, "original_max_position_embeddings"
     original = (architecture.options or {}).get(key)
-    # transformers supports Phi-3 with longrope only, whose original length it reads from the
-    # option.
+    # transformers supports only longrope here, and reads its original length from the option
     if scaling and scaling.rope_type != "longrope":
         raise ValueError(
             f"{key}: phi3 has no rope_type {scaling.rope_type} in transformers, only longrope"

@@ -122,8 +122,7 @@ class MoE(nn.Module):
 
     def _count(self, counts: Tensor, gradient: Tensor) -> None:
         """Add `counts` to the load. A hook called in backward."""
-        # Backward runs once per micro-batch, unlike a recomputed forward. A pass that only keeps a
-        # rank in step with the others has zero gradients, and must not count.
+        # Forward may run twice (recomputation). Zero gradients: a pass only keeps ranks in step.
         counts = counts * gradient.any()
         self.load = counts if self.load is None else self.load + counts
 

@@ -75,11 +75,8 @@ class StrategyRecipe:
 def candidate(
     name: str, recipe_path: str, overrides: Sequence[str], ranks: int, steps: int, run: Path
 ) -> StrategyRecipe:
-    """Build the recipe of a named strategy for a number of ranks.
-
-    Raises:
-        RecipeError: the name is unknown, or the recipe is wrong under every strategy.
-    """
+    """Build the recipe of a named strategy for a number of ranks. Raises RecipeError if the name is
+    unknown, or the recipe is wrong under every strategy."""
     words = name.split("+")
     base, modifiers = (words[0], words[1:]) if words[0] in BASES else (LAYOUT_BASE, words)
     layout = {m[1]: int(m[2]) for m in map(LAYOUT.fullmatch, modifiers) if m}

@@ -20,7 +20,7 @@ from trainer.tools.importing.imported import (
     recipe_default,
 )
 
-Kind: TypeAlias = Callable[[Any], Any]
+Converter: TypeAlias = Callable[[Any], Any]
 """Converts a value, or raises ValueError with the expected type."""
 
 
@@ -56,11 +56,8 @@ def reasons(text: str, whole: Callable[[str], str] = str) -> dict[str, str]:
 
 
 def read_json(path: str | Path, what: str) -> dict[str, Any]:
-    """Read the object in a JSON file; `what` describes the file in errors.
-
-    Raises:
-        RecipeError: the file is missing, is no JSON, or repeats a key.
-    """
+    """Read the object in a JSON file; `what` describes the file in errors. Raises RecipeError if
+    the file is missing, is no JSON, or repeats a key."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         # json itself would silently keep the last of equal keys
@@ -86,11 +83,8 @@ def read_json(path: str | Path, what: str) -> dict[str, Any]:
 
 
 def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
-    """Read the mapping in a YAML file; `what` describes the file in errors.
-
-    Raises:
-        RecipeError: the file is missing, is no YAML, or repeats a key.
-    """
+    """Read the mapping in a YAML file; `what` describes the file in errors. Raises RecipeError if
+    the file is missing, is no YAML, or repeats a key."""
     tree, origins, problems = read_tree(path, what=what)
     if problems:
         raise RecipeError(listed(problems, origins))
@@ -99,11 +93,7 @@ def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
 
 def beside(named: str, file: str, key: str) -> Path:
     """Locate the file that a key of `file` names: relative to the working directory, as its trainer
-    does, or to the folder of `file`.
-
-    Raises:
-        RecipeError: neither exists.
-    """
+    does, or to the folder of `file`. Raises RecipeError if neither exists."""
     for path in (Path(named), Path(file).parent / named):
         if path.is_file():
             return path
@@ -156,7 +146,7 @@ class ForeignConfig:
             key = aliases.get(bare, bare)
             for old in (alias for alias in aliases if alias.endswith(".")):
                 key = aliases[old] + key.removeprefix(old) if key.startswith(old) else key
-            # two spellings of one key
+            # the file has two spellings of one key
             if key in self.left and self.left[key] != value:
                 raise self.error(key, f"is the same as {written}, but they differ; keep one")
             self.left[key], self.spelled[key] = value, written
@@ -167,7 +157,7 @@ class ForeignConfig:
         """Return a RecipeError with file and key."""
         return RecipeError(f"{self.file}: {self.spelled.get(key, key)}: {problem}")
 
-    def take(self, key: str, kind: Kind, default: Any = None) -> Any:
+    def take(self, key: str, kind: Converter, default: Any = None) -> Any:
         """Return the converted value of a key; "auto"; or the default if it is missing or null. The
         caller records what becomes of the key."""
         self.requested.add(key)
@@ -240,7 +230,13 @@ class ForeignConfig:
             self.imported.lines.append(ReportLine(name, ABSENT, became, remark, True))
 
     def move(
-        self, key: str, target: str, kind: Kind, default: Any, note: str = "", differs: str = ""
+        self,
+        key: str,
+        target: str,
+        kind: Converter,
+        default: Any,
+        note: str = "",
+        differs: str = "",
     ) -> Any:
         """Call `take`, then `put`, and return the value. For "auto", return None and set nothing,
         as TrainingArguments supply the value."""
@@ -299,7 +295,7 @@ def is_off(value: Any) -> bool:
 
 
 def a_number(value: Any, *, whole: bool = False, above: float = -math.inf) -> float:
-    """Convert a number; a `Kind`."""
+    """Convert a value to a number, possibly a whole one or one above a bound; else ValueError."""
     wanted = ("a whole number" if whole else "a number") + (f" above {above}" * (above == 0))
     with suppress(TypeError, ValueError):
         # Python would accept true as 1; here it is a mistake.
@@ -315,14 +311,14 @@ a_positive_number = partial(a_number, whole=True, above=0)
 
 
 def a_pair(value: Any) -> list[float]:
-    """Convert a list of two numbers; a `Kind`."""
+    """Check that a value is a list of two numbers, and convert it; else ValueError."""
     if not isinstance(value, list) or len(value) != 2:
         raise ValueError("two numbers")
     return [a_number(item) for item in value]
 
 
 def a_boolean(value: Any) -> bool | str:
-    """Convert true or false, or "auto" in any case; a `Kind`."""
+    """Convert true or false, or "auto" in any case; else ValueError."""
     word = value.lower() if isinstance(value, str) else json.dumps(value)
     if word not in ("true", "false", "auto"):
         raise ValueError("true, false")
@@ -330,29 +326,29 @@ def a_boolean(value: Any) -> bool | str:
 
 
 def a_device(value: Any) -> str:
-    """Check the target of offloading; a `Kind`."""
+    """Check that a value is a device of offloading, none, cpu or nvme; else ValueError."""
     if value not in ("none", "cpu", "nvme"):
         raise ValueError("none, cpu, nvme")
     return value
 
 
 def a_boolean_or_word(value: Any) -> bool:
-    """Convert true or false, or accelerate's "yes" or "no"; a `Kind`."""
+    """Convert true or false, or accelerate's "yes" or "no"; else ValueError."""
     if isinstance(value, str) and value.lower() in ("yes", "no"):
         return value.lower() == "yes"
     return bool(a_boolean(value))
 
 
 def words(value: Any) -> list[str]:
-    """Convert words, in a string separated by spaces or in a list; a `Kind`."""
+    """Convert words, in a string separated by spaces or in a list; else ValueError."""
     parts = value.split() if isinstance(value, str) else value
     if not isinstance(parts, list) or not all(isinstance(word, str) for word in parts):
         raise ValueError("a word, or a list of words")
     return parts
 
 
-def one_of(*names: str) -> Kind:
-    """Return a `Kind` for one of several words in any case, converted to the spelling in
+def one_of(*names: str) -> Converter:
+    """Return a `Converter` for one of several words in any case, converted to the spelling in
     `names`."""
 
     def a_word(value: Any) -> str:

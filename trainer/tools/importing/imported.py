@@ -102,11 +102,8 @@ class ImportedRecipe:
         return steps if isinstance(steps, int) and steps else None
 
     def override(self, overrides: Sequence[str]) -> None:
-        """Parse the user's `key.sub=value`, which `finish` applies over the configuration.
-
-        Raises:
-            RecipeError: an override has no recipe key.
-        """
+        """Parse the user's `key.sub=value`, which `finish` applies over the configuration. Raises
+        RecipeError if an override has no recipe key."""
         for override in overrides:
             if "." not in override.partition("=")[0]:
                 raise RecipeError(f"override '{override}': write it as section.key=value")
@@ -139,11 +136,8 @@ class ImportedRecipe:
         return [key for key in NEEDED if key not in given]
 
     def check(self) -> None:
-        """Check that the recipe can run once the open keys are filled in.
-
-        Raises:
-            RecipeError: has the key of the configuration, or the override.
-        """
+        """Check that the recipe can run once the open keys are filled in. A RecipeError has the key
+        of the configuration, or the override."""
         # on a copy, as the examples serve only this check
         tree = {section: dict(keys) for section, keys in self.tree.items()}
         for key in self.open:

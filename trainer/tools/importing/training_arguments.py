@@ -12,8 +12,8 @@ from typing import Any
 
 from trainer.recipe import RecipeError
 from trainer.tools.importing.foreign_config import (
+    Converter,
     ForeignConfig,
-    Kind,
     a_boolean,
     a_number,
     a_positive_number,
@@ -57,7 +57,7 @@ SHAPES = {
 
 
 # (key, its default, recipe key, type, note)
-OPERATING: tuple[tuple[str, Any, str, Kind, str], ...] = (
+OPERATING: tuple[tuple[str, Any, str, Converter, str], ...] = (
     ("save_total_limit", 0, "checkpoint.keep", a_whole_number, "0 keeps all"),
     ("dataloader_num_workers", 0, "data.workers", a_whole_number, ""),
     ("ddp_timeout", 1800, "elastic.timeout_seconds", a_number, ""),
@@ -130,11 +130,8 @@ def is_file(arguments: ForeignConfig) -> bool:
 
 
 def mixed_precision(arguments: ForeignConfig) -> str | None:
-    """ "bf16" or "fp16", whichever the arguments switch on; None if neither.
-
-    Raises:
-        RecipeError: both are on.
-    """
+    """ "bf16" or "fp16", whichever the arguments switch on; None if neither. Raises RecipeError if
+    both are on."""
     on = [name for name in ("bf16", "fp16") if arguments.take(name, a_boolean, False) is True]
     if len(on) > 1:
         raise arguments.error("fp16", "is true, and so is bf16; keep one")

@@ -169,11 +169,7 @@ def _model(model: str) -> dict[str, Any]:
 
 
 def _plan_values(plan: Plan) -> dict[str, Any]:
-    """Values of the template for a plan.
-
-    Raises:
-        RecipeError: no strategy fits into memory.
-    """
+    """Values of the template for a plan. Raises RecipeError if no strategy fits into memory."""
     machine, best = plan.machine, plan.best
     where = f"{machine.nodes} node(s) of {machine.gpus_per_node} GPU(s)"
     if best is None:

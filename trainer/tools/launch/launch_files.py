@@ -158,11 +158,8 @@ def check_inside(recipe: Recipe) -> None:
 
 def in_bucket(recipe: Recipe, bucket: str, nodes: int) -> list[str]:
     """Overrides for a single machine with a bucket mounted at WORKSPACE. Checkpoints are written
-    directly to the bucket, so that they exist as soon as their save has ended.
-
-    Raises:
-        RecipeError: there are several nodes.
-    """
+    directly to the bucket, so that they exist as soon as their save has ended. Raises RecipeError
+    if there are several nodes."""
     if nodes > 1:
         raise RecipeError(
             "--nodes: several nodes need the same run.dir at once, which a mounted bucket does not "

@@ -20,11 +20,8 @@ SHOWN_ATTEMPTS = 40
 
 
 def report(run: Path) -> str:
-    """Summarise a run as text.
-
-    Raises:
-        LedgerError: `run` is not the directory of a started run.
-    """
+    """Summarise a run as text. Raises LedgerError if `run` is not the directory of a started
+    run."""
     history = read_history(run)
     sizes = [attempt.start.world_size for attempt in history.attempts]
     changes = [size for n, size in enumerate(sizes) if n == 0 or size != sizes[n - 1]]

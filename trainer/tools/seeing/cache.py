@@ -96,11 +96,7 @@ def _place(source: Path) -> Path:
 
 def _fingerprint(source: Path, offset: int) -> str:
     """Identify the read part of a file by inode, and by the bytes at its beginning and before
-    `offset`.
-
-    Raises:
-        ValueError: the file is shorter than `offset`.
-    """
+    `offset`. Raises ValueError if the file is shorter than `offset`."""
     with os.fdopen(open_to_read(source, follow=True), "rb") as file:
         status = os.fstat(file.fileno())
         if not 0 <= offset <= status.st_size:

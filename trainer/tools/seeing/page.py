@@ -19,11 +19,8 @@ EVERY_SECONDS = 2.0
 
 
 def report_html(paths: Sequence[Path]) -> str:
-    """Static page of the current state of runs.
-
-    Raises:
-        LedgerError: a path is not the directory of a started run.
-    """
+    """Static page of the current state of runs. Raises LedgerError if a path is not the directory
+    of a started run."""
     runs = look_at(paths)
     return page(title(runs), {"live": False, **first_data(runs)})
 

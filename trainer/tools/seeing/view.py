@@ -72,11 +72,7 @@ class RunView:
         self.samples_version = ""
 
     def look(self) -> None:
-        """Read new data.
-
-        Raises:
-            LedgerError: the run has not started, or the path is no run.
-        """
+        """Read new data. Raises LedgerError if the run has not started, or the path is no run."""
         self.history = self.ledger.read()
         self.records.read()
         # before samples are read, so that a page that misses some requests them again
@@ -376,11 +372,8 @@ class RunView:
 
 
 def look_at(paths: Sequence[Path]) -> list[RunView]:
-    """Views of runs; names include the parent folder if the last folders' names are equal.
-
-    Raises:
-        LedgerError: a run has not started, or a path is no run.
-    """
+    """Views of runs; names include the parent folder if the last folders' names are equal. Raises
+    LedgerError if a run has not started, or a path is no run."""
     runs = [RunView(path) for path in paths]
     for run in runs:
         run.look()
