@@ -144,13 +144,13 @@ def _data_change(arguments: argparse.Namespace) -> int:
 
 
 def _named(text: str) -> tuple[str, str]:
-    """The type of --add: (name or "", path)."""
+    """Parse a value of --add to (name or "", path)."""
     name, equals, path = text.partition("=")
     return (name, path) if equals else ("", text)
 
 
 def _appended(text: str) -> tuple[str, str]:
-    """The type of --append: (name, path)."""
+    """Parse a value of --append to (name, path)."""
     name, path = _named(text)
     if not (name and path):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH")
@@ -158,7 +158,7 @@ def _appended(text: str) -> tuple[str, str]:
 
 
 def _weight(text: str) -> tuple[str, float]:
-    """The type of --weights: (name, weight)."""
+    """Parse a value of --weights to (name, weight)."""
     name, _, number = text.rpartition("=")
     try:
         weight = float(number)
@@ -197,7 +197,7 @@ def _data_prepare(arguments: argparse.Namespace) -> int:
 
 
 def _out(text: str) -> Path:
-    """The type of --out."""
+    """Parse the value of --out, a local directory."""
     if like_url(text):
         raise argparse.ArgumentTypeError(
             f"{text!r} is a URL; prepare into a directory, such as data/mine, and then type: "

@@ -305,8 +305,8 @@ class TokenStream:
         return found
 
     def documents_of(self, position: int) -> tuple[int, NDArray[np.int64]]:
-        """(source, index in that source of each input's document, (T,)) of a sequence; -1 for
-        padding."""
+        """Return (source, index in that source of each input's document, (T,)) of a sequence; -1
+        for padding."""
         (source,), (sample,) = self.locate(np.array([position]))
         return int(source), self._packings[source].documents_of(int(sample))
 
@@ -330,7 +330,7 @@ class TokenStream:
         return f"{text}, about {trained:,} of them trained, {1 - self.fullness:.1%} padding"
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source, sample) of each position, (N,) int64 each."""
+        """Return (source, sample) of each position, (N,) int64 each."""
         if self._order:
             sources, _, samples = self._order.locate(positions)
             return sources, samples

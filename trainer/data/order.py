@@ -40,7 +40,7 @@ class MixtureBlocks:
         self._block = lru_cache(maxsize=64)(lambda block: Permutation(BLOCK, seed, 0, block, *key))
 
     def turns(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(source, number of earlier samples of that source) of each position, (N,) each."""
+        """Return (source, number of earlier samples of that source) of each position, (N,) each."""
         if len(self.counts) == 1:
             return np.zeros_like(positions), positions
         blocks, places = np.divmod(positions, BLOCK)
@@ -97,7 +97,7 @@ class Order:
     def locate(
         self, positions: NDArray | Sequence[int]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """(source, epoch, sample) of each position, int64 arrays of shape (N,).
+        """Return (source, epoch, sample) of each position, int64 arrays of shape (N,).
 
         Args:
             positions: (N,) integers, not negative.

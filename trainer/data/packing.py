@@ -122,7 +122,7 @@ class DocumentBins:
         return [*self._dataset.begin(map(self._window, inside))]
 
     def _window(self, document: int) -> tuple[int, int]:
-        """(first token, number of tokens) of a document."""
+        """Return (first token, number of tokens) of a document."""
         begin = int(self._ends[document - 1]) if document else 0
         return begin, int(self._ends[document]) - begin
 

@@ -255,7 +255,7 @@ def _wrong_twice(path: ObjectPath, begin: int, size: int) -> DataError:
 
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first, last) of each run of consecutive blocks, cut at MOST_BYTES."""
+    """Yield (first, last) of each run of consecutive blocks, cut at MOST_BYTES."""
     begin = 0
     for place, block in enumerate(blocks):
         ends = place + 1 == len(blocks) or blocks[place + 1] != block + 1

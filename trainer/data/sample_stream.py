@@ -63,7 +63,7 @@ class SampleStream:
         caller."""
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source, sample) of each position, (N,) int64 each; the only source is 0."""
+        """Return (source, sample) of each position, (N,) int64 each; the only source is 0."""
         if not self._shuffle:
             return np.zeros_like(positions), positions
         sources, _, samples = self._order.locate(positions)

@@ -396,8 +396,8 @@ class TokenDataset:
         return int(ends[place]) - begin
 
     def origin(self, number: int) -> tuple[str, int] | None:
-        """(input file, line or row or value of the record in it, from 1) of a document; None if not
-        recorded. Raises DataError if the records cannot be read."""
+        """Return (input file, line or row or value of the record in it, from 1) of a document; None
+        if not recorded. Raises DataError if the records cannot be read."""
         shard = int(np.searchsorted(self._documents, number, side="right")) - 1
         input_file = next((file for end, file in self._inputs if number < end), None)
         if input_file is None or f"{RECORDS}_sha256" not in self._entries[shard]:
@@ -470,8 +470,8 @@ def files_of(index: dict[str, Any], split: str) -> dict[str, int]:
 
 
 def _inputs_of(index: dict[str, Any], split: str) -> list[tuple[int, str]]:
-    """(index after its last document, name) of each input file of a split, in order; [] if not
-    recorded."""
+    """Return (index after its last document, name) of each input file of a split, in order; [] if
+    not recorded."""
     files, end = [], 0
     for source in index.get("sources", []):
         try:
@@ -628,7 +628,7 @@ def _preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
 
 
 def checksums(path: Place) -> tuple[str, list[int]]:
-    """(SHA-256, CRC-32 of every 16 MiB block) of a file."""
+    """Return (SHA-256, CRC-32 of every 16 MiB block) of a file."""
     digest, blocks = hashlib.sha256(), []
     for block in blocks_of(path):
         digest.update(block)

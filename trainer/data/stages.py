@@ -81,7 +81,7 @@ class StagedOrder:
     def locate(
         self, positions: NDArray | Sequence[int]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """(source, epoch, sample) of each position, (N,) int64 each, as in `Order.locate`."""
+        """Return (source, epoch, sample) of each position, (N,) int64 each; see `Order.locate`."""
         sources, ranks = self.ranks(positions)
         epochs, samples = np.empty_like(ranks), np.empty_like(ranks)
         for source in np.unique(sources):
@@ -96,7 +96,7 @@ class StagedOrder:
     def ranks(
         self, positions: NDArray | Sequence[int]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(source, rank in that source's stream) of each position, (N,) int64 each."""
+        """Return (source, rank in that source's stream) of each position, (N,) int64 each."""
         positions = checked_positions(positions)
         sources, ranks = np.empty_like(positions), np.empty_like(positions)
         numbers = np.searchsorted(self._begins, positions, side="right") - 1
@@ -107,15 +107,15 @@ class StagedOrder:
         return sources, ranks
 
     def assigned_ranks(self, source: int) -> tuple[int, NDArray[np.int64]]:
-        """(N, carry) of a source where the last mixture begins: ranks 0 to N - 1 are assigned,
-        except `carry`."""
+        """Return (N, carry) of a source where the last mixture begins: ranks 0 to N - 1 are
+        assigned, except `carry`."""
         known = self._sources[source]
         return known.base, known.carry
 
     def _samples(
         self, source: int, number: int, ranks: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(epoch, sample) of ranks within one era of a source."""
+        """Return (epoch, sample) of ranks within one era of a source."""
         eras = self._sources[source].eras
         epochs, places = eras[number].place(ranks)
         samples = np.empty_like(ranks)
@@ -169,8 +169,8 @@ class DataSetOrder:
     def locate(
         self, positions: NDArray | Sequence[int]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """(data set, epoch of its source, sample of the data set) of each position, (N,) int64
-        each."""
+        """Return (data set, epoch of its source, sample of the data set) of each position, (N,)
+        int64 each."""
         sources, epochs, samples = self._order.locate(positions)
         data_sets = sources.copy()
         for source, (several, begins) in self._parts.items():
@@ -184,8 +184,8 @@ class DataSetOrder:
 def fingerprints_of(
     rows: "Sequence[StageRow]", first: str, contents: Sequence[Sequence[object]]
 ) -> list[tuple[int, str]]:
-    """(first position, fingerprint) of each stage after the first. A fingerprint covers all stages
-    up to its own, but no later ones, so that the table may grow.
+    """Return (first position, fingerprint) of each stage after the first. A fingerprint covers all
+    stages up to its own, but no later ones, so that the table may grow.
 
     Args:
         rows: stages of a recipe.
@@ -218,7 +218,7 @@ class _Era:
     era."""
 
     def place(self, ranks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(epoch, place in its permutation) of ranks from `begin` on."""
+        """Return (epoch, place in its permutation) of ranks from `begin` on."""
         past = ranks - self.begin
         whole, place = np.divmod(past - self.rest, self.size)
         first = past < self.rest
@@ -274,7 +274,7 @@ class _MixtureRanks:
         self._carries = [known[source].carry for source in self.sources]
 
     def ranks(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(index of the source, rank in its stream) of positions, counted from `begin`."""
+        """Return (index of the source, rank in its stream) of positions, counted from `begin`."""
         indices, turns = self._blocks.turns(positions)
         ranks = np.empty_like(positions)
         for index, (base, carry) in enumerate(zip(self._bases, self._carries, strict=True)):

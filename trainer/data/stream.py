@@ -36,7 +36,7 @@ class AccountedStream(Stream, Protocol):
     """A stream with digests of its micro-batches."""
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source, sample) of each position, (N,) int64 each."""
+        """Return (source, sample) of each position, (N,) int64 each."""
 
     def fetch_with_digest(self, positions: Sequence[int]) -> tuple[dict[str, Any], tuple[int, int]]:
         """Read a micro-batch and its digest: two numbers below 2**32. The first number covers which

@@ -48,7 +48,7 @@ class LoraLinear(nn.Linear):
         self.lora_B = nn.Parameter(torch.empty(self.out_features, rank, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, in) → (…, out)."""
+        """Map x (…, in) to (…, out)."""
         return self.frozen(x, self.bias) + self.low_rank(x)
 
     @property

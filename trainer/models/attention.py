@@ -220,7 +220,7 @@ def capability(device: torch.device) -> Capability | None:
 
 @cache
 def flex_kernels() -> tuple[Callable[..., Tensor], Callable[..., Any]]:
-    """(flex_attention, create_block_mask), compiled. Uncompiled they would build the (T, T)
+    """Return (flex_attention, create_block_mask), compiled. Uncompiled they would build the (T, T)
     matrix."""
     # imported late, as it takes over a second
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention

@@ -51,7 +51,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., size) → (..., size)."""
+        """Map x (..., size) to (..., size)."""
         # Under autocast x may be bf16 and the weight float32; the fused kernel wants one dtype.
         weight = self.weight
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, self.eps).type_as(x)
@@ -83,7 +83,7 @@ class Attention(nn.Module):
         self.k_norm = k_norm or nn.Identity()
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, D) → queries (B, T, N, H), keys and values (B, T, K, H)."""
+        """Map x (B, T, D) to queries (B, T, N, H), keys and values (B, T, K, H)."""
         q = self.q_proj(x)
         # under sequence parallelism q has more tokens than x
         heads = (*q.shape[:2], -1, self.head_dim)
@@ -92,7 +92,7 @@ class Attention(nn.Module):
         return q, k, self.v_proj(x).view(heads)
 
     def forward(self, x: Tensor, rope: Rope | None, documents: Documents | None) -> Tensor:
-        """(B, T, D) → (B, T, D).
+        """Map x (B, T, D) to (B, T, D).
 
         Args:
             x: only a part of the sequence under sequence parallelism.
@@ -119,7 +119,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) → (B, T, D)."""
+        """Map x (B, T, D) to (B, T, D)."""
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 

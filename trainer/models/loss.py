@@ -201,8 +201,8 @@ def _label_count(labels: Tensor) -> Tensor:
 def _pointwise(
     logits: Tensor, label: Tensor, counts: Tensor, with_gradient: bool, cap: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """(loss of a chunk, gradient of its logits or None). The gradient of rows whose label does not
-    count is not zeroed. Written so that a compiler fuses it into one kernel."""
+    """Return (loss of a chunk, gradient of its logits or None). The gradient of rows whose label
+    does not count is not zeroed. Written so that a compiler fuses it into one kernel."""
     dtype = logits.dtype
     if cap is not None:
         logits = capped(logits.float(), cap)
@@ -229,7 +229,7 @@ def _in_place(
     dtype: torch.dtype | None,
     slope: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(loss of a chunk, gradient of its logits in `dtype`; None if `dtype` is None), as
+    """Return (loss of a chunk, gradient of its logits in `dtype`; None if `dtype` is None), as
     `_pointwise`, but in the memory of `log_softmax`. `slope`: derivative of a cap, if there is
     one."""
     loss = -(log_softmax.gather(1, label) * counts).sum()

@@ -33,7 +33,7 @@ def files_beside(
     architecture: Architecture | None = None,
     family: Family | None = None,
 ) -> tuple[dict[str, bytes], list[str]]:
-    """(file name → contents, notes for the user) for the checkpoints of a run.
+    """Return (file name → contents, notes for the user) for the checkpoints of a run.
 
     Args:
         init_from: checkpoint from which the run begins, if any.

@@ -208,8 +208,8 @@ class TransformersModel(nn.Module):
         return capped(F.linear(hidden, self._head[0].weight, self._head[0].bias), self.cap)
 
     def _product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """(hidden states, weight) of the head, with the bias as a further column of the weight, so
-        that one product computes both."""
+        """Return (hidden states, weight) of the head, with the bias as a further column of the
+        weight, so that one product computes both."""
         head = self._head[0]
         if head.bias is None:
             return hidden, head.weight
@@ -223,8 +223,8 @@ TextModel: TypeAlias = Decoder | TransformersModel
 
 
 def document_runs(document_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """(index of the document in its row, position in its document) of each token, both (B, T)
-    int64. A document is a run of equal `document_ids` (B, T)."""
+    """Return (index of the document in its row, position in its document) of each token, both (B,
+    T) int64. A document is a run of equal `document_ids` (B, T)."""
     first = torch.ones_like(document_ids, dtype=torch.bool)
     first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     places = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(first)

@@ -136,7 +136,7 @@ def has_ended(run: Path) -> bool:
 
 
 def written(out: Path, keys: Sequence[str]) -> set[tuple[Any, ...]]:
-    """(step, values of `keys`) of each complete line of a file."""
+    """Return (step, values of `keys`) of each complete line of a file."""
     keys_written: set[tuple[Any, ...]] = set()
     with suppress(FileNotFoundError), out.open(encoding="utf-8", errors="replace") as file:
         for line in file:

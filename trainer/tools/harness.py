@@ -99,7 +99,7 @@ class _HarnessModel(LM):
         self._prefix = known[0]
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        """(log-probability of the continuation after its context, whether its tokens are the
+        """Return (log-probability of the continuation after its context, whether its tokens are the
         likeliest) of each request."""
         return self._log_probs([self._pair(*request.args) for request in requests])
 
@@ -132,8 +132,8 @@ class _HarnessModel(LM):
 
     @torch.inference_mode()
     def _log_probs(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """(log-probability of the second tokens after the first, whether they are the likeliest) of
-        each pair. A text longer than the context loses its beginning."""
+        """Return (log-probability of the second tokens after the first, whether they are the
+        likeliest) of each pair. A text longer than the context loses its beginning."""
         model, limit = self._opened.model, self._opened.limit
         device = next(model.parameters()).device
         # one token more than the limit: the last token is only predicted

@@ -102,8 +102,8 @@ def _expand(stream: Any, block: bytes) -> Iterator[bytes]:
 
 
 def _decompressor(path: Path, kind: str) -> tuple[Callable[[], Any], type[Exception]]:
-    """(function that creates the decompressor of one stream, exception that it raises for damage).
-    Only one zstd decompressor may be in use at a time."""
+    """Return (function that creates the decompressor of one stream, exception that it raises for
+    damage). Only one zstd decompressor may be in use at a time."""
     match kind:
         case "gzip":
             return lambda: zlib.decompressobj(wbits=16 + zlib.MAX_WBITS), zlib.error

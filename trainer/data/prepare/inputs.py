@@ -40,7 +40,7 @@ class InputFiles:
     validation: set[str] = field(default_factory=set)
     """Files whose documents all belong to the validation split."""
     notes: list[str] = field(default_factory=list)
-    """Lines for the user."""
+    """Lines about the search, for the user."""
     broken: list[str] = field(default_factory=list)
     """Links in folders that cannot be followed, with the reason."""
 

@@ -505,7 +505,7 @@ def _account(
     results: list[list[dict[str, Any]]],
     forms: dict[str, FileForm],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(counts for each input file, rejected records with their lines in these files)."""
+    """Return (counts for each input file, rejected records with their lines in these files)."""
     sources: dict[str, dict[str, Any]] = {
         file: {
             "file": file,

@@ -211,7 +211,7 @@ class ChatEncoder:
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def common(self, whole: EncodedText, text: str, other: str) -> tuple[int, list[int]]:
-        """(number of leading tokens that `text` shares with `other`, further tokens of `other`).
+        """Return (number of leading tokens that the texts share, further tokens of `other`).
 
         Args:
             whole: tokens of `text`.
@@ -415,7 +415,7 @@ class SpanFinder:
         whole: EncodedText,
         upto: Mapping[int, str],
     ) -> tuple[NDArray[np.bool_], int | None]:
-        """(whether each token of a chat is trained, first unstable answer or None).
+        """Return (whether each token of a chat is trained, first unstable answer or None).
 
         Args:
             chat: chat to be trained.

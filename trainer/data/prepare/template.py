@@ -287,8 +287,8 @@ def without_blocks(marked: str) -> str:
 
 
 def blocks_in(marked: str) -> list[tuple[int, int]]:
-    """(begin, end) of each non-empty generation block, in characters of the text without marks; a
-    nested block belongs to its outer block."""
+    """Return (begin, end) of each non-empty generation block, in characters of the text without
+    marks; a nested block belongs to its outer block."""
     blocks: list[tuple[int, int]] = []
     place = depth = begin = 0
     for piece in _BORDERS.split(marked):

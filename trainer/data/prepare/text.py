@@ -141,8 +141,8 @@ def cut_documents(
 def _border(
     buffer: bytes, position: int, split: Split, window: int, final: bool
 ) -> tuple[int, int] | None:
-    """(end of the document that begins at `position`, begin of the next document). None if it ends
-    with the text or, unless `final`, possibly in a later block."""
+    """Return (end of the document that begins at `position`, begin of the next document). None if
+    it ends with the text or, unless `final`, possibly in a later block."""
     if split == "file":
         return None
     if split == "window":

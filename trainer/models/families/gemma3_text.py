@@ -18,7 +18,7 @@ class CentredNorm(RMSNorm):
     """An RMSNorm that multiplies by 1 + weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., size) → (..., size)."""
+        """Map x (..., size) to (..., size)."""
         # in float32: bf16 would round 1 + a small weight to 1
         weight = 1 + self.weight.float()
         return F.rms_norm(x.float(), weight.shape, weight, self.eps).type_as(x)

@@ -14,7 +14,7 @@ class WideNorm(RMSNorm):
     """An RMSNorm over all heads of a token together."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, heads, H) → (B, T, heads, H)."""
+        """Map x (B, T, heads, H) to (B, T, heads, H)."""
         return super().forward(x.flatten(2)).view(x.shape)
 
 

@@ -110,8 +110,8 @@ class MoE(nn.Module):
         return mixed.type_as(x).view_as(x), statistics
 
     def _route(self, likely: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(experts of each token (N, top), their order by expert (N * top), tokens of each sequence
-        per expert (B, E))."""
+        """Return (experts of each token (N, top), their order by expert (N * top), tokens of each
+        sequence per expert (B, E))."""
         if self.rate:
             likely = likely + getattr(self.gate, BIAS)
         chosen = likely.topk(self.top, dim=-1).indices

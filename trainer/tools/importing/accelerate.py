@@ -238,7 +238,7 @@ def _data_parallel(
 
 
 def _sharding_of(name: str) -> tuple[str, str]:
-    """(`strategy.sharding` for a word of FSDP1, what differs)."""
+    """Return (`strategy.sharding` for a word of FSDP1, what differs)."""
     if name == "HYBRID_SHARD_ZERO2":
         return "HYBRID_SHARD", "parameters are freed after the forward pass here, kept there"
     return name, ""

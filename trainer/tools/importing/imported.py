@@ -63,7 +63,7 @@ class ImportedRecipe:
     file: str
     """Path of the configuration file."""
     tree: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Section → key → value."""
+    """The recipe: section → key → value."""
     notes: dict[str, str] = field(default_factory=dict)
     """Recipe key → comment on its line."""
     origins: Origins = field(default_factory=dict)

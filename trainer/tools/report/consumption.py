@@ -192,8 +192,8 @@ def _compare(
 
 
 def where_it_lies(recipe: Recipe, directory: str) -> tuple[Recipe, str]:
-    """(recipe with the present paths of its sources, first missing path or ""). Relative paths are
-    looked up from the run's working directory, then from this process's."""
+    """Return (recipe with the present paths of its sources, first missing path or ""). Relative
+    paths are looked up from the run's working directory, then from this process's."""
     sources = []
     for source in recipe.data.sources:
         places = [source.path]

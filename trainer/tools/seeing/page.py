@@ -33,7 +33,6 @@ def first_data(runs: Sequence[RunView]) -> dict[str, Any]:
 
 
 def title(runs: Sequence[RunView]) -> str:
-    """Title of a page."""
     return ", ".join(run.name for run in runs)
 
 

@@ -66,7 +66,7 @@ class PageServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     def answer(self, path: str, query: Mapping[str, list[str]]) -> tuple[str, str]:
-        """(content type, text) for a request.
+        """Return (content type, text) for a request.
 
         Raises:
             LookupError: the page or run does not exist.

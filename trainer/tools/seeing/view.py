@@ -110,7 +110,7 @@ class RunView:
         return RunState("dead", f"no step for {clock(silent)}: it was killed, hangs, or waits")
 
     def card(self) -> list[list[str]]:
-        """(name, value, remark) of the key figures, most important first."""
+        """Return (name, value, remark) of the key figures, most important first."""
         history, records = self.history, self.records
         account, trust = goodput(history), reliability(history)
         start = history.attempts[-1].start
@@ -147,7 +147,7 @@ class RunView:
         return rows
 
     def facts(self) -> list[list[str]]:
-        """(name, value) of the run's properties."""
+        """Return (name, value) of the run's properties."""
         start, recipe = self.history.attempts[-1].start, self.recipe()
         computed_by = start.computed_by
         facts = [
@@ -214,7 +214,7 @@ class RunView:
         return events_of(self.history)[-SHOWN_EVENTS:]
 
     def curves(self, most: int = POINTS, begin: int = 0) -> dict[str, list[list[float]]]:
-        """(steps, values) of each metric from record `begin` on, in about `most` points."""
+        """Return (steps, values) of each metric from record `begin` on, in about `most` points."""
         steps = np.array(self.records.step)[begin:].astype(float)
         curves = {}
         for name in self.records.names():
@@ -384,7 +384,7 @@ def look_at(paths: Sequence[Path]) -> list[RunView]:
 
 
 def differing_keys(runs: Sequence[Mapping[str, str]]) -> list[list[str]]:
-    """(key, value in each run) of recipe keys with different values, except run.dir."""
+    """Return (key, value in each run) of recipe keys with different values, except run.dir."""
     keys = dict.fromkeys(key for run in runs for key in run)
     rows = [[key, *(run.get(key, "") for run in runs)] for key in keys if key != "run.dir"]
     return [row for row in rows if len(set(row[1:])) > 1]
