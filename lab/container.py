@@ -40,8 +40,7 @@ class Container:
 
         Args:
             network: from `start_network`; the container is connected to it. None: the container
-                uses
-                this machine's network.
+                uses this machine's network.
             address: IP address in that network, such as 10.77.0.11.
 
         Raises:

@@ -151,8 +151,7 @@ class LocalNodes:
             empty.
         own_memory: give each node its own shared memory, which is lost with it (needs root).
         own_network: also give each node a network interface, which `node.container` can cut off
-            (needs
-            root, ip and nft).
+            (needs root, ip and nft).
         start: starts the store and the agents.
     """
 

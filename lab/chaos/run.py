@@ -110,8 +110,7 @@ def run_chaos(
 
     Raises:
         RecipeError: the recipe is wrong, `<run.dir>-chaos` exists, the run is too short for the
-            plan, or
-            a node does not hold whole replicas.
+            plan, or a node does not hold whole replicas.
     """
     recipe = load_recipe(recipe_path, overrides)
     if recipe.in_bucket:

@@ -129,8 +129,7 @@ class TokenStream:
         Raises:
             StorageError: a store does not answer, or denies access.
             DataError: a data set is damaged, was prepared with another tokenizer than the first,
-                mixes
-                pairs with other kinds, or (with shuffle) has less than one sequence.
+                mixes pairs with other kinds, or (with shuffle) has less than one sequence.
         """
         datasets = [TokenDataset(path, split, reader, cache) for path, _ in sources]
         for (path, _), dataset in zip(sources, datasets, strict=True):

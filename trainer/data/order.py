@@ -72,8 +72,7 @@ class Order:
 
         Raises:
             ValueError: no source, an empty source, or a weight that is missing, not positive, or
-                too
-                small for a position in a block.
+                too small for a position in a block.
         """
         if not sizes or len(sizes) != len(weights):
             raise ValueError(f"{len(sizes)} source(s) with {len(weights)} weight(s); give as many")

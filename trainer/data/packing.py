@@ -176,8 +176,7 @@ def best_fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], 
 
     Args:
         lengths: (N,) tokens of each document. Documents longer than `room` are left out, as are
-            those
-            below two tokens, which have no label.
+            those below two tokens, which have no label.
 
     Returns:
         (documents of all bins, concatenated; index of each bin's first document in them, and the

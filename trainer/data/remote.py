@@ -106,11 +106,13 @@ class RangeRead:
     def __init__(
         self, path: ObjectPath, begin: int, size: int, fetch: Callable[[], bytearray]
     ) -> None:
-        """Args:
-        path: URL of the object.
-        begin: offset of the first byte.
-        size: number of bytes.
-        fetch: returns the bytes; called in another thread."""
+        """
+        Args:
+            path: URL of the object.
+            begin: offset of the first byte.
+            size: number of bytes.
+            fetch: returns the bytes; called in another thread.
+        """
         self.begin = begin
         self._what = f"{path}: bytes {begin} to {begin + size - 1}"
         self._fetch = fetch
@@ -155,11 +157,13 @@ class RemoteShard:
         dtype: np.dtype,
         copies: ShardCopies | None,
     ) -> None:
-        """Args:
-        directory: URL of the data set.
-        entry: the shard's entry in index.json.
-        dtype: dtype of its tokens.
-        copies: local copies; None: always read from the store."""
+        """
+        Args:
+            directory: URL of the data set.
+            entry: the shard's entry in index.json.
+            dtype: dtype of its tokens.
+            copies: local copies; None: always read from the store.
+        """
         self._path = directory / f"{entry['name']}.tokens"
         self._crc_path = directory / f"{entry['name']}.{CRC}"
         self._dtype, self._size = dtype, entry["tokens"] * dtype.itemsize

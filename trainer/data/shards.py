@@ -248,8 +248,7 @@ class TokenDataset:
             directory: path, or URL in an object store.
             split: "train" or "validation".
             reader: mmap; pread (one read per window); ram (the whole split in memory); or auto:
-                pread on
-                network filesystems, else mmap. Not used for object stores.
+                pread on network filesystems, else mmap. Not used for object stores.
             cache: place of local copies of shards in an object store.
 
         Raises:

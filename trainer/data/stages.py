@@ -119,8 +119,7 @@ class StagedOrder:
         eras = self._sources[source].eras
         epochs, places = eras[number].place(ranks)
         samples = np.empty_like(ranks)
-        # Old samples are drawn by their rank in the era before, which may resolve them further
-        # back.
+        # Old samples are drawn by their rank in the previous era, and so on to earlier eras.
         left, of, which = np.arange(len(ranks)), epochs, places
         while len(left):
             era = eras[number]

@@ -182,8 +182,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tens
         mixed = flex_attention(q, k, v, block_mask=documents.where, enable_gqa=grouped)
         return mixed.transpose(1, 2)
     # On CUDA only flash attention supports fewer key heads than query heads, and it supports
-    # neither masks nor float32. Unless heads are repeated, SDPA would fall back to the whole (T, T)
-    # matrix.
+    # neither masks nor float32. Unless heads are repeated, SDPA would build the (T, T) matrix.
     if grouped and not _groups_in_kernel(q, documents):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     mixed = F.scaled_dot_product_attention(

@@ -355,8 +355,8 @@ class Decoder(nn.Module):
             input_ids: (B, T) int64.
             labels: (B, T) int64, the next token at each position; -100 does not count.
             document_ids: (B, T) integers; attention stays inside runs of equal ids. Positions count
-                over
-                the whole sequence: RoPE depends only on their differences. Synchronises with a GPU.
+                over the whole sequence: RoPE depends only on their differences. Synchronises with a
+                GPU.
             cu_seqlens: documents as from `trainer.data.documents.cu_seqlens_of`; does not
                 synchronise.
             hidden: (B, T, D), output of the previous part of the model.
@@ -365,21 +365,17 @@ class Decoder(nn.Module):
             statistics: (blocks, …), statistics of the previous parts.
             whole: set on a rank that has a part of each sequence (`strategy.cp`).
             segments: (B, T) int64, for P pairs: index of the answer of each label, in the order
-                chosen,
-                rejected, chosen, rejected ….
+                chosen, rejected, chosen, rejected ….
             answer_labels: (2 P,), number of labels of each answer.
             reference: (2 P,), log-probabilities by the reference, for a `preference` that needs
                 them.
 
         Returns:
             Logits (B, T, V) in the dtype of the computation. With labels, the mean cross-entropy in
-                nats
-            over the counted labels, a float32 scalar (0 if no label counts). If the family has
-                scalars
-            `beside_loss`, a dict of them, `cross_entropy` and `loss`: in training a weighted sum,
-                else the
-            cross-entropy. For pairs, the dict of `preference`; if its reference is missing, the
-            log-probabilities of the answers (2 P,) float64.
+            nats over the counted labels, a float32 scalar (0 if no label counts). If the family has
+            scalars `beside_loss`, a dict of them, `cross_entropy` and `loss`: in training a
+            weighted sum, else the cross-entropy. For pairs, the dict of `preference`; if its
+            reference is missing, the log-probabilities of the answers (2 P,) float64.
         """
         if document_ids is not None:
             cu_seqlens = cu_seqlens_of(document_ids)

@@ -87,8 +87,7 @@ def read_config(path: str | Place, family: Family | None = None) -> Architecture
 
     Raises:
         ConfigError: the file or a key is missing or malformed, or (NotOursError) the family does
-            not
-            support the model.
+            not support the model.
     """
     file, config = _file_of(path), read_json(path)
     try:

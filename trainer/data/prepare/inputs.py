@@ -65,8 +65,7 @@ def find_inputs(names: Sequence[str], column: str, by_name: bool) -> InputFiles:
 
     Raises:
         DataError: an input is missing, of unknown kind, or an empty folder; a folder cannot be
-            read;
-            or all files are validation or test files.
+            read; or all files are validation or test files.
     """
     inputs = InputFiles()
     others: list[str] = []

@@ -124,8 +124,7 @@ def prepare(
 
     Raises:
         DataError: an input cannot be read, a record is bad with on_bad="fail", there is no
-            document,
-            or `out` has other contents or cannot be written.
+            document, or `out` has other contents or cannot be written.
     """
     settings, out = PrepareOptions(**options), Path(out)
     say = _say if progress else lambda line: None

@@ -48,8 +48,7 @@ def spool(name: str, directory: Path, column: str) -> Path:
 
     Returns:
         The file. Its name and age depend only on its contents, so that a repeated command with
-            equal
-        contents has equal inputs.
+        equal contents has equal inputs.
 
     Raises:
         DataError: the pipe was empty.

@@ -87,8 +87,7 @@ def import_accelerate(
 
     Raises:
         RecipeError: no YAML, an unknown key, a value of the wrong type, contradictory keys, or a
-            device
-            on which Perdure does not train; one line with file and key.
+            device on which Perdure does not train; one line with file and key.
     """
     imported = ImportedRecipe(str(path))
     imported.override(overrides)

@@ -42,7 +42,7 @@ SIZES = (
 
 SWITCHES: tuple[tuple[str, bool, str, Any, str, str], ...] = (
     ("compile.enabled", True, "strategy.compile", True, "", ""),
-    ("compile.disable", False, "strategy.compile", True, "", ""),  # its older spelling
+    ("compile.disable", False, "strategy.compile", True, "", ""),  # older spelling of enabled
     ("tensorboard.enabled", True, "tracking.tensorboard", True, "tensorboard.job_name", "name"),
     ("wandb.enabled", True, "tracking.wandb", "online", "wandb.project", "project"),
 )
@@ -93,13 +93,11 @@ def import_deepspeed(
             micro-batch.
         training_arguments: JSON file of the Hugging Face TrainingArguments used with it.
         allow_unknown: report unknown keys instead of raising an error; DeepSpeed itself ignores
-            most
-            unknown keys.
+            most unknown keys.
 
     Raises:
         RecipeError: no JSON, an unknown key, a value of the wrong type, or contradictory keys; one
-            line
-            with file and key.
+            line with file and key.
     """
     imported = ImportedRecipe(str(path))
     imported.override(overrides)

@@ -80,8 +80,7 @@ def import_training_arguments(
 
     Raises:
         RecipeError: no JSON, an unknown key, a value of the wrong type, or contradictory keys; one
-            line
-            with file and key.
+            line with file and key.
     """
     from trainer.tools.importing.accelerate import fsdp_of_arguments
     from trainer.tools.importing.deepspeed import deepspeed_of_arguments
