@@ -1,8 +1,8 @@
-"""The console command `perdure`, and the entry point of torchrun.
+"""The console command `perdure`, and its entry point for torchrun.
 
-Other distributions have packages called trainer or elastic, too, and pip installs one over the
-other. So this module, whose name is Perdure's alone, looks whether the packages are its own before
-any of them is imported.
+Other distributions, too, have packages called trainer or elastic, and pip installs one over the
+other. So this module, whose name no other distribution uses, checks that the packages are
+Perdure's before it imports any of them.
 """
 
 import base64
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 PACKAGES = "trainer", "elastic", "checkpointing"
 HOME = Path(__file__).resolve().parent
-EXIT_WRONG_INPUT = 2  # of elastic.exits, which may be another's
+# elastic.exits has it too, but that package may belong to another distribution
+EXIT_WRONG_INPUT = 2
 
 
 def main() -> None:
@@ -31,8 +32,8 @@ def main() -> None:
 
 
 def torchrun_handler() -> "Callable[[RendezvousParameters], RendezvousHandler]":
-    """What torch registers under the name `perdure`. torch calls this in every torchrun, so that
-    `-m trainer` is looked at under any rendezvous."""
+    """Return the factory of rendezvous handlers that torch registers under the name `perdure`.
+    torch calls this in every torchrun, so the packages are checked under any rendezvous backend."""
     if _is_torchrun() and ("-m", "trainer") in zip(sys.argv, sys.argv[1:], strict=False):
         _leave_if(foreign())
         from elastic.node.program import shadowing_error
@@ -44,7 +45,7 @@ def torchrun_handler() -> "Callable[[RendezvousParameters], RendezvousHandler]":
 
 
 def foreign(packages: Sequence[str] = PACKAGES) -> str:
-    """Which of the packages is not Perdure's, and what to do about it; empty if all are."""
+    """Error message for the first package that is not Perdure's, with the remedy; "" if all are."""
     for name in packages:
         expected, spec = HOME / name / "__init__.py", find_spec(name)
         if spec and spec.origin and not _same_file(Path(spec.origin), expected):
@@ -63,11 +64,11 @@ def foreign(packages: Sequence[str] = PACKAGES) -> str:
 
 
 def _same_file(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()  # also where a folder is a link
+    return one.resolve() == other.resolve()  # equal also where a folder is a symbolic link
 
 
 def _as_installed(file: Path) -> bool:
-    """Whether a file is what pip has written; that of a checkout is."""
+    """Whether a file is as pip installed it, by its SHA-256 in RECORD. True in a checkout."""
     written = f"{file.relative_to(HOME).as_posix()},sha256="
     for record in HOME.glob("perdure-*.dist-info/RECORD"):
         for line in record.read_text(encoding="utf-8").splitlines():
@@ -80,7 +81,7 @@ def _as_installed(file: Path) -> bool:
 
 
 def _uninstall(name: str) -> str:
-    """The way out where other distributions have brought a package of this name."""
+    """Remedy for the message: uninstall the distributions that installed a package `name`."""
     others = sorted(set(_others(name)))
     return f", or pip uninstall {' '.join(others)}" if others else ""
 
@@ -88,10 +89,10 @@ def _uninstall(name: str) -> str:
 def _others(name: str) -> Iterator[str]:
     from importlib.metadata import distributions
 
-    for one in distributions():
-        brought = f"\n{name}/__init__.py," in f"\n{one.read_text('RECORD') or ''}"
-        if brought and one.name != "perdure":
-            yield one.name
+    for distribution in distributions():
+        installed = f"\n{name}/__init__.py," in f"\n{distribution.read_text('RECORD') or ''}"
+        if installed and distribution.name != "perdure":
+            yield distribution.name
 
 
 def _is_torchrun() -> bool:

@@ -1,2 +1,2 @@
-"""Experiments with nodes on one machine: start them, kill them, cut them off, and compare the run
-with one that nothing happens to. Of the product, only `perdure chaos` imports this package."""
+"""Runs on several local nodes: kills nodes, partitions them, and compares the run with an
+undisturbed one. Within the product, only `perdure chaos` imports this package."""

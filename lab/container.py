@@ -1,11 +1,11 @@
-"""A container, which stands for the machine of a local node: it has shared memory of its own, which
-is gone when it is killed, and a network interface of its own, whose cable can be pulled.
+"""Containers that stand for the machines of local nodes.
 
-It is namespaces held by a process that only sleeps; the agent of the node enters them. That takes
-root: without it all local nodes share the memory and the network of the real machine.
+A container has its own /dev/shm, which is lost when it is killed, and its own network interface,
+which can be cut off. A sleeping process holds its namespaces, and the agent of the node enters
+them. That needs root; without it, all local nodes share the memory and network of this machine.
 
-`python -m lab.container hold [net]` holds one. `python -m lab.container enter PID MODULE …` runs a
-module in it, as `python -m` does.
+`python -m lab.container hold [net]` holds a container. `python -m lab.container enter PID MODULE …`
+runs a module in it, as `python -m` does.
 """
 
 import ctypes
@@ -30,18 +30,18 @@ _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 
 @dataclass
 class Container:
-    """Namespaces, and the process that holds them."""
+    """Linux namespaces, and the process that holds them."""
 
     process: subprocess.Popen[bytes]
 
     @classmethod
     def start(cls, network: "Container | None" = None, address: str = "") -> Self:
-        """Make one; ends with the calling process.
+        """Create a container, which ends with the calling process.
 
         Args:
-            network: what `start_network` has made, to plug this one in; else it has the network of
-                the real machine.
-            address: its own there, such as 10.77.0.11.
+            network: from `start_network`; the container is connected to it. None: the container
+                uses this machine's network.
+            address: IP address in that network, such as 10.77.0.11.
 
         Raises:
             PermissionError: not root.
@@ -60,16 +60,12 @@ class Container:
 
     @classmethod
     def start_network(cls, address: str) -> Self:
-        """Make the machine that the others are plugged into: a bridge with an address of its own.
-
-        Raises:
-            PermissionError: not root.
-        """
+        """Create a container with a bridge, to which other containers connect. Raises
+        PermissionError if the user is not root."""
         container = cls._hold("net")
         try:
             container.command("ip link set lo up")
-            # With an address of its own: else a bridge takes that of one of its machines, another
-            # one when machines come and go, and the old ones send to the address that it had.
+            # Fixed MAC address: by default it changes with the ports, and peers keep using the old.
             container.command("ip link add switch address 02:00:0a:4d:00:01 type bridge")
             container.command(f"ip address add {address}/24 dev switch")
             container.command("ip link set switch up")
@@ -88,22 +84,19 @@ class Container:
         ready = process.stdout.readline() if process.stdout else b""
         if ready != b"ready\n":
             process.wait()
-            raise PermissionError("memory or a network of its own for each local node takes root")
+            raise PermissionError("separate memory or networks for local nodes need root")
         return cls(process)
 
     def command(self, line: str) -> None:
-        """Run a command in its network.
-
-        Raises:
-            OSError: it failed; says how.
-        """
+        """Run a command in the container's network namespace. Raises OSError if the command failed;
+        has its stderr."""
         inside = ["nsenter", f"--net=/proc/{self.process.pid}/ns/net", *line.split(" ")]
         done = subprocess.run(inside, check=False, capture_output=True, text=True)
         if done.returncode:
             raise OSError(f"{line}: {done.stderr.strip()}")
 
     def cut(self, *, incoming: bool = True, outgoing: bool = True) -> None:
-        """Let nothing in, or out, or neither: silently, as when a cable is pulled."""
+        """Drop incoming packets, outgoing packets, or both, silently as a pulled cable does."""
         self.command("nft add table inet cut")
         for wanted, hook, way in ((incoming, "input", "iifname"), (outgoing, "output", "oifname")):
             if wanted:
@@ -112,22 +105,22 @@ class Container:
                 self.command(f"nft add rule inet cut {hook} {way} eth0 drop")
 
     def heal(self) -> None:
-        """Take back what `cut` did, if it is still there."""
+        """Undo `cut`; without a cut, do nothing."""
         with suppress(OSError):
             self.command("nft delete table inet cut")
 
     @property
     def memory(self) -> Path:
-        """Its /dev/shm, seen from here."""
+        """Path of the container's /dev/shm from outside."""
         return Path(f"/proc/{self.process.pid}/root{SHARED_MEMORY}")
 
     @property
     def inside(self) -> list[str]:
-        """What `python -m` wants before a module and its arguments to run it in there."""
+        """Arguments of `python -m` that go before a module to run it in the container."""
         return ["lab.container", "enter", str(self.process.pid)]
 
     def kill(self) -> None:
-        """Give it up; its memory goes with the last of its processes."""
+        """Kill the holding process; the memory is freed with the last process inside."""
         self.process.kill()
         self.process.wait()
         if self.process.stdout:
@@ -135,13 +128,13 @@ class Container:
 
 
 def possible() -> bool:
-    """Whether this user can make containers."""
+    """Whether this user can create containers."""
     return sys.platform == "linux" and os.geteuid() == 0
 
 
 @cache
 def network_possible() -> bool:
-    """Whether this user can make containers with networks of their own, and cut them off."""
+    """Whether this user can create containers with their own networks, and cut them off."""
     if not possible() or not all(map(shutil.which, ("ip", "nft", "nsenter"))):
         return False
     try:
@@ -150,7 +143,8 @@ def network_possible() -> bool:
         return False
     try:
         container.cut()
-    except OSError:  # a container that may have namespaces, but no filters
+    # inside some outer containers, namespaces are allowed but packet filters are not
+    except OSError:
         return False
     finally:
         container.kill()

@@ -1,5 +1,5 @@
-"""Several nodes on one machine: agents with loopback addresses of their own, and the means to kill
-them. All that is started dies with this process."""
+"""Several nodes on one machine: agents with their own loopback addresses, and functions that kill
+them. All started processes end with this process."""
 
 import os
 import random
@@ -20,11 +20,11 @@ from lab.container import Container
 
 LOOPBACK = "127.0.0.1"
 NETWORK = "10.77.0"
-"""Addresses of nodes with interfaces of their own; seen by them alone."""
+"""First three octets of addresses in the containers' private network."""
 
 
-class Process(Protocol):
-    """What is asked of a process; as `subprocess.Popen`."""
+class LocalProcess(Protocol):
+    """A running process; `subprocess.Popen` is one."""
 
     @property
     def pid(self) -> int: ...
@@ -36,15 +36,15 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-Launch = Callable[[Sequence[str], Path, Mapping[str, str], Path], Process]
-"""(module and its arguments, working directory, environment, log) → a process that runs it as
-`python -m` does, adds its output to the log, and ends with this process."""
+Launch = Callable[[Sequence[str], Path, Mapping[str, str], Path], LocalProcess]
+"""Maps (module and its arguments, working directory, environment, log) to a process that runs the
+module as `python -m` does, appends its output to the log, and ends with this process."""
 
 
 def start_python(
     command: Sequence[str], folder: Path, environment: Mapping[str, str], log: Path
-) -> Process:
-    """A `Launch` by a new interpreter."""
+) -> LocalProcess:
+    """Start a process in a new interpreter; a `Launch`."""
     with open(log, "ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "elastic.process", *command],
@@ -58,17 +58,17 @@ def start_python(
 
 @dataclass
 class LocalNode:
-    """One agent, which stands for a machine."""
+    """An agent with its processes, which stands for a machine."""
 
     number: int
-    process: Process
+    process: LocalProcess
     log: Path
     container: Container | None = None
-    """None: it shares the memory of this one."""
+    """Namespaces of the node; None: it shares the memory of this machine."""
     _page: tuple[int, ProgressPage] | None = None
 
     def running(self, module: str) -> list[int]:
-        """Process ids of all of its processes that run a module by `python -m`."""
+        """Process ids of the node's processes that run `module` by `python -m`."""
         found = []
         for pid in self.family():
             with suppress(OSError):
@@ -77,7 +77,7 @@ class LocalNode:
         return found
 
     def zygote(self) -> int | None:
-        """Process id of what forks its training processes."""
+        """Process id of the parent of the training processes; None: it does not run."""
         for child in children(self.process.pid):
             with suppress(OSError):
                 if Path(f"/proc/{child}/comm").read_text() == "perdure-zygote\n":
@@ -85,20 +85,20 @@ class LocalNode:
         return None
 
     def stand_ins(self) -> list[int]:
-        """Process ids of what torchrun started for its ranks, oldest first."""
+        """Process ids of the processes that torchrun started for ranks, oldest first."""
         started = children(self.process.pid)
         return [pid for pid in self.running("trainer") if pid in started]
 
     def trainers(self) -> list[int]:
-        """Process ids of its training processes, by local rank."""
+        """Process ids of the training processes, by local rank."""
         zygote = self.zygote()
         found = children(zygote) if zygote else []
-        told = map(self.progress, range(RANKS))
-        # One that is in no place is in reserve, or about to say which.
-        return [one.pid for one in told if one and one.pid in found]
+        progress = map(self.progress, range(RANKS))
+        # A child without progress is in reserve, or has not yet reported its rank.
+        return [rank.pid for rank in progress if rank and rank.pid in found]
 
     def progress(self, local_rank: int) -> RankProgress | None:
-        """How far a rank is; None if the agent is not there, or not ready."""
+        """Progress of a rank; None if the agent does not run, or has no progress page yet."""
         pid = self.process.pid
         try:
             if self._page is None or self._page[0] != pid:
@@ -108,50 +108,50 @@ class LocalNode:
             return None
 
     def kill_agent(self) -> None:
-        """SIGKILL to the agent; what it started goes with it, the machine stays."""
+        """Kill the agent; its processes end with it, but the machine's memory stays."""
         self.process.kill()
         self.process.wait()
 
     def kill(self) -> None:
-        """SIGKILL to all of it at once, as when a machine loses power."""
+        """Kill all processes of the node at once, as a power failure does."""
         self.signal(signal.SIGKILL)
         self.process.wait()
         if self.container:
             self.container.kill()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the agent and to all that it has started."""
+        """Send a signal to the agent and all its descendants."""
         if self.process.poll() is None:
             signal_family(self.process.pid, number)
 
     def family(self) -> list[int]:
-        """Process ids of everything that it has started."""
+        """Process ids of all descendants of the agent."""
         return descendants(self.process.pid)
 
     def text(self) -> str:
-        """What it has printed."""
+        """Output of the node so far."""
         return self.log.read_text(errors="replace")
 
 
 @dataclass
 class LocalNodes:
-    """A store outside of the nodes, and nodes that come and go.
+    """Local nodes that come and go, with a store outside of them.
 
     Args:
-        worker: what each rank runs, such as `["-m", "trainer", "recipe.yaml"]`.
-        folder: working directory of the nodes; their output goes to `node-N.log` in `logs`.
-        nnodes: as `--nnodes` of torchrun.
-        logs: where to put output.
+        worker: command that each rank runs, such as `["-m", "trainer", "recipe.yaml"]`.
+        folder: working directory of the nodes.
+        nnodes: `--nnodes` of torchrun.
+        logs: folder of the output, `node-N.log` for each node.
         ranks: training processes per node.
-        environment: added to that of this process.
+        environment: added to this process's environment.
         options: more options of torchrun.
-        backend: as `--rdzv-backend` of torchrun.
+        backend: `--rdzv-backend` of torchrun.
         store_outside: start a store outside of the nodes; else the first node hosts it.
-        launcher: module that takes these options, and what it needs before them; torchrun unless
-            given.
-        own_memory: each node has shared memory of its own, which is lost with it (root only).
-        own_network: besides, each has a network interface of its own, and `node.container` can cut
-            it off (root, with ip and nft).
+        launcher: module that takes torchrun's options, and its own first arguments; torchrun if
+            empty.
+        own_memory: give each node its own shared memory, which is lost with it (needs root).
+        own_network: also give each node a network interface, which `node.container` can cut off
+            (needs root, ip and nft).
         start: starts the store and the agents.
     """
 
@@ -170,7 +170,7 @@ class LocalNodes:
     start: Launch = start_python
     nodes: list[LocalNode] = field(default_factory=list)
     port: int = 0
-    _store: Process | None = None
+    _store: LocalProcess | None = None
     _network: Container | None = None
 
     def __enter__(self) -> Self:
@@ -195,7 +195,7 @@ class LocalNodes:
 
     @property
     def prefix(self) -> str:
-        """What the addresses of store (.1) and nodes (.11 and on) begin with."""
+        """First three octets of the addresses of the store (.1) and of the nodes (from .11)."""
         return NETWORK if self.own_network else "127.0.0"
 
     @property
@@ -203,33 +203,30 @@ class LocalNodes:
         return self.logs / f"store-{self.port}.log"
 
     def start_store(self) -> None:
-        """Start the store, unless it runs."""
+        """Start the store, unless it is running."""
         if not self._store:
             inside, address = (self._network.inside, []) if self._network else ([], [LOOPBACK])
-            self._store_log.write_bytes(b"")  # what the one before has said is not what it says
+            self._store_log.write_bytes(b"")  # remove the port that the previous store printed
             command = [*inside, "elastic.group.store", str(self.port), *address]
             self._store = self.start(command, self.folder, self._environment(), self._store_log)
 
     def wait_for_store(self) -> None:
-        """Wait until the store can be reached.
-
-        Raises:
-            RuntimeError: it cannot start.
-        """
-        while f"port {self.port}\n" not in (said := self._store_log.read_text()):
+        """Wait until the store accepts connections. Raises RuntimeError if the store cannot
+        start."""
+        while f"port {self.port}\n" not in (output := self._store_log.read_text()):
             if self._store is None or self._store.poll() is not None:
-                raise RuntimeError(f"the store did not start: {said!r}")
+                raise RuntimeError(f"the store did not start: {output!r}")
             time.sleep(0.01)
 
     def kill_store(self) -> None:
-        """SIGKILL to the store."""
+        """Kill the store."""
         if self._store:
             self._store.kill()
             self._store.wait()
             self._store = None
 
     def add(self) -> LocalNode:
-        """Start another node, with an address of its own."""
+        """Start another node, with its own address."""
         number = len(self.nodes)
         log = self.logs / f"node-{number}.log"
         container = None
@@ -246,7 +243,7 @@ class LocalNodes:
         """Start the agent of a node again, on the same machine, after it was killed."""
         node.process = self._start_agent(node.number, node.log, node.container)
 
-    def _start_agent(self, number: int, log: Path, container: Container | None) -> Process:
+    def _start_agent(self, number: int, log: Path, container: Container | None) -> LocalProcess:
         torchrun = ["torch.distributed.run", "--rdzv-backend", self.backend]
         address = self._address(number)
         command = [
@@ -260,21 +257,18 @@ class LocalNodes:
         return self.start(command, self.folder, self._environment(), log)
 
     def wait(self, seconds: float) -> list[int]:
-        """Exit codes of all nodes, once they have ended.
-
-        Raises:
-            TimeoutError: some run on.
-        """
+        """Wait until all nodes have ended, and return their exit codes. Raises TimeoutError if a
+        node still runs after `seconds`."""
         deadline = time.monotonic() + seconds
         for node in self.nodes:
             try:
                 node.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                raise TimeoutError(f"node {node.number} runs on:\n{node.text()[-3000:]}") from None
+                raise TimeoutError(f"node {node.number} runs:\n{node.text()[-3000:]}") from None
         return [node.process.wait() for node in self.nodes]
 
     def _conf(self) -> list[str]:
-        # Else a node that starts while the store is away hosts one itself, and keeps its port.
+        # Otherwise a node that starts while the store is away would host one, and keep its port.
         return ["--rdzv-conf", "is_host=0"] if self.store_outside else []
 
     def _address(self, number: int) -> str:
@@ -286,8 +280,8 @@ class LocalNodes:
 
 
 def free_port() -> int:
-    """A port below those that the system gives to outgoing connections: while the store is away,
-    one of these could otherwise get its port."""
+    """A free port below the range of ephemeral ports. While the store is down, an outgoing
+    connection could take an ephemeral port."""
     while True:
         port = random.randrange(10_000, 30_000)
         with suppress(OSError), socket.create_server(("", port)):
@@ -295,15 +289,15 @@ def free_port() -> int:
 
 
 def _open_page(agent: int) -> ProgressPage:
-    """The memory that an agent shares with its ranks."""
+    """Open the progress page that an agent shares with its ranks."""
     for path in Path(f"/proc/{agent}/fd").iterdir():
         with suppress(OSError):
             if os.readlink(path).startswith("/memfd:perdure-progress"):
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 try:
                     return ProgressPage(descriptor)
-                except ValueError:  # the agent has not given it its size yet
+                except ValueError:  # the agent has not sized the page yet
                     continue
                 finally:
                     os.close(descriptor)  # the memory stays mapped
-    raise FileNotFoundError(f"agent {agent} has no such memory yet")
+    raise FileNotFoundError(f"agent {agent} has no progress page yet")

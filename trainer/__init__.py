@@ -1,7 +1,5 @@
-"""The training of one rank: recipe → model, data, strategy → loop → metrics.
-
-Public names are those that a user's own code needs. They load on first use.
-"""
+"""Trains a model on one rank: recipe → model, data, strategy → loop → metrics. Exports the names
+that a user's own code needs; they load on first use."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,8 +1,8 @@
-"""The program that torchrun starts in each rank: `torchrun … -m trainer RECIPE.yaml [key.sub=value
-…]`; without torchrun, a single process. Exit codes: see elastic/exits.py.
+"""The program that torchrun starts for each rank: `torchrun … -m trainer RECIPE.yaml [key.sub=value
+…]`. Without torchrun, it trains in a single process. Exit codes: see elastic/exits.py.
 
 Under `--rdzv-backend perdure` the node's agent forks the rank from a warm process, and this process
-stands in for it. So nothing heavy is imported before that is known.
+only stands for it. So it imports nothing slow before it knows its role.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import NoReturn
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Run one rank; never returns."""
+    """Run one rank, or stand for it; never returns."""
     if not sys.flags.safe_path:
         # `-m` puts the working directory first: its folders and files could hide our packages, or
         # modules of torch and Python.
@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> NoReturn:
     tolerate_lost_output()
     if NODE_SOCKET in os.environ and "RANK" in os.environ:
         stand_in("trainer.run.worker:main", "trainer.run.join:prepare", arguments)
-    if "RANK" not in os.environ:  # under torchrun, torchrun decides
+    if "RANK" not in os.environ:  # under torchrun, torchrun handles signals
         for number in handled_signals():
             signal.signal(number, leave_at_once)
     from trainer.run.worker import main as work

@@ -1,4 +1,4 @@
-"""Facts about the run that a node would train, for its agent before it joins: see
+"""Facts about the run that a node would train, for the node's agent before it joins; see
 elastic/node/program.py."""
 
 from typing import Any
@@ -12,13 +12,13 @@ from trainer.run.preflight import folders_of
 
 
 def folders(arguments: tuple[str, ...]) -> dict[str, str]:
-    """The paths in a recipe with overrides, by key."""
+    """Recipe key → path, for all paths of a recipe with overrides."""
     return folders_of(load_recipe(arguments[0], arguments[1:]))
 
 
 def facts(arguments: tuple[str, ...], ranks: int) -> dict[str, Any]:
-    """The fields of `elastic.node.program.JobFacts` for a recipe with overrides, on a node with
-    `ranks` ranks."""
+    """Values for the fields of `elastic.node.program.JobFacts`, from a recipe with overrides, on a
+    node with `ranks` ranks."""
     try:
         recipe, _, _, identity = prepare(arguments)
         mesh_shape(recipe, least_nodes(recipe, 1, ranks) * ranks, ranks)
@@ -28,7 +28,7 @@ def facts(arguments: tuple[str, ...], ranks: int) -> dict[str, Any]:
         "identity": identity,
         "most_ranks": most_shares(recipe) * recipe.strategy.together,
         "unit": replica_ranks(recipe),
-        # In a bucket it is rank 0 that keeps other launches out, see run/terms.py.
+        # in a bucket, rank 0 excludes other launches, see run/terms.py
         "directory": None if recipe.in_bucket else str(recipe.directory.absolute()),
         "save_seconds": recipe.checkpoint.deadline,
     }

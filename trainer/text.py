@@ -1,4 +1,4 @@
-"""Text for people: tables, and safe output to terminals. Imports nothing of ours."""
+"""Text for people: tables, and safe output to terminals. Imports no other module of Perdure."""
 
 import os
 import sys
@@ -10,12 +10,12 @@ from typing import Any, TextIO
 _JOINERS = "\u200c\u200d"
 """Invisible characters that Persian, Indian scripts and emoji need."""
 _STEERING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""Unicode categories of characters that steer a terminal: controls, formats (including those that
+"""Unicode categories of characters that control a terminal: controls, formats (including those that
 reverse text), surrogates, line and paragraph separators."""
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[list[str]]:
-    """Rows with cells padded to their column's width; columns in `right` are right-aligned."""
+    """Pad the cells of rows to their column's width; columns in `right` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         [
@@ -34,7 +34,7 @@ def table(rows: Sequence[Sequence[str]], right: Container[int] = (), indent: str
 def markdown(
     columns: Sequence[str], rows: Sequence[Sequence[str]], right: Container[int] = ()
 ) -> list[str]:
-    """Lines of a Markdown table, aligned to be readable on a console."""
+    """Lines of a Markdown table, aligned so that it is readable on a console."""
     head, *body = aligned([columns, *rows], right)
     rule = [
         "-" * (len(cell) - 1) + (":" if number in right else "-")
@@ -44,8 +44,7 @@ def markdown(
 
 
 def wrapped(text: str) -> str:
-    """A paragraph or list item of Markdown in lines of at most 100 columns; longer words stay
-    whole."""
+    """Wrap a paragraph or list item of Markdown at 100 columns; longer words stay whole."""
     rest = "  " if text.startswith("- ") else ""
     return fill(text, 100, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False)
 
@@ -61,11 +60,11 @@ def terminal_columns(stream: TextIO) -> int | None:
 
 
 def visible(text: str, kept: str = "\n\t") -> str:
-    """Text whose control characters are escaped as in Python strings, such as `\\x1b`, so that it
-    cannot steer a terminal. All languages and emoji are unchanged.
+    """Escape control characters as in Python strings, such as `\\x1b`, so that the text cannot
+    control a terminal. All languages and emoji are unchanged.
 
     Args:
-        text: from anywhere.
+        text: text of any origin.
         kept: control characters to keep.
     """
     if text.isprintable():
@@ -79,14 +78,14 @@ def visible(text: str, kept: str = "\n\t") -> str:
 
 
 class _Visible:
-    """A stream that escapes what is written to it, see `visible`."""
+    """A stream that escapes what is written to it, as `visible` does."""
 
     def __init__(self, stream: TextIO, kept: str) -> None:
         self._stream, self._kept = stream, kept
 
     def write(self, text: str) -> int:
         self._stream.write(visible(text, self._kept))
-        return len(text)  # callers compare with what they passed
+        return len(text)  # callers compare with the length that they passed
 
     def writelines(self, lines: Any) -> None:
         for line in lines:
@@ -97,7 +96,7 @@ class _Visible:
 
 
 def beneath(stream: TextIO) -> TextIO:
-    """The stream under one of `show_only_visible`, for our own colours."""
+    """Stream below a stream of `show_only_visible`, for our own colours."""
     return stream._stream if isinstance(stream, _Visible) else stream
 
 

@@ -1,1 +1,1 @@
-"""`perdure chaos`: a run with faults, held against one without."""
+"""`perdure chaos`: compares a run with injected faults to an undisturbed run."""

@@ -1,4 +1,4 @@
-"""Whether the causes that a run names for the ends of its attempts are the faults that came."""
+"""Checks the causes that the ledger gives for ended attempts against the injected faults."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,24 +24,28 @@ NAMES: Mapping[What, tuple[Kind, ...]] = {
     "notice": ("leave",),
     "join": ("join",),
 }
-"""What may be named for a fault that ended an attempt; those that are missing end none."""
+"""Injected fault → causes that the ledger may give for the attempt that it ended. Faults that are
+not listed end no attempt."""
 RETURNS: tuple[What, ...] = ("stop_node", "partition")
-"""After these a node that was lost comes back."""
+"""Faults after which a lost node comes back by itself."""
 LEASE_SECONDS, JOIN_SECONDS = 10.0, 300.0
-"""So long after a fault an attempt may end by it; and by a node that comes, which imports first."""
+"""Longest time from a fault to the end of an attempt by it: of any fault, and of a joining node,
+which first imports torch."""
 
 
 @dataclass(frozen=True)
-class Named:
-    """How the ends of the attempts of a run were named."""
+class CauseCheck:
+    """Ended attempts whose cause in the ledger an injected fault explains, and the others."""
 
     right: int
+    """Number of ended attempts with a right cause."""
     wrong: list[str]
-    """One line for each that no fault explains."""
+
+    """One line for each ended attempt whose cause no fault explains."""
 
     @property
     def share(self) -> float:
-        """The share of ends that were named by a fault that came."""
+        """Share of ended attempts whose cause a fault explains; 1 if no attempt ended."""
         count = self.right + len(self.wrong)
         return self.right / count if count else 1.0
 
@@ -50,12 +54,12 @@ class Named:
         return "\n".join([text, *(f"  not {line}" for line in self.wrong)])
 
 
-def check_names(history: History, faults: Sequence[tuple[Fault, float]]) -> Named:
-    """Compare how attempts ended, by the ledger, with what was done to the run.
+def check_names(history: History, faults: Sequence[tuple[Fault, float]]) -> CauseCheck:
+    """Compare the causes in the ledger for ended attempts with the injected faults.
 
     Args:
-        history: of the run.
-        faults: each with the Unix time at which it came.
+        history: ledger of the run with faults.
+        faults: each fault with the Unix time of its injection.
     """
     right, wrong = 0, []
     for before, after in pairwise(history.attempts):
@@ -66,7 +70,7 @@ def check_names(history: History, faults: Sequence[tuple[Fault, float]]) -> Name
         else:
             what = ", ".join(sorted(possible)) or "nothing"
             wrong.append(f"attempt {before.number}: {how.kind} ({how.text}); came: {what}")
-    return Named(right, wrong)
+    return CauseCheck(right, wrong)
 
 
 def _possible(

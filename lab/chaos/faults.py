@@ -1,6 +1,9 @@
-"""Does to a run what a plan (plan.py) says, while its nodes run on this machine, and watches
-what comes of it in the ledger. All faults come from outside, as they do in life; only for a wrong
-number in a gradient the training processes are asked (`POISON`)."""
+"""Injects the faults of a plan (plan.py) into a run on local nodes, and measures the recovery from
+each in the ledger.
+
+Faults act on processes from outside, as real ones do. Only a NaN in a gradient needs the training
+process's help (`POISON`).
+"""
 
 import json
 import os
@@ -13,71 +16,72 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic.exits import EXIT_DONE, EXIT_REQUEUE
-from lab.chaos.plan import LASTING, OF_NODES, OF_WORKERS, Fault, Plan
+from lab.chaos.plan import LASTING, OF_NODES, OF_WORKERS, Fault, FaultPlan
 from lab.local_nodes import LocalNode, LocalNodes
 
 LOOK_SECONDS = 0.01
 PHASE_SECONDS = 10.0
-"""A phase that does not come for so long is not waited for any more."""
+"""Longest wait for the phase that a fault is planned for; then the fault comes regardless."""
 END_SECONDS = 30.0
-"""How long after the first node has ended, or was told to, all must have."""
+"""Longest time from the end of the first node to the end of the others."""
 TURN_SECONDS = 0.05
 SETTLE_SECONDS = 30.0
-"""What is to follow a fault is not waited for any longer."""
+"""Longest wait for the consequence of a fault (`settled`)."""
 STOPPED_SECONDS = 0.5
-"""So long after a process was stopped no step can be under way any more."""
+"""Time after SIGSTOP in which steps that were under way may still complete."""
 PHASES = {"init": ("init",), "load": ("load",), "step": ("step", "reduce"), "save": ("save",)}
-"""What a rank says it does (progress.py), by the phase of a plan."""
+"""Phase of a plan → phases that a rank reports (elastic/node/progress.py)."""
 WRITER = "checkpointing.save.writer"
 """Module of the process that writes a node's checkpoints."""
 POISON = "PERDURE_POISON"
-"""Environment variable: a folder. A training process that finds a file there with its process id as
-its name removes it, and makes one of its gradients NaN."""
+"""Environment variable: a folder. A training process that finds a file there named by its process
+id deletes the file and sets a value of one of its gradients to NaN."""
 MARK = "PERDURE_CHAOS"
-"""Environment variable by which the processes of a run are found."""
+"""Environment variable that marks the processes of a run, to find leftovers."""
 
 
 @dataclass
-class Outcome:
-    """A fault that came, and what it cost."""
+class FaultOutcome:
+    """An injected fault, and what it cost."""
 
     fault: Fault
     target: str
     at: float
-    """By time.monotonic()."""
+    """Time of the injection, by time.monotonic()."""
     step: int
-    """Newest step done before it."""
+    """Newest step completed before the fault."""
     missed: bool
-    """It did not come in the phase that it was planned for."""
+    """Whether the fault came outside of the phase that it was planned for."""
     settled: Callable[[], bool]
-    """Whether what is to follow has: a new attempt, the node trains, or has left. A step that was
-    under way when the fault came does not count as recovery."""
+    """Whether the fault's consequence has occurred: a new attempt, a training node, or a departed
+    node. Steps that were under way when the fault came do not count as recovery."""
     beyond: int
-    """Newest step done when it was settled: recovery ends with a later one."""
+    """Newest completed step when the consequence occurred; recovery ends with a later one."""
     recovery: float | None = None
-    """Seconds until a step was done that had not been done before; None: there was none."""
+    """Seconds from the fault to the first newly completed step; None: no step was completed
+    since."""
     lost: int = 0
-    """Steps that had to be done again."""
+    """Steps that had to be repeated."""
 
 
 @dataclass
-class Watched:
-    """What the run has written to its ledger so far."""
+class LedgerTail:
+    """State of a run, read from its ledger as it grows."""
 
     path: Path
     step: int = 0
-    """Highest that was done."""
+    """Highest completed step."""
     starts: int = 0
-    """Attempts that have begun."""
+    """Attempts that have started."""
     lost: int = 0
-    """Steps that had to be done again, in all."""
+    """Steps that had to be repeated, in total."""
     _at: int = 0
-    """Newest step of the attempt that runs."""
+    """Newest step of the running attempt."""
     _attempt: str = ""
     _offset: int = 0
 
     def look(self) -> None:
-        """Read what is new."""
+        """Read the lines added since the last call."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -87,7 +91,8 @@ class Watched:
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.splitlines():
-            with suppress(ValueError, KeyError, TypeError):  # torn by a process that was killed
+            # a killed process may leave a torn line
+            with suppress(ValueError, KeyError, TypeError):
                 values = json.loads(line)
                 if values["kind"] == "start":
                     self.starts += 1
@@ -95,40 +100,40 @@ class Watched:
                     self._attempt = values["attempt"]
                 if values["kind"] in ("start", "step") and values["attempt"] == self._attempt:
                     self._at = int(values["step"])
-                    # Also by a start: the line of a step may be lost with its process.
+                    # A start counts too: a killed process may lose the line of its last step.
                     self.step = max(self.step, self._at)
 
 
 @dataclass
-class Chaos:
-    """A plan that is being carried out; `run` does it.
+class FaultInjector:
+    """Carries out a plan of faults on local nodes; call `run` once.
 
     Args:
-        nodes: of the run; its store runs, its nodes do not yet.
-        plan: all of it; nothing is left to be drawn.
-        ledger: of the run.
-        saving: whether a checkpoint is being written.
-        patience: seconds without a new step after which the run is given up.
+        nodes: local nodes with a running store; none is started yet.
+        plan: with its random faults drawn.
+        ledger: file that the run writes.
+        saving: returns whether a checkpoint is being written.
+        patience: seconds without a new step after which the run counts as stuck.
     """
 
     nodes: LocalNodes
-    plan: Plan
+    plan: FaultPlan
     ledger: Path
     saving: Callable[[], bool]
     patience: float
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[FaultOutcome] = field(default_factory=list)
     longest: tuple[float, int] = (0.0, 0)
-    """Most seconds without a new step after the first one, and the step before them."""
+    """Longest time without a new step after the first step, in seconds, and the step before it."""
     problems: list[str] = field(default_factory=list)
     _up: list[LocalNode] = field(default_factory=list)
     _resting: list[LocalNode] = field(default_factory=list)
-    """Machines whose agent was killed."""
+    """Nodes whose agent was killed; their machines are idle."""
     _leaving: list[LocalNode] = field(default_factory=list)
     _timers: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
 
     def run(self) -> None:
-        """Start the nodes, let all faults come, wait for the end of the run."""
-        self.watched = Watched(self.ledger)
+        """Start the nodes, inject all faults, and wait until the run ends."""
+        self.watched = LedgerTail(self.ledger)
         self._progressed = time.monotonic()
         self._since, self._missed = 0.0, False
         for _ in range(self.plan.nodes):
@@ -151,7 +156,7 @@ class Chaos:
                     f"the next at step {todo[0].at}: give it more steps, or fewer faults"
                 )
         finally:
-            for _, action in self._timers:  # whoever is stopped could not end
+            for _, action in self._timers:  # stopped processes cannot end until resumed
                 action()
             self._timers.clear()
         if not self.problems:
@@ -159,7 +164,7 @@ class Chaos:
 
     @property
     def finished(self) -> list[LocalNode]:
-        """Nodes that were there when the run ended."""
+        """Nodes that completed the run."""
         return [node for node in self._up if node.process.poll() == EXIT_DONE]
 
     # --- watching ----------------------------------------------------------------------------
@@ -187,7 +192,7 @@ class Chaos:
             action()
 
     def _ended(self) -> bool:
-        """Whether the run is over, well or not."""
+        """Whether the run is over, by success or by a problem."""
         for node in list(self._up):
             code = node.process.poll()
             if code not in (None, EXIT_DONE):
@@ -204,7 +209,7 @@ class Chaos:
         return waited > self.patience
 
     def _wait_for_all(self) -> None:
-        """Everybody must end soon after the first one."""
+        """Wait until all nodes have ended; report those that are late or fail."""
         deadline = time.monotonic() + END_SECONDS
         for node in [*self._up, *self._leaving]:
             while node.process.poll() is None and time.monotonic() < deadline:
@@ -228,7 +233,7 @@ class Chaos:
         return self._up[fault.node % len(self._up)]
 
     def _due(self, fault: Fault) -> bool:
-        """Whether a fault is to come now; see [Note: order of faults]."""
+        """Whether to inject a fault now; see [Note: order of faults]."""
         recovering = any(outcome.recovery is None for outcome in self.outcomes)
         if self.watched.step < fault.at or (fault.during == "step" and recovering):
             return False
@@ -253,7 +258,7 @@ class Chaos:
         return self._is(node, local, PHASES[fault.during])
 
     def _is(self, node: LocalNode, local_rank: int, phases: Sequence[str]) -> bool:
-        """Whether a rank runs, and is in one of these phases."""
+        """Whether all ranks of a node run, and a rank is in one of these phases."""
         progress = node.progress(local_rank)
         if progress is None or progress.phase not in phases:
             return False
@@ -265,7 +270,7 @@ class Chaos:
         if fault.what in OF_WORKERS:
             local = fault.rank % self.nodes.ranks
             target += f" rank {local}"
-            for pid in workers[local : local + 1]:  # it may have ended just now
+            for pid in workers[local : local + 1]:  # empty if the process has just ended
                 self._to_worker(fault, pid)
         elif fault.what in OF_NODES:
             pids = self._of_node(fault.what, node)
@@ -298,12 +303,12 @@ class Chaos:
             self._up.remove(node)
         settled = self._settling(fault, node, bool(workers))
         step = self.watched.step
-        self.outcomes.append(Outcome(fault, target, now, step, self._missed, settled, step))
+        self.outcomes.append(FaultOutcome(fault, target, now, step, self._missed, settled, step))
         self._since = 0.0
         print(f"step {step}: {fault}, {target}")
 
     def _of_node(self, what: str, node: LocalNode) -> list[int]:
-        """The processes of a node that one of OF_NODES may kill."""
+        """Process ids of a node that a fault of OF_NODES may kill."""
         if what == "kill_stand_in":
             return node.stand_ins()
         if what == "kill_writer":
@@ -320,11 +325,11 @@ class Chaos:
         return node
 
     def _settling(self, fault: Fault, node: LocalNode, trained: bool) -> Callable[[], bool]:
-        """See Outcome.settled. To be called when the fault has come.
+        """Return `FaultOutcome.settled` for a fault that was just injected.
 
         Args:
-            fault: which.
-            node: that it came to.
+            fault: the injected fault.
+            node: the node that it hit.
             trained: whether the node had training processes.
         """
         starts, now = self.watched.starts, time.monotonic()
@@ -351,7 +356,7 @@ class Chaos:
                 self._later(2 * turn * TURN_SECONDS, lambda: self._stop([pid], TURN_SECONDS))
 
     def _stop(self, pids: list[int], seconds: float) -> None:
-        """SIGSTOP now, and SIGCONT later to the same processes, whoever has their ids then."""
+        """Send SIGSTOP now and SIGCONT `seconds` later."""
         stopped = []
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -367,7 +372,7 @@ class Chaos:
         self._later(seconds, resume)
 
     def _refuse_writes(self, node: LocalNode, seconds: float) -> None:
-        """No file of the node's checkpoint writer may grow, as on a full disk."""
+        """Let every write of the node's checkpoint writer fail for `seconds`, as on a full disk."""
         writers = node.running(WRITER)
 
         def limit(size: int) -> None:
@@ -382,11 +387,11 @@ class Chaos:
         self._timers.append((time.monotonic() + seconds, action))
 
 
-# --- what is left ----------------------------------------------------------------------------
+# --- leftovers -------------------------------------------------------------------------------
 
 
 def processes_with(variable: str, value: str) -> list[str]:
-    """Processes that were started with an environment variable, as text."""
+    """Processes that have an environment variable with this value: id, name and command line."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
@@ -399,11 +404,11 @@ def processes_with(variable: str, value: str) -> list[str]:
 
 
 def left_memory(nodes: list[LocalNode], pattern: str) -> list[str]:
-    """Shared memory of a run on the machines of nodes that have ended well.
+    """Shared memory that the run has left on nodes.
 
     Args:
-        nodes: which.
-        pattern: of the names of the run's memory.
+        nodes: nodes that completed the run.
+        pattern: glob of the names of the run's shared memory.
     """
     found = []
     for node in nodes:

@@ -1,4 +1,4 @@
-"""Which faults come when: a plan, read from plain values or drawn from a seed. Pure.
+"""Plans of faults for a run: which fault comes when, read from YAML or drawn from a seed. Pure.
 
     nodes: 2                # at the start
     faults:
@@ -10,10 +10,10 @@
       - {what: kill_zygote, node: 1, at: 80, delay: 0.02}
     random: {faults: 20, every: 30, max_nodes: 4}     # more, drawn from the seed
 
-[Note: order of faults] Faults come one after another. One `during` step waits until the run has
-done a new step since the fault before. One during any other phase comes as soon as its node is in
-that phase; after a fault that makes processes start anew this is amid the recovery from it. One
-with a `delay` comes so many seconds after the fault before, whatever its node is doing.
+[Note: order of faults] Faults come one after another. A fault `during` step waits until the run has
+completed a new step since the previous fault. A fault during another phase comes as soon as its
+node is in that phase; if the previous fault restarts processes, that is amid the recovery. A fault
+with a `delay` comes that many seconds after the previous one, whatever its node is doing.
 """
 
 import random
@@ -48,7 +48,7 @@ Way = Literal["both", "in", "out"]
 Phase = Literal["init", "load", "step", "save", "rendezvous"]
 
 OF_NODES: tuple[What, ...] = ("kill_stand_in", "kill_zygote", "kill_writer")
-"""Processes of a node that are killed, besides its training processes and its agent."""
+"""Faults that kill a helper process of a node: neither a training process nor the agent."""
 OF_WORKERS: tuple[What, ...] = ("kill_worker", "stop_worker", "slow_worker", "nan")
 LASTING: tuple[What, ...] = (
     *("stop_worker", "stop_node", "slow_worker"),
@@ -59,50 +59,59 @@ OF_PAIRS: tuple[What, ...] = (
     *("kill_writer", "kill_agent", "store"),
 )
 PAIR_SECONDS, STORE_SECONDS = 0.05, 0.5
-"""Most between the two faults of a pair; for which a store that was killed stays away."""
+"""Longest time between the faults of a pair; time until a killed store of a pair starts again."""
 RESTARTING: tuple[What, ...] = ("kill_worker", "kill_agent", "kill_node", "notice", "join")
-"""After these, training processes start anew."""
+"""Faults after which training processes start anew."""
 NODES: dict[What, int] = {"kill_agent": -1, "kill_node": -1, "notice": -1, "join": 1}
-"""By how many nodes a fault changes the job."""
+"""Change of the number of nodes by each fault; 0 for the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One thing that goes wrong."""
+    """One fault of a plan."""
 
     what: What
-    """kill_worker: SIGKILL to a training process. kill_stand_in: to what torchrun started for a
-    rank. kill_zygote: to what a node's training processes are forked from, with which they go.
-    kill_writer: to a node's writer of checkpoints. kill_agent: to a node's agent, with which its
-    processes go; the machine's memory stays. kill_node: the machine is gone, with its memory.
-    stop_worker, stop_node: SIGSTOP to the one, or to all processes of the node; SIGCONT `seconds`
-    later. slow_worker: stopped for half of the time, in turns of 50 ms. partition: no packet
-    reaches the node, or leaves it, for `seconds`; takes root, and ip and nft. storage: every write
-    of the node's checkpoint writer fails for `seconds`. nan: a gradient of a rank is NaN once, as
-    after a fault of its hardware. notice: SIGTERM to the agent. store: SIGKILL to the store, which
-    comes back empty `seconds` later. join: a node more, on a machine whose agent was killed if
-    there is one."""
+    """kill_worker: SIGKILL to a training process. kill_stand_in: SIGKILL to the process that
+    torchrun
+    started for a rank. kill_zygote: SIGKILL to the process that forks a node's training processes;
+    they
+    end with it. kill_writer: SIGKILL to a node's checkpoint writer. kill_agent: SIGKILL to a node's
+    agent; its processes end, the machine's memory stays. kill_node: the whole machine is lost, with
+    its
+    memory. stop_worker, stop_node: SIGSTOP to a training process or to all processes of a node, and
+    SIGCONT `seconds` later. slow_worker: a training process is stopped for half of the time, in
+    turns
+    of 50 ms. partition: the network drops all packets to or from the node for `seconds`; needs
+    root, ip
+    and nft. storage: every write of the node's checkpoint writer fails for `seconds`. nan: a
+    gradient
+    of a rank is NaN once, as after a hardware fault. notice: SIGTERM to the agent. store: SIGKILL
+    to
+    the store, which starts again, empty, after `seconds`. join: another node joins, on the machine
+    of
+    a killed agent if there is one."""
 
     at: Count = 0
-    """Not before this step is done."""
+    """Step that must be completed before the fault."""
 
     during: Phase = "step"
-    """What the node is doing; save: while a checkpoint is being written."""
+    """Phase of the node in which the fault comes; `save` lasts while a checkpoint is being
+    written."""
 
     node: Count = 0
-    """Which of the nodes that are up, from the oldest on; counted round."""
+    """Number of the target among the running nodes, oldest first, modulo their count."""
 
     rank: Count = 0
-    """Which of its ranks; counted round."""
+    """Local rank of the target, modulo the ranks of its node."""
 
     seconds: Amount = 2.0
-    """How long what lasts does."""
+    """Duration of stop_worker, stop_node, slow_worker, partition, storage and store."""
 
     delay: Amount | None = None
-    """Seconds after the fault before, instead of `during`."""
+    """Seconds after the previous fault; replaces `during`."""
 
     way: Way = "both"
-    """Which packets a partition loses."""
+    """Direction of the packets that a partition drops, seen from the node."""
 
     def __str__(self) -> str:
         way = f" ({self.way})" if self.what == "partition" else ""
@@ -114,40 +123,40 @@ class Fault:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draw:
-    """Faults that are drawn from a seed."""
+class RandomFaults:
+    """Parameters of faults that are drawn from a seed."""
 
     faults: Count
-    """How many."""
+    """Number of faults."""
 
     every: Positive = 30
-    """Steps between two, on average."""
+    """Mean number of steps between two faults."""
 
     min_nodes: int = 1
-    """Fewer are never left."""
+    """Smallest number of nodes that a fault may leave."""
 
     max_nodes: int = 4
-    """More never are up."""
+    """Largest number of running nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What happens to a run."""
+class FaultPlan:
+    """Faults for a run, in order."""
 
     nodes: Positive = 1
-    """At the start."""
+    """Nodes at the start."""
 
     faults: tuple[Fault, ...] = ()
-    """In this order."""
+    """Faults in the order in which they come."""
 
-    random: Draw | None = None
-    """More faults, after these."""
+    random: RandomFaults | None = None
+    """Further faults, drawn from the seed, after `faults`."""
 
     __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid"}
 
     @property
     def counts(self) -> list[int]:
-        """How many nodes are up at the start, and after each fault."""
+        """Number of running nodes at the start, and after each fault."""
         counts = [self.nodes]
         for fault in self.faults:
             counts.append(counts[-1] + NODES.get(fault.what, 0))
@@ -155,27 +164,27 @@ class Plan:
 
     @property
     def last_step(self) -> int:
-        """A run that is shorter ends before its last fault."""
+        """Step of the last fault; the run must be longer."""
         return max((fault.at for fault in self.faults), default=0)
 
 
 def read_plan(
     tree: Any, seed: int, origins: Origins, file: str, *, partitions: bool = False
-) -> Plan:
-    """Plain values → a plan, its random faults drawn.
+) -> FaultPlan:
+    """Build a plan from plain values, and draw its random faults.
 
     Args:
-        tree: as a YAML file holds it.
-        seed: of what is drawn.
-        origins: where each key was written.
-        file: where the others were.
-        partitions: whether nodes can be cut off here.
+        tree: parsed YAML.
+        seed: seed of the random faults.
+        origins: file and line of each key.
+        file: shown in messages for keys without an origin.
+        partitions: whether this machine can partition nodes.
 
     Raises:
-        RecipeError: a line for each problem, with place, key and remedy.
+        RecipeError: a line for each problem, with file, line, key and remedy.
     """
     problems: list[Problem] = []
-    plan = checked(Plan, tree, origins, file, problems, set())
+    plan = checked(FaultPlan, tree, origins, file, problems, set())
     if plan and not problems:
         for key, what in _problems(plan, partitions):
             problems.append(Problem(origin_of(key, origins, file), key, what))
@@ -207,24 +216,24 @@ def random_plan(
     every: int = 30,
     after: int = 0,
     partitions: bool = False,
-) -> Plan:
-    """A mixed schedule, the same for the same arguments.
+) -> FaultPlan:
+    """Draw a plan of mixed faults; a function of its arguments.
 
     Args:
-        seed: of all choices.
-        faults: how many.
-        min_nodes, max_nodes: the number of nodes stays within them.
-        nodes: at the start; any unless given.
-        every: steps between two faults, on average.
-        after: the first fault comes after this step.
-        partitions: among others.
+        seed: seed of all choices.
+        faults: number of faults.
+        min_nodes, max_nodes: bounds of the number of nodes.
+        nodes: nodes at the start; drawn if None.
+        every: mean number of steps between two faults.
+        after: step after which the first fault comes.
+        partitions: whether partitions may be drawn.
     """
     draw = random.Random(seed)
     up = nodes if nodes is not None else draw.randint(min_nodes, max_nodes)
-    plan, at, amid = Plan(nodes=up), after, False
+    plan, at, amid = FaultPlan(nodes=up), after, False
     for _ in range(faults):
         before = plan.faults[-1] if plan.faults else None
-        # Two faults at once, but not three, or the run would be kept from ever recovering.
+        # At most two faults in a row without recovery between, or the run might never advance.
         amid = not amid and before is not None and before.what in RESTARTING and draw.random() < 0.4
         phase: Phase = "step"
         if amid:
@@ -254,14 +263,14 @@ def random_plan(
     return plan
 
 
-def random_pairs(seed: int, pairs: int, nodes: int, every: int = 20) -> Plan:
-    """Pairs of faults within PAIR_SECONDS of each other, each kind of pair equally often.
+def random_pairs(seed: int, pairs: int, nodes: int, every: int = 20) -> FaultPlan:
+    """Draw a plan of pairs of faults within PAIR_SECONDS, each kind of pair equally often.
 
     Args:
-        seed: of nodes, ranks, delays and order.
-        pairs: how many; killed agents are started again after each, as faults of their own.
-        nodes: at the start, 2 at least.
-        every: steps between two pairs, on average.
+        seed: seed of nodes, ranks, delays and order.
+        pairs: number of pairs. A `join` after each pair starts its killed agents again.
+        nodes: nodes at the start, at least 2.
+        every: mean number of steps between two pairs.
     """
     draw = random.Random(seed)
     kinds = [
@@ -280,7 +289,7 @@ def random_pairs(seed: int, pairs: int, nodes: int, every: int = 20) -> Plan:
         first, second = draw.sample(kind, 2)
         node, delay = draw.randrange(nodes), round(draw.uniform(0.0, PAIR_SECONDS), 3)
         ranks, other = (draw.randrange(8), draw.randrange(8)), draw.randrange(nodes)
-        if first == second:  # a process dies once
+        if first == second:  # a dead process cannot be killed again
             other = node + 1
         faults.append(Fault(what=first, at=at, node=node, rank=ranks[0], seconds=STORE_SECONDS))
         faults.append(
@@ -294,7 +303,7 @@ def random_pairs(seed: int, pairs: int, nodes: int, every: int = 20) -> Plan:
             )
         )
         faults += [Fault(what="join", at=at)] * kind.count("kill_agent")
-    return Plan(nodes=nodes, faults=tuple(faults))
+    return FaultPlan(nodes=nodes, faults=tuple(faults))
 
 
 WEIGHTS: dict[What, float] = {
@@ -309,35 +318,35 @@ WEIGHTS: dict[What, float] = {
     "nan": 1,
     "notice": 2,
     "store": 1.5,
-    "join": 6,  # what else was taken must come back
+    "join": 6,  # makes up for the kinds that remove nodes
 }
 
 
-def _problems(plan: Plan, partitions: bool) -> Iterator[tuple[Key, str]]:
+def _problems(plan: FaultPlan, partitions: bool) -> Iterator[tuple[Key, str]]:
     """Pairs of (key, what is wrong and what to do)."""
     at = 0
     for number, (fault, left) in enumerate(zip(plan.faults, plan.counts[1:], strict=True)):
         key = ("faults", number)
         if fault.at < at:
-            problem = f"comes after the fault at step {at}; faults come in the order of the file"
+            problem = f"is below step {at} of the previous fault; sort the faults by `at`"
             yield (*key, "at"), problem
         at = fault.at
         if left < 1:
-            yield key, "leaves no node to go on; put `what: join` before it, or start with more"
+            yield key, "leaves no node; put `what: join` before it, or raise `nodes`"
         if fault.delay is not None and not number:
-            yield (*key, "delay"), "there is no fault before; take `at`"
+            yield (*key, "delay"), "there is no previous fault; set `at` instead"
         if fault.during == "rendezvous" and fault.what in OF_WORKERS:
-            yield (*key, "during"), "there is no worker during a rendezvous; take kill_agent"
+            yield (*key, "during"), "there is no worker during a rendezvous; use kill_agent"
         if fault.what == "partition" and not partitions:
             problem = (
-                "a partition takes root, and the commands ip, nft and nsenter; take stop_node "
+                "a partition needs root, and the commands ip, nft and nsenter; use stop_node "
                 "instead, or run as root with iproute2 and nftables installed"
             )
             yield key, problem
     draw, up = plan.random, plan.counts[-1]
     if draw and not 1 <= draw.min_nodes <= up <= draw.max_nodes:
         problem = (
-            f"min_nodes {draw.min_nodes} and max_nodes {draw.max_nodes} do not fit the {up} "
-            "node(s) that are up before; need 1 <= min_nodes <= nodes <= max_nodes"
+            f"min_nodes {draw.min_nodes} and max_nodes {draw.max_nodes} do not include the {up} "
+            "node(s) before the random faults; need 1 <= min_nodes <= nodes <= max_nodes"
         )
         yield ("random",), problem

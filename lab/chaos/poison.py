@@ -1,5 +1,8 @@
-"""For `perdure chaos` alone: imported by what training processes are forked from, it makes a
-gradient wrong when the harness asks (lab/chaos/faults.py). Nothing else imports it."""
+"""Makes a gradient of a training process NaN when `perdure chaos` requests it
+(lab/chaos/faults.py).
+
+The process that forks training processes imports this by PERDURE_PRELOAD; nothing else does.
+"""
 
 import os
 from contextlib import suppress

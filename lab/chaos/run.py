@@ -1,5 +1,5 @@
-"""`perdure chaos`: a run of a recipe that a plan of faults happens to, beside one in a single
-process that nothing happens to, and the verdict whether both come to the same."""
+"""`perdure chaos`: runs a recipe under a plan of faults, and again undisturbed in one process; the
+verdict says whether losses and final weights agree."""
 
 import math
 import os
@@ -24,16 +24,16 @@ from elastic.record.history import LedgerError, read_history
 from elastic.record.ledger import LEDGER
 from elastic.record.reliability import goodput
 from lab import container
-from lab.chaos.causes import Named, check_names
+from lab.chaos.causes import CauseCheck, check_names
 from lab.chaos.faults import (
     MARK,
     POISON,
-    Chaos,
-    Outcome,
+    FaultInjector,
+    FaultOutcome,
     left_memory,
     processes_with,
 )
-from lab.chaos.plan import Fault, Plan
+from lab.chaos.plan import Fault, FaultPlan
 from lab.local_nodes import Launch, LocalNodes, start_python
 from trainer.parallel.mesh import replica_ranks
 from trainer.recipe import RecipeError, load_recipe
@@ -46,19 +46,19 @@ ALONE = (
     *("strategy.tp=1", "strategy.sequence_parallel=false", "strategy.cp=1", "strategy.ep=1"),
     *("strategy.pp=1", "strategy.pp_schedule=1f1b", "strategy.pp_stages_per_rank=1"),
 )
-"""What one process has of model parallelism."""
+"""Overrides that remove model parallelism, for the undisturbed run in one process."""
 
 
 @dataclass
-class Verdict:
-    """What came of a run, and whether it is as it should be."""
+class ChaosVerdict:
+    """Results of a run with faults, and the promises that it broke."""
 
-    outcomes: list[Outcome]
+    outcomes: list[FaultOutcome]
     problems: list[str]
-    """Promises that were not kept; empty: all were."""
+    """Broken promises; empty: the run passed."""
     facts: list[str] = field(default_factory=list)
-    named: Named = field(default_factory=lambda: Named(0, []))
-    """Whether the ledger names the faults that came."""
+    named: CauseCheck = field(default_factory=lambda: CauseCheck(0, []))
+    """Comparison of the causes in the ledger with the injected faults."""
 
     def __str__(self) -> str:
         rows = [["fault", "target", "at step", "recovery", "steps lost"]]
@@ -85,7 +85,7 @@ class Verdict:
 def run_chaos(
     recipe_path: str,
     overrides: Sequence[str],
-    plan: Plan,
+    plan: FaultPlan,
     *,
     ranks: int = 1,
     tolerance: float,
@@ -93,38 +93,37 @@ def run_chaos(
     within: float | None = None,
     environment: dict[str, str] | None = None,
     start: Launch = start_python,
-) -> Verdict:
-    """Carry out a plan.
-
-    Everything lies in `<run.dir>-chaos`: `undisturbed` and `run` (run directories) and `logs`.
+) -> ChaosVerdict:
+    """Run a recipe under a plan of faults, and compare it with an undisturbed run. All files are in
+    `<run.dir>-chaos`: the run directories `undisturbed` and `run`, and `logs`.
 
     Args:
         recipe_path: YAML file.
-        overrides: of the recipe, for both runs.
-        plan: all faults drawn.
+        overrides: overrides of the recipe, for both runs.
+        plan: with its random faults drawn.
         ranks: training processes per node.
-        tolerance: largest relative difference of losses, and of tensors of the final weights.
-        patience: seconds without a step after which the run is given up.
-        within: seconds without a new step that break a promise; None: any number is allowed.
-        environment: added to that of this process for what is started.
+        tolerance: largest relative difference of a loss, and of a tensor of the final weights.
+        patience: seconds without a new step after which the run counts as stuck.
+        within: most seconds without a new step for a pass; None: no limit.
+        environment: added to this process's environment for all started processes.
         start: starts the undisturbed run, the store and the agents.
 
     Raises:
-        RecipeError: wrong recipe, `<run.dir>-chaos` is there, too few steps for the plan, or nodes
-            that do not hold whole replicas.
+        RecipeError: the recipe is wrong, `<run.dir>-chaos` exists, the run is too short for the
+            plan, or a node does not hold whole replicas.
     """
     recipe = load_recipe(recipe_path, overrides)
     if recipe.in_bucket:
-        raise RecipeError("run.dir: lies in a bucket; give a directory, whose nodes share it")
+        raise RecipeError("run.dir: is in a bucket; set a directory that all nodes share")
     folder = Path(f"{recipe.run.dir}-chaos").absolute()
     if folder.exists():
-        raise RecipeError(f"{folder}: is there already; delete it, or set another run.dir")
+        raise RecipeError(f"{folder}: already exists; delete it, or set another run.dir")
     if recipe.run.epochs:
-        raise RecipeError("run.epochs: faults come at steps; give run.steps=N run.epochs=0")
+        raise RecipeError("run.epochs: faults are planned by step; set run.steps=N run.epochs=0")
     if plan.last_step >= recipe.run.steps:
         raise RecipeError(
             f"run.steps: the last fault comes at step {plan.last_step}, but the run has only "
-            f"{recipe.run.steps}; set more, or plan fewer faults"
+            f"{recipe.run.steps}; raise it, or plan fewer faults"
         )
     if ranks % (replica := replica_ranks(recipe)):
         raise RecipeError(
@@ -132,7 +131,7 @@ def run_chaos(
             f"{ranks}; give it a multiple of {replica}"
         )
     logs, mark = folder / "logs", secrets.token_hex(8)
-    # Nodes of one machine cannot share a GPU: NCCL refuses two ranks on one.
+    # All nodes share this machine, and NCCL refuses two ranks on one GPU.
     shared = [*overrides, "run.device=cpu", "run.log_every=1", "checkpoint.directory=null"]
 
     def of(name: str) -> list[str]:
@@ -144,7 +143,8 @@ def run_chaos(
     preload = "trainer.run.worker,lab.chaos.poison"
     environment |= {POISON: str(logs), "PERDURE_PRELOAD": preload}
     print(f"undisturbed run of {recipe.run.steps} steps in one process")
-    quiet = ["checkpoint.every=0", "elastic.snapshot_every=0"]  # it needs only the last one
+    # only its final checkpoint is compared
+    quiet = ["checkpoint.every=0", "elastic.snapshot_every=0"]
     log = logs / "undisturbed.log"
     _undisturbed(start, [*of("undisturbed"), *quiet, *ALONE], log, environment)
 
@@ -164,7 +164,7 @@ def run_chaos(
     ) as nodes:
         if not nodes.own_memory:
             print("not root: all nodes share the memory of this machine")
-        chaos = Chaos(
+        chaos = FaultInjector(
             nodes,
             plan,
             run / LEDGER,
@@ -173,7 +173,7 @@ def run_chaos(
         )
         chaos.run()
         nodes.kill_store()
-        verdict = Verdict(chaos.outcomes, chaos.problems)
+        verdict = ChaosVerdict(chaos.outcomes, chaos.problems)
         seconds, step = chaos.longest
         text = f"no new step for {seconds:.1f} s at most, after step {step}"
         if within is not None and seconds > within:
@@ -182,14 +182,15 @@ def run_chaos(
             verdict.facts.append(text)
         if not chaos.problems:
             left = remaining(lambda: processes_with(MARK, mark), GONE_SECONDS)
-            verdict.problems += [f"a process is left: {process}" for process in left]
+            verdict.problems += [f"a process remains: {process}" for process in left]
             pattern = f"perdure-{run_id(str(location(checkpoints).absolute()))}-*"
             left = left_memory(chaos.finished, pattern)
-            verdict.problems += [f"shared memory is left: {item}" for item in left]
-    with suppress(LedgerError):  # which `judge` tells
+            verdict.problems += [f"shared memory remains: {item}" for item in left]
+    with suppress(LedgerError):  # `judge` reports a damaged ledger
         wall = time.time() - time.monotonic()
-        faults = [(one.fault, one.at + wall) for one in chaos.outcomes]
-        faults.append((Fault(what="join"), began))  # the first nodes come one after another
+        faults = [(outcome.fault, outcome.at + wall) for outcome in chaos.outcomes]
+        # the initial nodes join one after another, which may end an attempt
+        faults.append((Fault(what="join"), began))
         verdict.named = check_names(read_history(run), faults)
     facts, problems = judge(run, folder / "undisturbed", recipe.run.steps, tolerance)
     verdict.facts += [_cost(chaos.outcomes), *facts]
@@ -200,15 +201,15 @@ def run_chaos(
 def judge(
     run: Path, undisturbed: Path, steps: int, tolerance: float
 ) -> tuple[list[str], list[str]]:
-    """Whether a run came to what another, that nothing happened to, came to.
+    """Compare a run with an undisturbed run of the same recipe.
 
     Args:
         run, undisturbed: run directories.
-        steps: of both.
+        steps: number of steps of both runs.
         tolerance: see `run_chaos`.
 
     Returns:
-        What is well, and what is not.
+        Lines for what is as it should be, and lines for problems.
     """
     try:
         history = read_history(run)
@@ -233,7 +234,7 @@ def judge(
     return facts, problems
 
 
-def _cost(outcomes: Sequence[Outcome]) -> str:
+def _cost(outcomes: Sequence[FaultOutcome]) -> str:
     times = sorted(item.recovery for item in outcomes if item.recovery is not None)
     text = f"{len(outcomes)} fault(s), {sum(item.lost for item in outcomes)} step(s) done again"
     if times:
@@ -252,8 +253,8 @@ def _undisturbed(
 
 
 def _worst_loss(run: Path, undisturbed: Path) -> tuple[float, int]:
-    """Largest relative difference, and its step. Of a step that was done again every record counts:
-    the first must not have been wrong either."""
+    """Largest relative difference of a loss, and its step. Every record of a repeated step counts:
+    the first computation must be right, too."""
     expected = {item["step"]: item["loss"] for item in read_metrics(undisturbed) if "loss" in item}
     found = [(item["step"], item["loss"]) for item in read_metrics(run) if "loss" in item]
     missing = expected.keys() - {step for step, _ in found}
@@ -264,7 +265,7 @@ def _worst_loss(run: Path, undisturbed: Path) -> tuple[float, int]:
 
 
 def _worst_weight(run: Path, undisturbed: Path) -> tuple[float, str]:
-    """Largest ‖a - b‖ / ‖b‖ of the tensors of the final weights, and which one it is."""
+    """Largest ‖a - b‖ / ‖b‖ over the tensors of the final weights, and the tensor's name."""
     worst = (0.0, "none")
     with (
         open_source(find_checkpoint(run)) as ours,

@@ -14,7 +14,7 @@ from benchmarks.support import python_path
 from elastic.process import remaining
 from elastic.record.history import read_history
 from lab.chaos.faults import processes_with
-from lab.chaos.plan import Fault, Plan, random_plan
+from lab.chaos.plan import Fault, FaultPlan, random_plan
 from lab.chaos.run import judge, run_chaos
 from lab.container import network_possible
 from lab.local_nodes import start_python
@@ -43,7 +43,7 @@ STEADY = [
 
 @pytest.fixture
 def chaos(workspace, monkeypatch):
-    """chaos(plan, run, steps) → Verdict."""
+    """chaos(plan, run, steps) → ChaosVerdict."""
     monkeypatch.chdir(workspace)
 
     def chaos(plan, run, steps, mode="fast"):
@@ -70,7 +70,7 @@ def steps_for(plan, for_a_join):
 
 @pytest.mark.timeout(900)
 def test_a_few_faults(chaos, workspace, tmp_path):
-    plan = Plan(nodes=2, faults=FAULTS)
+    plan = FaultPlan(nodes=2, faults=FAULTS)
     steps = plan.last_step + 8
     verdict = chaos(plan, "few", steps)
     assert not verdict.problems, verdict
@@ -128,7 +128,7 @@ def test_nodes_of_two_ranks_that_compute_together(workspace, monkeypatch):
     verdict = run_chaos(
         "recipe.yaml",
         overrides,
-        Plan(nodes=2, faults=faults),
+        FaultPlan(nodes=2, faults=faults),
         ranks=2,
         tolerance=2e-5,
         patience=180.0,
@@ -140,7 +140,7 @@ def test_nodes_of_two_ranks_that_compute_together(workspace, monkeypatch):
 def test_a_node_holds_whole_replicas(workspace, monkeypatch):
     monkeypatch.chdir(workspace)
     with pytest.raises(RecipeError, match="takes 2 ranks, and a node has 1; give it a multiple of"):
-        run_chaos("recipe.yaml", ["strategy.pp=2"], Plan(nodes=2), tolerance=2e-5)
+        run_chaos("recipe.yaml", ["strategy.pp=2"], FaultPlan(nodes=2), tolerance=2e-5)
     assert not (workspace / "run-chaos").exists()
 
 

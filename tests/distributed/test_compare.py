@@ -42,7 +42,7 @@ from trainer.run.trace_summary import read_trace
 from trainer.tasks.task import build_task
 from trainer.tools.compare.compare import (
     INTERRUPTED,
-    Outcome,
+    StrategyOutcome,
     compare_losses,
     problems,
     run_comparison,
@@ -291,16 +291,16 @@ def test_wrong_input(workspace, tmp_path, monkeypatch):
     def compare(names, out=tmp_path / "new"):
         run_comparison("recipe.yaml", (), names, ranks=2, steps=4, out=out)
 
-    with pytest.raises(RecipeError, match=r"no 'zero4'; it is one of ddp, zero1"):
+    with pytest.raises(RecipeError, match=r"'zero4' is unknown; use one of ddp, zero1"):
         compare(["ddp", "zero4"])
-    with pytest.raises(RecipeError, match=r"no 'ddp\+ofload'.*\+offload"):
+    with pytest.raises(RecipeError, match=r"'ddp\+ofload' is unknown.*\+offload"):
         compare(["ddp+ofload"])
     for name in ("sp", "tp0", "compile+tp2", "zero2+tp2x"):
         with pytest.raises(RecipeError, match=r"or tp2, pp2, cp2, ep2 \(any number\)"):
             compare(["ddp", name])
     with pytest.raises(RecipeError, match=r"^tp3, zero3\+tp3: .*groups of 3 ranks"):
         compare(["tp3", "zero3+tp3"])
-    with pytest.raises(RecipeError, match="is there already"):
+    with pytest.raises(RecipeError, match="already exists"):
         compare(["ddp"], out=tmp_path)
     with pytest.raises(RecipeError, match=r"hybrid: needs groups"):
         compare(["hybrid"])
@@ -335,11 +335,11 @@ def test_hybrid_says_how_many_ranks_it_needs(workspace, tmp_path, monkeypatch):
 @pytest.mark.parametrize("other", [2.1, math.inf, math.nan])
 def test_losses_that_differ_are_named(other):
     outcomes = [
-        Outcome("no", "cannot run: because"),
-        Outcome("ddp", losses={5: 3.0, 10: 2.0}),
-        Outcome("zero1", losses={5: 3.0001, 10: 2.0}),
-        Outcome("zero3", losses={5: 3.0, 10: other}),
-        Outcome("zero2", "failed: out of memory; see log", failed=True),
+        StrategyOutcome("no", "cannot run: because"),
+        StrategyOutcome("ddp", losses={5: 3.0, 10: 2.0}),
+        StrategyOutcome("zero1", losses={5: 3.0001, 10: 2.0}),
+        StrategyOutcome("zero3", losses={5: 3.0, 10: other}),
+        StrategyOutcome("zero2", "failed: out of memory; see log", failed=True),
     ]
     compare_losses(outcomes)
     found = problems(outcomes, 1e-2)
@@ -349,18 +349,20 @@ def test_losses_that_differ_are_named(other):
 
 def test_table_names_the_unit_and_what_is_missing():
     figures = {"unit": "samples", "rate": 1234.5, "unplanned": "data.factory: no tokens"}
-    text = table([Outcome("ddp", **figures), Outcome("zero1", INTERRUPTED)])
+    text = table([StrategyOutcome("ddp", **figures), StrategyOutcome("zero1", INTERRUPTED)])
     header, _, row, _, *notes = text.splitlines()
     assert "| samples/s |" in header
     assert "planned" not in header
     assert "|     1,234 |" in row
     assert [note.split(":")[0] for note in notes] == ["- zero1", "- planned", "- PARTIAL"]
     assert "1 of 2" in notes[2]
-    assert "(" not in parts_table([Outcome("ddp", **figures)]).splitlines()[2]
-    planned = Outcome("ddp", gradients=3_000_000, predicted={"peak": 1, "gradients": 2_900_000})
+    assert "(" not in parts_table([StrategyOutcome("ddp", **figures)]).splitlines()[2]
+    planned = StrategyOutcome(
+        "ddp", gradients=3_000_000, predicted={"peak": 1, "gradients": 2_900_000}
+    )
     assert "planned" in table([planned]).splitlines()[0]
     assert "bubble" not in table([planned])
-    piped = Outcome("pp2", bubble=0.21, predicted={"bubble": 0.2, "bubble_formula": 1 / 3})
+    piped = StrategyOutcome("pp2", bubble=0.21, predicted={"bubble": 0.2, "bubble_formula": 1 / 3})
     assert "- pp2: bubble 21.0% (simulated 20.0%, by formula 33.3%)" in table([planned, piped])
     assert "| 3.0 (2.9) |" in parts_table([planned]).splitlines()[2]
 

@@ -211,4 +211,4 @@ def test_ctrl_c_while_data_is_prepared(launch, tmp_path):
     until(lambda: len(node.family()) > 2, node)  # a tracker of resources is the third
     os.killpg(node.process.pid, signal.SIGINT)
     ends(node, 130)
-    assert "the same command goes on where it was" in node.text()
+    assert "the same command resumes" in node.text()

@@ -14,7 +14,7 @@ from tests.distributed.test_elastic import wait_for_step
 from trainer.tools.report.report import check
 
 pytestmark = pytest.mark.skipif(
-    not network_possible(), reason="takes root, and the commands ip, nft and nsenter"
+    not network_possible(), reason="needs root, and the commands ip, nft and nsenter"
 )
 SAVING = ("checkpoint.every=10", "elastic.snapshot_every=1", "checkpoint.slots=2")
 

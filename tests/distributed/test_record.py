@@ -193,7 +193,7 @@ FORGERIES = {
     "consumed removed": (edited(5, without("consumed")), "step 5 .* has no consumed, which"),
     "consumed changed": (
         edited(5, lambda line: {**line, "consumed": "0" * 16}),
-        "step 5 .* a rank took other sequences",
+        "step 5 .* a rank consumed other sequences",
     ),
     "norm removed": (edited(5, without("norm")), "step 5 .* has no norm"),
     "loss removed": (edited(5, without("loss")), "step 5 .* has no loss"),
@@ -221,11 +221,11 @@ FORGERIES = {
     ),
     "recipe of then": (other_recipe("", "lr: 0.003", "lr: 0.004"), "is not the recipe that"),
     "recipe of now": (other_recipe("recipe.yaml", "lr: 0.001", "lr: 0.002"), "is not the recipe"),
-    "data": (other_token(sealed=False), "a rank took other tokens"),
+    "data": (other_token(sealed=False), "a rank consumed other tokens"),
     "data, sealed": (other_token(sealed=True), "its fingerprint is another"),
     "data, sealed and claimed": (
         other_token(sealed=True, claimed=True),
-        "step 5 .* a rank took other tokens",
+        "step 5 .* a rank consumed other tokens",
     ),
 }
 

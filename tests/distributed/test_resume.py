@@ -72,8 +72,8 @@ def test_a_rank_that_goes_its_own_way_is_found_out(workspace, start, train):
     assert "samples of all 6 steps, tokens of all 6 steps" in found["straight"][1]
     assert not found["stray"][0]
     samples, tokens = found["stray"][1].splitlines()
-    assert re.search(r"step 3 .* sequences 16 to 23: a rank took other sequences", samples)
-    assert re.search(r"step 3 .*: a rank took other tokens than the data holds there", tokens)
+    assert re.search(r"step 3 .* sequences 16 to 23: a rank consumed other sequences", samples)
+    assert re.search(r"step 3 .*: a rank consumed other tokens than the data has", tokens)
 
 
 @pytest.mark.timeout(1200)

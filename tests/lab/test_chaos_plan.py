@@ -12,7 +12,7 @@ from lab.chaos.plan import (
     RESTARTING,
     WEIGHTS,
     Fault,
-    Plan,
+    FaultPlan,
     random_pairs,
     random_plan,
     read_plan,
@@ -77,7 +77,7 @@ def test_a_plan_is_read():
     assert len(drawn.faults) == 8
     assert drawn.faults[3].at > 60
     assert drawn == read_plan({**tree, "random": {"faults": 5, "max_nodes": 3}}, 7, {}, FILE)
-    assert read_plan({}, 0, {}, FILE) == Plan()
+    assert read_plan({}, 0, {}, FILE) == FaultPlan()
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_plan_is_read():
         ),
         (
             {"faults": [{"what": "join", "at": 9}, {"what": "join", "at": 8}]},
-            "plan.yaml: faults.1.at: comes after the fault at step 9",
+            "plan.yaml: faults.1.at: is below step 9 of the previous fault",
         ),
         ({"faults": [{"what": "kill_node"}]}, "plan.yaml: faults.0: leaves no node"),
         (
@@ -110,7 +110,7 @@ def test_a_plan_is_read():
         ),
         (
             {"faults": [{"what": "partition"}]},
-            "plan.yaml: faults.0: a partition takes root, and the commands ip, nft and nsenter",
+            "plan.yaml: faults.0: a partition needs root, and the commands ip, nft and nsenter",
         ),
         (
             {"faults": [{"what": "store", "seconds": -1}]},
@@ -118,7 +118,7 @@ def test_a_plan_is_read():
         ),
         (
             {"nodes": 5, "random": {"faults": 3}},
-            "plan.yaml: random: min_nodes 1 and max_nodes 4 do not fit the 5 node(s)",
+            "plan.yaml: random: min_nodes 1 and max_nodes 4 do not include the 5 node(s)",
         ),
         (
             {"random": {"fault": 3}},

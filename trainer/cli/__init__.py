@@ -1,1 +1,1 @@
-"""`perdure`, for people: parses and calls."""
+"""The command line of `perdure`: one module per command, which parses arguments and calls tools."""

@@ -1,4 +1,4 @@
-"""Runs `perdure` as `python -m trainer.cli`, where it is not installed."""
+"""Runs `perdure` as `python -m trainer.cli`, for checkouts without the console command."""
 
 from trainer.cli.main import main
 

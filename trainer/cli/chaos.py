@@ -1,4 +1,4 @@
-"""`perdure chaos …`: parses and calls, nothing more."""
+"""Command line of `perdure chaos`."""
 
 import argparse
 from typing import Any
@@ -18,41 +18,47 @@ A plan, as YAML:
   nodes: 2                                           at the start
   faults:                                            one after another
     - {what: kill_worker, at: 20}
-    - {what: kill_agent, at: 20, during: init}       amid the recovery from the fault before
+    - {what: kill_agent, at: 20, during: init}       amid the recovery from the previous fault
     - {what: join, at: 40}
     - {what: stop_node, at: 60, node: 1, seconds: 3}
   random: {faults: 20, every: 30, max_nodes: 4}      more, drawn from the seed
 what:   kill_worker, kill_stand_in, kill_zygote, kill_writer, kill_agent, kill_node, stop_worker,
         stop_node, slow_worker, partition, storage, nan, notice, store, join
-during: step (unless said), init, load, save, rendezvous
+during: step (default), init, load, save, rendezvous
 
-Nodes run on this machine's CPUs; everything lies in <run.dir>-chaos.
-exit codes: 0 every promise was kept; 1 one was not; 2 wrong recipe or plan
+Nodes run on this machine's CPUs; all files are in <run.dir>-chaos.
+exit codes: 0 passed; 1 failed; 2 wrong recipe or plan
 """
 
 
 def add_chaos_command(commands: Commands) -> None:
-    """Add `perdure chaos`."""
-    what = "kill, stop and add nodes of a run on this machine, and prove that nothing is lost"
+    what = "kill, stop and add nodes of a run on this machine, and check that nothing is lost"
     chaos = add_command(commands, "chaos", what, CHAOS_EXAMPLES)
     add_recipe(chaos)
     chaos.add_argument("--plan", type=local_path, metavar="FILE", help="YAML file; see below")
-    chaos.add_argument("--faults", type=int, metavar="N", help="without a plan: so many, random")
+    chaos.add_argument("--faults", type=int, metavar="N", help="draw N faults at random")
     chaos.add_argument(
-        "--pairs", type=int, metavar="N", help="without a plan: so many pairs, 50 ms apart at most"
+        "--pairs", type=int, metavar="N", help="draw N pairs of faults, at most 50 ms apart"
     )
     chaos.add_argument(
-        "--nodes", type=int, default=3, metavar="N", help="of --pairs, at the start (default 3)"
+        "--nodes",
+        type=int,
+        default=3,
+        metavar="N",
+        help="nodes at the start of --pairs (default 3)",
     )
     chaos.add_argument(
         "--within", type=float, metavar="SECONDS", help="fail if there is no new step for longer"
     )
-    chaos.add_argument("--seed", type=int, default=0, help="of random faults (default 0)")
+    chaos.add_argument("--seed", type=int, default=0, help="seed of random faults (default 0)")
     chaos.add_argument(
         "--nproc-per-node", type=int, default=1, metavar="N", help="ranks per node (default 1)"
     )
     chaos.add_argument(
-        "--tolerance", type=float, default=1e-4, help="of losses and weights (default 1e-4)"
+        "--tolerance",
+        type=float,
+        default=1e-4,
+        help="largest relative difference of losses and weights (default 1e-4)",
     )
     chaos.set_defaults(run=_chaos)
 
@@ -65,12 +71,12 @@ def _chaos(arguments: argparse.Namespace) -> int:
     if [path, arguments.faults, arguments.pairs].count(None) != 2:
         raise RecipeError("perdure chaos: give one of --plan FILE, --faults N and --pairs N")
     if arguments.nodes < 2:
-        raise RecipeError("--nodes: pairs of faults take 2 nodes at least")
+        raise RecipeError("--nodes: pairs of faults need at least 2 nodes")
     tree: Any = {"nodes": 2, "random": {"faults": arguments.faults}}
     origins: Origins = {}
     if path is not None:
         if not path.is_file():
-            raise RecipeError(f"{path}: there is no such plan")
+            raise RecipeError(f"{path}: this plan file does not exist")
         tree, origins, problems = read_tree(path)
         if problems:
             raise RecipeError(listed(problems, origins))
@@ -79,7 +85,7 @@ def _chaos(arguments: argparse.Namespace) -> int:
     else:
         file = str(path or "--faults")
         plan = read_plan(tree, arguments.seed, origins, file, partitions=partitions)
-    from lab.chaos.run import run_chaos  # not before the plan is known to be good
+    from lab.chaos.run import run_chaos  # loads torch, so only for a valid plan
 
     verdict = run_chaos(
         arguments.recipe,

@@ -1,4 +1,4 @@
-"""`perdure ckpt …`: parses and calls, nothing more."""
+"""Command line of `perdure ckpt`."""
 
 import argparse
 from collections.abc import Callable
@@ -18,7 +18,8 @@ from trainer.cli.parser import (
 
 EXIT_DIFFERENT = 1
 RULES = {"keep": int, "keep_every": int, "keep_best": int, "best_by": str}
-"""Fields of CheckpointOptions that `prune` applies; omitted ones are as the run was trained."""
+"""Field of CheckpointOptions that `prune` applies → its type. Without an option, the value in the
+run's recipe applies."""
 
 CKPT_EXAMPLES = """\
 examples:
@@ -32,14 +33,13 @@ examples:
   perdure ckpt export runs/lora out/best --step best
   perdure ckpt import Qwen3-0.6B out/start     # then: model.init_from: out/start
 
-A run stands for its newest good checkpoint.
+The path of a run means its newest valid checkpoint.
 exit codes: 0 done (diff: equal); 1 diff: they differ; 2 wrong input, or a damaged checkpoint
 """
 
 
 def add_ckpt_command(commands: Commands) -> None:
-    """Add `perdure ckpt`."""
-    what = "look at, compare, convert, delete checkpoints"
+    what = "inspect, compare, convert and delete checkpoints"
     ckpt = add_command(commands, "ckpt", what, CKPT_EXAMPLES)
     commands = ckpt.add_subparsers(required=True, metavar="COMMAND")
 
@@ -56,34 +56,41 @@ def add_ckpt_command(commands: Commands) -> None:
     command(_ls, "ls", "list the committed checkpoints of a run", path)
     what = "tensors and trainer state of a checkpoint (of a run: the newest)"
     show = command(_show, "show", what, path)
-    command(_verify, "verify", "check every byte of a checkpoint, or of all of a run", path)
+    command(
+        _verify, "verify", "check every byte of a checkpoint, or of all checkpoints of a run", path
+    )
     command(
         _diff,
         "diff",
-        "in what two checkpoints differ",
+        "show how two checkpoints differ",
         ("left", "run, checkpoint or Hugging Face directory"),
-        ("right", "what to compare it with"),
+        ("right", "run, checkpoint or Hugging Face directory"),
     )
 
-    prune = command(_prune, "prune", "delete the checkpoints of a run that need not stay", path)
+    prune = command(_prune, "prune", "delete checkpoints of a run, by retention rules", path)
     add_fields(prune, CheckpointOptions, *RULES)
-    prune.add_argument("--dry-run", action="store_true", help="delete nothing, only say what goes")
+    prune.add_argument("--dry-run", action="store_true", help="delete nothing, only list")
 
     export = command(
         _export,
         "export",
         "write the model as a plain Hugging Face directory",
         ("path", "run, checkpoint or Hugging Face directory"),
-        ("out", "directory to make"),
+        ("out", "new directory"),
     )
     export.add_argument(
-        "--dtype", choices=("bf16", "fp16", "fp32"), help="round weights to it (default: as saved)"
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        help="dtype of the written weights (default: as saved)",
     )
     export.add_argument(
-        "--merge", action="store_true", help="add an adapter to the model under it (in float32)"
+        "--merge", action="store_true", help="merge an adapter into its base model (in float32)"
     )
     export.add_argument(
-        "--base", type=local_path, metavar="DIR", help="model under it (default: as it says)"
+        "--base",
+        type=local_path,
+        metavar="DIR",
+        help="base model of the adapter (default: the path in its configuration)",
     )
     export.add_argument(
         "--into-published",
@@ -98,14 +105,14 @@ def add_ckpt_command(commands: Commands) -> None:
     importer = command(
         _import,
         "import",
-        "make a checkpoint for model.init_from from what others wrote",
-        ("path", "Hugging Face directory, or one of torch.distributed.checkpoint"),
-        ("out", "directory to make"),
+        "convert a foreign checkpoint for model.init_from",
+        ("path", "directory of Hugging Face or of torch.distributed.checkpoint"),
+        ("out", "new directory"),
     )
     importer.add_argument(
-        "--step", type=whole_number, metavar="N", help="default: of OUT's name, else 0"
+        "--step", type=whole_number, metavar="N", help="default: from OUT's name, else 0"
     )
-    importer.add_argument("--config", metavar="FILE", help="config.json, where PATH has none")
+    importer.add_argument("--config", metavar="FILE", help="config.json, if PATH has none")
     for parser in (export, importer):
         parser.add_argument(
             "--max-shard-size",
@@ -164,7 +171,7 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 
 def _retention(state: dict[str, Any], arguments: argparse.Namespace) -> Any:
-    """Return the given retention rules, or else those of the run's recipe."""
+    """Return the retention rules: from the options, else from the run's recipe."""
     from checkpointing import StorageError
 
     given = {name: getattr(arguments, name) for name in RULES}
@@ -172,7 +179,7 @@ def _retention(state: dict[str, Any], arguments: argparse.Namespace) -> Any:
     try:
         trained = state.get("recipe", {}).get("checkpoint", {"keep": 0})
         rules = {name: trained[name] for name in RULES if name in trained} | rules
-        # They come from a file that anyone may have written.
+        # The recipe is untrusted: anyone may have written the file.
         if any(type(value) is not RULES[name] for name, value in rules.items()):
             raise ValueError(f"{rules}")
         return CheckpointOptions(**rules)
@@ -228,6 +235,5 @@ def _use_one_thread() -> None:
     """Limit torch to one thread."""
     import torch
 
-    # Pieces fit a processor's cache: threads would mostly wait for each other, on a busy machine
-    # ten times as long.
+    # pieces fit a processor's cache, so threads would mostly wait for each other
     torch.set_num_threads(1)

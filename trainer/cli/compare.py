@@ -1,4 +1,4 @@
-"""`perdure compare …`: parses and calls, nothing more."""
+"""Command line of `perdure compare`."""
 
 import argparse
 import os
@@ -26,7 +26,6 @@ exit codes: 0 all that can run did, with equal losses; 1 not so; 2 wrong recipe 
 
 
 def add_compare_command(commands: Commands) -> None:
-    """Add `perdure compare`."""
     what = "train a recipe for a few steps under every strategy, and show what each costs"
     compare = add_command(commands, "compare", what, COMPARE_EXAMPLES)
     add_recipe(compare)

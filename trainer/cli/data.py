@@ -1,4 +1,4 @@
-"""`perdure data …`: parses and calls, nothing more."""
+"""Command line of `perdure data`."""
 
 import argparse
 import math
@@ -45,14 +45,13 @@ examples:
   perdure data change runs/base --at-step 40000 --add data/math --weights wiki=2 code=2 math=1
   perdure data change runs/base --at-step 40000 --append wiki=data/wiki-2027
 
-The run pauses once after the step under way, and goes on with the longer table of data.stages.
+The run pauses once after its current step, and continues with one more stage in data.stages.
 Every node must have the data under these paths.
-exit codes: 0 the run has accepted the change; 2 it is wrong, or the run refuses it
+exit codes: 0 the run has accepted the change; 2 wrong change, or the run rejects it
 """
 
 
 def add_data_command(commands: Commands) -> None:
-    """Add `perdure data`."""
     data = add_command(commands, "data", "prepare, copy and inspect data sets", DATA_EXAMPLES)
     commands = data.add_subparsers(required=True, metavar="COMMAND")
     prepare = add_command(commands, "prepare", "turn text into tokenised shards", DATA_EXAMPLES)
@@ -73,9 +72,9 @@ def add_data_command(commands: Commands) -> None:
         commands, "copy", "copy a data set into an object store, or out of one", DATA_EXAMPLES
     )
     copy.add_argument("source", type=place, help="directory or URL of a data set")
-    copy.add_argument("target", type=place, help="where it is copied to")
+    copy.add_argument("target", type=place, help="directory or URL of the copy")
     copy.set_defaults(run=_data_copy)
-    inspect = add_command(commands, "inspect", "show what a data set holds", DATA_EXAMPLES)
+    inspect = add_command(commands, "inspect", "show the contents of a data set", DATA_EXAMPLES)
     inspect.add_argument("path", type=place, help="directory or URL of the data set")
     inspect.add_argument("--verify", action="store_true", help="check every byte")
     inspect.add_argument(
@@ -83,18 +82,21 @@ def add_data_command(commands: Commands) -> None:
         type=whole_number,
         default=0,
         metavar="N",
-        help="show the tokens of so many documents from all over the data set, by number and text; "
-        "those that are trained are coloured, or, where there is no terminal, have a * before them",
+        help="show the tokens of N documents, spread over the data set, with number and text; "
+        "trained ones are coloured, or, without a terminal, marked with *",
     )
     inspect.add_argument(
-        "--html", type=local_path, metavar="FILE", help="write the same as a page (default: of 3)"
+        "--html",
+        type=local_path,
+        metavar="FILE",
+        help="write them as an HTML page (default: 3 documents)",
     )
     inspect.set_defaults(run=_data_inspect)
     _add_change(commands)
 
 
 def _add_change(commands: Commands) -> None:
-    what = "change the mixture of a run that trains, from a step on"
+    what = "change the data mixture of a running run, from a step on"
     change = add_command(commands, "change", what, CHANGE_EXAMPLES)
     change.add_argument("run_directory", type=local_path, metavar="RUN", help="run directory")
     change.add_argument(
@@ -102,14 +104,14 @@ def _add_change(commands: Commands) -> None:
         type=at_least(1),
         required=True,
         metavar="N",
-        help="the last step with the mixture before",
+        help="last step with the present mixture",
     )
     change.add_argument(
         "--weights",
         type=_weight,
         nargs="+",
         metavar="NAME=W",
-        help="sources with their shares; those left out rest (default: as before)",
+        help="weights of the sources; sources left out pause (default: unchanged)",
     )
     change.add_argument(
         "--add",
@@ -117,7 +119,7 @@ def _add_change(commands: Commands) -> None:
         action="append",
         default=[],
         metavar="[NAME=]PATH",
-        help="data set that is a new source; give it a weight",
+        help="data set to add as a source; list it in --weights, too",
     )
     change.add_argument(
         "--append",
@@ -125,7 +127,7 @@ def _add_change(commands: Commands) -> None:
         action="append",
         default=[],
         metavar="NAME=PATH",
-        help="data set whose sequences a source has from then on",
+        help="data set whose sequences are added to a source",
     )
     change.set_defaults(run=_data_change, refuse=change.error)
 
@@ -142,13 +144,13 @@ def _data_change(arguments: argparse.Namespace) -> int:
 
 
 def _named(text: str) -> tuple[str, str]:
-    """The type of --add: (name or "", path)."""
+    """Parse a value of --add to (name or "", path)."""
     name, equals, path = text.partition("=")
     return (name, path) if equals else ("", text)
 
 
 def _appended(text: str) -> tuple[str, str]:
-    """The type of --append: (name, path)."""
+    """Parse a value of --append to (name, path)."""
     name, path = _named(text)
     if not (name and path):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH")
@@ -156,7 +158,7 @@ def _appended(text: str) -> tuple[str, str]:
 
 
 def _weight(text: str) -> tuple[str, float]:
-    """The type of --weights: (name, weight)."""
+    """Parse a value of --weights to (name, weight)."""
     name, _, number = text.rpartition("=")
     try:
         weight = float(number)
@@ -173,8 +175,8 @@ def _data_prepare(arguments: argparse.Namespace) -> int:
     from trainer.data.prepare.prepare import prepare, what_to_type
     from trainer.data.shards import DataError
 
-    # Blocked, here and in the workers: they end with this process, without tracebacks of their own.
-    # The tracker comes first, as its start would unblock it.
+    # SIGINT stays blocked, so that workers end with this process and without tracebacks. Starting
+    # the resource tracker would unblock it, so that comes first.
     ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     threading.Thread(target=_stop_preparing, daemon=True).start()
@@ -195,7 +197,7 @@ def _data_prepare(arguments: argparse.Namespace) -> int:
 
 
 def _out(text: str) -> Path:
-    """The type of --out."""
+    """Parse the value of --out, a local directory."""
     if like_url(text):
         raise argparse.ArgumentTypeError(
             f"{text!r} is a URL; prepare into a directory, such as data/mine, and then type: "
@@ -216,13 +218,13 @@ def _data_copy(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise DataError(f"{error.filename or arguments.target}: {error.strerror}") from error
     tokens = sum(split["tokens"] for split in index["splits"].values())
-    print(f"{arguments.target}: {tokens:,} tokens, every byte as it was written")
+    print(f"{arguments.target}: {tokens:,} tokens, every byte checked")
     return 0
 
 
 def _stop_preparing() -> NoReturn:
     signal.sigwait({signal.SIGINT})
-    os.write(sys.stderr.fileno(), b"\nstopped by Ctrl-C; the same command goes on where it was\n")
+    os.write(sys.stderr.fileno(), b"\nstopped by Ctrl-C; the same command resumes\n")
     os._exit(EXIT_INTERRUPTED)
 
 
@@ -248,5 +250,5 @@ def _report_problems(problems: Sequence[str], path: Place) -> int:
     for problem in problems:
         print(f"error: {printable(problem)}", file=sys.stderr)
     if not problems:
-        print(f"{path}: every byte is as it was written")
+        print(f"{path}: every byte is correct")
     return EXIT_WRONG_INPUT if problems else 0

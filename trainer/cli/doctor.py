@@ -1,4 +1,4 @@
-"""`perdure doctor`: parses and calls, nothing more."""
+"""Command line of `perdure doctor`."""
 
 import argparse
 
@@ -17,11 +17,15 @@ exit codes: 0 training can start here; 1 it cannot; 2 wrong recipe
 
 
 def add_doctor_command(commands: Commands) -> None:
-    """Add `perdure doctor`."""
     doctor = add_command(
-        commands, "doctor", "what this machine has, and what is missing for what", EXAMPLES
+        commands,
+        "doctor",
+        "check this machine: what it has, and which features lack something",
+        EXAMPLES,
     )
-    doctor.add_argument("recipe", nargs="?", help="whose run directory and extras are looked at")
+    doctor.add_argument(
+        "recipe", nargs="?", help="recipe whose run directory and extras are checked, too"
+    )
     doctor.add_argument("overrides", nargs="*", metavar="key.sub=value", help="recipe overrides")
     doctor.set_defaults(run=_doctor)
 

@@ -1,4 +1,4 @@
-"""`perdure generate` and `perdure eval`: parse and call, nothing more."""
+"""Command line of `perdure generate` and `perdure eval`."""
 
 import argparse
 import os
@@ -21,23 +21,22 @@ examples:
   perdure eval runs/sft --tasks hellaswag,arc_easy --limit 200
   perdure eval runs/sft --tasks capitals --include-path examples/tasks --follow
 
-Prompts are one a line, in a .jsonl file as {"prompt": "…"}. Tasks are those of
-lm-evaluation-harness (pip install 'perdure[eval]'); --include-path adds your own, in its YAML. Each
-checkpoint is looked at once: what stands in the output already is left out. --follow takes one
-thread of the CPU, and only time that nobody else wants, unless --device says otherwise.
+A prompts file has one prompt a line; a .jsonl file, {"prompt": "…"} a line. Tasks are those of
+lm-evaluation-harness (pip install 'perdure[eval]'); --include-path adds your own, in its YAML.
+Results that the output has already are not computed again. --follow uses one CPU thread at idle
+priority, unless --device says otherwise.
 """
 
 SAMPLING = {
-    "max_new_tokens": (int, "at most so many"),
-    "temperature": (float, "0: always the likeliest"),
-    "top_k": (int, "sample among the k likeliest"),
-    "seed": (int, "of the draws"),
+    "max_new_tokens": (int, "most new tokens"),
+    "temperature": (float, "sampling temperature; 0: always the likeliest token"),
+    "top_k": (int, "sample among the k likeliest tokens"),
+    "seed": (int, "seed of the sampling"),
 }
-"""Argument of `generate` with a default → its type and meaning."""
+"""Sampling option, an argument of `generate` → its type and help."""
 
 
 def add_generate_command(commands: Commands) -> None:
-    """Add `perdure generate`."""
     generate = add_command(commands, "generate", "continue a text", GENERATE_EXAMPLES)
     generate.add_argument(
         "checkpoint",
@@ -51,31 +50,32 @@ def add_generate_command(commands: Commands) -> None:
 
 
 def add_eval_command(commands: Commands) -> None:
-    """Add `perdure eval`."""
-    what = "write what checkpoints of a run make of prompts or tasks, as lines of JSON"
+    what = "sample from checkpoints of a run, or evaluate them on tasks, into a JSON Lines file"
     command = add_command(commands, "eval", what, EVAL_EXAMPLES)
     command.add_argument("run_directory", type=local_path, metavar="RUN", help="run directory")
-    of_what = command.add_mutually_exclusive_group(required=True)
-    of_what.add_argument("--prompts", type=local_path, metavar="FILE", help="texts to continue")
-    of_what.add_argument("--tasks", metavar="NAME,…", help="tasks of lm-evaluation-harness")
+    inputs = command.add_mutually_exclusive_group(required=True)
+    inputs.add_argument("--prompts", type=local_path, metavar="FILE", help="texts to continue")
+    inputs.add_argument("--tasks", metavar="NAME,…", help="tasks of lm-evaluation-harness")
     command.add_argument(
-        "--include-path", type=local_path, metavar="DIR", help="with tasks of your own"
+        "--include-path", type=local_path, metavar="DIR", help="folder of your own tasks"
     )
     command.add_argument(
-        "--limit", type=at_least(1), metavar="N", help="take N documents of each task"
+        "--limit", type=at_least(1), metavar="N", help="evaluate N documents of each task"
     )
     command.add_argument(
         "--out",
         type=local_path,
         metavar="FILE",
-        help="is added to (default: RUN/samples.jsonl, of tasks RUN/tasks.jsonl)",
+        help="file to append to (default: RUN/samples.jsonl, or RUN/tasks.jsonl for tasks)",
     )
     which = command.add_mutually_exclusive_group()
     add_step(which.add_argument)
-    which.add_argument("--follow", action="store_true", help="every step, as it is committed")
-    command.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
+    which.add_argument(
+        "--follow",
+        action="store_true",
+        help="every checkpoint as it is committed, until training ends",
     )
+    command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available")
     _add_sampling(command)
     command.set_defaults(run=_eval)
 
@@ -83,9 +83,9 @@ def add_eval_command(commands: Commands) -> None:
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     for name, (kind, what) in SAMPLING.items():
         option = "--" + name.replace("_", "-")
-        # Left out unless given, so that the defaults of `generate` hold.
+        # Absent options stay out of the namespace, so that the defaults of `generate` apply.
         parser.add_argument(option, type=kind, default=argparse.SUPPRESS, help=what)
-    parser.add_argument("--family", metavar="MODULE:NAME", help="model.family, of your own")
+    parser.add_argument("--family", metavar="MODULE:NAME", help="your own model.family")
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -104,8 +104,8 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _say(directory: Any, arguments: argparse.Namespace) -> int:
-    """Print what the model in a directory says after a prompt."""
-    import torch  # not before there is something to load
+    """Print a prompt and the text that the model in a directory generates after it."""
+    import torch  # slow to import; not needed for wrong paths
 
     from trainer.tools.generate import generate
 
@@ -124,7 +124,7 @@ def _say(directory: Any, arguments: argparse.Namespace) -> int:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    if arguments.follow:  # it takes the time that training leaves
+    if arguments.follow:  # at idle priority, so that training is not slowed down
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     import torch
 
@@ -144,39 +144,38 @@ def _eval(arguments: argparse.Namespace) -> int:
     else:
         steps = iter([[local(find_checkpoint(run, arguments.step))]])
     count = 0
-    for some in steps:
-        for step, count in add_lines(some, wanted, out, make):
+    for checkpoints in steps:
+        for step, count in add_lines(checkpoints, wanted, out, make):
             print(f"step {step}: {count} {name}(s), in {out}", flush=True)
     if not count:
-        print(f"nothing new: {out} is as it was")
+        print(f"nothing new: {out} is unchanged")
     return 0
 
 
 def _of_prompts(arguments: argparse.Namespace, device: str) -> tuple[str, list[Any], Any]:
-    """Return (noun for a line, wanted objects, maker) for `add_lines`, to sample from prompts."""
+    """Return (noun for messages, keys of the lines, maker of lines) for `add_lines`: samples."""
     from trainer.tools.eval_lines import read_prompts, samples
     from trainer.tools.generate import GenerateError, Sampling
 
     for option in ("include_path", "limit"):
         if getattr(arguments, option) is not None:
             flag = "--" + option.replace("_", "-")
-            raise GenerateError(f"{flag}: only with --tasks; remove it")
+            raise GenerateError(f"{flag}: works only with --tasks; remove it")
     given = {name: value for name, value in vars(arguments).items() if name in SAMPLING}
     wanted = [{"prompt": prompt} for prompt in read_prompts(arguments.prompts)]
     return "sample", wanted, samples(Sampling(**given), device, arguments.family)
 
 
 def _of_tasks(arguments: argparse.Namespace, device: str) -> tuple[str, list[Any], Any]:
-    """Return (noun for a line, wanted objects, maker) for `add_lines`, to evaluate tasks of
-    lm-evaluation-harness."""
+    """Return (noun for messages, keys of lines, maker of lines) for `add_lines`: task results."""
     from trainer.tools.generate import GenerateError
 
     if given := [name for name in SAMPLING if name in arguments]:
         flag = "--" + given[0].replace("_", "-")
-        raise GenerateError(f"{flag}: a task says how it is sampled; remove it")
+        raise GenerateError(f"{flag}: tasks set their own sampling; remove it")
     names = list(dict.fromkeys(filter(None, arguments.tasks.split(","))))
     if not names:
-        raise GenerateError("--tasks: names none; give some, such as --tasks arc_easy,hellaswag")
+        raise GenerateError("--tasks: lists no task; name one, such as --tasks arc_easy,hellaswag")
     try:
         from trainer.tools.harness import find_tasks, results
     except ImportError as error:

@@ -1,5 +1,4 @@
-"""`perdure import-deepspeed`, `import-accelerate` and `import-training-arguments`: parse and call,
-nothing more."""
+"""Command line of `perdure import-deepspeed`, `import-accelerate` and `import-training-args`."""
 
 import argparse
 
@@ -13,14 +12,13 @@ examples:
     model.init_from=Qwen3-0.6B data.sources='[{{path: data/corpus}}]' data.seq_len=2048
   perdure {name} {file} {option}
 
-Every key is translated, or named with the reason why it has no meaning here, or with what differs.
-Every default that differs is named, too. What the file does not say stays open: `perdure train`
-asks for it by name.
+Reports each key of the file: its translation, or why it has none here, and what differs. Also
+reports each default that differs. Keys of a recipe that the file does not determine stay open:
+`perdure train` names them.
 """
 
 
 def add_import_command(commands: Commands) -> None:
-    """Add `perdure import-…`."""
     for name, what, meta, file, option in (
         (
             "import-deepspeed",
@@ -49,13 +47,16 @@ def add_import_command(commands: Commands) -> None:
         kind = "YAML file" if meta == "CONFIG" else "JSON file"
         command.add_argument("config", type=local_path, metavar=meta, help=kind)
         command.add_argument(
-            "overrides", nargs="*", metavar="key.sub=value", help="fills in the recipe"
+            "overrides", nargs="*", metavar="key.sub=value", help="recipe overrides"
         )
         command.add_argument(
             "--out", type=local_path, metavar="FILE", help="recipe to write (else: print)"
         )
         command.add_argument(
-            "--ranks", type=at_least(1), metavar="N", help="GPUs that it ran on, if it does not say"
+            "--ranks",
+            type=at_least(1),
+            metavar="N",
+            help="GPUs of the original run, if the file does not say",
         )
         if meta != "ARGS":
             command.add_argument(
@@ -64,9 +65,7 @@ def add_import_command(commands: Commands) -> None:
                 metavar="FILE",
                 help="JSON of Hugging Face's TrainingArguments: what Trainer fills in",
             )
-        command.add_argument(
-            "--allow-unknown", action="store_true", help="go on with keys that are not known"
-        )
+        command.add_argument("--allow-unknown", action="store_true", help="accept unknown keys")
         command.set_defaults(run=_import, importer=name)
 
 

@@ -1,4 +1,4 @@
-"""`perdure init`: parses, asks and calls, nothing more."""
+"""Command line of `perdure init`."""
 
 import argparse
 import re
@@ -15,25 +15,24 @@ examples:
   perdure init --model Qwen3-0.6B --data data/mine --gpus 8xH100 --out mine.yaml
   perdure init --model quickstart --data data/wikipedia --gpus cpu
 
-On a terminal it asks for what is not given. It plans as `perdure plan` does, and writes a recipe
+On a terminal it asks for missing options. It plans as `perdure plan` does, and writes a recipe
 with a comment at each key, to be changed by hand.
 """
 
 
 def add_init_command(commands: Commands) -> None:
-    """Add `perdure init`."""
     init = add_command(commands, "init", "write a recipe for a model, data and a machine", EXAMPLES)
-    init.add_argument("--model", help="directory of Hugging Face's, or a name of recipe ls")
+    init.add_argument("--model", help="Hugging Face directory, or a name from perdure recipe ls")
     init.add_argument("--data", help="directory written by perdure data prepare")
-    init.add_argument("--gpus", help="of one node: 8xH100, or cpu (default: this machine)")
-    init.add_argument("--nodes", metavar="N", help="default 1")
-    init.add_argument("--out", type=local_path, metavar="FILE", help="default: by the model's name")
+    init.add_argument("--gpus", help="GPUs of one node: 8xH100, or cpu (default: this machine's)")
+    init.add_argument("--nodes", metavar="N", help="nodes (default 1)")
+    init.add_argument("--out", type=local_path, metavar="FILE", help="default: the model's name")
     init.set_defaults(run=_init)
 
 
 def _init(arguments: argparse.Namespace) -> int:
     from trainer.tools.init.draft import (
-        Wishes,
+        RecipeWishes,
         draft,
         prepared_here,
         this_machine,
@@ -42,7 +41,7 @@ def _init(arguments: argparse.Namespace) -> int:
 
     data = prepared_here()
     names = ", ".join(with_architecture())
-    wishes = Wishes(
+    wishes = RecipeWishes(
         model=_answer(arguments.model, "--model", f"Model, a directory or one of {names}"),
         data=_answer(arguments.data, "--data", "Prepared data", data[0] if len(data) == 1 else ""),
         gpus=arguments.gpus or _answer(None, "--gpus", "GPUs of a node, or cpu", this_machine()),
@@ -56,16 +55,13 @@ def _init(arguments: argparse.Namespace) -> int:
 
 
 def _answer(given: str | None, option: str, question: str, default: str = "") -> str:
-    """Return the value of an option, or ask for it on a terminal.
-
-    Raises:
-        RecipeError: there is neither value, terminal nor default.
-    """
+    """Return the value of an option, or ask for it on a terminal. Raises RecipeError if there is
+    neither value, terminal nor default."""
     answer = given
     if answer is None and sys.stdin.isatty():
         answer = input(f"{question}{f' [{default}]' if default else ''}: ").strip()
     if not (answer := answer or default):
-        raise RecipeError(f"{option}: is needed; see perdure init --help")
+        raise RecipeError(f"{option}: is required; see perdure init --help")
     return answer
 
 

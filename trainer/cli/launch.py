@@ -1,4 +1,4 @@
-"""`perdure launch`: parses and calls, nothing more."""
+"""Command line of `perdure launch`."""
 
 import argparse
 import os
@@ -24,8 +24,8 @@ examples:
     --bucket s3://mine --package 'perdure[s3] @ https://example.org/perdure.whl'
   perdure launch local recipes/llama3_8b.yaml --nodes 1:4
 
-Writes the file that one would write by hand, to be read, changed and kept; without --out it is
-printed. --submit also hands it to sbatch, kubectl or sky. See docs/launch.md.
+Writes a job file to read, change and keep; without --out it is printed. --submit also passes it to
+sbatch, kubectl or sky. See docs/launch.md.
 """
 ENDINGS = {"slurm": ".sbatch", "k8s": ".yaml", "skypilot": ".yaml", "local": ".sh"}
 DEFAULT_GPUS = 8
@@ -33,38 +33,43 @@ OPTIONS = (
     *("time", "container", "allocations", "image", "form", "volume", "bucket", "package"),
     *("grace", "queue", "interface"),
 )
-"""Options that are copied into the written file."""
+"""Options that are passed to the template of the written file."""
 
 
 def add_launch_command(commands: Commands) -> None:
-    """Add `perdure launch`."""
     launch = add_command(
-        commands, "launch", "write what starts a run on a cluster, and submit it", EXAMPLES
+        commands, "launch", "write the job file of a run for a cluster, and submit it", EXAMPLES
     )
     kinds = launch.add_subparsers(required=True, metavar="WHERE")
     slurm = _add_kind(kinds, "slurm", "a batch script for Slurm")
-    slurm.add_argument("--time", type=_time, default="24:00:00", help="default 24:00:00")
-    slurm.add_argument("--container", type=word, metavar="IMAGE", help="through pyxis")
+    slurm.add_argument(
+        "--time", type=_time, default="24:00:00", help="time limit (default 24:00:00)"
+    )
+    slurm.add_argument(
+        "--container", type=word, metavar="IMAGE", help="container image, started by pyxis"
+    )
     slurm.add_argument(
         "--allocations",
         type=at_least(1),
         metavar="N",
-        help="where jobs may not be requeued: so many of them, one after another",
+        help="for clusters without requeue: N jobs, one after another",
     )
     k8s = _add_kind(kinds, "k8s", "manifests for Kubernetes")
-    k8s.add_argument("--image", type=word, required=True, help="made by the Dockerfile")
-    k8s.add_argument("--volume", type=word, required=True, help="claim that all nodes mount")
+    k8s.add_argument(
+        "--image", type=word, required=True, help="container image built from the Dockerfile"
+    )
+    k8s.add_argument("--volume", type=word, required=True, help="volume claim that all nodes mount")
     k8s.add_argument(
         "--form",
         choices=("jobset", "trainjob"),
         default="jobset",
-        help="jobset (default), or for Kubeflow Trainer 2",
+        help="jobset (default), or trainjob for Kubeflow Trainer 2",
     )
     sky = _add_kind(kinds, "skypilot", "a managed job on spot machines for SkyPilot")
     shared = sky.add_mutually_exclusive_group(required=True)
-    shared.add_argument("--volume", type=word, help="of SkyPilot, that all nodes mount")
+    shared.add_argument("--volume", type=word, help="SkyPilot volume that all nodes mount")
     shared.add_argument("--bucket", type=_bucket, help="s3:// or gs://, for one node at a time")
-    sky.add_argument("--package", required=True, help="what pip installs there: path, URL or name")
+    sky.add_argument("--package", required=True, help="requirement for pip: path, URL or name")
     _add_kind(kinds, "local", "a script for machines without a scheduler")
     for kind in (slurm, k8s):
         kind.add_argument(
@@ -72,9 +77,9 @@ def add_launch_command(commands: Commands) -> None:
             type=at_least(1),
             default=120,
             metavar="SECONDS",
-            help="to leave in: for a step and a save (default 120)",
+            help="time to finish a step and save before the node goes (default 120)",
         )
-        kind.add_argument("--queue", type=word, help="partition of Slurm, or local queue of Kueue")
+        kind.add_argument("--queue", type=word, help="Slurm partition, or Kueue local queue")
 
 
 def _add_kind(kinds: Commands, name: str, what: str) -> argparse.ArgumentParser:
@@ -87,7 +92,7 @@ def _add_kind(kinds: Commands, name: str, what: str) -> argparse.ArgumentParser:
         "--gpus",
         type=_gpus,
         metavar="8xH100",
-        help=f"of one node; 8, 8xH100, or 0 (default {DEFAULT_GPUS}; with run.device=cpu 0)",
+        help=f"GPUs of one node: 8, 8xH100, or 0 (default {DEFAULT_GPUS}; with run.device=cpu 0)",
     )
     kind.add_argument(
         "--nproc-per-node",
@@ -95,17 +100,23 @@ def _add_kind(kinds: Commands, name: str, what: str) -> argparse.ArgumentParser:
         metavar="N",
         help="ranks of a node (default: one per GPU; without GPUs 2)",
     )
-    kind.add_argument("--interface", type=word, metavar="NAME", help="the fast one: ib0, eth1")
-    kind.add_argument("--out", type=local_path, metavar="FILE", help="to be written (else: print)")
-    kind.add_argument("--submit", action="store_true", help="hand the file over, too")
+    kind.add_argument(
+        "--interface", type=word, metavar="NAME", help="fast network interface: ib0, eth1"
+    )
+    kind.add_argument(
+        "--out", type=local_path, metavar="FILE", help="file to write (default: print)"
+    )
+    kind.add_argument("--submit", action="store_true", help="also submit the file")
     kind.set_defaults(run=_launch, kind=name)
     return kind
 
 
 def word(text: str) -> str:
-    """An argparse type: a value that may stand unquoted in scripts, such as an image or a queue."""
+    """Parse an argument that may stand unquoted in scripts, such as an image or a queue."""
     if not re.fullmatch(r"[\w./:@#,+][\w./:@#,+-]*", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text!r} has characters that no such name has")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has characters other than letters, digits and _./:@#,+-"
+        )
     return text
 
 
@@ -145,13 +156,15 @@ def _launch(arguments: argparse.Namespace) -> int:
     if kind in ("k8s", "skypilot"):
         launch_files.check_inside(recipe)
         for key, name in recipe.own_code.items():
-            print(f"note: {key}: {name} has to be importable there", file=sys.stderr)
+            print(f"note: {key}: {name} must be importable on the nodes", file=sys.stderr)
     if kind == "skypilot" and gpus and not gpu_name:
         raise RecipeError(f"--gpus: SkyPilot rents GPUs by name; write {gpus}xH100")
     if kind == "skypilot" and arguments.bucket:
         own += launch_files.in_bucket(recipe, arguments.bucket, most)
     if kind == "local" and most > 1 and arguments.submit:
-        raise RecipeError("--submit: several nodes are started by hand, on each of them")
+        raise RecipeError(
+            "--submit: does not start several nodes; run the script on each node by hand"
+        )
     launch_files.check_world(recipe, least, most, arguments.nproc_per_node or gpus or 2)
     name = launch_files.run_name(recipe)
     out = arguments.out or (Path(name + ENDINGS[kind]) if arguments.submit else None)
@@ -176,14 +189,15 @@ def _launch(arguments: argparse.Namespace) -> int:
     command = launch_files.submission(kind, out)
     if arguments.submit and not shutil.which(command[0]):
         raise RecipeError(
-            f"--submit: there is no {command[0]} here; use --out, and submit it there"
+            f"--submit: {command[0]} is not installed here; use --out, and submit where it is"
         )
     write_new(out, text, "choose another --out")
     if kind == "local":
         out.chmod(0o755)
     if arguments.submit:
         _submit(kind, command, name)
-    if not (kind == "local" and most > 1):  # that file says itself what to run where
+    # the local script for several nodes says itself where to run it
+    if not (kind == "local" and most > 1):
         print(f"{out}: written; to submit it: {shlex.join(command)}")
     return EXIT_DONE
 
@@ -199,19 +213,18 @@ def _submit(kind: str, command: list[str], name: str) -> NoReturn:
 
 
 def _make_secret(name: str) -> None:
-    """Create a Kubernetes secret for the job's nodes, unless one of this name exists.
-
-    Raises:
-        RecipeError: kubectl failed, with its message.
-    """
+    """Create a Kubernetes secret for the job's nodes, unless one of this name exists. Raises
+    RecipeError if kubectl failed, with its message."""
     kubectl = partial(subprocess.run, capture_output=True, text=True, check=False)
     if kubectl(["kubectl", "get", "secret", name]).returncode == 0:
         return
-    made = kubectl(
+    created = kubectl(
         ["kubectl", "create", "secret", "generic", name, "--from-file=secret=/dev/stdin"],
         # Through stdin: other users of this machine can read arguments.
         input=secrets.token_hex(32),
     )
-    if made.returncode:
-        said = made.stderr.strip().splitlines()
-        raise RecipeError(f"--submit: the secret {name} cannot be made: {said[-1] if said else ''}")
+    if created.returncode:
+        errors = created.stderr.strip().splitlines()
+        raise RecipeError(
+            f"--submit: the secret {name} cannot be created: {errors[-1] if errors else ''}"
+        )

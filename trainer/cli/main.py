@@ -1,4 +1,4 @@
-"""`perdure` for people: parses and calls, nothing more."""
+"""The console command `perdure`: finds the command's module, and turns errors into exit codes."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ from trainer.cli.generate import add_eval_command, add_generate_command
 from trainer.cli.importing import add_import_command
 from trainer.cli.init import add_init_command
 from trainer.cli.launch import add_launch_command
-from trainer.cli.parser import Parser, Version
+from trainer.cli.parser import CommandParser, VersionAction
 from trainer.cli.plan import add_plan_command
 from trainer.cli.profile import add_profile_command
 from trainer.cli.recipe import add_recipe_command
@@ -28,13 +28,10 @@ from trainer.text import show_only_visible
 
 
 def main() -> None:
-    """Run the console command `perdure`."""
-    # What this starts does not look for modules in the working directory first.
+    # Processes started from here do not search the working directory for modules first.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
-    if sys.argv[1:2] in (
-        ["train"],
-        ["store"],
-    ):  # training outlives its terminal; the output of other commands is all they do
+    # Training outlives its terminal. Other commands exist for their output, so they end with it.
+    if sys.argv[1:2] in (["train"], ["store"]):
         tolerate_lost_output()
     show_only_visible()
     arguments = parse(sys.argv[1:])
@@ -54,11 +51,11 @@ def main() -> None:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line to arguments, with the command's function as `run`. Exits with code 2 on
+    """Parse a command line; `run` of the result is the command's function. Exits with code 2 on
     errors."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(words)
-    # argparse takes positional arguments in one go; overrides may also stand after options.
+    # argparse consumes positional arguments in one go, but overrides may also follow options.
     if any(word.startswith("-") for word in rest) or (rest and "overrides" not in arguments):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
@@ -67,8 +64,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="perdure", description="Train models that last.")
-    parser.add_argument("--version", action=Version, help="of this, of Python and of torch")
+    parser = CommandParser(prog="perdure", description="Train models that last.")
+    parser.add_argument(
+        "--version", action=VersionAction, help="show versions of Perdure, Python and torch"
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     for add in (

@@ -1,5 +1,5 @@
-"""The parser of `perdure`: suggests the likely meaning of typos, prints versions, and adds the
-arguments that commands share."""
+"""The argument parser of `perdure`: suggestions for typos, versions, and arguments that several
+commands share."""
 
 import argparse
 import ast
@@ -21,12 +21,12 @@ from trainer.recipe import RecipeError
 from trainer.recipe.paths import in_bucket, no_place, no_url
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
-"""The result of `add_subparsers`."""
+"""Type of the result of `add_subparsers`."""
 
 
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that suggests the command, option or choice that a mistyped one resembles,
-    as Python's own does from 3.14 on."""
+class CommandParser(argparse.ArgumentParser):
+    """An ArgumentParser that suggests the closest command, option or choice for a mistyped word.
+    Python's own does this from 3.14 on."""
 
     def error(self, message: str) -> NoReturn:
         """Print usage and message, and exit with code 2."""
@@ -36,14 +36,14 @@ class Parser(argparse.ArgumentParser):
         super().error(message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Reject unknown options before missing arguments."""
+        """Parse like argparse, but report an unknown option before a missing argument."""
         words = list(sys.argv[1:] if args is None else args)
         known = self._option_string_actions
         for word in itertools.takewhile(lambda word: word != "--", words):
             if self._subparsers and not word.startswith("-"):
-                break  # what follows is for the parser of a command
+                break  # the command's own parser checks the rest
             option = word.partition("=")[0]
-            is_option = re.fullmatch(r"--?[A-Za-z][\w-]*", option)  # and no value, such as -1
+            is_option = re.fullmatch(r"--?[A-Za-z][\w-]*", option)  # not a negative number
             if is_option and not any(name.startswith(option) for name in known):
                 self.error(f"unrecognized option: {option}{_suggestion(option, known)}")
         return super().parse_known_args(words, namespace)
@@ -54,7 +54,7 @@ def _suggestion(word: str, known: Iterable[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
-class Version(argparse.Action):
+class VersionAction(argparse.Action):
     """Prints package versions without importing the packages."""
 
     def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
@@ -88,32 +88,29 @@ def add_command(
 
 
 def local_path(text: str) -> Path:
-    """An argparse type: a path of a filesystem, not a URL."""
+    """Parse an argument that is a local path, not a URL."""
     if what := no_url(text):
         raise argparse.ArgumentTypeError(what)
     return Path(text)
 
 
 def place(text: str) -> Place:
-    """The type of an argument that is a path of a filesystem or the URL of an object store."""
+    """Parse an argument that is a local path or the URL of an object store."""
     if what := no_place(text):
         raise argparse.ArgumentTypeError(what)
     return location(text)
 
 
 def run_place(text: str) -> Path | ObjectPath:
-    """The type of an argument that is a run: a directory, or a folder of a bucket."""
+    """Parse the place of a run: a local directory, or a folder of a bucket."""
     return ObjectPath.of(text) if in_bucket(text) else local_path(text)
 
 
 def local_run(text: str) -> Path:
-    """The type of a `run.dir` beside which a command makes a directory of its own.
-
-    Raises:
-        RecipeError: it lies in a bucket.
-    """
+    """Parse a `run.dir` next to which a command creates its own directory. Raises RecipeError if
+    `run.dir` is in a bucket."""
     if in_bucket(text):
-        raise RecipeError(f"run.dir: {text} has no room beside it; give --out, or another run.dir")
+        raise RecipeError(f"run.dir: {text} is in a bucket; give --out, or a local run.dir")
     return Path(text.rstrip("/"))
 
 
@@ -124,9 +121,9 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def add_fields(parser: argparse.ArgumentParser, options: type, *names: str) -> None:
-    """Add a flag for each field of a dataclass: its type, default, and docstring as help. With
-    `names`, only for those, none of type bool; omitted flags are None."""
-    # Only the source has the docstrings of fields.
+    """Add an option for each field of a dataclass, with its type, default, and docstring as help.
+    If there are `names`, add only these fields, none of them bool; absent options are then None."""
+    # Docstrings of fields exist only in the source.
     tree: Any = ast.parse(inspect.getsource(options))
     meanings = {}
     for pair in pairwise(tree.body[0].body):
@@ -157,7 +154,7 @@ def add_fields(parser: argparse.ArgumentParser, options: type, *names: str) -> N
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return an argparse type: an integer of at least `least`."""
+    """Return an argparse type for integers of at least `least`."""
 
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -171,22 +168,20 @@ whole_number = at_least(0)
 
 
 def add_step(add_argument: Callable[..., object]) -> None:
-    """Add `--step`, the checkpoint of a run, through the `add_argument` of a parser or group."""
+    """Add `--step`, which selects a checkpoint of a run, through a parser's or group's
+    `add_argument`."""
 
     def which(text: str) -> int | str:
         return text if text == "best" else whole_number(text)
 
-    meaning = "of a run: step N, or the best, by checkpoint.best_by (default: the newest)"
+    meaning = "checkpoint of a run: step N, or the best by checkpoint.best_by (default: the newest)"
     add_argument("--step", type=which, metavar="N|best", help=meaning)
 
 
 def write_output(file: Path, text: str) -> None:
-    """Write a command's output. A special file, such as /dev/stdout, is written to; a regular file
-    is replaced, without following a link that another user may have placed there.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a command's output to a file. A special file, such as /dev/stdout, is written to. A
+    regular file is replaced, without following a link that another user may have placed there.
+    Raises OSError if the file cannot be written."""
     if file.exists() and not file.is_file():
         file.write_text(text, encoding="utf-8")
     else:
@@ -194,16 +189,13 @@ def write_output(file: Path, text: str) -> None:
 
 
 def write_new(file: Path, text: str, otherwise: str) -> None:
-    """Write a new file.
-
-    Raises:
-        RecipeError: the file exists (`otherwise` names the remedy), or cannot be written.
-    """
+    """Write a new file. Raises RecipeError if the file exists (`otherwise` names the remedy), or
+    cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("x", encoding="utf-8") as output:
             output.write(text)
     except FileExistsError:
-        raise RecipeError(f"{file}: exists already; {otherwise}") from None
+        raise RecipeError(f"{file}: already exists; {otherwise}") from None
     except OSError as error:
         raise RecipeError(f"{file}: cannot write it: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""`perdure plan …`: parses and calls, nothing more."""
+"""Command line of `perdure plan`."""
 
 import argparse
 import dataclasses
@@ -19,33 +19,32 @@ examples:
   perdure plan recipes/qwen3_0_6b.yaml --gpus 4xT4 precision.dtype=fp16 --json plan.json
   perdure plan llama3_405b --gpus 1024xH100 --price 2.5
 
-Needs no GPU and no data. Memory is predicted from the code that trains; seconds are a roofline.
-exit codes: 0 something fits; 1 nothing does; 2 wrong recipe or machine
+Needs neither GPU nor data. Memory is predicted from the code that trains; seconds are a roofline.
+exit codes: 0 a strategy fits; 1 no strategy fits; 2 wrong recipe or machine
 """
 
 
 def add_plan_command(commands: Commands) -> None:
-    """Add `perdure plan`."""
-    what = "which strategy fits which GPUs, and what it costs, before renting them"
+    what = "predict which strategies fit given GPUs, and their cost, before renting the GPUs"
     plan = add_command(commands, "plan", what, PLAN_EXAMPLES)
     add_recipe(plan)
-    plan.add_argument("--gpus", required=True, help="of one node: 8xH100, 1xRTX4090, 8x80GB")
-    plan.add_argument("--nodes", type=int, default=1, metavar="N", help="default 1")
-    plan.add_argument("--net", metavar="RATE", help="of one node, to the others: 400Gb/s")
-    plan.add_argument("--storage", metavar="RATE", help="of checkpoints: 2GB/s")
-    plan.add_argument("--host-memory", metavar="SIZE", help="of one node: 2TB")
-    plan.add_argument("--disk", metavar="SIZE", help="local one of one node: 8TB")
-    plan.add_argument("--tflops", type=float, metavar="X", help="dense peak of one GPU")
+    plan.add_argument("--gpus", required=True, help="GPUs of one node: 8xH100, 1xRTX4090, 8x80GB")
+    plan.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes (default 1)")
+    plan.add_argument("--net", metavar="RATE", help="network rate of one node: 400Gb/s")
+    plan.add_argument("--storage", metavar="RATE", help="write rate for checkpoints: 2GB/s")
+    plan.add_argument("--host-memory", metavar="SIZE", help="host memory of one node: 2TB")
+    plan.add_argument("--disk", metavar="SIZE", help="local disk of one node: 8TB")
+    plan.add_argument("--tflops", type=float, metavar="X", help="dense peak TFLOP/s of one GPU")
     plan.add_argument(
-        "--price", type=float, metavar="X", help="of one GPU for an hour, in any currency"
+        "--price", type=float, metavar="X", help="price of one GPU for an hour, in any currency"
     )
-    plan.add_argument("--all", action="store_true", help="a line for each micro-batch")
+    plan.add_argument("--all", action="store_true", help="show a line for each micro-batch")
     plan.add_argument("--json", type=local_path, metavar="FILE", help="write all figures")
     plan.set_defaults(run=_plan)
 
 
 def _in_steps(recipe: Recipe) -> Recipe:
-    """Convert the recipe's epochs to steps, if its data is present."""
+    """Convert the recipe's epochs to steps, if its data exists."""
     from trainer.data.shards import DataError
     from trainer.tasks.task import open_streams
 
@@ -66,7 +65,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     from trainer.tasks.task import check_plannable
     from trainer.tools.plan_text import plan_json, plan_text
 
-    check_plannable(recipe)  # before the options of the machine are parsed
+    # a recipe that cannot be planned is reported before wrong machine options
+    check_plannable(recipe)
     recipe = _in_steps(recipe)
     machine = describe_machine(
         arguments.gpus,

@@ -1,4 +1,5 @@
-"""`perdure profile`: a short run of a recipe under torch's profiler, and a page about it."""
+"""Command line of `perdure profile`: a short run of a recipe under torch's profiler, and a summary
+page."""
 
 import argparse
 import shutil
@@ -24,33 +25,32 @@ examples:
   perdure profile recipes/qwen3_0_6b.yaml --steps 10 --nproc 8 strategy.compile=false
 
 Traces open in https://ui.perfetto.dev and chrome://tracing. One of the traced steps saves a
-checkpoint, which is deleted in the end.
-To trace a run as it is, on many nodes too: tracking.profile_steps=5 with any `perdure train`.
+checkpoint, which is deleted at the end.
+To trace an ordinary run, also on several nodes: tracking.profile_steps=5 with any `perdure train`.
 """
 WARM_UP = 4
-"""Steps before the first traced one, in which memory, caches, compilation and profiler warm up."""
+"""Steps before the first traced step, in which memory, caches, compilation and profiler warm up."""
 
 
 def add_profile_command(commands: Commands) -> None:
-    """Add `perdure profile`."""
-    what = "trace some steps of a recipe, and tell where their time goes"
+    what = "trace some steps of a recipe, and show where their time goes"
     command = add_command(commands, "profile", what, PROFILE_EXAMPLES)
     add_recipe(command)
     command.add_argument(
-        "--steps", type=at_least(2), default=6, metavar="N", help="to trace (default 6)"
+        "--steps", type=at_least(2), default=6, metavar="N", help="steps to trace (default 6)"
     )
     command.add_argument("--nproc", type=int, metavar="N", help="ranks (default: as for train)")
     command.add_argument(
         "--out",
         type=local_path,
         metavar="DIR",
-        help="for traces and page (default <run.dir>-profile)",
+        help="folder of traces and page (default <run.dir>-profile)",
     )
     command.set_defaults(run=_profile)
 
 
 def short_run(recipe: Recipe, out: Path, steps: int) -> list[str]:
-    """Return overrides for a run that ends after the traced steps."""
+    """Return overrides for a run that ends right after the traced steps."""
     return [
         f"run.dir={out}",
         f"run.steps={WARM_UP + steps + 1}",
@@ -75,7 +75,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     out = arguments.out or Path(f"{local_run(recipe.run.dir)}-profile")
     if out.exists():
-        raise RecipeError(f"{out}: exists already; delete it, or choose another --out")
+        raise RecipeError(f"{out}: already exists; delete it, or choose another --out")
     overrides = [*arguments.overrides, *short_run(recipe, out, arguments.steps)]
     command = [sys.executable, "-m", "trainer.cli", "train", arguments.recipe, *overrides]
     if arguments.nproc:

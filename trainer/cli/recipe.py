@@ -1,4 +1,4 @@
-"""`perdure recipe`: the recipes that come with the package, and every key of one."""
+"""Command line of `perdure recipe`: the shipped recipes, and the reference of all keys."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from trainer.recipe.reference_page import recipe_reference
 from trainer.text import table
 
 SCHEMA = "schema.json"
-"""First line of a shipped recipe, which names the schema for editors."""
+"""File name of the schema; the first line of a shipped recipe names it for editors."""
 EXAMPLES = """\
 examples:
   perdure recipe ls
@@ -24,16 +24,20 @@ examples:
 
 
 def add_recipe_command(commands: Commands) -> None:
-    """Add `perdure recipe`."""
     recipe = add_command(
-        commands, "recipe", "recipes that come with Perdure, and every key of one", EXAMPLES
+        commands,
+        "recipe",
+        "recipes that come with Perdure, and the reference of all keys",
+        EXAMPLES,
     )
     inner = recipe.add_subparsers(required=True, metavar="COMMAND")
     ls = add_command(inner, "ls", "list the recipes that come with Perdure", EXAMPLES)
     ls.set_defaults(run=_ls)
-    copy = add_command(inner, "copy", "put one of them, and the schema, into a folder", EXAMPLES)
-    copy.add_argument("name", choices=shipped_recipes(), metavar="NAME", help="as ls lists it")
-    copy.add_argument("file", type=local_path, nargs="?", help="to be written (default NAME.yaml)")
+    copy = add_command(inner, "copy", "copy a recipe, and the schema, into a folder", EXAMPLES)
+    copy.add_argument(
+        "name", choices=shipped_recipes(), metavar="NAME", help="a name from perdure recipe ls"
+    )
+    copy.add_argument("file", type=local_path, nargs="?", help="file to write (default NAME.yaml)")
     copy.set_defaults(run=_copy)
     reference = add_command(inner, "reference", "print every key, as Markdown", EXAMPLES)
     reference.set_defaults(run=_reference)
@@ -44,7 +48,8 @@ def add_recipe_command(commands: Commands) -> None:
 def _ls(arguments: argparse.Namespace) -> int:
     rows = []
     for name, file in shipped_recipes().items():
-        with file.open(encoding="utf-8") as lines:  # after the one that names the schema
+        # the first line names the schema; the second describes the recipe
+        with file.open(encoding="utf-8") as lines:
             rows.append([name, next(islice(lines, 1, None), "").lstrip("# ").rstrip()])
     print("\n".join(table(rows)))
     return 0
@@ -58,7 +63,7 @@ def _copy(arguments: argparse.Namespace) -> int:
     if not schema.exists():
         write_new(schema, _schema_text(), "name another folder")
     elif schema.read_bytes() != _schema_text().encode():
-        print(f"{schema}: is another one than this version's, and stays as it is", file=sys.stderr)
+        print(f"{schema}: differs from this version's schema, and is kept", file=sys.stderr)
     print(f"{file}: change what you like, then: {shlex.join(['perdure', 'train', str(file)])}")
     return 0
 

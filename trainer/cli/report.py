@@ -1,4 +1,4 @@
-"""`perdure report`, `watch` and `runs`: parses and calls, nothing more."""
+"""Command line of `perdure report`, `perdure watch` and `perdure runs`."""
 
 import argparse
 import sys
@@ -26,24 +26,25 @@ examples:
   perdure watch runs/quickstart --once            once, for a log
   perdure watch runs/quickstart --port 8080       as a page: prints the link, and the tunnel to it
   perdure watch runs/ddp runs/fsdp --port 0       two runs on one page, at any free port
-  perdure watch s3://mine/runs/sft                a run in a bucket; a look every 5 s
+  perdure watch s3://mine/runs/sft                a run in a bucket; updated every 5 s
 """
 
 
 def add_report_command(commands: Commands) -> None:
-    """Add `perdure report`."""
-    report = add_command(commands, "report", "what happened in a run, and whether nothing is lost")
+    report = add_command(
+        commands, "report", "show what happened in a run, and whether data was lost"
+    )
     _add_runs(report)
     report.add_argument(
         "--check",
         action="store_true",
-        help="only whether every sequence was consumed once: 0; 1: there are problems; 2: recipes "
-        "or data are not there to compare with",
+        help="only check that every sequence was consumed once; exit code 0: so; 1: problems; "
+        "2: recipes or data to compare with are missing",
     )
     report.add_argument(
         "--without-data",
         action="store_true",
-        help="with --check: the ledger alone, without recipes and data",
+        help="with --check: check the ledger alone, without recipes and data",
     )
     report.add_argument(
         "--html", type=local_path, metavar="FILE", help="write a page with its curves"
@@ -52,7 +53,6 @@ def add_report_command(commands: Commands) -> None:
 
 
 def add_watch_command(commands: Commands) -> None:
-    """Add `perdure watch`."""
     watch = add_command(
         commands, "watch", "follow runs: in the terminal, or as a page", WATCH_EXAMPLES
     )
@@ -62,18 +62,17 @@ def add_watch_command(commands: Commands) -> None:
         "--host",
         default="127.0.0.1",
         metavar="ADDRESS",
-        help="that the page is served at (default 127.0.0.1: this machine alone)",
+        help="address to serve the page at (default 127.0.0.1: this machine only)",
     )
-    watch.add_argument("--once", action="store_true", help="print how things stand, and end")
+    watch.add_argument("--once", action="store_true", help="print the state once, and exit")
     watch.set_defaults(run=_watch)
 
 
 def add_runs_command(commands: Commands) -> None:
-    """Add `perdure runs`."""
     runs = add_command(commands, "runs", "list runs: state, step, loss, speed, failures, age")
     runs.add_argument(
         "folder", type=run_place, nargs="?", default=Path("runs"), metavar="DIR",
-        help="that is searched (default runs)",
+        help="folder to search (default runs)",
     )  # fmt: skip
     runs.set_defaults(run=_runs)
 
@@ -108,7 +107,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _check(runs: "Sequence[LocalRun]", *, without_data: bool) -> int:
-    """Print whether each run is as it should be; returns the worst exit code."""
+    """Print the result of the consumption check for each run, and return the worst exit code."""
     from elastic.record.history import read_history
     from trainer.tools.report.report import check
 
@@ -148,7 +147,7 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 
 def _wait_for(runs: "Sequence[LocalRun]") -> None:
-    """Wait until all runs have begun."""
+    """Wait until every run has a start in its ledger."""
     from elastic.record.history import last_start
 
     for run in runs:
@@ -172,7 +171,7 @@ def _runs(arguments: argparse.Namespace) -> int:
         return EXIT_DONE
     if not folder.is_dir():
         print(
-            f"error: {folder}: there is no such folder; name one that holds runs", file=sys.stderr
+            f"error: {folder}: this folder does not exist; name a folder of runs", file=sys.stderr
         )
         return EXIT_WRONG_INPUT
     if not list_runs(folder):

@@ -1,4 +1,4 @@
-"""`perdure train` and `perdure store`: parses and calls, nothing more."""
+"""Command line of `perdure train` and `perdure store`."""
 
 import argparse
 import os
@@ -31,19 +31,18 @@ examples:
   perdure train recipes/llama3_8b.yaml --nnodes 2 --rdzv-endpoint node0:29400
 
 Starting the same recipe again resumes from the newest checkpoint in run.dir.
-exit codes: 0 done; 2 wrong recipe or input; 75 told to go, state saved (requeue); 93 stopped for
+exit codes: 0 done; 2 wrong recipe or input; 75 left with state saved (requeue); 93 stopped for
 good (do not requeue); 130 Ctrl-C (once: state saved); 1 anything else
 """
 
 
 def add_train_command(commands: Commands) -> None:
-    """Add `perdure train`."""
-    train = add_command(commands, "train", "train a recipe, or go on with it", TRAIN_EXAMPLES)
+    train = add_command(commands, "train", "train a recipe, or resume its run", TRAIN_EXAMPLES)
     add_recipe(train)
     train.add_argument(
         "--dry-run",
         action="store_true",
-        help="check the recipe and its inputs, print all of it, and stop",
+        help="check the recipe and its inputs, print it with all defaults, and stop",
     )
     train.add_argument("--nnodes", default="1", metavar="N or MIN:MAX", help="nodes (default 1)")
     train.add_argument(
@@ -58,14 +57,16 @@ def add_train_command(commands: Commands) -> None:
         type=int,
         default=Limits.restarts,
         metavar="N",
-        help="failures of one hour that are answered by starting the ranks again "
+        help="failures within one hour after which ranks are started again "
         f"(default {Limits.restarts})",
     )
-    train.add_argument("--local-addr", metavar="ADDRESS", help="of this node, as others reach it")
+    train.add_argument(
+        "--local-addr", metavar="ADDRESS", help="address at which other nodes reach this one"
+    )
     train.add_argument(
         "--secret",
         metavar="FILE",
-        help="of the nodes (default: one in run.dir; see docs/elastic.md)",
+        help="secret that all nodes share (default: one in run.dir; see docs/elastic.md)",
     )
     train.add_argument("--rdzv-conf", metavar="K=V,…", help="see elastic/rendezvous.py")
     train.add_argument("--rdzv-id", default="perdure", help="name of the job (default perdure)")
@@ -73,14 +74,15 @@ def add_train_command(commands: Commands) -> None:
 
 
 def add_store_command(commands: Commands) -> None:
-    """Add `perdure store`."""
-    store = add_command(commands, "store", "host the store of jobs, outside of their nodes")
+    store = add_command(
+        commands, "store", "host the rendezvous store of jobs, outside of their nodes"
+    )
     store.add_argument("--port", type=int, default=29400, help="default 29400; 0 for a free one")
     store.set_defaults(run=_store)
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    for number in handled_signals():  # until the node's agent takes them
+    for number in handled_signals():  # until the node's agent installs its own handlers
         signal.signal(number, leave_at_once)
     os.environ["PERDURE_LAUNCHED_AT"] = str(time.time())
     os.environ.setdefault("PERDURE_PRELOAD", "trainer.run.worker")
@@ -93,7 +95,7 @@ def _train(arguments: argparse.Namespace) -> int:
         print(dump_recipe(recipe), end="", flush=True)
     if not (arguments.rdzv_endpoint or arguments.nnodes == "1"):
         raise RecipeError("--nnodes: several nodes need --rdzv-endpoint HOST:PORT")
-    # Printed first, as importing torch takes seconds, on a busy machine many.
+    # Printed first, as importing torch takes seconds, and longer on a busy machine.
     if arguments.dry_run:
         print("# loading PyTorch", file=sys.stderr, flush=True)
     else:
@@ -103,9 +105,9 @@ def _train(arguments: argparse.Namespace) -> int:
     from trainer.run.preflight import check_launch, default_ranks
 
     if not arguments.dry_run:
-        import trainer.run.worker  # noqa: F401  # for what is forked; this needs most of it, too
+        import trainer.run.worker  # noqa: F401  # shared with forked ranks
 
-        start_early()  # before GPUs are looked for
+        start_early()  # it forks the zygote, and must come before CUDA is initialised
     ranks = arguments.nproc_per_node or default_ranks(recipe.run.device)
     least, _, most = arguments.nnodes.partition(":")
     nodes = min(least_nodes(recipe, int(least), ranks), int(most or least))
@@ -131,16 +133,16 @@ def _launch(arguments: argparse.Namespace, ranks: int) -> int:
     endpoint = arguments.rdzv_endpoint or "127.0.0.1:0"  # a free port, for this node alone
     torchrun = ["--rdzv-backend", "perdure", "--rdzv-endpoint", endpoint]
     torchrun += ["--rdzv-id", arguments.rdzv_id, "--nnodes", arguments.nnodes]
-    # A worker of torchrun's is only a stand-in; what it loses does not count as a failure.
+    # Each of torchrun's workers only stands for a rank, so its restarts do not count as failures.
     torchrun += ["--nproc-per-node", str(ranks), "--max-restarts", "1000000"]
-    # Its workers print through ours, so that its folder for their output would stay behind empty.
+    # Workers print through this process, so torchrun's folder for their output would stay empty.
     torchrun += ["--log-dir", os.devnull]
     options = [f"restarts={arguments.max_restarts}", *filter(None, [arguments.rdzv_conf])]
     torchrun += ["--rdzv-conf", ",".join(options)]
     if arguments.local_addr:
         torchrun += ["--local-addr", arguments.local_addr]
     worker = ["-m", "trainer", arguments.recipe, *arguments.overrides]
-    sys.argv = ["torchrun", *torchrun, *worker]  # for the agent, which looks at what it starts
+    sys.argv = ["torchrun", *torchrun, *worker]  # the agent reads the command of its ranks here
     config, command, command_arguments = config_from_args(parse_args(sys.argv[1:]))
     try:
         elastic_launch(config, command)(*command_arguments)

@@ -1,5 +1,5 @@
-"""Training data: prepared tokens (written by prepare, read by shards.py and loader.py), or a user's
-own `Samples` (sample_stream.py); in the order of order.py, or that of a user's `Stream`."""
+"""Training data by position: prepared token shards (prepare writes, shards.py and loader.py read),
+a user's `Samples` in the order of order.py, or a user's `Stream`, which has its own order."""
 
 from trainer.data.order import Order
 from trainer.data.samples import Samples

@@ -1,16 +1,16 @@
-"""Copies of whole shards of an object store, on a local disk of each node.
+"""Copies of whole shards from an object store, on a local disk of each node.
 
-[Note: copies] A companion of the node (elastic/node/companion.py) makes them, if all shards of the
-recipe fit. Ranks read a shard there once it is whole. What they read is checked like what comes
-from the store, so a damaged copy costs one request.
+[Note: copies] A companion process of the node (elastic/node/companion.py) copies all shards of the
+recipe, if they fit. Ranks read a shard from the copy once the copy is complete. They check what
+they read like data from the store.
 
-    DIRECTORY/perdure-data-<uid>/     closed to other users (0700), else it is not used
-      <fingerprint>/NAME.tokens       a shard, renamed to this once its checksums were right
+    DIRECTORY/perdure-data-<uid>/     used only if closed to other users (0700)
+      <fingerprint>/NAME.tokens       a shard, renamed to this name after its checksums were right
       <fingerprint>/.partial          the shard that is being copied
 
-The companion holds a lock (flock) on the outer folder: one process of a node copies. Ranks share a
-lock on the folder of their data set: no companion of another run removes it. The kernel drops locks
-with their process.
+The companion holds an exclusive lock (flock) on the outer folder: only one process of a node
+copies. Ranks share a lock on the folder of their data set, so that no companion of another run
+removes it. The kernel releases the locks of a process that ends.
 
     python -m trainer.data.cache DIRECTORY BYTES URL …
 """
@@ -39,49 +39,49 @@ from trainer.data.shards import CHECKSUM_BLOCK, SPLITS, DataError, read_index
 from trainer.recipe.sections import Data
 
 PIECE = 4 * CHECKSUM_BLOCK
-"""Bytes that are asked for at a time, in concurrent requests."""
+"""Bytes that are read from the store at a time, in concurrent requests."""
 AGAIN_SECONDS = 30.0
 """Pause before the store, or the lock of another run, is tried again."""
 PARTIAL = ".partial"
 
 
 class ShardCopies:
-    """The copies of one data set, as ranks read them. Callable from any thread."""
+    """Local copies of one data set's shards, for reading. Callable from any thread."""
 
     def __init__(self, directory: str, fingerprint: str) -> None:
         self._path = home(directory) / folder_name(fingerprint)
         self._folders: dict[Path, LockedFolder] = {}
         self._files: dict[str, int] = {}
-        """Open files by name. Like the folder, each is opened by any thread, and kept once."""
+        """File name → open descriptor. Any thread opens a file, once; it stays open."""
 
     def read(self, name: str, size: int, target: memoryview, offset: int) -> bool:
-        """Fill `target` with the bytes of a shard from `offset` on; returns False if there is no
+        """Fill `target` with the bytes of a shard from `offset` on; return False if there is no
         copy.
 
         Args:
-            name: of the shard's file.
-            size: its bytes.
+            name: file name of the shard.
+            size: bytes of the whole file.
         """
         descriptor = self._open(name, size)
         try:
             return descriptor is not None and os.preadv(descriptor, [target], offset) == len(target)
-        except OSError:  # the disk fails, and the store is still there
+        except OSError:  # the caller then reads from the store
             return False
 
     def discard(self, name: str) -> None:
-        """Remove a copy that is damaged."""
-        self._files.pop(name, None)  # it stays open: another thread may read it
+        """Remove a damaged copy."""
+        self._files.pop(name, None)  # stays open, as another thread may be reading it
         with suppress(OSError):
             for folder in self._folders.values():
                 os.unlink(name, dir_fd=folder.lock)
 
     def close(self) -> None:
-        """Let go of the folder: it may be removed."""
+        """Release the lock on the folder, so that other runs may remove it."""
         while self._folders:
             self._folders.popitem()[1].close()
 
     def _open(self, name: str, size: int) -> int | None:
-        """A descriptor of a whole copy; None if there is none."""
+        """Return a descriptor of a complete copy, or None."""
         if name in self._files:
             return self._files[name]
         folder = self._folders.get(self._path) or hold(self._path, to_read=True)
@@ -103,27 +103,27 @@ class ShardCopies:
 
 
 def home(directory: str | Path) -> Path:
-    """The folder of this user's copies in `data.cache.directory`."""
+    """Folder of this user's copies in `data.cache.directory`."""
     return Path(directory) / f"perdure-data-{os.geteuid()}"
 
 
 def folder_name(fingerprint: str) -> str:
-    """The name of the folder of a data set."""
+    """Name of a data set's folder."""
     return fingerprint.rpartition(":")[2][:32]
 
 
 def hindrance(directory: str) -> str:
-    """Why no copies can be kept in a directory; "" if nothing speaks against it. Writes nothing."""
+    """Why a directory cannot hold copies, for messages; "" if it can. Writes nothing."""
     place = Path(directory).absolute()
     while not place.exists():
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        return f"{directory} cannot be made or written by this user (at {place}); name another"
+        return f"{directory} cannot be created or written by this user (at {place}); set another"
     return _stranger(home(directory))
 
 
 def _stranger(path: Path) -> str:
-    """Why a folder is not private; "" if it is, or is missing."""
+    """Why a folder is not private to this user; "" if it is private or missing."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:
@@ -132,13 +132,13 @@ def _stranger(path: Path) -> str:
         return ""
     return (
         f"{path} belongs to uid {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):o}, so "
-        "others may have put something there; remove it, or name another directory"
+        "others may have written there; remove it, or set another directory"
     )
 
 
 def keep_copies(data: Data) -> Callable[[], None]:
-    """Have a companion of this node copy the shards of a recipe. Does not wait for it. Returns a
-    function to call when this process trains no more."""
+    """Start a companion of this node that copies the shards of a recipe, without waiting for it.
+    Return a function to call when this process stops training."""
     urls = [source.path for source in data.sources if "://" in source.path]
     if data.cache is None or not urls:
         return lambda: None
@@ -151,56 +151,56 @@ def keep_copies(data: Data) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class ShardToCopy:
-    """A shard in a store, and where its copy belongs."""
+    """A shard in a store, with its place in the cache."""
 
     source: ObjectPath
     folder: str
     size: int
     crc32s: Sequence[int]
-    """CRC-32 of each 16 MiB."""
+    """CRC-32 of each 16 MiB block."""
 
 
 def main(directory: str, size: str, *urls: str) -> None:
-    """Copy shards until all are there, or standard input ends."""
+    """Copy shards until all are copied, or standard input ends."""
     ended = until_input_ends(niceness=19)
-    told = ""
+    reported = ""
     while not ended.is_set():
         again = False
         try:
             text = copy_all(Path(directory), int(size), urls, ended)
-        except BlockingIOError:  # another run copies
+        except BlockingIOError:  # another run holds the lock
             text, again = "", True
-        except CheckpointError as error:  # the store may be back soon
-            text, again = f"{error}; it is tried again", True
+        except CheckpointError as error:  # the store may recover
+            text, again = f"{error}; retrying", True
         except (OSError, DataError) as error:
             text = f"{error}; ranges are read from the store"
-        if text and text != told:
+        if text and text != reported:
             print(f"data.cache: {text}", file=sys.stderr, flush=True)
-            told = text
+            reported = text
         if not again:
             return
         ended.wait(AGAIN_SECONDS)
 
 
 def copy_all(directory: Path, most: int, urls: Sequence[str], ended: threading.Event) -> str:
-    """Copy what is not there yet; returns what is to be told, or "".
+    """Copy the missing shards; return a message for the user, or "".
 
     Args:
-        directory: of the recipe.
-        most: bytes that copies may take there.
-        urls: of the data sets.
-        ended: ends it early.
+        directory: `data.cache.directory`.
+        most: largest number of bytes of all copies there.
+        urls: data sets.
+        ended: once set, copying stops early.
 
     Raises:
-        BlockingIOError: another process copies.
+        BlockingIOError: another process holds the lock.
         DataError: a shard is damaged in the store.
-        OSError: the disk fails, or the folder is not this user's alone.
+        OSError: the disk fails, or the folder is not private to this user.
         CheckpointError: the store does not answer.
     """
-    shards = [one for url in urls for one in _shards(ObjectPath.of(url))]
-    needed = sum(one.size for one in shards)
+    shards = [shard for url in urls for shard in _shards(ObjectPath.of(url))]
+    needed = sum(shard.size for shard in shards)
     if needed > most:
-        return f"the shards take {_gb(needed)}, more than {_gb(most)}: nothing is copied"
+        return f"the shards take {_gb(needed)}, more than {_gb(most)}: no shard is copied"
     path = home(directory)
     directory.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
@@ -210,24 +210,24 @@ def copy_all(directory: Path, most: int, urls: Sequence[str], ended: threading.E
     if outer is None:
         raise BlockingIOError
     with closing(outer):
-        inside = Path(f"/proc/self/fd/{outer.lock}")  # leads there whatever others rename
-        folders = {one.folder for one in shards}
+        inside = Path(f"/proc/self/fd/{outer.lock}")  # stays valid if others rename the folder
+        folders = {shard.folder for shard in shards}
         for name in folders:
             (inside / name).mkdir(mode=0o700, exist_ok=True)
             os.utime(inside / name)
             (inside / name / PARTIAL).unlink(missing_ok=True)
         taken = _make_room(inside, folders, most - needed)
         if taken > most - needed:
-            return f"other runs have {_gb(taken)} in {path}: nothing is copied"
-        missing = [one for one in shards if not _is_there(inside, one)]
-        wanted = sum(one.size for one in missing)
+            return f"other runs have {_gb(taken)} in {path}: no shard is copied"
+        missing = [shard for shard in shards if not _is_copied(inside, shard)]
+        wanted = sum(shard.size for shard in missing)
         space = os.statvfs(inside)
         if wanted > space.f_bavail * space.f_frsize:
-            return f"{path} has no room for {_gb(wanted)}: nothing is copied"
-        for one in missing:
-            if not _copy(inside, one, ended):
+            return f"{path} has no room for {_gb(wanted)}: no shard is copied"
+        for shard in missing:
+            if not _copy(inside, shard, ended):
                 return ""
-        return f"{len(shards)} shards, {_gb(needed)}, lie in {path}" if missing else ""
+        return f"{len(shards)} shards, {_gb(needed)}, are in {path}" if missing else ""
 
 
 def _shards(directory: ObjectPath) -> Iterator[ShardToCopy]:
@@ -242,29 +242,29 @@ def _shards(directory: ObjectPath) -> Iterator[ShardToCopy]:
 
 
 def _make_room(inside: Path, folders: set[str], most: int) -> int:
-    """Remove other data sets, those not used for longest first, until they take at most `most`
-    bytes; returns what they take. One that is in use stays."""
+    """Remove unlocked other data sets, least recently used first, until the others take at most
+    `most` bytes; return the bytes that they take."""
     others = sorted(
-        (one for one in inside.iterdir() if one.name not in folders),
-        key=lambda one: one.lstat().st_mtime,
+        (path for path in inside.iterdir() if path.name not in folders),
+        key=lambda path: path.lstat().st_mtime,
     )
-    sizes = {one: sum(file.lstat().st_size for file in one.iterdir()) for one in others}
-    for one in others:
-        if sum(sizes.values()) > most and (folder := hold(one)):
+    sizes = {path: sum(file.lstat().st_size for file in path.iterdir()) for path in others}
+    for path in others:
+        if sum(sizes.values()) > most and (folder := hold(path)):
             with closing(folder):
-                shutil.rmtree(one)
-            del sizes[one]
+                shutil.rmtree(path)
+            del sizes[path]
     return sum(sizes.values())
 
 
-def _is_there(inside: Path, shard: ShardToCopy) -> bool:
+def _is_copied(inside: Path, shard: ShardToCopy) -> bool:
     with suppress(FileNotFoundError):
         return (inside / shard.folder / shard.source.name).lstat().st_size == shard.size
     return False
 
 
 def _copy(inside: Path, shard: ShardToCopy, ended: threading.Event) -> bool:
-    """Copy a shard; returns False if that was ended early."""
+    """Copy a shard; return False if `ended` was set first."""
     folder = inside / shard.folder
     piece = memoryview(bytearray(min(PIECE, shard.size)))
     try:
@@ -282,17 +282,17 @@ def _copy(inside: Path, shard: ShardToCopy, ended: threading.Event) -> bool:
 
 
 def _fetch(shard: ShardToCopy, data: memoryview, begin: int) -> None:
-    """Fill `data` with the bytes of a shard from `begin` on; raises DataError if a checksum is
-    wrong twice."""
+    """Fill `data` with the bytes of a shard from `begin` on. Raises DataError if a checksum is
+    wrong in two downloads."""
     blocks = range(0, len(data), CHECKSUM_BLOCK)
     expected = list(shard.crc32s)[begin // CHECKSUM_BLOCK :][: len(blocks)]
     for _ in range(2):
         store_of(shard.source).read_into(shard.source, [data], begin)
-        if [zlib.crc32(data[one : one + CHECKSUM_BLOCK]) for one in blocks] == expected:
+        if [zlib.crc32(data[at : at + CHECKSUM_BLOCK]) for at in blocks] == expected:
             return
     raise DataError(
-        f"{shard.source}: bytes {begin} to {begin + len(data) - 1} have a wrong checksum, fetched "
-        "twice; copy the data set again with `perdure data copy`"
+        f"{shard.source}: bytes {begin} to {begin + len(data) - 1} have a wrong checksum, "
+        "downloaded twice; copy the data set again with `perdure data copy`"
     )
 
 

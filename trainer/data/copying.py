@@ -1,7 +1,7 @@
-"""`perdure data copy`: a prepared data set from one place to another, checked on the way.
+"""`perdure data copy`: copies a prepared data set, and checks every byte on the way.
 
-Every byte is compared with the checksums in index.json. A data set of an older version gets what
-ranges are checked by. index.json comes last, so what is not complete is no data set.
+Bytes are compared with the checksums in index.json. A data set of an older version gets the
+checksums of small blocks (.crc). index.json is written last: without it the copy is no data set.
 """
 
 import hashlib
@@ -37,17 +37,17 @@ INDEX, TOKENIZER, REJECTS = "index.json", "tokenizer.json", "rejects.jsonl"
 def copy_data_set(
     source: Place, target: Place, say: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Copy a prepared data set; returns the index of the copy. After an interruption it goes on
-    with the shard that was being copied.
+    """Copy a prepared data set, and return the index of the copy. After an interruption, the same
+    call resumes with the shard that was being copied.
 
     Args:
-        source: a directory, or one in an object store.
-        target: where the copy belongs; made if need be.
-        say: tells a person how far it is.
+        source: directory or URL of the data set.
+        target: directory or URL of the copy; created if missing.
+        say: receives lines of progress.
 
     Raises:
-        DataError: the source is no data set, or damaged; or the target holds another one.
-        StorageError: a store does not answer, or gives no access.
+        DataError: the source is no data set, or damaged; or the target holds another data set.
+        StorageError: a store does not answer, or denies access.
         OSError: a disk fails.
     """
     index = read_index(source)
@@ -55,7 +55,7 @@ def copy_data_set(
         there = read_index(target)
         if there["fingerprint"] != index["fingerprint"]:
             raise DataError(
-                f"{target}: holds another data set; name another place, or remove it first"
+                f"{target}: holds another data set; choose another target, or remove it first"
             )
         if all(f"{CRC}_sha256" in shard for shard in _entries(there)):
             say(f"{target}: is up to date")
@@ -64,7 +64,7 @@ def copy_data_set(
         target.mkdir(parents=True, exist_ok=True)
     entries = _entries(index)
     for number, entry in enumerate(entries):
-        if not _is_there(source, target, entry, index):
+        if not _is_copied(source, target, entry, index):
             _copy_shard(source, target, entry, index)
         say(f"{number + 1} of {len(entries)} shards")
     tokenizer = read_small(source / TOKENIZER)
@@ -82,12 +82,13 @@ def copy_data_set(
 
 
 def _entries(index: dict[str, Any]) -> list[dict[str, Any]]:
-    """The shards of all splits."""
+    """Entries of the shards of all splits in index.json."""
     return [entry for split in SPLITS for entry in index["splits"][split]["shards"]]
 
 
-def _is_there(source: Place, target: Place, entry: dict[str, Any], index: dict[str, Any]) -> bool:
-    """Whether a shard was copied before. Its .crc is written last, and says what it holds."""
+def _is_copied(source: Place, target: Place, entry: dict[str, Any], index: dict[str, Any]) -> bool:
+    """Whether an earlier copy completed this shard. Its .crc is written last, and identifies its
+    contents."""
     if f"{CRC}_sha256" not in entry:
         return False
     name = f"{entry['name']}.{CRC}"
@@ -101,29 +102,29 @@ def _is_there(source: Place, target: Place, entry: dict[str, Any], index: dict[s
 
 
 def _copy_shard(source: Place, target: Place, entry: dict[str, Any], index: dict[str, Any]) -> None:
-    """Copy the files of a shard, and complete its entry with what ranges are checked by."""
+    """Copy the files of a shard, and add the checksums of its small blocks to its entry."""
     dtype = np.dtype(index["dtype"]).newbyteorder("<")
     sizes = sizes_of(entry, dtype.itemsize, index["format"])
-    found = SmallChecksums(dtype, index["eos_id"])
+    checksums = SmallChecksums(dtype, index["eos_id"])
 
-    def looked_at(blocks: Iterator[memoryview]) -> Iterator[memoryview]:
+    def counted(blocks: Iterator[memoryview]) -> Iterator[memoryview]:
         for block in blocks:
-            found.add(block)
+            checksums.add(block)
             yield block
 
     for kind in sizes.keys() - {CRC}:
         place = source / f"{entry['name']}.{kind}"
         check_size(place, sizes[kind])
         blocks = _checked(place, entry[f"{kind}_crc32"])
-        blocks = looked_at(blocks) if kind == "tokens" else blocks
+        blocks = counted(blocks) if kind == "tokens" else blocks
         write(target / f"{entry['name']}.{kind}", sizes[kind], blocks)
-    entry |= found.entry
-    content = memoryview(found.content)
+    entry |= checksums.entry
+    content = memoryview(checksums.content)
     write(target / f"{entry['name']}.{CRC}", len(content), iter([content]))
 
 
 def _checked(place: Place, crc32s: list[int]) -> Iterator[memoryview]:
-    """The blocks of a file; raises DataError if a checksum is wrong."""
+    """Yield the blocks of a file. Raises DataError if a checksum is wrong."""
     for number, block in enumerate(blocks_of(place)):
         if crc32s[number : number + 1] != [zlib.crc32(block)]:
             raise DataError(
@@ -135,12 +136,12 @@ def _checked(place: Place, crc32s: list[int]) -> Iterator[memoryview]:
 
 
 def write(place: Place, size: int, blocks: Iterator[memoryview]) -> None:
-    """Write a file that appears whole or not at all.
+    """Write a file atomically: it appears whole or not at all.
 
     Args:
-        place: of the file.
-        size: its bytes.
-        blocks: of CHECKSUM_BLOCK bytes each; the last may be shorter.
+        place: path or URL of the file.
+        size: bytes of the file.
+        blocks: contents in blocks of CHECKSUM_BLOCK bytes; the last may be shorter.
     """
     if not isinstance(place, ObjectPath):
         assert isinstance(place, Path)
@@ -148,7 +149,7 @@ def write(place: Place, size: int, blocks: Iterator[memoryview]) -> None:
             for block in blocks:
                 file.write(block)
         return
-    from checkpointing.storage.object_storage import store_of  # others need no client
+    from checkpointing.storage.object_storage import store_of  # imports the client of object stores
 
     store = store_of(place)
     if size <= BLOCK_BYTES:

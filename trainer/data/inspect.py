@@ -1,4 +1,4 @@
-"""Output of `perdure data inspect` about a prepared data set."""
+"""Text and HTML of `perdure data inspect` about a prepared data set."""
 
 import html
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from trainer.data.shards import SPLITS, DataError, TokenDataset, read_index
 from trainer.data.tokenizer import read_tokenizer
 
 _LOOKED_AT = 1 << 20
-"""Bytes of the list of rejected records."""
+"""Bytes that are read from the beginning of rejects.jsonl."""
 
 
 def inspect(directory: str | Place, documents: int = 2) -> str:
-    """A text about a data set: counts, sources, first rejected records, and the first documents,
+    """Describe a data set: counts, sources, first rejected records, and the first documents,
     decoded.
 
     Raises:
-        DataError: there is no prepared data set, or one of its files is missing or damaged.
-        StorageError: the store does not answer, or gives no access.
+        DataError: no prepared data set, or a missing or damaged file.
+        StorageError: the store does not answer, or denies access.
     """
     directory = location(directory)
     index = read_index(directory)
@@ -58,7 +58,7 @@ def inspect(directory: str | Place, documents: int = 2) -> str:
     dataset, validation = (TokenDataset(directory, split) for split in SPLITS)
     dataset.check_ends()
     validation.check_ends()
-    if kind:  # decoded text cannot show special tokens apart from their letters: see `sample`
+    if kind:  # decoded text does not distinguish special tokens from their letters; `sample` does
         documents = 0
     start = 0
     for number in range(min(documents, dataset.documents)):
@@ -70,21 +70,18 @@ def inspect(directory: str | Place, documents: int = 2) -> str:
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """A document of a data set, for display."""
+class SampledDocument:
+    """A document of a data set with its tokens, for display."""
 
     number: int
     """Index in the training split."""
     tokens: Sequence[tuple[int, str, bool]]
-    """Id, text, and whether it is trained, of each token."""
+    """(id, text, whether it is trained) of each token."""
 
 
-def sample(directory: str | Place, count: int) -> list[Sampled]:
-    """Documents of the training split, evenly spread.
-
-    Raises:
-        DataError: there is no prepared data set, or one of its files is damaged.
-    """
+def sample(directory: str | Place, count: int) -> list[SampledDocument]:
+    """Return `count` documents of the training split, evenly spaced. Raises DataError for no
+    prepared data set, or a damaged file."""
     dataset = TokenDataset(directory, "train")
     tokenizer = read_tokenizer(location(directory) / "tokenizer.json")
     lengths = dataset.lengths()
@@ -96,18 +93,18 @@ def sample(directory: str | Place, count: int) -> list[Sampled]:
         start = int(ends[number]) - length
         ids = dataset.read(start, length).tolist()
         trained = dataset.read_trained(start, length).tolist()
-        texts = [tokenizer.decode([one], skip_special_tokens=False) for one in ids]
-        found.append(Sampled(number, list(zip(ids, texts, trained, strict=True))))
+        texts = [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+        found.append(SampledDocument(number, list(zip(ids, texts, trained, strict=True))))
     return found
 
 
-def as_text(documents: Sequence[Sampled], columns: int | None, *, colour: bool) -> str:
-    """Documents for a terminal or a file.
+def as_text(documents: Sequence[SampledDocument], columns: int | None, *, colour: bool) -> str:
+    """Format documents for a terminal or a file.
 
     Args:
         documents: from `sample`.
-        columns: of the terminal; None without one.
-        colour: mark trained tokens by colour instead of a *.
+        columns: width of the terminal; None without a terminal.
+        colour: mark trained tokens by colour instead of by *.
     """
     lines = []
     for document in documents:
@@ -126,8 +123,8 @@ def as_text(documents: Sequence[Sampled], columns: int | None, *, colour: bool) 
     return "\n".join(lines)
 
 
-def as_page(directory: str | Place, documents: Sequence[Sampled]) -> str:
-    """Documents as an HTML page."""
+def as_page(directory: str | Place, documents: Sequence[SampledDocument]) -> str:
+    """Format documents as an HTML page."""
     title = html.escape(printable(f"{directory}: {len(documents)} documents"))
     parts = [_PAGE.replace("TITLE", title)]
     for document in documents:
@@ -141,8 +138,8 @@ def as_page(directory: str | Place, documents: Sequence[Sampled]) -> str:
     return "".join(parts)
 
 
-def _headline(document: Sampled) -> str:
-    trained = sum(one for *_, one in document.tokens)
+def _headline(document: SampledDocument) -> str:
+    trained = sum(is_trained for *_, is_trained in document.tokens)
     size = len(document.tokens)
     return f"document {document.number}, {size:,} tokens, {trained:,} of them trained"
 
@@ -171,7 +168,7 @@ def _first_rejects(path: Place) -> list[str]:
         with storage_of(path).open(path) as file:
             content = begin[: file.read_into([begin], 0)]
         rejects = [read_object(line) for line in bytes(content).splitlines()[:3]]
-        lines = [f"  {one['file']}:{one['line']}: {one['problem']}" for one in rejects]
+        lines = [f"  {reject['file']}:{reject['line']}: {reject['problem']}" for reject in rejects]
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{path}: damaged: {error}; prepare the data again") from error
     return [*lines, f"  see {path}"]
@@ -182,5 +179,5 @@ def _split(source: dict[str, Any]) -> str:
 
 
 def _begin(index: dict[str, Any]) -> str:
-    ids = index.get("start_ids")  # older data sets have none
+    ids = index.get("start_ids")  # data sets of older versions have no start_ids
     return f"begin with token {', '.join(map(str, ids))} and " if ids else ""

@@ -1,7 +1,7 @@
-"""Loads positions as batches of tensors. The only module that uses torchdata.
+"""Loads batches of tensors by position. The only module that uses torchdata.
 
-torchdata runs the workers, but neither the order nor the saved state: its own state repeats or
-drops samples when the number of ranks or workers changes. Ours is one integer, the position.
+torchdata runs the workers, but its saved state is unused: that repeats or drops samples when the
+number of ranks or workers changes. Our state is one integer, the position.
 """
 
 import hashlib
@@ -27,16 +27,16 @@ from trainer.data.documents import cu_seqlens_of
 from trainer.data.order import BLOCK, ORDER_VERSION, Order, block_counts, sample_digest
 from trainer.data.packing import (
     PACKING_VERSION,
-    Bins,
+    DocumentBins,
     Pack,
-    Sequenced,
-    Windows,
+    PackedSequence,
+    TokenWindows,
     packing_of,
 )
 from trainer.data.samples import IGNORED_LABEL
 from trainer.data.shards import DataError, Reader, TokenDataset
 from trainer.data.stages import DataSetOrder, fingerprints_of
-from trainer.data.stream import CONSUMED, COUNTED, Accounted, Stream
+from trainer.data.stream import CONSUMED, COUNTED, AccountedStream, Stream
 
 if TYPE_CHECKING:
     from trainer.recipe.sections import DataCache
@@ -44,54 +44,55 @@ if TYPE_CHECKING:
 
 MASK = 0xFFFFFFFF
 READ_AHEAD = 4
-"""Micro-batches that a worker is asked for before they are used."""
+"""Micro-batches per worker that are fetched ahead."""
 
-Documents: TypeAlias = Literal["document_ids", "cu_seqlens"]
+DocumentForm: TypeAlias = Literal["document_ids", "cu_seqlens"]
 """Form of a micro-batch's document boundaries: an id per token, (B, T) int32, or
 `trainer.data.documents.cu_seqlens_of`."""
 
 
 class TokenStream:
-    """Sequences of `seq_len` tokens, by position. Shapes: B sequences, T = seq_len.
-
-    Documents are packed by trainer.data.packing. Every label is the next token of its input.
-    """
+    """Sequences of `seq_len` tokens from prepared data sets, by position. Shapes: B sequences, T =
+    seq_len. trainer.data.packing packs documents into sequences. Every label is the token after its
+    input."""
 
     def __init__(
         self,
-        packings: Sequence[Windows | Bins],
+        packings: Sequence[TokenWindows | DocumentBins],
         order: Order | DataSetOrder | None,
         seq_len: int,
-        documents: Documents | None,
+        documents: DocumentForm | None,
         fingerprint: str,
         ahead: int = 0,
         stages: Sequence[tuple[int, str]] = (),
         first: int | None = None,
     ) -> None:
-        """Use `open`. Without an order, position p is sample p of the concatenated sources."""
+        """Internal; call `open`. Without an order, position p is sequence p of the concatenated
+        sources."""
         self._packings, self._order = packings, order
         self.seq_len, self._documents = seq_len, documents
         self.fingerprint = fingerprint
-        """Identity of the stream: data, weights, seq_len and version of the order. The seed is not
-        part of it: callers compare it separately, to say which of the two changed. With stages, of
-        the first."""
+        """Identity of the stream: data, weights, seq_len and version of the order. The seed is
+        compared separately, so that a message can name what changed. With stages, identity of the
+        first stage."""
         self.stages = stages
-        """(first sequence, fingerprint) of further stages, see `fingerprints_of`."""
+        """(first position, fingerprint) of each stage after the first, from `fingerprints_of`."""
         self.ahead = ahead
-        """Micro-batches whose tokens `load` requests before they are needed; 0: all is on disk."""
+        """Micro-batches whose tokens `load` requests before they are needed; 0 if all data is on
+        disk."""
         self._first = packings[:first]
-        """The data sets of the first stage."""
+        """Data sets of the first stage."""
         self._sizes = [packing.sequences for packing in packings]
         self.sequences = sum(self._sizes)
         """Sequences in one epoch over all sources."""
         self.counted = any(packing.counted for packing in packings)
         """Whether sequences differ in their number of labels; batches then have COUNTED."""
-        self.paired = any(isinstance(one, Bins) and one.together > 1 for one in packings)
-        """Whether they hold pairs of answers; COUNTED is then of pairs, and batches have `segments`
-        and `answer_labels`."""
+        self.paired = any(isinstance(p, DocumentBins) and p.together > 1 for p in packings)
+        """Whether the data are pairs of answers. COUNTED then counts pairs, and batches have
+        `segments` and `answer_labels`."""
         self.reference: NDArray[np.float32] | None = None
-        """For pairs, the reference log-probability of each document over all sources, which batches
-        have as `reference`; None: without."""
+        """For pairs: reference log-probability of each document over all sources, for `reference`
+        in batches; None: batches have no `reference`."""
         self._first_documents = np.cumsum([0, *(packing.documents for packing in packings)])
 
     @classmethod
@@ -103,7 +104,7 @@ class TokenStream:
         seq_len: int,
         seed: int,
         shuffle: bool,
-        documents: Documents | None = None,
+        documents: DocumentForm | None = None,
         reader: Reader = "auto",
         pack: Pack = "auto",
         ahead: int = 8,
@@ -116,18 +117,19 @@ class TokenStream:
             sources: (directory, weight) of each data set.
             split: "train" or "validation".
             seq_len: tokens per sequence.
-            shuffle: endless keyed random order; else file order, once.
-            documents: form of document boundaries; None: without.
+            shuffle: True: endless random order by seed; False: file order, once.
+            documents: form of document boundaries; None: no boundaries.
             reader: see `TokenDataset`.
-            pack: whole documents, or a stream of them; auto: whole for chats, stream for others.
-            ahead: see `ahead`, for data sets in an object store.
-            cache: where copies of their shards lie.
-            stages: rows of a table of `sources`, with their weights; empty: one mixture.
+            pack: "whole" documents, or a "stream" that is cut; "auto": whole for chats, else
+                stream.
+            ahead: `TokenStream.ahead` for data sets in an object store.
+            cache: place of local copies of their shards.
+            stages: stages of the mixture over `sources`, with weights; empty: one mixture.
 
         Raises:
-            StorageError: a store does not answer, or gives no access.
-            DataError: a data set is damaged, was made with another tokenizer than the first, holds
-                pairs where others do not, or (with shuffle) is too small for a sequence.
+            StorageError: a store does not answer, or denies access.
+            DataError: a data set is damaged, was prepared with another tokenizer than the first,
+                mixes pairs with other kinds, or (with shuffle) has less than one sequence.
         """
         datasets = [TokenDataset(path, split, reader, cache) for path, _ in sources]
         for (path, _), dataset in zip(sources, datasets, strict=True):
@@ -141,12 +143,12 @@ class TokenStream:
                     f"{path}: holds {dataset.kind}, and {sources[0][0]} {datasets[0].kind}, which "
                     "cannot be mixed; leave one of them out of data.sources"
                 )
-            # Damage shows at the start, rather than in the middle of a run.
+            # Damaged files are reported at the start, rather than in the middle of a run.
             if documents or dataset.masked:
                 dataset.check_ends()
         packings = [packing_of(dataset, seq_len, pack) for dataset in datasets]
         first = len(stages[0].joins) if stages else len(sources)
-        # 1 and 1.0 must give the same fingerprint.
+        # 1 and 1.0 must give the same fingerprint
         weights = [float(weight) for _, weight in sources[:first]]
         if stages:
             weights = [float(stages[0].weights[number]) for number in range(first)]
@@ -171,73 +173,76 @@ class TokenStream:
             except ValueError as error:
                 raise DataError(f"data.sources: {error}") from error
         prints = [dataset.fingerprint for dataset in datasets]
-        packed = [isinstance(packing, Bins) for packing in packings]
+        packed = [isinstance(packing, DocumentBins) for packing in packings]
         parts = [ORDER_VERSION, seq_len, weights, prints[:first]]
-        # Left out otherwise, so that streams without bins keep their fingerprint.
+        # Only added for bins, so that streams without bins keep the fingerprint of older versions.
         if any(packed[:first]):
             parts += [PACKING_VERSION, packed[:first]]
         digest = f"sha256:{hashlib.sha256(json.dumps(parts).encode()).hexdigest()}"
-        contents = [[PACKING_VERSION, *one] for one in zip(prints, packed, strict=True)]
+        contents = [[PACKING_VERSION, *pair] for pair in zip(prints, packed, strict=True)]
         later = fingerprints_of(stages, digest, contents)
         ahead = ahead if any(dataset.remote for dataset in datasets) else 0
         return cls(packings, order, seq_len, documents, digest, ahead, later, first)
 
     @property
     def documents(self) -> int:
-        """Documents in all sources."""
+        """Number of documents in all sources."""
         return int(self._first_documents[-1])
 
     @property
     def pairs_per_sequence(self) -> float:
-        """Mean number of pairs in a sequence, of the first stage."""
-        pairs = sum(one.items for one in self._first if isinstance(one, Bins))
-        return pairs / max(1, sum(one.sequences for one in self._first))
+        """Mean number of pairs per sequence in the first stage."""
+        pairs = sum(p.items for p in self._first if isinstance(p, DocumentBins))
+        return pairs / max(1, sum(p.sequences for p in self._first))
 
     @property
     def labels_per_sequence(self) -> float:
-        """Approximate mean number of labels in a sequence, of the first stage: losses are divided
-        by it, and a stage that is added later must not change how earlier steps round."""
+        """Approximate mean number of labels per sequence in the first stage. Losses are divided by
+        it, so a stage that is added later must not change it."""
         sequences = sum(packing.sequences for packing in self._first)
         return sum(packing.labels for packing in self._first) / max(1, sequences)
 
     @property
     def fullness(self) -> float:
-        """Share of the sequences that is not padding."""
+        """Share of tokens that are not padding."""
         room = self.sequences * self.seq_len
         padding = sum(
             packing.sequences * self.seq_len - packing.tokens
             for packing in self._packings
-            if isinstance(packing, Bins)
+            if isinstance(packing, DocumentBins)
         )
         return 1 - padding / max(1, room)
 
     @property
     def left_out(self) -> int:
-        """Documents, or pairs, that are longer than a sequence and in none."""
-        return sum(one.left_out for one in self._packings if isinstance(one, Bins))
+        """Number of documents or pairs that are in no sequence, because they are longer than
+        one."""
+        return sum(p.left_out for p in self._packings if isinstance(p, DocumentBins))
 
     def begin(self, positions: Sequence[int]) -> list[object]:
-        """Begin to fetch the tokens of a micro-batch from object stores. What is fetched is kept as
-        long as the result is."""
+        """Start to fetch the tokens of a micro-batch from object stores. They stay in memory as
+        long as the returned list."""
         if not self.ahead:
             return []
         sources, samples = self.locate(np.asarray(positions, dtype=np.int64))
         return [
-            one
+            read
             for source in np.unique(sources)
-            for one in self._packings[source].begin(samples[sources == source].tolist())
+            for read in self._packings[source].begin(samples[sources == source].tolist())
         ]
 
     def fetch(self, positions: Sequence[int]) -> dict[str, Any]:
-        """input_ids and labels, (B, T) int64, and document boundaries if requested; if `counted`,
-        also COUNTED. For P pairs also `segments` (B, T) int64, the answer of each label,
-        `answer_labels` (2 P) int64, labels per answer, and `reference` (2 P) float32."""
+        """Read a micro-batch: input_ids and labels, (B, T) int64, and document boundaries if
+        requested. If `counted`, it also has COUNTED. For P pairs it also has `segments` (B, T)
+        int64, the answer of each label; `answer_labels` (2 P) int64, labels per answer; and
+        `reference` (2 P) float32."""
         return self.fetch_with_digest(positions)[0]
 
     def fetch_with_digest(self, positions: Sequence[int]) -> tuple[dict[str, Any], tuple[int, int]]:
-        """See `Accounted`: the batch of `fetch`, and a digest whose second number covers tokens."""
+        """Read a micro-batch as `fetch` does, with a digest of its samples and one of its tokens;
+        see `AccountedStream`."""
         numbers = np.asarray(positions, dtype=np.int64)
-        begun = self.begin(positions)  # all at once, unless that was done before
+        begun = self.begin(positions)  # starts all requests at once, unless they are under way
         sources, samples = self.locate(numbers)
         rows = [
             self._packings[source].read(int(sample), documents=self._documents is not None)
@@ -251,7 +256,8 @@ class TokenStream:
         }
         if self.counted:
             batch[COUNTED] = int((labels != IGNORED_LABEL).sum())
-            if not batch[COUNTED]:  # a mean over no labels is NaN in some models, even times 0
+            # models may give NaN for a mean over no labels, and its weight 0 would not remove that
+            if not batch[COUNTED]:
                 labels[-1, -1] = 0
         if self.paired:
             batch |= self._answers(numbers, rows, labels)
@@ -265,9 +271,9 @@ class TokenStream:
         return batch, (sample_digest(numbers, sources, samples), contents)
 
     def _answers(
-        self, positions: np.ndarray, rows: Sequence[Sequenced], labels: NDArray[np.int64]
+        self, positions: np.ndarray, rows: Sequence[PackedSequence], labels: NDArray[np.int64]
     ) -> dict[str, Any]:
-        """Further entries of a micro-batch of pairs."""
+        """Entries that a micro-batch of pairs has in addition; see `fetch`."""
         answers = self.documents_at(positions)
         counts = [len(documents) for documents in answers]
         begins = np.cumsum([0, *counts[:-1]])
@@ -279,33 +285,33 @@ class TokenStream:
             ]
         )
         each = np.bincount(segments[labels != IGNORED_LABEL], minlength=sum(counts))
-        found = {
+        entries = {
             COUNTED: sum(counts) // 2,
             "segments": torch.from_numpy(segments),
             "answer_labels": torch.from_numpy(each),
         }
         if self.reference is not None:
-            found["reference"] = torch.from_numpy(self.reference[np.concatenate(answers)])
-        return found
+            entries["reference"] = torch.from_numpy(self.reference[np.concatenate(answers)])
+        return entries
 
     def documents_at(self, positions: np.ndarray) -> list[NDArray[np.int64]]:
-        """Indices of the whole documents in each sequence, counted over all sources."""
+        """For each sequence, indices of its whole documents, counted over all sources."""
         found = []
         for source, sample in zip(*self.locate(positions), strict=True):
             packing = self._packings[source]
-            assert isinstance(packing, Bins)
+            assert isinstance(packing, DocumentBins)
             found.append(packing.documents_in(int(sample)) + self._first_documents[source])
         return found
 
     def documents_of(self, position: int) -> tuple[int, NDArray[np.int64]]:
-        """The source of a sequence, and (T,) the index in that source of each label's document; -1
-        where none counts."""
+        """Return (source, index in that source of each label's document, (T,)) of a sequence; -1
+        where no label counts."""
         (source,), (sample,) = self.locate(np.array([position]))
         return int(source), self._packings[source].documents_of(int(sample))
 
     @property
     def in_file_order(self) -> "TokenStream":
-        """The sequences of the sources in file order, each once."""
+        """A stream of the same sequences in file order, each once."""
         return TokenStream(
             self._packings, None, self.seq_len, self._documents, self.fingerprint, self.ahead,
             self.stages, len(self._first),
@@ -313,17 +319,17 @@ class TokenStream:
 
     def describe(self, global_batch: int) -> str:
         tokens = global_batch * self.seq_len
-        found = f"of {self.seq_len} tokens = {tokens:,} tokens per step"
+        text = f"of {self.seq_len} tokens = {tokens:,} tokens per step"
         if self.paired:
             pairs = round(global_batch * self.pairs_per_sequence)
-            return f"{found}, about {pairs:,} pairs, {1 - self.fullness:.1%} padding"
+            return f"{text}, about {pairs:,} pairs, {1 - self.fullness:.1%} padding"
         if not self.counted:
-            return found
+            return text
         trained = round(global_batch * self.labels_per_sequence)
-        return f"{found}, about {trained:,} of them trained, {1 - self.fullness:.1%} padding"
+        return f"{text}, about {trained:,} of them trained, {1 - self.fullness:.1%} padding"
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source, sample) of each position, (N,) int64 each."""
+        """Return (source, sample) of each position, (N,) int64 each."""
         if self._order:
             sources, _, samples = self._order.locate(positions)
             return sources, samples
@@ -333,19 +339,20 @@ class TokenStream:
 
 
 def later_stages(stream: Stream) -> list[list[Any]]:
-    """[first sequence, fingerprint] of each stage of a stream but the first."""
+    """[first position, fingerprint] of each stage of a stream after the first."""
     return [[*stage] for stage in stream.stages] if isinstance(stream, TokenStream) else []
 
 
 def identity_of(stream: Stream) -> str:
-    """A fingerprint of a stream that covers all its stages."""
+    """Fingerprint of a stream that covers all its stages."""
     return str([stream.fingerprint, *(print_ for _, print_ in later_stages(stream))][-1])
 
 
 def _check_weights(
     stages: "Sequence[StageRow]", sources: Sequence[tuple[str | Place, float]]
 ) -> None:
-    """Raise DataError for a weight with which a source would never come."""
+    """Check that every source has a place in each block of the order. Raises DataError if a weight
+    is too small."""
     for number, row in enumerate(stages):
         counts = block_counts([*row.weights.values()], BLOCK)
         for source, places in zip(row.weights, counts, strict=True):
@@ -357,27 +364,26 @@ def _check_weights(
 
 
 _Request: TypeAlias = tuple[tuple[int, ...], list[tuple[int, ...]]]
-"""Positions of a micro-batch, and those of micro-batches that the same worker gets later and may
-begin to read."""
+"""(positions of a micro-batch, positions of the same worker's next micro-batches)."""
 
 
-class _Fetched(Dataset):
-    """A stream as a torch Dataset that fetches whole batches.
+class _BatchDataset(Dataset):
+    """A stream as a torch Dataset that fetches whole micro-batches.
 
     Args:
         stream: maps positions to samples.
-        account: whether micro-batches have a digest, under CONSUMED.
+        account: whether micro-batches have a digest, as CONSUMED.
     """
 
     def __init__(self, stream: Stream, account: bool) -> None:
         self._stream = stream
-        self._accounted = stream if account and isinstance(stream, Accounted) else None
+        self._accounted = stream if account and isinstance(stream, AccountedStream) else None
         self._begun: dict[tuple[int, ...], list[object]] = {}
-        """Reads from object stores that have begun, by the positions of a later request."""
+        """Positions of a later request → its reads that have started."""
 
     def __getitems__(self, request: _Request) -> dict[str, Any] | DataError:
-        """Fetch a batch. A DataError is returned, for `load` to raise: torch would wrap an error of
-        a worker into a page of traceback."""
+        """Fetch a micro-batch. Returns a DataError instead of raising it: torch would wrap the
+        error of a worker in a page of traceback."""
         positions, later = request
         try:
             if self._accounted is None:
@@ -387,7 +393,7 @@ class _Fetched(Dataset):
         except DataError as error:
             return error
         finally:
-            # after the fetch: the threads that send requests would hold it up
+            # after the fetch, as the threads that send requests would delay it
             if later:
                 assert isinstance(self._stream, TokenStream)
                 begin, begun = self._stream.begin, self._begun
@@ -402,32 +408,34 @@ def load(
     pin_memory: bool,
     account: bool = False,
 ) -> Generator[dict[str, torch.Tensor], None, None]:
-    """Fetch each request, in order. Closing or dropping the iterator ends the workers.
+    """Yield the micro-batch of each request, in order. Closing or dropping the generator ends the
+    workers.
 
     Args:
         stream: maps positions to samples.
         requests: positions of each micro-batch; may be endless.
-        workers: background processes that read ahead, started at once; 0 reads on demand.
+        workers: processes that read ahead, started at once; 0: read in this process, on demand.
         pin_memory: return page-locked tensors, for asynchronous copies to a GPU.
-        account: also return digests, as CONSUMED, if the stream is `Accounted`.
+        account: also return digests, as CONSUMED, if the stream is `AccountedStream`.
 
     Raises:
-        DataError: when a batch of a damaged shard is requested.
+        DataError: the requested data are damaged.
         RuntimeError: a worker was killed.
     """
     with warnings.catch_warnings():
         # torchdata 0.11 calls a function that torch 2.13 deprecates.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         loader = StatefulDataLoader(
-            _Fetched(stream, account),
+            _BatchDataset(stream, account),
             batch_sampler=_with_later(requests, _begun_ahead(stream, workers), max(1, workers)),
             num_workers=workers,
             collate_fn=_identity,
             pin_memory=pin_memory,
             prefetch_factor=READ_AHEAD if workers else None,
-            # Python's default up to 3.13; later defaults start a server, and pickle everything.
+            # Python's default up to 3.13. Later defaults start a server and pickle everything.
             multiprocessing_context="fork" if workers else None,
-            snapshot_every_n_steps=1 << 62,  # its snapshots are unused, and cost time
+            # disables torchdata's snapshots, which are unused and cost time
+            snapshot_every_n_steps=1 << 62,
             worker_init_fn=partial(_die_with, os.getpid()) if workers else None,
         )
     return _raise_errors(iter(loader))
@@ -436,8 +444,8 @@ def load(
 def _with_later(
     requests: Iterable[Sequence[int]], ahead: int, stride: int
 ) -> Generator[_Request, None, None]:
-    """Yields each request with those of the next `ahead` whose distance is a multiple of `stride`:
-    torch deals requests to its workers in turn."""
+    """Yield each request with those of the next `ahead` that the same worker will get: torch
+    assigns requests to `stride` workers in turn."""
     window: deque[tuple[int, ...]] = deque()
     for request in requests:
         window.append(tuple(request))
@@ -450,18 +458,18 @@ def _with_later(
 
 
 def _begun_ahead(stream: Stream, workers: int) -> int:
-    """Micro-batches whose reads begin before they are fetched: `stream.ahead`, rounded up so that
-    each worker has as many."""
+    """Number of micro-batches whose reads start before they are fetched: `stream.ahead`, rounded up
+    to a multiple of `workers`."""
     ahead, stride = stream.ahead if isinstance(stream, TokenStream) else 0, max(1, workers)
     return -(-ahead // stride) * stride
 
 
 def requests(plan_at: Callable[[int], BatchPlan], dp_rank: int, start: int) -> Iterator[list[int]]:
-    """Yield the positions of every micro-batch of a data-parallel rank, endlessly from the global
-    batch at `start` on.
+    """Yield the positions of each micro-batch of a data-parallel rank, endlessly.
 
     Args:
         plan_at: returns the plan of the global batch that begins at a position.
+        start: position at which the first global batch begins.
     """
     while True:
         plan = plan_at(start)
@@ -471,13 +479,13 @@ def requests(plan_at: Callable[[int], BatchPlan], dp_rank: int, start: int) -> I
 
 
 def requested_ahead(stream: Stream, workers: int) -> int:
-    """Most micro-batches that `load` requests before they are used."""
+    """Largest number of micro-batches that `load` requests before they are used."""
     return READ_AHEAD * workers + _begun_ahead(stream, workers)
 
 
 def _die_with(parent: int, worker: int) -> None:
-    """End a worker with the process that reads from it. By itself it would notice after seconds,
-    and meanwhile hold what it inherited, such as a GPU with all its memory."""
+    """Make a worker end with the process that reads from it. By itself it would notice only after
+    seconds, and meanwhile hold inherited resources, such as all memory of a GPU."""
     die_with_parent(parent)
 
 
@@ -490,9 +498,9 @@ def _raise_errors(
                 raise batch
             yield batch
     except (EOFError, ConnectionError) as error:  # a worker was killed while it sent a batch
-        raise RuntimeError("DataLoader worker is killed: it broke off in a batch") from error
+        raise RuntimeError("DataLoader worker is killed while it sent a batch") from error
     finally:
-        del batches  # ends the workers, even while a traceback keeps this frame
+        del batches  # ends the workers even if a traceback keeps this frame
 
 
 def _identity(batch: dict[str, torch.Tensor] | DataError) -> dict[str, torch.Tensor] | DataError:

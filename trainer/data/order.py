@@ -1,8 +1,8 @@
 """The order of the data: position → sample, a pure function. numpy only.
 
-The stream of samples is infinite, needs no memory, and allows random access. `Order.locate(
-positions)` depends on the sizes and weights of the sources and the seed, never on the number of
-ranks, workers or steps. Its results are frozen as ORDER_VERSION 1: a checkpoint is a position.
+The sequence of samples is infinite, needs no memory, and allows random access. `Order.locate`
+depends on the positions, the sizes and weights of the sources, and the seed; never on the number
+of ranks, workers or steps. Its results are frozen as ORDER_VERSION 1: checkpoints store a position.
 """
 
 import math
@@ -16,11 +16,12 @@ from elastic.group.permutation import MASK, U64, Permutation, mix, splitmix64
 
 ORDER_VERSION = 1
 BLOCK = 1024
-"""Positions over which a mixture keeps exact shares."""
+"""Number of consecutive positions in which a mixture has exact shares."""
 
 
-class Blocks:
-    """Scatters sources over blocks of BLOCK positions, with exact counts of each by weight."""
+class MixtureBlocks:
+    """Distributes sources over blocks of BLOCK positions, with an exact number of each, by
+    weight."""
 
     def __init__(self, weights: Sequence[float], seed: int, *key: int) -> None:
         """Args:
@@ -33,13 +34,13 @@ class Blocks:
         if not all(0 < weight < math.inf for weight in weights):
             raise ValueError(f"weights {list(weights)} must be positive numbers")
         self.counts = block_counts(weights, BLOCK)
-        """(sources,), places of each source in a block; may be 0."""
+        """(sources,): positions of each source in a block; may be 0."""
         self._ends = np.cumsum(self.counts)
         self._starts = self._ends - self.counts
         self._block = lru_cache(maxsize=64)(lambda block: Permutation(BLOCK, seed, 0, block, *key))
 
     def turns(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(source, number of earlier samples from that source) of each position."""
+        """Return (source, number of earlier samples of that source) of each position, (N,) each."""
         if len(self.counts) == 1:
             return np.zeros_like(positions), positions
         blocks, places = np.divmod(positions, BLOCK)
@@ -48,59 +49,60 @@ class Blocks:
             now = blocks == block
             slots[now] = self._block(int(block))(places[now])
         sources = np.searchsorted(self._ends, slots, side="right")
-        # Each block has the same counts, so none of the earlier ones is walked.
+        # All blocks have the same counts, so earlier blocks need not be visited.
         return sources, blocks * self.counts[sources] + slots - self._starts[sources]
 
 
 class Order:
     """The endless order of samples from one or several sources: position → sample.
 
-    It is a pure function of the sizes, the weights and the seed. A loop is correct if it trains on
-    the samples at positions 0, 1, 2, …, however they are divided; it only saves how many are done.
+    A pure function of the sizes, the weights and the seed. A training loop is correct if it uses
+    the samples at positions 0, 1, 2, …, in any division over ranks; it saves only how many are
+    done.
 
-    A single source runs epoch after epoch, each in its own permutation. Several are mixed in blocks
-    of BLOCK positions with exact counts of each source, by weight. Each source runs through its own
-    epochs, so it repeats no sample before all were drawn.
+    A single source repeats in epochs, each in its own permutation. Several sources are mixed in
+    blocks of BLOCK positions with an exact number of each, by weight. Each source has its own
+    epochs, so it repeats no sample before all were used.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
         """Args:
             sizes: samples in each source, at least 1.
-            weights: relative shares of the sources, one for each; [1.0] for a single one.
+            weights: relative share of each source; [1.0] for a single source.
 
         Raises:
-            ValueError: there is no source, an empty one, or a weight that is missing, not positive,
-                or too small for a place in a block.
+            ValueError: no source, an empty source, or a weight that is missing, not positive, or
+                too small for a position in a block.
         """
         if not sizes or len(sizes) != len(weights):
             raise ValueError(f"{len(sizes)} source(s) with {len(weights)} weight(s); give as many")
         self._seed, self._sizes = seed, list(sizes)
-        self._blocks = Blocks(weights, seed)
+        self._blocks = MixtureBlocks(weights, seed)
         for number, (size, count) in enumerate(zip(sizes, self._blocks.counts, strict=True)):
             if size < 1 or count < 1:
                 raise ValueError(
                     f"source {number} has {size} samples and {count} of {BLOCK} places in a block; "
                     "both must be at least 1: raise its weight, or remove it"
                 )
-        # The second key part, 1 + source here and 0 in `Blocks`, keeps both kinds apart.
+        # `MixtureBlocks` uses 0 in place of 1 + source, so its permutations differ from these.
         self._epoch = lru_cache(maxsize=64)(
             lambda source, epoch: Permutation(self._sizes[source], seed, 1 + source, epoch)
         )
 
     def __reduce__(self) -> tuple:
-        # The caches hold lambdas, which cannot be pickled. Counts as weights give the same counts.
+        # the caches hold lambdas, which cannot be pickled; counts as weights give the same counts
         return Order, (self._sizes, [float(count) for count in self._blocks.counts], self._seed)
 
     def locate(
         self, positions: NDArray | Sequence[int]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """(source, epoch, sample) of each position, int64 arrays of shape (N,).
+        """Return (source, epoch, sample) of each position, int64 arrays of shape (N,).
 
         Args:
             positions: (N,) integers, not negative.
 
         Raises:
-            ValueError: positions are something else.
+            ValueError: `positions` is no such array.
         """
         positions = checked_positions(positions)
         sources, ranks = self._blocks.turns(positions)
@@ -109,7 +111,7 @@ class Order:
             mine = np.flatnonzero(sources == source)
             epoch, place = np.divmod(ranks[mine], self._sizes[source])
             epochs[mine] = epoch
-            # Positions may lie on both sides of an epoch's end.
+            # Positions may be on both sides of an epoch's end.
             for number in np.unique(epoch):
                 now = epoch == number
                 samples[mine[now]] = self._epoch(int(source), int(number))(place[now])
@@ -117,30 +119,27 @@ class Order:
 
 
 def checked_positions(positions: NDArray | Sequence[int]) -> NDArray[np.int64]:
-    """Positions as an int64 array.
-
-    Raises:
-        ValueError: they are no array (N,) of integers that are not negative.
-    """
+    """Convert positions to an int64 array. Raises ValueError if they are no (N,) array of
+    non-negative integers."""
     positions = np.asarray(positions)
     whole = positions.ndim == 1 and (not positions.size or positions.dtype.kind in "iu")
     if not whole or (positions < 0).any():
-        raise ValueError(f"positions {positions!r} are no array of whole numbers from 0 on")
+        raise ValueError(f"positions {positions!r} are no 1-D array of non-negative integers")
     return positions.astype(np.int64, copy=False)
 
 
 def sample_digest(positions: NDArray, sources: NDArray, samples: NDArray) -> int:
-    """Digest of which samples are at which positions, (N,) int64 each: the sum of hashes modulo
-    2**32, so that digests of parts sum to the digest of the whole."""
+    """Digest of the samples at positions, from (N,) int64 arrays: a sum of hashes modulo 2**32, so
+    that the digests of parts sum to the digest of the whole."""
     with np.errstate(over="ignore"):
-        found = mix(np.asarray(positions).astype(np.uint64), U64(1))
-        found = mix(mix(sources.astype(np.uint64), found), samples.astype(np.uint64))
-        return int((found >> U64(32)).sum()) & 0xFFFFFFFF
+        hashes = mix(np.asarray(positions).astype(np.uint64), U64(1))
+        hashes = mix(mix(sources.astype(np.uint64), hashes), samples.astype(np.uint64))
+        return int((hashes >> U64(32)).sum()) & 0xFFFFFFFF
 
 
 def block_counts(weights: Sequence[float], block: int) -> NDArray[np.int64]:
-    """Integers that sum to `block`, as close to the weights' shares as possible (largest
-    remainders; the earlier of equal ones first)."""
+    """Integers that sum to `block`, in proportion to the weights, by largest remainders; ties go to
+    the earlier weight."""
     shares = np.asarray(weights, dtype=np.float64)
     shares = shares / shares.sum() * block
     counts = np.floor(shares).astype(np.int64)
@@ -150,17 +149,17 @@ def block_counts(weights: Sequence[float], block: int) -> NDArray[np.int64]:
 
 
 def random_integers(positions: NDArray, size: int, *key: int) -> NDArray[np.int64]:
-    """A number in range(size) for each position (N,), a function of position and key.
+    """A random integer in range(size) for each position (N,), a pure function of position and key.
 
     Args:
-        positions: int64, not negative.
+        positions: (N,) int64, not negative.
         size: at most 2**32; the bias is below size / 2**32.
-        key: any integers; each changes all numbers.
+        key: any integers; each changes all results.
     """
     state = 0
     for part in key:
         state = splitmix64(state ^ (part & MASK))
     with np.errstate(over="ignore"):
         high = mix(np.asarray(positions).astype(np.uint64), U64(state)) >> U64(32)
-        # Lemire 2019: no division, and a bias of at most size / 2**32.
+        # Lemire 2019: without a division.
         return ((high * U64(size)) >> U64(32)).astype(np.int64)

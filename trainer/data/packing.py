@@ -14,32 +14,29 @@ from trainer.data.samples import IGNORED_LABEL
 from trainer.data.shards import DataError, TokenDataset
 
 PACKING_VERSION = 1
-"""Version under which the results of `best_fit` and `Bins` are frozen: a checkpoint is a position
-in the order of the bins."""
+"""Version of the results of `best_fit` and `DocumentBins`, which must not change: a checkpoint's
+position refers to the order of the bins."""
 
 
 Pack: TypeAlias = Literal["auto", "whole", "stream"]
 
 
-class Sequenced(NamedTuple):
-    """One sequence of T tokens."""
+class PackedSequence(NamedTuple):
+    """One sequence of T tokens with its labels."""
 
     input_ids: NDArray[np.int64]
-    """(T,)."""
+    """Shape (T,)."""
     labels: NDArray[np.int64]
-    """(T,), the next token of each input; -100 where none counts."""
+    """(T,): the token after each input; -100 where it does not count in the loss."""
     documents: NDArray[np.int64]
-    """(T,), index of each input's document in this sequence; attention stays inside equal ones."""
+    """(T,): number of each input's document in this sequence; attention stays inside a document."""
     digest: int
     """CRC-32 of inputs and labels."""
 
 
-class Windows:
-    """Documents back to back, cut where a sequence ends.
-
-    Sample j of a data set is its tokens jT to jT + T, one more than T because labels are the inputs
-    shifted by one.
-    """
+class TokenWindows:
+    """Sequences from documents back to back, cut wherever a sequence ends. Sample j of a data set
+    is its tokens jT to jT + T: T + 1 tokens, because labels are the inputs shifted by one."""
 
     def __init__(self, dataset: TokenDataset, seq_len: int) -> None:
         self._dataset, self._length = dataset, seq_len
@@ -53,12 +50,16 @@ class Windows:
             self.labels = min(self.labels, dataset.trained)
 
     def begin(self, samples: Iterable[int]) -> list[object]:
-        """Begin to fetch sequences that `read` will be asked for; see `TokenDataset.begin`."""
+        """Start to fetch sequences for later calls of `read`; see `TokenDataset.begin`."""
         size = self._length
         return [*self._dataset.begin((sample * size, size + 1) for sample in samples)]
 
-    def read(self, sample: int, *, documents: bool) -> Sequenced:
-        """Read a sequence by its index; `documents`: whether to number its documents.
+    def read(self, sample: int, *, documents: bool) -> PackedSequence:
+        """Read a sequence by its index.
+
+        Args:
+            sample: index of the sequence.
+            documents: whether to number its documents.
 
         Raises:
             DataError: a file is damaged.
@@ -70,30 +71,27 @@ class Windows:
         if documents:
             numbers = dataset.documents_in(start, row[:-1])
         if not dataset.masked:
-            # One digest for both, as labels are the inputs shifted.
-            return Sequenced(row[:-1], row[1:], numbers, crc32(row.data))
+            # Labels are the shifted inputs, so one digest covers both.
+            return PackedSequence(row[:-1], row[1:], numbers, crc32(row.data))
         counts = dataset.read_trained(start + 1, length)
         labels = np.where(counts, row[1:], IGNORED_LABEL)
-        return Sequenced(row[:-1], labels, numbers, crc32(labels.data, crc32(row.data)))
+        return PackedSequence(row[:-1], labels, numbers, crc32(labels.data, crc32(row.data)))
 
     def documents_of(self, sample: int) -> NDArray[np.int64]:
-        """(T,), index in the data set of each label's document.
-
-        Raises:
-            DataError: a file is damaged.
-        """
+        """Index in the data set of each label's document, (T,). Raises DataError if a file is
+        damaged."""
         # The label of a document's last token is the first token of the next document.
         return self._dataset.document_ids(sample * self._length + 1, self._length)
 
 
-class Bins:
-    """Whole documents, as many as fit into a sequence; both answers of a pair in one sequence. The
-    rest of a sequence is a padding document without labels."""
+class DocumentBins:
+    """Sequences from whole documents, as many as fit into each; both answers of a pair are in one
+    sequence. A padding document without labels fills the rest."""
 
     def __init__(self, dataset: TokenDataset, seq_len: int) -> None:
         self._dataset, self._length = dataset, seq_len
         self.together = 2 if dataset.kind == "pairs" else 1
-        """Number of consecutive documents that stay together."""
+        """Number of consecutive documents that stay in one sequence."""
         self.documents = dataset.documents
         lengths = dataset.lengths()
         self._ends = np.cumsum(lengths)
@@ -102,16 +100,16 @@ class Bins:
         self._documents, self._starts = members.ravel(), starts * self.together
         self.sequences = len(self._starts) - 1
         self.counted = True
-        # Bins are sorted by length: shuffled, so that any part of them resembles the whole.
+        # `best_fit` sorts bins by length; shuffled, any part of them resembles the whole.
         self._order = Permutation(max(1, self.sequences))(np.arange(self.sequences))
         kept = lengths[self._documents]
         self.items = len(items)
         """Documents, or pairs, in all sequences."""
         self.left_out = len(lengths) // self.together - self.items
-        """Documents, or pairs, longer than a sequence and in none."""
+        """Documents, or pairs, that are longer than a sequence and left out."""
         self.tokens = int(kept.sum())
         """Tokens in all sequences, without padding."""
-        # Approximate: documents differ in their trained share.
+        # Approximate: documents differ in their share of trained tokens.
         self.labels = int(dataset.trained * self.tokens / max(1, dataset.tokens))
 
     def documents_in(self, sample: int) -> NDArray[np.int64]:
@@ -120,30 +118,27 @@ class Bins:
         return self._documents[self._starts[number] : self._starts[number + 1]]
 
     def begin(self, samples: Iterable[int]) -> list[object]:
-        """Begin to fetch sequences that `read` will be asked for; see `TokenDataset.begin`."""
-        inside = [one for sample in samples for one in self.documents_in(sample).tolist()]
+        """Start to fetch sequences for later calls of `read`; see `TokenDataset.begin`."""
+        inside = [number for sample in samples for number in self.documents_in(sample).tolist()]
         return [*self._dataset.begin(map(self._window, inside))]
 
     def _window(self, document: int) -> tuple[int, int]:
-        """(first token, tokens) of a document."""
+        """Return (first token, number of tokens) of a document."""
         begin = int(self._ends[document - 1]) if document else 0
         return begin, int(self._ends[document]) - begin
 
     def documents_of(self, sample: int) -> NDArray[np.int64]:
-        """(T,), index in the data set of each label's document; -1 where no label counts."""
-        found, place = np.full(self._length, -1, np.int64), 0
+        """Index in the data set of each label's document, (T,); -1 where no label counts."""
+        indices, place = np.full(self._length, -1, np.int64), 0
         for document in self.documents_in(sample).tolist():
             _, size = self._window(document)
-            found[place : place + size - 1] = document
+            indices[place : place + size - 1] = document
             place += size
-        return found
+        return indices
 
-    def read(self, sample: int, *, documents: bool) -> Sequenced:
-        """Read a sequence by its index, with numbered documents.
-
-        Raises:
-            DataError: a file is damaged.
-        """
+    def read(self, sample: int, *, documents: bool) -> PackedSequence:
+        """Read a sequence by its index, with numbered documents. Raises DataError if a file is
+        damaged."""
         dataset, length = self._dataset, self._length
         ids = np.full(length, dataset.eos_id, np.int64)
         labels = np.full(length, IGNORED_LABEL, np.int64)
@@ -153,20 +148,17 @@ class Bins:
             begin, size = self._window(document)
             tokens = ids[place : place + size] = _known(dataset, begin, size)
             counts = dataset.read_trained(begin + 1, size - 1)
-            # A document's last token has no label: the next one belongs to another document.
+            # A document's last token has no label: the next token belongs to another document.
             labels[place : place + size - 1][counts] = tokens[1:][counts]
             place += size
-            # What follows is another document; at last the padding.
+            # The rest is the next document, and finally the padding.
             numbers[place:] = count + 1
-        return Sequenced(ids, labels, numbers, crc32(labels.data, crc32(ids.data)))
+        return PackedSequence(ids, labels, numbers, crc32(labels.data, crc32(ids.data)))
 
 
 def _known(dataset: TokenDataset, start: int, length: int) -> NDArray[np.int64]:
-    """Tokens of a data set.
-
-    Raises:
-        DataError: a token is outside of the vocabulary.
-    """
+    """Read tokens, and check that they are in the vocabulary. Raises DataError if a token is
+    outside of the vocabulary."""
     tokens = np.asarray(dataset.read(start, length), dtype=np.int64)
     if int(tokens.max()) >= dataset.vocab_size:
         file = dataset.file_of(start + int(tokens.argmax()))
@@ -179,15 +171,17 @@ def _known(dataset: TokenDataset, start: int, length: int) -> NDArray[np.int64]:
 
 
 def best_fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Bins of whole documents: the longest document left opens a bin, followed by the longest that
-    still fits, until none does. Among equal lengths the first of the data comes first.
+    """Pack whole documents into bins of `room` tokens. The longest remaining document opens a bin;
+    the longest that still fits is added until none fits. Documents of equal length keep their
+    order.
 
     Args:
-        lengths: (N,) of the documents. Those longer than `room` are left out, and those below two
-            tokens, which have no label.
+        lengths: (N,) tokens of each document. Documents longer than `room` are left out, as are
+            those below two tokens, which have no label.
 
     Returns:
-        (documents of all bins, concatenated; begin of each bin in them, and the end).
+        (documents of all bins, concatenated; index of each bin's first document in them, and the
+            end).
     """
     fits = np.flatnonzero((lengths <= room) & (lengths > 1))
     by_length = fits[np.argsort(lengths[fits], kind="stable")]
@@ -199,12 +193,11 @@ def best_fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], 
     made: list[NDArray[np.int64]] = []
     sizes: list[NDArray[np.int64]] = []
     while alive:
-        # Documents of one length are interchangeable, so a bin's pattern of lengths is repeated
-        # until one length runs out: the time depends on the number of different bins.
+        # Documents of equal length are interchangeable: a bin's pattern repeats while they last.
         pattern: dict[int, int] = {}
         space = room
         while (place := bisect.bisect_right(alive, space) - 1) >= 0:
-            while place >= 0 and alive[place] in pattern:  # no document of that length is left
+            while place >= 0 and alive[place] in pattern:  # no document of that length remains
                 place -= 1
             if place < 0:
                 break
@@ -226,7 +219,7 @@ def best_fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], 
     return documents, starts
 
 
-def packing_of(dataset: TokenDataset, seq_len: int, pack: Pack) -> Windows | Bins:
-    """The packed sequences of a data set, by `data.pack`."""
+def packing_of(dataset: TokenDataset, seq_len: int, pack: Pack) -> TokenWindows | DocumentBins:
+    """Pack a data set into sequences, as `data.pack` says."""
     whole = dataset.kind != "documents" if pack == "auto" else pack == "whole"
-    return Bins(dataset, seq_len) if whole else Windows(dataset, seq_len)
+    return DocumentBins(dataset, seq_len) if whole else TokenWindows(dataset, seq_len)

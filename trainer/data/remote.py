@@ -1,11 +1,11 @@
 """Shards in an object store, read by ranges that are requested before they are needed.
 
-[Note: ranges] The order of the samples is a function of position and touches all shards at once. So
-what the next micro-batches need is known: threads wait for it, and training does not. A range is
-made of whole blocks of 64 KiB, of which .crc has the checksums. A block that is wrong is fetched
-once more. If it is wrong again, reading fails: no token is used unchecked. A range that takes
-PATIENCE_SECONDS is requested a second time, and the first answer counts. While the store refuses or
-is away, a range is tried again for DEADLINE_SECONDS.
+[Note: ranges] The order of samples touches all shards at once, but it is a function of position. So
+the ranges of the next micro-batches are known, and threads wait for them instead of the training. A
+range consists of whole blocks of 64 KiB, whose checksums are in .crc. A block with a wrong checksum
+is downloaded once more; if it is wrong again, reading fails, so no token is used unchecked. A range
+that takes longer than PATIENCE_SECONDS is requested a second time, and the first response counts.
+While the store refuses or does not answer, a range is retried for DEADLINE_SECONDS.
 """
 
 import logging
@@ -33,26 +33,26 @@ from trainer.recipe.sections import DataCache
 logger = logging.getLogger(__name__)
 
 THREADS, SECOND_THREADS = 12, 4
-"""Ranges that a process waits for at a time, and those of them that it requests again: the first
-threads may all wait for a store that hangs. Together as many as a client has connections."""
+"""Threads of a process for first requests, and for repeated ones: all first threads may hang with
+the store. Together they use as many connections as a client has."""
 PATIENCE_SECONDS, DEADLINE_SECONDS, PAUSE_SECONDS = 3.0, 300.0, 1.0
 MOST_BYTES = 8 << 20
-"""Bytes of one request."""
+"""Largest size of one request, in bytes."""
 
 
 def open_shards(
     directory: ObjectPath, index: dict[str, Any], split: str, cache: DataCache | None
 ) -> "list[RemoteShard]":
-    """The shards of a split. Makes no request.
+    """Open the shards of a split. Makes no request.
 
     Args:
-        directory: of the data set.
-        index: its index.json.
+        directory: URL of the data set.
+        index: contents of its index.json.
         split: "train" or "validation".
-        cache: where copies of them may lie.
+        cache: place of local copies.
 
     Raises:
-        DataError: there are no checksums of small blocks.
+        DataError: the index has no checksums of small blocks.
     """
     dtype = np.dtype(index["dtype"]).newbyteorder("<")
     copies = ShardCopies(cache.directory, index["fingerprint"]) if cache else None
@@ -60,24 +60,24 @@ def open_shards(
     for entry in index["splits"][split]["shards"]:
         if f"{CRC}_crc32" not in entry:
             raise DataError(
-                f"{directory}: its index.json has no checksums of small blocks, without which no "
-                "range can be checked; an older version made it. Copy it there with `perdure data "
-                f"copy DIRECTORY {directory}`, which adds them"
+                f"{directory}: its index.json has no checksums of small blocks, which ranges need: "
+                "an older version made it. Copy it there with `perdure data copy DIRECTORY "
+                f"{directory}`, which adds them"
             )
         shards.append(RemoteShard(directory, entry, dtype, copies))
     return shards
 
 
 def read_whole(path: ObjectPath, size: int, crc32s: Sequence[int]) -> memoryview:
-    """All bytes of an object, fetched by this thread alone: what it serves may have to fork.
+    """Read a whole object in this thread alone, because the caller may still fork.
 
     Args:
-        path: of the object.
-        size: its bytes.
-        crc32s: CRC-32 of each 16 MiB of it.
+        path: URL of the object.
+        size: bytes of the object.
+        crc32s: CRC-32 of each 16 MiB block.
 
     Raises:
-        DataError: it cannot be read, or a checksum is wrong twice.
+        DataError: the object cannot be read, or a checksum is wrong in two downloads.
     """
     try:
         return _read_whole(path, size, crc32s)
@@ -86,7 +86,7 @@ def read_whole(path: ObjectPath, size: int, crc32s: Sequence[int]) -> memoryview
 
 
 def _read_whole(path: ObjectPath, size: int, crc32s: Sequence[int]) -> memoryview:
-    """Implements `read_whole`; raises StorageError where it may help to try again."""
+    """Like `read_whole`, but raises StorageError for errors that a retry may cure."""
     data = memoryview(bytearray(size))
     for number, begin in enumerate(range(0, size, CHECKSUM_BLOCK)):
         block = data[begin : begin + CHECKSUM_BLOCK]
@@ -101,17 +101,17 @@ def _read_whole(path: ObjectPath, size: int, crc32s: Sequence[int]) -> memoryvie
 
 
 class RangeRead:
-    """Bytes of an object that are being fetched."""
+    """A range of an object that is being fetched by another thread."""
 
     def __init__(
         self, path: ObjectPath, begin: int, size: int, fetch: Callable[[], bytearray]
     ) -> None:
         """
         Args:
-            path: of the object.
+            path: URL of the object.
             begin: offset of the first byte.
-            size: bytes.
-            fetch: returns them; called in another thread.
+            size: number of bytes.
+            fetch: returns the bytes; called in another thread.
         """
         self.begin = begin
         self._what = f"{path}: bytes {begin} to {begin + size - 1}"
@@ -120,22 +120,18 @@ class RangeRead:
         self._tries: list[Future[bytearray]] = [_threads("first", os.getpid()).submit(fetch)]
 
     def data(self) -> memoryview:
-        """Returns the bytes, and waits for them.
-
-        Raises:
-            DataError: a checksum is wrong twice, or the store has no answer; names object and
-                range.
-        """
+        """Wait for the bytes, and return them. Raises DataError if a checksum is wrong in two
+        downloads, or the store does not answer; names object and range."""
         since = time.monotonic()
         patience = max(0.0, self._began + PATIENCE_SECONDS - since)
         while True:
             done, waiting = wait(self._tries, patience, FIRST_COMPLETED)
             waited, patience = time.monotonic() - since, PATIENCE_SECONDS
-            for one in done:
-                error = one.exception()
+            for attempt in done:
+                error = attempt.exception()
                 if error is None:
-                    self._tries = [one]  # what else is under way is of no use
-                    return memoryview(one.result())
+                    self._tries = [attempt]  # pending attempts are not needed
+                    return memoryview(attempt.result())
                 if not isinstance(error, StorageError):
                     raise error
                 if waited > DEADLINE_SECONDS:
@@ -144,7 +140,7 @@ class RangeRead:
                 raise DataError(
                     f"{self._what}: no answer for {waited:.0f} s; check the store and the network"
                 )
-            if done:  # the store has refused
+            if done:  # the store refused the request
                 time.sleep(PAUSE_SECONDS)
             self._tries = list(waiting)
             if len(waiting) < 2:
@@ -152,7 +148,7 @@ class RangeRead:
 
 
 class RemoteShard:
-    """The tokens of a shard in an object store. Called with (start, length), returns tokens."""
+    """The tokens of a shard in an object store; called with (start, length), it returns tokens."""
 
     def __init__(
         self,
@@ -163,10 +159,10 @@ class RemoteShard:
     ) -> None:
         """
         Args:
-            directory: of the data set.
-            entry: of the shard in index.json.
-            dtype: of its tokens.
-            copies: where it may lie on a local disk.
+            directory: URL of the data set.
+            entry: the shard's entry in index.json.
+            dtype: dtype of its tokens.
+            copies: local copies; None: always read from the store.
         """
         self._path = directory / f"{entry['name']}.tokens"
         self._crc_path = directory / f"{entry['name']}.{CRC}"
@@ -176,15 +172,16 @@ class RemoteShard:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Forget what a process has begun of which this one is a fork: its threads are not here."""
+        """Discard the requests of the parent process after a fork, as its threads do not exist
+        here."""
         self._process, self._lock = os.getpid(), Lock()
         self._crc: NDArray[np.uint32] | None = None
         self._ranges: WeakValueDictionary[int, RangeRead] = WeakValueDictionary()
-        """By number of a block: what fetches it, as long as somebody keeps that."""
+        """Block number → the fetch that covers it, while a caller holds that fetch."""
 
     def begin(self, windows: Iterable[tuple[int, int]]) -> list[RangeRead]:
-        """Begin to fetch windows (start, length) of tokens, unless that is under way. What is
-        fetched is kept as long as the result is. Blocks that are neighbours are one range."""
+        """Start to fetch windows (start, length) of tokens that are not being fetched already. The
+        data stay in memory as long as the returned list. Adjacent blocks become one range."""
         if self._process != os.getpid():
             self._begin_anew()
         width = self._dtype.itemsize
@@ -193,32 +190,30 @@ class RemoteShard:
             end = (start + length) * width
             wanted |= {*range(start * width // CRC_BLOCK, -(-end // CRC_BLOCK))}
         known = {block: self._ranges.get(block) for block in sorted(wanted)}
-        found = {block: one for block, one in known.items() if one}
+        found = {block: fetch for block, fetch in known.items() if fetch}
         for first, last in _runs([block for block in known if block not in found]):
             offset, stop = first * CRC_BLOCK, min((last + 1) * CRC_BLOCK, self._size)
             fetch = partial(self._fetch_checked, first, stop - offset)
-            made = RangeRead(self._path, offset, stop - offset, fetch)
+            read = RangeRead(self._path, offset, stop - offset, fetch)
             for block in range(first, last + 1):
-                self._ranges[block] = found[block] = made
+                self._ranges[block] = found[block] = read
         return list(dict.fromkeys(found.values()))
 
     def __call__(self, start: int, length: int) -> NDArray:
-        """Returns tokens [start, start + length).
-
-        Raises:
-            DataError: names the object and the bytes that cannot be had.
-        """
+        """Return tokens [start, start + length). A DataError names the object and the unreadable
+        bytes."""
         tokens = np.empty(length, self._dtype)
         target, offset = tokens.view(np.uint8).data, start * self._dtype.itemsize
-        for one in self.begin([(start, length)]):
-            data = one.data()
-            first = max(offset, one.begin)
-            last = min(offset + len(target), one.begin + len(data))
-            target[first - offset : last - offset] = data[first - one.begin : last - one.begin]
+        for read in self.begin([(start, length)]):
+            data = read.data()
+            first = max(offset, read.begin)
+            last = min(offset + len(target), read.begin + len(data))
+            target[first - offset : last - offset] = data[first - read.begin : last - read.begin]
         return tokens
 
     def _fetch_checked(self, block: int, size: int) -> bytearray:
-        """Bytes from a block on; raises StorageError where it may help to try again."""
+        """Read `size` bytes from a block on, checked; raises StorageError for errors that a retry
+        may cure."""
         data, offset = bytearray(size), block * CRC_BLOCK
         view, expected = memoryview(data), self._checksums()[block:][: -(-size // CRC_BLOCK)]
         if self._copies and self._copies.read(self._path.name, self._size, view, offset):
@@ -247,8 +242,8 @@ def _fetch(path: ObjectPath, target: memoryview, offset: int) -> None:
     """Fill `target` with the bytes of an object from `offset` on.
 
     Raises:
-        StorageError: the store does not answer, or gives no access.
-        DataError: the object is gone.
+        StorageError: the store does not answer, or denies access.
+        DataError: the object is missing.
     """
     try:
         store_of(path).read_into(path, [target], offset)
@@ -258,13 +253,13 @@ def _fetch(path: ObjectPath, target: memoryview, offset: int) -> None:
 
 def _wrong_twice(path: ObjectPath, begin: int, size: int) -> DataError:
     return DataError(
-        f"{path}: bytes {begin} to {begin + size - 1} have a wrong checksum, fetched twice; copy "
-        "the data set again with `perdure data copy`"
+        f"{path}: bytes {begin} to {begin + size - 1} have a wrong checksum, downloaded twice; "
+        "copy the data set again with `perdure data copy`"
     )
 
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first, last) of each run of consecutive blocks, of at most MOST_BYTES."""
+    """Yield (first, last) of each run of consecutive blocks, cut at MOST_BYTES."""
     begin = 0
     for place, block in enumerate(blocks):
         ends = place + 1 == len(blocks) or blocks[place + 1] != block + 1
@@ -275,5 +270,5 @@ def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 @cached
 def _threads(purpose: str, process: int) -> ThreadPoolExecutor:
-    """The threads of this process: those of a parent do not survive a fork."""
+    """Thread pool of this process, in which the threads of its parent do not exist."""
     return ThreadPoolExecutor(THREADS if purpose == "first" else SECOND_THREADS, f"data-{purpose}")

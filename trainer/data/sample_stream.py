@@ -1,4 +1,4 @@
-"""A user's own data set, by position."""
+"""A stream of a user's own data set, by position."""
 
 import hashlib
 import json
@@ -22,23 +22,21 @@ Collate = Callable[[Sequence[Any]], Mapping[str, Any] | Sequence[Any]]
 
 
 class SampleStream:
-    """Micro-batches of a data set with `__len__` and `__getitem__`. See `trainer.Samples`.
-
-    Random numbers that an item draws from torch, numpy.random or random are a function of its
-    position, independent of ranks and restarts.
-    """
+    """Micro-batches of a data set with `__len__` and `__getitem__`; see `trainer.Samples`. Random
+    numbers that an item draws from torch, numpy.random or random are a function of its position,
+    independent of ranks and restarts."""
 
     def __init__(
         self, name: str, dataset: Any, collate: Collate | None, *, seed: int, shuffle: bool
     ) -> None:
         """Args:
-            name: of the data set, as messages continue after "data.factory: ".
-            dataset: with at least one sample.
+            name: name of the data set in messages, after "data.factory: ".
+            dataset: has at least one sample.
             collate: items → batch; None: `stack`.
-            shuffle: endless keyed random order; else the order of the data set, once.
+            shuffle: True: endless random order by seed; False: the data set's order, once.
 
         Raises:
-            DataError: it is no such data set.
+            DataError: `dataset` or `collate` cannot be used.
         """
         self._name, name = name, f"data.factory: {name}"
         if collate is not None and not callable(collate):
@@ -57,27 +55,24 @@ class SampleStream:
             raise DataError(f"{name} holds no sample")
         self._order = Order([self.sequences], [1.0], seed)
         self.fingerprint = ""
-        """Set by the caller, which knows the data's origin."""
+        """Identity of the data set; set by the caller, which knows the data's origin."""
         self.shifted = False
         """Whether the model shifts labels by one; set by the caller, which knows the model."""
         self.arguments: Sequence[str] = ()
-        """Names of `forward`'s arguments, in order, for items that are tuples; set by the caller,
-        which knows the model."""
+        """Names of `forward`'s arguments, in order, for items that are tuples; set by the
+        caller."""
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source, sample) of each position, (N,) int64 each; the only source is 0."""
+        """Return (source, sample) of each position, (N,) int64 each; the only source is 0."""
         if not self._shuffle:
             return np.zeros_like(positions), positions
         sources, _, samples = self._order.locate(positions)
         return sources, samples
 
     def fetch(self, positions: Sequence[int]) -> Batch:
-        """The batch of `collate` over the samples at positions: tensors, and COUNTED, see
-        `count_of`.
-
-        Raises:
-            DataError: a sample cannot be read, or not be batched with the others.
-        """
+        """Return `collate` of the samples at positions: tensors by name, and COUNTED, see
+        `count_of`. Raises DataError if a sample cannot be read, or cannot be batched with the
+        others."""
         numbers = np.asarray(positions, dtype=np.int64)
         _, samples = self.locate(numbers)
         pairs = zip(numbers.tolist(), samples.tolist(), strict=True)
@@ -93,14 +88,16 @@ class SampleStream:
                 + f" (samples {_some(samples)})"
             ) from error
         count = count_of(batch, len(items), shifted=self.shifted)
-        if not count:  # a mean over no labels is NaN in most models, even times its weight 0
+        # models may give NaN for a mean over no labels, and its weight 0 would not remove that
+        if not count:
             batch["labels"] = batch["labels"].clone()
             batch["labels"].view(-1)[-1:] = 0
         batch[COUNTED] = count
         return batch
 
     def fetch_with_digest(self, positions: Sequence[int]) -> tuple[Batch, tuple[int, int]]:
-        """See `Accounted`. The second number is 0, as an item may vary."""
+        """Read a micro-batch and its digest; see `Accounted`. The digest of contents is 0: items
+        may be random."""
         numbers = np.asarray(positions, dtype=np.int64)
         return self.fetch(positions), (sample_digest(numbers, *self.locate(numbers)), 0)
 
@@ -110,8 +107,9 @@ class SampleStream:
     def _item(self, position: int, sample: int) -> Any:
         purpose = "sample" if self._shuffle else "validation sample"
         seed = stable_seed(self._seed, purpose, position)
-        torch.default_generator.manual_seed(seed)  # the CPU's only: a GPU may be computing
-        # numpy takes 32 bits.
+        # only the CPU's generator: a GPU may be computing
+        torch.default_generator.manual_seed(seed)
+        # numpy's seed has 32 bits.
         np.random.seed(seed & 0xFFFFFFFF)
         random.seed(seed)
         try:
@@ -125,11 +123,11 @@ class SampleStream:
 
 
 _TRANSIENT = (OSError, MemoryError)
-"""Errors that another start may not have."""
+"""Errors that may not occur in another start."""
 
 
 def _unlike_a_data_set(dataset: Any) -> str | None:
-    """Why a value is no map-style data set, as messages continue after its type; None if it is
+    """Describe why a value is no map-style data set, for a message after its type; None if it is
     one."""
     if isinstance(dataset, Mapping):
         parts = ", ".join(map(str, dataset))
@@ -154,10 +152,11 @@ def _unlike_a_data_set(dataset: Any) -> str | None:
 
 
 def _by_name(batch: Any, arguments: Sequence[str]) -> Any:
-    """A batch by the names of `forward`'s arguments, from a tuple or list in their order."""
+    """A tuple or list as a mapping by the names of `forward`'s arguments; other batches
+    unchanged."""
     if not isinstance(batch, tuple | list):
         return batch
-    # A named tuple names its parts itself.
+    # A named tuple has its own names.
     if hasattr(batch, "_asdict"):
         return batch._asdict()
     if len(batch) > len(arguments):
@@ -170,12 +169,9 @@ def _by_name(batch: Any, arguments: Sequence[str]) -> Any:
 
 
 def stack(items: Sequence[Any]) -> Batch | tuple[torch.Tensor, ...]:
-    """Mappings or tuples of arrays, tensors and numbers → tensors with one more dimension, by name
-    or in order. float64, including Python's floats, becomes float32.
-
-    Raises:
-        DataError: the items do not stack.
-    """
+    """Stack mappings or tuples of arrays, tensors and numbers into tensors with a new first
+    dimension. Items are matched by name or by place. float64, including Python's floats, becomes
+    float32. Raises DataError if the items cannot be stacked."""
     items = [item._asdict() if hasattr(item, "_asdict") else item for item in items]
     for item in items:
         if type(item) is not type(items[0]) or not isinstance(item, Mapping | tuple):
@@ -214,9 +210,9 @@ def _stacked(name: str, values: Sequence[Any]) -> torch.Tensor:
                 f"{name!r} has no one shape ({_some(dict.fromkeys(shapes))}), so items cannot be "
                 "stacked; give a collate function that pads them"
             ) from error
-        said = str(error).partition("\n")[0]
+        cause = str(error).partition("\n")[0]
         raise DataError(
-            f"{name!r} cannot be stacked ({said}); make it of one shape and of one format that "
+            f"{name!r} cannot be stacked ({cause}); make it of one shape and of one format that "
             "torch has, or give a collate function"
         ) from error
     if stacked is None:
@@ -228,7 +224,7 @@ def _stacked(name: str, values: Sequence[Any]) -> torch.Tensor:
 
 
 def _some(values: Iterable[Any]) -> str:
-    """The first values, as text."""
+    """Text of the first four values."""
     first = list(map(str, islice(values, 5)))
     return ", ".join([*first[:4], *(["…"] if len(first) > 4 else [])])
 
@@ -243,8 +239,9 @@ def _checked(batch: Any) -> Batch:
 
 
 def count_of(batch: Mapping[str, torch.Tensor], samples: int, *, shifted: bool = False) -> int:
-    """Count of a batch's mean loss: its integer `labels` without IGNORED_LABEL and, if `shifted`,
-    without the first of each sample; without such labels its samples."""
+    """Number over which a batch's mean loss is taken: labels, or samples if there are no integer
+    labels. Labels with IGNORED_LABEL do not count, nor, if `shifted`, does the first label of each
+    sample."""
     labels = batch.get("labels")
     if labels is None or labels.is_floating_point():
         return samples
@@ -252,14 +249,15 @@ def count_of(batch: Mapping[str, torch.Tensor], samples: int, *, shifted: bool =
 
 
 def fingerprint(name: str, options: Mapping[str, Any], size: int, of_data: str | None) -> str:
-    """Identity of a data set: name and options of its factory, its size, and its own fingerprint,
-    if it has one."""
+    """Identity of a data set: name and options of its factory, its size, and its own fingerprint if
+    it has one."""
     parts = [ORDER_VERSION, name, dict(options), size, of_data]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
     return f"samples:{size}:{digest}"
 
 
 def size_in(found: str) -> int:
-    """Number of samples of the data set with a `fingerprint`; 0 if that is another stream's."""
+    """Number of samples of the data set with this fingerprint; 0 for fingerprints of other
+    streams."""
     kind, _, rest = found.partition(":")
     return int(rest.partition(":")[0]) if kind == "samples" else 0

@@ -5,28 +5,26 @@ from dataclasses import dataclass
 from typing import Any
 
 IGNORED_LABEL = -100
-"""Label that does not count in the loss."""
+"""Label of tokens that do not count in the loss."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """A user's own data: the result of `data.factory`, unless it returns only the training set.
-
+    """Training and validation data of a user; a `data.factory` returns it, or just a training set.
     A data set has `__len__` and `__getitem__` by integers from 0 on: a torch `Dataset`, a Hugging
-    Face `datasets.Dataset`, a list. A pandas table is none: its `[0]` is a column.
-    """
+    Face `datasets.Dataset`, or a list. A pandas table is none: its `[0]` is a column."""
 
     train: Any
-    """Training set. The run determines its order, unless it is a `Stream`, which has its own."""
+    """Training set, whose order the run determines; or a `Stream`, which has its own order."""
 
     collate: Callable[[Sequence[Any]], Mapping[str, Any] | Sequence[Any]] | None = None
-    """Items → one batch, one sample per row: tensors by the names of `forward`'s arguments, or a
-    tuple of tensors in their order. None: items are mappings or tuples of arrays, tensors or
-    numbers of one shape, and are stacked."""
+    """Collates items into a batch with one sample per row: tensors by the names of `forward`'s
+    arguments, or a tuple of tensors in their order. None: items are mappings or tuples of arrays,
+    tensors or numbers of one shape, and are stacked."""
 
     validation: Any = None
-    """Data set, or `Stream`, of validation passes, used whole and in its own order."""
+    """Data set or `Stream` for validation passes, used whole and in its own order."""
 
     fingerprint: str | None = None
-    """Identity of `train`, if the data set has none of its own, as those of Hugging Face have. A
-    run does not resume on data with another fingerprint."""
+    """Identity of `train`, for data sets without a fingerprint of their own (those of Hugging Face
+    have one). A run does not resume on data with another fingerprint."""

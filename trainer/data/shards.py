@@ -1,6 +1,6 @@
-"""Prepared data: token shards, document ends, the index.json that names them. numpy only.
+"""Prepared data sets: token shards, document ends, and the index.json that lists them. numpy only.
 
-It lies in a directory, or in an object store, of which remote.py reads the shards.
+A data set is in a directory, or in an object store, where remote.py reads the shards.
 
 [Note: prepared data set]
 ```
@@ -8,17 +8,17 @@ index.json             written last; without it the directory is not a data set
 tokenizer.json         the tokenizer, for checkpoints and for `perdure generate`
 train-00000.tokens     ids, headerless little-endian uint16 or uint32; documents end in eos
 train-00000.ends       uint64, end of each document in the shard, in tokens
-train-00000.trained    of chats, a bit for each token, from the lowest of a byte on: is it trained
+train-00000.trained    chats only: one bit per token, lowest bit of a byte first: 1 if trained
 train-00000.records    uint32, for each document the line (row, value) of its record in its input
-                       file, from 1; data sets of older versions have none
-train-00000.crc        uint32, CRC-32 of each 64 KiB of .tokens, by which ranges of them are
-                       checked; data sets of older versions have none
-validation-00000.…     the same for the validation split
-rejects.jsonl          records that were left out: file, line, reason
+                       file, from 1; absent in data sets of older versions
+train-00000.crc        uint32, CRC-32 of each 64 KiB of .tokens, to check ranges of it; absent in
+                       data sets of older versions
+validation-00000.…     the same files for the validation split
+rejects.jsonl          rejected records: file, line, reason
 ```
 A split is the concatenation of its shards in the order of index.json. Plain text has format 1,
-chats and pairs of answers format 2. Of pairs, documents 2k and 2k + 1 are the chosen and the
-rejected answer.
+chats and pairs of answers have format 2. In a data set of pairs, documents 2k and 2k + 1 are the
+chosen and the rejected answer of pair k.
 """
 
 import errno
@@ -57,11 +57,12 @@ if TYPE_CHECKING:
 
 FORMAT, FORMAT_OF_CHATS = 1, 2
 KINDS = {FORMAT: ("tokens", "ends"), FORMAT_OF_CHATS: ("tokens", "ends", "trained")}
-"""Extensions of a shard's files, by format; `RECORDS` is optional."""
+"""Format → extensions of a shard's mandatory files."""
 RECORDS = "records"
-"""Extension of the file with the origins of documents, which is not part of the data's identity."""
+"""Extension of the optional file with the origins of documents; the fingerprint does not cover
+it."""
 CRC, CRC_BLOCK = "crc", 1 << 16
-"""Ending of the file with the checksums of small blocks of tokens, and bytes of such a block."""
+"""Extension of the file with the checksums of small blocks of tokens, and bytes of a block."""
 DTYPES = ("uint16", "uint32")
 SPLITS = ("train", "validation")
 CHECKSUM_BLOCK = 16 << 20
@@ -86,15 +87,15 @@ _patient = retry(
     stop=stop_after_attempt(6),
     reraise=True,
 )
-"""Decorator: retry for up to half a minute after an error that storage may recover from."""
+"""Decorator: retries for up to half a minute after an error from which storage may recover."""
 
 
 def read_index(directory: str | Place) -> dict[str, Any]:
-    """index.json of a prepared data set.
+    """Read index.json of a prepared data set.
 
     Raises:
-        DataError: it is missing, malformed, or of another format.
-        StorageError: the store that holds it does not answer, or gives no access.
+        DataError: the file is missing, malformed, or has an unknown format.
+        StorageError: the store does not answer, or denies access.
     """
     path = location(directory) / "index.json"
     way_out = f"remove {directory} and prepare the data again"
@@ -102,7 +103,7 @@ def read_index(directory: str | Place) -> dict[str, Any]:
         way_out = f"copy it again with `perdure data copy DIRECTORY {directory}`"
     try:
         index = read_object(read_small(path))
-        # The format decides which other keys must exist.
+        # The format determines which other keys must exist.
         _check(index, {"format": count})
         if index["format"] in KINDS:
             kinds = _INDEX if index["format"] == FORMAT else _INDEX_OF_CHATS
@@ -114,7 +115,7 @@ def read_index(directory: str | Place) -> dict[str, Any]:
                         if shard.keys() & kinds:
                             _check(shard, kinds, f"splits.{split}.shards.{number}")
     except FileNotFoundError:
-        storage_of(path).children(location(directory))  # raises if there is no such bucket
+        storage_of(path).children(location(directory))  # raises if the bucket does not exist
         raise DataError(
             f"{path}: missing, so this is not a prepared data set; see "
             "`perdure data prepare --help`"
@@ -140,28 +141,25 @@ def read_index(directory: str | Place) -> dict[str, Any]:
 
 
 def is_prepared(directory: str | Place) -> bool:
-    """Whether a prepared data set lies there.
-
-    Raises:
-        StorageError: there is no such bucket, or the store does not answer or gives no access.
-    """
+    """Whether a directory or URL has a prepared data set. Raises StorageError if the bucket does
+    not exist, or the store does not answer or denies access."""
     path = location(directory) / "index.json"
     return storage_of(path).exists(path)
 
 
 def read_small(path: Place, most: int = MAX_JSON_BYTES) -> bytes:
-    """All bytes of a small file of a data set.
+    """Read a whole small file of a data set.
 
     Raises:
-        OSError: it cannot be read, or is larger than `most`.
-        StorageError: the store does not answer, or gives no access.
+        OSError: the file cannot be read, or is larger than `most` bytes.
+        StorageError: the store does not answer, or denies access.
     """
     return storage_of(path).read(path, most)
 
 
 def _dtype(value: Any) -> None:
     if value not in DTYPES:
-        raise ValueError(f"none of {', '.join(DTYPES)}")
+        raise ValueError(f"not one of {', '.join(DTYPES)}")
 
 
 def _kind(value: Any) -> None:
@@ -175,16 +173,16 @@ _SHARD = {
     **{"ends_sha256": a_text, "ends_crc32": [count]},
 }
 _RECORDS = {f"{RECORDS}_sha256": a_text, f"{RECORDS}_crc32": [count]}
-"""Keys of a shard with records of its documents."""
+"""Additional keys of a shard that has a .records file."""
 _CRC = {f"{CRC}_sha256": a_text, f"{CRC}_crc32": [count], "eos": count}
-"""Keys of a shard of which ranges can be checked: `eos` is how often the token that ends a document
-stands in it."""
+"""Additional keys of a shard that has a .crc file; `eos` counts the end-of-document tokens in the
+shard."""
 _INDEX = {
     **{"fingerprint": a_text, "dtype": _dtype, "vocab_size": count, "eos_id": count},
     "tokenizer": {"sha256": a_text},
     "splits": {split: {**_COUNTS, "shards": [_SHARD]} for split in SPLITS},
 }
-"""Keys of index.json, and the checks of their values."""
+"""Keys of index.json → checks of their values."""
 _SHARD_OF_CHATS = {
     **{**_SHARD, "trained": count, "trained_sha256": a_text, "trained_crc32": [count]}
 }
@@ -197,29 +195,29 @@ _ABOUT = {
     **{"start_ids": [count], "documents": count, "rejected": count, "plan": a_text},
     "sources": [{"file": a_text, "bytes": count, "documents": count, "rejected": count}],
 }
-"""Optional keys of index.json, and the checks of their values."""
+"""Optional keys of index.json → checks of their values."""
 
 
 def _check(value: Any, kind: Any, where: str = "") -> None:
-    """Raise ValueError, with the key, for a value of the wrong kind."""
+    """Raise ValueError, with the key, for a value that fails the check `kind`."""
     inside: list[tuple[Any, Any, Any]] = []
     try:
         if isinstance(kind, dict):
-            found = an_object(value)
-            inside = [(key, found.get(key), inner) for key, inner in kind.items()]
+            mapping = an_object(value)
+            inside = [(key, mapping.get(key), inner) for key, inner in kind.items()]
         elif isinstance(kind, list):
-            inside = [(number, one, kind[0]) for number, one in enumerate(a_list(value))]
+            inside = [(number, item, kind[0]) for number, item in enumerate(a_list(value))]
         else:
             kind(value)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    for key, one, inner in inside:
-        _check(one, inner, f"{where}.{key}" if where else key)
+    for key, item, inner in inside:
+        _check(item, inner, f"{where}.{key}" if where else key)
 
 
 def fingerprint(index: dict[str, Any]) -> str:
-    """Identity of the data: hashes of contents and tokenizer, dtype and eos, and the options of
-    chats; no paths, no times."""
+    """Identity of the data: hashes of contents and tokenizer, dtype, eos, and the options of chats.
+    Covers neither paths nor times."""
     form = index["format"]
     shards = {
         split: [
@@ -235,7 +233,7 @@ def fingerprint(index: dict[str, Any]) -> str:
 
 
 class TokenDataset:
-    """One split of a prepared data set: an array of tokens, and the ends of its documents."""
+    """One split of a prepared data set: tokens by index, and the ends of its documents."""
 
     def __init__(
         self,
@@ -247,15 +245,15 @@ class TokenDataset:
         """Open a split, and check the size of every file against index.json.
 
         Args:
-            directory: written by `prepare`: a path, or the URL of an object store.
+            directory: path, or URL in an object store.
             split: "train" or "validation".
-            reader: mmap, pread (one read per window), ram (all of it in memory), or auto: pread on
-                network filesystems, else mmap. An object store has a way of its own.
-            cache: where whole shards of an object store lie once they are copied.
+            reader: mmap; pread (one read per window); ram (the whole split in memory); or auto:
+                pread on network filesystems, else mmap. Not used for object stores.
+            cache: place of local copies of shards in an object store.
 
         Raises:
             DataError: names the file that is missing, truncated or too long.
-            StorageError: the store does not answer, or gives no access.
+            StorageError: the store does not answer, or denies access.
         """
         self._arguments = (directory, split, reader, cache)
         self._directory = directory = location(directory)
@@ -266,11 +264,11 @@ class TokenDataset:
         self.fingerprint: str = index["fingerprint"]
         self.tokenizer_sha256: str = index["tokenizer"]["sha256"]
         self.kind: str = index.get("kind", "documents")
-        """documents, chats or pairs."""
+        """"documents", "chats" or "pairs"."""
         self.masked: bool = index["format"] == FORMAT_OF_CHATS
-        """Whether some tokens are no labels."""
+        """Whether some tokens are not labels."""
         self.remote = isinstance(directory, ObjectPath)
-        """Whether it lies in an object store."""
+        """Whether the data set is in an object store."""
         self._entries: list[dict[str, Any]] = index["splits"][split]["shards"]
         self._inputs = _inputs_of(index, split)
         self._ends: dict[int, NDArray] = {}
@@ -285,12 +283,12 @@ class TokenDataset:
         self.trained = index["splits"][split]["trained"] if self.masked else self.tokens
         """Number of tokens that are labels."""
         self.by_eos = self.remote and not self.masked and _end_in_eos(self._entries)
-        """Whether the tokens alone say where documents end. Then .ends, of which a large data set
-        has gigabytes, are not fetched."""
+        """Whether the eos tokens alone determine where documents end. Then the .ends files,
+        gigabytes in a large data set, are not downloaded."""
         self._shards: list[Callable[[int, int], NDArray]] = []
         self._remote: list[RemoteShard] = []
         if isinstance(directory, ObjectPath):
-            from trainer.data.remote import open_shards  # others need no client
+            from trainer.data.remote import open_shards  # imports the client of object stores
 
             self._remote = open_shards(directory, index, split, cache)
             self._shards += self._remote
@@ -303,52 +301,42 @@ class TokenDataset:
         return TokenDataset, self._arguments  # a worker process opens the files itself
 
     def _path(self, shard: int, kind: str) -> Any:
-        """A file of a shard, by its ending."""
+        """Path of a shard's file with the extension `kind`."""
         return self._directory / f"{self._entries[shard]['name']}.{kind}"
 
     def begin(self, windows: Iterable[tuple[int, int]]) -> "list[RangeRead]":
-        """Begin to fetch windows (start, length) of tokens that `read` will be asked for, from an
-        object store. What is fetched is kept as long as the result is."""
+        """Start to fetch windows (start, length) of tokens from an object store, for later calls of
+        `read`. The data stay in memory as long as the returned list."""
         if not self._remote:
             return []
         parts: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for start, length in windows:
             for shard, offset, size in self._pieces(start, length):
                 parts[shard].append((offset, size))
-        return [one for shard, some in parts.items() for one in self._remote[shard].begin(some)]
+        return [read for shard, some in parts.items() for read in self._remote[shard].begin(some)]
 
     def read(self, start: int, length: int) -> NDArray:
-        """Tokens [start, start + length), in the dtype on disk; may span shards.
-
-        Raises:
-            DataError: storage returned fewer bytes than the file must have.
-        """
+        """Read tokens [start, start + length), in the dtype on disk. The window may span shards.
+        Raises DataError if storage returned fewer bytes than the file must have."""
         pieces = [
             self._shards[shard](offset, size) for shard, offset, size in self._pieces(start, length)
         ]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def read_trained(self, start: int, length: int) -> NDArray[np.bool_]:
-        """Whether each token of [start, start + length) is a label.
-
-        Raises:
-            DataError: names the .trained file that is damaged.
-        """
+        """Whether each token of [start, start + length) is a label. A DataError names the damaged
+        .trained file."""
         if not self.masked:
             return np.ones(length, bool)
         parts = []
         for shard, offset, size in self._pieces(start, length):
             bits = self._bits_of(shard)[offset // 8 : -(-(offset + size) // 8)]
-            found = np.unpackbits(bits, bitorder="little")[offset % 8 :][:size]
-            parts.append(found.astype(bool))
+            unpacked = np.unpackbits(bits, bitorder="little")[offset % 8 :][:size]
+            parts.append(unpacked.astype(bool))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each document.
-
-        Raises:
-            DataError: names the .ends file that is damaged.
-        """
+        """Number of tokens of each document. A DataError names the damaged .ends file."""
         parts = [
             np.diff(np.asarray(self._ends_of(shard), np.int64), prepend=0)
             for shard in range(len(self._entries))
@@ -356,13 +344,10 @@ class TokenDataset:
         return np.concatenate([np.empty(0, np.int64), *parts])
 
     def check_ends(self) -> None:
-        """Check ends of documents and trained tokens of the first shards, up to _CHECKED_AT_START
-        documents. Others are checked on first use, as a billion would take seconds. Ends that the
-        tokens themselves tell are not checked.
-
-        Raises:
-            DataError: names the file that is damaged.
-        """
+        """Check document ends and trained tokens of the first shards, up to _CHECKED_AT_START
+        documents. Later shards are checked on first use: checking a billion documents would take
+        seconds. Ends that eos tokens determine need no check. A DataError names the damaged
+        file."""
         if self.by_eos:
             return
         for shard, documents in enumerate(self._documents[1:]):
@@ -372,11 +357,14 @@ class TokenDataset:
                     self._bits_of(shard)
 
     def documents_in(self, start: int, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Number of the document that each of `tokens` belongs to, which begin with token `start`,
-        from 0 for the first.
+        """Number of the document of each of `tokens`, from 0 for the first document.
+
+        Args:
+            start: index of the first of these tokens in the split.
+            tokens: consecutive tokens.
 
         Raises:
-            DataError: names the .ends file that is damaged.
+            DataError: names the damaged .ends file.
         """
         if not self.by_eos:
             numbers = self.document_ids(start, len(tokens))
@@ -386,15 +374,12 @@ class TokenDataset:
         return numbers
 
     def document_ids(self, start: int, length: int) -> NDArray[np.int64]:
-        """Index of the document of each token in [start, start + length).
-
-        Raises:
-            DataError: names the .ends file that is damaged.
-        """
+        """Index of the document of each token in [start, start + length). A DataError names the
+        damaged .ends file."""
         numbers = []
         for shard, offset, size in self._pieces(start, length):
             ends = self._ends_of(shard)
-            # Ends are exclusive: a document that ends at `offset` lies before the window.
+            # Ends are exclusive: a document that ends at `offset` is before the window.
             first = int(np.searchsorted(ends, offset, side="right"))
             last = int(np.searchsorted(ends, offset + size, side="left"))
             inside = np.asarray(ends[first:last], dtype=np.int64)
@@ -403,19 +388,15 @@ class TokenDataset:
         return numbers[0] if len(numbers) == 1 else np.concatenate(numbers)
 
     def document_length(self, number: int) -> int:
-        """Tokens of a document, including its end."""
+        """Number of tokens of a document, including its end."""
         shard = int(np.searchsorted(self._documents, number, side="right")) - 1
         place, ends = number - self._documents[shard], self._ends_of(shard)
         begin = int(ends[place - 1]) if place else 0
         return int(ends[place]) - begin
 
     def origin(self, number: int) -> tuple[str, int] | None:
-        """Input file of a document, and the line (row, value) of its record there, from 1; None if
-        not recorded.
-
-        Raises:
-            DataError: the records cannot be read.
-        """
+        """Return (input file, line or row or value of the record in it, from 1) of a document; None
+        if not recorded. Raises DataError if the records cannot be read."""
         shard = int(np.searchsorted(self._documents, number, side="right")) - 1
         input_file = next((file for end, file in self._inputs if number < end), None)
         if input_file is None or f"{RECORDS}_sha256" not in self._entries[shard]:
@@ -431,19 +412,19 @@ class TokenDataset:
         return input_file, int.from_bytes(line, "little")
 
     def file_of(self, start: int) -> Place:
-        """The shard that holds token `start`, for messages."""
+        """Path of the shard that holds token `start`, for messages."""
         found: Place = self._path(next(self._pieces(start, 1))[0], "tokens")
         return found
 
     def _ends_of(self, shard: int) -> NDArray:
         """Ends of the documents of a shard, uint64."""
         if shard not in self._ends:
-            # Checked: a search in unsorted ends would silently give wrong attention masks.
+            # Checked, because a search in unsorted ends would silently give wrong attention masks.
             self._ends[shard] = _open_ends(self._path(shard, "ends"), self._entries[shard])
         return self._ends[shard]
 
     def _bits_of(self, shard: int) -> NDArray[np.uint8]:
-        """One bit per token of a shard: whether it is trained."""
+        """Packed bits of a shard's tokens: 1 if trained."""
         if shard not in self._bits:
             self._bits[shard] = _open_bits(self._path(shard, "trained"), self._entries[shard])
         return self._bits[shard]
@@ -458,15 +439,15 @@ class TokenDataset:
 
 
 def _end_in_eos(shards: Iterable[dict[str, Any]]) -> bool:
-    """Whether the token that ends a document stands nowhere else."""
+    """Whether the end-of-document token occurs only at ends of documents."""
     return all(shard.get("eos") == shard["documents"] for shard in shards)
 
 
 def sizes_of(shard: dict[str, Any], width: int, form: int) -> dict[str, int]:
-    """Bytes of each file of a shard, by extension.
+    """Extension → bytes of each file of a shard.
 
     Args:
-        shard: its entry in index.json.
+        shard: the shard's entry in index.json.
         width: bytes of a token.
         form: format of the data set.
     """
@@ -478,7 +459,7 @@ def sizes_of(shard: dict[str, Any], width: int, form: int) -> dict[str, int]:
 
 
 def files_of(index: dict[str, Any], split: str) -> dict[str, int]:
-    """Bytes of each file of the shards of a split, by name, in the order of the index."""
+    """File name → bytes, for all files of a split's shards, in the order of the index."""
     width = np.dtype(index["dtype"]).itemsize
     return {
         f"{shard['name']}.{kind}": size
@@ -488,26 +469,26 @@ def files_of(index: dict[str, Any], split: str) -> dict[str, int]:
 
 
 def _inputs_of(index: dict[str, Any], split: str) -> list[tuple[int, str]]:
-    """For each input file of a split, in order: index after its last document, and the file; [] if
+    """Return (index after its last document, name) of each input file of a split, in order; [] if
     not recorded."""
-    found, end = [], 0
+    files, end = [], 0
     for source in index.get("sources", []):
         try:
             end += count(an_object(source.get("by_split")).get(split))
         except ValueError:
             return []
-        found.append((end, source["file"]))
-    return found
+        files.append((end, source["file"]))
+    return files
 
 
 def check_sizes(directory: Place, expected: Mapping[str, int]) -> None:
-    """Raise DataError unless files have the sizes that index.json says, by name. In an object store
-    one request asks for a thousand files."""
+    """Check that files have the sizes in index.json. In an object store, one request covers a
+    thousand files. Raises DataError if a file is missing or has another size."""
     if not isinstance(directory, ObjectPath):
         for name, size in expected.items():
             check_size(directory / name, size)
         return
-    from checkpointing.storage.object_storage import store_of  # others need no client
+    from checkpointing.storage.object_storage import store_of  # imports the client of object stores
 
     found = store_of(directory).walk(directory) if expected else {}
     for name, size in expected.items():
@@ -517,7 +498,8 @@ def check_sizes(directory: Place, expected: Mapping[str, int]) -> None:
 
 
 def check_size(path: Place, expected: int) -> None:
-    """Raise DataError unless the file has the size in index.json."""
+    """Check that a file has the size in index.json. Raises DataError if it is missing or has
+    another size."""
     try:
         found = storage_of(path).stat(path).st_size
     except OSError as error:
@@ -535,14 +517,13 @@ def _compare_sizes(path: Place, found: int, expected: int) -> None:
 
 
 def detect_reader(directory: Path) -> Literal["mmap", "pread"]:
-    """Return pread for network filesystems, where each page fault is a round trip, and mmap for
-    others."""
+    """Return pread for network filesystems, where each page fault is a round trip, else mmap."""
     kind = filesystem(directory)
     return "pread" if kind == "fuse" or is_shared(kind) else "mmap"
 
 
 def _open_shard(path: Path, dtype: np.dtype, mode: str) -> Callable[[int, int], NDArray]:
-    """A function (start, length) → tokens."""
+    """Open a shard as a function (start, length) → tokens."""
     descriptor = os.open(path, os.O_RDONLY)
     if mode == "pread":
         return lambda start, length: _read(path, descriptor, dtype, start, length)
@@ -551,24 +532,21 @@ def _open_shard(path: Path, dtype: np.dtype, mode: str) -> Callable[[int, int], 
     if mode == "ram":
         whole = _read(path, descriptor, dtype, 0, size // dtype.itemsize)
     else:
-        # mmap refuses empty files.
+        # mmap refuses empty files
         mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) if size else b""
         whole = np.frombuffer(mapped, dtype=dtype)
-    # The mapping outlives its descriptor.
+    # the mapping outlives its descriptor
     os.close(descriptor)
     return lambda start, length: whole[start : start + length]
 
 
 def _numbers(path: Place, dtype: str, count: int, crc32s: list[int]) -> NDArray:
-    """All numbers of a file of a shard: mapped into memory, or fetched from a store.
-
-    Raises:
-        DataError: it cannot be read; in a store, also, that a checksum is wrong.
-    """
+    """All numbers of a shard's file, mapped into memory or downloaded from a store. Raises
+    DataError if the file cannot be read, or a checksum is wrong in a download."""
     if not count:
         return np.empty(0, dtype)
     if isinstance(path, ObjectPath):
-        from trainer.data.remote import read_whole  # others need no client
+        from trainer.data.remote import read_whole  # imports the client of object stores
 
         return np.frombuffer(read_whole(path, count * np.dtype(dtype).itemsize, crc32s), dtype)
     try:
@@ -578,16 +556,17 @@ def _numbers(path: Place, dtype: str, count: int, crc32s: list[int]) -> NDArray:
 
 
 def _open_ends(path: Place, shard: dict[str, Any]) -> NDArray:
-    """Map the .ends file of a shard into memory.
+    """Map the .ends file of a shard into memory, and check it.
 
     Args:
-        shard: its entry in index.json.
+        path: the .ends file.
+        shard: the shard's entry in index.json.
 
     Raises:
         DataError: its checksum is wrong, or its numbers do not ascend to the end of the shard.
     """
     ends = _numbers(path, "<u8", shard["documents"], shard["ends_crc32"])
-    # In blocks, so that comparisons allocate little.
+    # in blocks, so that comparisons allocate little memory
     blocks = [ends[start : start + _ENDS] for start in range(0, len(ends), _ENDS)]
     wrong = [zlib.crc32(block.data) for block in blocks] != shard["ends_crc32"]
     last = 0
@@ -596,17 +575,18 @@ def _open_ends(path: Place, shard: dict[str, Any]) -> NDArray:
         last = int(block[-1])
     if wrong or last != shard["tokens"]:
         raise DataError(
-            f"{path}: damaged: its ends of documents are not those that were written; copy the "
+            f"{path}: damaged: its ends of documents have changed; copy the "
             "file again, or prepare the data again"
         )
     return ends
 
 
 def _open_bits(path: Place, shard: dict[str, Any]) -> NDArray[np.uint8]:
-    """Map the .trained file of a shard into memory.
+    """Map the .trained file of a shard into memory, and check it.
 
     Args:
-        shard: its entry in index.json.
+        path: the .trained file.
+        shard: the shard's entry in index.json.
 
     Raises:
         DataError: its checksum is wrong.
@@ -616,7 +596,7 @@ def _open_bits(path: Place, shard: dict[str, Any]) -> NDArray[np.uint8]:
     found = [zlib.crc32(bits[start : start + CHECKSUM_BLOCK].data) for start in starts]
     if found != shard["trained_crc32"]:
         raise DataError(
-            f"{path}: damaged: what is trained is not what was written; copy the file again, or "
+            f"{path}: damaged: its trained tokens have changed; copy the file again, or "
             "prepare the data again"
         )
     return bits
@@ -624,7 +604,7 @@ def _open_bits(path: Place, shard: dict[str, Any]) -> NDArray[np.uint8]:
 
 def _read(path: Path, descriptor: int, dtype: np.dtype, start: int, length: int) -> NDArray:
     tokens = np.empty(length, dtype=dtype)
-    # As bytes: a short read may end inside a token.
+    # as bytes, because a short read may end inside a token
     left, offset = tokens.view(np.uint8).data, start * dtype.itemsize
     while left:  # reads may be short
         try:
@@ -647,7 +627,7 @@ def _preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
 
 
 def checksums(path: Place) -> tuple[str, list[int]]:
-    """(sha256, CRC-32 of every 16 MiB block) of a file."""
+    """Return (SHA-256, CRC-32 of every 16 MiB block) of a file."""
     digest, blocks = hashlib.sha256(), []
     for block in blocks_of(path):
         digest.update(block)
@@ -656,28 +636,27 @@ def checksums(path: Place) -> tuple[str, list[int]]:
 
 
 def small_checksums(block: memoryview) -> NDArray[np.uint32]:
-    """CRC-32 of every 64 KiB of some bytes, as .crc has them."""
+    """CRC-32 of every 64 KiB of some bytes, as in a .crc file."""
     starts = range(0, len(block), CRC_BLOCK)
     return np.array([zlib.crc32(block[start : start + CRC_BLOCK]) for start in starts], "<u4")
 
 
 class SmallChecksums:
-    """What ranges of a shard are checked by, computed block by block from its tokens."""
+    """Computes the .crc file of a shard, block by block from its tokens."""
 
     def __init__(self, dtype: np.dtype, eos_id: int) -> None:
         self._dtype, self._eos_id, self._eos = dtype, eos_id, 0
         self.content = bytearray()
-        """Content of the .crc file."""
+        """Contents of the .crc file so far."""
 
     def add(self, block: memoryview) -> None:
-        """Take the next 16 MiB of the shard, or its end."""
+        """Add the next 16 MiB of the shard, or its shorter end."""
         self.content += small_checksums(block).tobytes()
         self._eos += int((np.frombuffer(block, self._dtype) == self._eos_id).sum())
 
     @property
     def entry(self) -> dict[str, Any]:
-        """What index.json says of the .crc file, and how often the end of a document stands in the
-        shard."""
+        """Keys of the shard's entry in index.json: checksums of .crc, and number of eos tokens."""
         starts = range(0, len(self.content), CHECKSUM_BLOCK)
         crc32s = [zlib.crc32(self.content[at : at + CHECKSUM_BLOCK]) for at in starts]
         digest = hashlib.sha256(self.content).hexdigest()
@@ -685,11 +664,11 @@ class SmallChecksums:
 
 
 def verify(directory: str | Place) -> list[str]:
-    """Read every byte again; returns a line per problem with file and block.
+    """Read and check every byte; return a line per problem, with file and block.
 
     Raises:
         DataError: index.json itself is missing or damaged.
-        StorageError: the store does not answer, or gives no access.
+        StorageError: the store does not answer, or denies access.
     """
     directory = location(directory)
     index = read_index(directory)
@@ -728,11 +707,8 @@ def _damaged_blocks(path: Place, found: list[int], expected: list[int]) -> list[
 
 
 def blocks_of(path: Place) -> Iterator[memoryview]:
-    """The bytes of a file, 16 MiB at a time; each block is valid until the next.
-
-    Raises:
-        OSError, StorageError: it cannot be read.
-    """
+    """Yield the bytes of a file, 16 MiB at a time; each block is valid until the next. Raises
+    OSError or StorageError if the file cannot be read."""
     with storage_of(path).open(path) as file:
         buffer = memoryview(bytearray(min(file.size, CHECKSUM_BLOCK)))
         for offset in range(0, file.size, CHECKSUM_BLOCK):

@@ -1,15 +1,16 @@
-"""Order version 2: the order of samples where the mixture changes. numpy only.
+"""Order version 2: the order of samples when the mixture changes. numpy only.
 
-[Note: stages] A table of mixtures, each from a position on, may grow at any position that is not
-consumed yet. What comes before that position stays as it was. Each source has an endless stream of
-*ranks* 0, 1, 2, …; a mixture hands them out in blocks as version 1 does, of which the first mixture
-is a part, bit for bit. Three things are added:
+[Note: stages] The order follows a table of mixtures, each with the position where it begins. The
+table may grow at any position that is not consumed yet; samples at earlier positions stay the same.
+Each source has an endless stream of *ranks* 0, 1, 2, …. A mixture assigns ranks to positions in
+blocks, as version 1 does; the first mixture equals version 1 bit for bit. Three rules are added:
 
-- A mixture's blocks begin where it begins. From the second on, its number is part of their key.
-- A mixture that ends inside a block leaves at most BLOCK ranks of a source behind, its *carry*. The
-  next mixture with that source hands them out first. So no rank is lost, wherever a border is.
-- A source that grows begins an *era*: the rest of its epoch is a new permutation of the old samples
-  still to come and of all new ones.
+- A mixture's blocks begin where the mixture begins. From the second mixture on, its number is part
+  of the random key.
+- A mixture that ends inside a block leaves at most BLOCK ranks of a source unassigned, its *carry*.
+  The next mixture with that source assigns them first. So no rank is lost at any border.
+- A source that grows begins an *era*: the rest of its epoch is a new permutation of the remaining
+  old samples and of all new ones.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.order import BLOCK, Blocks, Permutation, checked_positions
+from trainer.data.order import BLOCK, MixtureBlocks, Permutation, checked_positions
 
 if TYPE_CHECKING:
     from trainer.recipe.stages import StageRow
@@ -32,21 +33,19 @@ NO_RANKS = np.empty(0, np.int64)
 
 
 class Mixture(NamedTuple):
-    """A row of the table: the mixture from a position on."""
+    """A row of the table: the mixture of sources from a position on."""
 
     begin: int
     weights: Mapping[int, float]
-    """Source → relative share. A source without one rests, and goes on where it was later."""
+    """Source → relative share. An absent source pauses, and resumes in a later mixture."""
     sizes: Mapping[int, int]
-    """Source → samples, of sources that are new or have grown."""
+    """Source → number of samples, for sources that are new or have grown."""
 
 
 class StagedOrder:
     """The endless order of samples under a table of mixtures: position → sample. Like `Order`, a
-    pure function of the table and the seed.
-
-    Each source shows every sample once before it repeats one, whatever mixtures it takes part in.
-    """
+    pure function of the table and the seed. Each source yields every sample once before it repeats
+    one, whichever mixtures it is in."""
 
     def __init__(self, mixtures: Sequence[Mixture], seed: int) -> None:
         """Args:
@@ -56,8 +55,8 @@ class StagedOrder:
             ValueError: the table contradicts itself.
         """
         self._mixtures, self._seed = list(mixtures), seed
-        self._sources: dict[int, _Source] = {}
-        self._parts: list[_Part] = []
+        self._sources: dict[int, _SourceState] = {}
+        self._parts: list[_MixtureRanks] = []
         for number, mixture in enumerate(mixtures):
             if not number and mixture.begin:
                 raise ValueError(f"mixture 0 begins at {mixture.begin}; it must begin at 0")
@@ -70,8 +69,8 @@ class StagedOrder:
                     )
                 before.leave(mixture.begin - before.begin, self._sources)
             for source, size in mixture.sizes.items():
-                self._sources.setdefault(source, _Source()).grow(source, size)
-            self._parts.append(_Part(number, mixture, self._sources, seed))
+                self._sources.setdefault(source, _SourceState()).grow(source, size)
+            self._parts.append(_MixtureRanks(number, mixture, self._sources, seed))
         self._begins = np.array([part.begin for part in self._parts])
         self._permutation = lru_cache(maxsize=64)(lambda size, *key: Permutation(size, seed, *key))
 
@@ -82,7 +81,7 @@ class StagedOrder:
     def locate(
         self, positions: NDArray | Sequence[int]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """(source, epoch, sample) of each position, as `Order.locate`."""
+        """Return (source, epoch, sample) of each position, (N,) int64 each; see `Order.locate`."""
         sources, ranks = self.ranks(positions)
         epochs, samples = np.empty_like(ranks), np.empty_like(ranks)
         for source in np.unique(sources):
@@ -97,7 +96,7 @@ class StagedOrder:
     def ranks(
         self, positions: NDArray | Sequence[int]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(source, rank in the stream of that source) of each position, (N,) int64 each."""
+        """Return (source, rank in that source's stream) of each position, (N,) int64 each."""
         positions = checked_positions(positions)
         sources, ranks = np.empty_like(positions), np.empty_like(positions)
         numbers = np.searchsorted(self._begins, positions, side="right") - 1
@@ -107,20 +106,20 @@ class StagedOrder:
             sources[mine] = part.sources[indices]
         return sources, ranks
 
-    def handed_out(self, source: int) -> tuple[int, NDArray[np.int64]]:
-        """(N, carry) at the beginning of the last mixture: ranks 0 to N - 1 of a source are handed
-        out, except those in `carry`."""
+    def assigned_ranks(self, source: int) -> tuple[int, NDArray[np.int64]]:
+        """Return (N, carry) of a source where the last mixture begins: ranks 0 to N - 1 are
+        assigned, except `carry`."""
         known = self._sources[source]
         return known.base, known.carry
 
     def _samples(
         self, source: int, number: int, ranks: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(epoch, sample) of ranks of one era of a source."""
+        """Return (epoch, sample) of ranks within one era of a source."""
         eras = self._sources[source].eras
         epochs, places = eras[number].place(ranks)
         samples = np.empty_like(ranks)
-        # An era draws old samples by their ranks, which the era before resolves, and so on.
+        # Old samples are drawn by their rank in the previous era, and so on to earlier eras.
         left, of, which = np.arange(len(ranks)), epochs, places
         while len(left):
             era = eras[number]
@@ -139,16 +138,16 @@ class StagedOrder:
 
 
 class DataSetOrder:
-    """The order of samples under stages, where data sets may extend others: position → sample of a
-    data set. Like `Order` otherwise."""
+    """The order of samples under stages where data sets may extend others: position → sample of a
+    data set. Otherwise like `Order`."""
 
     def __init__(self, rows: "Sequence[StageRow]", sizes: Sequence[int], seed: int) -> None:
         """Args:
             rows: stages of a recipe.
-            sizes: samples in each data set.
+            sizes: number of samples in each data set.
 
         Raises:
-            ValueError: a row names a data set that has too small a weight.
+            ValueError: the weight of a data set is too small.
         """
         parts: dict[int, list[int]] = {}
         mixtures = []
@@ -156,36 +155,36 @@ class DataSetOrder:
             for data_set, extended in row.joins.items():
                 parts.setdefault(extended, []).append(data_set)
             grown = set(row.joins.values())
-            totals = {source: sum(sizes[one] for one in parts[source]) for source in grown}
+            totals = {source: sum(sizes[part] for part in parts[source]) for source in grown}
             mixtures.append(Mixture(row.begin, row.weights, totals))
         self._order = StagedOrder(mixtures, seed)
         self._parts = {
-            source: (np.array(several), np.cumsum([0, *(sizes[one] for one in several[:-1])]))
+            source: (np.array(several), np.cumsum([0, *(sizes[part] for part in several[:-1])]))
             for source, several in parts.items()
             if len(several) > 1
         }
-        """Source that was extended → its data sets, and the first sample of each."""
+        """Extended source → (its data sets, the first sample of each)."""
 
     def locate(
         self, positions: NDArray | Sequence[int]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """(data set, epoch of its source, sample of the data set) of each position, as
-        `Order.locate`."""
+        """Return (data set, epoch of its source, sample of the data set) of each position, (N,)
+        int64 each."""
         sources, epochs, samples = self._order.locate(positions)
-        found = sources.copy()
+        data_sets = sources.copy()
         for source, (several, begins) in self._parts.items():
             mine = sources == source
             places = np.searchsorted(begins, samples[mine], side="right") - 1
-            found[mine] = several[places]
+            data_sets[mine] = several[places]
             samples[mine] -= begins[places]
-        return found, epochs, samples
+        return data_sets, epochs, samples
 
 
 def fingerprints_of(
     rows: "Sequence[StageRow]", first: str, contents: Sequence[Sequence[object]]
 ) -> list[tuple[int, str]]:
-    """(first sequence, fingerprint) of each stage but the first. A fingerprint covers all stages up
-    to its own, and none that follow, so that a table may grow.
+    """Return (first position, fingerprint) of each stage after the first. A fingerprint covers all
+    stages up to its own, but no later ones, so that the table may grow.
 
     Args:
         rows: stages of a recipe.
@@ -204,20 +203,21 @@ def fingerprints_of(
 
 @dataclass(frozen=True)
 class _Era:
-    """The stream of a source while it has one size."""
+    """The stream of a source while its number of samples is constant."""
 
     begin: int = 0
-    """First rank."""
+    """First rank of the era."""
     size: int = 0
     epoch: int = 0
-    """Epoch under way when the era begins."""
+    """Epoch in progress when the era begins."""
     old: int = 0
-    """Samples of the era before that are still to come in that epoch."""
+    """Samples of the previous era that remain in that epoch."""
     rest: int = 0
-    """Samples until the next epoch begins: `old` and all new ones; 0: an epoch begins here."""
+    """Ranks until the next epoch begins: `old` plus all new samples; 0: an epoch begins with the
+    era."""
 
     def place(self, ranks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(epoch, place in its permutation) of ranks from `begin` on."""
+        """Return (epoch, place in its permutation) of ranks from `begin` on."""
         past = ranks - self.begin
         whole, place = np.divmod(past - self.rest, self.size)
         first = past < self.rest
@@ -226,20 +226,22 @@ class _Era:
 
 
 @dataclass
-class _Source:
-    """A source at one border of the table."""
+class _SourceState:
+    """State of a source where a mixture begins."""
 
     eras: list[_Era] = field(default_factory=list)
     base: int = 0
-    """Ranks handed out: all below it, except `carry`."""
+    """All ranks below it are assigned, except `carry`."""
     carry: NDArray[np.int64] = field(default_factory=lambda: NO_RANKS)
 
     def grow(self, source: int, size: int) -> None:
-        """Set the number of samples, from rank `base` on."""
+        """Set the number of samples from rank `base` on."""
         era = self.eras[-1] if self.eras else _Era()
         if size <= era.size:
-            raise ValueError(f"source {source} has {size} samples, after {era.size}; it must grow")
-        if self.base == era.begin:  # nothing of that era was handed out
+            raise ValueError(
+                f"source {source} has {size} samples, after {era.size}; it must have more"
+            )
+        if self.base == era.begin:  # no rank of that era is assigned yet
             rest = era.rest + (size - era.size if era.rest else 0)
             self.eras[-1:] = [_Era(era.begin, size, era.epoch, era.old, rest)]
             return
@@ -250,17 +252,19 @@ class _Source:
         self.eras.append(_Era(self.base, size, int(epoch), old, rest))
 
 
-class _Part:
-    """How one mixture hands out the ranks of its sources."""
+class _MixtureRanks:
+    """The assignment of ranks to positions in one mixture."""
 
     def __init__(
-        self, number: int, mixture: Mixture, known: Mapping[int, _Source], seed: int
+        self, number: int, mixture: Mixture, known: Mapping[int, _SourceState], seed: int
     ) -> None:
         self.begin, self.sources = mixture.begin, np.array(sorted(mixture.weights), np.int64)
         if not len(self.sources):
             raise ValueError(f"mixture {number} has no source")
-        key = (number,) if number else ()  # the first mixture is version 1
-        self._blocks = Blocks([mixture.weights[source] for source in self.sources], seed, *key)
+        key = (number,) if number else ()  # the first mixture equals version 1
+        self._blocks = MixtureBlocks(
+            [mixture.weights[source] for source in self.sources], seed, *key
+        )
         for source, count in zip(self.sources, self._blocks.counts, strict=True):
             if source not in known or not count:
                 what = f"none of the {BLOCK} places in a block" if source in known else "no size"
@@ -269,7 +273,7 @@ class _Part:
         self._carries = [known[source].carry for source in self.sources]
 
     def ranks(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(index of the source, rank in its stream) of positions, counted from `begin`."""
+        """Return (index of the source, rank in its stream) of positions, counted from `begin`."""
         indices, turns = self._blocks.turns(positions)
         ranks = np.empty_like(positions)
         for index, (base, carry) in enumerate(zip(self._bases, self._carries, strict=True)):
@@ -280,8 +284,8 @@ class _Part:
             ranks[np.flatnonzero(mine)[early]] = carry[places[early]]
         return indices, ranks
 
-    def leave(self, length: int, known: Mapping[int, _Source]) -> None:
-        """Bring the sources to where they are after `length` positions."""
+    def leave(self, length: int, known: Mapping[int, _SourceState]) -> None:
+        """Set the sources to their state after `length` positions."""
         blocks, inside = divmod(length, BLOCK)
         turns = (blocks + (inside > 0)) * self._blocks.counts
         behind = np.arange(length, (blocks + 1) * BLOCK) if inside else NO_RANKS

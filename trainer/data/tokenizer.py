@@ -1,4 +1,4 @@
-"""Tokenizers of data sets: a Hugging Face file, a newly trained one, or plain bytes."""
+"""Tokenizers of data sets: from a Hugging Face file, newly trained, or plain bytes."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,15 +13,15 @@ from elastic.node.files import read_bytes
 from trainer.data.shards import DataError
 
 END_OF_TEXT = "<|endoftext|>"
-# Tokens that end a document in well-known tokenizers; pre-training ones before chat ones.
+# End-of-document tokens of well-known tokenizers; those of pre-training before those of chats.
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2) of `vocab_size` tokens,
-    including the end of a document. Deterministic."""
+    """Train byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2) with `vocab_size` tokens,
+    including the end-of-document token. Deterministic."""
     if vocab_size < 257:
-        raise DataError(f"--train-bpe {vocab_size}: must be at least 257: 256 bytes and one end")
+        raise DataError(f"--train-bpe {vocab_size}: must be at least 257: 256 bytes and an end")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -37,7 +37,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A tokenizer where every byte is the token of its value, and 256 ends a document."""
+    """Return a tokenizer whose tokens 0 to 255 are bytes; token 256 ends a document."""
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -47,18 +47,15 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character of each byte in byte-level tokenizers (GPT-2's table)."""
+    """Printable character of each byte in byte-level tokenizers (GPT-2's table)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def tokenizer_file(path: str | Path) -> Path:
-    """The tokenizer.json at a path, a file or a directory.
-
-    Raises:
-        DataError: there is none.
-    """
+    """Path of the tokenizer.json at `path`, a file or its directory. Raises DataError if there is
+    no such file."""
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise DataError(f"--tokenizer {path}: no tokenizer.json there")
@@ -66,12 +63,12 @@ def tokenizer_file(path: str | Path) -> Path:
 
 
 def read_tokenizer(file: str | Place) -> Tokenizer:
-    """A Hugging Face tokenizer.json, without truncation, padding and BPE dropout, which would make
-    tokens of a text random.
+    """Read a Hugging Face tokenizer.json. Truncation, padding and BPE dropout, which would make the
+    tokens of a text random, are turned off.
 
     Raises:
         DataError: it cannot be read.
-        StorageError: the store does not answer, or gives no access.
+        StorageError: the store does not answer, or denies access.
     """
     place = location(file)
     try:
@@ -81,11 +78,8 @@ def read_tokenizer(file: str | Place) -> Tokenizer:
 
 
 def parse_tokenizer(content: bytes, file: str | Place) -> Tokenizer:
-    """`read_tokenizer` for the content of a file.
-
-    Raises:
-        DataError: it is no tokenizer.
-    """
+    """Like `read_tokenizer`, for the contents of a file. Raises DataError if the contents are no
+    tokenizer."""
     try:
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises plain Exceptions
@@ -98,7 +92,7 @@ def parse_tokenizer(content: bytes, file: str | Place) -> Tokenizer:
 
 
 def bpe_dropout(content: bytes) -> float:
-    """BPE dropout (Provilkov et al. 2020) in a tokenizer.json; 0 without."""
+    """BPE dropout (Provilkov et al. 2020) of a tokenizer.json; 0 if it has none."""
     model = Tokenizer.from_buffer(content).model
     return model.dropout or 0.0 if isinstance(model, models.BPE) else 0.0
 
@@ -115,10 +109,10 @@ def find_eos(
     """Id of the token that ends a document.
 
     Args:
-        tokenizer: that has it.
-        wanted: its text; None: well-known ones, then the one in tokenizer_config.json.
-        directory: of the tokenizer.json, if it came from a file.
-        chats: whether documents are chats; then tokenizer_config.json comes first.
+        tokenizer: searched for the token.
+        wanted: text of the token; None: well-known ones, then the one in tokenizer_config.json.
+        directory: directory of the tokenizer.json, if it is a file.
+        chats: whether documents are chats; then tokenizer_config.json has priority.
 
     Raises:
         DataError: there is no such token.
@@ -147,10 +141,10 @@ def start_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     Llama 3. Tokens after a text are ignored: documents end in the end-of-document token."""
     bare, whole = (tokenizer.encode("a", add_special_tokens=wanted).ids for wanted in (False, True))
     places = range(len(whole) - len(bare) + 1)
-    found = next((n for n in places if whole[n : n + len(bare)] == bare), 0)
-    return tuple(whole[:found])
+    begin = next((n for n in places if whole[n : n + len(bare)] == bare), 0)
+    return tuple(whole[:begin])
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """Largest id plus one."""
+    """Largest token id plus one."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1

@@ -23,16 +23,16 @@ from trainer.recipe.sections import Adapter
 from trainer.recipe.seeds import stable_seed
 
 _NAMED = 8
-"""Most names that a message lists."""
+"""Most names listed in a message."""
 
 
 class LoraLinear(nn.Linear):
     """y = W x + b + scale · B A x, with frozen W and b."""
 
     def __init__(self, layer: nn.Linear, options: Adapter) -> None:
-        """Take over the weight and bias of `layer`. A and B are float32 without values; so is a
-        weight in nf4, which is bytes."""
-        # Not nn.Linear's, which would allocate a second weight.
+        """Take over the weight and bias of `layer`. A and B are float32, and uninitialised; so is
+        an nf4 weight, which is a uint8 tensor."""
+        # nn.Linear's constructor would allocate a second weight
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.sections = getattr(layer, "sections", ())
@@ -48,7 +48,7 @@ class LoraLinear(nn.Linear):
         self.lora_B = nn.Parameter(torch.empty(self.out_features, rank, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, in) → (…, out)."""
+        """Map x (…, in) to (…, out)."""
         return self.frozen(x, self.bias) + self.low_rank(x)
 
     @property
@@ -69,12 +69,12 @@ class LoraLinear(nn.Linear):
 
 
 def add_adapters(model: TextModel, options: Adapter, dtype: str = "bf16") -> None:
-    """Freeze a model in place, and give linear layers of its blocks adapters; modules in
+    """Freeze a model in place, and add adapters to linear layers of its blocks; modules in
     `options.also` stay trained. Call it before any strategy is applied.
 
     Args:
-        model: on the meta device if its base is nf4: codes have no values yet.
-        options: which layers, and how.
+        model: on the meta device if its base is nf4, whose codes are loaded later.
+        options: which layers get adapters, and of what rank.
         dtype: `precision.dtype`. With bf16, frozen weights outside nf4 are bf16, else float32.
 
     Raises:
@@ -88,7 +88,7 @@ def add_adapters(model: TextModel, options: Adapter, dtype: str = "bf16") -> Non
             continue
         parameter.requires_grad_(False)
         if parameter.is_floating_point():
-            # No update is added to a frozen weight, so none can be lost to rounding.
+            # No update is added to a frozen weight, so rounding cannot lose one.
             parameter.data = parameter.data.to(torch.bfloat16 if narrow else torch.float32)
     for name in layers:
         parent, _, key = name.rpartition(".")
@@ -115,7 +115,7 @@ def _targets(model: TextModel, options: Adapter) -> list[str]:
     ]
     if not known:
         raise RecipeError(
-            f"model.adapter: the layers of {model.name} have no nn.Linear, which adapters are for; "
+            f"model.adapter: the layers of {model.name} have no nn.Linear, which adapters need; "
             "remove it"
         )
     if options.targets == "all-linear":
@@ -135,7 +135,7 @@ def _targets(model: TextModel, options: Adapter) -> list[str]:
 
 
 def _trained_whole(model: TextModel, options: Adapter, layers: Sequence[str]) -> set[str]:
-    """FQNs of the parameters in the modules of `options.also`."""
+    """FQNs of all parameters in the modules of `options.also`."""
     parameters = set[str]()
     tied = model.tied_copies
     heads = {name.split(".")[-2] for name in tied}
@@ -148,8 +148,8 @@ def _trained_whole(model: TextModel, options: Adapter, layers: Sequence[str]) ->
         }
         if wanted.rpartition(".")[2] in heads or {*tied.values()} & inside:
             raise RecipeError(
-                f"model.adapter.also: {wanted} is tied to the other end of the model, so to train "
-                "it would change both, which no adapter says; remove it"
+                f"model.adapter.also: {wanted} shares its weight with the other end of the model, "
+                "so training it would change both, which no adapter can express; remove it"
             )
         if not inside:
             known = [name for name, module in model.named_modules() if module._parameters]
@@ -160,7 +160,7 @@ def _trained_whole(model: TextModel, options: Adapter, layers: Sequence[str]) ->
         modules = {name.rpartition(".")[0] for name in inside}
         if any(fnmatchcase(name, pattern) for name in modules for pattern in model.stacks):
             raise RecipeError(
-                f"model.adapter.also: {wanted} has experts, which cannot be trained so yet; "
+                f"model.adapter.also: {wanted} has experts, which cannot be trained whole yet; "
                 "remove it"
             )
         if both := [layer for layer in layers if f"{layer}.weight" in inside]:
@@ -183,20 +183,22 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Initial values of A or B by FQN and shape, as in PEFT: A uniform within 1 / √in, B zeros."""
+    """Initial values of the matrix A or B called `name`, as in PEFT: A uniform within 1 / √in, B
+    zeros."""
     if name.endswith("lora_B"):
         return torch.zeros(shape)
-    # By name, so values are equal for all world sizes and strategies.
+    # Seeded by name, so that values are equal for all world sizes and strategies.
     generator = torch.Generator().manual_seed(stable_seed(seed, name))
     return torch.empty(shape).uniform_(-1, 1, generator=generator) / shape[1] ** 0.5
 
 
 def adapter_config(model: TextModel, options: Adapter, base: str) -> bytes:
-    """adapter_config.json of a model with adapters, over the weights in directory `base`."""
+    """Contents of adapter_config.json for a model with adapters over the weights in directory
+    `base`."""
     layers = {name for name, module in model.named_modules() if isinstance(module, LoraLinear)}
     ends = {name.rpartition(".")[2] for name in layers}
     alike = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    # Suffixes are enough if no other linear layer shares them.
+    # Suffixes suffice if no other linear layer shares them.
     every = {name for name in alike if name.rpartition(".")[2] in ends} == layers
     return write_config(
         base=os.path.abspath(base),

@@ -43,15 +43,15 @@ grid`)."""
 
 
 class Documents(NamedTuple):
-    """Where the documents of a pass are, in the form that its kernel takes; see [Note:
+    """Boundaries of a pass's documents, in the form that its attention kernel needs; see [Note:
     documents]."""
 
     way: Way | Literal["ring"]
     where: Any
-    """cu_seqlens, a BlockMask, or a (B, 1, T, T) additive mask; for a ring a function of (q, k, v)
+    """cu_seqlens, a BlockMask, or a (B, 1, T, T) additive mask. For "ring", a function of (q, k, v)
     that communicates, see `trainer.parallel.context`."""
     window: int | None = None
-    """Tokens that each token sees, itself included; None: all before it."""
+    """Number of tokens that each token sees, itself included; None: all tokens before it."""
 
 
 def choose_attention(
@@ -62,22 +62,23 @@ def choose_attention(
     length: int,
     window: bool = False,
 ) -> Way:
-    """Choose how documents are kept apart: the fastest way that works, or the requested one.
+    """Choose how attention separates documents: the fastest way that works, or the requested one.
 
     Args:
         requested: `model.attention` of the recipe.
+        dtype: dtype of queries, keys and values.
         head_dim: H.
-        capability: of the GPU; None on the CPU.
+        capability: compute capability of the GPU; None on the CPU.
         length: T.
         window: whether a sliding window limits what a token sees.
 
     Raises:
-        ValueError: the requested way does not work; says why, and what to do.
+        ValueError: the requested way does not work; has the reason and the remedy.
     """
     hindrances = hindrances_of(dtype, head_dim, capability, window)
     if requested != "auto":
         if requested in hindrances:
-            raise ValueError(f"{requested} cannot work: {hindrances[requested]}; take auto")
+            raise ValueError(f"{requested} cannot work: {hindrances[requested]}; use auto")
         return requested
     if capability is None and dtype == torch.bfloat16 and length <= MASKED_ON_CPU:
         return "sdpa"
@@ -88,7 +89,7 @@ def choose_attention(
 def hindrances_of(
     dtype: torch.dtype, head_dim: int, capability: Capability | None, window: bool = False
 ) -> dict[Way, str]:
-    """Way → why it does not work; arguments as in `choose_attention`."""
+    """Way → reason why it does not work. Arguments are those of `choose_attention`."""
     hindrances: dict[Way, str] = {}
     if capability is None:
         hindrances["flex"] = "FlexAttention has no backward pass on the CPU"
@@ -119,15 +120,16 @@ def locate(
     requested: Requested,
     window: int | None = None,
 ) -> Documents:
-    """Compute once per pass what attention needs to know of documents. It neither synchronises with
+    """Compute the boundaries of documents once per pass, for all layers. Neither synchronises with
     a GPU nor recompiles.
 
     Args:
         cu_seqlens: see `trainer.data.documents`.
         shape: (B, T).
+        dtype: dtype of queries, keys and values.
         head_dim: H.
         requested: see `choose_attention`, which may raise ValueError.
-        window: tokens that each token sees, itself included; None: all before it.
+        window: number of tokens that each token sees, itself included; None: all before it.
     """
     rows, length = shape
     slides = window is not None
@@ -180,8 +182,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tens
         mixed = flex_attention(q, k, v, block_mask=documents.where, enable_gqa=grouped)
         return mixed.transpose(1, 2)
     # On CUDA only flash attention supports fewer key heads than query heads, and it supports
-    # neither masks nor float32. Unless heads are repeated, SDPA would fall back to the whole (T, T)
-    # matrix.
+    # neither masks nor float32. Unless heads are repeated, SDPA would build the (T, T) matrix.
     if grouped and not _groups_in_kernel(q, documents):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     mixed = F.scaled_dot_product_attention(
@@ -204,7 +205,7 @@ def _groups_in_kernel(q: Tensor, documents: Documents | None) -> bool:
 
 
 def _constant(function: Function) -> Function:
-    """Mark a function as a constant for the compiler, which then calls it as it is."""
+    """Mark a function as a constant for the compiler, which then calls it while it compiles."""
     # torch.compiler.assume_constant_result does only this, but imports the compiler: over a second.
     function.__dict__["_dynamo_marked_constant"] = True
     return function
@@ -218,9 +219,9 @@ def capability(device: torch.device) -> Capability | None:
 
 @cache
 def flex_kernels() -> tuple[Callable[..., Tensor], Callable[..., Any]]:
-    """(flex_attention, create_block_mask), compiled: uncompiled they would build the (T, T)
+    """Return (flex_attention, create_block_mask), compiled. Uncompiled they would build the (T, T)
     matrix."""
-    # Late: the import takes over a second.
+    # imported late, as it takes over a second
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     return torch.compile(flex_attention), torch.compile(create_block_mask)
@@ -257,7 +258,7 @@ _LIBRARY.define(
 
 
 def _results(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Empty tensors for the output (tokens, N, H) and the logarithms of softmax sums (tokens,
+    """Empty tensors for the output (tokens, N, H), and for the logarithms of softmax sums (tokens,
     N)."""
     sums = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -265,8 +266,8 @@ def _results(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> tuple[Tensor, Ten
 
 
 def _per_document(ends: Tensor, *tensors: Tensor) -> list[list[Tensor]]:
-    """The part (1, heads, length, H) of each tensor (tokens, heads, H) per document; of (tokens,
-    heads) the part (1, heads, length)."""
+    """Cut each tensor (tokens, heads, …) by documents, into views (1, heads, length, …) per
+    document."""
     places = [pair for pair in pairwise(ends.tolist()) if pair[0] < pair[1]]
     return [[x[a:b].transpose(0, 1)[None] for x in tensors] for a, b in places]
 
@@ -303,7 +304,7 @@ def _gradients(
 
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs, *output)
-    # The logarithms serve backward only.
+    # The logarithms are used by backward only.
     ctx.mark_non_differentiable(output[1])
 
 

@@ -14,16 +14,16 @@ import torch
 
 Decision = TypeVar("Decision")
 Answer = Callable[[Callable[[], Any]], Any]
-"""Maps a function that computes a decision to the decision."""
+"""A function that receives a function computing a decision, and returns the decision."""
 
 # A context variable per thread: autograd recomputes on threads of its own.
 _answer: ContextVar[Answer | None] = ContextVar("answer", default=None)
 
 
 def decided(decide: Callable[[], Decision]) -> Decision:
-    """Return what `decide` returns: tensors without gradients, and numbers. In recomputation of a
-    block, return the result of its forward pass."""
-    # Compiled code decides anew: a graph break would cost more than the kernels.
+    """Return the result of `decide`: tensors without gradients, and numbers. When a block is
+    recomputed, return the result that its forward pass stored."""
+    # Compiled code computes decisions again: a graph break would cost more than the kernels.
     if torch.compiler.is_compiling():
         return decide()
     answer = _answer.get()
@@ -34,8 +34,8 @@ def decided(decide: Callable[[], Decision]) -> Decision:
 def keeping_decisions(
     forward: AbstractContextManager[Any], again: AbstractContextManager[Any]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Wrap the contexts of a block's forward pass and of its recomputations: `decided` stores
-    decisions in the first, and repeats them in the second."""
+    """Wrap the context managers of a block's forward pass and of its recomputations, so that
+    `decided` stores decisions in the former and repeats them in the latter."""
     decisions: list[Any] = []
 
     def keep() -> Answer:
@@ -49,11 +49,11 @@ def keeping_decisions(
         remaining = iter(decisions)
         return lambda _: next(remaining)
 
-    return _Answering(keep, forward), _Answering(repeat, again)
+    return _DecisionContext(keep, forward), _DecisionContext(repeat, again)
 
 
-class _Answering(AbstractContextManager[None]):
-    """Installs the result of `begin` as the answer of `decided`. Reusable."""
+class _DecisionContext(AbstractContextManager[None]):
+    """Enters a context, and sets how `decided` obtains decisions in it. Reusable."""
 
     def __init__(self, begin: Callable[[], Answer], inner: AbstractContextManager[Any]) -> None:
         self._begin, self._inner = begin, inner

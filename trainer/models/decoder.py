@@ -1,4 +1,5 @@
-"""A decoder whose blocks its family defines, with modules named as in Hugging Face transformers.
+"""Decoder models whose blocks come from a family, with modules named as in Hugging Face
+transformers.
 
 The model knows no ranks: strategies are applied to it through `Decoder.blocks`. It has no buffers,
 so a model built on the meta device is complete once its parameters are filled.
@@ -19,7 +20,7 @@ from trainer.models.attention import Documents, Requested, attend, locate
 from trainer.models.family import Family, TensorPlan, family_of
 from trainer.models.loss import HeadLoss
 from trainer.models.nf4_linear import weights_in
-from trainer.models.preference import Preference, sums_by_answer
+from trainer.models.preference import PreferenceLoss, sums_by_answer
 from trainer.models.rotary import Rope, rope_table, rotate
 from trainer.recipe.architecture import Architecture
 
@@ -37,7 +38,7 @@ TENSOR_PLAN = {
     "*.self_attn.[qk]_norm": "head_norm",
     "*norm": "norm",
 }
-"""Tensor plan of blocks with `MLP` and with `Attention`, whose norms are per head."""
+"""Tensor plan of blocks with `MLP`, and with `Attention` whose norms are per head."""
 
 
 class RMSNorm(nn.Module):
@@ -50,7 +51,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., size) → (..., size)."""
+        """Map x (..., size) to (..., size)."""
         # Under autocast x may be bf16 and the weight float32; the fused kernel wants one dtype.
         weight = self.weight
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, self.eps).type_as(x)
@@ -69,7 +70,7 @@ class Attention(nn.Module):
         k_norm: nn.Module | None = None,
         bias: bool = False,
     ) -> None:
-        """`bias`: whether the projections of queries, keys and values have one."""
+        """`bias`: whether the projections of queries, keys and values have a bias."""
         super().__init__()
         hidden, self.head_dim = architecture.hidden_size, architecture.head_dim
         query_size = architecture.num_attention_heads * self.head_dim
@@ -82,16 +83,16 @@ class Attention(nn.Module):
         self.k_norm = k_norm or nn.Identity()
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, D) → queries (B, T, N, H), keys and values (B, T, K, H)."""
+        """Map x (B, T, D) to queries (B, T, N, H), keys and values (B, T, K, H)."""
         q = self.q_proj(x)
-        # with sequence parallelism q has more tokens than x
+        # under sequence parallelism q has more tokens than x
         heads = (*q.shape[:2], -1, self.head_dim)
         q = self.q_norm(q.view(heads))
         k = self.k_norm(self.k_proj(x).view(heads))
         return q, k, self.v_proj(x).view(heads)
 
     def forward(self, x: Tensor, rope: Rope | None, documents: Documents | None) -> Tensor:
-        """(B, T, D) → (B, T, D).
+        """Map x (B, T, D) to (B, T, D).
 
         Args:
             x: only a part of the sequence under sequence parallelism.
@@ -105,7 +106,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020), or its form with another activation."""
+    """SwiGLU (Shazeer 2020), optionally with another activation."""
 
     def __init__(
         self, architecture: Architecture, activation: Callable[[Tensor], Tensor] = F.silu
@@ -118,12 +119,13 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) → (B, T, D)."""
+        """Map x (B, T, D) to (B, T, D)."""
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalised before and added to the residual stream."""
+    """A transformer block that normalises the inputs of attention and MLP, and adds their outputs
+    to the residual stream."""
 
     def __init__(self, architecture: Architecture, attention: Attention, mlp: nn.Module) -> None:
         super().__init__()
@@ -134,19 +136,20 @@ class Block(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: Tensor, rope: Rope | None, documents: Documents | None) -> Tensor:
-        """The residual stream (B, T, D) → (B, T, D); the rest as `Attention.forward`."""
+        """Transform the residual stream, (B, T, D) → (B, T, D); other arguments as in
+        `Attention.forward`."""
         x = x + self.self_attn(self.input_layernorm(x), rope, documents)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Backbone(nn.Module):
-    """The decoder without its output head."""
+    """A decoder without its output head."""
 
     def __init__(self, architecture: Architecture, family: Family, attention: Requested) -> None:
         super().__init__()
         self.architecture, self.attention = architecture, attention
         self.kinds = family.kinds_of_layers(architecture)
-        """By layer, its window and rotary positions."""
+        """Attention window and rotary positions of each layer."""
         self.embed_tokens = _embedding(architecture.vocab_size, architecture.hidden_size)
         self.layers = nn.ModuleList(
             family.block(architecture) for _ in range(architecture.num_hidden_layers)
@@ -163,8 +166,8 @@ class Backbone(nn.Module):
         positions: Tensor | None = None,
         documents: Documents | None = None,
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return hidden states (B, T, D), and the statistics of blocks that return some. `hidden`:
-        output of earlier blocks, if this backbone is a part of the model."""
+        """Return hidden states (B, T, D), and the statistics of each block that returns some.
+        `hidden`: output of the earlier blocks, if this backbone is a later part of the model."""
         # Shared by all layers, so computed once here.
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -173,11 +176,10 @@ class Backbone(nn.Module):
         x = self.embed_tokens(input_ids) if hidden is None else hidden  # (B, T, D)
         if self.scale and hidden is None:
             x = x * x.new_full((), self.scale)  # rounded to the dtype, as in transformers
-        # otherwise the residual stream would be float32
+        # Otherwise the residual stream would be float32.
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        # The shape is of input_ids: x may be a part of the sequence, while attention sees all of
-        # it.
+        # The shape of input_ids: x may have a part of the sequence, while attention sees all of it.
         where = input_ids.shape, x.dtype, self.architecture.head_dim, self.attention
         if cu_seqlens is not None:
             documents = locate(cu_seqlens, *where)
@@ -202,28 +204,28 @@ class Backbone(nn.Module):
 
 
 def _one_document_each(input_ids: Tensor) -> Tensor:
-    """`cu_seqlens` of sequences (B, T) that are one document each."""
+    """`cu_seqlens` of sequences (B, T) of which each is one document."""
     rows, length = input_ids.shape
     return torch.arange(rows + 1, dtype=torch.int32, device=input_ids.device) * length
 
 
 def _embedding(rows: int, columns: int) -> nn.Embedding:
-    """An embedding with its usual initial values; without values on the meta device."""
+    """An embedding with torch's usual initial values; uninitialised on the meta device."""
     if torch.get_default_device().type == "meta":
         # Drawing values on the meta device would import torch._dynamo, which takes a second.
         return nn.Embedding.from_pretrained(torch.empty(rows, columns), freeze=False)
     return nn.Embedding(rows, columns)
 
 
-class Whole(Protocol):
-    """Converts means over a part of sequences to means over whole sequences, and passes gradients
-    back to the part."""
+class WholeSequenceMeans(Protocol):
+    """Converts means over a rank's part of the sequences to means over whole sequences, and passes
+    gradients back to the part."""
 
     def over_labels(self, mean: Tensor) -> Tensor:
-        """The mean over all counted labels, from the mean over the part's."""
+        """Mean over all counted labels, from the mean over this part's."""
 
     def over_tokens(self, mean: Tensor) -> Tensor:
-        """The mean over all tokens of each sequence, from the mean over the part's."""
+        """Mean over all tokens of each sequence, from the mean over this part's."""
 
 
 class Decoder(nn.Module):
@@ -240,10 +242,12 @@ class Decoder(nn.Module):
         attention: Requested = "auto",
         family: Family | None = None,
     ) -> None:
-        """Args:
-        architecture: sizes of the model, including all `options` of its family.
-        attention: how documents are kept apart, see `choose_attention`.
-        family: of the model; None: the bundled family of its `model_type`."""
+        """
+        Args:
+            architecture: sizes of the model, including all `options` of its family.
+            attention: way of separating documents, see `choose_attention`.
+            family: family of the model; None: the bundled family of its `model_type`.
+        """
         super().__init__()
         family = family or family_of(architecture.model_type)
         self.family = family
@@ -253,17 +257,17 @@ class Decoder(nn.Module):
             self.lm_head = nn.Linear(architecture.hidden_size, architecture.vocab_size, bias=False)
         self.head_loss = HeadLoss()
         self.has_head = True
-        self.preference: Preference | None = None
-        """The loss of pairs of answers."""
+        self.preference: PreferenceLoss | None = None
+        """Loss for pairs of answers; None: cross-entropy."""
 
     @property
     def blocks(self) -> Iterable[nn.Module]:
-        """The repeated parts: units of sharding, recomputation and compilation."""
+        """Repeated parts of the model: units of sharding, recomputation and compilation."""
         return self.model.layers
 
     @property
     def tensor_plan(self) -> TensorPlan | None:
-        """How modules are cut among tensor-parallel ranks."""
+        """How modules are divided among tensor-parallel ranks; None: they cannot be."""
         return self.family.tensor_plan
 
     @property
@@ -300,13 +304,13 @@ class Decoder(nn.Module):
         return [self.head_loss]
 
     def part(self, run: range) -> "Decoder":
-        """A copy of the model with only the blocks of `run`; the embedding stays below the first
-        block, norm and head above the last. FQNs are unchanged; a tied embedding is in both of
-        these parts."""
+        """Return a copy with only the blocks in `run`. The embedding stays with the first block,
+        norm and head with the last. FQNs are unchanged. A tied embedding is in both of these
+        parts."""
         part = copy.deepcopy(self)
         backbone = part.model
         for number in set(range(len(backbone.layers))) - set(run):
-            del backbone.layers._modules[str(number)]  # the others keep their numbers
+            del backbone.layers._modules[str(number)]  # the other layers keep their numbers
         part.has_head = run.stop == len(self.model.layers)
         if run.start > 0 and not (part.has_head and part.lm_head is None):
             del backbone.embed_tokens
@@ -316,9 +320,8 @@ class Decoder(nn.Module):
         return part
 
     def block_costs(self, seq_len: int) -> list[float]:
-        """Floating-point operations of forward per token, by block; the head counts for the last
-        block. Weights that a token does not use are assumed to be spread over the blocks by
-        size."""
+        """Floating-point operations of forward per token, by block. The last block includes the
+        head. Weights that a token does not use are spread over the blocks by size."""
         architecture = self.model.architecture
         heads = architecture.num_attention_heads * architecture.head_dim
         sizes = [sum(map(weights_in, block.parameters())) for block in self.blocks]
@@ -340,39 +343,39 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         documents: Documents | None = None,
         statistics: Tensor | None = None,
-        whole: Whole | None = None,
+        whole: WholeSequenceMeans | None = None,
         segments: Tensor | None = None,
         answer_labels: Tensor | None = None,
         reference: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor] | tuple[Tensor, Tensor]:
-        """Return logits, or with labels the loss. A part without a head returns hidden states (B,
-        T, D), and with `beside_loss` of the family also the statistics of the blocks so far.
+        """Return logits or, with labels, the loss. A part without a head returns hidden states (B,
+        T, D); if the family has `beside_loss`, also the statistics of the blocks so far.
 
         Args:
             input_ids: (B, T) int64.
-            labels: (B, T) int64, the next token at each position; -100 where none counts.
-            document_ids: (B, T) integers; attention stays inside runs of equal ids. Positions are
-                of the whole sequence: RoPE depends only on their differences. Synchronises with a
+            labels: (B, T) int64, the next token at each position; -100 does not count.
+            document_ids: (B, T) integers; attention stays inside runs of equal ids. Positions count
+                over the whole sequence: RoPE depends only on their differences. Synchronises with a
                 GPU.
-            cu_seqlens: the documents as `trainer.data.documents.cu_seqlens_of` gives them; does not
+            cu_seqlens: documents as from `trainer.data.documents.cu_seqlens_of`; does not
                 synchronise.
-            hidden: (B, T, D), output of the part before this one.
+            hidden: (B, T, D), output of the previous part of the model.
             positions: (T,) integers, positions in the sequence; None: 0 to T - 1.
-            documents: in place of both, where attention sees more than these tokens.
-            statistics: (blocks, …), of the parts before this one.
-            whole: on a rank that holds a part of each sequence (`strategy.cp`).
+            documents: replaces both where attention sees more than these tokens.
+            statistics: (blocks, …), statistics of the previous parts.
+            whole: set on a rank that has a part of each sequence (`strategy.cp`).
             segments: (B, T) int64, for P pairs: index of the answer of each label, in the order
                 chosen, rejected, chosen, rejected ….
             answer_labels: (2 P,), number of labels of each answer.
-            reference: (2 P,), log-probabilities of the reference, for a `preference` that needs
+            reference: (2 P,), log-probabilities by the reference, for a `preference` that needs
                 them.
 
         Returns:
-            Logits (B, T, V) in the dtype of the computation, or the mean cross-entropy in nats over
-            the counted labels, a float32 scalar (0 without any). If the family has scalars
-            `beside_loss`, a dict of these, `cross_entropy` and `loss`: a weighted sum in training,
-            else the cross-entropy. For pairs the dict of `preference`, or without its needed
-            reference the log-probabilities of the answers (2 P,) float64.
+            Logits (B, T, V) in the dtype of the computation. With labels, the mean cross-entropy in
+            nats over the counted labels, a float32 scalar (0 if no label counts). If the family has
+            scalars `beside_loss`, a dict of them, `cross_entropy` and `loss`: in training a
+            weighted sum, else the cross-entropy. For pairs, the dict of `preference`; if its
+            reference is missing, the log-probabilities of the answers (2 P,) float64.
         """
         if document_ids is not None:
             cu_seqlens = cu_seqlens_of(document_ids)
@@ -424,7 +427,8 @@ class Decoder(nn.Module):
         architecture, named = self.model.architecture, dict(self.named_parameters())
         frozen = {name for name, p in named.items() if not p.requires_grad}
         if not architecture.tie_word_embeddings:
-            frozen -= {"model.embed_tokens.weight"}  # a look-up costs no products
+            # looking up an embedding needs no matrix product
+            frozen -= {"model.embed_tokens.weight"}
         return self.family.flops_per_token(
             architecture,
             sum(map(weights_in, named.values())),
@@ -437,7 +441,8 @@ class Decoder(nn.Module):
         return F.linear(hidden, self._head_weight)
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Hidden states (B, T, D), labels (B, T) → mean cross-entropy; large logits in parts."""
+        """Mean cross-entropy from hidden states (B, T, D) and labels (B, T); large logits are
+        computed in parts."""
         return self.head_loss(hidden, self._head_weight, labels)
 
     @property

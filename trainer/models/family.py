@@ -13,63 +13,65 @@ from trainer.recipe.architecture import Architecture, bundled_families
 from trainer.recipe.factory import import_factory, refusing
 from trainer.recipe.seeds import stable_seed
 
-Draw = Callable[[str, tuple[int, ...], Architecture, int], Tensor]
-"""(FQN, global shape, architecture, seed of the run) → the whole initial tensor of a parameter:
+DrawParameter = Callable[[str, tuple[int, ...], Architecture, int], Tensor]
+"""Maps (FQN, global shape, architecture, seed of the run) to the whole initial tensor of a
+parameter:
 float32, on the CPU. A pure function, so that all world sizes and strategies start equally."""
 
 TensorPlan = Mapping[str, str]
-"""Pattern of module FQNs → how these are cut among tensor-parallel ranks, see [Note: tensor
-parallelism] in trainer/parallel/tensor.py. The first matching pattern counts."""
+"""Pattern of module FQNs → how these modules are divided among tensor-parallel ranks, see [Note:
+tensor parallelism] in trainer/parallel/tensor.py. The first matching pattern counts."""
 
 AfterStep = Callable[[nn.Module], None]
-"""Called on all ranks after each optimizer step, with the trained model or its wrapper."""
+"""A function called on all ranks after each optimizer step, with the trained model or its
+wrapper."""
 
 BesideLoss = Callable[[Sequence[Tensor], Architecture], Mapping[str, tuple[Tensor, float]]]
-"""(statistics returned by the blocks, architecture) → scalars by name, each with its weight."""
+"""Maps (statistics returned by the blocks, architecture) to scalars by name, each with its
+weight."""
 
 
 def init_parameter(
     name: str, shape: tuple[int, ...], architecture: Architecture, seed: int
 ) -> Tensor:
-    """See `Draw`: norms are ones, biases zeros, all others normal(0, initializer_range)."""
+    """Draw a parameter as a `DrawParameter` function: norms are ones, biases zeros, others
+    normal(0, initializer_range)."""
     if name.endswith("norm.weight"):
         return torch.ones(shape)
     if name.endswith(".bias"):
         return torch.zeros(shape)
-    # By name, so values are equal for all world sizes and strategies.
+    # Seeded by name, so that values are equal for all world sizes and strategies.
     generator = torch.Generator().manual_seed(stable_seed(seed, name))
     return torch.empty(shape).normal_(0, architecture.initializer_range, generator=generator)
 
 
 def no_idle_parameters(architecture: Architecture) -> int:
-    """0: a dense model uses each parameter for each token."""
+    """Return 0: a dense model uses each parameter for each token."""
     return 0
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Attention window and rotary positions of a layer, where layers of a model differ."""
+    """Attention window and rotary positions of a layer, for models whose layers differ."""
 
     window: int | None = None
-    """Tokens that each token sees, itself included; None: all before it."""
+    """Number of tokens that each token sees, itself included; None: all before it."""
 
     rotary: bool = True
-    """Whether queries and keys rotate; if not, the block gets None as rotary table."""
+    """Whether queries and keys rotate; if not, the block receives None as its rotary table."""
 
     theta: float | None = None
-    """Base of its rotary wavelengths, without scaling; None: the model's."""
+    """Base of the layer's rotary wavelengths, without scaling; None: the model's."""
 
     def reach(self, length: int) -> int:
-        """Most tokens that one token sees in a sequence."""
+        """Most tokens that one token sees in a sequence of `length` tokens."""
         return length if self.window is None else min(self.window, length)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How models of one `model_type` are read, built, initialised, counted and written.
-
-    Parameters are named as in transformers, so checkpoints need no conversion.
-    """
+    """How models of one `model_type` are read, built, initialised, counted and written. Parameters
+    are named as in transformers, so checkpoints need no conversion."""
 
     model_type: str
     """`model_type` in config.json."""
@@ -78,31 +80,31 @@ class Family:
     """Name of the transformers class, for `architectures` in config.json."""
 
     block: Callable[[Architecture], nn.Module]
-    """Builds one of the repeated parts. It is called with x (B, T, D), the rotary table and the
-    documents (see `trainer.models.decoder.Block`), and returns x, or (x, a tensor of statistics)
-    for `beside_loss`."""
+    """Builds one of the repeated parts. A block maps x (B, T, D), the rotary table and the
+    documents (see `trainer.models.decoder.Block`) to x, or to (x, a tensor of statistics) for
+    `beside_loss`."""
 
     fixed: Mapping[str, Any]
-    """Keys of config.json with the only value that this family computes; written, and others
-    refused."""
+    """Keys of config.json with the only value that this family supports; written, and checked when
+    read."""
 
     unread: Mapping[str, Any] = field(default_factory=dict)
-    """Keys written for transformers, whose defaults may not fit the model; not read."""
+    """Keys written for transformers, because their defaults may not fit the model; not read."""
 
     defaults: Mapping[str, Any]
-    """transformers' defaults for keys that are absent."""
+    """transformers' defaults for absent keys."""
 
     heads_divide_hidden: bool
     """Whether transformers requires hidden_size to be a multiple of num_attention_heads."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json that only this family has, with their defaults:
-    `model.architecture.options` in a recipe. A key with default None is type-checked by the family
-    itself."""
+    `model.architecture.options` in a recipe. The family itself checks the type of a key whose
+    default is None."""
 
     layers: Callable[[Architecture], Sequence[LayerKind]] | None = None
-    """(architecture) → the kind of each layer; raises ValueError, `KEY: …`, for an invalid option.
-    None: all layers are equal."""
+    """Maps an architecture to the kind of each layer; raises ValueError, `KEY: …`, for an invalid
+    option. None: all layers are equal."""
 
     rope_types: Mapping[str, str] = field(default_factory=dict)
     """Other names of rotary scaling types in files of this family → their usual names."""
@@ -110,40 +112,42 @@ class Family:
     other_names: Mapping[str, str] = field(default_factory=dict)
     """Alternative key in config.json → its usual name, for files with only the alternative."""
 
-    draw: Draw = init_parameter
+    draw: DrawParameter = init_parameter
     """Draws initial weights."""
 
     groups: Sequence[ParameterGroup] = ()
     """Parameters with their own decay or learning rate; groups in the recipe's `optimizer.groups`
-    come first."""
+    have priority."""
 
     idle_parameters: Callable[[Architecture], int] = no_idle_parameters
-    """Number of matrix parameters that a token does not use: those of other experts."""
+    """Number of matrix parameters that a token does not use, because they belong to other
+    experts."""
 
     beside_loss: BesideLoss | None = None
-    """Scalars of the blocks' statistics. They are recorded, and in training added to the
-    cross-entropy, each times its weight; a weight of 0 only records."""
+    """Computes scalars from the blocks' statistics. They are recorded. In training, each is added
+    to the cross-entropy, times its weight."""
 
     statistics: Callable[[Architecture, int], tuple[int, ...]] | None = None
-    """(architecture, sequences) → shape of the float32 statistics of each block. Given if all
-    blocks return means over the tokens of each sequence: then ranks can divide the sequences, or
-    the blocks."""
+    """Maps (architecture, sequences) to the shape of the float32 statistics of each block. Only set
+    if all blocks return means over the tokens of each sequence, so that ranks can divide the
+    sequences or the blocks."""
 
     after_step: AfterStep | None = None
-    """Changes the model beside the optimizer."""
+    """Changes the model outside of the optimizer."""
 
     stacks: Sequence[str] = ()
     """Patterns of module FQNs whose parameters stack what published files keep apart: `a.experts.w`
     (E, …) is `a.experts.0.w.weight` and so on in files and checkpoints."""
 
     norm: Callable[[int, float], nn.Module] | None = None
-    """(size, eps) → the norm below the output head; None: an RMSNorm."""
+    """Maps (size, eps) to the norm below the output head; None: an RMSNorm."""
 
     embedding_scale: Callable[[Architecture], float] | None = None
-    """Factor of the embeddings."""
+    """Factor by which the embeddings are multiplied."""
 
     tensor_plan: TensorPlan | None = None
-    """For `strategy.tp`; `trainer.TENSOR_PLAN` fits usual blocks. None: tp is refused."""
+    """Tensor plan for `strategy.tp`; `trainer.TENSOR_PLAN` fits usual blocks. None: tp is
+    rejected."""
 
     def __post_init__(self) -> None:
         for rule in self.groups:
@@ -151,11 +155,8 @@ class Family:
                 raise TypeError(f"groups: {rule!r} is no trainer.ParameterGroup(match=…, …)")
 
     def complete(self, architecture: Architecture) -> Architecture:
-        """The architecture with all `options` filled in.
-
-        Raises:
-            RecipeError: an option is unknown, or of the wrong type.
-        """
+        """Return the architecture with defaults for missing `options`. Raises RecipeError if an
+        option is unknown, or of the wrong type."""
         options = architecture.options or {}
         for key, value in options.items():
             if key not in self.options:
@@ -171,7 +172,7 @@ class Family:
             if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(default, bool):
                 raise RecipeError(
                     f"model.architecture.options.{key}: {value!r} is no {type(default).__name__}, "
-                    f"as {default!r} is; mend it"
+                    f"as {default!r} is; correct it"
                 )
         complete = replace(architecture, options={**self.options, **options} or None)
         try:
@@ -181,11 +182,7 @@ class Family:
         return complete
 
     def kinds_of_layers(self, architecture: Architecture) -> Sequence[LayerKind]:
-        """The kind of each layer.
-
-        Raises:
-            ValueError: an option of the family is invalid.
-        """
+        """Kind of each layer. Raises ValueError if an option of the family is invalid."""
         if self.layers is None:
             return [LayerKind()] * architecture.num_hidden_layers
         return self.layers(architecture)
@@ -193,15 +190,17 @@ class Family:
     def flops_per_token(
         self, architecture: Architecture, parameters: int, seq_len: int, frozen: int = 0
     ) -> float:
-        """Floating-point operations of forward and backward per token: 6 per matrix parameter that
-        a token uses, and 12 x layers x heads x head_dim x seq_len for attention (Chowdhery et al.
-        2022, appendix B). Causality is not discounted, but a window is. `frozen`: matrix parameters
-        without a gradient, which take 4."""
+        """Floating-point operations of forward and backward per token.
+
+        6 per matrix parameter that a token uses, and 12 x layers x heads x head_dim x seq_len for
+        attention (Chowdhery et al. 2022, appendix B). Causality is not discounted, but a window is.
+        `frozen`: number of matrix parameters without a gradient, which need 4 each.
+        """
         with refusing("model.family", f"idle_parameters of {self.model_type}"):
             idle = self.idle_parameters(architecture)
         products = parameters - idle
         if not architecture.tie_word_embeddings:
-            # a look-up costs no products
+            # looking up an embedding needs no matrix product
             products -= architecture.vocab_size * architecture.hidden_size
         heads = architecture.num_attention_heads * architecture.head_dim
         without = 2.0 * max(0, frozen - idle)
@@ -210,7 +209,7 @@ class Family:
 
 
 class UnsupportedError(ValueError):
-    """No bundled family computes a well-formed model; `reason` says why."""
+    """No bundled family supports the model of a well-formed config.json; `reason` has the cause."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -218,11 +217,8 @@ class UnsupportedError(ValueError):
 
 
 def window_of(architecture: Architecture) -> int | None:
-    """The option `sliding_window`.
-
-    Raises:
-        ValueError: it is neither a whole number above 0, nor null.
-    """
+    """Value of the option `sliding_window`. Raises ValueError if it is neither a whole number above
+    0, nor null."""
     window = (architecture.options or {}).get("sliding_window")
     if window is not None and (type(window) is not int or window < 1):
         raise ValueError(f"sliding_window: {window!r} is no whole number above 0, and not null")
@@ -235,13 +231,13 @@ def kinds_by_window(
     slides: Sequence[bool],
     rotary: Sequence[bool] | None = None,
 ) -> list[LayerKind]:
-    """The kinds of layers that see a window, or all tokens.
+    """Kinds of layers that either see a window or all tokens.
 
     Args:
         architecture: its option `layer_types` overrides `slides`.
         window: in tokens; None: no layer has a window.
-        slides: by layer, whether it has a window.
-        rotary: by layer, whether it rotates; None: all do.
+        slides: for each layer, whether it has a window.
+        rotary: for each layer, whether it rotates queries and keys; None: all do.
 
     Raises:
         ValueError: `layer_types` is invalid.
@@ -256,13 +252,13 @@ def kinds_by_window(
         ):
             raise ValueError(
                 f"layer_types: {types!r} does not name {' or '.join(known)} for each of {count} "
-                "layers; mend it"
+                "layers; correct it"
             )
         slides = [kind == "sliding_attention" for kind in types]
         if window is None and any(slides[:count]):
             raise ValueError(
                 "layer_types: has sliding_attention, but no sliding_window is used; write "
-                "full_attention, or say how long the window is"
+                "full_attention, or set sliding_window"
             )
     return [
         LayerKind(window if slides[number] else None, rotary is None or bool(rotary[number]))
@@ -271,11 +267,8 @@ def kinds_by_window(
 
 
 def family_of(model_type: Any) -> Family:
-    """The bundled family of a `model_type`.
-
-    Raises:
-        UnsupportedError: there is none.
-    """
+    """Return the bundled family of a `model_type`. Raises UnsupportedError if no bundled family has
+    this `model_type`."""
     known = bundled_families()
     if model_type not in known:
         names = " or ".join(map(repr, known))
@@ -290,11 +283,8 @@ def family_of(model_type: Any) -> Family:
 
 
 def find_family(name: str) -> Family:
-    """Import the family that `model.family` names.
-
-    Raises:
-        RecipeError: it is missing, or no `Family`.
-    """
+    """Import the family that `model.family` names. Raises RecipeError if it is missing, or is no
+    `Family`."""
     family = import_factory("model.family", name)
     if not isinstance(family, Family):
         raise RecipeError(

@@ -1,4 +1,4 @@
-"""Reads and writes the files beside the weights of a Hugging Face checkpoint."""
+"""Reads and writes the files that accompany the weights in a Hugging Face checkpoint."""
 
 import json
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ _COMMON_DEFAULTS = {
 
 _BY_THEIRS = "transformers trains such a model itself (model.implementation: auto)"
 _WITHOUT_SCALING = (
-    "if the weights were made without it, as where it was added to serve longer texts, remove it "
+    "if the weights were trained without it, and it only serves longer texts, remove it "
     f"from the file; else {_BY_THEIRS}"
 )
 _CURES = {
@@ -41,29 +41,30 @@ _CURES = {
     **dict.fromkeys(
         ("attention_dropout", "resid_pdrop", "embd_pdrop"), "write 0.0 to train without it"
     ),
-    "quantization_config": "give the checkpoint that is not quantised",
-    "transformers_weights": "call the file model.safetensors, and remove the key",
+    "quantization_config": "use the checkpoint that is not quantised",
+    "transformers_weights": "rename the file to model.safetensors, and remove the key",
     "use_sliding_window": "write false if no sequence is longer than the window",
     "layer_types": "write full_attention if no sequence is longer than the sliding window",
     "rope_type": _WITHOUT_SCALING,
 }
-"""Key → what to do if it has an unsupported value."""
+"""Key → remedy for an unsupported value."""
 
 _LOCAL_THETA, _SLIDING, _FULL = "rope_local_base_freq", "sliding_attention", "full_attention"
-"""As Gemma 3 has it: the base of wavelengths in layers that slide, and in files of transformers 5
-the keys of rotary parameters of both types of layers."""
+"""Keys of Gemma 3: the rotary base of layers with a window, and, in files of transformers 5, the
+objects of rotary parameters for both types of layers."""
 
 _ORIGINAL = "original_max_position_embeddings"
 _NEEDED = ("factor", "low_freq_factor", "high_freq_factor")
-"""Keys of rotary scaling: one with a default of its own, and those without any."""
+"""Keys of rotary scaling: a key with its own default, and keys without a default."""
 
 
 class ConfigError(ValueError):
-    """A file beside the weights cannot be used; the message names the file and the key."""
+    """A file of a checkpoint cannot be used; the message has the file and the key."""
 
 
 class NotOursError(ConfigError):
-    """A well-formed file describes a model that no Perdure family computes; `reason` says why."""
+    """A well-formed file describes a model that no Perdure family supports; `reason` has the
+    cause."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -81,17 +82,17 @@ def read_config(path: str | Place, family: Family | None = None) -> Architecture
     `rope_parameters`).
 
     Args:
-        path: a checkpoint directory, or the file itself.
-        family: that the file must be of; None: a bundled family.
+        path: checkpoint directory, or the file itself.
+        family: required family; None: the bundled family of its `model_type`.
 
     Raises:
-        ConfigError: the file or a key is missing or malformed, or (NotOursError) the model computes
-            something that its family does not.
+        ConfigError: the file or a key is missing or malformed, or (NotOursError) the family does
+            not support the model.
     """
     file, config = _file_of(path), read_json(path)
     try:
         architecture = _architecture(config, family)
-        # Checked here, because layers are built before the weights are read.
+        # checked before the caller builds the layers
         if architecture.num_hidden_layers > MOST_LAYERS:
             layers = architecture.num_hidden_layers
             raise ValueError(f"num_hidden_layers is {layers:,}, more than {MOST_LAYERS:,}")
@@ -103,17 +104,14 @@ def read_config(path: str | Place, family: Family | None = None) -> Architecture
 
 
 def read_json(path: str | Place) -> dict[str, Any]:
-    """The contents of a config.json; `path` as in `read_config`.
-
-    Raises:
-        ConfigError: it is unreadable or no object, or its weights have an unsupported format.
-    """
+    """Read the contents of a config.json; `path` as in `read_config`. Raises ConfigError if the
+    file is unreadable or no object, or its weights have an unsupported format."""
     file = _file_of(path)
     try:
         config = read_object(storage_of(file).read(file, _CONFIG_BYTES))
     except OSError as error:
         raise ConfigError(
-            f"{file}: cannot be read ({error.strerror}); give the directory of a Hugging Face "
+            f"{file}: cannot be read ({error.strerror}); use the directory of a Hugging Face "
             "checkpoint"
         ) from error
     except ValueError as error:
@@ -215,7 +213,7 @@ def _rope(config: dict[str, Any], family: Family) -> tuple[float, RopeScaling | 
 def _full_attention_rope(
     config: dict[str, Any], key: str, given: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Rotary parameters of the layers without a window; the base of the others is stored in
+    """Return the rotary parameters of layers without a window; store the base of the others in
     `config`."""
     local, full = given[_SLIDING] or {}, given.get(_FULL) or {}
     if not isinstance(local, dict) or local.get("rope_type", "default") != "default":
@@ -227,14 +225,15 @@ def _full_attention_rope(
 
 
 def _rope_value(rope: Mapping[str, Any], rope_type: str, key: str) -> Any:
-    """A number, a flag or numbers of the rotary parameters; None: the default applies."""
+    """Value of a rotary parameter: a number, a flag or a tuple of numbers; None: the default
+    applies."""
     value = rope.get(key)
     if key == _ORIGINAL:
         return _positive(rope, key, int)
     if key in ("short_factor", "long_factor"):
         if not isinstance(value, list):
             raise _malformed(key, value, "a list of numbers above 0")
-        return tuple(_positive({key: one}, key, float) for one in value)
+        return tuple(_positive({key: item}, key, float) for item in value)
     if key == "truncate":
         if value is not None and not isinstance(value, bool):
             raise _malformed(key, value, "true or false")
@@ -250,13 +249,12 @@ def config_json(
     *,
     eos_id: int | list[int] | None = None,
 ) -> dict[str, Any]:
-    """The config.json with which transformers 4.57 and 5 open a causal language model.
-
-    Its rotary parameters are written twice, in the format of transformers 4 and of transformers 5.
+    """Contents of a config.json with which transformers 4.57 and 5 open a causal language model.
+    Rotary parameters are written twice, in the formats of transformers 4 and 5.
 
     Args:
-        architecture: of the model, including all `options` of its family.
-        family: of the model; None: a bundled family.
+        architecture: architecture of the model, including all `options` of its family.
+        family: family of the model; None: a bundled family.
         eos_id: token or tokens that end a document.
 
     Raises:
@@ -267,7 +265,7 @@ def config_json(
     if family.heads_divide_hidden and hidden % heads:
         raise ConfigError(
             f"model.architecture.hidden_size: {hidden} is not a multiple of "
-            f"num_attention_heads={heads}, as transformers wants for {architecture.model_type}; "
+            f"num_attention_heads={heads}, as transformers requires for {architecture.model_type}; "
             "change one of them"
         )
     scaling = architecture.rope_scaling
@@ -307,12 +305,12 @@ def _scaling_json(scaling: RopeScaling) -> dict[str, Any]:
 
 
 def generation_config_json(*, eos_id: int | list[int] | None = None) -> dict[str, Any]:
-    """The generation_config.json that matches `config_json` with the same id."""
+    """Contents of the generation_config.json that matches `config_json` with the same id."""
     return {} if eos_id is None else {"eos_token_id": eos_id}
 
 
 def tokenizer_files(tokenizer_json: str | Place, eos_id: int) -> dict[str, bytes]:
-    """The files that `AutoTokenizer.from_pretrained` needs, by name.
+    """File name → contents of the files that `AutoTokenizer.from_pretrained` needs.
 
     Args:
         tokenizer_json: a `tokenizers` file; copied byte for byte.
@@ -338,8 +336,7 @@ def tokenizer_files(tokenizer_json: str | Place, eos_id: int) -> dict[str, bytes
     if eos_token is None:
         raise ConfigError(f"{path}: has no token {eos_id} to end documents; prepare the data again")
     config = {
-        # Explicit, as transformers would otherwise rebuild the tokenizer in the style of the
-        # family.
+        # explicit, or transformers would rebuild the tokenizer in the family's style
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": eos_token,
         "clean_up_tokenization_spaces": False,
@@ -362,10 +359,10 @@ def _positive(config: Mapping[str, Any], key: str, kind: type) -> Any:
 
 def _malformed(key: str, value: Any, wanted: str) -> ValueError:
     shown = "missing" if value is None else f"{value!r}"
-    return ValueError(f"{key} is {shown}, but must be {wanted}; mend the file")
+    return ValueError(f"{key} is {shown}, but must be {wanted}; correct the file")
 
 
 def _unsupported(key: str, value: Any, supported: str) -> UnsupportedError:
     cure = _CURES.get(key.rpartition(".")[2], _BY_THEIRS)
     message = f"{key}={value!r} is not supported, only {supported}; {cure}"
-    return UnsupportedError(message, f"Perdure computes no {key}={value!r}")
+    return UnsupportedError(message, f"Perdure does not support {key}={value!r}")

@@ -1,4 +1,4 @@
-"""Chooses the kernel that computes attention on a GPU, and notes a faster one.
+"""Chooses the attention kernel on a GPU, and suggests a faster one.
 
 [Note: kernels] torch includes FlashAttention-2, which was written for A100, and cuDNN's kernel. On
 an H100 cuDNN takes about half the time, and so does FlashAttention-3 (329, 631 and 632 TFLOP/s in
@@ -10,8 +10,8 @@ pytorch issue 142132).
   and FlashAttention-4 (Hopper, Blackwell) are separate packages, which torch calls once they are
   activated. On Hopper they are equally fast (torchtitan pull request 4413).
 
-Exact mode uses FlashAttention-2, which has a deterministic backward pass. So do sliding windows,
-which `varlen_attn` does not support with cuDNN's kernel.
+Exact mode uses FlashAttention-2, which has a deterministic backward pass. Sliding windows use it
+too, because `varlen_attn` does not support them with cuDNN's kernel.
 """
 
 from collections.abc import Iterator
@@ -30,19 +30,19 @@ Package: TypeAlias = Literal["FA3", "FA4"]
 """torch's names of FlashAttention-3 and -4."""
 
 HOPPER, BLACKWELL = 9, 10
-"""Major numbers of compute capability: of H100 and H200, and of B200 and B300."""
+"""Major numbers of compute capability: H100 and H200; B200 and B300."""
 
 FIRST_TORCH = "2.13"
-"""Oldest torch whose interface to FlashAttention-4 has been checked."""
+"""Oldest torch whose interface to FlashAttention-4 was checked."""
 TWO_RESULTS, MORE_RESULTS = "4.0.0b18", "2.14"
-"""Newest flash-attn-4 whose forward returns two values, and oldest torch that handles more (pytorch
-issue 190212)."""
+"""Newest flash-attn-4 whose forward returns two values, and oldest torch that supports more
+(pytorch issue 190212)."""
 
 HEAD_DIMS = {"FA3": 256, "FA4": 128, "cuDNN": 128}
 """Kernel → largest head_dim with a backward pass on all its GPUs."""
 
 VARLEN_ASKS_CUDNN = "2.15"
-"""From this torch on `varlen_attn` prefers cuDNN's kernel."""
+"""Oldest torch whose `varlen_attn` prefers cuDNN's kernel."""
 
 FLASH = "FlashAttention-2"
 CUDNN = f"cuDNN, or {FLASH} where that cannot"
@@ -54,7 +54,7 @@ class GpuStack:
 
     capability: Capability
     torch: str
-    """Version."""
+    """Version of torch."""
     fa3: bool = False
     """Whether FlashAttention-3 is installed."""
     fa4: str | None = None
@@ -63,15 +63,15 @@ class GpuStack:
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """The kernel that computes attention."""
+    """A kernel that computes attention, and how to make torch call it."""
 
     name: str
     package: Package | None = None
-    """Package to activate in place of torch's own FlashAttention."""
+    """Package to activate; None: torch's own FlashAttention."""
     without_cudnn: bool = False
-    """Whether to disable cuDNN: from torch 2.15 on `varlen_attn` would prefer it."""
+    """Whether to disable cuDNN, which `varlen_attn` would prefer from torch 2.15 on."""
     note: str = ""
-    """How to get a faster kernel; "" if none is known."""
+    """Remedy that gives a faster kernel; "" if none is known."""
 
 
 def choose_kernel(
@@ -85,11 +85,12 @@ def choose_kernel(
     ring: bool = False,
     window: bool = False,
 ) -> AttentionKernel:
-    """The fastest installed kernel.
+    """Choose the fastest installed kernel.
 
     Args:
-        gpu: that computes.
+        gpu: the GPU and its software.
         requested: `model.attention` of the recipe; all but "auto" use torch's own kernels.
+        dtype: dtype of queries, keys and values.
         head_dim: H.
         documents: whether attention stays inside documents.
         exact: `run.determinism: exact`.
@@ -102,7 +103,7 @@ def choose_kernel(
     major = gpu.capability[0]
     new = major in (HOPPER, BLACKWELL)
     cudnn = new and not exact and head_dim % 8 == 0 and head_dim <= HEAD_DIMS["cuDNN"]
-    # Plain causal attention: torch's own dispatch chooses the kernel.
+    # plain causal attention: torch's own dispatch chooses the kernel
     if not (documents or ring or window):
         if cudnn and dtype in (torch.bfloat16, torch.float16):
             return AttentionKernel(f"scaled_dot_product_attention: {CUDNN}")
@@ -133,7 +134,7 @@ def choose_kernel(
 
 
 def _problem_of_fa4(gpu: GpuStack) -> str:
-    """What to do so that torch can call flash-attn-4; "" if it can."""
+    """Command or requirement for torch to call flash-attn-4; "" if it can."""
     this, install = TorchVersion(gpu.torch), "pip install 'flash-attn-4>=4.0.0b17,<4.0.0b19'"
     if this < FIRST_TORCH:
         return f"install torch {FIRST_TORCH} or newer, and {install}"
@@ -145,7 +146,7 @@ def _problem_of_fa4(gpu: GpuStack) -> str:
 
 
 def this_gpu(device: torch.device) -> GpuStack:
-    """A GPU of this process and its installed kernels, none of which is imported."""
+    """A GPU of this process with its installed kernels, none of which is imported."""
     try:
         fa4 = version("flash-attn-4")
     except PackageNotFoundError:
@@ -160,8 +161,8 @@ def this_gpu(device: torch.device) -> GpuStack:
 
 @contextmanager
 def kernel_in_use(kernel: AttentionKernel) -> Iterator[AttentionKernel]:
-    """While entered, torch calls a kernel. Yields the kernel that it really calls: an installed
-    package may fail to load."""
+    """Make torch call a kernel inside the block. Yields the kernel that torch really calls, because
+    an installed package may fail to load."""
     from torch.nn import attention  # imports the compiler
 
     with ExitStack() as stack:
@@ -175,11 +176,11 @@ def kernel_in_use(kernel: AttentionKernel) -> Iterator[AttentionKernel]:
                     note=f"{kernel.name} is installed, but fails to load: {reason}",
                 )
                 return
-            # The activation is process-wide; a later attempt may need torch's own kernel.
+            # the activation is process-wide, and a later attempt may need torch's own kernel
             stack.callback(attention.restore_flash_attention_impl)
         if kernel.without_cudnn:
             of_torch = attention.SDPBackend
-            # The context allows what is listed: everything but cuDNN.
+            # The context allows the listed backends: all but cuDNN.
             others = [of_torch.FLASH_ATTENTION, of_torch.EFFICIENT_ATTENTION, of_torch.MATH]
             stack.enter_context(attention.sdpa_kernel(others))
         yield kernel

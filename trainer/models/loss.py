@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from trainer.data.samples import IGNORED_LABEL
 
 LOGITS_ON_CPU = 1 << 27
-"""Most logits in a chunk on a CPU: 0.5 GB in float32. With smaller chunks the head's gradient, as
-large as the head, would be added to more often."""
+"""Most logits in a chunk on a CPU: 0.5 GB in float32. Each chunk adds a tensor as large as the head
+to the head's gradient, so smaller chunks would be slower."""
 CHUNK_SHARE = 1 / 16
-"""Share of a GPU's memory for a chunk. With a vocabulary of 151,936 that is 4,400 rows on an H100,
-7,700 on an H200, 1,200 on an L4. Each chunk reads and writes the head's gradient once, in
+"""Share of a GPU's memory for a chunk of logits. With a vocabulary of 151,936 that is 4,400 rows on
+an H100, 7,700 on an H200, 1,200 on an L4. Each chunk reads and writes the head's gradient once, in
 float32."""
 BYTES_PER_LOGIT = 8
-"""Most bytes per logit on a GPU: float32, and the logarithm of its softmax."""
+"""Bytes per logit on a GPU: its float32 value, and the logarithm of its softmax."""
 ROWS_ON_CPU = 128
 """Rows of logits in one loss call on a CPU. They stay in its cache, which saves a fifth of the time
 of head and loss in the quickstart. A GPU is faster with all rows at once."""
@@ -33,12 +33,12 @@ of head and loss in the quickstart. A GPU is faster with all rows at once."""
 Fused: TypeAlias = Callable[
     [Tensor, Tensor, Tensor, bool, float | None], tuple[Tensor, Tensor | None]
 ]
-"""`_pointwise`, compiled."""
+"""Type of the compiled `_pointwise`."""
 
 
 class HeadLoss(nn.Module):
-    """`head_cross_entropy`, with an elementwise part that can be compiled: then each chunk's logits
-    are read twice and its gradient is written once, all in the dtype of the computation."""
+    """`head_cross_entropy` as a module whose elementwise part can be compiled. Each chunk's logits
+    are then read twice, and their gradient is written once, all in the dtype of the computation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,14 +50,14 @@ class HeadLoss(nn.Module):
     def forward(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, cap: float | None = None
     ) -> Tensor:
-        """hidden (..., D), weight (V, D), labels (...) int64 → mean cross-entropy, a float32
-        scalar. `cap`: see `capped`."""
+        """Mean cross-entropy, a float32 scalar, from hidden (..., D), weight (V, D) and labels
+        (...) int64. `cap`: see `capped`."""
         return head_cross_entropy(hidden, weight, labels, fused=self._fused, cap=cap)
 
     def log_probs(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, cap: float | None = None
     ) -> Tensor:
-        """See `label_log_probs`."""
+        """Log-probability of each label; arguments as for `label_log_probs`."""
         return label_log_probs(hidden, weight, labels, cap=cap)
 
 
@@ -67,7 +67,8 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean in nats over the labels that are not -100; 0, with zero gradients, if there are none.
+    """Mean cross-entropy in nats over the labels that are not -100; 0, with zero gradients, if
+    there are none.
 
     Args:
         logits: (..., V), any floating dtype; the softmax is float32.
@@ -75,11 +76,11 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """
     rows = labels.numel() if on_gpu(logits) else ROWS_ON_CPU
     total = logits.new_zeros((), dtype=torch.float32)
-    for some, label in zip(
+    for part, label in zip(
         logits.flatten(0, -2).split(rows), labels.flatten().split(rows), strict=True
     ):
         total = total + F.cross_entropy(
-            some.float(), label, ignore_index=IGNORED_LABEL, reduction="sum"
+            part.float(), label, ignore_index=IGNORED_LABEL, reduction="sum"
         )
     return total / _label_count(labels)
 
@@ -94,16 +95,16 @@ def head_cross_entropy(
 ) -> Tensor:
     """`mean_cross_entropy` of the output head's logits, a float32 scalar.
 
-    On a GPU, and on a CPU beyond `chunk` logits, it processes chunks of rows: it computes their
-    logits, uses them for loss and gradients, and frees them.
+    On a GPU, and on a CPU above `chunk` logits, rows are processed in chunks: their logits are
+    computed, used for loss and gradients, and freed.
 
     Args:
         hidden: (..., D).
-        weight: (V, D), of the head.
+        weight: weight of the head, (V, D).
         labels: (...) int64.
-        chunk: most logits in a chunk of at least one row; None: by the device's memory.
+        chunk: most logits in a chunk of at least one row; None: from the device's memory.
         fused: `_pointwise`, compiled.
-        cap: of the logits, see `capped`.
+        cap: cap of the logits, see `capped`.
     """
     chunk = most_logits(hidden) if chunk is None else chunk
     if not on_gpu(hidden) and labels.numel() * weight.shape[0] <= chunk:
@@ -134,19 +135,18 @@ def label_log_probs(
     chunk: int | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """Log-probability of each label, (N,) float32; 0 where none counts.
-
-    Logits are computed in chunks of rows, and again in backward, because the weight of a row in the
-    loss is not known before. A frozen head gets no gradient.
+    """Log-probability of each label, (N,) float32; 0 for labels that do not count. Logits are
+    computed in chunks of rows, and again in backward, because a row's weight in the loss is unknown
+    before. A frozen head gets no gradient.
 
     Args:
         hidden: (..., D), N rows.
-        weight: (V, D), of the head.
+        weight: weight of the head, (V, D).
         labels: (...) int64.
-        start: index of the first row of `weight`, if other ranks hold other rows.
-        group: these ranks; each computes a term of the gradient of `hidden`.
-        chunk: most logits in a chunk of at least one row; None: by the device's memory.
-        cap: of the logits, see `capped`.
+        start: index of the first row of `weight`, if other ranks have other rows.
+        group: ranks that share the head; each computes a term of the gradient of `hidden`.
+        chunk: most logits in a chunk of at least one row; None: from the device's memory.
+        cap: cap of the logits, see `capped`.
     """
     device = hidden.device.type
     dtype = weight.dtype
@@ -167,7 +167,7 @@ def label_log_probs(
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether products of half precision can return float32."""
+    """Whether half-precision products of this tensor can return float32, which needs CUDA."""
     return tensor.is_cuda
 
 
@@ -194,14 +194,15 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _label_count(labels: Tensor) -> Tensor:
-    return (labels != IGNORED_LABEL).sum().clamp(min=1)  # without labels 0, not NaN
+    # at least 1, so that no labels give 0 and not NaN
+    return (labels != IGNORED_LABEL).sum().clamp(min=1)
 
 
 def _pointwise(
     logits: Tensor, label: Tensor, counts: Tensor, with_gradient: bool, cap: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Loss of a chunk, and the gradient of its logits, including rows whose label does not count.
-    Written so that a compiler fuses it into one kernel."""
+    """Return (loss of a chunk, gradient of its logits or None). The gradient of rows whose label
+    does not count is not zeroed. Written so that a compiler fuses it into one kernel."""
     dtype = logits.dtype
     if cap is not None:
         logits = capped(logits.float(), cap)
@@ -217,7 +218,7 @@ def _pointwise(
 
 
 def _slope(logits: Tensor, cap: float) -> Tensor:
-    """Derivative of `capped` from its result."""
+    """Derivative of `capped`, computed from its result."""
     return 1 - (logits / cap) ** 2
 
 
@@ -228,8 +229,8 @@ def _in_place(
     dtype: torch.dtype | None,
     slope: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The result of `_pointwise`, with the gradient in `dtype`, or None without. Softmax and
-    gradient are computed in the memory of `log_softmax`. `slope`: derivative of a cap, if there is
+    """Return (loss of a chunk, gradient of its logits in `dtype`; None if `dtype` is None), as
+    `_pointwise`, but in the memory of `log_softmax`. `slope`: derivative of a cap, if there is
     one."""
     loss = -(log_softmax.gather(1, label) * counts).sum()
     if dtype is None:
@@ -241,12 +242,10 @@ def _in_place(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Sum of the cross-entropies; hidden (N, D), weight (V, D), labels (N).
-
-    Forward also computes the gradients while the logits exist. So there are three matrix products,
-    as many as without chunks (FusedLinearCrossEntropy of Hsu et al. 2024, "Liger Kernel"), and two
-    if the head is frozen.
-    """
+    """Sum of the cross-entropies of hidden (N, D), weight (V, D) and labels (N). Forward also
+    computes the gradients, while the logits exist. So there are three matrix products, as many as
+    without chunks (FusedLinearCrossEntropy of Hsu et al. 2024, "Liger Kernel"), and two if the head
+    is frozen."""
 
     @staticmethod
     def forward(
@@ -261,17 +260,16 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         to_hidden = torch.empty_like(hidden) if with_gradients else None
-        # float32 for any dtype, as it is a sum over chunks. A frozen head has none.
+        # float32 for any dtype, because it sums over chunks; a frozen head needs none.
         trained = with_gradients and ctx.needs_input_grad[1]
         to_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
-        # An uncompiled softmax would copy bf16 logits to float32; a compiled one converts as it
-        # reads.
+        # An uncompiled softmax would first copy bf16 logits to float32; a compiled one does not.
         wide: dict[str, Any] = {"out_dtype": torch.float32} if on_gpu(hidden) and not fused else {}
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(labels), rows):
                 part = slice(start, start + rows)
                 label, counts = labels[part, None], labels[part, None] != IGNORED_LABEL
-                # -100 is no column; `counts` masks such rows.
+                # -100 is no column; `counts` masks its rows.
                 label = label.clamp(min=0)
                 if fused:
                     logits = hidden[part] @ weight.T
@@ -304,8 +302,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def scaled_once(ctx: Any, factor: Tensor) -> list[Tensor | None]:
-    """The gradients that forward saved, in `ctx.dtype`, times `factor`; None for inputs without
-    one."""
+    """Gradients saved by forward, in `ctx.dtype`, times `factor`; None for inputs without a
+    gradient."""
     scaled: list[Tensor | None] = []
     for gradient in ctx.saved_tensors:
         if gradient is None:
@@ -315,7 +313,7 @@ def scaled_once(ctx: Any, factor: Tensor) -> list[Tensor | None]:
             scaled.append(gradient.float().mul_(factor).to(ctx.dtype))
             continue
         # float32 gradients are scaled in place: nothing else uses them, and the head's is large. A
-        # backward in two parts (zero bubble) calls this twice with the same factor. `.data` avoids
+        # two-part backward (zero bubble) calls this twice with the same factor. `.data` bypasses
         # the version counter, by which autograd would report the change as an error.
         if not hasattr(ctx, "scaled"):
             gradient.data.mul_(factor)
@@ -325,7 +323,7 @@ def scaled_once(ctx: Any, factor: Tensor) -> list[Tensor | None]:
 
 
 class _LabelLogProbs(torch.autograd.Function):
-    """See `label_log_probs`: hidden (N, D), weight (V, D), labels (N,)."""
+    """Implements `label_log_probs` for hidden (N, D), weight (V, D), labels (N,)."""
 
     @staticmethod
     def forward(
@@ -361,7 +359,7 @@ class _LabelLogProbs(torch.autograd.Function):
         hidden, weight, labels, sums = ctx.saved_tensors
         weights = gradients[0] * (labels != IGNORED_LABEL)
         to_hidden = torch.empty_like(hidden)
-        # float32 for any dtype, as it is a sum over chunks. A frozen head has none.
+        # float32 for any dtype, because it sums over chunks; a frozen head needs none.
         trained = ctx.needs_input_grad[1]
         to_weight = torch.zeros_like(weight, dtype=torch.float32) if trained else None
         chunks = _chunks_of_logits(hidden, weight, labels, ctx.rows, ctx.start, ctx.cap)
@@ -383,7 +381,8 @@ def _chunks_of_logits(
     """Yield (rows of `hidden`, their float32 logits, column of each label in them (R, 1), whether
     the column exists on this rank) in chunks of rows."""
     wide: dict[str, Any] = {"out_dtype": torch.float32} if on_gpu(hidden) else {}
-    with torch.autocast(hidden.device.type, enabled=False):  # also holds in the caller's loop body
+    # stays active in the caller's loop body
+    with torch.autocast(hidden.device.type, enabled=False):
         for begin in range(0, len(labels), rows):
             part = slice(begin, begin + rows)
             label = labels[part] - start

@@ -1,9 +1,9 @@
-"""Files beside the weights in a run's checkpoints.
+"""Files that accompany the weights in a run's checkpoints.
 
-[Note: beside the weights] Chat template, stop tokens and sampling settings lie beside a model's
-weights. A run from `model.init_from` changes none of them, so its checkpoints carry these files
-byte for byte (beside.py says which). Two things are the run's own: the dtype in config.json, where
-it differs from the weights beside it, and the tokenizer, if the data has other tokens.
+[Note: beside the weights] Chat template, stop tokens and sampling settings are files beside a
+model's weights. A run from `model.init_from` changes none of them, so its checkpoints have these
+files byte for byte (beside.py lists them). Two files may differ: config.json has the dtype of the
+run's weights, and the tokenizer is the data's, if the data has other tokens.
 """
 
 import json
@@ -23,7 +23,7 @@ ABOUT_TOKENS = (
     *("tokenizer", "tokenization", "special_tokens_map", "added_tokens", "vocab.", "merges."),
     *("chat_template", "additional_chat_templates/", "tekken", "spiece", "sentencepiece"),
 )
-"""Prefixes of file names that belong to a tokenizer, and mean nothing beside another."""
+"""Prefixes of the names of files that belong to a tokenizer and do not fit another one."""
 
 
 def files_beside(
@@ -33,13 +33,14 @@ def files_beside(
     architecture: Architecture | None = None,
     family: Family | None = None,
 ) -> tuple[dict[str, bytes], list[str]]:
-    """(file name → content, notes for the user) for the checkpoints of a run.
+    """Return (file name → contents, notes for the user) for the checkpoints of a run.
 
     Args:
-        init_from: the checkpoint that the run begins with, if any.
+        init_from: checkpoint from which the run begins, if any.
         data: prepared data set, with the tokenizer.
-        architecture: of the model; needed without `init_from`.
-        family: of the model; None: a bundled family.
+        index: index.json of the data set.
+        architecture: architecture of the model; needed without `init_from`.
+        family: family of the model; None: a bundled family.
 
     Raises:
         ConfigError, DataError: a file cannot be used.
@@ -60,12 +61,12 @@ def files_beside(
         stops = stop_ids(files, init_from)
         if not stops:
             known = _object(files, GENERATION_CONFIG, init_from)
-            # Without a stop token, generation would run to its length limit.
+            # without a stop token, generation would run to its length limit
             files[GENERATION_CONFIG] = _json({**known, "eos_token_id": eos})
         elif eos not in stops and "kind" not in index:  # the template ends chats
             notes.append(
                 f"{data}: its documents end in token {eos}, but the model of {init_from} stops at "
-                f"{', '.join(map(str, stops))}; it learns to end in another way, unless the data "
+                f"{', '.join(map(str, stops))}; it learns to end differently, unless the data "
                 "is prepared again with --eos"
             )
     if files[TOKENIZER] == prepared[TOKENIZER] and "start_ids" in index:
@@ -83,11 +84,8 @@ def files_beside(
 def files_without_tokenizer(
     init_from: Place | None, architecture: Architecture | None = None, family: Family | None = None
 ) -> tuple[dict[str, bytes], list[str]]:
-    """`files_beside` for data without a tokenizer: the one of `init_from` is kept.
-
-    Raises:
-        ConfigError: a file cannot be used.
-    """
+    """Like `files_beside`, for data without a tokenizer: the tokenizer of `init_from` is kept.
+    Raises ConfigError if a file cannot be used."""
     if init_from is None:
         assert architecture is not None
         return {CONFIG: _json(config_json(architecture, family))}, []
@@ -97,11 +95,7 @@ def files_without_tokenizer(
 
 def stop_ids(files: Mapping[str, bytes], where: Place) -> list[int]:
     """Stop tokens of a model, from generation_config.json, else from config.json, as in
-    transformers.
-
-    Raises:
-        ConfigError: one of these files is no JSON object.
-    """
+    transformers. Raises ConfigError if one of these files is no JSON object."""
     for name in (GENERATION_CONFIG, CONFIG):
         stop = _object(files, name, where).get("eos_token_id")
         if stop is not None:
@@ -111,19 +105,18 @@ def stop_ids(files: Mapping[str, bytes], where: Place) -> list[int]:
 
 
 def of_bf16(files: dict[str, bytes]) -> dict[str, bytes]:
-    """The files with dtype bfloat16 in config.json."""
+    """Return the files with dtype bfloat16 in config.json."""
     config = json.loads(files[CONFIG])
     return {**files, CONFIG: _json({**config, "dtype": "bfloat16"})}
 
 
 def _carried(directory: Place, notes: list[str]) -> dict[str, bytes]:
-    """The files beside the weights of a published checkpoint, with config.json changed to a run's
-    dtype."""
+    """Files beside the weights of a published checkpoint, with a run's dtype in config.json."""
     files, left = beside_weights(directory)
     if left:
-        notes.append(f"{directory}: not carried over into checkpoints: {left}")
+        notes.append(f"{directory}: not copied into checkpoints: {left}")
     if CONFIG not in files:
-        raise ConfigError(f"{directory / CONFIG}: cannot be carried over; put a copy of it there")
+        raise ConfigError(f"{directory / CONFIG}: cannot be copied; put a regular file there")
     config = _object(files, CONFIG, directory)
     others = {key for key in ("dtype", "torch_dtype") if config.get(key, "float32") != "float32"}
     if others:  # checkpoints of a run are float32
@@ -138,8 +131,8 @@ def _with_tokenizer(
     data: Place,
     notes: list[str],
 ) -> dict[str, bytes]:
-    """`files` with their own tokenizer; with the prepared one if they have none, or if the data has
-    other tokens."""
+    """Return `files` with their own tokenizer, or with the prepared tokenizer if they have none or
+    the data has other tokens."""
     if TOKENIZER not in files:
         return {**prepared, **files}
     if files[TOKENIZER] == prepared[TOKENIZER]:
@@ -151,7 +144,7 @@ def _with_tokenizer(
         f"{data}: was prepared with other tokens than those of {directory}; checkpoints get its "
         "tokenizer, and no chat template"
     )
-    # A chat template writes tokens that the other tokenizer lacks.
+    # a chat template writes tokens that the other tokenizer lacks
     kept = {name: content for name, content in files.items() if not name.startswith(ABOUT_TOKENS)}
     return {**kept, **prepared}
 

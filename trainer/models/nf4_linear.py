@@ -1,4 +1,4 @@
-"""Products with weights that are kept in nf4; see [Note: nf4] in checkpointing/format/nf4.py."""
+"""Products with weights in nf4; see [Note: nf4] in checkpointing/format/nf4.py."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from checkpointing.format.nf4 import BLOCK, BLOCK_BYTES, dequantise
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (…, in) times the weight (out, in) that is `packed` in nf4, plus the bias: (…, out), in the
-    dtype of autocast, or of x."""
+    """Multiply x (…, in) by an nf4 weight (out, in), and add the bias: (…, out), in the dtype of
+    autocast or of x. `packed`: codes of the weight."""
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
@@ -19,11 +19,11 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """See `linear`."""
+    """Implements `linear`, with a gradient for x only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-        # Backward dequantises again, so that only the packed bytes are kept.
+        # backward dequantises again, so that only the packed bytes stay in memory
         ctx.save_for_backward(packed)
         return F.linear(x, dequantise(packed, x.dtype), bias)
 
@@ -34,7 +34,7 @@ class _Linear(torch.autograd.Function):
 
 
 def weights_in(parameter: Tensor) -> int:
-    """Number of weights in a parameter of a decoder: its elements, or for nf4 those that its bytes
+    """Number of weights in a parameter of a decoder: its elements or, for nf4, those that its bytes
     encode."""
     count = parameter.numel()
     return count // BLOCK_BYTES * BLOCK if parameter.dtype == torch.uint8 else count

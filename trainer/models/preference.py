@@ -1,8 +1,8 @@
-"""Objectives that compare the two answers of a pair. Each is a mean over pairs of a function of the
-log-probabilities that a model gives to whole answers.
+"""Objectives that compare the two answers of a pair: means over pairs of a function of the
+log-probabilities of whole answers.
 
 In the formulas c and r are the log-probabilities of the chosen and the rejected answer, c' and r'
-those of the reference, and |c| and |r| their numbers of tokens:
+their log-probabilities by the reference, and |c| and |r| their numbers of tokens:
 
 | objective | loss of a pair |
 |---|---|
@@ -11,7 +11,7 @@ those of the reference, and |c| and |r| their numbers of tokens:
 | SimPO, Meng et al. 2024 | -log sigmoid(beta c / |c| - beta r / |r| - gamma) |
 | ORPO, Hong et al. 2024 | -beta log sigmoid(logit(c / |c|) - logit(r / |r|)) - c / |c| |
 
-IPO has means over tokens, as in trl, which has asked the paper's authors; the paper writes sums.
+IPO uses means over tokens, as trl does on the advice of the paper's authors; the paper writes sums.
 logit(x) is the logarithm of the odds p / (1 - p), where p = exp(x).
 """
 
@@ -25,7 +25,7 @@ from trainer.recipe.objective import USUAL_BETA, USUAL_GAMMA, Objective
 
 
 @dataclass(frozen=True)
-class Preference:
+class PreferenceLoss:
     """An objective over pairs of answers, with all its weights."""
 
     name: str
@@ -33,18 +33,18 @@ class Preference:
     gamma: float
     sft_weight: float
     referenced: bool
-    """Whether it needs log-probabilities of a reference."""
+    """Whether the objective needs log-probabilities by a reference model."""
 
     def __call__(
         self, log_probs: Tensor, counts: Tensor, reference: Tensor | None
     ) -> dict[str, Tensor]:
         """Means over P pairs, float64 scalars: `loss`; `reward_margin`, the lead of the chosen
-        answer times β; and `reward_accuracy`, the share of pairs in which it leads.
+        answer times β; and `reward_accuracy`, the share of pairs in which the chosen answer leads.
 
         Args:
-            log_probs: (2 P,) float64, of the answers: chosen, rejected, chosen, rejected ….
-            counts: (2 P,), their tokens.
-            reference: (2 P,), log-probabilities of the reference, if `referenced`.
+            log_probs: (2 P,) float64, of whole answers: chosen, rejected, chosen, rejected ….
+            counts: (2 P,), numbers of tokens of the answers.
+            reference: (2 P,), log-probabilities by the reference, if `referenced`.
         """
         means = log_probs / counts
         if self.referenced:
@@ -53,7 +53,7 @@ class Preference:
             scores = gained / counts if self.name == "ipo" else gained
         else:
             scores = means
-        if self.name == "orpo":  # expm1: log(1 - p) loses its digits for p near 1
+        if self.name == "orpo":  # log(1 - p) would lose its digits for p near 1
             scores = means - torch.log(-torch.expm1(means))
         chosen, rejected = scores.view(-1, 2).unbind(1)
         ahead = chosen - rejected
@@ -74,12 +74,12 @@ class Preference:
         return {"loss": loss.mean(), **recorded}
 
 
-def preference_of(objective: Objective) -> Preference | None:
-    """The objective of a recipe; None if it compares no answers."""
+def preference_of(objective: Objective) -> PreferenceLoss | None:
+    """Objective of a recipe; None if the recipe does not compare answers."""
     if not objective.compares:
         return None
     name, weight = objective.name, objective.sft_weight
-    return Preference(
+    return PreferenceLoss(
         name,
         beta=objective.beta or USUAL_BETA[name],
         gamma=(USUAL_GAMMA if objective.gamma is None else objective.gamma)
@@ -94,9 +94,9 @@ def sums_by_answer(log_probs: Tensor, segments: Tensor, answers: int) -> Tensor:
     """Log-probabilities of whole answers, (answers,) float64.
 
     Args:
-        log_probs: (N,), of labels.
+        log_probs: (N,), log-probabilities of labels.
         segments: (N,) int64, index of the answer of each label.
-        answers: their number.
+        answers: number of answers.
     """
     sums = log_probs.new_zeros(answers, dtype=torch.float64)
     return sums.index_add(0, segments, log_probs.double())

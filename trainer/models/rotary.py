@@ -1,6 +1,6 @@
 """Rotary positions, and their scaling for longer contexts.
 
-Shapes: B batch, T sequence, H head dim, R of it the elements that rotate (`rotary_size`).
+Shapes: B batch, T sequence, H head dim, R the number of its elements that rotate (`rotary_size`).
 """
 
 import math
@@ -31,11 +31,8 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
 def rope_table(architecture: Architecture, positions: Tensor, theta: float | None = None) -> Rope:
     """Cosines and sines of the rotary angles (Su et al. 2021) at positions (T,). `theta` replaces
-    the architecture's base, without its scaling.
-
-    Raises:
-        ValueError: the sequence is longer than the model's scaling is defined for.
-    """
+    the architecture's base, without scaling. Raises ValueError if the sequence is longer than the
+    range for which the scaling is defined."""
     # Computed in every forward by a few small kernels. A buffer would have to be refilled after
     # `to_empty`, kept out of `.to(bfloat16)`, and sized for the longest context.
     size, scaling = architecture.rotary_size, None if theta else architecture.rope_scaling
@@ -57,7 +54,7 @@ def rope_table(architecture: Architecture, positions: Tensor, theta: float | Non
             raise ValueError(
                 f"rope_type dynamic: a sequence of {len(positions)} tokens is longer than "
                 f"max_position_embeddings={limit}, where it has other wavelengths at each length; "
-                "take shorter ones"
+                "use shorter sequences"
             )
         frequencies = 1.0 / powers
     angles = positions.float()[:, None] * frequencies
@@ -68,7 +65,8 @@ def rope_table(architecture: Architecture, positions: Tensor, theta: float | Non
 
 
 def stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1: divide slow frequencies by `factor`, keep fast ones, blend between them."""
+    """Scale frequencies as Llama 3.1: divide slow ones by `factor`, keep fast ones, blend between
+    them."""
     turns = frequencies * scaling.original_max_position_embeddings / (2 * torch.pi)
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = blend.clamp(0, 1)
@@ -77,7 +75,8 @@ def stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 def _yarn(powers: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     """Frequencies of YaRN (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large
-    Language Models"). As `stretch`, with a blend linear in the pair's index. powers: (R / 2)."""
+    Language Models"), from powers (R / 2): like `stretch`, but the blend is linear in the pair's
+    index."""
     size, original = 2 * len(powers), scaling.original_max_position_embeddings
 
     def pair_that_turns(turns: float) -> float:
@@ -94,14 +93,14 @@ def _yarn(powers: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
 
 
 def _factors(scaling: RopeScaling, positions: Tensor) -> Tensor:
-    """Factors of the wavelengths (R / 2) in LongRoPE (Ding et al. 2024)."""
+    """Factors of the wavelengths, (R / 2), in LongRoPE (Ding et al. 2024)."""
     long = len(positions) > scaling.original_max_position_embeddings
     factors = scaling.long_factor if long else scaling.short_factor
     return torch.tensor(factors, dtype=torch.float32, device=positions.device)
 
 
 def attention_factor(scaling: RopeScaling) -> float:
-    """Factor of cosines and sines, which sharpens attention."""
+    """Factor by which cosines and sines are multiplied, to sharpen attention."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     factor = scaling.factor

@@ -12,7 +12,7 @@ from checkpointing.format.tensors import local_tensor, specs_of
 
 
 def apart(tensors: Mapping[str, Tensor], stacks: Sequence[str]) -> dict[str, Tensor]:
-    """Tensors by their names in published files. A stack becomes this rank's rows, as views.
+    """Rename tensors as in published files. A stack becomes the rows that this rank has, as views.
 
     Args:
         tensors: parameters by FQN, or the optimizer's state (`<fqn>.exp_avg`, …).
@@ -32,7 +32,7 @@ def apart(tensors: Mapping[str, Tensor], stacks: Sequence[str]) -> dict[str, Ten
 
 
 def _name_of_rows(name: str, stacks: Sequence[str]) -> Callable[[int], str] | None:
-    """A function from row index to name, for a stack or its optimizer state; None for other
+    """Function from row index to name, for a stack or its optimizer state; None for other
     tensors."""
     head, _, last = name.rpartition(".")
     module, _, parameter = head.rpartition(".")
@@ -43,7 +43,7 @@ def _name_of_rows(name: str, stacks: Sequence[str]) -> Callable[[int], str] | No
 
 
 def _rows(name: str, tensor: Tensor) -> dict[int, Tensor]:
-    """Index of each row that this rank holds → the row, a view."""
+    """Index → row, a view, of each row that this rank has."""
     local = local_tensor(tensor)
     if not isinstance(tensor, DTensor):
         return dict(enumerate(local))
@@ -51,7 +51,7 @@ def _rows(name: str, tensor: Tensor) -> dict[int, Tensor]:
     rows: dict[int, Tensor] = {}
     for box in local_boxes(spec.meta.shape, spec.layouts, dist.get_rank()):
         if box.shape[1:] != spec.meta.shape[1:]:
-            raise ValueError(f"{name}: is cut within its rows, which files hold whole")
+            raise ValueError(f"{name}: is cut within its rows, which files store whole")
         first, local_first = box.offset[0], box.local_offset[0]
         rows |= {first + i: local[local_first + i] for i in range(box.shape[0])}
     return rows

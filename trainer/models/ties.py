@@ -1,4 +1,4 @@
-"""Weights that are one parameter under several names."""
+"""Tied weights: one parameter with several names."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def ties_of(model: nn.Module) -> dict[str, str]:
-    """Each further name of a parameter → its first name."""
+    """Further name of a tied parameter → its first name."""
     first: dict[nn.Parameter, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     first_names = {name: first.setdefault(parameter, name) for name, parameter in named}
@@ -14,8 +14,8 @@ def ties_of(model: nn.Module) -> dict[str, str]:
 
 
 def tie_again(model: nn.Module, ties: Mapping[str, str]) -> None:
-    """Make one parameter of tied ones that `nn.Module._apply` has separated, as it does for weights
-    from the meta device."""
+    """Tie parameters again that `nn.Module._apply` has separated, as it does for weights from the
+    meta device."""
     for name, first in ties.items():
         parent, _, key = name.rpartition(".")
         module, weight = model.get_submodule(parent), model.get_parameter(first)

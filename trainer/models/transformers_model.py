@@ -1,15 +1,15 @@
-"""Causal language models that transformers computes, with our loss on their head.
+"""Causal language models that transformers computes, with Perdure's loss on their head.
 
 [Note: their module] The module is built, called and saved as in transformers, so its names and
 logits are unchanged. Three things differ:
 
 - *Weights* take no memory while the module is built; each rank then loads its part. Buffers, such
   as rotary frequencies, get their values during construction, and keep them.
-- *The head* is only a weight. Its inputs replace the logits as output, and the loss multiplies them
-  in chunks of rows (loss.py). So apart from that product a module may only scale its logits, or cap
-  them softly.
-- *Documents* are kept apart by masks. transformers creates the masks of all models in one place,
-  where each is narrowed to documents. Positions restart in each document.
+- *The head* is only a weight. The module outputs the head's inputs instead of logits, and the loss
+  multiplies them in chunks of rows (loss.py). So apart from that product a module may only scale
+  its logits, or cap them softly.
+- *Documents* are separated by masks. transformers creates the masks of all models in one place,
+  where each is restricted to documents. Positions restart in each document.
 
 Shapes: B batch, T sequence, D hidden, V vocabulary.
 """
@@ -33,27 +33,27 @@ from trainer.models.decoder import Decoder
 from trainer.models.hf import ConfigError, read_json
 from trainer.models.loss import HeadLoss, capped
 from trainer.models.nf4_linear import weights_in
-from trainer.models.preference import Preference, sums_by_answer
+from trainer.models.preference import PreferenceLoss, sums_by_answer
 from trainer.models.ties import ties_of
 from trainer.recipe import RecipeError
 
 OLDEST = (5, 24)
-"""Oldest tested version of transformers. From 5 on it creates all masks in one place."""
+"""Oldest tested transformers; from version 5 on, transformers creates all masks in one place."""
 _ELSEWHERE = ("auto_map", "attn_implementation", "experts_implementation")
-"""Keys of config.json that would load code from elsewhere, also with a leading underscore."""
+"""Keys of config.json that would load other code, also with a leading underscore."""
 _SKIPS = ("layerdrop", "decoder_layerdrop")
-"""Keys that make each rank skip layers of its own choice."""
+"""Keys by which each rank would skip layers of its own choice."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layers that see other tokens only through a mask."""
 _OF_OTHER_HEADS = ("summary_", "classifier_")
 """Prefixes of keys for models with another head."""
 _PADDING = 8
-"""Columns that a bias adds to the weight: GPUs are slow with sizes that are no multiple of 8."""
+"""Columns added to the weight for a bias: GPUs are slow with sizes that are no multiple of 8."""
 
 
-class Head(nn.Module):
-    """The weight and bias of an output head, as a module that returns its input."""
+class WeightOnlyHead(nn.Module):
+    """Weight and bias of an output head, as a module that returns its input."""
 
     def __init__(self, given: nn.Linear) -> None:
         super().__init__()
@@ -65,14 +65,15 @@ class Head(nn.Module):
 
 
 class TransformersModel(nn.Module):
-    """A causal language model of transformers with the interface of `Decoder`."""
+    """A causal language model of transformers, with the interface of `Decoder`."""
 
     stacks: Sequence[str] = ()
-    """Empty: checkpoints hold the parameters as the module does."""
+    """Empty, because checkpoints store the parameters as the module has them."""
 
-    def __init__(self, built: "Built", blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, built: "BuiltModule", blocks: Sequence[nn.Module]) -> None:
         """Args:
             built: from `build_theirs`.
+            blocks: layers of the module.
 
         Raises:
             RecipeError: the module cannot be trained here.
@@ -90,16 +91,16 @@ class TransformersModel(nn.Module):
         self._theirs = (theirs,)
         self._head = (head,)
         self.blocks = tuple(blocks)
-        """Its layers: units of sharding, recomputation and compilation."""
+        """Layers of the module: units of sharding, recomputation and compilation."""
         self.head_loss = HeadLoss()
-        self.preference: Preference | None = None
-        """The loss of pairs of answers."""
+        self.preference: PreferenceLoss | None = None
+        """Loss for pairs of answers; None: cross-entropy."""
         self.cap = built.cap
         self._takes_positions = "position_ids" in inspect.signature(theirs.forward).parameters
 
     @property
     def config(self) -> Any:
-        """The transformers configuration."""
+        """Configuration object of transformers."""
         return self._theirs[0].config
 
     @property
@@ -114,7 +115,7 @@ class TransformersModel(nn.Module):
 
     @property
     def draws(self) -> bool:
-        """Whether a training pass draws random numbers: the configuration has dropout."""
+        """Whether a training pass draws random numbers, because the configuration has dropout."""
         return any(
             "drop" in key and isinstance(value, float) and value > 0
             for key, value in self.config.to_dict().items()
@@ -138,7 +139,8 @@ class TransformersModel(nn.Module):
         return [self.head_loss]
 
     def mixes_documents(self) -> str | None:
-        """Why documents of one sequence would see each other; None if masks keep them apart."""
+        """Reason why documents of one sequence would see each other; None if masks separate
+        them."""
         theirs = self._theirs[0]
         others = {*(getattr(self.config, "layer_types", None) or ())} - _ATTENTION
         if others or getattr(theirs, "_is_stateful", False):
@@ -147,17 +149,18 @@ class TransformersModel(nn.Module):
         files = {sys.modules[type(module).__module__] for module in theirs.modules()}
         makers = ("create_causal_mask", "create_sliding_window_causal_mask")
         if not any(hasattr(file, maker) for file in files for maker in makers):
-            return "makes masks of its own"
+            return "creates its own masks"
         return None
 
     def flops_per_token(self, seq_len: int) -> float:
-        """As `Family.flops_per_token`, without discount for windows; 0 for experts, as the share of
-        weights that a token uses is unknown."""
+        """Floating-point operations of forward and backward per token, as `Family.flops_per_token`,
+        but without discount for windows. 0 for experts, as the share of weights that a token uses
+        is unknown."""
         if self.experts:
             return 0.0
         config, theirs = self.config, self._theirs[0]
         looked_up = theirs.get_input_embeddings().weight
-        # An embedding is looked up, not multiplied, unless the head shares its weight.
+        # Looking up an embedding needs no product, but a head that shares its weight does.
         products = [p for p in self.parameters() if p is not looked_up or p is self._head[0].weight]
         frozen = sum(weights_in(p) for p in products if not p.requires_grad)
         heads = getattr(config, "num_attention_heads", 0)
@@ -174,7 +177,7 @@ class TransformersModel(nn.Module):
         answer_labels: Tensor | None = None,
         reference: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """Return logits, or with labels the loss; arguments and results as in `Decoder.forward`.
+        """Return logits or, with labels, the loss; arguments and results as in `Decoder.forward`.
         Synchronises with a GPU only where transformers does."""
         hidden = self.hidden(input_ids, document_ids)
         if labels is None:
@@ -190,7 +193,7 @@ class TransformersModel(nn.Module):
         return self.preference(log_probs, answer_labels, reference)
 
     def hidden(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """Inputs of the head, (B, T, D) in the dtype of its weight."""
+        """Inputs of the head, (B, T, D), in the dtype of its weight."""
         theirs, options, runs = self._theirs[0], {}, None
         theirs.training = self.training
         if document_ids is not None:
@@ -205,8 +208,8 @@ class TransformersModel(nn.Module):
         return capped(F.linear(hidden, self._head[0].weight, self._head[0].bias), self.cap)
 
     def _product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states and weight of the head, with the bias as a column of the weight, so that
-        one product computes both."""
+        """Return (hidden states, weight) of the head, with the bias as a further column of the
+        weight, so that one product computes both."""
         head = self._head[0]
         if head.bias is None:
             return hidden, head.weight
@@ -216,12 +219,12 @@ class TransformersModel(nn.Module):
 
 
 TextModel: TypeAlias = Decoder | TransformersModel
-"""A causal language model: one of Perdure's decoders, or of transformers."""
+"""A causal language model, by Perdure or by transformers."""
 
 
 def document_runs(document_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """(index of the document in its row, position in its document) of each token, both (B, T)
-    int64. A document is a run of equal `document_ids` (B, T)."""
+    """Return (index of the document in its row, position in its document) of each token, both (B,
+    T) int64. A document is a run of equal `document_ids` (B, T)."""
     first = torch.ones_like(document_ids, dtype=torch.bool)
     first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     places = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(first)
@@ -231,10 +234,11 @@ def document_runs(document_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _documents_hidden(runs: Tensor | None, name: str) -> Iterator[None]:
-    """While entered, masks of transformers hide other documents.
+    """Make the masks of transformers hide other documents inside the block.
 
     Args:
         runs: (B, T), see `document_runs`; None: no change.
+        name: name of the model, for errors.
 
     Raises:
         RecipeError: on leaving, if no mask was created.
@@ -249,14 +253,14 @@ def _documents_hidden(runs: Tensor | None, name: str) -> Iterator[None]:
         packed_sequence_mask_function,
     )
 
-    mask_made = False
+    mask_created = False
 
     def narrowed(make: Callable[..., Any]) -> Callable[..., Any]:
         def mask(*given: Any, mask_function: Any = causal_mask_function, **options: Any) -> Any:
-            nonlocal mask_made
-            mask_made = True
+            nonlocal mask_created
+            mask_created = True
             both = and_masks(mask_function, packed_sequence_mask_function(runs))
-            # A skipped mask would be only causal.
+            # If it skipped the mask, attention would be only causal.
             return make(*given, **{**options, "mask_function": both, "allow_is_causal_skip": False})
 
         return mask
@@ -270,27 +274,27 @@ def _documents_hidden(runs: Tensor | None, name: str) -> Iterator[None]:
         for key in makers:
             # removes the override of the module-level mapping
             del ALL_MASK_ATTENTION_FUNCTIONS[key]
-    if not mask_made:
+    if not mask_created:
         raise RecipeError(
-            f"data.document_mask: {name} of transformers made no mask, so its documents saw each "
-            "other; set data.document_mask=false to train it so"
+            f"data.document_mask: {name} of transformers created no mask, so its documents saw "
+            "each other; set data.document_mask=false to accept that"
         )
 
 
-class Built(NamedTuple):
-    """A transformers module, and what it leaves to this trainer."""
+class BuiltModule(NamedTuple):
+    """A transformers module, and the parts of its work that Perdure takes over."""
 
     module: Any
-    """Its parameters are on the meta device, its buffers on the CPU."""
+    """The module: parameters on the meta device, buffers on the CPU."""
     cap: float | None
-    """Soft cap of its logits."""
+    """Soft cap of the logits, which the loss applies; None: no cap."""
     names_in_files: Mapping[str, str]
-    """Top-level module, such as the head → its name in files, where that differs."""
+    """Name of a top-level module, such as the head → its name in files, where they differ."""
 
 
-def build_theirs(directory: Place, reason: str) -> Built:
-    """Build the transformers module of a config.json. No code of the checkpoint runs, and nothing
-    is downloaded. `reason`: why transformers is needed.
+def build_theirs(directory: Place, reason: str) -> BuiltModule:
+    """Build the transformers module for a config.json. Runs no code of the checkpoint, and
+    downloads nothing. `reason`: why transformers is needed, for errors.
 
     Raises:
         RecipeError: transformers is missing, or has no causal language model for it.
@@ -304,11 +308,7 @@ def build_theirs(directory: Place, reason: str) -> Built:
     if model_type == "mistral" and "layer_types" in config_json:  # as in AutoConfig
         model_type = "ministral"
     if model_type not in CONFIG_MAPPING:
-        code = (
-            ", and code that comes with a checkpoint is not run"
-            if "auto_map" in config_json
-            else ""
-        )
+        code = ", and code in a checkpoint is not run" if "auto_map" in config_json else ""
         raise ConfigError(
             f"{file}: transformers {installed} knows no model_type {model_type!r}{code}; train it "
             "through model.factory (docs/extending.md)"
@@ -338,15 +338,12 @@ def build_theirs(directory: Place, reason: str) -> Built:
             theirs = made_by(config)
     except Exception as error:
         raise ConfigError(f"{file}: transformers {installed}: {_first_line(error)}") from error
-    return Built(theirs, cap or None, _names_in_files(theirs, directory))
+    return BuiltModule(theirs, cap or None, _names_in_files(theirs, directory))
 
 
 def check_installed(reason: str) -> str:
-    """The installed version of transformers. `reason`: why it is needed.
-
-    Raises:
-        RecipeError: it is missing or too old.
-    """
+    """Installed version of transformers. `reason`: why it is needed, for errors. Raises RecipeError
+    if it is missing or too old."""
     try:
         installed = version("transformers")
     except PackageNotFoundError:
@@ -370,7 +367,7 @@ def _check_kind(config: Any, name: str, file: Place) -> None:
     if config.is_encoder_decoder:
         raise _refusal(name, "has an encoder and a decoder")
     if "ForConditionalGeneration" in name:
-        raise _refusal(name, "takes more than text")
+        raise _refusal(name, "takes other inputs than text")
     both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
     masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     decodes = getattr(config, "is_decoder", False)
@@ -390,11 +387,8 @@ def _check_kind(config: Any, name: str, file: Place) -> None:
 
 
 def _names_in_files(theirs: Any, directory: Place) -> dict[str, str]:
-    """See `Built.names_in_files`.
-
-    Raises:
-        ConfigError: transformers converts tensors of the files into other weights.
-    """
+    """Name of a top-level module → its name in files, where they differ. Raises ConfigError if
+    transformers converts tensors of the files into other weights."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, apply_renamings
 
@@ -404,9 +398,9 @@ def _names_in_files(theirs: Any, directory: Place) -> dict[str, str]:
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     stored, known = hugging_face_tensors(directory), theirs.state_dict().keys()
     renamed: dict[str, str] = {}
-    for there in stored:
+    for stored_name in stored:
         (first, _, rest), (part, _, end) = (
-            name.partition(".") for name in (apply_renamings(there, renamings), there)
+            name.partition(".") for name in (apply_renamings(stored_name, renamings), stored_name)
         )
         if first != part and rest == end and f"{first}.{rest}" in known:
             renamed[first] = part
@@ -426,20 +420,21 @@ def _names_in_files(theirs: Any, directory: Place) -> dict[str, str]:
     return renamed
 
 
-def _replace_head(theirs: Any) -> Head:
-    """Replace the output head by a `Head`."""
+def _replace_head(theirs: Any) -> WeightOnlyHead:
+    """Replace the output head by a `WeightOnlyHead`."""
     linear = theirs.get_output_embeddings()
-    name = next((name for name, one in theirs.named_modules() if one is linear), None)
+    name = next((name for name, module in theirs.named_modules() if module is linear), None)
     if name is None or type(linear) is not nn.Linear:
         raise _refusal(type(theirs).__name__, "has no output head that is an nn.Linear")
-    head = Head(linear)
+    head = WeightOnlyHead(linear)
     parent, _, key = name.rpartition(".")
     setattr(theirs.get_submodule(parent), key, head)
     return head
 
 
 class _HeadInput:
-    """Output of the modules below the head: hidden states; None for all other attributes."""
+    """Stub output of the modules below the head: has hidden states; all other attributes are
+    None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -451,18 +446,14 @@ class _HeadInput:
         return self.last_hidden_state if index == 0 else ()
 
 
-def _check_head(theirs: Any, head: Head, block: nn.Module) -> None:
-    """Check that a module only scales hidden states besides the product with its head, by a call
-    with stubs for all modules with weights.
-
-    Raises:
-        RecipeError: it does more.
-    """
+def _check_head(theirs: Any, head: WeightOnlyHead, block: nn.Module) -> None:
+    """Check that a module only scales hidden states, besides the product with its head, by a call
+    with stubs for all modules with weights. Raises RecipeError if the module does more."""
     (name,) = (name for name, module in theirs.named_modules() if module is block)
     parts = name.split(".")
     above = [theirs.get_submodule(".".join(parts[:depth])) for depth in range(1, len(parts))]
     width = head.weight.shape[1]
-    # Both signs and several magnitudes, so that a nonlinear head shows.
+    # both signs and several magnitudes, so that a nonlinear head is detected
     hidden = torch.linspace(-3, 3, 2 * width).view(1, 2, width)
     try:
         for module in above:
@@ -481,11 +472,11 @@ def _check_head(theirs: Any, head: Head, block: nn.Module) -> None:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """While entered, parameters lose their values when they are registered; buffers keep theirs."""
+    """Register parameters without values inside the block; buffers keep their values."""
 
     def move(_module: nn.Module, _name: str, parameter: Any) -> Any:
         if parameter is None or parameter.is_meta:
-            return None  # unchanged: a tied weight stays tied
+            return None  # None leaves it unchanged, so a tied weight stays tied
         return nn.Parameter(parameter.data.to("meta"), parameter.requires_grad)
 
     handle = register_module_parameter_registration_hook(move)
@@ -497,8 +488,8 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def _refusal(name: object, problem: str) -> RecipeError:
     return RecipeError(
-        f"model.init_from: {name} of transformers {problem}, so it cannot be trained so; train it "
-        "through model.factory (docs/extending.md)"
+        f"model.init_from: {name} of transformers {problem}, so it cannot be trained this way; "
+        "train it through model.factory (docs/extending.md)"
     )
 
 

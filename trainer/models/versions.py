@@ -1,7 +1,5 @@
-"""Differences between the releases of torch that pyproject.toml admits.
-
-Each has one name here, so that the code that uses it is the same for all releases.
-"""
+"""Differences between the releases of torch that pyproject.toml admits. Each has one name here, so
+that callers are the same for all releases."""
 
 import inspect
 from typing import Any
@@ -10,33 +8,31 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-# The first names came with torch 2.13, which warns of the others; older releases have only those.
+# torch 2.13 added the first name and warns of the second; older releases have only the second
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 
-# Options of a DDP that leaves buffers alone in forward. torch 2.15 warns of the older name.
+# Keeps DDP from synchronising buffers in forward. torch 2.15 warns of the older name.
 _forward = "forward_sync_buffers"
 _known = inspect.signature(DistributedDataParallel.__init__).parameters
 ddp_options: dict[str, Any] = {_forward if _forward in _known else "broadcast_buffers": False}
 
 
 def sum_uses_in_reduced_dtype(unit: nn.Module, _inputs: object = None) -> None:
-    """Let FSDP add the gradients of a parameter's uses in the dtype of the reduction in every pass.
-
-    torch 2.15 does so only in passes that reduce nothing, and else in the dtype of the computation,
-    so that rounding depends on the number of passes. Older releases always use the latter. A hook
-    before forward, after FSDP's own, which sets the dtypes.
-    """
+    """Make FSDP add the gradients of a parameter's uses in the dtype of the reduction, in every
+    pass. torch 2.15 does so only in passes that reduce nothing, and otherwise adds in the dtype of
+    the computation, so that rounding depends on the number of passes. Older releases always use the
+    latter. This is a hook before forward; it must run after FSDP's own, which sets the dtypes."""
     for group in unit._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
         if hasattr(group, "_fsdp_params_with_wider_grad_dtype"):
             group._fsdp_params_with_wider_grad_dtype = []
 
 
 def drop_unreduced_gradient(parameter: Any) -> None:
-    """Drop the gradient that a parameter of FSDP holds from passes that reduced nothing. Up to
-    torch 2.14 FSDP keeps it, later the unsharded parameter alone."""
+    """Drop the gradient that an FSDP parameter has from passes that reduced nothing. Up to torch
+    2.14 FSDP's wrapper keeps it; later only the unsharded parameter does."""
     if not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property):
         parameter.unsharded_accumulated_grad = None
     if hasattr(parameter, "_unsharded_param"):

@@ -24,7 +24,6 @@ from elastic.process import usable_cores
 from elastic.world import limit_waits, read_environment
 from trainer.data.loader import later_stages, requested_ahead
 from trainer.data.samples import IGNORED_LABEL
-from trainer.data.stream import Accounted
 from trainer.models.decoder import Decoder
 from trainer.models.transformers_model import TransformersModel
 from trainer.optim.optimizer import build_optimizer
@@ -243,7 +242,7 @@ def start_line(
         parent=(progress.attempt or None) if state else "",
         skipped=progress.skipped,
         rollbacks=progress.rollbacks,
-        records=("loss", "norm", *(["consumed"] if isinstance(stream, Accounted) else [])),
+        records=("loss", "norm", *(["consumed"] if isinstance(stream, AccountedStream) else [])),
         recipe=digest_of(built.joined.inputs.text),
         directory=os.getcwd(),
         computed_by=agreement.computed_by,

@@ -9,7 +9,7 @@ from torch import nn
 from checkpointing.format.peft import is_part
 from checkpointing.storage.place import location
 from checkpointing.storage.steps import storage_of
-from trainer.data.loader import Documents
+from trainer.data.loader import DocumentForm
 from trainer.models import Decoder, Family, read_config
 from trainer.models.adapter import add_adapters
 from trainer.models.adapter import draw as draw_part
@@ -180,9 +180,8 @@ def after_step_of(recipe: Recipe, family: Family) -> AfterStep | None:
     return after
 
 
-def documents_for(recipe: Recipe) -> Documents | None:
-    """Return the argument by which the model of a recipe gets document boundaries; None if it gets
-    none."""
+def documents_for(recipe: Recipe) -> DocumentForm | None:
+    """The form in which the model of a recipe gets document boundaries."""
     if not recipe.data.document_mask:
         return None
     theirs = recipe.model.factory or reason_for_theirs(recipe)

@@ -1,2 +1,2 @@
-"""The commands beside training: compare, report, generate, launch, init, doctor, and the imports of
-DeepSpeed, accelerate and Trainer configurations."""
+"""What the commands other than `perdure train` do: compare, report, generate, launch, init, doctor,
+and the import of DeepSpeed, accelerate and Trainer configurations."""

@@ -16,12 +16,12 @@ def base_of(directory: Path, given: Path | None = None) -> Path:
     """Return the directory of an adapter's base model, after checking its fingerprint.
 
     Args:
-        directory: the adapter: a checkpoint of Perdure, an export of one, or a directory of PEFT.
-        given: a base model to use instead of the one that adapter_config.json names.
+        directory: the adapter: a checkpoint of Perdure, an export, or a directory of PEFT.
+        given: base model to use instead of the one in adapter_config.json.
 
     Raises:
         StorageError: the base model is missing.
-        WrongModel: the adapter names the fingerprint of another model.
+        WrongModel: the adapter was trained over a model with another fingerprint.
         DamagedCheckpoint: the adapter's files are damaged.
     """
     file = directory / CONFIG
@@ -30,7 +30,7 @@ def base_of(directory: Path, given: Path | None = None) -> Path:
     if not (base / "config.json").is_file():
         raise StorageError(
             f"{directory}: was trained over {printable(str(base)) or 'a model it does not name'}, "
-            "where no model lies; bring it there, or name its directory (ckpt export --base)"
+            "which has no model; copy it there, or give its directory (ckpt export --base)"
         )
     state = read_state(directory) if (directory / TRAINER_STATE).is_file() else None
     wanted = trained_over(directory, state).get("fingerprint")
@@ -41,6 +41,6 @@ def base_of(directory: Path, given: Path | None = None) -> Path:
     if isinstance(wanted, str) and wanted != actual:
         raise WrongModel(
             f"{directory}: was trained over other weights than those in {base} (fingerprint "
-            f"{printable(wanted)} there, {actual} here); name the directory of those weights"
+            f"{printable(wanted)} expected, {actual} found); give the directory of those weights"
         )
     return base

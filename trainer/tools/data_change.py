@@ -1,4 +1,4 @@
-"""`perdure data change`: asks a run that trains to change its data, and waits for the answer."""
+"""`perdure data change`: sends a change of data to a running run, and waits for the answer."""
 
 import json
 import secrets
@@ -14,7 +14,7 @@ from trainer.recipe.data_change import REQUEST, DataChange, plain, with_changes
 from trainer.recipe.sections import Source
 
 PATIENCE_SECONDS, PATIENCE_STEPS = 30.0, 3
-"""Time that a run has to answer: so many seconds, and so many of its steps."""
+"""Time that a run has to answer: a number of seconds, plus the duration of some of its steps."""
 
 
 def change_data(
@@ -24,21 +24,22 @@ def change_data(
     added: Sequence[tuple[str, str]],
     appended: Sequence[tuple[str, str]],
 ) -> str:
-    """Ask a run to begin a stage after a step; returns the answer.
+    """Request a new stage of a run after a step, and return the answer.
 
     Args:
         run: run directory.
-        weights: source → share; None: as before.
-        added: (name, path) of new sources; "": the name is the last part of the path.
-        appended: (name of a source, path of the data set that it gains).
+        step: last step before the new stage.
+        weights: source → weight; None: unchanged.
+        added: (name, path) of new sources; for an empty name, the last part of the path.
+        appended: (name of a source, path of a data set to append to it).
 
     Raises:
-        LedgerError, RecipeError, DataError: the change is wrong, or the run refuses it.
+        LedgerError, RecipeError, DataError: the change is wrong, or the run rejects it.
     """
     history = read_history(run)
     under_way = history.step + 1
     if step <= under_way:
-        raise RecipeError(f"--at-step {step}: step {under_way} is under way; give a later one")
+        raise RecipeError(f"--at-step {step}: step {under_way} is under way; choose a later one")
     start = history.attempts[-1].start
     sources = [Source(path=_absolute(path), name=name or None) for name, path in added]
     append: dict[str, tuple[str, ...]] = {}
@@ -57,7 +58,7 @@ def change_data(
     if request.exists():
         raise RecipeError(f"{request}: another change waits for its answer; try again later")
     write_whole(request, json.dumps(plain([change])[0]))
-    last = [one.seconds for one in history.attempts[-1].steps[-1:]]
+    last = [step_line.seconds for step_line in history.attempts[-1].steps[-1:]]
     deadline = time.monotonic() + PATIENCE_SECONDS + PATIENCE_STEPS * sum(last)
     while request.exists():
         if time.monotonic() > deadline:
@@ -71,7 +72,7 @@ def change_data(
 
 
 def _check(run: Path, change: DataChange, directory: str) -> None:
-    """Open the data as the run will, so that a wrong change is refused here."""
+    """Open the changed data as the run will, so that a wrong change fails here."""
     from trainer.tasks.task import open_streams
     from trainer.tools.report.consumption import where_it_lies
 
@@ -88,9 +89,9 @@ def _answer(history: History, name: str, step: int) -> str:
             if event.get("request") != name:
                 continue
             if refused := event.get("refused"):
-                raise RecipeError(f"the run refuses it: {refused}")
+                raise RecipeError(f"the run rejects it: {refused}")
             return f"accepted: {event.get('what')}, after step {step}; the run pauses once for it"
-    raise RecipeError("the run gave no answer that its ledger has; see its console")
+    raise RecipeError("the run's ledger has no answer; see its console")
 
 
 def _absolute(path: str) -> str:

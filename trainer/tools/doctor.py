@@ -1,4 +1,4 @@
-"""Reports what this machine offers for training, and what is missing for which feature."""
+"""Reports what this machine offers for training, and which features lack something."""
 
 import ctypes
 import fcntl
@@ -30,7 +30,8 @@ from trainer.text import table
 
 STORE_PORT = 29400
 ENOUGH_FILES = 4096
-"""Open files per process that a store of some hundred nodes, and a loader of many shards, need."""
+"""Open files per process that suffice for a store of some hundred nodes and a loader of many
+shards."""
 LITTLE_SHARED_MEMORY = 1 << 30
 """Bytes of /dev/shm below which the size is a container's default rather than a choice."""
 DRIVER_SECONDS = 30.0
@@ -42,13 +43,13 @@ PURPOSES = {
     "fp8": "precision.matmul",
     "flash": "FlashAttention-4, on Hopper and Blackwell",
 }
-"""Extra of the package → the feature that needs it."""
+"""Extra of the package → features that need it."""
 
 State = Literal["ok", "note", "WRONG"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class MachineFinding:
     """The result of one check of the machine."""
 
     name: str
@@ -56,15 +57,15 @@ class Finding:
     """note: training can start, but a feature is missing. WRONG: training cannot start."""
     what: str
     cure: str = ""
-    """The remedy; empty where none is needed."""
+    """Remedy; "" if there is nothing to do."""
 
 
-def examine(recipe: Recipe | None = None) -> Iterator[Finding]:
+def examine(recipe: Recipe | None = None) -> Iterator[MachineFinding]:
     """Check this machine, in general or for one recipe.
 
     Args:
-        recipe: its run directory and the extras it needs are checked; None: the working directory
-            is checked, and no extra is required.
+        recipe: also check its run directory, and the extras that it needs; None: check the working
+            directory, and require no extra.
     """
     yield _ok("python", f"{platform.python_version()}, {sys.executable}")
     yield from _torch(recipe)
@@ -80,43 +81,42 @@ def examine(recipe: Recipe | None = None) -> Iterator[Finding]:
     if not problems:
         yield _ok("health", "cores and GPUs compute right; links and ports are in order")
     for problem in problems:
-        yield Finding("health", "WRONG" if problem.refuses else "note", str(problem))
+        yield MachineFinding("health", "WRONG" if problem.refuses else "note", str(problem))
 
 
-def report(findings: list[Finding]) -> str:
-    """Format findings as a table, each with its remedy, and a last line that says whether training
-    can start."""
-    lines = table([[one.state, one.name, one.what] for one in findings])
+def report(findings: list[MachineFinding]) -> str:
+    """Format findings as a table with remedies; the last line says whether training can start."""
+    lines = table([[finding.state, finding.name, finding.what] for finding in findings])
     indent = " " * (len("WRONG") + 2)
     shown = [
         text
-        for line, one in zip(lines, findings, strict=True)
-        for text in (line, f"{indent}→ {one.cure}" if one.cure else "")
+        for line, finding in zip(lines, findings, strict=True)
+        for text in (line, f"{indent}→ {finding.cure}" if finding.cure else "")
         if text
     ]
-    wrong = sum(one.state == "WRONG" for one in findings)
-    end = f"training cannot start here: {wrong} thing(s) to mend" if wrong else ""
+    wrong = sum(finding.state == "WRONG" for finding in findings)
+    end = f"training cannot start here: {wrong} thing(s) to repair" if wrong else ""
     return "\n".join([*shown, "", end or "training can start here"])
 
 
-def can_start(findings: list[Finding]) -> bool:
-    """Whether no finding prevents training from starting."""
-    return all(one.state != "WRONG" for one in findings)
+def can_start(findings: list[MachineFinding]) -> bool:
+    """Whether training can start, as no finding is WRONG."""
+    return all(finding.state != "WRONG" for finding in findings)
 
 
-def _ok(name: str, what: str) -> Finding:
-    return Finding(name, "ok", what)
+def _ok(name: str, what: str) -> MachineFinding:
+    return MachineFinding(name, "ok", what)
 
 
-def _torch(recipe: Recipe | None) -> Iterator[Finding]:
-    # NVML counts GPUs without a CUDA context, which would take memory on each
+def _torch(recipe: Recipe | None) -> Iterator[MachineFinding]:
+    # NVML counts GPUs without a CUDA context, which would take memory on each GPU.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     try:
         import torch
         import torch.distributed as dist
-    # OSError: a shared library is missing or damaged.
+    # OSError: a shared library is missing or damaged
     except (ImportError, OSError) as error:
-        yield Finding("torch", "WRONG", f"cannot be imported: {error}", "pip install torch")
+        yield MachineFinding("torch", "WRONG", f"cannot be imported: {error}", "pip install torch")
         return
     built = torch.version.cuda or torch.version.hip
     gloo = "gloo" if dist.is_gloo_available() else "no gloo"
@@ -128,25 +128,25 @@ def _torch(recipe: Recipe | None) -> Iterator[Finding]:
     yield _gpus(recipe, built, torch.cuda.is_available() and torch.cuda.device_count())
 
 
-def _gpus(recipe: Recipe | None, built: str | None, count: int) -> Finding:
-    """Compare the GPUs that the driver reports with those that this build of torch can use."""
+def _gpus(recipe: Recipe | None, built: str | None, count: int) -> MachineFinding:
+    """Compare the driver's GPUs with those that this build of torch can use."""
     driver, wanted = _driver(), "cpu" if recipe is None else recipe.run.device
     if count and wanted != "cpu":
         return _ok("GPUs", f"{count}: {driver or 'nvidia-smi does not answer'}")
     if driver and not built:
         cure = "pip install --force-reinstall torch, from the index of its CUDA builds"
-        return Finding("GPUs", "WRONG", f"{driver}; torch is built for the CPU alone", cure)
+        return MachineFinding("GPUs", "WRONG", f"{driver}; torch is built for the CPU alone", cure)
     if driver and not count:
         cure = f"a driver for CUDA {built}, or a torch for that of the driver; see nvidia-smi"
-        return Finding("GPUs", "WRONG", f"{driver}; torch {built} cannot use them", cure)
+        return MachineFinding("GPUs", "WRONG", f"{driver}; torch {built} cannot use them", cure)
     if wanted == "cuda":
         cure = "install NVIDIA's driver; in a container, docker run --gpus all"
-        return Finding("GPUs", "WRONG", "none, but run.device is cuda", cure)
+        return MachineFinding("GPUs", "WRONG", "none, but run.device is cuda", cure)
     return _ok("GPUs", f"{count or 'none'}: it trains on {usable_cores()} CPU core(s)")
 
 
 def _driver() -> str:
-    """Return the GPUs that nvidia-smi lists; empty without a driver."""
+    """GPUs and driver version that nvidia-smi lists; "" without a driver."""
     if not Path("/dev/nvidiactl").exists() or not (tool := shutil.which("nvidia-smi")):
         return ""
     command = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
@@ -159,19 +159,19 @@ def _driver() -> str:
     return "; ".join(dict.fromkeys(listed.splitlines()))
 
 
-def _room() -> Iterator[Finding]:
+def _room() -> Iterator[MachineFinding]:
     yield _ok("memory", f"{available_bytes() / 1e9:.1f} GB free, {usable_cores()} core(s)")
     try:
         status = os.statvfs("/dev/shm")
     except OSError as error:
-        yield Finding("/dev/shm", "note", str(error), "mount a tmpfs there")
+        yield MachineFinding("/dev/shm", "note", str(error), "mount a tmpfs there")
         return
     size, free = (count * status.f_frsize / 1e9 for count in (status.f_blocks, status.f_bavail))
     what = f"{free:.2f} GB free of {size:.2f}"
     if status.f_bavail * status.f_frsize >= LITTLE_SHARED_MEMORY:
         yield _ok("/dev/shm", f"{what}; checkpoints are copied there first")
         return
-    yield Finding(
+    yield MachineFinding(
         "/dev/shm",
         "note",
         f"{what}; a restart from memory needs room for a copy of the state, NCCL for buffers",
@@ -180,7 +180,7 @@ def _room() -> Iterator[Finding]:
     )
 
 
-def _folder(directory: Path) -> Iterator[Finding]:
+def _folder(directory: Path) -> Iterator[MachineFinding]:
     """Check the file operations that a run directory needs, in it or its nearest existing
     parent."""
     place = directory.absolute()
@@ -189,22 +189,24 @@ def _folder(directory: Path) -> Iterator[Finding]:
     kind = filesystem(place)
     shared = "nodes can share it" if is_shared(kind) else "of this machine alone"
     try:
-        # Tried: mount options do not tell what a filesystem supports.
+        # by trying: mount options do not tell what a filesystem supports
         with tempfile.TemporaryDirectory(prefix=".perdure-doctor-", dir=place) as scratch:
             lacking = list(_lacking(Path(scratch)))
         free = shutil.disk_usage(place).free / 1e9
     except OSError as error:
-        cure = "choose another run.dir, or mend its permissions"
-        yield Finding("run.dir", "WRONG", f"{place} cannot be written: {error.strerror}", cure)
+        cure = "choose another run.dir, or correct its permissions"
+        yield MachineFinding(
+            "run.dir", "WRONG", f"{place} cannot be written: {error.strerror}", cure
+        )
         return
     what = f"{place}: {kind or 'unknown filesystem'}, {shared}, {free:.1f} GB free"
     yield _ok("run.dir", what)
     for problem, cure in lacking:
-        yield Finding("run.dir", "note", f"{place}: {problem}", cure)
+        yield MachineFinding("run.dir", "note", f"{place}: {problem}", cure)
 
 
 def _lacking(scratch: Path) -> Iterator[tuple[str, str]]:
-    """Yield pairs: an operation that the filesystem does not support, and the remedy."""
+    """Yield (operation that the filesystem does not support, remedy)."""
     file, other = scratch / "a", scratch / "b"
     with file.open("wb") as opened:
         opened.write(b"x")
@@ -213,47 +215,51 @@ def _lacking(scratch: Path) -> Iterator[tuple[str, str]]:
             fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             yield (
-                f"no locks ({error.strerror}): whether another launch lives takes 7 s to tell",
+                f"no locks ({error.strerror}): it takes 7 s to detect whether another launch runs",
                 "mount it with locks; NFS without nolock",
             )
     try:
         os.link(file, other)
     except OSError as error:
         yield (
-            f"no hard links ({error.strerror}): no secret can be made in it",
-            "name a file of yours: perdure train --secret FILE",
+            f"no hard links ({error.strerror}): the job's secret cannot be created in it",
+            "use a file elsewhere: perdure train --secret FILE",
         )
-    # Checkpoints and records are committed by renames.
+    # checkpoints and records are committed by renames
     os.replace(file, scratch / "c")
 
 
-def _limits() -> Iterator[Finding]:
+def _limits() -> Iterator[MachineFinding]:
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY or files >= ENOUGH_FILES:
-        yield _ok("open files", "as many as it likes" if files < 0 else f"{files:,} a process")
+        yield _ok("open files", "unlimited" if files < 0 else f"{files:,} a process")
     else:
         cure = "raise nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536"
-        yield Finding("open files", "note", f"{files:,}: too few for jobs of many nodes", cure)
+        yield MachineFinding(
+            "open files", "note", f"{files:,}: too few for jobs of many nodes", cure
+        )
     adapters = Path("/sys/class/infiniband")
     if not (adapters.is_dir() and any(adapters.iterdir())):
         return
     names = ", ".join(sorted(path.name for path in adapters.iterdir()))
     try:
-        # NCCL loads it in the same way.
+        # as NCCL loads it
         ctypes.CDLL("libibverbs.so.1")
     except OSError:
         cure = "apt-get install libibverbs1 ibverbs-providers"
-        yield Finding("InfiniBand", "note", f"{names}; NCCL takes TCP without libibverbs", cure)
+        yield MachineFinding(
+            "InfiniBand", "note", f"{names}; NCCL takes TCP without libibverbs", cure
+        )
         return
     _, locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked == resource.RLIM_INFINITY:
         yield _ok("InfiniBand", names)
     else:
         cure = "ulimit -l unlimited; docker run --ulimit memlock=-1"
-        yield Finding("InfiniBand", "note", f"{names}; memlock is {locked:,} bytes", cure)
+        yield MachineFinding("InfiniBand", "note", f"{names}; memlock is {locked:,} bytes", cure)
 
 
-def _network() -> Iterator[Finding]:
+def _network() -> Iterator[MachineFinding]:
     folder = Path("/sys/class/net")
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     up = [name for name in names if _operstate(folder / name) in ("up", "unknown")]
@@ -261,22 +267,24 @@ def _network() -> Iterator[Finding]:
     host = socket.gethostname()
     try:
         addresses = {found[4][0] for found in socket.getaddrinfo(host, None)}
-        # Other nodes cannot reach a name that resolves to loopback.
-        loopback = all(str(one).startswith("127.") or one == "::1" for one in addresses)
+        # other nodes cannot reach a name that resolves to loopback
+        loopback = all(str(address).startswith("127.") or address == "::1" for address in addresses)
         what = f"{host} is {', '.join(sorted(map(str, addresses)))}"
     except OSError as error:
         loopback, what = True, f"{host} has no address: {error.strerror}"
     if loopback:
-        cure = "for jobs of several nodes mend /etc/hosts, or give --local-addr"
-        yield Finding("host name", "note", what, cure)
+        cure = "for jobs of several nodes correct /etc/hosts, or use --local-addr"
+        yield MachineFinding("host name", "note", what, cure)
     else:
         yield _ok("host name", what)
     try:
         with socket.create_server(("", STORE_PORT)):
             yield _ok("port", f"{STORE_PORT} is free for a store")
     except OSError as error:
-        what = f"{STORE_PORT}: {error.strerror}; a store is there already, or something else"
-        yield Finding("port", "note", what, "perdure store --port N, and the same in the endpoint")
+        what = f"{STORE_PORT}: {error.strerror}; a store or another program uses it"
+        yield MachineFinding(
+            "port", "note", what, "perdure store --port N, and the same in the endpoint"
+        )
 
 
 def _operstate(interface: Path) -> str:
@@ -285,7 +293,7 @@ def _operstate(interface: Path) -> str:
     return ""
 
 
-def _compiler(recipe: Recipe | None) -> Iterator[Finding]:
+def _compiler(recipe: Recipe | None) -> Iterator[MachineFinding]:
     missing = [
         package
         for package, there in {
@@ -300,11 +308,11 @@ def _compiler(recipe: Recipe | None) -> Iterator[Finding]:
     needed = recipe is not None and recipe.strategy.compile
     what = f"no {' and no '.join(missing)}, which torch.compile needs"
     cure = f"apt-get install {' '.join(missing)}"
-    yield Finding("compiler", "WRONG" if needed else "note", what, cure)
+    yield MachineFinding("compiler", "WRONG" if needed else "note", what, cure)
 
 
 def _needed_extras(recipe: Recipe) -> set[str]:
-    """Return the extras without which this recipe cannot train."""
+    """Extras without which this recipe cannot train."""
     places = [recipe.checkpoint.directory, recipe.model.init_from]
     places += [source.path for source in recipe.data.sources]
     used = {
@@ -316,8 +324,8 @@ def _needed_extras(recipe: Recipe) -> set[str]:
 
 
 def _requirements() -> dict[str, str]:
-    """Map each extra in PURPOSES to its pip requirements; empty where Perdure runs from a checkout
-    without being installed."""
+    """Extra in PURPOSES → its pip requirement; {} if Perdure runs from a checkout without being
+    installed."""
     try:
         lines = requires("perdure") or ()
     except PackageNotFoundError:
@@ -327,11 +335,11 @@ def _requirements() -> dict[str, str]:
     return {extra: by_extra[extra] for extra in PURPOSES if extra in by_extra}
 
 
-def _extra(extra: str, requirement: str, *, needed: bool) -> Finding:
+def _extra(extra: str, requirement: str, *, needed: bool) -> MachineFinding:
     name = re.split(r"[^\w.-]", requirement)[0]
     try:
         return _ok(extra, f"{name} {version(name)}, for {PURPOSES[extra]}")
     except PackageNotFoundError:
         state: State = "WRONG" if needed else "note"
         what = f"{name} is not installed: {PURPOSES[extra]}"
-        return Finding(extra, state, what, f"pip install {shlex.quote(requirement)}")
+        return MachineFinding(extra, state, what, f"pip install {shlex.quote(requirement)}")

@@ -1,5 +1,5 @@
-"""Writes what a run's checkpoints generate for prompts, or score on tasks, as JSON lines. It runs
-in a process of its own, independent of training."""
+"""Writes what a run's checkpoints generate for prompts, or score on tasks, as JSON lines. Runs in
+its own process, independent of training."""
 
 import json
 import os
@@ -19,22 +19,17 @@ from elastic.node.files import open_to_read
 from elastic.record.lines import LineFile, read_line
 from trainer.tools.generate import GenerateError, Sampling, continuations
 
-Wanted: TypeAlias = Mapping[str, Any]
-"""The object that a line is about, such as a prompt; its fields are part of the line and identify
-it."""
+LineSubject: TypeAlias = Mapping[str, Any]
+"""Subject of a line, such as a prompt or task; its fields are part of the line, and identify it."""
 
 LOOK_SECONDS = 1.0
 TAIL_BYTES = 1 << 16
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Read distinct prompts: the `prompt` of each line of a .jsonl file, or the non-empty lines of
-    a text.
-
-    Raises:
-        GenerateError: the file cannot be read, holds no prompts, or has a line that is no such
-            object.
-    """
+    """Read distinct prompts: the `prompt` of each line of a .jsonl file, or each non-empty line of
+    a text. Raises GenerateError if the file cannot be read, has no prompts, or has a line without
+    `prompt`."""
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -47,28 +42,28 @@ def read_prompts(file: Path) -> list[str]:
                 continue
         raise GenerateError(f'--prompts: {file}: write each line as {{"prompt": "…"}}, not {line}')
     if not prompts:
-        raise GenerateError(f"--prompts: {file} holds none; write one a line")
+        raise GenerateError(f"--prompts: {file} has no prompts; write one a line")
     return list(dict.fromkeys(prompts))
 
 
 def add_lines(
     steps: Sequence[Path],
-    wanted: Sequence[Wanted],
+    wanted: Sequence[LineSubject],
     out: Path,
-    make: Callable[[Path, Sequence[Wanted]], Iterable[Mapping[str, Any]]],
+    make: Callable[[Path, Sequence[LineSubject]], Iterable[Mapping[str, Any]]],
 ) -> Iterator[tuple[int, int]]:
-    """Append to `out` one line per checkpoint and object in `wanted`: `step`, the object's fields,
-    and the result of `make`. Lines already in the file are not computed again.
+    """Append one line per checkpoint and object in `wanted` to a file: `step`, the object's fields,
+    and the result of `make`. Lines that the file has are not computed again.
 
     Args:
         steps: checkpoints.
         wanted: JSON objects with the same keys.
         out: file of JSON lines.
-        make: (checkpoint, part of `wanted`) → fields to add to each object, in order.
+        make: (checkpoint, some of `wanted`) → fields to add to each object, in order.
 
     Yields:
-        (step, number of lines written) of each checkpoint with something to write. A checkpoint
-        that was deleted or found damaged meanwhile is skipped, with 0 lines.
+        (step, number of lines written) of each checkpoint that lacked lines. A checkpoint that was
+        deleted or is damaged is skipped, with 0 lines.
 
     Raises:
         GenerateError: a line cannot be written.
@@ -76,11 +71,11 @@ def add_lines(
     known = written(out, list(wanted[0]))
     for path in steps:
         step = parse_step(path.name) or 0
-        missing = [one for one in wanted if (step, *one.values()) not in known]
+        missing = [item for item in wanted if (step, *item.values()) not in known]
         if not missing:
             continue
         try:
-            # Keeps the run from deleting the checkpoint meanwhile.
+            # keeps the run from deleting the checkpoint meanwhile
             with reading_lock(location(path)):
                 open_step(location(path))
                 results = list(make(path, missing))
@@ -88,8 +83,8 @@ def add_lines(
             yield step, 0
             continue
         lines = LineFile(out)
-        for one, more in zip(missing, results, strict=True):
-            lines.add(json.dumps({"step": step, **one, **more}, ensure_ascii=False))
+        for item, more in zip(missing, results, strict=True):
+            lines.add(json.dumps({"step": step, **item, **more}, ensure_ascii=False))
         lines.close()
         if lines.waiting:
             raise GenerateError(f"--out: {out} could not be written; see the warning above")
@@ -98,12 +93,12 @@ def add_lines(
 
 def samples(
     sampling: Sampling, device: str, family: str | None = None
-) -> Callable[[Path, Sequence[Wanted]], Iterator[dict[str, str]]]:
-    """Return the `make` of `add_lines` for prompts, which adds the generated `text`, the `time` at
-    which it was done, and the name of the `checkpoint`."""
+) -> Callable[[Path, Sequence[LineSubject]], Iterator[dict[str, str]]]:
+    """Return the `make` of `add_lines` for prompts. It adds the generated `text`, the `time` of its
+    end, and the name of the `checkpoint`."""
 
-    def make(path: Path, wanted: Sequence[Wanted]) -> Iterator[dict[str, Any]]:
-        prompts = [one["prompt"] for one in wanted]
+    def make(path: Path, wanted: Sequence[LineSubject]) -> Iterator[dict[str, Any]]:
+        prompts = [item["prompt"] for item in wanted]
         for pieces in continuations(path, prompts, sampling, device=device, family=family):
             yield {"text": "".join(pieces), "time": time.time(), "checkpoint": path.name}
 
@@ -111,19 +106,15 @@ def samples(
 
 
 def follow(run: Path) -> Iterator[list[Path]]:
-    """Yield the checkpoints of a run as they are committed, oldest first, until the run has ended
-    with exit code 0.
-
-    Raises:
-        GenerateError: the directory does not exist.
-    """
+    """Yield the checkpoints of a run as they are committed, oldest first, until the run ends with
+    exit code 0. Raises GenerateError if the directory does not exist."""
     if not run.is_dir():
-        raise GenerateError(f"{run}: there is no such run yet; start it, then follow it")
+        raise GenerateError(f"{run}: this run does not exist yet; start it first")
     seen: set[str] = set()
     while True:
-        ended = has_ended(run)  # read before the steps, so that the last saved one is among them
-        there = list_steps(run / "checkpoints") if (run / "checkpoints").is_dir() else []
-        new = [path for path in reversed(there) if path.name not in seen]
+        ended = has_ended(run)  # read before the steps, so that they include the last save
+        listed = list_steps(run / "checkpoints") if (run / "checkpoints").is_dir() else []
+        new = [path for path in reversed(listed) if path.name not in seen]
         seen |= {path.name for path in new}
         if new:
             yield new
@@ -134,7 +125,7 @@ def follow(run: Path) -> Iterator[list[Path]]:
 
 
 def has_ended(run: Path) -> bool:
-    """Whether the last line of the ledger says that the run is done."""
+    """Whether the last line of the ledger records that the run is done."""
     try:
         with os.fdopen(open_to_read(run / LEDGER, follow=True), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
@@ -145,8 +136,7 @@ def has_ended(run: Path) -> bool:
 
 
 def written(out: Path, keys: Sequence[str]) -> set[tuple[Any, ...]]:
-    """Return (step, values of `keys`) of each line of a file, without a last line that a killed
-    process left unfinished."""
+    """Return (step, values of `keys`) of each complete line of a file."""
     keys_written: set[tuple[Any, ...]] = set()
     with suppress(FileNotFoundError), out.open(encoding="utf-8", errors="replace") as file:
         for line in file:

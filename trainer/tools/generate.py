@@ -1,4 +1,4 @@
-"""Samples text from a checkpoint: one of Perdure, or any Hugging Face directory of a known
+"""Samples text from a checkpoint of Perdure, or from any Hugging Face directory of a known
 family."""
 
 import sys
@@ -30,13 +30,13 @@ from trainer.tools.adapters import base_of
 
 
 class GenerateError(ValueError):
-    """Sampling is impossible: no model, or a prompt that does not fit; the message names the
+    """Sampling is impossible: there is no model, or a prompt does not fit; the message has the
     remedy."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; the fields are those of `generate`.
+    """How tokens are drawn; fields as the arguments of `generate`.
 
     Raises:
         GenerateError: a number is out of range.
@@ -52,7 +52,7 @@ class Sampling:
         if self.temperature < 0 or least < 1:
             raise GenerateError(
                 f"temperature={self.temperature}, max_new_tokens={self.max_new_tokens}, "
-                f"top_k={self.top_k}: temperature must be at least 0, the others at least 1"
+                f"top_k={self.top_k}: temperature must be at least 0, the other numbers at least 1"
             )
 
 
@@ -71,28 +71,28 @@ def generate(
 
     Args:
         checkpoint_dir: directory with config.json, tokenizer.json and safetensors; or an adapter,
-            whose adapter_config.json names the directory of the base model.
+            whose adapter_config.json has the directory of the base model.
         prompt: text, in which special tokens may be spelled out; sampling from an empty prompt
             starts after the tokens that the tokenizer puts before a text, or after an
             end-of-document token.
         max_new_tokens: upper limit; sampling ends earlier at an end-of-document token or at the
             model's max_position_embeddings.
         temperature: divides the logits; 0 takes the likeliest token.
-        top_k: number of likeliest tokens to draw among; None: all.
-        seed: seed of the draws, which are made on the CPU on every device.
+        top_k: number of likeliest tokens to draw from; None: all.
+        seed: seed of the draws, which happen on the CPU for every device.
         device: device of the model.
-        family: `model.family` of the recipe that trained it.
+        family: `model.family` of the recipe that trained the model.
 
     Returns:
-        An iterator over the pieces of the continuation, without the prompt. Everything that can
-        fail has been checked, and the model loaded, before it is returned.
+        An iterator over the pieces of the continuation, without the prompt. It is returned after
+        all checks, and with the model loaded.
 
     Raises:
         GenerateError: no checkpoint, no tokenizer, no such device, an argument out of range, or a
             prompt longer than the model's context.
         ConfigError: config.json or generation_config.json cannot be used.
-        RecipeError: there is no such family, or transformers would be needed and is not there.
-        CheckpointError: the weights are damaged or of another model.
+        RecipeError: the family does not exist, or transformers is needed and missing.
+        CheckpointError: the weights are damaged, or belong to another model.
     """
     sampling = Sampling(max_new_tokens, temperature, top_k, seed)
     (pieces,) = continuations(checkpoint_dir, [prompt], sampling, device=device, family=family)
@@ -107,8 +107,8 @@ def continuations(
     device: str | torch.device = "cpu",
     family: str | None = None,
 ) -> list[Iterator[str]]:
-    """Return for each prompt an iterator over the pieces of its continuation, all from one loaded
-    model; see `generate`."""
+    """Load a model once, and return for each prompt an iterator over the pieces of its
+    continuation; see `generate`."""
     opened = open_model(checkpoint_dir, device=device, family=family)
     encoded = [_encode(prompt, opened) for prompt in prompts]
     return [_decode_pieces(opened.tokenizer, ids, opened.new_ids(ids, sampling)) for ids in encoded]
@@ -127,14 +127,14 @@ class OpenedModel:
     """The model's context length in tokens."""
 
     def new_ids(self, prompt_ids: list[int], sampling: Sampling) -> Iterator[int]:
-        """Yield the token ids that continue a prompt, up to one that ends the text."""
+        """Yield the token ids that continue a prompt, up to an end-of-text token."""
         device = next(self.model.parameters()).device
-        # On the CPU, so that all devices draw the same tokens.
+        # on the CPU, so that all devices draw the same tokens
         generator = torch.Generator().manual_seed(sampling.seed)
         ids = torch.tensor([prompt_ids], device=device)
         for _ in range(min(sampling.max_new_tokens, self.limit - len(prompt_ids))):
             with torch.inference_mode():
-                # The last position alone decides the next token; logits of all would be (T, V).
+                # Only the last position determines the next token; logits of all would be (T, V).
                 logits = self.model.head(self.model.hidden(ids)[0, -1]).float().cpu()
             logits = logits[: self.tokenizer.get_vocab_size()]  # the rest is padding
             token = draw(logits, sampling.temperature, sampling.top_k, generator)
@@ -147,7 +147,7 @@ class OpenedModel:
 def open_model(
     checkpoint_dir: str | Path, *, device: str | torch.device = "cpu", family: str | None = None
 ) -> OpenedModel:
-    """Load the model of a directory, with its adapter merged; arguments and errors as in
+    """Load the model of a directory, with its adapter merged; arguments and errors as for
     `generate`."""
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -170,31 +170,25 @@ def open_model(
 
 
 def _encode(prompt: str, opened: OpenedModel) -> list[int]:
-    """Tokenize a prompt as `perdure data prepare` tokenizes the beginning of a document.
-
-    Raises:
-        GenerateError: the prompt has no tokens, or fills the model's context.
-    """
+    """Tokenize a prompt as `perdure data prepare` tokenizes the beginning of a document. Raises
+    GenerateError if the prompt has no tokens, or fills the model's context."""
     tokenizer, where, limit = opened.tokenizer, opened.directory, opened.limit
     prompt_ids = [*start_ids(tokenizer), *tokenizer.encode(prompt, add_special_tokens=False).ids]
     prompt_ids = prompt_ids or opened.eos_ids[:1]
     if not prompt_ids:
-        raise GenerateError(f"{where}: names no eos_token_id to start from; give a prompt")
+        raise GenerateError(f"{where}: has no eos_token_id to start from; give a prompt")
     if len(prompt_ids) >= limit:
         raise GenerateError(
             f"the prompt has {len(prompt_ids)} tokens, but {where} takes {limit} "
-            "(max_position_embeddings) with what follows; shorten it"
+            "(max_position_embeddings) with the continuation; shorten it"
         )
     return prompt_ids
 
 
 def empty_model(directory: Path, family: Family | None = None) -> TextModel:
-    """Build the model of a checkpoint directory on the meta device: Perdure's implementation where
-    its family has one, otherwise that of transformers.
-
-    Raises:
-        ConfigError, RecipeError: neither implements the architecture.
-    """
+    """Build the model of a checkpoint directory on the meta device: with Perdure's code if its
+    family has any, otherwise with that of transformers. Raises ConfigError or RecipeError if
+    neither implements the architecture."""
     try:
         architecture = read_config(directory, family)
     except NotOursError as error:
@@ -216,12 +210,12 @@ def load_weights(model: TextModel, directory: Path, device: torch.device) -> Non
         kind = dtype if tensor.is_floating_point() else tensor.dtype
         return torch.empty_like(tensor, dtype=kind, device=device)
 
-    # _apply replaces each parameter on its own, which unties shared ones.
+    # _apply replaces each parameter separately, which unties shared ones
     ties = ties_of(model)
     model._apply(materialise)
     tie_again(model, ties)
     persistent = model.state_dict().keys()
-    buffers = {name: one for name, one in model.named_buffers() if name in persistent}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     trained = dict(model.named_parameters())
     tensors = apart({**trained, **buffers}, model.stacks)
     finite = apart(trained, model.stacks)
@@ -231,18 +225,15 @@ def load_weights(model: TextModel, directory: Path, device: torch.device) -> Non
 
 @torch.no_grad()
 def add_to(model: TextModel, adapter: StoredAdapter) -> None:
-    """Merge an adapter into the weights of a model, in place, in float32.
-
-    Raises:
-        GenerateError: the adapter belongs to another model.
-    """
+    """Merge an adapter into the weights of a model, in place, in float32. Raises GenerateError if
+    the adapter belongs to another model."""
     named = dict(model.named_parameters())
     for name in (*adapter.tensors.pairs, *adapter.tensors.whole):
         weight, shape = named.get(name), adapter.shape_of(name)
         if weight is None or tuple(weight.shape) != shape:
             raise GenerateError(
                 f"the adapter is for a {printable(name)} of shape {list(shape)}, which the model "
-                "under it does not have; name the model that it was trained over"
+                "under it does not have; use the model over which it was trained"
             )
         if name in adapter.tensors.whole:
             weight.copy_(adapter.read(adapter.tensors.whole[name]))
@@ -264,13 +255,13 @@ def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch
 def _decode_pieces(
     tokenizer: Tokenizer, prompt_ids: list[int], new_ids: Iterator[int]
 ) -> Iterator[str]:
-    """Yield the text that each new token adds; a character split over tokens is held back until its
+    """Yield the text that each new token adds. A character split over tokens is held back until its
     last byte."""
     ids = list(prompt_ids)
     shown = len(tokenizer.decode(ids))
     for token in new_ids:
         ids.append(token)
-        # Decoded as a whole: spaces and characters depend on the tokens before.
+        # decoded as a whole: spaces and characters depend on earlier tokens
         text = tokenizer.decode(ids)
         if not text.endswith("\N{REPLACEMENT CHARACTER}") and len(text) > shown:
             yield text[shown:]
@@ -282,18 +273,16 @@ def _decode_pieces(
 
 def _check_directory(directory: Path) -> None:
     if not (directory / "config.json").is_file():
-        hint = "give a directory with config.json, tokenizer.json and safetensors files"
+        hint = "use a directory with config.json, tokenizer.json and safetensors files"
         if (directory / "checkpoints").is_dir():
-            hint = f"it is a run; give one of the directories in {directory / 'checkpoints'}"
+            hint = f"it is a run; use one of the directories in {directory / 'checkpoints'}"
         raise GenerateError(f"{directory}: not a checkpoint directory (no config.json); {hint}")
 
 
 def _read_tokenizer(directory: Path, rows: int) -> Tokenizer:
     file = directory / "tokenizer.json"
     if not file.is_file():
-        raise GenerateError(
-            f"{directory}: has no tokenizer.json; copy the one the model was trained with there"
-        )
+        raise GenerateError(f"{directory}: has no tokenizer.json; copy the model's tokenizer there")
     try:
         tokenizer = read_tokenizer(file)
     except DataError as error:
@@ -301,6 +290,6 @@ def _read_tokenizer(directory: Path, rows: int) -> Tokenizer:
     if tokenizer.get_vocab_size() > rows:
         raise GenerateError(
             f"{file}: has {tokenizer.get_vocab_size()} tokens, more than the model's vocab_size="
-            f"{rows}; copy the one the model was trained with there"
+            f"{rows}; copy the model's tokenizer there"
         )
     return tokenizer

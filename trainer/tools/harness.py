@@ -1,8 +1,8 @@
-"""Evaluates checkpoints on tasks of lm-evaluation-harness. Requires the package lm-eval, an extra.
+"""Evaluates checkpoints on tasks of lm-evaluation-harness. Needs the package lm-eval, an extra.
 
 [Note: harness] A task requests log-probabilities of texts after contexts, or continuations. The
-model is that of `perdure generate`, so adapters are merged as they were trained, over nf4 too, and
-every family of Perdure can be evaluated. Texts are tokenized as in the harness's own class for
+model is loaded as by `perdure generate`, so adapters are merged as they were trained, over nf4 too,
+and every family of Perdure can be evaluated. Texts are tokenized as in the harness's own class for
 transformers models, so that scores are comparable.
 """
 
@@ -17,7 +17,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from trainer.data.prepare.template import special_variables
-from trainer.tools.eval_lines import Wanted
+from trainer.tools.eval_lines import LineSubject
 from trainer.tools.generate import GenerateError, OpenedModel, Sampling, open_model
 
 ROWS = 8
@@ -25,16 +25,16 @@ ROWS = 8
 RESAMPLED = 1000
 """Bootstrap draws for the standard error of a metric without a formula for it."""
 USUAL_NEW_TOKENS = 256
-"""Maximum length of a continuation in tokens, where the task names none."""
+"""Most tokens of a continuation, if the task sets no limit."""
 
 
 def find_tasks(names: Sequence[str], include_path: Path | None) -> TaskManager:
-    """Return a task manager that knows the tasks of these names.
+    """Return a task manager that has the named tasks.
 
     Args:
         names: tasks, or groups of tasks.
-        include_path: directory of additional tasks; if it has all of `names`, the harness's own are
-            not indexed.
+        include_path: directory of additional tasks; if it has all of `names`, the harness's own
+            tasks are not indexed.
 
     Raises:
         GenerateError: a name is unknown.
@@ -53,24 +53,24 @@ def find_tasks(names: Sequence[str], include_path: Path | None) -> TaskManager:
 
 def results(
     manager: TaskManager, device: str, family: str | None = None
-) -> Callable[[Path, Sequence[Wanted]], Iterator[dict[str, Any]]]:
-    """Return the `make` of `add_lines` for tasks, which adds `results`: task → metric → value,
-    under the harness's names."""
+) -> Callable[[Path, Sequence[LineSubject]], Iterator[dict[str, Any]]]:
+    """Return the `make` of `add_lines` for tasks. It adds `results`: task → metric → value, under
+    the harness's names."""
 
-    def make(path: Path, wanted: Sequence[Wanted]) -> Iterator[dict[str, Any]]:
+    def make(path: Path, wanted: Sequence[LineSubject]) -> Iterator[dict[str, Any]]:
         model = _HarnessModel(open_model(path, device=device, family=family))
-        for one in wanted:
+        for item in wanted:
             try:
                 scores = simple_evaluate(
                     model=model,
-                    tasks=[one["task"]],
+                    tasks=[item["task"]],
                     task_manager=manager,
-                    limit=one["limit"],
+                    limit=item["limit"],
                     log_samples=False,
                     bootstrap_iters=RESAMPLED,
                 )["results"]
             except (OSError, ValueError, ConnectionError) as error:
-                raise GenerateError(f"--tasks {one['task']}: {error}") from error
+                raise GenerateError(f"--tasks {item['task']}: {error}") from error
             yield {"results": {name: _numbers(values) for name, values in scores.items()}}
 
     return make
@@ -85,7 +85,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 class _HarnessModel(LM):
-    """An opened model behind the harness's interface."""
+    """An opened model with the harness's interface."""
 
     def __init__(self, opened: OpenedModel) -> None:
         super().__init__()
@@ -94,17 +94,16 @@ class _HarnessModel(LM):
         begin_id = opened.tokenizer.token_to_id(begin) if begin else None
         known = [*([begin_id] if begin_id is not None else []), *opened.eos_ids]
         if not known:
-            raise GenerateError(f"{opened.directory}: names no token to begin a text with")
+            raise GenerateError(f"{opened.directory}: has no token to begin a text with")
         self._prefix = known[0]
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        """Return the log-probability of each continuation after its context, and whether its tokens
-        are the likeliest."""
+        """Return (log-probability of the continuation after its context, whether its tokens are the
+        likeliest) of each request."""
         return self._log_probs([self._pair(*request.args) for request in requests])
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
-        """Return the log-probability of each whole text, with as much context as the model
-        takes."""
+        """Log-probability of each whole text, with as much context as the model takes."""
         sums = []
         for (text,) in (request.args for request in requests):
             windows = get_rolling_token_windows(
@@ -115,15 +114,15 @@ class _HarnessModel(LM):
         return sums
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
-        """Continue each context up to the first of the request's stop texts."""
+        """Continue each context up to the first of its request's stop texts."""
         return [self._continued(*request.args) for request in requests]
 
     def _encode(self, text: str) -> list[int]:
         return self._opened.tokenizer.encode(text, add_special_tokens=False).ids
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokenize both texts. Spaces between them belong to the continuation, as tokens begin with
-        spaces."""
+        """Tokenize both texts. Spaces between them go to the continuation, because tokens begin
+        with spaces."""
         if not context:
             return [self._prefix], self._encode(continuation)
         bare = context.rstrip()
@@ -132,27 +131,27 @@ class _HarnessModel(LM):
 
     @torch.inference_mode()
     def _log_probs(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """Return the log-probability of the second tokens after the first, for each pair, and
-        whether they are the likeliest. A text longer than the context loses its beginning."""
+        """Return (log-probability of the second tokens after the first, whether they are the
+        likeliest) of each pair. A text longer than the context loses its beginning."""
         model, limit = self._opened.model, self._opened.limit
         device = next(model.parameters()).device
-        # One token more than the limit: the last is only predicted.
+        # one token more than the limit: the last token is only predicted
         rows = [(before + after)[-limit - 1 :] for before, after in pairs]
         results = [(0.0, True)] * len(rows)
-        # Rows of similar length share a batch, which keeps padding short.
+        # rows of similar length share a batch, which needs less padding
         order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
         for first in range(0, len(order), ROWS):
-            some = order[first : first + ROWS]
-            # Padding on the right: causal attention never reaches it from a token that counts.
-            ids = torch.zeros(len(some), max(len(rows[n]) for n in some) - 1, dtype=torch.int64)
-            for row, number in zip(ids, some, strict=True):
+            batch = order[first : first + ROWS]
+            # padding on the right, where causal attention never sees it from a scored token
+            ids = torch.zeros(len(batch), max(len(rows[n]) for n in batch) - 1, dtype=torch.int64)
+            for row, number in zip(ids, batch, strict=True):
                 row[: len(rows[number]) - 1] = torch.tensor(rows[number][:-1])
             hidden = model.hidden(ids.to(device))
-            for states, number in zip(hidden, some, strict=True):
+            for states, number in zip(hidden, batch, strict=True):
                 row = rows[number]
                 count = min(len(pairs[number][1]), len(row) - 1)
                 target = torch.tensor(row[-count:], device=device)
-                # Only the scored positions: logits of a whole batch would take gigabytes.
+                # logits of the scored positions only: those of a whole batch would take gigabytes
                 logits = model.head(states[len(row) - 1 - count : len(row) - 1]).float()
                 likely = logits.log_softmax(1)
                 value = likely.gather(1, target[:, None]).sum().item()
@@ -165,7 +164,7 @@ class _HarnessModel(LM):
         temperature = float(options.get("temperature", 0)) if options.get("do_sample") else 0.0
         sampling = Sampling(int(options.get("max_gen_toks", USUAL_NEW_TOKENS)), temperature)
         room = max(1, self._opened.limit - sampling.max_new_tokens)
-        # The end of a long context, with room for the answer.
+        # the end of a long context, with room for the answer
         ids = self._encode(context)[-room:] or [self._prefix]
         new: list[int] = []
         text = ""

@@ -1,5 +1,5 @@
-"""What lies in a bucket, for tools that read local directories: copies in a temporary directory,
-which are gone when the command ends. Imports no torch."""
+"""Copies runs, checkpoints and folders from a bucket into temporary directories, for tools that
+read local directories. Imports no torch."""
 
 import logging
 import threading
@@ -23,18 +23,18 @@ from trainer.run.terms import TERMS
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
-"""Between two looks at a run in a bucket that is followed."""
+"""Seconds between two updates of the copy of a run that is followed."""
 
 
 @dataclass(frozen=True)
 class LocalRun:
-    """A run, and the directory to read it from."""
+    """A run, and the local directory from which it is read."""
 
     run: Path | ObjectPath
     directory: Path
 
     def named(self, text: str) -> str:
-        """Returns a text about the directory as one about the run."""
+        """Replace the local directory in a text by the run."""
         return text.replace(str(self.directory), str(self.run))
 
 
@@ -42,13 +42,14 @@ class LocalRun:
 def local_runs(
     runs: Sequence[Path | ObjectPath], *, follow: bool = False
 ) -> Iterator[list[LocalRun]]:
-    """Yields the directory of each run, or of its copy.
+    """Yield a local directory for each run: the run itself, or a copy of it.
 
     Args:
-        follow: keep copies up to date; a run may begin later.
+        runs: directories, or folders of buckets.
+        follow: keep copies up to date; a run may start later.
 
     Raises:
-        LedgerError: a run in a bucket has not begun.
+        LedgerError: a run in a bucket has not started.
         CheckpointError: its store does not answer.
     """
     with ExitStack() as stack:
@@ -63,7 +64,7 @@ def local_runs(
             found.append(LocalRun(run, directory))
             copies.append(LocalCopy(run, directory))
             if not copies[-1].refresh() and not follow:
-                raise LedgerError(f"{run}: no attempt has begun; give the folder of a run that has")
+                raise LedgerError(f"{run}: no attempt has started; use the folder of a started run")
         if follow and copies:
             stack.enter_context(_following(copies))
         yield found
@@ -86,7 +87,7 @@ def _following(copies: Sequence[LocalCopy]) -> Iterator[None]:
                 failing = False
             except (CheckpointError, OSError) as error:
                 if not failing:
-                    logger.warning("what is shown is not new: %s", explain(error))
+                    logger.warning("the display is out of date: %s", explain(error))
                 failing = True
 
     thread = threading.Thread(target=follow, name="perdure-mirror", daemon=True)
@@ -100,11 +101,8 @@ def _following(copies: Sequence[LocalCopy]) -> Iterator[None]:
 
 @contextmanager
 def local_folder(folder: ObjectPath) -> Iterator[Path]:
-    """Yields a directory with a copy of each run that lies directly in a folder of a bucket.
-
-    Raises:
-        CheckpointError: the store does not answer.
-    """
+    """Yield a directory with a copy of each run that is directly in a folder of a bucket. Raises
+    CheckpointError if the store does not answer."""
     with _scratch() as scratch:
         top = Path(scratch, folder.name)
         top.mkdir()
@@ -117,14 +115,14 @@ def local_folder(folder: ObjectPath) -> Iterator[Path]:
 
 @contextmanager
 def local_model(path: ObjectPath, step: StepChoice = None) -> Iterator[Path]:
-    """Yields a directory with the model of a checkpoint in a bucket, every byte of it checked.
+    """Yield a directory with the model of a checkpoint in a bucket; every byte is checked.
 
     Args:
         path: a run, a directory of checkpoints, or a checkpoint.
-        step: which checkpoint of a run.
+        step: selects a checkpoint of a run.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or the store does not answer.
+        CheckpointError: it does not exist or is damaged, or the store does not answer.
     """
     found = open_step(find_checkpoint(path, step))
     storage = storage_of(found.path)

@@ -23,9 +23,9 @@ SOURCES = {
     "bubble": "simulation",
     **dict.fromkeys(("s/step", "MFU", "hours", "cost", "hidden"), "roofline"),
 }
-"""Origin of a column's figures, as in `prediction.HOW` → its description."""
+"""Column → origin of its figures, described in `prediction.HOW`."""
 WIDTH = 120
-"""Columns of text; commands are left unwrapped, so that they can be pasted."""
+"""Columns of text. Commands are not wrapped, so that they can be pasted."""
 MOMENTS = {
     "forward": "when the loss is computed",
     "head": "in the backward pass of the output head",
@@ -42,33 +42,34 @@ def plan_text(
     """Format the tables, the recommendation, and the assumptions behind them.
 
     Args:
+        plan: result of `make_plan`.
         command: `perdure train RECIPE …`, to which overrides are added.
-        everything: print every micro-batch and way to reduce, rather than the best ones only.
-        price: cost of one GPU for an hour, in any currency.
+        everything: show every micro-batch and way to reduce, rather than the best ones only.
+        price: price of one GPU for an hour, in any currency.
     """
     shown = plan.tried if everything else plan.candidates
     rows = _merged(shown)
     merged = len(rows) < len(shown)
-    # The recipe as it is comes first, unless a candidate equals it.
+    # The recipe as written comes first, unless a candidate equals it.
     if not any(plan.own is candidate for candidate in plan.candidates):
         rows.insert(0, ([plan.own.label], plan.own))
     parts = [
         _headline(plan),
-        _table([_what_it_takes(labels, one, plan, price) for labels, one in rows]),
+        _table([_what_it_takes(labels, row, plan, price) for labels, row in rows]),
         "In GB: memory of a rank, host memory of a node, and what a rank sends in a step:",
-        _table([_where_it_goes(labels, one, plan) for labels, one in rows]),
+        _table([_where_it_goes(labels, row, plan) for labels, row in rows]),
         _advice(plan, command, price),
         _notes(plan, merged=merged),
     ]
     if plan.refused:
         # After the tables, before the advice.
-        parts.insert(4, _fill(f"As it is the recipe cannot run there: {plan.refused}."))
+        parts.insert(4, _fill(f"The recipe as written cannot run there: {plan.refused}."))
     return "\n\n".join(parts)
 
 
 def _merged(candidates: Sequence[Candidate]) -> list[tuple[list[str], Candidate]]:
-    """Group candidates with equal figures, as many coincide on one GPU: pairs of (labels,
-    candidate)."""
+    """Group candidates with equal figures, which are frequent on one GPU: (labels, candidate)
+    pairs."""
     groups: list[tuple[list[str], Candidate]] = []
     for candidate in candidates:
         for labels, first in groups:
@@ -98,10 +99,10 @@ def _short(label: str) -> str:
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Format rows as a table, without the columns in which no row has a figure."""
+    """Format rows as a table, without columns that have no figures."""
     columns = [name for name in rows[0] if any(row[name] != "-" for row in rows)]
     cells = [columns, *([row[name] for name in columns] for row in rows)]
-    # The first two columns are words: strategy and recomputation.
+    # the first two columns are words: strategy and recomputation
     lines = table(cells, right=range(2, len(columns)))
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
@@ -126,8 +127,7 @@ def _machine(plan: Plan) -> str:
 
 
 def _name(labels: Sequence[str], candidate: Candidate) -> dict[str, str]:
-    """Return the first cells of a candidate's row, the same in the table of speeds and in that of
-    memory."""
+    """First cells of a candidate's row, equal in the tables of speed and of memory."""
     p, strategy = candidate.prediction, candidate.recipe.strategy
     between = " … " if len(labels) > 2 else ", "
     return {
@@ -178,8 +178,8 @@ def _where_it_goes(labels: Sequence[str], candidate: Candidate, plan: Plan) -> d
 
 
 def _run_costs(candidate: Candidate, plan: Plan, price: float | None) -> dict[str, float]:
-    """Return hours of a whole run without interruptions, its GPU hours, and with a price its cost;
-    empty where only the number of epochs is known."""
+    """Hours and GPU hours of a whole run without interruptions, and its cost if there is a price;
+    {} if the recipe has only a number of epochs."""
     if not plan.recipe.run.steps:
         return {}
     hours = plan.recipe.run.steps * (candidate.prediction.seconds_per_step or 0.0) / 3600
@@ -208,7 +208,7 @@ def _advice(plan: Plan, command: str, price: float | None) -> str:
         if plan.enough_nodes:
             lines.append(_more_nodes(plan))
         else:
-            lines.append("Take larger GPUs, shorter sequences (data.seq_len), or a smaller model.")
+            lines.append("Use larger GPUs, shorter sequences (data.seq_len), or a smaller model.")
         return _fill(" ".join(lines))
     p = best.prediction
     settings = recommended(best)
@@ -246,7 +246,7 @@ def _advice(plan: Plan, command: str, price: float | None) -> str:
 def _whole_run(plan: Plan, best: Candidate, price: float | None) -> str:
     bill = _run_costs(best, plan, price)
     if not bill:
-        return _fill(f"{plan.recipe.run.length}: the hours follow from data that are not here.")
+        return _fill(f"{plan.recipe.run.length}: hours are unknown, as the data are not here.")
     cost = f", which cost {_count(bill['cost'])} at {price:g} each" if "cost" in bill else ""
     once = ""
     if plan.recipe.objective.referenced:
@@ -304,8 +304,8 @@ def _more_nodes(plan: Plan) -> str:
 
 
 def recommended(candidate: Candidate) -> dict[str, Any]:
-    """Return the recipe sections of a candidate: the batch's micro_batch, and the strategy without
-    its defaults."""
+    """Recipe sections of a candidate: the batch's micro_batch, and the strategy without its
+    defaults."""
     strategy = {
         field.name: value
         for field in dataclasses.fields(Strategy)
@@ -354,10 +354,10 @@ def _fill(text: str) -> str:
 
 
 def assumptions(plan: Plan) -> list[str]:
-    """State the assumptions behind the figures, one sentence each."""
+    """Sentences about the assumptions behind the figures."""
     machine = plan.machine
     columns = {
-        source: ", ".join(name for name, one in SOURCES.items() if one == source)
+        source: ", ".join(name for name, origin in SOURCES.items() if origin == source)
         for source in dict.fromkeys(SOURCES.values())
     }
     lines = [
@@ -390,8 +390,7 @@ def assumptions(plan: Plan) -> list[str]:
 
 
 def plan_json(plan: Plan, price: float | None = None) -> dict[str, Any]:
-    """Return all figures as JSON values in bytes, seconds and hours; `cost` if the price of a GPU
-    hour is known."""
+    """All figures as JSON values, in bytes, seconds and hours; `cost` only if there is a price."""
 
     def candidate_json(candidate: Candidate) -> dict[str, Any]:
         return {

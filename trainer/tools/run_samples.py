@@ -2,8 +2,8 @@
 trainer.tools.run_samples RUN_DIRECTORY STEPS`, a companion process of rank 0, as trackers are
 (trainer/run/trackers.py).
 
-It reads what `perdure eval` reads, and writes the same lines, with the same draws at each step. So
-texts of two steps differ by their weights alone.
+It writes the same lines as `perdure eval`, with the same random draws at each step. So texts of two
+steps differ only by the weights.
 """
 
 import sys
@@ -21,29 +21,29 @@ from trainer.run.trackers import SAMPLES, Tracker, describe_failure, mark_of, pe
 
 
 def due(committed: Collection[int], sampled: Collection[int], every: int, last: int) -> list[int]:
-    """Return the committed steps to continue prompts from, newest first: the first at or after each
-    validation pass, and the last step of the run.
+    """Committed steps whose checkpoints should continue the prompts, newest first: the first step
+    at or after each validation pass, and the last step of the run.
 
     Args:
         committed: steps whose checkpoints exist.
         sampled: steps that have samples; their checkpoints may be deleted.
-        every: steps between validation passes; 1 without any.
+        every: steps between validation passes; 1 if there are none.
         last: last step of the run.
     """
-    # The smallest of each stretch between two passes stays.
+    # keeps the smallest step of each interval between two passes
     firsts = {step // every: step for step in sorted({*committed, *sampled}, reverse=True)}
     wanted = {step for stretch, step in firsts.items() if stretch} | {last}
     return sorted(wanted & {*committed}, reverse=True)
 
 
 def continue_prompts(run_dir: Path, last: int, position: float) -> Iterator[float]:
-    """Write the samples of one checkpoint at each turn, the newest first, as older ones may take
-    too long; yields a number that rises while there was one.
+    """Write the samples of one checkpoint per iteration, newest first, as older ones may fall
+    behind. Yield a number that grows whenever samples were written.
 
     Args:
         run_dir: absolute path.
         last: last step of the run.
-        position: number to begin with.
+        position: initial number.
 
     Raises:
         GenerateError: a prompt does not fit the model, or the file cannot be written.
@@ -51,14 +51,17 @@ def continue_prompts(run_dir: Path, last: int, position: float) -> Iterator[floa
     """
     recipe = load_recipe(run_dir / "recipe.yaml", kept=True)
     directory = Path(recipe.checkpoint.directory or run_dir / "checkpoints")
-    every, wanted = recipe.run.evaluate_every or 1, [{"prompt": one} for one in recipe.run.samples]
+    every, wanted = (
+        recipe.run.evaluate_every or 1,
+        [{"prompt": prompt} for prompt in recipe.run.samples],
+    )
     tried: set[int] = set()
     seen: set[int] = set()
     while True:
         found = list_steps(directory) if directory.is_dir() else []
         paths = {step: path for path in found if (step := parse_step(path.name)) is not None}
         if not paths.keys() <= seen:
-            # Imported once there is a checkpoint, as torch takes seconds.
+            # imported once there is a checkpoint, as importing torch takes seconds
             import torch
 
             from trainer.tools.eval_lines import add_lines, samples, written
@@ -81,15 +84,15 @@ def continue_prompts(run_dir: Path, last: int, position: float) -> Iterator[floa
 
 
 def begin(run_dir: Path, last: int, position: float) -> Tracker:
-    """Return `continue_prompts` as a tracker."""
+    """Return `continue_prompts` as a tracker with nothing to close."""
     return continue_prompts(run_dir, last, position), lambda: None
 
 
 def main(directory: str, last: str) -> None:
-    """Follow a run until standard input ends."""
+    """Write samples of a run until standard input ends."""
     ended = until_input_ends(niceness=19)
     with suppress(OSError):
-        # A large model is loaded here, and the kernel must not end a rank for it.
+        # the kernel should kill this process, which loads a large model, before a rank
         Path("/proc/self/oom_score_adj").write_text("1000")
     run_dir = Path(directory)
     persist(

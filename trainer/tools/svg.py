@@ -17,25 +17,25 @@ def tag(name: str, inside: str = "", /, **attributes: object) -> str:
 
 
 def text(x: float, y: float, words: str, anchor: str = "start", **attributes: object) -> str:
-    """A text element, whose `anchor` (start, middle, end) is at x."""
+    """Format a text element, whose `anchor` (start, middle, end) is at x."""
     return tag("text", escape(words), x=float(x), y=float(y), text_anchor=anchor, **attributes)
 
 
 def label(
     x: float, y: float, words: str, anchor: str = "start", color: str = INK, size: int = 12
 ) -> str:
-    """A text element with colour and size."""
+    """Format a text element with colour and size."""
     return text(x, y, words, anchor, fill=color, font_size=size)
 
 
 def bar(x: float, y: float, width: float, height: float, tip: str, **attributes: object) -> str:
-    """A rectangle that shows `tip` under the mouse pointer."""
+    """Format a rectangle that shows `tip` under the mouse pointer."""
     title = tag("title", escape(tip))
     return tag("rect", title, x=float(x), y=y, width=float(width), height=height, **attributes)
 
 
 def line(x1: float, y1: float, x2: float, y2: float, **attributes: object) -> str:
-    """A straight line."""
+    """Format a straight line."""
     return tag("line", x1=float(x1), y1=float(y1), x2=float(x2), y2=float(y2), **attributes)
 
 
@@ -51,7 +51,7 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 def document(width: int, height: int, body: Iterable[str]) -> str:
-    """A whole picture on a white background."""
+    """Format a whole picture on a white background."""
     ground = tag("rect", width=width, height=height, fill="#ffffff")
     return tag(
         "svg", "\n".join(["", ground, *body, ""]), xmlns="http://www.w3.org/2000/svg",

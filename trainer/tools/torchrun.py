@@ -1,4 +1,4 @@
-"""Starts ranks on this machine, for commands that need some."""
+"""Starts ranks on this machine, for commands that need them."""
 
 import os
 import signal
@@ -23,18 +23,17 @@ def run_ranks(
     errors: IO[bytes] | int = subprocess.STDOUT,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """Run a worker under torchrun to its end; no process remains afterwards, even after an
-    exception.
+    """Run a worker under torchrun to its end; no process remains, even after an exception.
 
     Args:
         worker: arguments of Python, such as `-m trainer`.
         ranks: processes to start.
-        output: file of their stdout; None: the stdout of this process.
-        errors: file of their stderr; None: the stderr of this process.
-        environment: variables added to those of this process.
+        output: file for their stdout; None: this process's stdout.
+        errors: file for their stderr; None: this process's stderr.
+        environment: added to this process's environment.
 
     Returns:
-        The exit code of torchrun.
+        Exit code of torchrun.
     """
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     process = subprocess.Popen(
@@ -48,8 +47,7 @@ def run_ranks(
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=errors,
-        # a group of its own: Ctrl-C reaches this process alone, which then ends the ranks in
-        # order
+        # own session: Ctrl-C reaches only this process, which then ends the ranks in order
         start_new_session=True,
     )
     try:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.trainer.data.chat_families import PLAIN, THINKING, VARIABLES, tokenizer
 from trainer.data.inspect import as_page, as_text, inspect, sample
 from trainer.data.loader import TokenStream, load
-from trainer.data.packing import Bins, best_fit
+from trainer.data.packing import DocumentBins, best_fit
 from trainer.data.prepare import tokenise
 from trainer.data.prepare.prepare import prepare, what_to_type
 from trainer.data.shards import DataError, TokenDataset, read_index, verify
@@ -143,7 +143,7 @@ def test_chats_on_disk_are_what_was_found(chats, tmp_path, home, here, capsys):
         **same,
         template=str(home / "thinking.jinja"),
     )
-    assert "2 of 3 chats are rendered otherwise once" in capsys.readouterr().err
+    assert "2 of 3 chats are rendered differently once" in capsys.readouterr().err
 
 
 def test_forms_pairs_and_tables(tmp_path, home, here, capsys):
@@ -227,7 +227,7 @@ def test_forms_pairs_and_tables(tmp_path, home, here, capsys):
         ({"chat": False, "pairs": True, "turns": "last"}, "--turns: not with --pairs"),
         ({"train_bpe": 300, "tokenizer": None}, "--train-bpe: not with --chat"),
         ({"field": "x"}, "--field: not with --chat"),
-        ({"too_long": "cut"}, "--too-long cut: give --max-tokens as well"),
+        ({"too_long": "cut"}, "--too-long cut: add --max-tokens"),
         ({"max_tokens": 1}, "--max-tokens must be at least 2"),
         ({"template_options": "[]"}, "--template-options: not a JSON object"),
         ({"date": "tomorrow"}, "--date tomorrow: no day; write it as"),
@@ -236,7 +236,7 @@ def test_forms_pairs_and_tables(tmp_path, home, here, capsys):
         ({"template": "today.jinja"}, "writes today's date, .* such as --date 20"),
         ({"tokenizer": "bytes"}, "this tokenizer has no template .*--template FILE"),
         ({"turns": "some"}, "--turns must be one of auto, all, each, last"),
-        ({"inputs": ["in.txt"]}, "in.txt: plain text holds no chats"),
+        ({"inputs": ["in.txt"]}, "in.txt: plain text has no chats"),
     ],
 )
 def test_wrong_use_of_chats_is_one_clear_line(tmp_path, monkeypatch, home, here, options, message):
@@ -259,7 +259,7 @@ def test_damage_of_what_is_trained_is_found(chats, tmp_path):
     file.write_bytes(content)
     (problem,) = verify(copied)
     assert problem.startswith(f"{file}: wrong checksum in the 16 MiB from byte 0")
-    with pytest.raises(DataError, match=f"^{file}: damaged: what is trained is not what was"):
+    with pytest.raises(DataError, match=f"^{file}: damaged: its trained tokens have changed"):
         open_stream(copied)
     file.write_bytes(content[:-1])
     with pytest.raises(DataError, match=f"^{file}: truncated"):
@@ -375,7 +375,7 @@ def test_sequences_are_whole_chats_and_labels_what_is_trained(chats):
     assert sorted(twice) == sorted(rows)
     assert twice != rows
     # The first ones of a validation set are like the rest, not the longest chats.
-    bins = Bins(dataset, 160)
+    bins = DocumentBins(dataset, 160)
     sizes = [
         int((row.documents == row.documents[0]).sum())
         for row in (bins.read(n, documents=True) for n in range(bins.sequences))

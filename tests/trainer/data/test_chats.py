@@ -97,12 +97,12 @@ def test_trained_is_what_a_model_produces_when_it_is_served(shown):
     ]  # fmt: skip
     assert shown(THINKING, chat(*TURNS), noted=noted) == each
     assert [line.partition(":")[0] for line in noted] == [
-        "1 of 1 chats are rendered otherwise once other messages follow"
+        "1 of 1 chats are rendered differently once messages follow"
     ]
-    assert "take 1." in noted[0]
+    assert "have 1." in noted[0]
     assert shown(THINKING, chat(*TURNS), "each") == each
     assert shown(THINKING, chat(*TURNS), "last") == each[1:]
-    with pytest.raises(ChatError, match="message 1 is rendered otherwise once others follow"):
+    with pytest.raises(ChatError, match="message 1 is rendered differently once messages"):
         shown(THINKING, chat(*TURNS), "all")
     # Without thinking the prompt has the empty thought, and it is not trained.
     texts = [trained for _, trained in shown(THINKING, chat(*TURNS), enable_thinking=False)]
@@ -110,7 +110,7 @@ def test_trained_is_what_a_model_produces_when_it_is_served(shown):
     assert shown(THINKING, chat("2+2?", "4"))[0] == each[0], "one turn is stable"
     assert [trained for _, trained in shown(INST, chat(*TURNS))] == [" 4</s>| It is 6.</s>"]
     with pytest.raises(
-        ChatError, match="the chat template refuses it: user and assistant must take"
+        ChatError, match="the chat template rejects it: user and assistant must take"
     ):
         shown(INST, read_chat({"messages": [{"role": "assistant", "content": "Hi"}]}))
     # A tool's answer, and what is not to be trained, are not.
@@ -130,10 +130,10 @@ def test_trained_is_what_a_model_produces_when_it_is_served(shown):
     assert shown(LED, chat("2+2?", "4"), noted=noted) == [
         ("<|user|>2+2?<|assistant|>4</s>", "4</s>")
     ]
-    assert "the prompt of 1 answers ends in '<think>\\n', and they do not" in noted[0]
+    assert "the prompt of 1 answers ends in '<think>\\n', but they do not" in noted[0]
     noted.clear()
     shown(BARE, chat("2+2?", "4"), noted=noted)
-    assert "1 documents have no special token that is trained" in noted[0]
+    assert "1 documents have no trained special token" in noted[0]
     ((text, trained),) = shown(PLAIN, chat("a", "b"), loss="all")
     assert text == "<|im_start|>" + trained, "nothing comes before the first token"
 
@@ -299,8 +299,8 @@ def test_generation_blocks_are_followed_and_compared_with_the_law(shown):
     noted = []
     assert shown(BLOCKS, chat(*TURNS), noted=noted)[0][1] == "4<|im_end|>|It is 6.<|im_end|>"
     assert noted == [
-        "the template's generation blocks do not train '\\n' in 1 of the chats that were looked at,"
-        " other than what a model is served; they are followed"
+        "the template's generation blocks do not train '\\n' in 1 of the compared chats, unlike"
+        " what a model produces when served; the blocks count"
     ]
     assert [trained for _, trained in shown(BLOCKS, chat(*TURNS), "each")] == [
         "4<|im_end|>",
@@ -312,7 +312,7 @@ def test_generation_blocks_are_followed_and_compared_with_the_law(shown):
     messages = [{**one} for one in chat(*TURNS).messages]
     messages[1]["train"] = False
     assert shown(BLOCKS, read_chat({"messages": messages}))[0][1] == "It is 6.<|im_end|>"
-    with pytest.raises(ChatError, match="nothing is trained in it"):
+    with pytest.raises(ChatError, match="it has no trained token"):
         shown(
             PLAIN + "{% if false %}{% generation %}{% endgeneration %}{% endif %}", chat("a", "b")
         )
@@ -405,7 +405,7 @@ def test_chats_in_every_form():
         ({"messages": ["x"]}, "messages.0 is no object with a role"),
         ({"messages": [{"content": "x"}]}, "messages.0 has no role"),
         ({"messages": [{"role": "user"}]}, "messages.0 has no content"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "no message of the assistant"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "no assistant message"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages.0.content has a part that is no text, but image_url",
@@ -451,12 +451,12 @@ def test_a_hostile_template_ends_in_one_line():
     sources = {
         f"{rounds}{{% endfor %}}{{% endfor %}}": "computes for more than 0.3 s",
         f"{rounds}xxxxxxxx{{% endfor %}}{{% endfor %}}": "more than 1,048,576 characters",
-        f"{double}{{% endfor %}}{{{{ n.s }}}}": "takes more memory|computes for",
+        f"{double}{{% endfor %}}{{{{ n.s }}}}": "exceeds the memory|computes for",
         "{{ 9 ** 9 ** 9 }}": "computes a power",
-        "{{ 'x' * 999999999999 }}": "repeats something",
+        "{{ 'x' * 999999999999 }}": "repeats a sequence",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}": "__class__|unsafe|has no attribute",
         "{{ messages.append(1) }}": "append.*unsafe",
-        "{{ '%999999999999d' | format(1) }}": "takes more memory|too big|too wide|MemoryError",
+        "{{ '%999999999999d' | format(1) }}": "exceeds the memory|too big|too wide|MemoryError",
         "{{ strftime_now('%Y') }}": "writes today's date.*--date 20",
         "{% for a in b": "unexpected|expected",
     }

@@ -107,7 +107,7 @@ def test_splits_of_files_and_folders_that_are_named_one_by_one(tmp_path):
         assert found.files == [f"{name}/a.jsonl" for name in names[:2]]
         assert found.validation == {f"{names[1]}/a.jsonl"}
         assert "left out as test split: test/a.jsonl, by the names" in "\n".join(found.notes)
-    with pytest.raises(DataError, match=r"no file is left to train on: dev/a\.jsonl .*--splits"):
+    with pytest.raises(DataError, match=r"no file remains for training: dev/a\.jsonl .*--splits"):
         find_inputs(names[1:], "text", by_name=True)
     assert len(find_inputs(names[1:], "text", by_name=False).files) == 2
     assert split_by_name(["test", "train-1.jsonl"]) == "train"
@@ -153,7 +153,7 @@ def test_links_are_followed_and_what_leads_nowhere_is_named(tmp_path, capsys):
         f"{folder}/gone.parquet -> /nowhere/x.parquet (No such file or directory)",
         f"{folder}/itself -> itself (Too many levels of symbolic links)",
         f"{folder}/not-mounted -> /nowhere (No such file or directory)",
-        f"{folder}/up -> .. (a folder around this one)",
+        f"{folder}/up -> .. (a parent of this folder)",
     ):
         assert broken in said
     assert said.count(" -> ") == 4

@@ -192,7 +192,7 @@ def test_what_a_document_is_shows_in_the_text(tmp_path, capsys, unit, split):
     assert index["splits"]["validation"]["tokens"] > 0
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("in.txt: ")
-    assert said[0].endswith("(--split-documents says otherwise)")
+    assert said[0].endswith("(--split-documents changes this)")
     small = write(tmp_path / "small.txt", "One text. " * 100)
     index = prepare([small], tmp_path / "small", tokenizer="bytes", progress=True)
     assert index["documents"] == 1
@@ -493,7 +493,7 @@ def test_parquet_of_bytes_and_of_no_row_groups(tmp_path):
     index = prepare([str(tmp_path)], tmp_path / "out", **BYTES)
     assert decoded(tmp_path / "out") == ["one", "two"]
     assert [source["rejected"] for source in index["sources"]] == [1, 0]
-    with pytest.raises(DataError, match="the inputs hold no document, 0 bad records"):
+    with pytest.raises(DataError, match="the inputs have no document, 0 bad records"):
         prepare([str(tmp_path / "empty.parquet")], tmp_path / "out2", **BYTES)
 
 
@@ -541,8 +541,8 @@ def test_what_comes_through_a_pipe(tmp_path, documents):
     perdure = Path(sys.executable).parent / "perdure"
     command = [perdure, "data", "prepare", "-", "--out", tmp_path / "out", "--tokenizer", "bytes"]
     for text, code, said in (
-        (b"\n", 2, "the inputs hold no document"),
-        (b"", 2, "error: -: nothing came through this pipe"),
+        (b"\n", 2, "the inputs have no document"),
+        (b"", 2, "error: -: this pipe was empty"),
         (lines, 0, "from 200 documents"),
     ):
         done = subprocess.run(command, input=text, capture_output=True, check=False)
@@ -832,7 +832,7 @@ def test_special_tokens_in_a_text_are_letters_or_tokens_and_that_is_said(
     prepare([file], tmp_path / "letters", **options)
     line = (
         "special tokens in the text of documents became letters: <|im_end|> in 2, <|im_start|> in 2"
-        ", <s> in 1; --special-tokens tokens makes them tokens"
+        ", <s> in 1; --special-tokens tokens keeps them as tokens"
     )
     assert line in capsys.readouterr().err
     prepare([file], tmp_path / "tokens", **options, special_tokens="tokens", eos="<|im_end|>")

@@ -188,7 +188,7 @@ def test_no_token_is_used_unchecked(local, bucket, store, monkeypatch):
     content[BLOCK + 5] ^= 1
     store_of(path).write(path, bytes(content))
     with pytest.raises(
-        DataError, match=f"^{path}: bytes {BLOCK} to {2 * BLOCK - 1} have a wrong checksum, fetched"
+        DataError, match=f"^{path}: bytes {BLOCK} to {2 * BLOCK - 1} have a wrong checksum, downl"
     ):
         read()
     open_stream(bucket)._packings[0]._dataset.read(0, 100)  # others are read
@@ -307,7 +307,7 @@ def test_a_copy_goes_on_where_it_was_and_comes_back_as_it_was(local, urls, new, 
     (tmp_path / "back" / "train-00001.tokens").write_bytes(damaged)
     with pytest.raises(DataError, match=r"train-00001.tokens: wrong checksum in the 16 MiB from"):
         copy_data_set(tmp_path / "back", new / "other")
-    with pytest.raises(DataError, match=f"^{urls[1]}: holds another data set; name another place"):
+    with pytest.raises(DataError, match=f"^{urls[1]}: holds another data set; choose another"):
         copy_data_set(local, urls[1])
 
 
@@ -329,9 +329,9 @@ def copied(folder, size, url):
 
 def test_copies_of_shards(local, chats, urls, store, tmp_path):
     needed = sum(file.stat().st_size for file in local.glob("*.tokens"))
-    assert "nothing is copied" in copied(tmp_path, needed - 1, urls[0])
+    assert "no shard is copied" in copied(tmp_path, needed - 1, urls[0])
     assert list(tmp_path.iterdir()) == []
-    assert "lie in" in copied(tmp_path, 10 * needed, urls[0])
+    assert "are in" in copied(tmp_path, 10 * needed, urls[0])
     assert copied(tmp_path, 10 * needed, urls[0]) == ""  # all are there
     home = cache.home(tmp_path)
     assert stat.S_IMODE(home.stat().st_mode) == 0o700
@@ -356,7 +356,7 @@ def test_copies_of_shards(local, chats, urls, store, tmp_path):
     assert "other runs have" in copied(tmp_path, needed, urls[1])  # the streams hold its folder
     for one in (stream, again):
         one._packings[0]._dataset._remote[0]._copies.close()  # as when a rank ends
-    assert "lie in" in copied(tmp_path, max(needed, other), urls[1])
+    assert "are in" in copied(tmp_path, max(needed, other), urls[1])
     assert not folder.exists()
 
 
@@ -368,7 +368,7 @@ def test_one_process_of_a_node_copies_and_only_in_a_folder_of_its_own(local, buc
         copied(tmp_path, 10**9, bucket)
     held.close()
     home.chmod(0o777)
-    with pytest.raises(PermissionError, match="mode 777, so others may have put something there"):
+    with pytest.raises(PermissionError, match="mode 777, so others may have written there"):
         copied(tmp_path, 10**9, bucket)
-    assert "others may have put" in cache.hindrance(str(tmp_path))
-    assert "cannot be made or written" in cache.hindrance(str(local / "index.json" / "copies"))
+    assert "others may have written" in cache.hindrance(str(tmp_path))
+    assert "cannot be created or written" in cache.hindrance(str(local / "index.json" / "copies"))

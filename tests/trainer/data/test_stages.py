@@ -72,7 +72,7 @@ def assert_exactly_once(seed, block):
     alone = [Mixture(end, {0: 1.0}, {})]
     closed = StagedOrder([*table, *alone], seed)
     for source in sizes:
-        base, carry = closed.handed_out(source)
+        base, carry = closed.assigned_ranks(source)
         mine = np.sort(ranks[sources == source])
         assert mine.tolist() == np.setdiff1d(np.arange(base), carry).tolist()
         assert len(set(carry.tolist())) == len(carry) < block
@@ -82,7 +82,7 @@ def assert_exactly_once(seed, block):
     tail, at = [], end
     for source, size in sizes.items():
         tail.append(Mixture(at, {source: 1.0}, {}))
-        at += len(closed.handed_out(source)[1]) + 2 * size
+        at += len(closed.assigned_ranks(source)[1]) + 2 * size
     s, e, x = StagedOrder([*table, *tail], seed).locate(np.arange(at))
     for source, size in sizes.items():
         epoch, sample = e[s == source], x[s == source]
@@ -145,7 +145,7 @@ def test_a_source_may_grow_a_thousand_times_in_one_epoch():
     ("second", "what"),
     [
         (Mixture(0, {0: 1.0}, {}), "mixture 1 begins at 0; it must begin after 0"),
-        (Mixture(9, {0: 1.0}, {0: 5}), "source 0 has 5 samples, after 5; it must grow"),
+        (Mixture(9, {0: 1.0}, {0: 5}), "source 0 has 5 samples, after 5; it must have more"),
         (Mixture(9, {0: 1.0, 1: 1.0}, {}), "mixture 1: source 1 has no size"),
         (Mixture(9, {0: 1.0, 1: 1e-9}, {1: 9}), "source 1 has none of the 1024 places"),
         (Mixture(9, {0: 0.0}, {}), "must be positive numbers"),

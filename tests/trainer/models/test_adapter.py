@@ -100,8 +100,8 @@ def test_a_fresh_adapter_changes_nothing_and_one_of_rslora_more() -> None:
         ({}, {"targets": ("lm_head",)}, "no linear layer .* lm_head; .*model.adapter.also"),
         ({}, {"also": ("lmhead",)}, "no module with parameters is called lmhead; they are called"),
         ({}, {"also": ("mlp",)}, "also: mlp has .*gate_proj, which gets an adapter"),
-        ({"tie_word_embeddings": True}, {"also": ("embed_tokens",)}, "embed_tokens is tied to"),
-        ({"tie_word_embeddings": True}, {"also": ("lm_head",)}, "also: lm_head is tied to"),
+        ({"tie_word_embeddings": True}, {"also": ("embed_tokens",)}, "embed_tokens shares its"),
+        ({"tie_word_embeddings": True}, {"also": ("lm_head",)}, "lm_head shares its weight"),
         ({"model_type": "qwen3_moe"}, {}, "all-linear would leave out the experts"),
         ({"model_type": "qwen3_moe"}, {"targets": ("gate",)}, "no linear layer .* called gate"),
         (

@@ -187,7 +187,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
         ("auto", torch.half, 64, (6, 0), "sdpa"),
         ("auto", FP32, 12, None, "varlen"),
         ("sdpa", BF16, 128, (9, 0), "sdpa"),
-        ("varlen", FP32, 128, (9, 0), "takes bf16 and fp16, not torch.float32; take auto"),
+        ("varlen", FP32, 128, (9, 0), "takes bf16 and fp16, not torch.float32; use auto"),
         ("varlen", BF16, 12, (9, 0), "but it is 12"),
         ("varlen", torch.half, 64, (7, 5), "but this one has 7.5"),
         ("flex", FP32, 64, None, "no backward pass on the CPU"),
@@ -206,7 +206,7 @@ def test_the_first_way_that_works_is_taken(
 def test_a_longer_sequence_on_the_cpu_has_no_mask_without_a_window() -> None:
     assert choose_attention("auto", BF16, 64, None, 257) == "varlen"
     assert choose_attention("auto", FP32, 64, None, 257, window=True) == "sdpa"
-    with pytest.raises(ValueError, match="no sliding window; take auto"):
+    with pytest.raises(ValueError, match="no sliding window; use auto"):
         choose_attention("varlen", FP32, 64, None, 257, window=True)
 
 

@@ -20,7 +20,7 @@ from tests.their_models import CONFIGS, QUICK, VOCABULARY, publish, separate, se
 from trainer.models import ConfigError
 from trainer.models import transformers_model as ours
 from trainer.models.adapter import add_adapters
-from trainer.models.preference import Preference
+from trainer.models.preference import PreferenceLoss
 from trainer.models.transformers_model import TransformersModel, document_runs
 from trainer.recipe import RecipeError, load_recipe
 from trainer.recipe.sections import Adapter
@@ -128,7 +128,9 @@ def described(folder: Path, model_type: str, **keys: Any) -> Path:
 def test_what_a_family_of_ours_does_not_compute_is_for_transformers(tmp_path: Path) -> None:
     described(tmp_path, "llama", attention_bias=True, attention_dropout=0.1)
     model, notes = built(tmp_path)
-    told = r"LlamaForCausalLM of transformers 5\S+ computes it: Perdure computes no attention_\S+"
+    told = (
+        r"LlamaForCausalLM of transformers 5\S+ computes it: Perdure does not support attention_\S+"
+    )
     assert re.fullmatch(told, notes[0])
     assert model.draws
     for implementation, message in (("perdure", "attention_"), ("transformers", None)):
@@ -148,7 +150,7 @@ def test_no_code_comes_with_a_checkpoint(tmp_path: Path) -> None:
     assert model.config._attn_implementation == "sdpa"
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "own"}))
-    with pytest.raises(ConfigError, match="knows no model_type 'own', and code that comes with"):
+    with pytest.raises(ConfigError, match="knows no model_type 'own', and code in a checkpoint"):
         built(tmp_path)
 
 
@@ -158,7 +160,12 @@ def test_no_code_comes_with_a_checkpoint(tmp_path: Path) -> None:
         ("bart", {}, [], "BartForCausalLM of transformers has an encoder and a decoder"),
         ("bert", {}, [], "BertLMHeadModel of transformers is not causal"),
         ("vit", {}, [], "vit of transformers is no causal language model"),
-        ("gemma3", {}, [], "Gemma3ForConditionalGeneration of transformers takes more than text"),
+        (
+            "gemma3",
+            {},
+            [],
+            "Gemma3ForConditionalGeneration of transformers takes other inputs than text",
+        ),
         ("opt", {"layerdrop": 0.1}, [], "layerdrop=0.1 would drop different layers on each rank"),
         ("gpt_oss", {"output_router_logits": True}, [], "output_router_logits=true adds"),
         ("gpt2", {"n_embd": "wide"}, [], "config.json: transformers 5"),
@@ -234,7 +241,7 @@ def test_adapters_of_its_linear_layers(tmp_path: Path) -> None:
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     ends = [f"{layer}.lora_{part}" for layer in ("self_attn.q_proj", "mlp.fc1") for part in "AB"]
     assert {*trained} == {f"model.layers.{layer}.{end}" for layer in (0, 1) for end in ends}
-    with pytest.raises(RecipeError, match="also: lm_head is tied to the other end"):
+    with pytest.raises(RecipeError, match="lm_head shares its weight with"):
         add_adapters(tied(tmp_path / "tied"), Adapter(also=("lm_head",)))
 
 
@@ -282,7 +289,7 @@ def test_preferences_between_answers(tmp_path: Path, name: str) -> None:
     documents = (torch.arange(40) >= 17).long().expand(3, 40)  # two answers a row
     answers = documents + 2 * torch.arange(3)[:, None]
     weight = 1.0 if name == "orpo" else 0.0
-    model.preference = Preference(name, 0.1, 0.0, weight, referenced=name == "dpo")
+    model.preference = PreferenceLoss(name, 0.1, 0.0, weight, referenced=name == "dpo")
     counts = torch.zeros(6, dtype=torch.int64).index_add(
         0, answers.flatten(), (labels.flatten() != -100).long()
     )

@@ -205,8 +205,8 @@ def test_a_recipe_that_cannot_run_there_as_it_is_has_a_reason_for_a_line(recipe_
         load_recipe(recipe_file, fewer), describe_machine("8x1GB", 8, "bf16", tflops=1), "cpu"
     )
     text = plan_text(plan, "")
-    assert "1.5 epoch(s): the hours follow from data that are not here." in text
-    assert "\n\nAs it is the recipe cannot run there: batch.global_batch" in text
+    assert "1.5 epoch(s): hours are unknown, as the data are not here." in text
+    assert "\n\nThe recipe as written cannot run there: batch.global_batch" in text
     marked = [line for line in text.splitlines() if " * " in line]
     assert len(marked) == 1
     assert all(len(line) <= 120 for line in text.splitlines() if not line.startswith("or: "))
@@ -243,7 +243,7 @@ def test_nothing_fits(recipe_file, monkeypatch):
     plan = make_plan(recipe, machine_with(need / 10), "cpu")
     assert plan.best is None
     assert plan.enough_nodes is None
-    assert "Take larger GPUs" in plan_text(plan, "")
+    assert "Use larger GPUs" in plan_text(plan, "")
 
 
 @soak

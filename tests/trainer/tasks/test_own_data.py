@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed.jobs import ROOT
 from trainer.cli.main import main
-from trainer.data.stream import Accounted
+from trainer.data.stream import AccountedStream
 from trainer.plan.blueprint import read_blueprint
 from trainer.recipe import RecipeError, load_recipe, resolved
 from trainer.run.identity import identify, with_data
@@ -312,7 +312,7 @@ def test_a_stream_and_a_model_say_what_becomes_of_them(mine):
     assert task.model.got == (7, 8, 3)
     assert task.stream.fetch([0, 40, 5])["y"].tolist() == [7, 47, 12]
     assert task.stream.fingerprint == "walk"
-    assert not isinstance(task.stream, Accounted), "nothing proves which samples it took"
+    assert not isinstance(task.stream, AccountedStream), "nothing proves which samples it took"
     assert task.validation.count == 9
     assert task.validation.values({"square": 4.0}) == {"square": 4.0}
     assert (task.files, task.pretrained) == ({"walk.txt": b"0 1 2"}, ["weight.bias"])

@@ -81,7 +81,7 @@ def test_a_recipe_that_was_planned(tmp_path, perdure, data):
 @pytest.mark.parametrize(
     ("wishes", "says"),
     [
-        ({"model": ""}, "--model: is needed"),
+        ({"model": ""}, "--model: is required"),
         ({"data": "text.txt"}, "perdure data prepare text.txt --out data/text --tokenizer"),
         ({"data": "nowhere"}, "nowhere/index.json: missing"),
         ({"model": "Qwen/Qwen9"}, "hf download Qwen/Qwen9 --local-dir Qwen9"),
@@ -107,5 +107,5 @@ def test_what_is_missing_is_named_with_what_to_do(tmp_path, perdure):
     assert at.keys() == {"GPUs", "run.dir"}
     assert "none, but run.device is cuda" in lines[at["GPUs"]]
     assert lines[at["run.dir"] + 1].lstrip().startswith("→ choose another run.dir")
-    assert lines[-1] == "training cannot start here: 2 thing(s) to mend"
+    assert lines[-1] == "training cannot start here: 2 thing(s) to repair"
     assert any(line.startswith("ok") and torch.__version__ in line for line in lines)

@@ -21,9 +21,9 @@ from tests.trainer.tools.a_run import write_run
 from trainer.cli.main import parse
 from trainer.text import visible
 from trainer.tools.seeing import cache, metric_columns
-from trainer.tools.seeing.metric_columns import Records, thinned
+from trainer.tools.seeing.metric_columns import MetricRecords, thinned
 from trainer.tools.seeing.page import ASSETS, report_html
-from trainer.tools.seeing.server import Server
+from trainer.tools.seeing.server import PageServer
 from trainer.tools.seeing.terminal import find_runs, sparks
 from trainer.tools.seeing.view import RunView
 
@@ -176,7 +176,7 @@ def test_of_many_samples_the_newest_are_shown(tmp_path, monkeypatch):
 
 def test_a_live_page_gets_what_is_new(run):
     spoil(run)
-    with Server([run], "127.0.0.1", 0) as server:
+    with PageServer([run], "127.0.0.1", 0) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
 
@@ -304,7 +304,7 @@ def test_what_was_read_is_kept_with_the_reader(run, monkeypatch, tmp_path):
     assert [path.stat().st_mode & 0o777 for path in files] == [0o600, 0o600]
 
     read = []
-    monkeypatch.setattr(Records, "_add", lambda self, record: read.append(record))
+    monkeypatch.setattr(MetricRecords, "_add", lambda self, record: read.append(record))
     assert seen() == whole
     assert read == []  # all of it came from there
     monkeypatch.undo()

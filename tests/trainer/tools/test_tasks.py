@@ -90,7 +90,7 @@ def test_a_task_of_ones_own_without_a_network(step, capsys):
     assert 0 <= values["acc,none"] <= 1
     assert {"acc,none", "acc_norm,none"} <= values.keys()
     perdure("eval", "run", *TASKS)
-    assert "nothing new: run/tasks.jsonl is as it was" in capsys.readouterr().out
+    assert "nothing new: run/tasks.jsonl is unchanged" in capsys.readouterr().out
     perdure("eval", "run", *TASKS, "--limit", "3")
     assert len(json_lines(Path("run/tasks.jsonl"))) == 2
     with pytest.raises(GenerateError, match="knows no capital; `lm-eval ls tasks` lists"):
@@ -100,8 +100,8 @@ def test_a_task_of_ones_own_without_a_network(step, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--tasks", "capitals", "--top-k", "3"), "--top-k: a task says how it is sampled"),
-        (("--tasks", ","), "--tasks: names none"),
+        (("--tasks", "capitals", "--top-k", "3"), "--top-k: tasks set their own sampling"),
+        (("--tasks", ","), "--tasks: lists no task"),
         (("--prompts", "p.txt", "--limit", "3"), "--limit: only with --tasks"),
         (("--prompts", "p.txt", "--include-path", "."), "--include-path: only with --tasks"),
     ],

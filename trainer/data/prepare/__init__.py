@@ -1,1 +1,1 @@
-"""`perdure data prepare`: text → shards of tokens."""
+"""`perdure data prepare`: turns text into token shards."""

@@ -1,15 +1,16 @@
-"""Observes chat templates: what one writes of a whole chat tells what it writes of its beginnings.
+"""Observes chat templates, to derive the renderings of a chat's beginnings from one rendering of
+it.
 
-[Note: one rendering] Spans need the renderings of messages[:n], with and without the generation
-prompt. Most templates are a loop over the messages, with something before it and after it. Suppose
-that until the end of the loop's body for message n - 1 the template has read nothing of later
-messages, nor how many there are. Given messages[:n] only, it writes the same up to there, and then
-leaves the loop. If what stands after the loop depends on no message, it is always the same text:
+[Note: one rendering] Trained spans need the renderings of messages[:n], with and without the
+generation prompt. Most templates are a loop over the messages, with text before and after it.
+Suppose that up to the end of the loop's body for message n - 1, the template has read neither a
+later message nor the number of messages. Rendering messages[:n] then gives the same text up to that
+point, and leaves the loop. If the text after the loop depends on no message, it is constant:
 
-    render(messages[:n]) = what is written by the end of that body + this text
+    render(messages[:n]) = text up to the end of that body + constant text after the loop
 
-Reads are observed in every rendering; what stands after the loop is checked in the source. A chat
-for which one of the two fails has each of its beginnings rendered by itself.
+Reads are observed in every rendering; the text after the loop is checked in the source. If either
+condition fails for a chat, each of its beginnings is rendered separately.
 """
 
 import math
@@ -20,41 +21,41 @@ from jinja2 import Environment, nodes
 
 PROMPT = "add_generation_prompt"
 BODY_BEGINS, BODY_ENDS = "\ufdd2", "\ufdd3"
-"""Pieces of text that an observed template writes besides its own, around the loop's body. They are
-among `MARKS`, which no chat may have."""
+"""Marks that an observed template writes around each run of the loop's body. No chat may have them:
+they are in `MARKS`."""
 TAKE = "_take"
-"""Name of the filter `take`."""
+"""Name of the filter `take` in templates."""
 _OF_CHATS = {"messages", "tools", "documents", "loop", "self"}
-"""Names whose values differ between chats."""
+"""Variables whose values differ between chats."""
 _ELSEWHERE = nodes.Block, nodes.Extends, nodes.Include, nodes.Import, nodes.FromImport
 
 
-class Reading:
-    """What a template has read of a chat so far."""
+class TemplateReads:
+    """Records what a template has read of a chat so far."""
 
     def __init__(self) -> None:
         self.known: float = 0
-        """Messages on which the written text may depend, from the first on; infinite if also on
-        their number."""
+        """Number of leading messages on which the written text may depend; infinite if it may
+        depend on the number of messages."""
         self.taken = self._begun = 0
-        """Messages that the loop has taken."""
+        """Number of messages that the loop has taken."""
 
     def begin(self) -> None:
-        """The body of the loop begins."""
+        """Record that a run of the loop's body begins."""
         self._begun = self.taken
 
     def ends_beginning(self) -> bool:
-        """Whether the text up to here, the end of the body, is that of the taken messages alone."""
-        # Something else was taken meanwhile if the body asked whether there is a next message.
+        """Whether the text up to here, the end of the body, depends only on the taken messages."""
+        # A body that asks for the next message (loop.last) takes it during the run.
         return self.taken == self._begun and 0 < self.taken >= self.known
 
 
-class Messages:
-    """A list of messages that reports what is read of it. Templates get it instead of a list; what
-    a list can do beyond this raises TypeError."""
+class ObservedMessages:
+    """A list of messages for templates that records what is read of it. Other uses of a list raise
+    TypeError."""
 
-    def __init__(self, messages: Sequence[Any], reading: Reading, first: int = 0) -> None:
-        """`first`: index of the first message that belongs to the list."""
+    def __init__(self, messages: Sequence[Any], reading: TemplateReads, first: int = 0) -> None:
+        """`first`: index of the list's first message in the chat."""
         self._all, self._reading, self._first = messages, reading, first
 
     def _whole(self) -> Sequence[Any]:
@@ -62,7 +63,7 @@ class Messages:
         return self._all[self._first :]
 
     def _take(self) -> Iterator[Any]:
-        """Yield them to the observed loop."""
+        """Yield the messages to the observed loop."""
         for number in range(self._first, len(self._all)):
             self._reading.taken = number + 1
             yield self._all[number]
@@ -89,46 +90,54 @@ class Messages:
             return self._all[self._first + index]
         start = index.start if type(index) is slice and index == slice(index.start, None) else None
         if type(start) is int and start >= 0:
-            return Messages(self._all, self._reading, self._first + start)
+            return ObservedMessages(self._all, self._reading, self._first + start)
         return self._whole()[index]
 
     def __eq__(self, other: object) -> bool:
-        raise TypeError("messages are compared")
+        raise TypeError("it compares messages")
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        raise TypeError("messages are written as they are")
+        raise TypeError("it writes messages as Python objects")
 
     def __getattr__(self, name: str) -> Any:
-        # Python itself asks for names with underscores; templates cannot.
+        # Python itself looks up names with underscores; templates cannot.
         raise (AttributeError if name.startswith("_") else TypeError)(name)
 
 
 def take(values: Any) -> Any:
-    """The values of the loop, which are observed if they are messages."""
-    return values._take() if type(values) is Messages else values
+    """Filter of the loop's values: observes them if they are messages."""
+    return values._take() if type(values) is ObservedMessages else values
 
 
 def observe(tree: nodes.Template, environment: Environment) -> nodes.Template | None:
-    """Make the last loop at the top level of a template observed; returns what stands after it as a
-    template. None if that depends on a chat, or there is no such loop."""
+    """Change the last top-level loop of a template so that it is observed.
+
+    Args:
+        tree: the template; changed in place.
+        environment: compiles it.
+
+    Returns:
+        The rest after the loop, as a template; None if it depends on a chat, or there is no such
+            loop.
+    """
     places = [place for place, node in enumerate(tree.body) if isinstance(node, nodes.For)]
     if not places or any(tree.find_all(_ELSEWHERE)):
         return None
     until, after = tree.body[: places[-1] + 1], tree.body[places[-1] + 1 :]
     loop = until[-1]
     assert isinstance(loop, nodes.For)
-    made = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
-    made |= {macro.name for macro in tree.find_all(nodes.Macro)}
-    if loop.recursive or PROMPT in _names(until) or (_OF_CHATS | made) & _names(after):
+    assigned = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
+    assigned |= {macro.name for macro in tree.find_all(nodes.Macro)}
+    if loop.recursive or PROMPT in _names(until) or (_OF_CHATS | assigned) & _names(after):
         return None
     loop.iter = nodes.Filter(loop.iter, TAKE, [], [], None, None)
     begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (BODY_BEGINS, BODY_ENDS))
     loop.body = [begin, *loop.body, end]
     rest = nodes.Template(after)
-    for one in (tree, rest):
-        one.set_lineno(1).set_environment(environment)
+    for template in (tree, rest):
+        template.set_lineno(1).set_environment(environment)
     return rest
 
 

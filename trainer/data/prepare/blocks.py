@@ -1,4 +1,4 @@
-"""Reads input files as decompressed blocks of bytes, and as lines, in bounded memory."""
+"""Reads input files as decompressed blocks of bytes, or as lines, in bounded memory."""
 
 import bz2
 import codecs
@@ -15,13 +15,13 @@ LONGEST_LINE = 32 << 20
 BOM = codecs.BOM_UTF8
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 COMPRESSED = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
-"""Extensions of compressed files → their formats."""
+"""Extension of a compressed file → its format."""
 _COMPRESSED_BLOCK = 1 << 14  # repetitive text grows a thousandfold when decompressed
-_LARGEST_WINDOW = 1 << 31  # the largest window of zstd, `--long=31`
+_LARGEST_WINDOW = 1 << 31  # zstd's maximum, `--long=31`
 
 
 def compression(path: Path) -> str:
-    """Format of a compressed file, by its extension; "" if it is not compressed."""
+    """Format of a compressed file, by its extension; "" for other files."""
     return COMPRESSED.get(path.suffix.lower(), "")
 
 
@@ -31,16 +31,16 @@ def read_blocks(
     end: int | None = None,
     report: Callable[[int], None] = lambda count: None,
 ) -> Iterator[bytes]:
-    """Yield the content of a file in non-empty blocks, without a byte order mark.
+    """Yield the contents of a file in non-empty blocks, without a byte order mark.
 
     Args:
-        path: compressed files are decompressed.
+        path: decompressed if its extension says so.
         start: first byte; 0 for a compressed file.
         end: one past the last byte; None for all. Unused for a compressed file.
-        report: called with the bytes of the file on disk read so far.
+        report: called with the number of bytes read from disk so far.
 
     Raises:
-        DataError: it cannot be read, or does not match its extension.
+        DataError: the file cannot be read, or does not match its extension.
     """
     try:
         with path.open("rb") as file:
@@ -67,9 +67,9 @@ def _plain(file: BinaryIO, start: int, end: int | None) -> Iterator[bytes]:
 
 
 def _decompressed(path: Path, file: BinaryIO, kind: str) -> Iterator[bytes]:
-    """Yield the content of all streams in a file, one after the other."""
-    # Streams one by one: Python's readers of whole files take damage after the first stream for the
-    # end of the file, and zstandard's takes a truncated file for a whole one.
+    """Yield the contents of all compressed streams in a file, one after another."""
+    # Streams one by one: Python's readers of whole files mistake damage after the first stream for
+    # the end of the file, and zstandard's mistakes a truncated file for a complete one.
     new_stream, damage = _decompressor(path, kind)
     stream, begun = new_stream(), False
     try:
@@ -91,8 +91,8 @@ def _decompressed(path: Path, file: BinaryIO, kind: str) -> Iterator[bytes]:
 
 
 def _expand(stream: Any, block: bytes) -> Iterator[bytes]:
-    """Yield the content of a compressed block; for bzip2 and xz in parts of at most BLOCK_BYTES, as
-    45 bytes of these may hold 46 MB."""
+    """Yield the contents of a compressed block; for bzip2 and xz in parts of at most BLOCK_BYTES,
+    as 45 bytes may expand to 46 MB."""
     if not hasattr(stream, "needs_input"):
         yield stream.decompress(block)
         return
@@ -102,8 +102,8 @@ def _expand(stream: Any, block: bytes) -> Iterator[bytes]:
 
 
 def _decompressor(path: Path, kind: str) -> tuple[Callable[[], Any], type[Exception]]:
-    """A function that creates the decompressor of one stream, and the exception that it raises for
-    damage. Only one zstd decompressor may be in use at a time."""
+    """Return (function that creates the decompressor of one stream, exception that it raises for
+    damage). Only one zstd decompressor may be in use at a time."""
     match kind:
         case "gzip":
             return lambda: zlib.decompressobj(wbits=16 + zlib.MAX_WBITS), zlib.error
@@ -129,7 +129,7 @@ def split_lines(blocks: Iterable[bytes]) -> Iterator[bytes | None]:
                 yield b"".join(parts) if length <= LONGEST_LINE else None
                 parts, length = [], 0
             length += len(part)
-            # The rest of an overlong line is skipped without being held.
+            # the rest of an overlong line is skipped and not kept in memory
             parts = [*parts, part] if length <= LONGEST_LINE else []
     if length:
         yield b"".join(parts) if length <= LONGEST_LINE else None

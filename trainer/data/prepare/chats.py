@@ -2,9 +2,9 @@
 
 | form | keys |
 |---|---|
-| messages | `messages`, of role and content, with `tools`; also as `conversations` |
-| ShareGPT | `conversations`, of from and value, with `system`, `tools` |
-| Alpaca | `instruction`, `input`, `output`, with `system`, `history` |
+| messages | `messages` with role and content, and `tools`; also as `conversations` |
+| ShareGPT | `conversations` with from and value, and `system`, `tools` |
+| Alpaca | `instruction`, `input`, `output`, and `system`, `history` |
 | prompt and completion | `prompt`, `completion`, each a text or messages |
 | pairs | `prompt`, `chosen`, `rejected`, each a text or messages; the prompt may be in both |
 """
@@ -21,9 +21,9 @@ _ROLES = {
     **{"human": "user", "prompter": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT},
     **{"bot": ASSISTANT, "model": ASSISTANT, "observation": "tool"},
 }
-"""ShareGPT's names of roles."""
+"""ShareGPT's name of a role → the usual name."""
 _CALL = "function_call"
-"""ShareGPT's turn in which the assistant calls tools."""
+"""ShareGPT's role of a message in which the assistant calls tools."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of an assistant's reasoning before its answer; templates read the first two."""
 _NOT_FOR_TEMPLATES = ("train", "weight")
@@ -31,21 +31,21 @@ _MOST_DEPTH = 100
 
 
 class ChatError(ValueError):
-    """A record is no chat. The message follows the record's file and line."""
+    """A record is no chat. The message is shown after the record's file and line."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages in the form that chat templates take."""
+    """A conversation, in the form that chat templates accept."""
 
     messages: Sequence[Message]
     trained: tuple[int, ...]
-    """Indices of the trained messages, all of the assistant."""
+    """Indices of the trained messages, all by the assistant."""
     tools: Sequence[Any] | None = None
 
 
 def form_of(record: Any) -> str:
-    """ "chats" or "pairs" for a record in a known form; else ""."""
+    """Form of a record: "chats" or "pairs"; "" if unknown."""
     if not isinstance(record, Mapping):
         return ""
     if "chosen" in record and "rejected" in record:
@@ -57,16 +57,13 @@ def form_of(record: Any) -> str:
 
 
 def read_chat(record: Mapping[str, Any]) -> Chat:
-    """The chat of a record in any form except pairs.
-
-    Raises:
-        ChatError: it has no such form, or violates it.
-    """
+    """Convert a record of any form except pairs to a chat. Raises ChatError if the record has no
+    known form, or violates it."""
     tools = _tools(record.get("tools"))
     for name in _LISTS:
         if isinstance(record.get(name), list):
-            said = record.get("system")
-            system = [{"role": "system", "content": said}] if _is_text(said) else []
+            system_text = record.get("system")
+            system = [{"role": "system", "content": system_text}] if _is_text(system_text) else []
             return _chat([*system, *_messages(record[name], name)], tools)
     if {"prompt", "completion"} <= record.keys():
         prompt = _side(record["prompt"], "prompt", "user")
@@ -74,26 +71,23 @@ def read_chat(record: Mapping[str, Any]) -> Chat:
         return _chat([*prompt, *completion], tools, first=len(prompt))
     if {"instruction", "output"} <= record.keys():
         return _chat(_alpaca(record), tools)
-    there = ", ".join(list(record)[:8]) or "nothing"
+    keys = ", ".join(list(record)[:8]) or "nothing"
     raise ChatError(
         "no chat: it has neither messages, nor conversations, nor prompt and completion, nor "
-        f"instruction and output, but {there}"
+        f"instruction and output, but {keys}"
     )
 
 
 def read_pair(record: Mapping[str, Any]) -> tuple[Chat, Chat]:
-    """The chats with the chosen and with the rejected answer.
-
-    Raises:
-        ChatError: the record is no pair.
-    """
+    """Convert a record to (chat with the chosen answer, chat with the rejected answer). Raises
+    ChatError if the record is no pair."""
     missing = [name for name in ("chosen", "rejected") if record.get(name) is None]
     if missing:
         raise ChatError(f"no pair: it has no {' and no '.join(missing)}")
     sides = [_side(record[name], name, ASSISTANT) for name in ("chosen", "rejected")]
     if record.get("prompt") is not None:
         prompt = _side(record["prompt"], "prompt", "user")
-        # Some data sets repeat the prompt in both.
+        # Some data sets repeat the prompt in both answers.
         sides = [side[len(prompt) :] if side[: len(prompt)] == prompt else side for side in sides]
     else:
         alike = zip(*sides, strict=False)
@@ -110,73 +104,70 @@ def read_pair(record: Mapping[str, Any]) -> tuple[Chat, Chat]:
 
 
 def texts_of(value: Any, depth: int = 0) -> Iterator[str]:
-    """Yield all texts in a value, including names of keys.
-
-    Raises:
-        ChatError: it is nested too deeply.
-    """
+    """Yield all texts in a value, including keys. Raises ChatError if the value is nested too
+    deeply."""
     # Records are untrusted, and Python's recursion is limited.
     if depth > _MOST_DEPTH:
         raise ChatError("nested too deep")
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for key, one in value.items():
+        for key, item in value.items():
             yield key
-            yield from texts_of(one, depth + 1)
+            yield from texts_of(item, depth + 1)
     elif isinstance(value, Sequence):
-        for one in value:
-            yield from texts_of(one, depth + 1)
+        for item in value:
+            yield from texts_of(item, depth + 1)
 
 
 def with_texts(chat: Chat, change: Callable[[str], str]) -> Chat:
-    """A chat with all texts changed."""
+    """Return a copy of a chat with `change` applied to all texts."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, str):
             return change(value)
         if isinstance(value, Mapping):
-            return {change(key): changed(one) for key, one in value.items()}
-        return [changed(one) for one in value] if isinstance(value, list) else value
+            return {change(key): changed(item) for key, item in value.items()}
+        return [changed(item) for item in value] if isinstance(value, list) else value
 
     return replace(chat, messages=changed(list(chat.messages)), tools=changed(chat.tools))
 
 
 def _chat(messages: Iterable[Message], tools: Sequence[Any] | None, first: int = 0) -> Chat:
-    """A chat whose assistant messages from index `first` on may be trained."""
-    found: list[Message] = []
+    """Make a chat; the assistant's messages from index `first` on may be trained."""
+    kept: list[Message] = []
     trained = []
     for number, message in enumerate(messages):
         wanted = message.get("train", message.get("weight", True))
         if number >= first and message["role"] == ASSISTANT and wanted not in (False, 0):
             trained.append(number)
-        found.append({k: v for k, v in message.items() if k not in _NOT_FOR_TEMPLATES})
+        kept.append({k: v for k, v in message.items() if k not in _NOT_FOR_TEMPLATES})
     if not trained:
-        raise ChatError("no message of the assistant is there to be trained")
-    return Chat(found, tuple(trained), tools)
+        raise ChatError("it has no assistant message that may be trained")
+    return Chat(kept, tuple(trained), tools)
 
 
 def _messages(values: Sequence[Any], name: str) -> list[Message]:
-    found: list[Message] = []
+    messages: list[Message] = []
     for number, value in enumerate(values):
         where = f"{name}.{number}"
         if not isinstance(value, Mapping):
             raise ChatError(f"{where} is no object with a role and content")
         # null means absent, as in model servers
-        message = {key: one for key, one in value.items() if one is not None}
+        message = {key: item for key, item in value.items() if item is not None}
         if "role" not in message and "from" in message:
             message = _of_sharegpt(message, where)
-        found.append(_normal(message, where))
-    if not found:
+        messages.append(_normal(message, where))
+    if not messages:
         raise ChatError(f"{name} is empty")
-    return found
+    return messages
 
 
 def _of_sharegpt(message: Message, where: str) -> Message:
-    said, text = str(message["from"]).lower(), message.get("value", "")
-    others = {key: one for key, one in message.items() if key not in ("from", "value")}
-    if said != _CALL:
-        return {**others, "role": _ROLES.get(said, said), "content": text}
+    role, text = str(message["from"]).lower(), message.get("value", "")
+    others = {key: item for key, item in message.items() if key not in ("from", "value")}
+    if role != _CALL:
+        return {**others, "role": _ROLES.get(role, role), "content": text}
     calls = _parsed(text) if isinstance(text, str) else text
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, Mapping) and "name" in call for call in calls):
@@ -186,7 +177,7 @@ def _of_sharegpt(message: Message, where: str) -> Message:
 
 
 def _normal(message: Message, where: str) -> Message:
-    """A message in the form that templates take."""
+    """Convert a message to the form that templates accept."""
     if not isinstance(message.get("role"), str):
         raise ChatError(f"{where} has no role")
     content = message.get("content")
@@ -198,7 +189,7 @@ def _normal(message: Message, where: str) -> Message:
         raise ChatError(f"{where} has no content")
     thought = next((message[key] for key in _REASONING if key in message), None)
     if thought is not None:
-        # Some templates read one key, some the other.
+        # Templates read either key.
         message = {"thinking": thought, **message, "reasoning_content": thought}
     if "tool_calls" in message:
         calls = message["tool_calls"]
@@ -211,7 +202,7 @@ def _normal(message: Message, where: str) -> Message:
 
 
 def _joined(content: Sequence[Any], where: str) -> str:
-    """The text of a content in parts."""
+    """Join the texts of a content in parts."""
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
     for part, text in zip(content, texts, strict=True):
         if not isinstance(text, str):
@@ -221,7 +212,7 @@ def _joined(content: Sequence[Any], where: str) -> str:
 
 
 def _call(call: Mapping[str, Any]) -> Message:
-    """A tool call with arguments as an object, as model servers give it."""
+    """Convert a tool call's arguments to an object, as model servers do."""
     function = call.get("function")
     inner = function if isinstance(function, Mapping) else call
     arguments = inner.get("arguments")
@@ -234,7 +225,7 @@ def _call(call: Mapping[str, Any]) -> Message:
 
 
 def _side(value: Any, name: str, role: str) -> list[Message]:
-    """Messages of a prompt or an answer, which may be a plain text."""
+    """Messages of a prompt or an answer, which may be plain text."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if isinstance(value, Mapping):
@@ -255,8 +246,8 @@ def _alpaca(record: Mapping[str, Any]) -> Iterator[Message]:
         yield {"role": ASSISTANT, "content": turn[1]}
     if not _is_text(record["instruction"]) or not isinstance(record["output"], str):
         raise ChatError("instruction or output is no text")
-    said = record["instruction"]
-    yield {"role": "user", "content": f"{said}\n{more}" if _is_text(more) else said}
+    instruction = record["instruction"]
+    yield {"role": "user", "content": f"{instruction}\n{more}" if _is_text(more) else instruction}
     yield {"role": ASSISTANT, "content": record["output"]}
 
 

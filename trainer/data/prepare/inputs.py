@@ -1,4 +1,4 @@
-"""Finds the input files of a data set, and those of its validation split."""
+"""Finds the input files of a data set, and which of them form its validation split."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from trainer.data.shards import DataError
 
 NamedSplit: TypeAlias = Literal["train", "validation", "test", ""]
 
-# Files beside the data in Hugging Face data sets and repositories.
+# Names of documentation, metadata and cache files in Hugging Face data sets and repositories.
 _NOT_DATA = re.compile(
     r"""(readme|changelog|contributing|citation|notice|copying)\b.* | .*\blicen[cs]es?\b.*
     | (dataset_infos?|dataset_dict|state|config|index|tokenizer|tokenizer_config)\.json
@@ -22,33 +22,32 @@ _NOT_DATA = re.compile(
     | rejects\.jsonl | cache-.*\.arrow | \..*""",
     re.IGNORECASE | re.VERBOSE,
 )
-# As in Hugging Face's `datasets`, but for eval, which is a test split there. The first in a name
-# that is of several splits counts.
+# As in Hugging Face's `datasets`, but eval is a test split there. The first split in a name counts.
 _WORDS: dict[NamedSplit, set[str]] = {
     "train": {"train", "training"},
     "test": {"test", "testing"},
     "validation": {"validation", "valid", "val", "dev", "eval", "evaluation"},
 }
 _FILLERS = {"of", "part", "shard", "split", "set", "data"}
-_CURE = "--splits ignore takes all files alike"
+_CURE = "--splits ignore ignores the names"
 
 
 @dataclass
 class InputFiles:
-    """The input files in a fixed order, with notes on how they were found."""
+    """The input files in a fixed order, with notes about the search."""
 
     files: list[str] = field(default_factory=list)
     validation: set[str] = field(default_factory=set)
     """Files whose documents all belong to the validation split."""
     notes: list[str] = field(default_factory=list)
-    """Lines for a person."""
+    """Lines about the search, for the user."""
     broken: list[str] = field(default_factory=list)
     """Links in folders that cannot be followed, with the reason."""
 
 
 @dataclass
-class _Found:
-    """Files in a folder."""
+class _FolderFiles:
+    """Files of a folder: data, other files, and broken links."""
 
     data: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
@@ -57,21 +56,20 @@ class _Found:
 
 
 def find_inputs(names: Sequence[str], column: str, by_name: bool) -> InputFiles:
-    """Files of all inputs, each once; folders are searched for known extensions.
+    """Find the files of all inputs, each once; folders are searched for known extensions.
 
     Args:
         names: files and folders.
-        column: the field with the text.
-        by_name: whether names of files and folders determine their split.
+        column: field or column of the text.
+        by_name: whether the names of files and folders determine their split.
 
     Raises:
         DataError: an input is missing, of unknown kind, or an empty folder; a folder cannot be
-            read; or there are validation and test files, and none to train on.
+            read; or all files are validation or test files.
     """
     inputs = InputFiles()
     others: list[str] = []
-    # Folders and file name, as far as they may name a split: `prepare data/train data/test/*` does
-    # so, and /home/test does not.
+    # Only names below the common folder count: of data/train data/test/*, but not of /home/test.
     parts: dict[str, tuple[str, ...]] = {}
     shared = os.path.commonpath([os.path.abspath(name) for name in names])
     for name in names:
@@ -109,11 +107,10 @@ def find_inputs(names: Sequence[str], column: str, by_name: bool) -> InputFiles:
 
 
 def _divide(inputs: InputFiles, parts: dict[str, tuple[str, ...]]) -> None:
-    """Remove the files of a test split from the inputs, and record those of a validation split."""
+    """Remove the test files from the inputs, and record the validation files."""
     splits = {file: split_by_name(names) for file, names in parts.items()}
     if "train" not in splits.values():
-        # A name that merely contains "test", such as "The last test.txt", is no split unless a
-        # train.txt is there as well.
+        # "The last test.txt" names a test split only if there is also a train file.
         splits = {file: split_by_name(names, strict=True) for file, names in parts.items()}
     shown: dict[NamedSplit, list[str]] = {split: [] for split in _WORDS}
     for file, split in splits.items():
@@ -123,12 +120,10 @@ def _divide(inputs: InputFiles, parts: dict[str, tuple[str, ...]]) -> None:
     if not {"train", ""} & set(splits.values()):
         if validation and test:
             raise DataError(
-                f"no file is left to train on: {validation} (validation split) and {test} (test "
+                f"no file remains for training: {validation} (validation split) and {test} (test "
                 f"split), by their names; {_CURE}"
             )
-        inputs.notes.append(
-            f"taken for training, since there is nothing else: {validation or test}"
-        )
+        inputs.notes.append(f"used for training, as there are no other files: {validation or test}")
         return
     inputs.files = [file for file, split in splits.items() if split != "test"]
     inputs.validation = {file for file, split in splits.items() if split == "validation"}
@@ -139,15 +134,15 @@ def _divide(inputs: InputFiles, parts: dict[str, tuple[str, ...]]) -> None:
 
 
 def split_by_name(parts: Sequence[str], strict: bool = False) -> NamedSplit:
-    """The split named by a file, else by its nearest folder; "" if none is.
+    """Split named by a file, or else by its nearest folder; "" if none is named.
 
     Args:
         parts: names of folders, and the file's name.
-        strict: for txt files, whether further words make a name meaningless.
+        strict: whether further words in the name of a txt file prevent a match.
     """
     ending = bare_suffix(Path(parts[-1]))
     if ending == ".md":
-        return ""  # guide/testing.md
+        return ""  # guide/testing.md is no test split
     for part in reversed(parts):
         words = set(re.findall(r"[^\W\d_]+", part.partition(ending)[0].lower())) - _FILLERS
         for split, names in _WORDS.items():
@@ -156,19 +151,19 @@ def split_by_name(parts: Sequence[str], strict: bool = False) -> NamedSplit:
     return ""
 
 
-def _search(directory: Path, column: str) -> _Found:
-    """Files in a folder, and in folders that its links lead to."""
-    found = _Found()
-    read: set[str] = set()  # real paths of folders, each read once
+def _search(directory: Path, column: str) -> _FolderFiles:
+    """Find the files in a folder, and in the folders to which its links lead."""
+    found = _FolderFiles()
+    read: set[str] = set()  # real paths of folders that were read
     links = [directory]
     while links:
-        # Links come last, so that folders are read under their own paths.
+        # Links come last, so that a folder is listed under its own path if it has one.
         top, links = links, []
         for folder in sorted(top, key=str):
             real = os.path.realpath(folder)
             around = Path(os.path.realpath(folder.parent)).is_relative_to(real)
             if folder != directory and around and real not in read:
-                found.broken.append(f"{folder} -> {folder.readlink()} (a folder around this one)")
+                found.broken.append(f"{folder} -> {folder.readlink()} (a parent of this folder)")
                 continue
             for file in _walk(folder, read):
                 try:
@@ -184,7 +179,7 @@ def _search(directory: Path, column: str) -> _Found:
                 is_data = stat.S_ISREG(mode) and kind_by_name(file)
                 taken = is_data and not _NOT_DATA.fullmatch(file.name)
                 (found.data if taken else found.others).append(str(file))
-    # A table without the text column is not data, such as a list of sources.
+    # A table without the text column, such as a list of sources, is not data.
     tables = {
         file
         for file in found.data
@@ -199,8 +194,8 @@ def _search(directory: Path, column: str) -> _Found:
 
 
 def _walk(folder: Path, read: set[str]) -> Iterator[Path]:
-    """Yield files in a folder and below it, without hidden folders and those read before; links are
-    not followed."""
+    """Yield the files in and below a folder. Skips hidden folders and those in `read`; does not
+    follow links."""
     real = os.path.realpath(folder)
     if real in read:
         return

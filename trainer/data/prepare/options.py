@@ -1,4 +1,4 @@
-"""Options of data preparation. Imports nothing heavy."""
+"""Options of data preparation. Imports nothing slow."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,67 +16,67 @@ OF_CHATS = (
     *("chat", "pairs", "turns", "template", "template_options", "date", "loss", "max_tokens"),
     *("too_long", "spelled"),
 )
-"""Options that do not apply to plain text."""
+"""Options for chats and pairs only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """Everything besides the inputs that determines the bytes of a prepared data set."""
+    """All options that determine the bytes of a prepared data set from its inputs."""
 
     tokenizer: str | None = None
-    """A tokenizer.json, the directory of one, or "bytes"."""
+    """tokenizer.json, its directory, or "bytes"."""
     train_bpe: int | None = None
-    """Size of a byte-level BPE vocabulary to train on the inputs, instead."""
+    """Size of a byte-level BPE vocabulary to train on the inputs; replaces `tokenizer`."""
     eos: str | None = None
-    """Token that ends a document; found by itself in well-known tokenizers."""
+    """Token that ends a document; default: the known one of well-known tokenizers."""
     field: str = "text"
     """Field of json objects, column of csv, parquet and arrow; a.b is field b of field a."""
     split_documents: Split = "auto"
-    """What one document is in txt and md files. auto: chosen by a look at each file.
-    separator: what <|endoftext|> or <|end_of_text|> ends. window: cut at the ends of paragraphs,
-    about evenly."""
+    """Extent of one document in txt and md files. auto: chosen from the beginning of each file.
+    separator: a document ends in <|endoftext|> or <|end_of_text|>. window: cut at ends of
+    paragraphs, into about equal parts."""
     splits: Splits = "by-name"
-    """by-name: files and folders named validation, valid, val, dev or eval make the validation
-    split, and those named test are left out. ignore: names say nothing."""
+    """by-name: files and folders named validation, valid, val, dev or eval form the validation
+    split, and those named test are left out. ignore: names do not matter."""
     validation_fraction: float | None = None
     """Share of the documents in the validation split, chosen by a hash of their text (default 0.02,
-    or 0 where files make the validation split)."""
+    or 0 if files form the validation split)."""
     shard_tokens: int = 1 << 28
-    """Tokens after which a shard ends with the next document."""
+    """Minimum tokens of a shard; it ends with the document that reaches them."""
     on_bad: OnBad = "skip"
-    """Whether a bad record is left out and listed, or ends everything. The same for a link in a
-    folder that leads nowhere."""
+    """Whether a bad record, or a link in a folder that cannot be followed, is skipped and listed,
+    or is an error."""
     special_tokens: SpecialTokens = "letters"
-    """What special tokens of the tokenizer are that are spelled out in a text, such as <|im_start|>
-    in chats."""
+    """Whether special tokens that a text spells out, such as <|im_start|> in chats, become their
+    letters or the tokens."""
     chat: bool = False
-    """The records are chats: messages, ShareGPT's, Alpaca's, or prompt and completion. They are
-    rendered by the chat template of the tokenizer."""
+    """Records are chats: messages, ShareGPT's, Alpaca's, or prompt and completion. The tokenizer's
+    chat template renders them."""
     pairs: bool = False
-    """The records are pairs of answers: prompt, chosen, rejected."""
+    """Records are pairs of answers: prompt, chosen, rejected."""
     turns: Turns = "auto"
-    """What of a chat is trained. all: every answer, in one document. each: every answer, in a
-    document of its own, as it is served. last: the last answer. auto: all, or each for the chats
-    that the template renders otherwise once others follow."""
+    """Trained answers of a chat. all: every answer, in one document. each: every answer, in its own
+    document, as it is served. last: the last answer. auto: all, but each for chats whose answers
+    the template renders differently once messages follow."""
     template: str | None = None
-    """File with a chat template, instead of the tokenizer's."""
+    """File with a chat template; replaces the tokenizer's."""
     template_options: str | None = None
-    """JSON object of what else the template is given, such as {"enable_thinking": false}."""
+    """JSON object of further template variables, such as {"enable_thinking": false}."""
     date: str | None = None
     """Day, such as 2026-01-31, for templates that write today's date."""
     loss: Loss = "assistant"
-    """Whether the answers are trained, or all of a chat."""
+    """Whether only the assistant's answers are trained, or all tokens of a chat."""
     max_tokens: int | None = None
-    """Longest document of a chat, in tokens; data.seq_len of the recipe, for example. Of a pair
+    """Longest document of a chat, in tokens, such as data.seq_len of the recipe. For a pair: of
     both answers together, each with its prompt."""
     too_long: TooLong = "drop"
-    """What becomes of longer ones: they are left out and listed, or their head is kept (of each
-    answer of a pair half as many tokens)."""
+    """Whether longer documents are dropped and listed, or cut at the limit (each answer of a pair
+    at half of it)."""
     spelled: Spelled = "reject"
-    """What becomes of a chat whose texts spell a special token: it is left out and listed, or these
-    are letters."""
+    """Whether a chat whose texts spell a special token is rejected and listed, or has the token's
+    letters."""
 
     @property
     def kind(self) -> Kind:
-        """What the records are."""
+        """Kind of the records."""
         return "pairs" if self.pairs else "chats" if self.chat else "documents"

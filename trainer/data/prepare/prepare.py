@@ -1,8 +1,8 @@
-"""`perdure data prepare`: text → tokenised shards. See [Note: prepared data set] in shards.py.
+"""`perdure data prepare`: turns text into token shards. See [Note: prepared data set] in shards.py.
 
-Inputs are cut into units in a fixed order. Workers tokenise units into files, each finished by an
-atomic rename, so that a killed run continues where it was. The units are then joined in order: the
-bytes depend neither on the number of workers nor on interruptions.
+Inputs are cut into units in a fixed order. Workers tokenise units into files, each completed by an
+atomic rename, so that a repeated command resumes after the completed units. Units are then joined
+in order: the bytes depend neither on the number of workers nor on interruptions.
 """
 
 import hashlib
@@ -41,8 +41,8 @@ from trainer.data.prepare.options import (
 )
 from trainer.data.prepare.records import read_piece
 from trainer.data.prepare.sources import (
-    Form,
-    Piece,
+    FileForm,
+    FilePiece,
     Pieces,
     cut_units,
     describe,
@@ -81,8 +81,7 @@ from trainer.data.tokenizer import (
     vocabulary_size,
 )
 
-# Characters, spread over the inputs: a tokenizer learns little from more text, and training holds
-# every word in memory.
+# Characters in total: more hardly improve a tokenizer, and training keeps every word in memory.
 _BPE_TEXT_SIZE = 1 << 25
 _VALIDATION_FRACTION = 0.02
 _CHOICES = {
@@ -96,12 +95,12 @@ _CHOICES = {
     "spelled": Spelled,
 }
 _DECIDES = ("turns", "template_options", "date", "loss", "max_tokens", "too_long", "spelled")
-"""Options that, with its bytes, identify a data set of chats."""
+"""Options that, besides the tokens, are part of the identity of a data set of chats."""
 _LOOKED_AT = 20  # records
 _FLAGS = {"chats": "--chat", "pairs": "--pairs"}
 _TABLE_OF_CHATS = "prompt"
 """Column that identifies a table of chats."""
-_WORK = ".work-4-"  # the number changes with the contents of units
+_WORK = ".work-4-"  # increase the number when the contents of units change
 
 
 def prepare(
@@ -112,22 +111,20 @@ def prepare(
     progress: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Tokenise `inputs` into the directory `out`; returns its index.
-
-    An existing data set of the same inputs and options is unchanged. Only one process at a time may
-    prepare a directory.
+    """Tokenise `inputs` into the directory `out`, and return its index. A complete data set of the
+    same inputs and options is left as it is. Only one process at a time may prepare a directory.
 
     Args:
-        inputs: files, directories, "-" for standard input, or the name of a corpus ("wikipedia",
+        inputs: files, directories, "-" for standard input, or a named corpus ("wikipedia",
             "stdlib").
         out: created if missing.
         workers: processes that tokenise.
         progress: report on stderr, with a bar on a terminal.
-        options: see PrepareOptions.
+        options: fields of PrepareOptions.
 
     Raises:
         DataError: an input cannot be read, a record is bad with on_bad="fail", there is no
-            document, or `out` holds something else or cannot be written.
+            document, or `out` has other contents or cannot be written.
     """
     settings, out = PrepareOptions(**options), Path(out)
     say = _say if progress else lambda line: None
@@ -137,7 +134,7 @@ def prepare(
         known = settings.field if settings.kind == "documents" else _TABLE_OF_CHATS
         found = find_inputs(names, known, settings.splits == "by-name")
         if found.broken and settings.on_bad == "fail":
-            raise DataError(f"cannot be followed: {', '.join(found.broken)}; mend or remove it")
+            raise DataError(f"cannot be followed: {', '.join(found.broken)}; repair or remove it")
         # A validation split by file names replaces the default share.
         if settings.validation_fraction is None:
             share = 0.0 if found.validation else _VALIDATION_FRACTION
@@ -151,7 +148,7 @@ def prepare(
             return index
         forms = look_at(found.files, settings.split_documents, found.validation)
         if template and (texts := [file for file, form in forms.items() if form.kind == "text"]):
-            raise DataError(f"{texts[0]}: plain text holds no chats; give jsonl, json or parquet")
+            raise DataError(f"{texts[0]}: plain text has no chats; use jsonl, json or parquet")
         for line in [*describe(forms), *(template.notes if template else ())]:
             say(line)
         index = _prepare(forms, out, settings, template, plan_hash, workers, progress)
@@ -167,27 +164,26 @@ def prepare(
         raise DataError(f"{error.filename or out}: {error.strerror or error}") from error
     except BrokenProcessPool as error:
         raise DataError(
-            f"{out}: a worker was killed, perhaps for want of memory"
+            f"{out}: a worker was killed, perhaps for lack of memory"
             + (" or by a chat template without end" if settings.kind != "documents" else "")
-            + "; the same command, with fewer --workers, goes on where it was"
+            + "; the same command, with fewer --workers, resumes"
         ) from error
     finally:
         shutil.rmtree(out / FOLDER, ignore_errors=True)
 
 
 def what_to_type(inputs: Sequence[str]) -> str:
-    """The command to use for inputs given without options, from a look at the first of them.
-
-    Raises:
-        DataError: an input cannot be read.
-    """
+    """Message with the command for inputs that were given without options, from the first records
+    of the first input. Raises DataError if an input cannot be read."""
     files = (
         []
         if any(map(is_pipe, inputs)) or set(inputs) & set(CORPORA)
         else (find_inputs(inputs, _TABLE_OF_CHATS, by_name=False).files[:1])
     )
     for unit in cut_units(look_at(files, "auto")):
-        records = islice((one for piece in unit for one in read_piece(piece, None)), _LOOKED_AT)
+        records = islice(
+            (record for piece in unit for record in read_piece(piece, None)), _LOOKED_AT
+        )
         kind = next((form_of(record.value) for record in records if record.value), "")
         if kind:
             words = ["perdure", "data", "prepare", *inputs, _FLAGS[kind]]
@@ -219,25 +215,25 @@ def _check_options(settings: PrepareOptions, workers: int) -> None:
         given = [key for key in OF_CHATS if getattr(settings, key) != getattr(plain, key)]
         if given:
             flag = f"--{given[0].replace('_', '-')}"
-            raise DataError(f"{flag}: only for chats and pairs; give --chat or --pairs as well")
+            raise DataError(f"{flag}: only for chats and pairs; add --chat or --pairs")
         return
     for key in ("train_bpe", "field", "special_tokens"):
         if getattr(settings, key) != getattr(plain, key):
             flag = f"--{key.replace('_', '-')}"
-            raise DataError(f"{flag}: not with --chat or --pairs; leave it away")
+            raise DataError(f"{flag}: not with --chat or --pairs; remove it")
     if settings.chat and settings.pairs:
         raise DataError("give one of --chat and --pairs")
     if settings.pairs and settings.turns != "auto":
-        raise DataError("--turns: not with --pairs, of which the answers alone are trained")
+        raise DataError("--turns: not with --pairs, where only the answers are trained")
     if settings.max_tokens is None and settings.too_long != plain.too_long:
-        raise DataError("--too-long cut: give --max-tokens as well, such as --max-tokens 4096")
+        raise DataError("--too-long cut: add --max-tokens, such as --max-tokens 4096")
     if settings.max_tokens is not None and settings.max_tokens < 2:
-        raise DataError("--max-tokens must be at least 2: one to read, and one to be trained")
+        raise DataError("--max-tokens must be at least 2: one input and one label")
 
 
 @dataclass(frozen=True)
 class _Template:
-    """A chat template, and its variables."""
+    """A chat template's sources by name, its variables, and notes for the user."""
 
     sources: dict[str, str]
     variables: dict[str, Any]
@@ -250,11 +246,8 @@ class _Template:
 
 
 def _read_template(settings: PrepareOptions) -> _Template:
-    """The chat template for some data.
-
-    Raises:
-        DataError: there is none, or an option for it is wrong.
-    """
+    """Read the chat template for these settings. Raises DataError if there is no template, or an
+    option for it is wrong."""
     home = None
     if settings.tokenizer and settings.tokenizer != "bytes":
         home = tokenizer_file(settings.tokenizer).parent
@@ -277,22 +270,22 @@ def _read_template(settings: PrepareOptions) -> _Template:
             ) from error
     notes = [
         f"the chat template writes {name}, but tokenizer_config.json names no such token: nothing "
-        "stands there"
+        "is written there"
         for name in unknown_tokens(sources, variables)
     ]
     return _Template(sources, variables, notes)
 
 
 def _resolve(name: str, out: Path, settings: PrepareOptions) -> str:
-    """The file of a named corpus or of a pipe; other inputs unchanged."""
+    """File of a named corpus, or a copy of a pipe; other inputs unchanged."""
     if name in CORPORA and not Path(name).exists():
         return str(fetch_corpus(name, out / "corpus"))
     return str(spool(name, out, settings.field)) if is_pipe(name) else name
 
 
 def _plan_hash(inputs: InputFiles, settings: PrepareOptions, template: _Template | None) -> str:
-    """Hash of the task: options, bytes of tokenizer and chat template, and name, size, age and
-    split of each input."""
+    """Hash of options, tokenizer, chat template, and name, size, age and split of each input: of
+    all that determines the data set."""
     stats = []
     for file in inputs.files:
         status = os.stat(file)
@@ -302,10 +295,10 @@ def _plan_hash(inputs: InputFiles, settings: PrepareOptions, template: _Template
     if settings.tokenizer and settings.tokenizer != "bytes":
         tokenizer = tokenizer_file(settings.tokenizer).read_bytes()
     options = asdict(settings)
-    del options["splits"]  # shows in the inputs
+    del options["splits"]  # shows in the inputs' splits
     if settings.special_tokens == "letters":
         del options["special_tokens"]  # data sets of older versions keep their hash
-    # Data sets of plain text keep their hash, too.
+    # Data sets of plain text keep the hash of older versions.
     if template is None:
         options = {key: value for key, value in options.items() if key not in OF_CHATS}
     facts = [FORMAT, options, stats, hashlib.sha256(tokenizer).hexdigest()]
@@ -314,7 +307,7 @@ def _plan_hash(inputs: InputFiles, settings: PrepareOptions, template: _Template
 
 
 def _finished(out: Path, plan_hash: str) -> dict[str, Any] | None:
-    """The index of the data set in `out`; None if its files are missing or truncated."""
+    """Index of the complete data set in `out`; None if a file is missing or truncated."""
     index = read_index(out)
     if index.get("plan") != plan_hash:
         raise DataError(
@@ -323,7 +316,7 @@ def _finished(out: Path, plan_hash: str) -> dict[str, Any] | None:
         )
     try:
         for split in SPLITS:
-            # Opening it checks the size of every file.
+            # opening checks the size of every file
             TokenDataset(out, split)
     except DataError:
         return None
@@ -331,7 +324,7 @@ def _finished(out: Path, plan_hash: str) -> dict[str, Any] | None:
 
 
 def _prepare(
-    forms: dict[str, Form],
+    forms: dict[str, FileForm],
     out: Path,
     settings: PrepareOptions,
     template: _Template | None,
@@ -339,23 +332,21 @@ def _prepare(
     workers: int,
     progress: bool,
 ) -> dict[str, Any]:
-    # Without its index the directory is no data set while files change.
+    # Without its index, the directory is no data set while files change.
     (out / "index.json").unlink(missing_ok=True)
     work = out / f"{_WORK}{plan_hash[:16]}"
-    # Left by an interrupted command with other inputs or options.
+    # from an interrupted command with other inputs or options
     for stale in out.glob(".work-*"):
         if stale != work:
             shutil.rmtree(stale)
     out.mkdir(parents=True, exist_ok=True)
-    # Other users must not replace units before these are joined.
+    # Private, as other users must not replace units before they are joined.
     own_directory(work)
     units = cut_units(forms)
     vocabulary = _make_tokenizer(units, settings, work)
     dropout = bpe_dropout(Path(vocabulary.file).read_bytes())
     if dropout and progress:
-        _say(
-            f"the tokenizer's BPE dropout of {dropout} is off: the same text gives the same tokens"
-        )
+        _say(f"the tokenizer's BPE dropout of {dropout} is off: equal texts must give equal tokens")
     given = (template.sources, template.variables) if template else ({}, {})
     jobs = [
         TokeniseTask(number, unit, work, vocabulary, settings, *given)
@@ -368,24 +359,24 @@ def _prepare(
     ):
         _say(line)
     index = _join(jobs, results, forms, out, vocabulary, settings, template, plan_hash)
-    # Last: until here a repeated command continues from it.
+    # Last: until here, a repeated command resumes from these files.
     shutil.rmtree(work)
     return index
 
 
 def _spelled_out(noted: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Notes for the user about special tokens in texts."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for part in noted:
-        found.update(part["spelled"])
-    if not found:
+        counts.update(part["spelled"])
+    if not counts:
         return
-    most = sorted(found.items(), key=lambda item: (-item[1], item[0]))[:3]
+    most = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:3]
     listed = ", ".join(f"{token} in {count:,}" for token, count in most)
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    more = f" and {len(counts) - 3} more" if len(counts) > 3 else ""
     yield (
         f"special tokens in the text of documents became letters: {listed}{more}; --special-tokens "
-        "tokens makes them tokens, as rendered chats need it"
+        "tokens keeps them as tokens, which rendered chats need"
     )
 
 
@@ -394,9 +385,9 @@ def _make_tokenizer(units: list[Pieces], settings: PrepareOptions, work: Path) -
     if settings.tokenizer and settings.tokenizer != "bytes":
         given = tokenizer_file(settings.tokenizer)
         home, content = given.parent, given.read_bytes()
-        # Read before it is copied, so that errors name the user's file.
+        # parsed before it is copied, so that errors name the user's file
         read_tokenizer(given)
-    # Trained by an interrupted command; units are already tokenised with it.
+    # Trained by an interrupted command, which has tokenised units with it.
     elif file.exists():
         content = file.read_bytes()
     elif settings.train_bpe:
@@ -412,8 +403,8 @@ def _make_tokenizer(units: list[Pieces], settings: PrepareOptions, work: Path) -
 
 
 def _training_texts(units: list[Pieces], settings: PrepareOptions) -> Iterator[str]:
-    """Yield the beginning of every unit: everything, or _BPE_TEXT_SIZE characters in all."""
-    # A tokenizer must not learn from the validation split.
+    """Yield the beginnings of all units: everything, or _BPE_TEXT_SIZE characters in total."""
+    # The validation split must not influence the tokenizer.
     units = [tuple(piece for piece in unit if not piece.form.held_out) for unit in units]
     total = sum(piece.size for unit in units for piece in unit)
     for unit in units:
@@ -431,7 +422,7 @@ def _training_texts(units: list[Pieces], settings: PrepareOptions) -> Iterator[s
 def _join(
     jobs: list[TokeniseTask],
     results: list[list[dict[str, Any]]],
-    forms: dict[str, Form],
+    forms: dict[str, FileForm],
     out: Path,
     vocabulary: Vocabulary,
     settings: PrepareOptions,
@@ -448,7 +439,7 @@ def _join(
         rejected = sum(source["rejected"] for source in sources)
         first = next((f" (first {r['file']}:{r['line']}: {r['problem']})" for r in rejects), "")
         raise DataError(
-            f"{out}: the inputs hold no document, {rejected} bad records{first}; see "
+            f"{out}: the inputs have no document, {rejected} bad records{first}; see "
             f"{out / 'rejects.jsonl'}"
         )
     _write_records(jobs, before, results)
@@ -482,22 +473,22 @@ def _join(
 
 
 def _lines_before(units: list[Pieces]) -> list[list[int]]:
-    """For each piece of each unit, the lines (rows) before it in its file."""
-    known: tuple[Piece, int] | None = None
-    found: list[list[int]] = []
+    """For each piece of each unit, the number of lines (rows) before it in its file."""
+    known: tuple[FilePiece, int] | None = None
+    counts: list[list[int]] = []
     for unit in units:
-        found.append([])
+        counts.append([])
         for piece in unit:
             known = piece, lines_before(piece, known)
-            found[-1].append(known[1])
-    return found
+            counts[-1].append(known[1])
+    return counts
 
 
 def _write_records(
     jobs: list[TokeniseTask], before: list[list[int]], results: list[list[dict[str, Any]]]
 ) -> None:
     """Write for each unit and split the line of each document in its input file; units know only
-    the line in the piece."""
+    the line within the piece."""
     for job, starts, result in zip(jobs, before, results, strict=True):
         for split in SPLITS:
             counts = [piece["by_split"][split] for piece in result]
@@ -511,9 +502,9 @@ def _account(
     units: list[Pieces],
     before: list[list[int]],
     results: list[list[dict[str, Any]]],
-    forms: dict[str, Form],
+    forms: dict[str, FileForm],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Counts for each input file, and the rejected records with their lines in it."""
+    """Return (counts for each input file, rejected records with their lines in these files)."""
     sources: dict[str, dict[str, Any]] = {
         file: {
             "file": file,

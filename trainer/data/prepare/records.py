@@ -1,5 +1,4 @@
-"""Reads pieces of input files as documents, or the reasons why there are none, in bounded
-memory."""
+"""Reads the documents in pieces of input files, and reports bad records, in bounded memory."""
 
 import codecs
 import json
@@ -11,45 +10,44 @@ from typing import Any
 
 from trainer.data.prepare.blocks import LONGEST_LINE, UTF_16, read_blocks, split_lines
 from trainer.data.prepare.chats import form_of
-from trainer.data.prepare.sources import Piece, import_pyarrow, open_parquet
+from trainer.data.prepare.sources import FilePiece, import_pyarrow, open_parquet
 from trainer.data.prepare.tables import read_rows
 from trainer.data.prepare.text import cut_documents
 from trainer.data.shards import DataError
 
-_ROWS = 256  # of parquet, at a time
-_CSV_OF_CHATS = "prompt"  # the column by which a table of chats shows what separates its cells
-_TOO_LONG = f"more than {LONGEST_LINE >> 20} MiB; cut it, or give it as a txt file"
+_ROWS = 256  # rows of parquet per batch
+_CSV_OF_CHATS = "prompt"  # column that identifies a table of chats, to detect the delimiter
+_TOO_LONG = f"more than {LONGEST_LINE >> 20} MiB; split it, or use a txt file"
 
 
 @dataclass(frozen=True)
-class Record:
-    """One document, a part of one, or a rejected record with its problem; a blank line has neither
+class InputRecord:
+    """One document, a part of one, or a rejected record with its problem. A blank line has neither
     text nor problem."""
 
     line: int
-    """Its place in the piece, from 1: line, or row of a parquet or arrow file, or value of a json
-    file."""
+    """Place in the piece, from 1: line, row of a parquet or arrow file, or value of a json file."""
     text: str = ""
     value: dict[str, Any] | None = None
-    """All fields, instead of a text, if no field was requested."""
+    """All fields of the record, if no single field was requested; `text` is then empty."""
     problem: str = ""
     goes_on: bool = False
-    """Whether the next record continues the document."""
+    """Whether the next record continues this document."""
 
 
 def read_piece(
-    piece: Piece, field: str | None, report: Callable[[int], None] = lambda count: None
-) -> Iterator[Record]:
+    piece: FilePiece, field: str | None, report: Callable[[int], None] = lambda count: None
+) -> Iterator[InputRecord]:
     """Yield the documents of a piece, in file order.
 
     Args:
         piece: from `cut_units`.
-        field: with the text, of each json object, or column of csv, parquet and arrow; None: all
-            fields, of any form except plain text.
+        field: field of json objects, or column of csv, parquet and arrow, with the text; None: all
+            fields of each record (not for plain text).
         report: called now and then with the bytes of the piece read so far.
 
     Raises:
-        DataError: the whole file cannot be read: damaged, or without the column.
+        DataError: the whole file is unreadable: damaged, or without the column.
     """
     path = Path(piece.file)
     if piece.form.kind == "parquet":
@@ -68,72 +66,68 @@ def read_piece(
     return _json_values(path, blocks, field)
 
 
-def _text(blocks: Iterable[bytes], piece: Piece) -> Iterator[Record]:
+def _text(blocks: Iterable[bytes], piece: FilePiece) -> Iterator[InputRecord]:
     split = piece.form.split
     begun = False
     for line, content, goes_on in cut_documents(blocks, split, piece.form.window):
         if begun or goes_on or content.strip():
             yield _decoded(content, line, goes_on)
         elif split == "file":
-            yield Record(line, problem="empty")
+            yield InputRecord(line, problem="empty")
         begun = goes_on
 
 
-def _decoded(content: bytes, line: int, goes_on: bool) -> Record:
+def _decoded(content: bytes, line: int, goes_on: bool) -> InputRecord:
     try:
-        return Record(line, content.decode("utf-8"), goes_on=goes_on)
+        return InputRecord(line, content.decode("utf-8"), goes_on=goes_on)
     except UnicodeDecodeError as error:
         if content.startswith(UTF_16):
             problem = "UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8"
         else:
             line += content[: error.start].count(b"\n")
             problem = f"not UTF-8 (byte 0x{content[error.start]:02x})"
-        return Record(line, problem=problem, goes_on=goes_on)
+        return InputRecord(line, problem=problem, goes_on=goes_on)
 
 
-def _json_lines(blocks: Iterable[bytes], field: str | None) -> Iterator[Record]:
+def _json_lines(blocks: Iterable[bytes], field: str | None) -> Iterator[InputRecord]:
     for number, line in enumerate(split_lines(blocks), 1):
         if line is None:
-            yield Record(number, problem=f"a line of {_TOO_LONG}")
+            yield InputRecord(number, problem=f"a line of {_TOO_LONG}")
         else:
-            yield _json_record(line, number, field) if line.strip() else Record(number)
+            yield _json_record(line, number, field) if line.strip() else InputRecord(number)
 
 
-def _json_record(line: bytes, number: int, field: str | None) -> Record:
+def _json_record(line: bytes, number: int, field: str | None) -> InputRecord:
     try:
         value: Any = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         if line.startswith(UTF_16):
             return _decoded(line, number, goes_on=False)
-        return Record(number, problem=f"not UTF-8 (byte 0x{line[error.start]:02x})")
+        return InputRecord(number, problem=f"not UTF-8 (byte 0x{line[error.start]:02x})")
     except (ValueError, RecursionError) as error:
-        return Record(number, problem=f"not JSON: {error}")
+        return InputRecord(number, problem=f"not JSON: {error}")
     return _record_of(value, number, field)
 
 
-def _record_of(value: Any, number: int, field: str | None) -> Record:
-    """The record of a json value."""
+def _record_of(value: Any, number: int, field: str | None) -> InputRecord:
+    """Convert a json value to a record."""
     if not isinstance(value, dict):
         what = f"an object with text in {field!r}" if field else "an object"
-        return Record(number, problem=f"{_called(value)}, not {what}")
+        return InputRecord(number, problem=f"{_called(value)}, not {what}")
     if field is None:
-        return Record(number, value=value)
+        return InputRecord(number, value=value)
     try:
-        found = _inside(value, field)
+        content = _inside(value, field)
     except (KeyError, RecursionError):
-        return Record(number, problem=f"no field {field!r}; {_instead(value)}")
-    return _text_of(found, number, f"field {field!r} is")
+        return InputRecord(number, problem=f"no field {field!r}; {_instead(value)}")
+    return _text_of(content, number, f"field {field!r} is")
 
 
 def _inside(value: Any, field: str) -> Any:
-    """The value that `field` names: a key of an object or, without such a key, a path of keys with
-    dots. In a list it applies to each element.
-
-    Raises:
-        KeyError: there is none.
-    """
+    """Look up a field: a key of an object or, if there is none, a path of keys with dots. In a
+    list, the field is looked up in each element. Raises KeyError if the field is missing."""
     if isinstance(value, list):
-        return [_inside(one, field) for one in value]
+        return [_inside(item, field) for item in value]
     if not isinstance(value, dict):
         raise KeyError(field)
     if field in value:
@@ -145,14 +139,16 @@ def _inside(value: Any, field: str) -> Any:
     return _inside(value[key], field[len(key) + 1 :])
 
 
-def _text_of(value: Any, number: int, what: str) -> Record:
-    """The record of a cell or field; texts in a list, however deep, become lines of one document.
+def _text_of(value: Any, number: int, what: str) -> InputRecord:
+    """Convert a cell or field to a record; texts in a list, however deep, become lines of one
+    document.
 
     Args:
         value: text, its UTF-8 bytes, or lists of these.
-        what: beginning of a sentence that ends in the kind of the value.
+        number: place of the record in the piece.
+        what: beginning of a problem's text, which ends in the kind of the value.
     """
-    # An explicit stack: untrusted lists may nest deeper than Python recurses.
+    # an explicit stack: untrusted lists may nest deeper than Python recurses
     parts, stack = [], [value]
     while stack:
         match stack.pop():
@@ -161,19 +157,19 @@ def _text_of(value: Any, number: int, what: str) -> Record:
             case bytes() as content:
                 record = _decoded(content, number, goes_on=False)
                 if record.problem:
-                    return Record(number, problem=record.problem)
+                    return InputRecord(number, problem=record.problem)
                 parts.append(record.text)
             case list() as more:
                 stack += reversed(more)
             case other:
                 inside = " a list with" if isinstance(value, list) else ""
-                return Record(number, problem=f"{what}{inside} {_called(other)}, not text")
+                return InputRecord(number, problem=f"{what}{inside} {_called(other)}, not text")
     text = "\n".join(parts)
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        return Record(number, problem="half of a surrogate pair")
-    return Record(number, text) if text.strip() else Record(number, problem="empty")
+        return InputRecord(number, problem="half of a surrogate pair")
+    return InputRecord(number, text) if text.strip() else InputRecord(number, problem="empty")
 
 
 def _called(value: Any) -> str:
@@ -183,11 +179,11 @@ def _called(value: Any) -> str:
 
 
 def _instead(names: Iterable[str]) -> str:
-    """Advice for a record or table without the text field."""
+    """Text about a record or table without the text field: what it has, and the remedy."""
     names = list(names)
     if not names:
         return "it is empty"
-    # By names only: a table shows no more.
+    # Tables are recognised by names alone, so records are, too.
     kind = form_of({name: [] for name in names})
     way = {"chats": "these are chats; use --chat", "pairs": "these are pairs; use --pairs"}
     return f"it has {_names(names)}; {way.get(kind, 'see --field')}"
@@ -198,10 +194,10 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join([first, *others[:7], *(["…"] if len(others) > 7 else [])])
 
 
-def _json_values(path: Path, blocks: Iterable[bytes], field: str | None) -> Iterator[Record]:
-    """Yield a record for each JSON value, in sequence over any number of lines, or inside
+def _json_values(path: Path, blocks: Iterable[bytes], field: str | None) -> Iterator[InputRecord]:
+    """Yield a record for each JSON value; values follow each other on any lines, or are in
     arrays."""
-    # Incremental, as a character may be split over blocks.
+    # incremental, as a character may span blocks
     decoder, decode = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8")()
     buffer, position, number, depth, tried = "", 0, 0, 0, 0
     for block in _and_an_end(blocks):
@@ -213,7 +209,7 @@ def _json_values(path: Path, blocks: Iterable[bytes], field: str | None) -> Iter
         if not final and len(buffer) < 2 * tried:
             continue  # avoids parsing a long value again for every block
         while True:
-            # Skips separators between values, and counts brackets.
+            # skips separators between values, and counts brackets
             while position < len(buffer) and (letter := buffer[position]) in " \t\r\n,[]":
                 depth += (letter == "[") - (letter == "]")
                 position += 1
@@ -227,7 +223,7 @@ def _json_values(path: Path, blocks: Iterable[bytes], field: str | None) -> Iter
                 what = f"a value of {_TOO_LONG}" if not final else f"not JSON: {error}"
                 raise DataError(f"{path}: value {number + 1}: {what}") from error
             if end == len(buffer) and not final:
-                break  # a number may go on
+                break  # the next block may continue a number
             number, position = number + 1, end
             yield _record_of(value, number, field)
         tried = len(buffer) - position
@@ -240,30 +236,30 @@ def _and_an_end(blocks: Iterable[bytes]) -> Iterator[bytes]:
     yield b""
 
 
-def _csv(path: Path, blocks: Iterable[bytes], field: str | None) -> Iterator[Record]:
-    """Yield rows of a table, by the line in which they begin."""
+def _csv(path: Path, blocks: Iterable[bytes], field: str | None) -> Iterator[InputRecord]:
+    """Yield rows of a table, with the line in which each begins."""
     rows = read_rows(path, blocks, field or _CSV_OF_CHATS)
     _, names = next(rows, (0, []))
     place = names.index(_column_of(path, field, names, nested=False)) if field else 0
     for line, row in rows:
         if not row:
-            yield Record(line)
+            yield InputRecord(line)
         elif len(row) != len(names):
-            yield Record(line, problem=f"a row of {len(row)} cells, but {len(names)} columns")
+            yield InputRecord(line, problem=f"a row of {len(row)} cells, but {len(names)} columns")
         else:
             wanted = row[place] if field else "".join(row)
-            # read_rows decodes invalid bytes to lone surrogates (surrogateescape).
+            # `read_rows` decodes invalid bytes to lone surrogates (surrogateescape).
             if escaped := re.search("[\udc80-\udcff]", wanted):
-                yield Record(line, problem=f"not UTF-8 (byte 0x{ord(escaped[0]) & 0xFF:02x})")
+                yield InputRecord(line, problem=f"not UTF-8 (byte 0x{ord(escaped[0]) & 0xFF:02x})")
             elif field:
                 yield _text_of(wanted, line, "")
             else:
-                yield Record(line, value=dict(zip(names, row, strict=True)))
+                yield InputRecord(line, value=dict(zip(names, row, strict=True)))
 
 
 def _parquet(
-    path: Path, piece: Piece, field: str | None, report: Callable[[int], None]
-) -> Iterator[Record]:
+    path: Path, piece: FilePiece, field: str | None, report: Callable[[int], None]
+) -> Iterator[InputRecord]:
     file = open_parquet(path)
     column = _column_of(path, field, file.schema_arrow.names) if field else None
     groups = list(range(piece.start, piece.end))
@@ -271,7 +267,7 @@ def _parquet(
     row = 0
     try:
         wanted = [column] if column else None
-        # A row group may be larger than memory.
+        # in batches, as a row group may be larger than memory
         for batch in file.iter_batches(_ROWS, row_groups=groups, columns=wanted):
             yield from _rows(batch, row, field, column)
             row += batch.num_rows
@@ -281,15 +277,15 @@ def _parquet(
 
 
 def _arrow(
-    path: Path, piece: Piece, field: str | None, report: Callable[[int], None]
-) -> Iterator[Record]:
-    """Yield rows of a file in Arrow's stream format, as `datasets.save_to_disk` writes, or in its
-    file format."""
+    path: Path, piece: FilePiece, field: str | None, report: Callable[[int], None]
+) -> Iterator[InputRecord]:
+    """Yield rows of a file in Arrow's stream format, which `datasets.save_to_disk` writes, or in
+    Arrow's file format."""
     pyarrow = import_pyarrow(path)
     row = 0
     try:
         with pyarrow.OSFile(str(path), "rb") as file:
-            # The file format begins with this; the stream format does not.
+            # magic bytes of the file format
             if file.read(6) == b"ARROW1":
                 reader = pyarrow.ipc.open_file(file)
                 batches = map(reader.get_batch, range(reader.num_record_batches))
@@ -306,11 +302,8 @@ def _arrow(
 
 
 def _column_of(path: Path, field: str, names: list[str], nested: bool = True) -> str:
-    """The column of a field: of its name or, if `nested`, of the beginning of its path.
-
-    Raises:
-        DataError: there is none.
-    """
+    """Name of the column that has a field: the field's name or, if `nested`, the beginning of its
+    path. Raises DataError if there is no such column."""
     keys = field.split(".")
     paths = [".".join(keys[:count]) for count in range(len(keys), 0, -1)] if nested else [field]
     column = next((path for path in paths if path in names), None)
@@ -319,18 +312,22 @@ def _column_of(path: Path, field: str, names: list[str], nested: bool = True) ->
     return column
 
 
-def _rows(batch: Any, before: int, field: str | None, column: str | None) -> Iterator[Record]:
+def _rows(batch: Any, before: int, field: str | None, column: str | None) -> Iterator[InputRecord]:
     """Yield records of a pyarrow batch that follows `before` rows."""
     if field is None or column is None:
         columns = [_values(batch.column(place)) for place in range(batch.num_columns)]
         for number, cells in enumerate(zip(*columns, strict=True), before + 1):
-            bad = next((cell for cell in cells if isinstance(cell, Record)), None)
+            bad = next((cell for cell in cells if isinstance(cell, InputRecord)), None)
             value = dict(zip(batch.schema.names, cells, strict=True))
-            yield replace(bad, line=number) if bad else Record(number, value=_without_nulls(value))
+            yield (
+                replace(bad, line=number)
+                if bad
+                else InputRecord(number, value=_without_nulls(value))
+            )
         return
     place = batch.schema.names.index(column)
     for number, value in enumerate(_values(batch.column(place)), before + 1):
-        if isinstance(value, Record):
+        if isinstance(value, InputRecord):
             yield replace(value, line=number)
         elif column == field:
             yield _text_of(value, number, f"column {field!r} holds")
@@ -339,18 +336,18 @@ def _rows(batch: Any, before: int, field: str | None, column: str | None) -> Ite
 
 
 def _values(cells: Iterable[Any]) -> Iterator[Any]:
-    """Yield cells of a column as Python values; a record with the problem for one that is not
-    UTF-8."""
+    """Yield the cells of a column as Python values; for a cell that is not UTF-8, a record with the
+    problem."""
     for cell in cells:
         try:
             yield cell.as_py()
         except UnicodeDecodeError as error:
-            yield Record(0, problem=f"not UTF-8 (byte 0x{error.object[error.start]:02x})")
+            yield InputRecord(0, problem=f"not UTF-8 (byte 0x{error.object[error.start]:02x})")
 
 
 def _without_nulls(value: Any) -> Any:
-    """A value without null keys in its objects: a table has one schema for all rows, and fills
-    missing keys with null."""
+    """Remove null keys from objects: a table has one schema for all rows, and fills missing keys
+    with null."""
     if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {k: _without_nulls(item) for k, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

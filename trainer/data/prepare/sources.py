@@ -1,7 +1,7 @@
 """Cuts input files into pieces: txt, md, csv, json, also compressed, parquet, arrow.
 
-Pieces begin and end with a document, and are gathered into units, which workers take one by one.
-Units, and documents in them, have a fixed order, independent of the workers.
+Pieces begin and end with a document. They are gathered into units, the work items of workers. Units
+and their documents have a fixed order, independent of the workers.
 """
 
 import json
@@ -18,7 +18,7 @@ from trainer.data.prepare.text import choose_split, content_sizes, next_border, 
 from trainer.data.shards import DataError
 
 UNIT_BYTES = 32 << 20
-"""Most bytes of a unit, where its parts can be separated."""
+"""Largest size of a unit, in bytes, if its parts can be separated."""
 _SMALLEST_UNIT, _UNITS = 2 << 20, 256
 KINDS = "txt, md, csv, tsv, json, jsonl (each also .gz, .bz2, .xz, .zst), parquet or arrow"
 
@@ -30,34 +30,34 @@ Kind: TypeAlias = Literal["text", "json lines", "json", "csv", "parquet", "arrow
 
 
 @dataclass(frozen=True)
-class Form:
-    """The contents of a file, and the extent of a document in it."""
+class FileForm:
+    """The format of a file, and the extent of a document in it."""
 
     kind: Kind
-    """json: values in sequence over any number of lines, or arrays of them."""
+    """"json": values that follow each other on any lines, or arrays of values."""
     split: Split = "auto"
-    """How text is cut; never auto."""
+    """Way of cutting text; never auto."""
     window: int = 0
-    """Bytes of a document of text that is split into windows."""
+    """Bytes of a document of text that is cut into windows."""
     held_out: bool = False
-    """Whether all its documents belong to the validation split."""
+    """Whether all documents belong to the validation split."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of one input file, or all of it."""
+class FilePiece:
+    """A part of one input file, or the whole file."""
 
     file: str
-    form: Form
+    form: FileForm
     start: int
     """First byte of text or json lines, or first row group of a parquet file; else 0."""
     end: int
-    """One past the last; equal to the first in an empty file."""
+    """One past the last byte or row group; equal to `start` in an empty file."""
     size: int
-    """Bytes, for the progress bar."""
+    """Size in bytes, for the progress bar."""
 
 
-Pieces: TypeAlias = tuple[Piece, ...]
+Pieces: TypeAlias = tuple[FilePiece, ...]
 
 
 def kind_by_name(path: Path) -> Literal["text", "json", "csv", "parquet", "arrow", ""]:
@@ -73,17 +73,19 @@ def kind_by_name(path: Path) -> Literal["text", "json", "csv", "parquet", "arrow
 
 
 def bare_suffix(path: Path) -> str:
-    """Extension of a file in lower case, without that of its compression."""
+    """Extension of a file in lower case, without the extension of its compression."""
     return (path.with_suffix("") if compression(path) else path).suffix.lower()
 
 
-def look_at(files: Sequence[str], split: Split, held_out: Collection[str] = ()) -> dict[str, Form]:
-    """The form of each file, from its name and its beginning.
+def look_at(
+    files: Sequence[str], split: Split, held_out: Collection[str] = ()
+) -> dict[str, FileForm]:
+    """Detect the form of each file from its name and its beginning.
 
     Args:
-        files: with known extensions.
-        split: how text is cut.
-        held_out: the files of the validation split.
+        files: paths with known extensions.
+        split: way of cutting text.
+        held_out: files of the validation split.
 
     Raises:
         DataError: a file cannot be read.
@@ -91,24 +93,24 @@ def look_at(files: Sequence[str], split: Split, held_out: Collection[str] = ()) 
     kinds = {file: kind_by_name(Path(file)) for file in files}
     sizes = content_sizes([Path(file) for file, kind in kinds.items() if kind == "text"])
     window = window_bytes(list(sizes.values()))
-    forms: dict[str, Form] = {}
+    forms: dict[str, FileForm] = {}
     for file, kind in kinds.items():
         path = Path(file)
         if kind == "text":
             chosen = choose_split(path, sizes[path], window) if split == "auto" else split
-            forms[file] = Form("text", chosen, window if chosen == "window" else 0)
+            forms[file] = FileForm("text", chosen, window if chosen == "window" else 0)
         elif kind == "json":
-            forms[file] = Form("json lines" if _has_json_lines(path) else "json")
+            forms[file] = FileForm("json lines" if _has_json_lines(path) else "json")
         elif kind:
-            forms[file] = Form(kind)
+            forms[file] = FileForm(kind)
         if file in held_out:
             forms[file] = replace(forms[file], held_out=True)
     return forms
 
 
 def _has_json_lines(path: Path) -> bool:
-    """Whether there is one value per line: assumed unless the file begins with an array, or with an
-    object whose first lines are none."""
+    """Whether a file has one value per line. Assumed unless it begins with an array, or with an
+    object and none of its first lines is an object."""
     head = b"".join(islice(read_blocks(path), 1)).lstrip()
     if not head.startswith(b"{"):
         return not head.startswith(b"[")
@@ -123,8 +125,8 @@ def _is_object(line: bytes) -> bool:
         return False
 
 
-def describe(forms: dict[str, Form]) -> Iterator[str]:
-    """Yield a line per choice, for the user."""
+def describe(forms: dict[str, FileForm]) -> Iterator[str]:
+    """Yield a line for the user about each way of cutting text."""
     texts = Counter((form.split, form.window) for form in forms.values() if form.kind == "text")
     for (split, window), count in texts.items():
         example = next(
@@ -139,20 +141,17 @@ def describe(forms: dict[str, Form]) -> Iterator[str]:
             "line": "every line is a document",
             "window": f"cut into documents of about {window >> 10} KiB, at paragraphs",
         }[split]
-        yield f"{name}: {document} (--split-documents says otherwise)"
+        yield f"{name}: {document} (--split-documents changes this)"
 
 
-def cut_units(forms: dict[str, Form]) -> list[Pieces]:
-    """All units of all files, in order; small files share a unit.
-
-    Raises:
-        DataError: a parquet file cannot be opened.
-    """
+def cut_units(forms: dict[str, FileForm]) -> list[Pieces]:
+    """Cut all files into units, in order; small files share a unit. Raises DataError if a parquet
+    file cannot be opened."""
     total = sum(Path(file).stat().st_size for file in forms)
-    # Small enough to be shared by workers and lost by a kill, but not too many.
+    # Small enough to balance workers and to lose little to a kill, but not too many.
     most = min(UNIT_BYTES, max(_SMALLEST_UNIT, total // _UNITS))
     units: list[Pieces] = []
-    gathered: list[Piece] = []
+    gathered: list[FilePiece] = []
     size = 0
     for file, form in forms.items():
         for piece in _cut(file, form, most):
@@ -164,34 +163,39 @@ def cut_units(forms: dict[str, Form]) -> list[Pieces]:
     return [*units, tuple(gathered)] if gathered else units
 
 
-def _cut(file: str, form: Form, most: int) -> Iterator[Piece]:
+def _cut(file: str, form: FileForm, most: int) -> Iterator[FilePiece]:
     path = Path(file)
     size = path.stat().st_size
     if form.kind == "parquet":
         groups = open_parquet(path).num_row_groups
         if not groups:
-            yield Piece(file, form, 0, 0, 0)
+            yield FilePiece(file, form, 0, 0, 0)
         for number in range(groups):
-            yield Piece(file, form, number, number + 1, size // groups)
+            yield FilePiece(file, form, number, number + 1, size // groups)
     elif form.kind in ("text", "json lines") and not compression(path):
         split: Split = "line" if form.kind == "json lines" else form.split
         start = 0
         with path.open("rb") as content:
             while start < size:
-                # Avoids a tiny last piece.
+                # avoids a tiny last piece
                 rest = size - start <= most * 3 // 2
                 end = size if rest else next_border(content, start + most, size, split, form.window)
-                yield Piece(file, form, start, end, end - start)
+                yield FilePiece(file, form, start, end, end - start)
                 start = end
         if not size:
-            yield Piece(file, form, 0, 0, 0)
+            yield FilePiece(file, form, 0, 0, 0)
     else:
-        yield Piece(file, form, 0, size, size)
+        yield FilePiece(file, form, 0, size, size)
 
 
-def lines_before(piece: Piece, known: tuple[Piece, int] | None = None) -> int:
-    """Lines (rows of a parquet file) before a piece in its file; `known`: the count before an
-    earlier one."""
+def lines_before(piece: FilePiece, known: tuple[FilePiece, int] | None = None) -> int:
+    """Number of lines (rows of a parquet file) before a piece in its file.
+
+    Args:
+        piece: the piece.
+        known: an earlier piece with its number, to count from; None: count from the file's
+            beginning.
+    """
     path = Path(piece.file)
     start, lines = 0, 0
     if known and known[0].file == piece.file:
@@ -205,11 +209,8 @@ def lines_before(piece: Piece, known: tuple[Piece, int] | None = None) -> int:
 
 
 def open_parquet(path: Path) -> Any:
-    """A pyarrow ParquetFile.
-
-    Raises:
-        DataError: pyarrow is missing, or the file is not parquet.
-    """
+    """Open a pyarrow ParquetFile. Raises DataError if pyarrow is missing, or the file is not
+    parquet."""
     pyarrow = import_pyarrow(path)
     try:
         return pyarrow.parquet.ParquetFile(path)
@@ -218,11 +219,8 @@ def open_parquet(path: Path) -> Any:
 
 
 def import_pyarrow(path: Path) -> Any:
-    """pyarrow with its parquet and ipc modules.
-
-    Raises:
-        DataError: it is not installed; `path` needs it.
-    """
+    """Import pyarrow with its parquet and ipc modules. Raises DataError if it is not installed,
+    although `path` needs it."""
     try:
         import pyarrow
         import pyarrow.ipc

@@ -1,4 +1,4 @@
-"""Copies standard input, or a pipe, into an input file."""
+"""Copies standard input, or a named pipe, into an input file."""
 
 import hashlib
 import os
@@ -15,9 +15,9 @@ from trainer.data.prepare.writer import synced
 from trainer.data.shards import DataError
 
 FOLDER = ".stdin"
-"""Folder in the directory of a data set while it is prepared."""
+"""Folder inside a data set's directory while the data set is prepared."""
 _STDIN = ("-", "/dev/stdin")
-# Magic bytes of files, and the extensions of their names.
+# Magic bytes of a file → its extension.
 _BINARY = {b"PAR1": ".parquet", b"ARROW1": ".arrow"}
 _COMPRESSED = {
     b"\x1f\x8b": ".gz",
@@ -43,11 +43,12 @@ def spool(name: str, directory: Path, column: str) -> Path:
 
     Args:
         name: see `is_pipe`.
-        column: the field with the text, which identifies a table.
+        directory: directory of the data set.
+        column: field of the text, which identifies a table.
 
     Returns:
-        The file. Its name and age depend only on its content, so that equal content is equal input
-        when the command is repeated.
+        The file. Its name and age depend only on its contents, so that a repeated command with
+        equal contents has equal inputs.
 
     Raises:
         DataError: the pipe was empty.
@@ -61,10 +62,10 @@ def spool(name: str, directory: Path, column: str) -> Path:
             digest.update(block)
             copy.write(block)
     if not part.stat().st_size:
-        raise DataError(f"{name}: nothing came through this pipe")
+        raise DataError(f"{name}: this pipe was empty")
     file = part.rename(folder / f"stdin-{digest.hexdigest()[:16]}{_compression(part)}")
     file = file.rename(file.with_name(file.stem + _ending(file, column) + file.suffix))
-    # The plan's hash includes the age of each input; equal content must be equal input.
+    # The hash of the inputs includes their age.
     os.utime(file, (0, 0))
     return file
 
@@ -84,7 +85,7 @@ def _compression(path: Path) -> str:
 
 
 def _ending(path: Path, column: str) -> str:
-    """The extension that fits the content of a file."""
+    """Extension that fits the contents of a file."""
     head = next(read_blocks(path), b"")
     for magic, ending in _BINARY.items():
         if head.startswith(magic):

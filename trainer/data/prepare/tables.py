@@ -10,23 +10,15 @@ from trainer.data.shards import DataError
 
 
 def read_header(path: Path, column: str) -> list[str]:
-    """Names of the columns of a file.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    """Column names of a file. Raises DataError if the file cannot be read."""
     return next(read_rows(path, read_blocks(path), column), (0, []))[1]
 
 
 def read_rows(path: Path, blocks: Iterable[bytes], column: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield rows of a table, with the line in which each begins; the first has the column names.
-
-    A quoted cell may hold line ends. Bytes that are not UTF-8 become surrogates.
-
-    Raises:
-        DataError: a quote is not closed, or text follows a closed one: the begin of the next row is
-            then unknown.
-    """
+    """Yield rows of a table, with the line in which each begins; the first row has the column
+    names. A quoted cell may contain line ends. Bytes that are not UTF-8 become surrogates. Raises
+    DataError if a quote is not closed, or text follows a closed quote; the next row cannot be found
+    then."""
     lines = _text_lines(path, blocks)
     first = next(lines, "")
     csv.field_size_limit(LONGEST_LINE)
@@ -36,7 +28,7 @@ def read_rows(path: Path, blocks: Iterable[bytes], column: str) -> Iterator[tupl
     try:
         for row in rows:
             yield line, [name.strip() for name in row] if line == 1 else row
-            # A quoted cell may span lines.
+            # a quoted cell may span lines
             line = rows.line_num + 1
     except csv.Error as error:
         raise DataError(
@@ -45,11 +37,11 @@ def read_rows(path: Path, blocks: Iterable[bytes], column: str) -> Iterator[tupl
 
 
 def split_header(line: str, column: str) -> tuple[str, list[str]]:
-    """Delimiter and column names of a table from its first line: the first of comma, semicolon, tab
-    and bar that yields the `column`, else a comma."""
-    found = {delimiter: _cells(line, delimiter) for delimiter in ",;\t|"}
-    delimiter = next((d for d, names in found.items() if column in names), ",")
-    return delimiter, found[delimiter]
+    """Return (delimiter, column names) of a table, from its first line: the first of comma,
+    semicolon, tab and bar that yields `column`, else comma."""
+    columns = {delimiter: _cells(line, delimiter) for delimiter in ",;\t|"}
+    delimiter = next((d for d, names in columns.items() if column in names), ",")
+    return delimiter, columns[delimiter]
 
 
 def _cells(line: str, delimiter: str) -> list[str]:
@@ -62,7 +54,9 @@ def _cells(line: str, delimiter: str) -> list[str]:
 def _text_lines(path: Path, blocks: Iterable[bytes]) -> Iterator[str]:
     for number, line in enumerate(split_lines(blocks), 1):
         if line is None:
-            raise DataError(f"{path}: line {number} has more than {LONGEST_LINE >> 20} MiB; cut it")
+            raise DataError(
+                f"{path}: line {number} has more than {LONGEST_LINE >> 20} MiB; split it"
+            )
         if number == 1 and line.startswith(UTF_16):
             raise DataError(f"{path}: UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8")
         yield line.decode("utf-8", "surrogateescape") + "\n"

@@ -1,7 +1,7 @@
 """Chat templates: untrusted Jinja programs, rendered in a sandbox and within limits.
 
-A template gets what transformers gives it: messages, tools, the tokenizer's special tokens,
-`add_generation_prompt`, and the user's options.
+Templates have the same variables as in transformers: messages, tools, the tokenizer's special
+tokens, `add_generation_prompt`, and the user's options.
 """
 
 import json
@@ -28,15 +28,15 @@ from trainer.data.prepare.beginnings import (
     BODY_ENDS,
     PROMPT,
     TAKE,
-    Messages,
-    Reading,
+    ObservedMessages,
+    TemplateReads,
     observe,
     take,
 )
 from trainer.data.prepare.blocks import LONGEST_LINE
 from trainer.data.shards import DataError
 
-# Unicode noncharacters: no text has them, and template filters keep them.
+# Unicode noncharacters: ordinary texts lack them, and template filters keep them.
 SPELLED_BEGIN, SPELLED_END = "\ufdd0", "\ufdd1"
 """Marks around letters that spell a special token."""
 _BLOCK_BEGIN, _BLOCK_END = "\ufdd2", "\ufdd3"
@@ -44,26 +44,26 @@ _BORDERS = re.compile(f"([{_BLOCK_BEGIN}{_BLOCK_END}])")
 MARKS = SPELLED_BEGIN + SPELLED_END + _BLOCK_BEGIN + _BLOCK_END
 
 SECONDS = 10
-"""CPU time of one rendering. A second later the process is killed, because an operation on huge
-numbers cannot be interrupted by an exception."""
+"""CPU seconds of one rendering. One second later the process is killed, because an exception cannot
+interrupt an operation on huge numbers."""
 MOST_CHARACTERS = LONGEST_LINE
-"""Longest text of a rendered chat."""
+"""Longest rendered chat, in characters."""
 ROOM = 4 << 30
 """Bytes of address space that a process may add to its present size."""
 _NAMES = ("default", "tool_use")
 
 
 class RenderError(Exception):
-    """A template cannot render a chat; the message says why, in one line."""
+    """A template cannot render a chat; the message has the cause, in one line."""
 
 
-class _TooLong(BaseException):
-    """Time limit exceeded. A BaseException, so that no `except Exception` inside catches it."""
+class _TimeExceeded(BaseException):
+    """The time limit is exceeded. A BaseException, so that no `except Exception` inside catches
+    it."""
 
 
-class _Generation(Extension):
-    """The tag `{% generation %} … {% endgeneration %}`, which marks what an assistant has
-    written."""
+class _GenerationTag(Extension):
+    """The tag `{% generation %} … {% endgeneration %}`, which marks an assistant's output."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -81,25 +81,25 @@ _OF_DICTS = frozenset(dir(dict))
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """jinja's sandbox, with bounded powers and products. They are computed in `call_binop` at run
+    """Jinja's sandbox without powers, and with bounded products. `call_binop` computes them at run
     time, never during compilation."""
 
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Refuse operations that make a large result of small factors."""
+        """Raise SecurityError for operations that make a large result from small operands."""
         if operator == "**":
             raise jinja2.exceptions.SecurityError("it computes a power, which no template needs")
-        if operator == "*" and any(hasattr(one, "__len__") for one in (left, right)):
-            times = next((one for one in (left, right) if isinstance(one, int)), 0)
-            sizes = [len(one) for one in (left, right) if hasattr(one, "__len__")]
+        if operator == "*" and any(hasattr(value, "__len__") for value in (left, right)):
+            times = next((value for value in (left, right) if isinstance(value, int)), 0)
+            sizes = [len(value) for value in (left, right) if hasattr(value, "__len__")]
             if times * max(sizes) > MOST_CHARACTERS:
-                raise jinja2.exceptions.SecurityError(f"it repeats something {times} times")
+                raise jinja2.exceptions.SecurityError(f"it repeats a sequence {times} times")
         return super().call_binop(context, operator, left, right)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """As in Jinja, with a fast path for common cases: dict keys first, and attributes of loops
-        and namespaces, where only names with _ are unsafe."""
+        """Jinja's lookup with a fast path: keys of dicts, and attributes of loops and namespaces,
+        where only names with _ are unsafe."""
         kind = type(obj)
         if kind is dict and attribute not in _OF_DICTS:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
@@ -112,9 +112,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without names that begin with an underscore."""
+    """Jinja's namespace, but without names that begin with an underscore."""
 
-    # `*args`: a template may set an attribute `self`
+    # `*args`, because a template may set an attribute `self`
     def __init__(*args: Any, **named: Any) -> None:
         attributes = dict(*args[1:], **named)
         for name in attributes:
@@ -132,15 +132,15 @@ def _check_name(name: Any) -> None:
 
 
 class ChatTemplate:
-    """A compiled chat template, or two: tool_use is for chats with tools."""
+    """A compiled chat template, or two: "tool_use" is for chats with tools."""
 
     def __init__(
         self, sources: Mapping[str, str], variables: Mapping[str, Any], day: str | None
     ) -> None:
         """Args:
-            sources: "default", and perhaps "tool_use".
+            sources: "default", and optionally "tool_use".
             variables: special tokens and options.
-            day: YYYY-MM-DD for `strftime_now`; None: templates that call it are refused.
+            day: YYYY-MM-DD for `strftime_now`; None: templates that call it are rejected.
 
         Raises:
             DataError: a source is no template.
@@ -148,7 +148,7 @@ class ChatTemplate:
         environment = _environment(day)
         self._variables = {**environment.globals, **variables}
         self.has_blocks = any("endgeneration" in source for source in sources.values())
-        """Whether it marks what an assistant has written."""
+        """Whether the template marks the assistant's output."""
         self._observed: dict[str, tuple[jinja2.Template, dict[bool, str]]] = {}
         try:
             with bounded():
@@ -161,14 +161,14 @@ class ChatTemplate:
             raise DataError(f"the chat template: {_said(error)}") from error
 
     def _observe(self, environment: jinja2.Environment, name: str, source: str) -> None:
-        """Compile a template whose loop is observed, if it has such a loop."""
+        """Compile an observed version of a template, if it has a loop to observe."""
         tree = environment.parse(source)
         if rest := observe(tree, environment):
             after = environment.from_string(rest)
-            # One that cannot be rendered without a chat depends on it.
+            # A rest that cannot be rendered without a chat depends on it.
             with suppress(RenderError):
-                asked = {prompt: {PROMPT: prompt} for prompt in (False, True)}
-                ends = {key: "".join(self._written(after, given)) for key, given in asked.items()}
+                prompts = {prompt: {PROMPT: prompt} for prompt in (False, True)}
+                ends = {key: "".join(self._written(after, given)) for key, given in prompts.items()}
                 self._observed[name] = environment.from_string(tree), ends
 
     def marked(
@@ -177,11 +177,12 @@ class ChatTemplate:
         """Render a chat, with marks around generation blocks.
 
         Args:
-            tools: that the assistant may call, if any.
+            messages: messages of the chat.
+            tools: tools that the assistant may call, if any.
             prompt: whether to end with the generation prompt.
 
         Raises:
-            RenderError: the template refuses this chat.
+            RenderError: the template rejects this chat.
         """
         given = {"messages": messages, "tools": tools, "documents": None, PROMPT: prompt}
         with bounded():
@@ -191,43 +192,44 @@ class ChatTemplate:
         return "tool_use" if tools and "tool_use" in self._templates else "default"
 
     def _written(self, template: jinja2.Template, given: Mapping[str, Any]) -> Iterator[str]:
-        """Yield what a template writes, piece by piece."""
+        """Yield the output of a template, piece by piece."""
         size = 0
         try:
-            # As `generate` does, with globals that are set already.
+            # as jinja's `generate` does, but with globals that are set already
             context = template.new_context({**self._variables, **given}, shared=True)
             for part in template.root_render_func(context):
                 size += len(part)
                 if size > MOST_CHARACTERS:
                     raise DataError(
-                        f"the chat template makes more than {MOST_CHARACTERS:,} characters of "
-                        "one chat; mend it, or give another with --template"
+                        f"the chat template writes more than {MOST_CHARACTERS:,} characters for "
+                        "one chat; repair it, or set another one with --template"
                     )
                 yield part
         except DataError:
             raise
         except MemoryError:
             raise DataError(
-                "the chat template takes more memory than there may be of one chat; mend it, or "
-                "give another with --template"
+                "the chat template exceeds the memory limit of one chat; repair it, or set another "
+                "one with --template"
             ) from None
         except (Exception, RecursionError) as error:
             raise RenderError(_said(error)) from error
 
     def text(self, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool = False) -> str:
-        """`marked` without the marks."""
+        """Render a chat without marks; arguments as for `marked`."""
         return without_blocks(self.marked(messages, tools, prompt))
 
-    def rendering(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> "Rendering":
-        """Render a chat, once for all of its beginnings where that is possible.
-
-        Raises:
-            RenderError: the template refuses this chat.
-        """
+    def rendering(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> "ChatRendering":
+        """Render a chat; where possible, once for all of its beginnings. Raises RenderError if the
+        template rejects this chat."""
         if observed := self._observed.get(self._name(tools)):
             template, ends = observed
-            reading, parts, places = Reading(), list[str](), dict[int, int]()
-            given = {"messages": Messages(messages, reading), "tools": tools, "documents": None}
+            reading, parts, places = TemplateReads(), list[str](), dict[int, int]()
+            given = {
+                "messages": ObservedMessages(messages, reading),
+                "tools": tools,
+                "documents": None,
+            }
             with suppress(RenderError), bounded():
                 for part in self._written(template, {**given, PROMPT: False}):
                     if part == BODY_BEGINS:
@@ -236,11 +238,11 @@ class ChatTemplate:
                         parts.append(part)
                     elif reading.ends_beginning():
                         places[reading.taken] = len(parts)
-                return Rendering(self, messages, tools, parts, places, ends)
-        return Rendering(self, messages, tools, [self.marked(messages, tools)])
+                return ChatRendering(self, messages, tools, parts, places, ends)
+        return ChatRendering(self, messages, tools, [self.marked(messages, tools)])
 
 
-class Rendering:
+class ChatRendering:
     """A rendered chat, and the renderings of its beginnings."""
 
     def __init__(
@@ -252,19 +254,21 @@ class Rendering:
         places: Mapping[int, int] = MappingProxyType({}),
         ends: Mapping[bool, str] = MappingProxyType({}),
     ) -> None:
-        """Args:
-        template: renders.
-        messages: of the chat.
-        tools: that the assistant may call.
-        parts: what the template writes of all messages.
-        places: number of messages → number of parts that these begin with.
-        ends: what follows there, without the generation prompt and with it."""
+        """
+        Args:
+            template: renders the chat.
+            messages: messages of the chat.
+            tools: tools that the assistant may call.
+            parts: output of the template for all messages, in pieces.
+            places: number of leading messages → number of leading parts that they produce.
+            ends: whether there is a generation prompt → text after those parts.
+        """
         self._template, self._messages, self._tools = template, messages, tools
         self._parts, self._places, self._ends = parts, places, ends
         self._texts = {(len(messages), False): "".join(parts)}
 
     def upto(self, count: int, prompt: bool = False) -> str:
-        """As `ChatTemplate.marked` of the first `count` messages."""
+        """Rendering of the first `count` messages, as by `ChatTemplate.marked`."""
         if (text := self._texts.get((count, prompt))) is not None:
             return text
         if (place := self._places.get(count)) is not None:
@@ -276,16 +280,16 @@ class Rendering:
 
 
 def without_blocks(marked: str) -> str:
-    """A rendered chat without marks of generation blocks."""
+    """Remove the marks of generation blocks from a rendered chat."""
     if _BLOCK_BEGIN not in marked:
         return marked
     return marked.replace(_BLOCK_BEGIN, "").replace(_BLOCK_END, "")
 
 
 def blocks_in(marked: str) -> list[tuple[int, int]]:
-    """(begin, end) of each non-empty generation block, in characters of the text without marks;
-    nested blocks belong to the outer one."""
-    found: list[tuple[int, int]] = []
+    """Return (begin, end) of each non-empty generation block, in characters of the text without
+    marks; a nested block belongs to its outer block."""
+    blocks: list[tuple[int, int]] = []
     place = depth = begin = 0
     for piece in _BORDERS.split(marked):
         if piece == _BLOCK_BEGIN:
@@ -294,19 +298,16 @@ def blocks_in(marked: str) -> list[tuple[int, int]]:
         elif piece == _BLOCK_END:
             depth -= 1
             if not depth and place > begin:
-                found.append((begin, place))
+                blocks.append((begin, place))
         else:
             place += len(piece)
-    return found
+    return blocks
 
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Limit the CPU time of the block, in a confined process.
-
-    Raises:
-        DataError: the time limit is exceeded.
-    """
+    """Limit the CPU time of the block, in a process prepared by `confine`. Raises DataError if the
+    time limit is exceeded."""
     try:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS + 1)
@@ -315,19 +316,19 @@ def bounded() -> Iterator[None]:
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             signal.setitimer(signal.ITIMER_PROF, 0)
-    except _TooLong:
+    except _TimeExceeded:
         raise DataError(
-            f"the chat template computes for more than {SECONDS:g} s on one chat; mend it, or give "
-            "another with --template"
+            f"the chat template computes for more than {SECONDS:g} s on one chat; repair it, or "
+            "use another one with --template"
         ) from None
 
 
 def confine() -> None:
-    """Prepare this process for untrusted templates: exceeding the time of `bounded` raises, and
+    """Prepare this process for untrusted templates: `bounded` can raise at its time limit, and
     memory is limited. Call it in the main thread."""
 
     def stop(*_: Any) -> NoReturn:
-        raise _TooLong
+        raise _TimeExceeded
 
     signal.signal(signal.SIGPROF, stop)
     signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
@@ -339,14 +340,14 @@ def confine() -> None:
 
 
 def read_template(given: str | None, home: Path | None) -> dict[str, str]:
-    """Sources of a chat template by name: from the file `given`, else from a tokenizer's directory.
+    """Sources of a chat template by name, from the file `given` or a tokenizer's directory.
 
     Args:
-        given: --template.
-        home: directory of the tokenizer.json, with chat_template.jinja, or tokenizer_config.json.
+        given: path by --template, or None.
+        home: directory of the tokenizer.json, with chat_template.jinja or tokenizer_config.json.
 
     Raises:
-        DataError: there is none, or it cannot be read.
+        DataError: there is no template, or it cannot be read.
     """
     if given:
         return _checked(given, {"default": _read(Path(given))})
@@ -359,37 +360,35 @@ def read_template(given: str | None, home: Path | None) -> dict[str, str]:
         return _checked(config, {"default": found})
     # Files of transformers 4 may list several named templates.
     if isinstance(found, list):
-        named = [one for one in found if isinstance(one, dict)]
+        named = [template for template in found if isinstance(template, dict)]
         sources = {
-            str(one["name"]): one["template"]
-            for one in named
-            if one.get("name") in _NAMES and isinstance(one.get("template"), str)
+            str(template["name"]): template["template"]
+            for template in named
+            if template.get("name") in _NAMES and isinstance(template.get("template"), str)
         }
         if "default" in sources:
             return _checked(config, sources)
     where = f"there is no chat template in {home}" if home else "this tokenizer has no template"
     raise DataError(
-        f"{where} (chat_template.jinja, or chat_template in tokenizer_config.json); give the "
+        f"{where} (chat_template.jinja, or chat_template in tokenizer_config.json); use the "
         "tokenizer of a model for chats, or --template FILE"
     )
 
 
 def special_variables(home: Path | None) -> dict[str, str]:
-    """Special tokens by their variable names in templates, such as eos_token.
-
-    Raises:
-        DataError: a file with them cannot be read.
-    """
-    found = {}
+    """Variable of a special token in templates, such as eos_token → its text. Raises DataError if
+    tokenizer_config.json cannot be read."""
+    variables = {}
     for key, value in (_config(home) if home else {}).items():
         token = value.get("content") if isinstance(value, dict) else value
         if key.endswith("_token") and isinstance(token, str):
-            found[key] = token
-    return found
+            variables[key] = token
+    return variables
 
 
 def unknown_tokens(sources: Mapping[str, str], variables: Mapping[str, Any]) -> list[str]:
-    """Special tokens that a template uses and no file names; they render as nothing."""
+    """Variables of special tokens that a template uses, but no file defines; they render as
+    nothing."""
     environment = _environment(None)
     used = set()
     for source in sources.values():
@@ -401,7 +400,7 @@ def _environment(day: str | None) -> _Environment:
     environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
-        extensions=[_Generation, "jinja2.ext.loopcontrols"],
+        extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
     )
 
     def refuse(message: str) -> NoReturn:
@@ -410,8 +409,8 @@ def _environment(day: str | None) -> _Environment:
     def strftime_now(form: str) -> str:
         if day is None:
             raise DataError(
-                "the chat template writes today's date, so the data would differ tomorrow; give "
-                f"the day that it is to write, such as --date {date.today()}"
+                "the chat template writes today's date, so the data would differ tomorrow; set "
+                f"the day to write, such as --date {date.today()}"
             )
         return date.fromisoformat(day).strftime(form)
 
@@ -422,7 +421,7 @@ def _environment(day: str | None) -> _Environment:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        # Jinja's own escapes HTML characters.
+        # Jinja's own tojson escapes HTML characters.
         return json.dumps(
             value,
             ensure_ascii=ensure_ascii,
@@ -439,11 +438,7 @@ def _environment(day: str | None) -> _Environment:
 
 
 def _checked(where: Any, sources: dict[str, str]) -> dict[str, str]:
-    """Sources, after parsing them.
-
-    Raises:
-        DataError: one does not parse.
-    """
+    """Return sources after parsing them. Raises DataError if a source does not parse."""
     for source in sources.values():
         try:
             _environment(None).parse(source)

@@ -1,4 +1,4 @@
-"""Cuts plain text into documents, in a way chosen from its beginning, in bounded memory."""
+"""Cuts plain text into documents in bounded memory, in a way chosen from its beginning."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,11 +9,10 @@ from typing import BinaryIO
 from trainer.data.prepare.blocks import BLOCK_BYTES, compression, read_blocks
 from trainer.data.prepare.options import Split
 
-# Enough for a validation split of 2 %: it is empty for 256 documents once in 176 times.
+# Enough for a validation split of 2 %: with 256 documents it is empty once in 176 times.
 _ENOUGH_DOCUMENTS = 256
 _SMALLEST_WINDOW, _LARGEST_WINDOW = 2 << 10, 1 << 20
-# Mean lengths above which blank lines, or line ends, end documents rather than paragraphs or
-# sentences.
+# Mean lengths, in bytes, above which blank lines or line ends count as ends of documents.
 _LONG_BLOCK, _LONG_LINE, _SEVERAL = 2000, 1000, 8
 
 _BORDERS = {
@@ -26,16 +25,14 @@ _SEPARATOR_AT_LINE_BORDER = re.compile(
     rb"^<\|end(?:oftext|_of_text)\|>|<\|end(?:oftext|_of_text)\|>[ \t\r]*$", re.MULTILINE
 )
 _FORM_FEED_AT_LINE_BORDER = re.compile(rb"^\f|\f[ \t\r]*$", re.MULTILINE)
-# Ends of a window, the best first: before a heading, at a blank line, a line end, a space.
+# Places to end a window, best first: before a heading, at a blank line, a line end, a space.
 _WINDOW_ENDS = tuple(map(re.compile, (rb"\n\s*\n(?=#)", rb"\n[ \t\r]*\n", rb"\n", rb"\s")))
 
 
 def window_bytes(sizes: Sequence[int]) -> int:
-    """Bytes of the windows into which text without borders is cut.
-
-    The largest power of two from 2 KiB to 1 MiB that gives 256 documents for files of these sizes,
-    in bytes. A file below one and a half windows stays whole.
-    """
+    """Bytes of the windows into which text without borders is cut. The largest power of two from 2
+    KiB to 1 MiB that gives 256 documents for files of these sizes, in bytes. A file below one and a
+    half windows stays whole."""
     window = _LARGEST_WINDOW
     while (
         window > _SMALLEST_WINDOW
@@ -46,11 +43,8 @@ def window_bytes(sizes: Sequence[int]) -> int:
 
 
 def content_sizes(paths: Sequence[Path]) -> dict[Path, int]:
-    """Bytes of text in each file.
-
-    A compressed file is read only until more would change neither `window_bytes` nor
-    `choose_split`.
-    """
+    """Bytes of text in each file. A compressed file is read only until more would change neither
+    `window_bytes` nor `choose_split`."""
     sizes = {}
     documents = 0
     for path in sorted(paths, key=lambda path: bool(compression(path))):
@@ -68,7 +62,7 @@ def content_sizes(paths: Sequence[Path]) -> dict[Path, int]:
 
 
 def choose_split(path: Path, size: int, window: int) -> Split:
-    """The kind of documents in a text file, from its beginning."""
+    """Choose how a text file is cut into documents, from its beginning."""
     head = b""
     for block in read_blocks(path):
         head += block
@@ -95,7 +89,7 @@ def _mean_length(parts: Sequence[bytes]) -> float:
 
 
 def next_border(file: BinaryIO, target: int, size: int, split: Split, window: int) -> int:
-    """First place from byte `target` on where a document ends, or `size`, the file's end."""
+    """First offset from byte `target` on where a document ends, or `size`, the file's end."""
     if target >= size or split == "file":
         return size
     if split == "window":
@@ -110,7 +104,7 @@ def next_border(file: BinaryIO, target: int, size: int, split: Split, window: in
         found = _BORDERS[split].search(buffer)
         if found and found.end() < len(buffer):
             return place + found.end()
-        # A border may begin near the end of the buffer, and continue after it.
+        # A border may begin near the end of the buffer and continue after it.
         keep = found.start() if found else max(0, len(buffer) - 64)
         place, buffer = place + keep, buffer[keep:]
     return size
@@ -122,8 +116,8 @@ def cut_documents(
     """Yield the documents of a text that comes in blocks.
 
     Yields:
-        (line, content, goes on): line where the content begins, from 1; whether it is only a part
-        of its document, whose next part follows. Parts are below 4 MiB.
+        (line, content, continues): line where the content begins, from 1; whether the next item
+        continues its document. Items are below 4 MiB.
     """
     buffer, position, line = b"", 0, 1
     for block in chain(blocks, [b""]):
@@ -147,12 +141,12 @@ def cut_documents(
 def _border(
     buffer: bytes, position: int, split: Split, window: int, final: bool
 ) -> tuple[int, int] | None:
-    """(end of the document that begins at `position`, begin of the next); None if it ends with the
-    text or, unless `final`, possibly later."""
+    """Return (end of the document that begins at `position`, begin of the next document). None if
+    it ends with the text or, unless `final`, possibly in a later block."""
     if split == "file":
         return None
     if split == "window":
-        # The last window is at least half a window; others do not need to see the end.
+        # The last window has at least half of `window`; other windows need no look at the end.
         if len(buffer) - position < (window * 3 // 2 if final else window * 2):
             return None
         start = position + window
@@ -165,7 +159,7 @@ def _border(
 
 
 def _window_end(buffer: bytes, start: int, stop: int) -> int:
-    """The best place in [start, stop) to cut a text."""
+    """Best place in [start, stop) to cut a text."""
     for pattern in _WINDOW_ENDS:
         if found := pattern.search(buffer, start, stop):
             return found.end()

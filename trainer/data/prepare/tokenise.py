@@ -1,4 +1,4 @@
-"""Tokenises units of documents in worker processes; the middle part of prepare.py."""
+"""Tokenises units of documents in worker processes, for prepare.py."""
 
 import hashlib
 import json
@@ -26,22 +26,22 @@ from tqdm import tqdm
 
 from trainer.data.prepare.chats import Chat, ChatError, read_chat, read_pair
 from trainer.data.prepare.options import PrepareOptions, Turns
-from trainer.data.prepare.records import Record, read_piece
+from trainer.data.prepare.records import InputRecord, read_piece
 from trainer.data.prepare.sources import Pieces, lines_before
-from trainer.data.prepare.spans import ChatEncoder, Document, SpanFinder
+from trainer.data.prepare.spans import ChatDocument, ChatEncoder, SpanFinder
 from trainer.data.prepare.template import ChatTemplate, confine
 from trainer.data.prepare.writer import atomic, synced
 from trainer.data.shards import SPLITS, DataError
 from trainer.data.tokenizer import read_tokenizer, special_tokens
 
 PROGRESS = "progress"
-"""File in the work directory with the bytes read of each unit, as uint64."""
+"""Name of the file in the work directory with the number of bytes read of each unit, as uint64."""
 _BATCH = 512  # documents per call of the tokenizer
-# per call of the tokenizer, or up to twice that; a token takes 150 bytes there
+# characters per call of the tokenizer, which needs 150 bytes per token; at most twice that
 _CHARACTERS = 1 << 17
-_LISTED_REJECTS = 1000  # per unit; all are counted
+_LISTED_REJECTS = 1000  # listed rejects per unit; all are counted
 MOST_LINES = (1 << 32) - 1
-"""Lines of a file above this are recorded as this."""
+"""Largest recorded line number; later lines are recorded as this one."""
 
 
 @dataclass(frozen=True)
@@ -72,21 +72,19 @@ class TokeniseTask:
     template: Mapping[str, str] = field(default_factory=dict)
     """Sources of the chat template, for chats and pairs."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template."""
 
     def path(self, ending: str) -> Path:
-        """Path of a file of this unit: json, or SPLIT.tokens, SPLIT.ends, SPLIT.lines with the line
-        of each document in its piece as uint32, and for chats SPLIT.trained with a byte per
-        token."""
+        """Path of a file of this unit: json, or SPLIT.tokens, SPLIT.ends, SPLIT.lines (uint32, line
+        of each document in its piece), and for chats SPLIT.trained (a byte per token)."""
         return self.work / f"unit-{self.number:06}.{ending}"
 
 
 def _tokenise_unit(job: TokeniseTask) -> list[dict[str, Any]]:
-    """Tokenise one unit into files; the last one written marks it as done.
+    """Tokenise one unit into files; the file that is written last marks it as done.
 
     Returns:
-        For each piece of the unit: numbers of its documents, by split, and of its rejected records,
-        the first of these, and the result of the writer's `noted`.
+        For each piece of the unit: numbers of documents by split and of rejected records, the first
+        rejected records, and the writer's `noted`.
     """
     done = job.path("json")
     if done.exists():
@@ -127,16 +125,16 @@ def _tokenise_unit(job: TokeniseTask) -> list[dict[str, Any]]:
 
 
 def _added(
-    writer: "_TextWriter | _ChatWriter", records: Iterable[Record], held_out: bool
+    writer: "_TextWriter | _ChatWriter", records: Iterable[InputRecord], held_out: bool
 ) -> Iterator[tuple[int, str]]:
-    """Add the records of a piece; yields lines of rejected ones, and why."""
+    """Add the records of a piece to a writer; yield (line, problem) of rejected records."""
     for record in records:
         yield from writer.add(record, held_out)
     yield from writer.end_piece()
 
 
-class _Output:
-    """Writes tokens of documents to the files of a unit."""
+class _UnitFiles:
+    """Writes the tokens of documents to the files of a unit."""
 
     def __init__(self, job: TokeniseTask, stack: ExitStack, kinds: Sequence[str]) -> None:
         """`kinds`: extensions of the files of each split."""
@@ -156,11 +154,13 @@ class _Output:
         ends: bool = True,
         trained: NDArray[np.bool_] | None = None,
     ) -> None:
-        """Add a document, or a part of one.
+        """Write a document, or a part of one.
 
         Args:
-            line: of its record, in the piece.
-            ends: whether it ends here.
+            split: "train" or "validation".
+            ids: token ids.
+            line: line of its record in the piece.
+            ends: whether the document ends here.
             trained: whether each token is trained.
         """
         self._tokens[split] += len(ids)
@@ -173,7 +173,7 @@ class _Output:
 
 
 class _TextWriter:
-    """Writes documents of text as tokens and ends."""
+    """Writes documents of plain text as tokens and ends."""
 
     def __init__(self, job: TokeniseTask, stack: ExitStack) -> None:
         file = job.vocabulary.file
@@ -182,16 +182,17 @@ class _TextWriter:
         tokens = sorted(special_tokens(self._tokenizer)) if letters else []
         self._special = re.compile("|".join(map(re.escape, tokens))) if tokens else None
         self._job = job
-        self._output = _Output(job, stack, ("tokens", "ends", "lines"))
-        self._batch: list[tuple[str, str, int, bool, bool]] = []  # text, split, line, begins, ends
+        self._output = _UnitFiles(job, stack, ("tokens", "ends", "lines"))
+        # pending (text, split, line, begins, ends)
+        self._batch: list[tuple[str, str, int, bool, bool]] = []
         self._characters = 0
-        self._split, self._line = "", 0  # of the document that goes on
+        self._split, self._line = "", 0  # split and line of the unfinished document
         self._spelled: Counter[str] = Counter()
         self.documents = dict.fromkeys(SPLITS, 0)
 
-    def add(self, record: Record, held_out: bool) -> list[tuple[int, str]]:
-        """Add a document, or the next part of one; `held_out` ones belong to the validation split.
-        Returns its line and problem, if there is one."""
+    def add(self, record: InputRecord, held_out: bool) -> list[tuple[int, str]]:
+        """Add a document, or the next part of one, and return (line, problem) if it has a problem.
+        `held_out`: whether it belongs to the validation split."""
         text, goes_on = record.text, record.goes_on
         problems = [(record.line, record.problem)] if record.problem else []
         begins = not self._split
@@ -212,12 +213,11 @@ class _TextWriter:
         return problems
 
     def end_piece(self) -> list[tuple[int, str]]:
-        """Does nothing: text has no pending records."""
+        """Do nothing: text has no pending records."""
         return []
 
     def noted(self) -> dict[str, Any]:
-        """Return and reset the counts of documents, or parts of one, that spell each special
-        token."""
+        """Return and reset the number of documents or parts that spell each special token."""
         spelled, self._spelled = dict(self._spelled), Counter()
         return {"spelled": spelled}
 
@@ -228,7 +228,7 @@ class _TextWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was added."""
+        """Write the pending documents."""
         vocabulary = self._job.vocabulary
         encodings = self._tokenizer.encode_batch_fast(
             [text for text, *_ in self._batch], add_special_tokens=False
@@ -249,19 +249,19 @@ class _TextWriter:
 class _PendingRecord:
     """A record whose documents are not written yet."""
 
-    record: Record
+    record: InputRecord
     held_out: bool
     chats: Sequence[tuple[Chat, Turns]] = ()
     problem: str = ""
 
 
 class _ChatWriter:
-    """Writes chats, or pairs of them, as tokens, ends and trained marks."""
+    """Writes chats, or pairs of chats, as tokens, ends and trained marks."""
 
     def __init__(self, job: TokeniseTask, stack: ExitStack) -> None:
         settings, file = job.settings, job.vocabulary.file
         self._settings = settings
-        self._output = _Output(job, stack, ("tokens", "ends", "lines", "trained"))
+        self._output = _UnitFiles(job, stack, ("tokens", "ends", "lines", "trained"))
         template = ChatTemplate(job.template, job.variables, settings.date)
         written = [*job.template.values(), *map(str, job.variables.values())]
         encoder = _encoder(file, os.stat(file).st_mtime_ns, "\n".join(written))
@@ -270,9 +270,14 @@ class _ChatWriter:
         self._characters = 0
         self.documents = dict.fromkeys(SPLITS, 0)
 
-    def add(self, record: Record, held_out: bool) -> list[tuple[int, str]]:
-        """Add a chat, or a pair; `held_out` ones belong to the validation split. Returns lines of
-        records added so far, and why they, or some of their documents, are rejected."""
+    def add(self, record: InputRecord, held_out: bool) -> list[tuple[int, str]]:
+        """Add a chat or a pair, and return (line, problem) of records, or documents of records,
+        that are rejected by now.
+
+        Args:
+            record: the chat or pair.
+            held_out: whether it belongs to the validation split.
+        """
         added = _PendingRecord(record, held_out)
         try:
             added.chats = self._chats(record.value) if record.value else []
@@ -288,21 +293,23 @@ class _ChatWriter:
         return self.end_piece() if full else []
 
     def end_piece(self) -> list[tuple[int, str]]:
-        """Write what was added; returns as `add`."""
+        """Write the pending records; returns as `add`."""
         batch, self._batch, self._characters = self._batch, [], 0
         found = iter(self._finder.documents([chat for added in batch for chat in added.chats]))
         problems = []
         for added in batch:
-            made = [next(found) for _ in added.chats]
-            errors = [str(one) for one in made if isinstance(one, ChatError)]
+            results = [next(found) for _ in added.chats]
+            errors = [str(result) for result in results if isinstance(result, ChatError)]
             errors = errors or [error for error in (added.record.problem, added.problem) if error]
-            documents = [one for some in made if not isinstance(some, ChatError) for one in some]
+            documents = [
+                d for result in results if not isinstance(result, ChatError) for d in result
+            ]
             wrong = errors[:1] or self._put(added, documents)
             problems += [(added.record.line, problem) for problem in wrong]
         return problems
 
     def _chats(self, value: dict[str, Any]) -> list[tuple[Chat, Turns]]:
-        """The chats of a record, each with its trained turns."""
+        """Chats of a record, each with the turns to train."""
         if not self._settings.pairs:
             return [(read_chat(value), self._settings.turns)]
         return [
@@ -310,13 +317,12 @@ class _ChatWriter:
             for chat in read_pair(value)
         ]
 
-    def _put(self, added: "_PendingRecord", documents: Sequence[Document]) -> list[str]:
-        """Write the documents of a record; returns why some are rejected."""
+    def _put(self, added: "_PendingRecord", documents: Sequence[ChatDocument]) -> list[str]:
+        """Write the documents of a record, and return why some are rejected."""
         share, most = self._settings.validation_fraction or 0.0, self._settings.max_tokens
         split = "validation" if added.held_out else "train"
         if share and not added.held_out:
-            # By the record, so that the split does not depend on the template, and pairs stay
-            # together.
+            # hashes the record: pairs stay together, and the template does not matter
             split = _split_of(json.dumps(added.record.value, sort_keys=True, default=str), share)
         if self._settings.pairs and most is not None and documents:
             size = sum(len(document.ids) for document in documents)
@@ -335,8 +341,8 @@ class _ChatWriter:
                 self.documents[split] += 1
         return wrong
 
-    def _too_long(self, document: Document, most: int | None) -> str:
-        """Why a document above `most` tokens is rejected; "" if it is not."""
+    def _too_long(self, document: ChatDocument, most: int | None) -> str:
+        """Why a document of more than `most` tokens is rejected; "" if it is not."""
         size = len(document.ids)
         if most is None or size <= most:
             return ""
@@ -345,7 +351,7 @@ class _ChatWriter:
         return (
             ""
             if document.trained[:most].any()
-            else (f"{document.place}nothing is trained in the first {most} of its {size:,} tokens")
+            else (f"{document.place}none of the first {most} of its {size:,} tokens is trained")
         )
 
     def _over(self, size: str, most: int) -> str:
@@ -360,16 +366,16 @@ class _ChatWriter:
         return noted
 
     def flush(self) -> None:
-        """Does nothing: `end_piece` has written all."""
+        """Do nothing: `end_piece` has written all records."""
 
 
 @lru_cache(maxsize=1)
 def _tokenizer(file: str, modified: int, letters: bool) -> Tokenizer:
-    """A cached tokenizer: reading one may take longer than a unit.
+    """Read a tokenizer, cached because reading may take longer than a unit.
 
     Args:
         file: tokenizer.json.
-        modified: age of the file.
+        modified: age of the file, part of the cache's key.
         letters: whether a text that spells a special token means letters.
     """
     tokenizer = read_tokenizer(file)
@@ -379,12 +385,12 @@ def _tokenizer(file: str, modified: int, letters: bool) -> Tokenizer:
 
 @lru_cache(maxsize=1)
 def _encoder(file: str, modified: int, written: str) -> ChatEncoder:
-    """A cached encoder of a tokenizer file of that age; `written`: see ChatEncoder."""
+    """Make an encoder, cached by tokenizer file, its age, and `written` (see ChatEncoder)."""
     return ChatEncoder(read_tokenizer(file), written)
 
 
 def segments(text: str) -> list[str]:
-    """A text in parts of at most _CHARACTERS, cut at line ends, else before spaces."""
+    """Cut a text into parts of at most _CHARACTERS, at line ends, else before spaces."""
     parts, start = [], 0
     while len(text) - start > _CHARACTERS:
         least, most = start + _CHARACTERS // 2, start + _CHARACTERS
@@ -395,20 +401,20 @@ def segments(text: str) -> list[str]:
 
 
 def _split_of(text: str, validation_fraction: float) -> str:
-    """The split of a document, by a hash of its text (of its first MiB or two, if read in parts).
-    So it is stable when the corpus grows, and equal documents stay together."""
+    """Split of a document by a hash of its text (of the first MiB or two, if read in parts), so
+    that it is stable as the corpus grows, and equal documents stay together."""
     digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
     share = int.from_bytes(digest, "little") / 2**64
     return "validation" if share < validation_fraction else "train"
 
 
 def tokenise(jobs: list[TokeniseTask], workers: int, progress: bool) -> list[list[dict[str, Any]]]:
-    """Run all jobs that are not done; returns the result of `_tokenise_unit` for each."""
+    """Run all jobs that are not done; return the result of `_tokenise_unit` for each."""
     results: list[list[dict[str, Any]]] = [[]] * len(jobs)
     total = sum(piece.size for job in jobs for piece in job.unit)
     file = jobs[0].work / PROGRESS
     with file.open("ab") as slots:
-        # Opened to append, so that a resumed command keeps the progress of finished units.
+        # Opened to append, so that a resumed command keeps the progress of completed units.
         slots.truncate(8 * len(jobs))
     with _shown(file, total) if progress and sys.stderr.isatty() else nullcontext():
         for number, result in _run(jobs, min(workers, len(jobs))):
@@ -418,7 +424,7 @@ def tokenise(jobs: list[TokeniseTask], workers: int, progress: bool) -> list[lis
 
 @contextmanager
 def _shown(file: Path, total: int) -> Iterator[None]:
-    """Show a progress bar on stderr while the block runs, from the bytes in the file."""
+    """Show a progress bar on stderr while the block runs, from the byte counts in the file."""
     over = threading.Event()
 
     def show() -> None:
@@ -438,12 +444,12 @@ def _shown(file: Path, total: int) -> Iterator[None]:
 
 
 def _run(jobs: list[TokeniseTask], workers: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    # Templates run in a process that can be killed.
+    # Templates run in a separate process, which can be killed.
     if workers <= 1 and not jobs[0].template:
         for job in jobs:
             yield job.number, _tokenise_unit(job)
         return
-    # Spawned, since a fork of a process whose tokenizer has threads can hang.
+    # Spawned, because a fork of a process whose tokenizer has threads can hang.
     context = multiprocessing.get_context("spawn")
     confined = bool(jobs[0].template)
     with ProcessPoolExecutor(workers, context, _start_worker, (confined,)) as pool:
@@ -456,7 +462,7 @@ def _run(jobs: list[TokeniseTask], workers: int) -> Iterator[tuple[int, list[dic
 
 
 def _start_worker(confined: bool) -> None:
-    """End this process when its parent ends, and silently on Ctrl-C. `confined`: whether it renders
+    """Make a worker end with its parent, and silently on Ctrl-C. `confined`: whether it renders
     chat templates."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # parallelism comes from processes
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -465,7 +471,7 @@ def _start_worker(confined: bool) -> None:
     def watch() -> None:
         if parent:
             wait([parent.sentinel])
-        # sys.exit would end this thread only.
+        # sys.exit would end only this thread
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Writes files of a prepared data set: synced and whole, or not at all."""
+"""Writes files of a prepared data set: synced and complete, or not at all."""
 
 import hashlib
 import json
@@ -29,12 +29,12 @@ from trainer.data.shards import (
 
 SHARD_TOKENS = 1 << 28
 _BLOCK_BYTES = 1 << 20
-_ENDS = 1 << 16  # documents at a time
+_ENDS = 1 << 16  # documents per read
 
 
 @contextmanager
 def synced(path: Path) -> Iterator[BinaryIO]:
-    """A file that is on disk, not only in memory, when the block ends without error."""
+    """Open a new file, whose contents are on disk when the block ends without error."""
     path.unlink(missing_ok=True)
     with path.open("xb") as file:  # x: never through a link that another user has placed
         yield file
@@ -44,7 +44,7 @@ def synced(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def atomic(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears whole under its name, or not at all."""
+    """Open a file that appears complete under its name after the block, or not at all."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with synced(temporary) as file:
         yield file
@@ -70,18 +70,19 @@ def write_data_set(
     shard_tokens: int = SHARD_TOKENS,
     chats: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Write a prepared data set, index.json last; returns that index.
+    """Write a prepared data set, index.json last, and return the index.
 
     Args:
         out: directory; older shards in it are removed.
-        parts: of each split, see `write_shards`.
+        parts: parts of each split, see `write_shards`.
+        dtype: dtype of tokens on disk.
         vocab_size: largest id plus one.
         eos_id: token that ends a document.
-        start_ids: tokens that begin one.
-        tokenizer: content of tokenizer.json.
+        start_ids: tokens that begin a document.
+        tokenizer: contents of tokenizer.json.
         about: further keys of the index, such as sources.
         shard_tokens: see `write_shards`.
-        chats: kind and chats of the index; empty for plain documents.
+        chats: the keys "kind" and "chats" of the index; empty for plain documents.
     """
     splits = {}
     for split in SPLITS:
@@ -117,9 +118,9 @@ def write_data_set(
 
 
 def to_json(value: Any, indent: int | None = None) -> bytes:
-    """JSON in UTF-8 with a line end."""
+    """JSON in UTF-8, with a line end."""
     text = json.dumps(value, indent=indent, ensure_ascii=False) + "\n"
-    return text.encode("utf-8", "backslashreplace")  # file names may hold other bytes
+    return text.encode("utf-8", "backslashreplace")  # file names may have other bytes
 
 
 def write_shards(
@@ -133,10 +134,11 @@ def write_shards(
     """Join parts into shards that each end with a document.
 
     Args:
-        parts: in order, files of tokens, of document ends in them as uint64, and perhaps of trained
-            marks, a byte of 0 or 1 per token, and of the documents' records, as uint32.
+        parts: in order; files by extension: tokens, document ends (uint64, within the part), and
+            optionally trained marks (a byte of 0 or 1 per token) and records (uint32).
         out: directory; older shards of the split in it are removed.
-        split: beginning of the file names.
+        split: prefix of the file names.
+        dtype: dtype of tokens on disk.
         eos_id: token that ends a document.
         shard_tokens: a shard ends with the document that reaches this number of tokens.
 
@@ -158,7 +160,7 @@ def write_shards(
                 while first < len(ends):
                     name = f"{split}-{len(shards):05}"
                     writer = writer or _ShardWriter(out, name, of_tokens, eos_id, list(part))
-                    # Up to and including the document that fills the shard.
+                    # up to and including the document that fills the shard
                     full = start + shard_tokens - writer.tokens
                     last = int(np.searchsorted(ends, full, side="left"))
                     last = min(last + 1, len(ends))
@@ -173,25 +175,27 @@ def write_shards(
 
 
 class _ShardWriter:
-    """One shard being written."""
+    """Writes the files of one shard."""
 
     def __init__(
         self, out: Path, name: str, dtype: np.dtype, eos_id: int, kinds: Sequence[str]
     ) -> None:
-        """Args:
-        out: directory.
-        name: of the shard.
-        dtype: of its tokens.
-        eos_id: token that ends a document.
-        kinds: extensions of its files."""
+        """
+        Args:
+            out: directory of the data set.
+            name: name of the shard.
+            dtype: dtype of its tokens.
+            eos_id: token that ends a document.
+            kinds: extensions of its files.
+        """
         self.tokens = self.documents = self._trained = 0
         self._out, self._name, self._dtype, self._eos_id = out, name, dtype, eos_id
         self._files = {kind: (out / f"{name}.{kind}").open("xb") for kind in kinds}
         self._bits = np.empty(0, np.uint8)  # bits of an incomplete byte
 
     def add(self, files: Mapping[str, BinaryIO], ends: NDArray) -> None:
-        """Append whole documents: the next parts of the files of tokens, trained marks and records;
-        `ends` count from there."""
+        """Append whole documents from the current positions of the files of tokens, trained marks
+        and records; `ends` count from there."""
         size = int(ends[-1])
         for block in _blocks_of(files["tokens"], size * self._dtype.itemsize):
             self._files["tokens"].write(block)
@@ -213,7 +217,7 @@ class _ShardWriter:
         self._bits = bits[whole:]
 
     def close(self) -> dict[str, Any]:
-        """Sync the files; returns the shard's entry in index.json."""
+        """Sync the files, and return the shard's entry in index.json."""
         entry: dict[str, Any] = {
             "name": self._name,
             "tokens": self.tokens,
@@ -231,17 +235,17 @@ class _ShardWriter:
         return entry | self._write_small_checksums()
 
     def _write_small_checksums(self) -> dict[str, Any]:
-        """Write the .crc file; returns what index.json says of it."""
-        path, found = self._out / f"{self._name}.{CRC}", SmallChecksums(self._dtype, self._eos_id)
+        """Write the .crc file, and return its keys of the shard's entry in index.json."""
+        path, small = self._out / f"{self._name}.{CRC}", SmallChecksums(self._dtype, self._eos_id)
         for block in blocks_of(path.with_suffix(".tokens")):
-            found.add(block)
+            small.add(block)
         with synced(path) as file:
-            file.write(found.content)
-        return found.entry
+            file.write(small.content)
+        return small.entry
 
 
 def _blocks_of(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """Yield the next `size` bytes of a file."""
+    """Yield the next `size` bytes of a file in blocks."""
     while size:
         block = file.read(min(size, _BLOCK_BYTES))
         if not block:

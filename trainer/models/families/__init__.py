@@ -1,2 +1,2 @@
-"""The bundled model families: one file each, named after its `model_type`, with its `Family` as
+"""The bundled model families: one file each, named after its `model_type`, whose `Family` is
 FAMILY."""

@@ -1,6 +1,5 @@
 """The text model of Gemma 3, with the keys of transformers' `Gemma3TextConfig`: scaled embeddings,
-norms before and after attention and MLP, and in most layers a window and a rotary base of its
-own."""
+norms before and after attention and MLP, and in most layers a window and another rotary base."""
 
 from dataclasses import replace
 from functools import partial
@@ -19,8 +18,8 @@ class CentredNorm(RMSNorm):
     """An RMSNorm that multiplies by 1 + weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., size) → (..., size)."""
-        # float32: 1 + a small weight would be rounded to 1 in bf16.
+        """Map x (..., size) to (..., size)."""
+        # in float32: bf16 would round 1 + a small weight to 1
         weight = 1 + self.weight.float()
         return F.rms_norm(x.float(), weight.shape, weight, self.eps).type_as(x)
 
@@ -57,7 +56,8 @@ class Gemma3Block(nn.Module):
 
 
 def layers(architecture: Architecture) -> list[LayerKind]:
-    """Every `sliding_window_pattern`th layer has no window, unless `layer_types` says otherwise."""
+    """Kinds of layers: every `sliding_window_pattern`th has no window; `layer_types` overrides
+    this."""
     options, count = architecture.options or {}, architecture.num_hidden_layers
     for key in ("sliding_window_pattern", "rope_local_base_freq", "query_pre_attn_scalar"):
         if options.get(key, 1) <= 0:
@@ -70,7 +70,7 @@ def layers(architecture: Architecture) -> list[LayerKind]:
 
 
 def draw(name: str, shape: tuple[int, ...], architecture: Architecture, seed: int) -> Tensor:
-    """See `Draw`: as `init_parameter`, with norms of zeros."""
+    """Draw a parameter as `init_parameter` does, but norms as zeros; a `Draw` function."""
     drawn = init_parameter(name, shape, architecture, seed)
     return drawn.zero_() if name.endswith("norm.weight") else drawn
 

@@ -1,5 +1,5 @@
-"""Mistral, with the keys of transformers' `MistralConfig`: either all layers have a window, or
-none."""
+"""Mistral, with the keys of transformers' `MistralConfig`: either all layers have a window, or none
+has."""
 
 from trainer.models.decoder import MLP, TENSOR_PLAN, Attention, Block
 from trainer.models.family import Family, LayerKind, window_of

@@ -14,12 +14,13 @@ class WideNorm(RMSNorm):
     """An RMSNorm over all heads of a token together."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, heads, H) → (B, T, heads, H)."""
+        """Map x (B, T, heads, H) to (B, T, heads, H)."""
         return super().forward(x.flatten(2)).view(x.shape)
 
 
 class Olmo2Block(nn.Module):
-    """Attention and MLP, each normalised after, and added to the residual stream."""
+    """A block that normalises the outputs of attention and MLP, and adds them to the residual
+    stream."""
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()

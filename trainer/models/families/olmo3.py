@@ -9,7 +9,7 @@ from trainer.recipe.architecture import Architecture
 
 
 def layers(architecture: Architecture) -> list[LayerKind]:
-    """Every fourth layer has no window, unless `layer_types` says otherwise."""
+    """Kinds of layers: every fourth has no window; `layer_types` overrides this."""
     slides = [(number + 1) % 4 != 0 for number in range(architecture.num_hidden_layers)]
     kinds = kinds_by_window(architecture, window_of(architecture), slides)
     local = (architecture.options or {}).get("rope_local_base_freq")
@@ -32,7 +32,7 @@ FAMILY = replace(
     options={
         "sliding_window": 4096,
         "layer_types": None,
-        "rope_local_base_freq": None,  # for layers with a window; None: the base of the others
+        "rope_local_base_freq": None,  # base for layers with a window; None: rope_theta
     },
     layers=layers,
 )

@@ -1,5 +1,5 @@
-"""Phi-3, 3.5 and 4, with the keys of transformers' `Phi3Config`: matrix products of one input are
-fused."""
+"""Phi-3, 3.5 and 4, with the keys of transformers' `Phi3Config`: matrix products with the same
+input are fused."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from trainer.recipe.architecture import Architecture
 
 
 def fused(inputs: int, *sections: int) -> nn.Linear:
-    """A linear layer whose outputs are several sections, one after the other."""
+    """A linear layer whose output consists of several sections, one after another."""
     product = nn.Linear(inputs, sum(sections), bias=False)
     product.sections = sections  # type: ignore[assignment]  # for tensor parallelism
     return product
@@ -49,16 +49,16 @@ class FusedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) → (B, T, D)."""
+        """Map x (B, T, D) to (B, T, D)."""
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)
 
 
 def layers(architecture: Architecture) -> list[LayerKind]:
-    """All layers have the window, if there is one."""
+    """Kinds of layers: all have the window, if there is one."""
     scaling, key = architecture.rope_scaling, "original_max_position_embeddings"
     original = (architecture.options or {}).get(key)
-    # transformers opens Phi-3 with longrope only, whose original length it reads from the option.
+    # transformers supports only longrope here, and reads its original length from the option
     if scaling and scaling.rope_type != "longrope":
         raise ValueError(
             f"{key}: phi3 has no rope_type {scaling.rope_type} in transformers, only longrope"

@@ -6,7 +6,8 @@ from trainer.recipe.architecture import Architecture
 
 
 def layers(architecture: Architecture) -> list[LayerKind]:
-    """With `use_sliding_window`, layers from `max_window_layers` on have a window."""
+    """Kinds of layers: with `use_sliding_window`, those from `max_window_layers` on have a
+    window."""
     options, window = architecture.options or {}, window_of(architecture)
     if not options.get("use_sliding_window"):
         window = None

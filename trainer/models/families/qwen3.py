@@ -1,4 +1,4 @@
-"""Qwen3 dense, as `Qwen3Config` of transformers writes it."""
+"""Qwen3 dense, with the keys of transformers' `Qwen3Config`."""
 
 from trainer.models.decoder import MLP, TENSOR_PLAN, Attention, Block, RMSNorm
 from trainer.models.family import Family

@@ -1,12 +1,13 @@
 """Qwen3 with experts in every layer, with the keys of transformers' `Qwen3MoeConfig`.
 
 [Note: experts] Each token goes through the `num_experts_per_tok` experts with the highest router
-probability, whatever number of tokens an expert gets: none is dropped. Two mechanisms balance them.
+probability, whatever number of tokens an expert gets: no token is dropped. Two mechanisms balance
+the experts.
 
 - The balance loss is added to the cross-entropy with `router_aux_loss_coef`. It is computed over
   the tokens of each sequence, as in DeepSeek-V3, so it depends neither on ranks nor on
-  micro-batches. With `router_aux_loss_per_sequence: false` it is over those of a micro-batch, as in
-  transformers; their sequences depend on batch.micro_batch and the number of ranks.
+  micro-batches. With `router_aux_loss_per_sequence: false` it is computed over the tokens of a
+  micro-batch, as in transformers, and then depends on batch.micro_batch and the number of ranks.
 - With `router_bias_update_rate` each expert has a bias that is added to its probability for the
   choice only. After a step it rises by that rate if the expert got fewer tokens of the global batch
   than the mean, and falls if it got more.
@@ -33,11 +34,11 @@ from trainer.recipe import RecipeError
 from trainer.recipe.architecture import Architecture
 
 BIAS = "e_score_correction_bias"
-"""Name of the bias of the choice, as in DeepSeek-V3's checkpoints."""
+"""Name of the bias for the choice of experts, as in DeepSeek-V3's checkpoints."""
 
 
 class Experts(nn.Module):
-    """SwiGLU layers in parallel, with stacked weights."""
+    """Parallel SwiGLU layers with stacked weights."""
 
     def __init__(self, experts: int, hidden: int, width: int) -> None:
         super().__init__()
@@ -46,15 +47,15 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Rows (N, D) sorted by expert, `counts` (E) of rows per expert → (N, D)."""
+        """Map rows (N, D), sorted by expert, to rows (N, D). `counts` (E): rows per expert."""
         return swiglu(x, counts, self.gate_proj, self.up_proj, self.down_proj)
 
 
 @torch.compiler.disable  # the compiler takes only bf16 here, and there is nothing to fuse
 def swiglu(x: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Rows (N, D) sorted by expert, `counts` (E) per expert → (N, D); weights (E, I, D) and (E, D,
-    I)."""
-    # Cast by hand: autocast has no rule for grouped products, which need one dtype.
+    """Map rows (N, D), sorted by expert, to rows (N, D). `counts` (E): rows per expert; weights are
+    (E, I, D) and (E, D, I)."""
+    # Cast explicitly: autocast has no rule for grouped products, which need one dtype.
     autocast = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else down.dtype
     ends = counts.cumsum(0, dtype=torch.int32)
@@ -66,8 +67,8 @@ def swiglu(x: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) ->
 
 
 class MoE(nn.Module):
-    """Sends each token through the experts with the highest router probability (Shazeer et al.
-    2017)."""
+    """A mixture of experts: each token goes through the experts with the highest router probability
+    (Shazeer et al. 2017)."""
 
     precise = ("gate",)
     """Layers that never compute in 8 bits."""
@@ -84,11 +85,11 @@ class MoE(nn.Module):
         self.experts = Experts(options["num_experts"], hidden, options["moe_intermediate_size"])
         self.layers = architecture.num_hidden_layers
         self.load: Tensor | None = None
-        """This rank's tokens per expert (E) since the last change of the bias."""
+        """Number of this rank's tokens per expert (E) since the last change of the bias."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weighted sum of the experts' outputs (B, T, D), and statistics (3, B, E): for
-        each sequence the share of tokens of each expert, its mean probability, and its term of the
+        each sequence and expert its share of tokens, its mean probability, and its term of the
         entropy."""
         tokens = x.flatten(0, 1)  # (N, D)
         likely = self.gate(tokens).softmax(dim=-1, dtype=torch.float32)  # (N, E)
@@ -109,8 +110,8 @@ class MoE(nn.Module):
         return mixed.type_as(x).view_as(x), statistics
 
     def _route(self, likely: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The experts of each token (N, top), their order by expert (N * top), and tokens of each
-        sequence per expert (B, E)."""
+        """Return (experts of each token (N, top), their order by expert (N * top), tokens of each
+        sequence per expert (B, E))."""
         if self.rate:
             likely = likely + getattr(self.gate, BIAS)
         chosen = likely.topk(self.top, dim=-1).indices
@@ -120,14 +121,13 @@ class MoE(nn.Module):
         return chosen, chosen.flatten().argsort(stable=True), of_rows
 
     def _count(self, counts: Tensor, gradient: Tensor) -> None:
-        """Add `counts` to the load. Called in backward."""
-        # Backward runs once per micro-batch, unlike a recomputed forward. A pass that only keeps a
-        # rank in step with the others has zero gradients, and must not count.
+        """Add `counts` to the load. A hook called in backward."""
+        # Forward may run twice (recomputation). Zero gradients: a pass only keeps ranks in step.
         counts = counts * gradient.any()
         self.load = counts if self.load is None else self.load + counts
 
     def forget_step(self) -> None:
-        """Drop the counts of a step that is computed again."""
+        """Drop the counts of a step that will be repeated."""
         self.load = None
 
 
@@ -171,10 +171,10 @@ def idle_parameters(architecture: Architecture) -> int:
 def balance(
     statistics: Sequence[Tensor], architecture: Architecture
 ) -> dict[str, tuple[Tensor, float]]:
-    """Scalars of a micro-batch:
+    """Scalars of a micro-batch, each with its weight in the loss:
 
     - `balance_loss`: of Fedus et al. 2021, "Switch Transformers", over all layers; see [Note:
-      experts]. It is num_experts_per_tok for equal loads.
+      experts]. Equal loads give num_experts_per_tok.
     - `load_imbalance`: tokens of the busiest expert / mean of all experts, averaged over layers.
     - `router_entropy`: entropy of a token's router probabilities in nats, averaged over layers.
     """
@@ -194,8 +194,8 @@ def balance(
 
 @torch.no_grad()
 def move_biases(model: nn.Module) -> None:
-    """After a step: move the biases by the sign of each expert's load (Wang et al. 2024,
-    "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts"). On all ranks."""
+    """Move the biases after a step, by the sign of each expert's load (Wang et al. 2024,
+    "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts"). Called on all ranks."""
     routers = {
         _number(name): module
         for name, module in model.named_modules()
@@ -204,7 +204,7 @@ def move_biases(model: nn.Module) -> None:
     if not routers:
         return
     first = next(iter(routers.values()))
-    # All layers: pipeline ranks have different ones, and all enter one all-reduce.
+    # for all layers: pipeline ranks have different layers, but all enter one all-reduce
     loads = torch.zeros(
         first.layers, first.gate.out_features, dtype=torch.int64, device=first.gate.weight.device
     )
@@ -213,7 +213,7 @@ def move_biases(model: nn.Module) -> None:
             loads[number] = router.load
     if dist.is_initialized():
         dist.all_reduce(loads)  # integers: the sum is equal for any number of ranks
-    # float32 would round large counts.
+    # float32 would round large counts
     moves = (loads.double().mean(dim=-1, keepdim=True) - loads).sign()
     for number, router in routers.items():
         bias = getattr(router.gate, BIAS)
@@ -222,12 +222,13 @@ def move_biases(model: nn.Module) -> None:
 
 
 def _number(name: str) -> int:
-    """Layer of a module by its FQN; 0 for a module outside of layers."""
+    """Layer number in a module's FQN; 0 for a module outside of layers."""
     return int(name.partition("layers.")[2].partition(".")[0] or 0)
 
 
 def draw(name: str, shape: tuple[int, ...], architecture: Architecture, seed: int) -> Tensor:
-    """See `Draw`: as `init_parameter`, with zero biases of the choice."""
+    """Draw a parameter as `init_parameter` does, but the choice's biases as zeros; a `Draw`
+    function."""
     if name.endswith(BIAS):
         return torch.zeros(shape)
     return init_parameter(name, shape, architecture, seed)

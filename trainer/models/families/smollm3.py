@@ -8,22 +8,25 @@ from trainer.recipe.architecture import Architecture
 
 
 def layers(architecture: Architecture) -> list[LayerKind]:
-    """`no_rope_layers` has a 1 for each layer that rotates; without it each
-    `no_rope_layer_interval`th layer does not. With `use_sliding_window` the layers that do not
-    rotate have a window."""
+    """Kinds of layers.
+
+    `no_rope_layers` has a 1 for each layer that rotates; without it, each
+    `no_rope_layer_interval`th layer does not rotate. With `use_sliding_window`, the layers that do
+    not rotate have a window.
+    """
     options, count = architecture.options or {}, architecture.num_hidden_layers
     rotary, interval = options.get("no_rope_layers"), options.get("no_rope_layer_interval", 4)
     if rotary is None:
         if interval < 1:
             raise ValueError(f"no_rope_layer_interval: {interval} is not above 0")
         rotary = [int((number + 1) % interval != 0) for number in range(count)]
-    listed = isinstance(rotary, list | tuple) and all(one in (0, 1) for one in rotary)
+    listed = isinstance(rotary, list | tuple) and all(flag in (0, 1) for flag in rotary)
     if not listed or len(rotary) < count:
         raise ValueError(
-            f"no_rope_layers: {rotary!r} does not have a 0 or 1 for each of {count} layers; mend it"
+            f"no_rope_layers: {rotary!r} does not have a 0 or 1 for each of {count} layers"
         )
     window = window_of(architecture) if options.get("use_sliding_window") else None
-    return kinds_by_window(architecture, window, [not one for one in rotary], rotary)
+    return kinds_by_window(architecture, window, [not flag for flag in rotary], rotary)
 
 
 FAMILY = replace(

@@ -1,1 +1,1 @@
-"""`perdure compare`: every strategy, run and profiled."""
+"""`perdure compare`: runs and profiles a recipe under every strategy."""

@@ -25,30 +25,29 @@ from trainer.tools.report.report import read_metrics
 from trainer.tools.torchrun import run_ranks
 
 INTERRUPTED = "not measured: interrupted"
-"""`Outcome.problem` of the strategies that Ctrl-C left unrun."""
+"""`StrategyOutcome.problem` of strategies that did not run because of Ctrl-C."""
 
-# Largest relative difference of a loss. fp32: sums in another order; 6e-7 was seen over 50 steps.
-# bf16 and fp16: FSDP casts all parameters, autocast under DDP and ZeRO-1 leaves norms in float32;
-# 9e-4 was seen over 32 steps of the quickstart in bf16.
+# Largest relative difference of a loss. fp32 sums in another order; the largest seen over 50 steps
+# was 6e-7. In bf16 and fp16 FSDP casts all parameters, while autocast under DDP and ZeRO-1 leaves
+# norms in float32; the largest seen over 32 steps of the quickstart in bf16 was 9e-4.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}
 
 
 @dataclass
-class Outcome:
-    """The measurements of one strategy, in bytes and seconds; memory is that of the rank with
-    most."""
+class StrategyOutcome:
+    """Measurements of one strategy, in bytes and seconds; memory is that of the rank with most."""
 
     name: str
     problem: str = ""
-    """The reason why there are no figures."""
+    """Why there are no figures; "" if there are."""
     failed: bool = False
-    """The strategy was runnable, and its run failed."""
+    """Whether the run was started and failed."""
     step_seconds: list[float] = field(default_factory=list)
     """Duration of each timed step."""
     rate: float | None = None
-    """Units consumed per second over all ranks, at the median step."""
+    """Units consumed per second by all ranks, at the median step."""
     unit: str = "tokens"
-    """The unit of the rate, such as tokens."""
+    """Unit of `rate`, such as tokens."""
     losses: dict[int, float] = field(default_factory=dict)
     """Step → loss, of the logged steps."""
     difference: float | None = None
@@ -61,23 +60,23 @@ class Outcome:
     optimizer_state: int | None = None
     host: int | None = None
     communication: float | None = None
-    """Share of the time spent in communication, mean of the ranks."""
+    """Share of the time spent in communication, averaged over ranks."""
     bubble: float | None = None
-    """Share of the timed steps for which a pipeline idled, from metrics.jsonl."""
+    """Share of the timed steps in which a pipeline idled, from metrics.jsonl."""
     communication_bytes: float | None = None
     """Bytes that a rank sends per step, as `RankRecord.sent`."""
     checkpoint_stall: float | None = None
-    """Seconds that one checkpoint cost training: the time between steps, and slower steps after
+    """Seconds of training that one checkpoint cost: the pause between steps, and slower steps after
     it."""
     checkpoint_seconds: float | None = None
     checkpoint_bytes: int | None = None
     predicted: dict[str, Any] = field(default_factory=dict)
     """Fields of the plan's `Prediction`."""
     unplanned: str = ""
-    """The reason why `predicted` is empty."""
+    """Why `predicted` is empty; "" if it is not."""
 
     def quantile(self, share: float) -> float | None:
-        """Return the step duration nearest to a quantile."""
+        """Step duration nearest to a quantile."""
         if not self.step_seconds:
             return None
         ordered = sorted(self.step_seconds)
@@ -97,23 +96,23 @@ def run_comparison(
     ranks: int,
     steps: int,
     out: Path,
-) -> list[Outcome]:
-    """Run every strategy, and print a line for each; a strategy that cannot run is reported with
-    the reason. After Ctrl-C the remaining ones are INTERRUPTED.
+) -> list[StrategyOutcome]:
+    """Run every strategy, and print a line for each. A strategy that cannot run has the reason as
+    its problem. After Ctrl-C the remaining ones are INTERRUPTED.
 
     Args:
         recipe_path: YAML file.
-        overrides: changes to the recipe.
+        overrides: overrides of the recipe.
         names: strategies: a key of `BASES`, followed by keys of `MODIFIERS`, each after a `+`.
         ranks: ranks to start on this machine.
         steps: timed steps.
         out: folder to create, with `runs` and `logs`.
 
     Raises:
-        RecipeError: wrong recipe, an unknown name, or `out` is there.
+        RecipeError: wrong recipe, an unknown name, or `out` exists.
     """
     if out.exists():
-        raise RecipeError(f"{out}: is there already; delete it, or give another --out")
+        raise RecipeError(f"{out}: already exists; delete it, or choose another --out")
     strategies = [
         candidate(name, recipe_path, overrides, ranks, steps, out / "runs" / name) for name in names
     ]
@@ -130,13 +129,15 @@ def run_comparison(
             whose.setdefault(one.problem, []).append(one.name)
         raise RecipeError("; ".join(f"{', '.join(of)}: {why}" for why, of in whose.items()))
     (out / "logs").mkdir(parents=True)
-    outcomes: list[Outcome] = []
+    outcomes: list[StrategyOutcome] = []
     for number, one in enumerate(strategies, 1):
         began = time.monotonic()
         try:
             outcome = _run(one, ranks, steps, out)
         except KeyboardInterrupt:
-            outcomes += [Outcome(left.name, INTERRUPTED) for left in strategies[number - 1 :]]
+            outcomes += [
+                StrategyOutcome(left.name, INTERRUPTED) for left in strategies[number - 1 :]
+            ]
             break
         outcome.unit = unit
         outcomes.append(outcome)
@@ -151,7 +152,7 @@ def run_comparison(
 
 
 def _checked(one: StrategyRecipe, task: Task, ranks: int) -> StrategyRecipe:
-    """Return a strategy, with the problem that prevents it from running on so many ranks, if
+    """Return a strategy, with the problem that prevents it from running on `ranks` ranks, if
     any."""
     try:
         if one.recipe:
@@ -162,17 +163,21 @@ def _checked(one: StrategyRecipe, task: Task, ranks: int) -> StrategyRecipe:
     return one
 
 
-def _run(one: StrategyRecipe, ranks: int, steps: int, out: Path) -> Outcome:
+def _run(one: StrategyRecipe, ranks: int, steps: int, out: Path) -> StrategyOutcome:
     if one.recipe is None:
-        return Outcome(one.name, f"cannot run: {one.problem}")
+        return StrategyOutcome(one.name, f"cannot run: {one.problem}")
     run, log = out / "runs" / one.name, out / "logs" / f"{one.name}.log"
     code = launch(["-m", "trainer", *one.arguments], ranks, log, run)
     if code:
-        return Outcome(one.name, f"failed: {_last_error(log, code)}; see {log}", failed=True)
+        return StrategyOutcome(
+            one.name, f"failed: {_last_error(log, code)}; see {log}", failed=True
+        )
     try:
         outcome = read_run(one.name, run, steps)
     except (LedgerError, OSError, KeyError) as error:
-        return Outcome(one.name, f"failed: left no figures: {error}; see {log}", failed=True)
+        return StrategyOutcome(
+            one.name, f"failed: left no figures: {error}; see {log}", failed=True
+        )
     try:
         outcome.predicted = asdict(predict(one.recipe, ranks, ranks))
     except RecipeError as error:  # a model that cannot be traced
@@ -181,7 +186,7 @@ def _run(one: StrategyRecipe, ranks: int, steps: int, out: Path) -> Outcome:
 
 
 def _last_error(log: Path, code: int) -> str:
-    """Return the last error that a rank printed; the launcher's own message names no cause."""
+    """Last error that a rank printed; the launcher's own message has no cause."""
     lines = log.read_text(errors="replace").splitlines()
     errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?(error|[\w.]*Error): ", line)]
     errors = [line for line in errors if "ChildFailedError" not in line]
@@ -189,16 +194,13 @@ def _last_error(log: Path, code: int) -> str:
 
 
 def launch(worker: Sequence[str], ranks: int, log: Path, run: Path) -> int:
-    """Run a worker under torchrun to its end, and delete the checkpoints of its run.
-
-    Returns:
-        The exit code of torchrun.
-    """
+    """Run a worker under torchrun to its end, delete the checkpoints of its run, and return
+    torchrun's exit code."""
     try:
         with log.open("wb") as output:
             return run_ranks(worker, ranks, output=output)
     finally:
-        # Free the disk and the checkpoints in memory for the next strategies.
+        # frees disk and the checkpoints in memory for the next strategies
         checkpoints = run / "checkpoints"
         collect_memory(str(location(str(checkpoints)).absolute()))
         shutil.rmtree(checkpoints, ignore_errors=True)
@@ -207,10 +209,11 @@ def launch(worker: Sequence[str], ranks: int, log: Path, run: Path) -> int:
 # --- reading ---------------------------------------------------------------------------------
 
 
-def read_run(name: str, run: Path, steps: int) -> Outcome:
+def read_run(name: str, run: Path, steps: int) -> StrategyOutcome:
     """Read the figures of a run that ended with code 0.
 
     Args:
+        name: name of the strategy.
         run: run directory.
         steps: timed steps.
 
@@ -222,18 +225,18 @@ def read_run(name: str, run: Path, steps: int) -> Outcome:
     timed = [by_number[number].seconds for number in range(WARM_UP + 1, save_at + 1)]
     records = read_metrics(run)
     logged = [record for record in records if "loss" in record]
-    # metrics.jsonl has null for a loss that is not finite.
+    # metrics.jsonl has null for a loss that is not finite
     losses = {r["step"]: math.inf if r["loss"] is None else r["loss"] for r in logged}
     tokens_per_step = logged[-1]["tokens"] / logged[-1]["step"]
     saves = [record for record in records if record.get("checkpoint_step") == save_at]
     ranks = read_records(run)
-    # Without the first record, whose interval includes warm-up.
+    # without the first record, whose interval includes warm-up
     bubbles = [record["bubble"] for record in logged if "bubble" in record][1:]
 
     def most(kind: str) -> Any:
         return max((getattr(record, kind) for record in ranks), default=None)
 
-    return Outcome(
+    return StrategyOutcome(
         name,
         step_seconds=timed,
         rate=tokens_per_step / median(timed),
@@ -255,15 +258,15 @@ def read_run(name: str, run: Path, steps: int) -> Outcome:
 
 
 def stall(steps: Mapping[int, StepLine], save_at: int, usual: float) -> float:
-    """Return the seconds that a checkpoint after step `save_at` cost: the longer pause before the
-    next step, and the slowdown of the steps that follow."""
+    """Seconds of training that a checkpoint after step `save_at` cost: the longer pause before the
+    next step, and the slowdown of the steps after it."""
 
     def pause_after(number: int) -> float:
         return steps[number + 1].after - steps[number + 1].seconds - steps[number].after
 
-    # Data and logging take time between steps without any save.
+    # data and logging take time between steps even without a save
     usual_pause = median(pause_after(number) for number in range(WARM_UP + 1, save_at))
-    # The save runs beside these steps and slows them down.
+    # the save runs beside these steps and slows them down
     following = range(save_at + 1, save_at + AFTER_SAVE + 1)
     slower = sum(steps[number].seconds - usual for number in following)
     return max(0.0, pause_after(save_at) - usual_pause) + max(0.0, slower)
@@ -272,8 +275,8 @@ def stall(steps: Mapping[int, StepLine], save_at: int, usual: float) -> float:
 # --- judging ---------------------------------------------------------------------------------
 
 
-def compare_losses(outcomes: Sequence[Outcome]) -> None:
-    """Fill in `Outcome.difference`, relative to the first outcome with losses."""
+def compare_losses(outcomes: Sequence[StrategyOutcome]) -> None:
+    """Set `difference` of each outcome, relative to the first outcome with losses."""
     reference = next((one.losses for one in outcomes if one.losses), {})
     for one in outcomes:
         common = one.losses.keys() & reference.keys()
@@ -283,15 +286,14 @@ def compare_losses(outcomes: Sequence[Outcome]) -> None:
             )
 
 
-def problems(outcomes: Sequence[Outcome], tolerance: float) -> list[str]:
-    """Describe failed strategies, and losses that differ by more than `tolerance`, in a sentence
-    each."""
+def problems(outcomes: Sequence[StrategyOutcome], tolerance: float) -> list[str]:
+    """Sentences about failed strategies, and about losses that differ by more than `tolerance`."""
     sentences = [f"{one.name}: {one.problem}" for one in outcomes if one.failed]
     first = next((one.name for one in outcomes if one.losses), "")
     sentences += [
         f"{one.name}: a loss differs from that of {first} by {one.difference:.1e}, "
         f"more than {tolerance:.0e}"
         for one in outcomes
-        if one.difference is not None and not one.difference <= tolerance  # NaN too
+        if one.difference is not None and not one.difference <= tolerance  # also for NaN
     ]
     return sentences

@@ -1,9 +1,9 @@
-"""Turns a strategy's name into the recipe that trains with it for a few steps. Imports no torch.
+"""Turns a strategy's name into a recipe that trains with it for a few steps. Imports no torch.
 
 [Note: steps of a comparison] A run has four kinds of steps, in this order: warm-up, timed, after
-the save, traced. Speed is that of the timed steps. A checkpoint begins after the last of them, and
-the steps that follow show its cost. The traced steps run last, because torch's profiler
-(trainer/run/profile.py) slows them down.
+the save, traced. Speed is measured over the timed steps. A checkpoint begins after the last of
+them, and the steps after the save show its cost. The traced steps come last, because torch's
+profiler (trainer/run/profile.py) slows them down.
 """
 
 import re
@@ -15,7 +15,7 @@ from trainer.recipe import Recipe, RecipeError, Strategy, load_recipe
 from trainer.recipe.strategies import sizes
 
 WARM_UP, AFTER_SAVE, MEASURED = 5, 4, 3
-"""Steps; see [Note: steps of a comparison]."""
+"""Numbers of warm-up, after-save and traced steps; see [Note: steps of a comparison]."""
 LOG_EVERY = 5
 
 _FSDP = "strategy.name=fsdp"
@@ -39,9 +39,10 @@ MODIFIERS: dict[str, tuple[str, ...]] = {
 }
 SIZES = tuple(sizes(Strategy()))
 LAYOUT = re.compile(rf"({'|'.join(SIZES)})([1-9]\d*)")
-"""Pattern of a modifier that says how many ranks share a computation: tp2, pp4."""
+"""Pattern of a modifier that sets how many ranks share a computation: tp2, pp4."""
 LAYOUT_BASE = "zero2"
-"""Base of a name that begins with a layout: it gathers weights once a step, however many passes."""
+"""Base of a name that begins with a layout; it gathers weights once a step, however many passes
+there are."""
 _PLAIN = (
     "strategy.zero=null",
     "strategy.shard_size=null",
@@ -68,24 +69,21 @@ class StrategyRecipe:
     """Recipe file and overrides."""
     recipe: Recipe | None
     problem: str = ""
-    """The reason why it cannot run."""
+    """Why the strategy cannot run; "" if it can."""
 
 
 def candidate(
     name: str, recipe_path: str, overrides: Sequence[str], ranks: int, steps: int, run: Path
 ) -> StrategyRecipe:
-    """Build the recipe of a named strategy for a number of ranks.
-
-    Raises:
-        RecipeError: the name is unknown, or the recipe is wrong under every strategy.
-    """
+    """Build the recipe of a named strategy for a number of ranks. Raises RecipeError if the name is
+    unknown, or the recipe is wrong under every strategy."""
     words = name.split("+")
     base, modifiers = (words[0], words[1:]) if words[0] in BASES else (LAYOUT_BASE, words)
     layout = {m[1]: int(m[2]) for m in map(LAYOUT.fullmatch, modifiers) if m}
     known = all(word in MODIFIERS or LAYOUT.fullmatch(word) for word in modifiers)
     if not known or (words[0] != base and not LAYOUT.fullmatch(words[0])):
         raise RecipeError(
-            f"--strategies: there is no {name!r}; it is one of {', '.join(BASES)}, or "
+            f"--strategies: {name!r} is unknown; use one of {', '.join(BASES)}, or "
             f"{', '.join(f'{key}2' for key in SIZES)} (any number), and any of "
             f"{', '.join(f'+{key}2' for key in SIZES)}, +{', +'.join(MODIFIERS)} after it"
         )
@@ -113,7 +111,7 @@ def candidate(
 
 
 def _settings(recipe: Recipe, steps: int, run: Path) -> list[str]:
-    """Return the overrides that turn any recipe into a short run of its own."""
+    """Overrides that turn any recipe into a short run of its own."""
     save_at = WARM_UP + steps
     last = save_at + AFTER_SAVE + MEASURED
     settings = [f"run.dir={run}", f"run.steps={last}", "run.epochs=0"]

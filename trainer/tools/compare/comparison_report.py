@@ -1,4 +1,4 @@
-"""Formats a comparison as a table (Markdown that reads well on a console), JSON, CSV and SVG. Only
+"""Formats a comparison as a Markdown table, readable on a console, and as JSON, CSV and SVG. Only
 `write_report` touches files."""
 
 import csv
@@ -17,7 +17,7 @@ from elastic import usable_cores
 from trainer.recipe import Recipe, resolved
 from trainer.text import markdown
 from trainer.tools import svg
-from trainer.tools.compare.compare import INTERRUPTED, Outcome
+from trainer.tools.compare.compare import INTERRUPTED, StrategyOutcome
 
 PLANNED = "planned"
 PARTS_KINDS = {
@@ -27,66 +27,68 @@ PARTS_KINDS = {
     "communication_bytes": "sent per step",
     "checkpoint_bytes": "checkpoint",
 }
-"""Field of both `Outcome` and `Prediction` → title, of all figures but the peak."""
+"""Field that both `StrategyOutcome` and `Prediction` have, except the peak → column title."""
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """Format a Markdown table of the strategies that ran, and a line for each that did not, or
-    whose pipeline idles."""
-    shown = [one for one in outcomes if not one.problem]
-    cells = [_cells(one) for one in shown]
+def table(outcomes: Sequence[StrategyOutcome]) -> str:
+    """Format a Markdown table of the strategies that ran. Lines below it report strategies that did
+    not run, and pipelines that idle."""
+    shown = [outcome for outcome in outcomes if not outcome.problem]
+    cells = [_cells(outcome) for outcome in shown]
     columns = [*cells[0]] if cells else []
-    if cells and not any(one.predicted for one in shown):
+    if cells and not any(outcome.predicted for outcome in shown):
         columns.remove(PLANNED)
-    rows = [[of_one[column] for column in columns] for of_one in cells]
+    rows = [[row[column] for column in columns] for row in cells]
     lines = markdown(columns, rows, range(1, len(columns))) if rows else []
-    notes = [f"- {one.name}: {one.problem}" for one in outcomes if one.problem]
-    notes += [f"- {one.name}: {_bubble(one)}" for one in shown if one.bubble is not None]
-    unplanned = next((one.unplanned for one in shown if one.unplanned), "")
+    notes = [f"- {outcome.name}: {outcome.problem}" for outcome in outcomes if outcome.problem]
+    notes += [
+        f"- {outcome.name}: {_bubble(outcome)}" for outcome in shown if outcome.bubble is not None
+    ]
+    unplanned = next((outcome.unplanned for outcome in shown if outcome.unplanned), "")
     if unplanned:
         notes.append(f"- {PLANNED}: `perdure plan` has no figures: {unplanned}")
-    if any(one.problem == INTERRUPTED for one in outcomes):
+    if any(outcome.problem == INTERRUPTED for outcome in outcomes):
         notes.append(f"- PARTIAL: {len(shown)} of {len(outcomes)} strategies were measured")
     return "\n".join([*lines, *([""] if lines and notes else []), *notes])
 
 
-def parts_table(outcomes: Sequence[Outcome]) -> str:
-    """Format a Markdown table of memory, network and checkpoint bytes as measured, with the
-    prediction of `perdure plan` in brackets; empty if nothing ran."""
-    shown = [one for one in outcomes if not one.problem]
+def parts_table(outcomes: Sequence[StrategyOutcome]) -> str:
+    """Format a Markdown table of measured bytes of memory, network and checkpoint, with the
+    prediction of `perdure plan` in brackets; "" if nothing ran."""
+    shown = [outcome for outcome in outcomes if not outcome.problem]
 
-    def cell(one: Outcome, kind: str) -> str:
-        planned = f" ({_megabytes(one.predicted.get(kind))})" if one.predicted else ""
-        return f"{_megabytes(getattr(one, kind))}{planned}"
+    def cell(outcome: StrategyOutcome, kind: str) -> str:
+        planned = f" ({_megabytes(outcome.predicted.get(kind))})" if outcome.predicted else ""
+        return f"{_megabytes(getattr(outcome, kind))}{planned}"
 
-    rows = [[one.name, *(cell(one, kind) for kind in PARTS_KINDS)] for one in shown]
+    rows = [[outcome.name, *(cell(outcome, kind) for kind in PARTS_KINDS)] for outcome in shown]
     columns = ["MB, measured (planned)", *PARTS_KINDS.values()]
     return "\n".join(markdown(columns, rows, range(1, len(columns)))) if rows else ""
 
 
-def _cells(one: Outcome) -> dict[str, str]:
-    """Map each column's title to the cell of an outcome."""
+def _cells(outcome: StrategyOutcome) -> dict[str, str]:
+    """Title of a column → cell of an outcome."""
     spread = ""
-    low, middle, high = (one.quantile(share) for share in (0.1, 0.5, 0.9))
+    low, middle, high = (outcome.quantile(share) for share in (0.1, 0.5, 0.9))
     if low is not None and middle is not None and high is not None:
         spread = f"{middle * 1e3:.0f} ({low * 1e3:.0f}-{high * 1e3:.0f})"
     return {
-        "strategy": one.name,
-        "peak MB": _megabytes(one.peak),
-        PLANNED: _megabytes(one.predicted.get("peak")),
-        f"{one.unit}/s": _number(one.rate, ",.0f"),
+        "strategy": outcome.name,
+        "peak MB": _megabytes(outcome.peak),
+        PLANNED: _megabytes(outcome.predicted.get("peak")),
+        f"{outcome.unit}/s": _number(outcome.rate, ",.0f"),
         "step ms (p10-p90)": spread,
-        "comm.": _number(one.communication, ".0%"),
-        "save s": _number(one.checkpoint_stall, ".2f"),
-        "last loss": _number(one.final_loss, ".4f"),
-        "loss diff.": _number(one.difference, ".0e"),
+        "comm.": _number(outcome.communication, ".0%"),
+        "save s": _number(outcome.checkpoint_stall, ".2f"),
+        "last loss": _number(outcome.final_loss, ".4f"),
+        "loss diff.": _number(outcome.difference, ".0e"),
     }
 
 
-def _bubble(one: Outcome) -> str:
-    simulated, formula = (one.predicted.get(key) for key in ("bubble", "bubble_formula"))
+def _bubble(outcome: StrategyOutcome) -> str:
+    simulated, formula = (outcome.predicted.get(key) for key in ("bubble", "bubble_formula"))
     planned = f" (simulated {_number(simulated, '.1%')}, by formula {_number(formula, '.1%')})"
-    return f"bubble {one.bubble:.1%}{planned if one.predicted else ''}"
+    return f"bubble {outcome.bubble:.1%}{planned if outcome.predicted else ''}"
 
 
 def _number(value: float | None, how: str) -> str:
@@ -98,19 +100,19 @@ def _megabytes(value: float | None) -> str:
 
 
 LEGEND = """\
-Per rank, of the rank that holds most: `peak` of what torch allocated at once, what `perdure plan`
-says of it, and of parameters (between steps), gradients (when the optimizer takes its step) and
-optimizer state what lives. `comm.`: share of the time in which a collective was under way, waiting
-for peers included. `bubble`: share of a pipeline's time in which its ranks wait for messages, or
-are done: measured, simulated with what `perdure plan` says of its stages, and by the formula for
-equal ones. `sent per step`: by this rank. `checkpoint`: its tensors, of all ranks. `save s`: what
-one checkpoint cost the trainer. `loss diff.`: largest relative difference of a loss to the first
+Memory is that of the rank with most: `peak` of torch's allocations, `planned` peak by `perdure
+plan`, and parameters (between steps), gradients (at the optimizer step) and optimizer state.
+`comm.`: share of the time in which a collective was under way, including waiting for peers.
+`bubble`: share of a pipeline's time in which its ranks wait for messages, or are done: measured,
+simulated from the stages of `perdure plan`, and by the formula for equal stages. `sent per step`:
+by one rank. `checkpoint`: tensors of all ranks. `save s`: seconds of training that one checkpoint
+cost. `loss diff.`: largest relative difference of a loss from the first
 strategy's.
 """
 
 
 def conditions(recipe: Recipe, ranks: int, steps: int) -> dict[str, Any]:
-    """Return the date, machine, torch version, rank count and recipe of the measurement."""
+    """Date, machine, torch version, rank count and recipe of the measurement."""
     device = recipe.run.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -140,12 +142,16 @@ def describe(where: dict[str, Any]) -> str:
     )
 
 
-def write_report(outcomes: Sequence[Outcome], where: dict[str, Any], out: Path) -> list[Path]:
+def write_report(
+    outcomes: Sequence[StrategyOutcome], where: dict[str, Any], out: Path
+) -> list[Path]:
     """Write compare.md, .json, .csv and .svg into a folder, and return their paths."""
     tables = [text for text in (table(outcomes), parts_table(outcomes)) if text]
     texts = {
         "md": "\n\n".join([describe(where), *tables, LEGEND]),
-        "json": json.dumps({**where, "strategies": [record(one) for one in outcomes]}, indent=2),
+        "json": json.dumps(
+            {**where, "strategies": [record(outcome) for outcome in outcomes]}, indent=2
+        ),
         "csv": comma_separated(outcomes),
         "svg": picture(outcomes, describe(where)),
     }
@@ -155,20 +161,22 @@ def write_report(outcomes: Sequence[Outcome], where: dict[str, Any], out: Path) 
     return paths
 
 
-def record(one: Outcome) -> dict[str, Any]:
+def record(outcome: StrategyOutcome) -> dict[str, Any]:
     """Convert an outcome to JSON values; steps become string keys."""
-    return {**asdict(one), "final_loss": one.final_loss}
+    return {**asdict(outcome), "final_loss": outcome.final_loss}
 
 
-def comma_separated(outcomes: Sequence[Outcome]) -> str:
-    """Format one CSV line per strategy, in bytes and seconds."""
+def comma_separated(outcomes: Sequence[StrategyOutcome]) -> str:
+    """Format a CSV line for each strategy, in bytes and seconds."""
     rows = []
-    for one in outcomes:
+    for outcome in outcomes:
         values = {
-            key: value for key, value in record(one).items() if not isinstance(value, dict | list)
+            key: value
+            for key, value in record(outcome).items()
+            if not isinstance(value, dict | list)
         }
-        values |= {f"step_seconds_p{n}": one.quantile(n / 100) for n in (10, 50, 90)}
-        values |= {f"predicted_{key}": value for key, value in one.predicted.items()}
+        values |= {f"step_seconds_p{n}": outcome.quantile(n / 100) for n in (10, 50, 90)}
+        values |= {f"predicted_{key}": value for key, value in outcome.predicted.items()}
         rows.append(values)
     names = dict.fromkeys(name for row in rows for name in row)
     text = io.StringIO()
@@ -192,13 +200,16 @@ PARTS = {
 COMPUTE, COMMUNICATION = "#76a5c4", "#e15759"
 
 
-def picture(outcomes: Sequence[Outcome], caption: str) -> str:
-    """Draw an SVG with a bar of memory and one of time for each strategy that ran."""
-    shown = [one for one in outcomes if not one.problem]
+def picture(outcomes: Sequence[StrategyOutcome], caption: str) -> str:
+    """Draw an SVG with a bar of memory and a bar of time for each strategy that ran."""
+    shown = [outcome for outcome in outcomes if not outcome.problem]
     height = TOP + ROW * len(shown) + 40
-    # Measured and planned bytes share a scale, so that bars and marks can be compared.
-    most = max([value for one in shown for value in (one.peak, _plan_of(one)) if value], default=1)
-    slowest = max([one.quantile(0.9) or 0.0 for one in shown], default=1) or 1
+    # measured and planned bytes share a scale, so that bars and marks are comparable
+    most = max(
+        [value for outcome in shown for value in (outcome.peak, _plan_of(outcome)) if value],
+        default=1,
+    )
+    slowest = max([outcome.quantile(0.9) or 0.0 for outcome in shown], default=1) or 1
     right = LEFT + PANEL + GAP
     body = [
         svg.label(LEFT, 24, "What each strategy costs", size=16),
@@ -208,44 +219,44 @@ def picture(outcomes: Sequence[Outcome], caption: str) -> str:
         *_key(LEFT, {name.replace("_", " "): color for name, color in PARTS.items()}),
         *_key(right, {"a collective under way": COMMUNICATION, "the rest": COMPUTE}),
     ]
-    for number, one in enumerate(shown):
+    for number, outcome in enumerate(shown):
         y = TOP + ROW * number
-        body.append(svg.label(LEFT - 10, y + 13, one.name, anchor="end"))
-        body += _memory_bar(one, y, PANEL / most)
-        body += _time_bar(one, right, y, PANEL / slowest)
+        body.append(svg.label(LEFT - 10, y + 13, outcome.name, anchor="end"))
+        body += _memory_bar(outcome, y, PANEL / most)
+        body += _time_bar(outcome, right, y, PANEL / slowest)
     if any(map(_plan_of, shown)):
-        note = "| as perdure plan says"
+        note = "| planned by perdure plan"
         body.append(svg.label(LEFT, height - 12, note, size=11, color=svg.SOFT))
     note = "line: 10 % to 90 % of the steps"
     body.append(svg.label(right, height - 12, note, size=11, color=svg.SOFT))
     return svg.document(WIDTH, height, body)
 
 
-def _plan_of(one: Outcome) -> float | None:
-    return one.predicted.get("peak")
+def _plan_of(outcome: StrategyOutcome) -> float | None:
+    return outcome.predicted.get("peak")
 
 
-def _memory_bar(one: Outcome, y: float, scale: float) -> list[str]:
-    if one.peak is None:
+def _memory_bar(outcome: StrategyOutcome, y: float, scale: float) -> list[str]:
+    if outcome.peak is None:
         return [svg.label(LEFT, y + 13, "not measured", color=svg.SOFT, size=11)]
-    sizes = [getattr(one, name, None) or 0 for name in [*PARTS][:3]]
-    sizes.append(max(0, one.peak - sum(sizes)))
+    sizes = [getattr(outcome, name, None) or 0 for name in [*PARTS][:3]]
+    sizes.append(max(0, outcome.peak - sum(sizes)))
     parts, x = [], float(LEFT)
     for (name, color), size in zip(PARTS.items(), sizes, strict=True):
         tip = f"{name}: {size / 1e6:,.1f} MB"
         parts.append(svg.bar(x, y, size * scale, BAR, tip, fill=color))
         x += size * scale
-    if planned := _plan_of(one):
+    if planned := _plan_of(outcome):
         place = LEFT + planned * scale
         parts.append(svg.line(place, y - 4, place, y + BAR + 4, stroke=svg.INK, stroke_width=2))
         x = max(x, place)
-    return [*parts, svg.label(x + 6, y + 13, f"{one.peak / 1e6:,.1f}")]
+    return [*parts, svg.label(x + 6, y + 13, f"{outcome.peak / 1e6:,.1f}")]
 
 
-def _time_bar(one: Outcome, left: float, y: float, scale: float) -> list[str]:
-    low, middle, high = ((one.quantile(share) or 0.0) * scale for share in (0.1, 0.5, 0.9))
-    share, median = one.communication or 0.0, one.quantile(0.5) or 0.0
-    rate = f"{one.rate:,.0f} {one.unit}/s" if one.rate else ""
+def _time_bar(outcome: StrategyOutcome, left: float, y: float, scale: float) -> list[str]:
+    low, middle, high = ((outcome.quantile(share) or 0.0) * scale for share in (0.1, 0.5, 0.9))
+    share, median = outcome.communication or 0.0, outcome.quantile(0.5) or 0.0
+    rate = f"{outcome.rate:,.0f} {outcome.unit}/s" if outcome.rate else ""
     busy, duration = middle * share, f"{median * 1e3:,.0f} ms"
     tip = f"a collective under way: {share:.0%}"
     across = y + BAR / 2

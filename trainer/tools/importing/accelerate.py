@@ -1,7 +1,7 @@
 """Translates an accelerate configuration (the YAML of `accelerate launch`) to a recipe.
 
-The configuration describes launch and distribution; optimizer values come from TrainingArguments, a
-file or their defaults. Its DeepSpeed part is translated as a ds_config.
+The configuration describes launch and distribution. Optimizer values come from TrainingArguments,
+either a file or their defaults. The DeepSpeed section is translated as a ds_config.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from trainer.tools.importing.foreign_config import (
     read_yaml,
     words,
 )
-from trainer.tools.importing.imported import Imported
+from trainer.tools.importing.imported import ImportedRecipe
 from trainer.tools.importing.training_arguments import (
     fill,
     mixed_precision,
@@ -49,7 +49,7 @@ REFUSED = {
         TRAINED_ON,
     ),
 }  # fmt: skip
-"""`distributed_type` → the reason why it cannot be imported."""
+"""Value of `distributed_type` → why it cannot be imported."""
 
 SECTIONS = {
     "FSDP": "fsdp_config",
@@ -57,7 +57,7 @@ SECTIONS = {
     "MEGATRON_LM": "megatron_lm_config",
     "fp8": "fp8_config",
 }
-"""`distributed_type` or `mixed_precision` → the section that only applies with it."""
+"""Value of `distributed_type` or `mixed_precision` → the section that only applies with it."""
 
 FP8 = {
     "AO": "",
@@ -65,7 +65,7 @@ FP8 = {
     "MSAMP": "MS-AMP also keeps optimizer state and gradients in 8 bits; here they are float32",
     None: "there whichever backend is installed, here torchao's scaling by tensor",
 }
-"""`fp8_backend` → how precision.matmul differs from it."""
+"""Value of `fp8_backend` → how precision.matmul differs from it; "" if it does not."""
 
 
 def import_accelerate(
@@ -75,21 +75,21 @@ def import_accelerate(
     ranks: int | None = None,
     training_arguments: str | Path | None = None,
     allow_unknown: bool = False,
-) -> Imported:
+) -> ImportedRecipe:
     """Translate an accelerate configuration to a recipe.
 
     Args:
         path: YAML file, or JSON by its name.
         overrides: `key.sub=value` of the recipe, applied over the configuration.
-        ranks: number of ranks, where the configuration names none.
+        ranks: number of ranks, if the configuration has none.
         training_arguments: JSON file of the Hugging Face TrainingArguments used with it.
         allow_unknown: report unknown keys instead of raising an error.
 
     Raises:
-        RecipeError: no YAML, an unknown key, a value of the wrong type, keys that contradict each
-            other, a device that Perdure does not train on; one line that names file and key.
+        RecipeError: no YAML, an unknown key, a value of the wrong type, contradictory keys, or a
+            device on which Perdure does not train; one line with file and key.
     """
-    imported = Imported(str(path))
+    imported = ImportedRecipe(str(path))
     imported.override(overrides)
     tree = (read_json if Path(path).suffix == ".json" else read_yaml)(path, WHAT)
     source = ForeignConfig(str(path), flat(tree), TABLE, imported)
@@ -106,7 +106,7 @@ def import_accelerate(
     _compile(source)
     for kind, section in SECTIONS.items():
         if source.left.get(section) in (None, {}):
-            source.became(section, "", "it says nothing")
+            source.became(section, "", "it is empty")
         if kind not in (spread, mixed):
             source.settle(source.below(f"{section}."), "", f"only with {kind}")
     if spread not in ("FSDP", "DEEPSPEED"):
@@ -119,8 +119,8 @@ def import_accelerate(
 
 
 def fsdp_of_arguments(arguments: ForeignConfig) -> None:
-    """Translate `fsdp` and `fsdp_config` of TrainingArguments: true, or words as in transformers 4,
-    such as "full_shard auto_wrap offload"; Trainer uses DDP where both are missing."""
+    """Translate `fsdp` and `fsdp_config` of TrainingArguments. `fsdp` is true, or words as in
+    transformers 4, such as "full_shard auto_wrap offload". Trainer uses DDP if both are missing."""
     imported, held = arguments.imported, arguments.left.get("fsdp")
     legacy = [] if held is True or not held else arguments.take("fsdp", words)
     _parallelism(arguments, imported.replicas, "")
@@ -139,7 +139,7 @@ def fsdp_of_arguments(arguments: ForeignConfig) -> None:
 
 
 def _launch(source: ForeignConfig, ranks: int | None) -> int | None:
-    """Record the command that starts as many ranks, and return their number."""
+    """Record the launch command in the recipe's report, and return the number of ranks."""
     where = source.take("compute_environment", str, "LOCAL_MACHINE")
     if where != "LOCAL_MACHINE":
         problem = f"{where} is not imported; run the recipe under torchrun on its machines"
@@ -168,7 +168,7 @@ def _launch(source: ForeignConfig, ranks: int | None) -> int | None:
 
 
 def _distribute(source: ForeignConfig) -> str:
-    """Return `distributed_type`, if Perdure has a counterpart."""
+    """Value of `distributed_type`, if Perdure has a counterpart; raises RecipeError otherwise."""
     kind = source.take("distributed_type", str)
     if kind is None:
         raise source.error("distributed_type", "is missing; accelerate needs it too")
@@ -182,7 +182,7 @@ def _distribute(source: ForeignConfig) -> str:
 
 
 def _mixed_precision(source: ForeignConfig) -> str:
-    """Return "no", "fp16", "bf16" or "fp8", and put the recipe key for "fp8"."""
+    """ "no", "fp16", "bf16" or "fp8"; for "fp8", also set the recipe's precision.matmul."""
     old = source.take("fp16", a_boolean_or_word, False)
     kinds = one_of("no", "fp16", "bf16", "fp8")
     mixed: str = source.take("mixed_precision", kinds, "fp16" if old else "no")
@@ -202,16 +202,16 @@ def _fp8(source: ForeignConfig) -> None:
 
 
 def _put_precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str) -> None:
-    """Put the precision of a run without DeepSpeed: as in Trainer, TrainingArguments override
+    """Set the precision of a run without DeepSpeed. As in Trainer, TrainingArguments override
     accelerate."""
-    said = mixed_precision(arguments)
-    dtype = said or {"fp8": "bf16", "no": "fp32"}.get(mixed, mixed)
+    dtype_of_arguments = mixed_precision(arguments)
+    dtype = dtype_of_arguments or {"fp8": "bf16", "no": "fp32"}.get(mixed, mixed)
     if mixed == "fp8":
         source.imported.set("precision.dtype", dtype, f"{source.file}: mixed_precision")
-    elif said:
-        other = mixed not in (said, "no")
-        why = f"{said} of TrainingArguments overrides it" if other else ""
-        source.became("mixed_precision", f"precision.dtype={said}" * (not other), why)
+    elif dtype_of_arguments:
+        other = mixed not in (dtype_of_arguments, "no")
+        why = f"{dtype_of_arguments} of TrainingArguments overrides it" if other else ""
+        source.became("mixed_precision", f"precision.dtype={dtype_of_arguments}" * (not other), why)
     else:
         source.put("mixed_precision", "precision.dtype", dtype)
 
@@ -237,7 +237,7 @@ def _data_parallel(
 
 
 def _sharding_of(name: str) -> tuple[str, str]:
-    """Map a word of FSDP1 to `strategy.sharding`, and what differs."""
+    """Return (`strategy.sharding` for a word of FSDP1, what differs)."""
     if name == "HYBRID_SHARD_ZERO2":
         return "HYBRID_SHARD", "parameters are freed after the forward pass here, kept there"
     return name, ""
@@ -251,11 +251,11 @@ def _fsdp(source: ForeignConfig, version: int) -> None:
 
     def a_strategy(value: Any) -> str:
         number = str(value)
-        # accelerate writes the strategy by name or by number.
+        # accelerate writes the strategy by name or by number
         return FSDP1[int(number) - 1] if number in "12345" else str(named(value))
 
     if imported.get("strategy.sharding"):
-        source.settle((strategy, reshard), "", "the sharding is given already")
+        source.settle((strategy, reshard), "", "strategy.sharding is set already")
     elif version == 2:
         freed = source.take(reshard, a_boolean_or_word, True)
         sharding = "FULL_SHARD" if freed else "SHARD_GRAD_OP"
@@ -280,7 +280,7 @@ def _is_word(value: Any) -> bool:
 
 
 def _parallelism(source: ForeignConfig, ranks: int | None, spread: str) -> None:
-    """Translate `parallelism_config`: the sizes of each kind of parallelism."""
+    """Translate `parallelism_config`: the size of each kind of parallelism."""
     imported = source.imported
     sizes = {
         name: int(source.take(f"{PARALLEL}{name}_size", a_whole_number, 1) or 1)
@@ -317,7 +317,7 @@ def _parallelism(source: ForeignConfig, ranks: int | None, spread: str) -> None:
 
 
 def _megatron(source: ForeignConfig, ranks: int | None) -> None:
-    """Translate `megatron_lm_config`: the sizes of a split model, and its switches."""
+    """Translate `megatron_lm_config`: sizes of parallelism, and switches."""
     imported, together = source.imported, 1
     for name, target in (
         ("tp_degree", "strategy.tp"),
@@ -372,12 +372,12 @@ def _deepspeed(
     mixed: str,
     allow_unknown: bool,
 ) -> bool:
-    """Translate `deepspeed_config`, whose keys are a ds_config's under other names, or the
-    ds_config that it names; return whether TrainingArguments may supply the optimizer's values."""
+    """Translate `deepspeed_config`, inline or from the ds_config that it names. Return whether
+    TrainingArguments may supply the optimizer's values."""
     imported = source.imported
     inline = source.below("deepspeed_config.")
     named = source.left.get("deepspeed_config.deepspeed_config_file")
-    # Accounted for below, by the ds_config or by `rest`.
+    # accounted for below, by the ds_config or by `rest`
     values = {key: source.left.pop(key) for key in inline}
     if named and named != "none":
         path = beside(str(named), source.file, "deepspeed_config.deepspeed_config_file")
@@ -404,17 +404,17 @@ def _deepspeed(
     ds.drop_rest(allow_unknown)
     if (
         ds.file != imported.file
-    ):  # accelerate reads the file alone, beside a few words about the start
+    ):  # accelerate then reads only this file, and few keys about the launch
         rest = ForeignConfig(imported.file, values, INLINE, imported)
         rest.settle(
             [key for key in rest.left if not key.startswith("deepspeed_config.")],
             "",
-            f"{path.name} says it",
+            f"{path.name} has it",
         )
         rest.drop_rest(allow_unknown)
     dtype = imported.get("precision.dtype")
     agreed = {"fp8": "bf16", "no": "fp32"}.get(mixed, mixed) == dtype
-    why = "" if agreed else "the ds_config or TrainingArguments say it"
+    why = "" if agreed else "the ds_config or TrainingArguments override it"
     source.became("mixed_precision", f"precision.dtype={dtype}", why, differs=not agreed)
     sharding = imported.get("strategy.sharding")
     source.became(

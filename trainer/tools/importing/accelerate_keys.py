@@ -1,8 +1,10 @@
-"""The keys of an accelerate configuration without a counterpart in recipes, each with the reason;
-for some only where `trainer.tools.importing.accelerate` has no use for their value. Names are those
-of accelerate 0.11 to 1.15. A key that ends in a dot covers all keys below it."""
+"""The keys of an accelerate configuration without a counterpart in recipes, each with the reason.
 
-from trainer.tools.importing.foreign_config import Table, reasons
+Some are listed only for values that `trainer.tools.importing.accelerate` cannot use. Names are
+those of accelerate 0.11 to 1.15. A key that ends in a dot covers all keys below it.
+"""
+
+from trainer.tools.importing.foreign_config import KeyTable, reasons
 
 _SECTIONS = {
     "fsdp.": "fsdp_config.fsdp_",
@@ -11,7 +13,7 @@ _SECTIONS = {
     "fp8.": "fp8_config.fp8_",
     "megatron.": "megatron_lm_config.megatron_lm_",
 }
-"""Abbreviation of a section → the prefix of its keys' names."""
+"""Abbreviation of a section → prefix of its keys' names."""
 
 
 def _expand(key: str) -> str:
@@ -112,7 +114,7 @@ torch.compile decides about dynamic shapes
 
 
 def spelled_out(key: str) -> str:
-    """Complete the key of a section as accelerate's launcher does: "fsdp_config.version" becomes
+    """Complete a section's key as accelerate's launcher does: "fsdp_config.version" becomes
     "fsdp_config.fsdp_version"."""
     for long in _SECTIONS.values():
         section = long[: long.index(".") + 1]
@@ -121,11 +123,11 @@ def spelled_out(key: str) -> str:
     return key
 
 
-TABLE = Table(
+TABLE = KeyTable(
     owner="accelerate",
     no_meaning=reasons(_NO_MEANING, _expand),
     differs=reasons(_DIFFERS, _expand),
     aliases={},
     complete=spelled_out,
 )
-"""Rules for the keys of an accelerate configuration."""
+"""Rules for the untranslated keys of an accelerate configuration."""

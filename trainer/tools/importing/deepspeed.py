@@ -1,8 +1,8 @@
 """Translates a DeepSpeed configuration (ds_config.json) to a recipe, with every key accounted for.
 
 Settings that a ds_config lacks (model, data, length of the run) become lines to fill in. "auto"
-stands for the value of Hugging Face's TrainingArguments, which also supply optimizer and schedule
-where a ds_config has none.
+means the value in Hugging Face's TrainingArguments. They also supply optimizer and schedule if the
+ds_config has none.
 """
 
 import math
@@ -24,7 +24,7 @@ from trainer.tools.importing.foreign_config import (
     flat,
     read_json,
 )
-from trainer.tools.importing.imported import ABSENT, Imported, Line
+from trainer.tools.importing.imported import ABSENT, ImportedRecipe, ReportLine
 from trainer.tools.importing.training_arguments import (
     fill,
     is_file,
@@ -38,27 +38,27 @@ SIZES = (
     ("tensor_parallel.autotp_size", "strategy.tp", ""),
     ("sequence_parallel_size", "strategy.cp", "Ulysses there, a ring here"),
 )
-"""Key of a size of parallelism, its recipe key, a note."""
+"""(key of a size of parallelism, recipe key, what differs)."""
 
 SWITCHES: tuple[tuple[str, bool, str, Any, str, str], ...] = (
     ("compile.enabled", True, "strategy.compile", True, "", ""),
-    ("compile.disable", False, "strategy.compile", True, "", ""),  # its older spelling
+    ("compile.disable", False, "strategy.compile", True, "", ""),  # older spelling of enabled
     ("tensorboard.enabled", True, "tracking.tensorboard", True, "tensorboard.job_name", "name"),
     ("wandb.enabled", True, "tracking.wandb", "online", "wandb.project", "project"),
 )
-"""Key, the value that means on, recipe key and value; a key that then counts, and its place in
-`tracking`."""
+"""(key, value that means on, recipe key, its value then; a further key that applies then, and its
+name in `tracking`)."""
 
 TORCH = {
     "Adadelta": 1.0, "Adafactor": 0.01, "Adagrad": 0.01, "Adamax": 2e-3, "ASGD": 0.01,
     "NAdam": 2e-3, "RAdam": 1e-3, "RMSprop": 0.01, "Rprop": 0.01, "SGD": 1e-3,
 }  # fmt: skip
-"""torch optimizers that DeepSpeed accepts by name → their default learning rates."""
+"""torch optimizer that DeepSpeed accepts by name → its default learning rate."""
 
 
-Method: TypeAlias = tuple[str, str, float, list[float] | None, float | None, str]
-ADAM: Method = ("optimizer.name", "adamw", 1e-3, [0.9, 0.999], 1e-8, "")
-OPTIMIZERS: dict[str, Method] = {
+OptimizerEntry: TypeAlias = tuple[str, str, float, list[float] | None, float | None, str]
+ADAM: OptimizerEntry = ("optimizer.name", "adamw", 1e-3, [0.9, 0.999], 1e-8, "")
+OPTIMIZERS: dict[str, OptimizerEntry] = {
     "adam": ADAM,
     "adamw": ADAM,
     "onebitadam": (*ADAM[:5], "gradients are sent whole"),
@@ -69,11 +69,11 @@ OPTIMIZERS: dict[str, Method] = {
         for name, lr in TORCH.items()
     },
 }
-"""DeepSpeed's name in lower case → recipe key and its value; DeepSpeed's learning rate, betas and
-eps; a note."""
+"""DeepSpeed's name in lower case → (recipe key and its value; DeepSpeed's learning rate, betas and
+eps; what differs)."""
 
 SHAPES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
-"""DeepSpeed scheduler in lower case → `schedule.name`."""
+"""DeepSpeed's scheduler in lower case → `schedule.name`."""
 
 
 def import_deepspeed(
@@ -83,23 +83,23 @@ def import_deepspeed(
     ranks: int | None = None,
     training_arguments: str | Path | None = None,
     allow_unknown: bool = False,
-) -> Imported:
+) -> ImportedRecipe:
     """Translate a ds_config to a recipe.
 
     Args:
         path: JSON file.
         overrides: `key.sub=value` of the recipe, applied over the ds_config.
-        ranks: number of ranks; determines the global batch where the ds_config only names the
+        ranks: number of ranks; determines the global batch if the ds_config only has the
             micro-batch.
         training_arguments: JSON file of the Hugging Face TrainingArguments used with it.
         allow_unknown: report unknown keys instead of raising an error; DeepSpeed itself ignores
-            most of them.
+            most unknown keys.
 
     Raises:
-        RecipeError: no JSON, an unknown key, a value of the wrong type, keys that contradict each
-            other; one line that names file and key.
+        RecipeError: no JSON, an unknown key, a value of the wrong type, or contradictory keys; one
+            line with file and key.
     """
-    imported = Imported(str(path))
+    imported = ImportedRecipe(str(path))
     imported.override(overrides)
     arguments = read_arguments(training_arguments, imported)
     source = ForeignConfig(str(path), flat(read_json(path, "ds_config")), TABLE, imported)
@@ -116,8 +116,8 @@ def import_deepspeed(
 def deepspeed_of_arguments(
     arguments: ForeignConfig, ranks: int | None, allow_unknown: bool
 ) -> bool:
-    """Translate the ds_config that TrainingArguments hold or name; return whether they still supply
-    the optimizer's values."""
+    """Translate the ds_config that TrainingArguments contain or name. Return whether
+    TrainingArguments may still supply the optimizer's values."""
     held = arguments.left.get("deepspeed")
     if not held:
         return True
@@ -132,7 +132,7 @@ def deepspeed_of_arguments(
         source = ForeignConfig(
             str(path), flat(read_json(path, "ds_config")), TABLE, arguments.imported
         )
-        arguments.became("deepspeed", "strategy", f"{path.name} says it")
+        arguments.became("deepspeed", "strategy", f"{path.name} has it")
     optimizes = translate(source, arguments, ranks)
     source.drop_rest(allow_unknown)
     return optimizes
@@ -150,8 +150,11 @@ def translate(
     left to TrainingArguments.
 
     Args:
+        source: the ds_config.
+        arguments: TrainingArguments used with it.
+        ranks: number of ranks, if known.
         by_trainer: whether Hugging Face's Trainer reads the file.
-        mixed: accelerate's `mixed_precision`, the meaning of "auto" there.
+        mixed: accelerate's `mixed_precision`, which "auto" then means.
 
     Returns:
         Whether TrainingArguments may still supply the optimizer's values.
@@ -174,7 +177,7 @@ def translate(
 def _strategy(source: ForeignConfig) -> None:
     imported = source.imported
     key, parts = f"{ZERO}stage", f"{ZERO}mics_shard_size"
-    if isinstance(source.left.get(ZERO[:-1]), bool):  # as DeepSpeed spelled it in its first year
+    if isinstance(source.left.get(ZERO[:-1]), bool):  # DeepSpeed's spelling in its first year
         source.left[key] = int(source.left.pop(ZERO[:-1]))
         source.spelled[key] = ZERO[:-1]
     stage = source.take(key, a_whole_number, 0)
@@ -189,7 +192,8 @@ def _strategy(source: ForeignConfig) -> None:
         differs = ""
         if device and stage == 1:
             sharding, differs = ZERO_STAGES[2], "ZeRO-1 there; offloading needs sharded gradients"
-        elif imported.get("strategy.sharding") == "HYBRID_SHARD":  # parallelism_config says so
+        # as parallelism_config has set it
+        elif imported.get("strategy.sharding") == "HYBRID_SHARD":
             sharding = "HYBRID_SHARD"
         imported.set("strategy.name", "fsdp", f"{source.file}: {key}")
         source.put(key, "strategy.sharding", sharding, f"ZeRO-{stage}", differs)
@@ -203,15 +207,15 @@ def _strategy(source: ForeignConfig) -> None:
 
 
 def _offload(source: ForeignConfig, stage: int) -> str:
-    """Return where DeepSpeed would put optimizer state or parameters: "", "cpu" or "nvme". This
-    function alone knows the recipe's spelling."""
+    """Device of DeepSpeed's offloaded optimizer state or parameters: "", "cpu" or "nvme". Also sets
+    the recipe's offload keys."""
     devices: dict[str, str] = {}
     for what, old, least in (("optimizer", "cpu_offload", 1), ("param", "cpu_offload_param", 3)):
         for key, kind in ((f"{ZERO}offload_{what}.device", a_device), (ZERO + old, a_boolean)):
             device = source.take(key, kind, "none")
             if device not in ("none", "auto", False) and stage >= least:
                 devices[key] = "cpu" if device is True else device
-    # Both go to one place here; "nvme" sorts after "cpu".
+    # Perdure offloads both to one device; "nvme" sorts after "cpu".
     device = max(devices.values(), default="")
     if device:
         note = "parameters, gradients and optimizer state"
@@ -233,7 +237,7 @@ def _offload(source: ForeignConfig, stage: int) -> str:
 
 
 def _parallelism(source: ForeignConfig, ranks: int | None) -> int | None:
-    """Translate tensor and sequence parallelism, and return the number of model replicas."""
+    """Translate tensor and sequence parallelism; return the number of model replicas, if known."""
     together = 1
     for key, target, note in SIZES:
         size = source.take(key, a_whole_number, 0)
@@ -261,22 +265,22 @@ def _precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str | Non
     elif not used and mixed is None:
         source.put("bf16.enabled", "precision.dtype", "fp32", "neither bf16 nor fp16 there")
     else:
-        said = mixed_precision(arguments) or {"fp8": "bf16", "no": "fp32"}.get(mixed or "", mixed)
-        guess = not said and not is_file(arguments)
-        dtype = said or ("bf16" if guess else "fp32")
+        wanted = mixed_precision(arguments) or {"fp8": "bf16", "no": "fp32"}.get(mixed or "", mixed)
+        guess = not wanted and not is_file(arguments)
+        dtype = wanted or ("bf16" if guess else "fp32")
         note = "auto: --bf16 or --fp16 of your script decides, or fp32 where it gave neither"
-        note = note if guess else "auto: your other file says it"
+        note = note if guess else "auto: your other file has it"
         key = f"{used[0] if used else 'bf16'}.enabled"
         imported.set("precision.dtype", dtype, f"{source.file}: {key}", note, given=False)
         keys = ("bf16.enabled", "fp16.enabled")
         source.settle(keys, f"precision.dtype={dtype}", note, differs=guess)
     if dtype != "fp16":
-        source.settle(source.below("fp16."), "", "it is not fp16 that is used")
+        source.settle(source.below("fp16."), "", "fp16 is not used")
         return
     fixed, power = "fp16.loss_scale", "fp16.initial_scale_power"
     scale, exponent = (_number(source.take(key, a_number)) for key in (fixed, power))
     if scale:
-        differs = "fixed there; here where the dynamic scale begins"
+        differs = "fixed there; here the initial value of the dynamic scale"
         source.put(fixed, "precision.loss_scale", scale, differs=differs)
     else:
         exponent = 16 if exponent is None else exponent
@@ -286,12 +290,12 @@ def _precision(source: ForeignConfig, arguments: ForeignConfig, mixed: str | Non
         if "fp16.loss_scale_window" not in source.left:
             why = "after 1000 good steps there, 2000 here, the scale doubles"
             name = f"{source.label}fp16.loss_scale_window"
-            imported.lines.append(Line(name, ABSENT, "", why, differs=True))
+            imported.lines.append(ReportLine(name, ABSENT, "", why, differs=True))
 
 
 def _optimizer(source: ForeignConfig, arguments: ForeignConfig) -> tuple[float | None, str]:
-    """Translate the optimizer's parameters; return its learning rate, if set, and for an unknown
-    optimizer the reason why its learning rates do not carry over."""
+    """Translate the optimizer's parameters. Return its learning rate, if set, and for an unknown
+    optimizer the reason why its learning rates do not apply."""
     clip = source.take("gradient_clipping", a_number)
     legacy = source.take(PARAMS + "max_grad_norm", a_number)
     if None not in (clip, legacy) and clip != legacy:
@@ -302,7 +306,7 @@ def _optimizer(source: ForeignConfig, arguments: ForeignConfig) -> tuple[float |
     source.move(key, "optimizer.clip_norm", a_number, 1.0, note)
     kind = source.take("optimizer.type", str)
     if kind is None:
-        why = "without optimizer.type DeepSpeed reads none of it"
+        why = "without optimizer.type DeepSpeed ignores it"
         source.settle(source.below("optimizer."), "", why, differs=True)
         return None, ""
     if kind.lower() not in OPTIMIZERS:
@@ -347,8 +351,7 @@ def _optimizer(source: ForeignConfig, arguments: ForeignConfig) -> tuple[float |
 
 
 def _decay(source: ForeignConfig, arguments: ForeignConfig, value: str) -> None:
-    """Translate weight decay: `value` by default in DeepSpeed's optimizer, and the parameters it
-    affects."""
+    """Translate weight decay. `value`: name of the recipe's optimizer."""
     key, usual, differs = PARAMS + "weight_decay", 0.0, ""
     decay = source.take(key, a_number)
     if decay == "auto":
@@ -371,7 +374,7 @@ def _schedule(
     foreign: str,
     by_trainer: bool,
 ) -> None:
-    """Translate the schedule's shape, and its peak where the optimizer is AdamW."""
+    """Translate the schedule's shape, and its peak if the optimizer is AdamW."""
     imported = source.imported
     kind = source.take("scheduler.type", str)
     shape = SHAPES.get((kind or "").lower())
@@ -379,7 +382,7 @@ def _schedule(
         if kind or not by_trainer:
             why = f"{kind} has no counterpart; Perdure knows cosine, linear, wsd and constant"
             source.settle(source.below("scheduler."), "", why, differs=True)
-            note = why if kind else "no scheduler there; if your script makes one, say it here"
+            note = why if kind else "no scheduler there; if your script has one, set it here"
             source.put("scheduler.type", "schedule.name", "constant", differs=note)
             imported.given.add("schedule.name")
         return
@@ -461,5 +464,5 @@ def _batch(source: ForeignConfig, arguments: ForeignConfig, by_trainer: bool) ->
 
 
 def _number(value: Any) -> float | None:
-    """Convert a value to a number; None for "auto"."""
+    """Return the number in a configuration, or None for "auto"."""
     return None if value == "auto" else value

@@ -1,11 +1,11 @@
-"""The keys of a DeepSpeed configuration without a counterpart in recipes, each with the reason; for
-some only where `trainer.tools.importing.deepspeed` has no use for their value.
+"""The keys of a DeepSpeed configuration without a counterpart in recipes, each with the reason.
+Some are listed only for values that `trainer.tools.importing.deepspeed` cannot use.
 
 Names are those of DeepSpeed 0.10 to 0.19 and the older spellings it still reads. A key that ends in
 a dot covers all keys below it. A key neither translated nor listed here is unknown.
 """
 
-from trainer.tools.importing.foreign_config import Table, reasons
+from trainer.tools.importing.foreign_config import KeyTable, reasons
 
 
 def _inline(key: str) -> str:
@@ -32,7 +32,7 @@ zero.gather_16bit_weights_on_model_save          zero.stage3_gather_16bit_weight
 zero.stage3_gather_fp16_weights_on_model_save    zero.stage3_gather_16bit_weights_on_model_save
 zero.module_granularity_threshold                zero.stage3_module_granularity_threshold
 """
-"""Other spelling → the one used here."""
+"""Older spelling of a key → spelling in this package, both abbreviated."""
 
 _INLINE = """\
 zero_stage                     zero.stage
@@ -45,7 +45,8 @@ offload_param_nvme_path        zero.offload_param.nvme_path
 zero3_save_16bit_model         zero.stage3_gather_16bit_weights_on_model_save
 seq_parallel_communication_data_type    seq_parallel_communication_data_type
 """
-"""accelerate's spelling below `deepspeed_config` → the one used here."""
+"""accelerate's spelling of a key below `deepspeed_config` → spelling in this package,
+abbreviated."""
 
 _NO_MEANING_INLINE = """\
 torchrun starts the ranks
@@ -205,20 +206,20 @@ AdamW keeps no running maximum (AMSGrad)
 """
 
 
-TABLE = Table(
+TABLE = KeyTable(
     owner="DeepSpeed",
     automatic=True,
     no_meaning=reasons(_NO_MEANING, _expand),
     differs=reasons(_DIFFERS, _expand),
     aliases={_expand(old): _expand(new) for old, new in map(str.split, _RENAMED.splitlines())},
 )
-"""Rules for the keys of a ds_config."""
+"""Rules for the untranslated keys of a ds_config."""
 
-INLINE = Table(
+INLINE = KeyTable(
     owner="accelerate",
     automatic=True,
     no_meaning={**TABLE.no_meaning, **reasons(_NO_MEANING_INLINE, _inline)},
     differs=TABLE.differs,
     aliases={_inline(old): _expand(new) for old, new in map(str.split, _INLINE.splitlines())},
 )
-"""Rules for the keys of a ds_config inside accelerate's `deepspeed_config`."""
+"""Rules for the untranslated keys of accelerate's `deepspeed_config`."""

@@ -12,34 +12,40 @@ from typing import Any, TypeAlias
 
 from trainer.recipe import RecipeError
 from trainer.recipe.yaml_tree import listed, read_tree
-from trainer.tools.importing.imported import ABSENT, Imported, Line, inline, recipe_default
+from trainer.tools.importing.imported import (
+    ABSENT,
+    ImportedRecipe,
+    ReportLine,
+    inline,
+    recipe_default,
+)
 
-Kind: TypeAlias = Callable[[Any], Any]
+Converter: TypeAlias = Callable[[Any], Any]
 """Converts a value, or raises ValueError with the expected type."""
 
 
 @dataclass(frozen=True)
-class Table:
-    """Rules for the keys of one kind of file that are not translated."""
+class KeyTable:
+    """Rules for the untranslated keys of one kind of file."""
 
     owner: str
-    """The program whose defaults apply to missing keys, such as "DeepSpeed"."""
+    """Program whose defaults apply to missing keys, such as "DeepSpeed"."""
     no_meaning: Mapping[str, str]
-    """Key, or prefix that ends in a dot → the reason why a recipe needs no counterpart."""
+    """Key, or prefix that ends in a dot → why a recipe needs no counterpart."""
     differs: Mapping[str, str]
-    """Key, or prefix that ends in a dot → how training without it deviates, unless its value means
+    """Key, or prefix that ends in a dot → how training differs without it, unless its value means
     off."""
     aliases: Mapping[str, str]
-    """Other spelling of a key, or of a prefix that ends in a dot → the one used here."""
+    """Other spelling of a key, or of a prefix that ends in a dot → spelling in this package."""
     automatic: bool = False
-    """Whether a value may be "auto", which Trainer fills in."""
+    """Whether a value may be "auto", for which Trainer inserts a value."""
     complete: Callable[[str], str] = str
     """Expands an abbreviated key."""
 
 
 def reasons(text: str, whole: Callable[[str], str] = str) -> dict[str, str]:
-    """Parse key → reason. Each line of `text` is a reason, followed by indented lines with its
-    keys; `whole` expands a key."""
+    """Parse a table of key → reason. Each line of `text` is a reason, followed by indented lines
+    with its keys; `whole` expands a key."""
     by_key, reason = {}, ""
     for line in text.splitlines():
         if line.startswith(" "):
@@ -50,14 +56,11 @@ def reasons(text: str, whole: Callable[[str], str] = str) -> dict[str, str]:
 
 
 def read_json(path: str | Path, what: str) -> dict[str, Any]:
-    """Read the object in a JSON file; `what` describes the file in errors.
-
-    Raises:
-        RecipeError: the file is missing, is no JSON, or repeats a key.
-    """
+    """Read the object in a JSON file; `what` describes the file in errors. Raises RecipeError if
+    the file is missing, is no JSON, or repeats a key."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        # json itself would silently keep the last of equal keys.
+        # json itself would silently keep the last of equal keys
         names = [name for name, _ in pairs]
         for name in names:
             if names.count(name) > 1:
@@ -71,7 +74,7 @@ def read_json(path: str | Path, what: str) -> dict[str, Any]:
         raise RecipeError(f"{path}: cannot read the {what}: {reason}") from None
     except json.JSONDecodeError as error:
         where = f"{path}:{error.lineno}:{error.colno}"
-        raise RecipeError(f"{where}: not valid JSON: {error.msg}; mend it there") from None
+        raise RecipeError(f"{where}: not valid JSON: {error.msg}; correct it there") from None
     except RecursionError:
         raise RecipeError(f"{path}: nested too deep for a {what}") from None
     if not isinstance(tree, dict):
@@ -80,11 +83,8 @@ def read_json(path: str | Path, what: str) -> dict[str, Any]:
 
 
 def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
-    """Read the mapping in a YAML file; `what` describes the file in errors.
-
-    Raises:
-        RecipeError: the file is missing, is no YAML, or repeats a key.
-    """
+    """Read the mapping in a YAML file; `what` describes the file in errors. Raises RecipeError if
+    the file is missing, is no YAML, or repeats a key."""
     tree, origins, problems = read_tree(path, what=what)
     if problems:
         raise RecipeError(listed(problems, origins))
@@ -92,16 +92,12 @@ def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
 
 
 def beside(named: str, file: str, key: str) -> Path:
-    """Find the file that a key of `file` names: relative to the working directory, as its trainer
-    does, or to the folder of `file`.
-
-    Raises:
-        RecipeError: neither exists.
-    """
+    """Locate the file that a key of `file` names: relative to the working directory, as its trainer
+    does, or to the folder of `file`. Raises RecipeError if neither exists."""
     for path in (Path(named), Path(file).parent / named):
         if path.is_file():
             return path
-    raise RecipeError(f"{file}: {key}: no file {named}, neither here nor beside this; put it there")
+    raise RecipeError(f"{file}: {key}: no file {named}, neither here nor beside it; copy it there")
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -118,20 +114,20 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class ForeignConfig:
-    """The keys of a configuration file; each is read once, and its fate recorded."""
+    """The keys of a configuration file. Each is read once, and what became of it is recorded."""
 
     def __init__(
         self,
         file: str,
         values: Mapping[str, Any],
-        table: Table,
-        imported: Imported,
+        table: KeyTable,
+        imported: ImportedRecipe,
         *,
         assumed: Mapping[str, Any] | None = None,
         prefix: str = "",
     ) -> None:
-        """`values` has dotted names, as `flat` returns them, all with an uninformative `prefix`;
-        `assumed` holds defaults of missing keys."""
+        """`values` has dotted names, as from `flat`, all with a `prefix` to ignore. `assumed`:
+        defaults of missing keys."""
         self.file, self.table, self.imported, self.assumed = (
             file,
             table,
@@ -139,9 +135,9 @@ class ForeignConfig:
             dict(assumed or {}),
         )
         self.label = "" if file == imported.file else f"{Path(file).name}: "
-        """Stands before its keys in the report, where they are of a second file."""
+        """Prefix of its keys in the report, if they come from a second file."""
         self.spelled: dict[str, str] = {}
-        """Key as it is used here → as it is written in the file."""
+        """Key in this package's spelling → its spelling in the file."""
         self.requested: set[str] = set()
         self.left: dict[str, Any] = {}
         aliases = table.aliases
@@ -150,20 +146,20 @@ class ForeignConfig:
             key = aliases.get(bare, bare)
             for old in (alias for alias in aliases if alias.endswith(".")):
                 key = aliases[old] + key.removeprefix(old) if key.startswith(old) else key
-            # Two spellings of one key.
+            # the file has two spellings of one key
             if key in self.left and self.left[key] != value:
                 raise self.error(key, f"is the same as {written}, but they differ; keep one")
             self.left[key], self.spelled[key] = value, written
         self.automatic = "auto" in self.left.values()
-        """Whether some value is left to Hugging Face's Trainer."""
+        """Whether some value is "auto", for which Hugging Face's Trainer inserts a value."""
 
     def error(self, key: str, problem: str) -> RecipeError:
-        """Return a RecipeError that names a key."""
+        """Return a RecipeError with file and key."""
         return RecipeError(f"{self.file}: {self.spelled.get(key, key)}: {problem}")
 
-    def take(self, key: str, kind: Kind, default: Any = None) -> Any:
-        """Return the converted value of a key, "auto", or the default where it is missing or null;
-        the caller records its fate."""
+    def take(self, key: str, kind: Converter, default: Any = None) -> Any:
+        """Return the converted value of a key; "auto"; or the default if it is missing or null. The
+        caller records what becomes of the key."""
         self.requested.add(key)
         value = self.left.get(key)
         value = self.assumed.get(key) if value is None else value
@@ -177,22 +173,28 @@ class ForeignConfig:
             raise self.error(key, wanted) from None
 
     def became(self, key: str, target: str, why: str = "", *, differs: bool = False) -> None:
-        """Record the fate of a key: the recipe key that it became ("": none), a remark, and whether
-        training deviates from the file."""
+        """Record what became of a key.
+
+        Args:
+            key: a key of the file.
+            target: recipe key that it became; "": none.
+            why: a remark.
+            differs: whether training differs from the file.
+        """
         if key in self.left:
             value = self.left.pop(key)
             name = self.label + self.spelled[key]
-            self.imported.lines.append(Line(name, value, target, why, differs))
+            self.imported.lines.append(ReportLine(name, value, target, why, differs))
 
     def settle(
         self, keys: Iterable[str], target: str, why: str = "", *, differs: bool = False
     ) -> None:
-        """Record the same fate for several keys."""
+        """Record the same result for several keys."""
         for key in list(keys):
             self.became(key, target, why, differs=differs)
 
     def below(self, prefix: str) -> list[str]:
-        """Return the keys with a prefix that are not accounted for yet."""
+        """Keys with a prefix that are not accounted for yet."""
         return [key for key in self.left if key.startswith(prefix)]
 
     def has(self, key: str) -> bool:
@@ -200,12 +202,15 @@ class ForeignConfig:
         return self.left.get(key) not in (None, "auto")
 
     def put(self, key: str, target: str, value: Any, note: str = "", differs: str = "") -> None:
-        """Set a recipe key from a key of the file, and record that. For a missing key its default
-        is set, and recorded as a difference where a recipe's default is another.
+        """Set a recipe key from a key of the file, and record that. A missing key counts with its
+        default, which is recorded as a difference if a recipe's default is another.
 
         Args:
+            key: a key of the file.
+            target: recipe key to set.
+            value: its value.
             note: a further remark.
-            differs: what deviates in training nevertheless.
+            differs: how training differs nevertheless; "" if it does not.
         """
         given, present = self.has(key), key in self.left
         remark = note = "; ".join(filter(None, [note, differs]))
@@ -222,13 +227,19 @@ class ForeignConfig:
         if present:
             self.became(key, became, remark, differs=bool(differs) or other)
         elif differs or other:
-            self.imported.lines.append(Line(name, ABSENT, became, remark, True))
+            self.imported.lines.append(ReportLine(name, ABSENT, became, remark, True))
 
     def move(
-        self, key: str, target: str, kind: Kind, default: Any, note: str = "", differs: str = ""
+        self,
+        key: str,
+        target: str,
+        kind: Converter,
+        default: Any,
+        note: str = "",
+        differs: str = "",
     ) -> Any:
-        """`take` and `put` in one step, and return the value. "auto" is not put and returns None,
-        since TrainingArguments supply it."""
+        """Call `take`, then `put`, and return the value. For "auto", return None and set nothing,
+        as TrainingArguments supply the value."""
         value = self.take(key, kind, default)
         if value == "auto":
             return self.leave(key, target)
@@ -251,8 +262,7 @@ class ForeignConfig:
         known = {*self.requested, *table.no_meaning, *table.differs, *table.aliases}
         for key in list(self.left):
             ends = [key[: end + 1] for end, letter in enumerate(key) if letter == "."]
-            # From the most specific rule to the least: the key, then its prefixes from the longest
-            # on.
+            # From the most specific rule to the least: the key, then its prefixes, longest first.
             places = (key, *reversed(ends), f"{key}.")
             differs = next((table.differs[k] for k in places if k in table.differs), None)
             reason = next((table.no_meaning[k] for k in places if k in table.no_meaning), None)
@@ -265,17 +275,17 @@ class ForeignConfig:
                 problem = f"should be a section with keys, such as {within[0]}, but it is "
                 raise self.error(key, problem + json.dumps(self.left[key]))
             if differs or reason or within or key in known:
-                reason = "it says nothing" if empty else reason or "switched off"
+                reason = "it is empty" if empty else reason or "switched off"
             if key.rpartition(".")[2].lstrip("_/").lower() in ("comment", "comments", ""):
                 reason = "a comment"
             if reason is None and not allow_unknown:
                 near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.7)
-                hint = f"did you mean '{near[0]}'? Mend it" if near else "remove it"
+                hint = f"did you mean '{near[0]}'? Correct it" if near else "remove it"
                 raise self.error(key, f"unknown key; {hint}, or add --allow-unknown to drop it")
             self.became(key, "", reason or "unknown", differs=reason is None)
 
 
-AUTO = "auto: TrainingArguments say it"
+AUTO = "auto: from TrainingArguments"
 
 
 def is_off(value: Any) -> bool:
@@ -285,15 +295,15 @@ def is_off(value: Any) -> bool:
 
 
 def a_number(value: Any, *, whole: bool = False, above: float = -math.inf) -> float:
-    """A `Kind`: one number."""
+    """Convert a value to a number, possibly a whole one or one above a bound; else ValueError."""
     wanted = ("a whole number" if whole else "a number") + (f" above {above}" * (above == 0))
     with suppress(TypeError, ValueError):
-        # To Python true is 1; here it is a mistake.
+        # Python would accept true as 1; here it is a mistake.
         number = math.nan if isinstance(value, bool) else float(value)
         if math.isfinite(number) and number > above and (number.is_integer() or not whole):
             return int(number) if whole else number
-    one = " (Perdure has one for all parameters)" if isinstance(value, list) else ""
-    raise ValueError(wanted + one)
+    shared = " (Perdure has one for all parameters)" if isinstance(value, list) else ""
+    raise ValueError(wanted + shared)
 
 
 a_whole_number = partial(a_number, whole=True)
@@ -301,14 +311,14 @@ a_positive_number = partial(a_number, whole=True, above=0)
 
 
 def a_pair(value: Any) -> list[float]:
-    """A `Kind`: two numbers."""
+    """Check that a value is a list of two numbers, and convert it; else ValueError."""
     if not isinstance(value, list) or len(value) != 2:
         raise ValueError("two numbers")
     return [a_number(item) for item in value]
 
 
 def a_boolean(value: Any) -> bool | str:
-    """A `Kind`: true or false, or "auto" in any case."""
+    """Convert true or false, or "auto" in any case; else ValueError."""
     word = value.lower() if isinstance(value, str) else json.dumps(value)
     if word not in ("true", "false", "auto"):
         raise ValueError("true, false")
@@ -316,29 +326,30 @@ def a_boolean(value: Any) -> bool | str:
 
 
 def a_device(value: Any) -> str:
-    """A `Kind`: the target of offloading."""
+    """Check that a value is a device of offloading, none, cpu or nvme; else ValueError."""
     if value not in ("none", "cpu", "nvme"):
         raise ValueError("none, cpu, nvme")
     return value
 
 
 def a_boolean_or_word(value: Any) -> bool:
-    """A `Kind`: true or false, or the words that accelerate writes, "yes" and "no"."""
+    """Convert true or false, or accelerate's "yes" or "no"; else ValueError."""
     if isinstance(value, str) and value.lower() in ("yes", "no"):
         return value.lower() == "yes"
     return bool(a_boolean(value))
 
 
 def words(value: Any) -> list[str]:
-    """A `Kind`: words, as a string separated by spaces or as a list."""
+    """Convert words, in a string separated by spaces or in a list; else ValueError."""
     parts = value.split() if isinstance(value, str) else value
     if not isinstance(parts, list) or not all(isinstance(word, str) for word in parts):
         raise ValueError("a word, or a list of words")
     return parts
 
 
-def one_of(*names: str) -> Kind:
-    """Return a `Kind`: one of several words in any case, converted to the spelling given here."""
+def one_of(*names: str) -> Converter:
+    """Return a `Converter` for one of several words in any case, converted to the spelling in
+    `names`."""
 
     def a_word(value: Any) -> str:
         for name in names:

@@ -1,4 +1,5 @@
-"""Collects a recipe under construction, and records what became of each key of its source."""
+"""Collects a recipe under construction, and records what became of each key of the imported
+file."""
 
 import json
 import math
@@ -22,63 +23,63 @@ NEEDED: dict[str, tuple[Any, str]] = {
     "batch.global_batch": (64, "sequences per optimizer step, over all ranks"),
     "optimizer.lr": (1e-4, "peak learning rate"),
 }
-"""Required key of a recipe → (an example, its meaning)."""
+"""Required key of a recipe → (example value, meaning)."""
 
 ABSENT = object()
-"""The value that a report shows for a key missing from the file."""
+"""Value in a report for a key that is missing in the file."""
 
 
 @dataclass(frozen=True)
-class Line:
-    """The fate of one key of the configuration."""
+class ReportLine:
+    """Line of the report about one key of the configuration."""
 
     key: str
     value: Any
     became: str
-    """A recipe key; empty: none corresponds."""
+    """Recipe key that the key became; "": there is no counterpart."""
     why: str
     differs: bool = False
-    """Whether training deviates from the configuration, or from a default that a recipe does not
+    """Whether training differs from the configuration, or from a default that a recipe does not
     have."""
 
     @property
     def kind(self) -> str:
-        """The section of the report that shows this line."""
+        """Section of the report in which this line is."""
         kept = "translated" if self.became else "no meaning here"
         return "differs" if self.differs else kept
 
     @property
     def shown(self) -> str:
-        """The key and its value, as JSON."""
+        """Key and value, as JSON."""
         if self.value is ABSENT:
             return f"{self.key} (not set)"
         return f"{self.key}: {json.dumps(self.value, ensure_ascii=False, default=str)}"
 
 
 @dataclass
-class Imported:
-    """A recipe under construction."""
+class ImportedRecipe:
+    """A recipe under construction, with the report about the imported configuration."""
 
     file: str
-    """The configuration file."""
+    """Path of the configuration file."""
     tree: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Section → key → value."""
+    """The recipe: section → key → value."""
     notes: dict[str, str] = field(default_factory=dict)
     """Recipe key → comment on its line."""
     origins: Origins = field(default_factory=dict)
-    """Recipe key → where its value came from."""
+    """Recipe key → origin of its value, "file: key"."""
     given: set[str] = field(default_factory=set)
-    """Recipe keys set by the configuration itself, rather than by its trainer's default."""
-    lines: list[Line] = field(default_factory=list)
+    """Recipe keys set by the configuration itself, not by its trainer's defaults."""
+    lines: list[ReportLine] = field(default_factory=list)
     overridden: dict[str, Any] = field(default_factory=dict)
     """Sections and keys that the user's overrides set."""
     replicas: int | None = None
-    """Number of model replicas, where the configuration determines it."""
+    """Number of model replicas, if the configuration determines it."""
     accumulation: int | None = None
-    """Forward passes per optimizer step, where the configuration determines it."""
+    """Forward passes per optimizer step, if the configuration determines them."""
     _overrides: tuple[str, ...] = ()
     launch: str = ""
-    """The Perdure command equivalent to the configuration's own launch, if it describes one."""
+    """Perdure's command for the launch that the configuration describes, if it does."""
 
     def set(self, key: str, value: Any, origin: str, note: str = "", given: bool = True) -> None:
         """Set a recipe key, whose value came from `origin`, "file: key"."""
@@ -90,22 +91,19 @@ class Imported:
             self.given.add(key)
 
     def get(self, key: str) -> Any:
-        """Return the value of a recipe key so far, or None."""
+        """Value of a recipe key so far, or None."""
         section, name = key.split(".")
         return self.tree.get(section, {}).get(name)
 
     @property
     def steps(self) -> int | None:
-        """The length of the run in steps, if known."""
+        """Length of the run in steps, if known."""
         steps = self.overridden.get("run", {}).get("steps", self.get("run.steps"))
         return steps if isinstance(steps, int) and steps else None
 
     def override(self, overrides: Sequence[str]) -> None:
-        """Parse the user's `key.sub=value`, which `finish` applies over the configuration.
-
-        Raises:
-            RecipeError: an override names no recipe key.
-        """
+        """Parse the user's `key.sub=value`, which `finish` applies over the configuration. Raises
+        RecipeError if an override has no recipe key."""
         for override in overrides:
             if "." not in override.partition("=")[0]:
                 raise RecipeError(f"override '{override}': write it as section.key=value")
@@ -115,7 +113,7 @@ class Imported:
 
     def finish(self) -> None:
         """Apply the overrides, and check the recipe."""
-        for place, line in enumerate(self.lines):  # their values are known by now
+        for place, line in enumerate(self.lines):  # all values are known now
             section, dot, name = line.became.partition(".")
             if dot and name in self.tree.get(section, {}):
                 became = f"{line.became}={inline(self.tree[section][name])}"
@@ -138,26 +136,23 @@ class Imported:
         return [key for key in NEEDED if key not in given]
 
     def check(self) -> None:
-        """Check that the recipe can run once the open keys are filled in.
-
-        Raises:
-            RecipeError: the message names the key of the configuration, or the override.
-        """
-        # A copy, as the examples only serve this check.
+        """Check that the recipe can run once the open keys are filled in. A RecipeError has the key
+        of the configuration, or the override."""
+        # on a copy, as the examples serve only this check
         tree = {section: dict(keys) for section, keys in self.tree.items()}
         for key in self.open:
             section, name = key.split(".")
             example = NEEDED[key][0]
-            if key == "run.steps":  # long enough for any warm-up
+            if key == "run.steps":  # longer than any warm-up
                 example += int(tree.get("schedule", {}).get("warmup_steps", 0))
             tree.setdefault(section, {})[name] = example
         validate(tree, self.origins, self.file)
 
     def recipe(self) -> str:
-        """Format the recipe as YAML, with open keys as comments; `perdure train` names them as
+        """Format the recipe as YAML, with open keys as comments; `perdure train` reports them as
         missing."""
         sections = dict.fromkeys([*(key.split(".")[0] for key in NEEDED), *self.tree])
-        text = [f"# Made from {Path(self.file).name}; at the end, what became of each of its keys."]
+        text = [f"# Imported from {Path(self.file).name}; what became of each key is at the end."]
         for section in sections:
             text += ["", f"{section}:"]
             for name, value in self.tree.get(section, {}).items():
@@ -171,8 +166,8 @@ class Imported:
         return "\n".join([*text, "", *(f"# {line}".rstrip() for line in self.report()), ""])
 
     def report(self) -> list[str]:
-        """Describe what became of every key of the configuration, every differing default of its
-        trainer, and the open keys; lines of text."""
+        """Lines of text about every key of the configuration, every differing default of its
+        trainer, and the open keys."""
         width = max((len(line.shown) for line in self.lines), default=0)
         width = min(width, 60)
         text = []
@@ -189,20 +184,20 @@ class Imported:
 
 @cache
 def recipe_default(key: str) -> Any:
-    """Return the default of a recipe key; None if it is required."""
+    """Default of a recipe key; None if the key is required."""
     if key == "strategy.sharding":
-        return "FULL_SHARD"  # what null means
+        return "FULL_SHARD"  # the meaning of null
     section, name = key.split(".")
-    for found in fields(get_type_hints(Recipe)[section]):
-        if found.name == name and found.default is not MISSING:
-            return list(found.default) if isinstance(found.default, tuple) else found.default
-        if found.name == name and found.default_factory is not MISSING:
-            return found.default_factory()
+    for known in fields(get_type_hints(Recipe)[section]):
+        if known.name == name and known.default is not MISSING:
+            return list(known.default) if isinstance(known.default, tuple) else known.default
+        if known.name == name and known.default_factory is not MISSING:
+            return known.default_factory()
     return None
 
 
 def inline(value: Any) -> str:
     """Format a value as YAML on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
-    # safe_dump ends a scalar with a document mark.
+    # safe_dump ends a scalar with a document mark
     return text.removesuffix("...\n").strip()

@@ -1,7 +1,7 @@
 """Translates Hugging Face's TrainingArguments, from a JSON file or their defaults, to a recipe.
 
-They fill in what another file of the same run, a ds_config or an accelerate configuration, leaves
-open. Where both set a value, they must agree, as in Trainer.
+They supply what another file of the same run, a ds_config or an accelerate configuration, leaves
+open. If both set a value, the values must agree, as in Trainer.
 """
 
 import json
@@ -12,8 +12,8 @@ from typing import Any
 
 from trainer.recipe import RecipeError
 from trainer.tools.importing.foreign_config import (
+    Converter,
     ForeignConfig,
-    Kind,
     a_boolean,
     a_number,
     a_positive_number,
@@ -24,7 +24,7 @@ from trainer.tools.importing.foreign_config import (
     read_json,
     words,
 )
-from trainer.tools.importing.imported import Imported, inline
+from trainer.tools.importing.imported import ImportedRecipe, inline
 from trainer.tools.importing.training_arguments_keys import TABLE
 
 WHAT = "TrainingArguments file"
@@ -43,9 +43,9 @@ ADAMW = {
         "its optimizer state is float32 here, and is not paged; strategy.offload moves it",
     ),
 }  # fmt: skip
-"""Names of `optim` that are AdamW → how Perdure's differs."""
+"""Value of `optim` that is AdamW → how Perdure's differs; "" if it does not."""
 TORCH = {"sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop"}
-"""Names of `optim` → torch optimizers for which a recipe takes no betas."""
+"""Value of `optim` → torch optimizer without betas."""
 
 SHAPES = {
     "linear": "linear", "cosine": "cosine", "constant": "constant", "polynomial": "linear",
@@ -53,39 +53,39 @@ SHAPES = {
     "cosine_warmup_with_min_lr": "cosine", "cosine_with_restarts": "cosine",
     "warmup_stable_decay": "wsd",
 }  # fmt: skip
-"""`lr_scheduler_type` → `schedule.name`."""
+"""Value of `lr_scheduler_type` → `schedule.name`."""
 
 
-# Key, its default, recipe key, type, note.
-OPERATING: tuple[tuple[str, Any, str, Kind, str], ...] = (
+# (key, its default, recipe key, type, note)
+OPERATING: tuple[tuple[str, Any, str, Converter, str], ...] = (
     ("save_total_limit", 0, "checkpoint.keep", a_whole_number, "0 keeps all"),
     ("dataloader_num_workers", 0, "data.workers", a_whole_number, ""),
     ("ddp_timeout", 1800, "elastic.timeout_seconds", a_number, ""),
 )
-"""Keys of operation, translated only from a file, as their defaults do not affect training."""
+"""Keys about operation, translated only from a file, as their defaults do not affect training."""
 
 
 def import_training_arguments(
     path: str | Path, overrides: Sequence[str] = (), *, ranks: int | None = None,
     allow_unknown: bool = False,
-) -> Imported:  # fmt: skip
+) -> ImportedRecipe:  # fmt: skip
     """Translate TrainingArguments, as `TrainingArguments.to_json_string` writes them, with the
     ds_config or `fsdp_config` in them.
 
     Args:
         path: JSON file.
         overrides: `key.sub=value` of the recipe, applied over the file.
-        ranks: number of GPUs that the file was used with; determines the global batch.
+        ranks: number of GPUs of the original run; determines the global batch.
         allow_unknown: report unknown keys instead of raising an error.
 
     Raises:
-        RecipeError: no JSON, an unknown key, a value of the wrong type, keys that contradict each
-            other; one line that names file and key.
+        RecipeError: no JSON, an unknown key, a value of the wrong type, or contradictory keys; one
+            line with file and key.
     """
     from trainer.tools.importing.accelerate import fsdp_of_arguments
     from trainer.tools.importing.deepspeed import deepspeed_of_arguments
 
-    imported = Imported(str(path))
+    imported = ImportedRecipe(str(path))
     imported.override(overrides)
     arguments = read_arguments(path, imported)
     imported.replicas = ranks
@@ -98,8 +98,8 @@ def import_training_arguments(
     return imported
 
 
-def read_arguments(path: str | Path | None, imported: Imported) -> ForeignConfig:
-    """Read TrainingArguments from a JSON file; without one, return their defaults."""
+def read_arguments(path: str | Path | None, imported: ImportedRecipe) -> ForeignConfig:
+    """Read TrainingArguments from a JSON file; without a file, return their defaults."""
     if path is None:
         return ForeignConfig("TrainingArguments", {}, TABLE, imported)
     tree = read_json(path, WHAT)
@@ -114,12 +114,12 @@ def read_arguments(path: str | Path | None, imported: Imported) -> ForeignConfig
 
 
 def _nested(value: str, file: str, key: str) -> Any:
-    """Return an argument that may also be JSON in a string; `fsdp_config` may be a path too."""
+    """Return an argument that may also be JSON in a string; `fsdp_config` may also be a path."""
     if value.lstrip().startswith("{"):
         try:
             return json.loads(value)
         except json.JSONDecodeError as error:
-            raise RecipeError(f"{file}: {key}: not valid JSON: {error.msg}; mend it") from None
+            raise RecipeError(f"{file}: {key}: not valid JSON: {error.msg}; correct it") from None
     return read_json(beside(value, file, key), WHAT) if key == "fsdp_config" else value
 
 
@@ -129,11 +129,8 @@ def is_file(arguments: ForeignConfig) -> bool:
 
 
 def mixed_precision(arguments: ForeignConfig) -> str | None:
-    """Return "bf16" or "fp16" as the arguments say; None if neither is on.
-
-    Raises:
-        RecipeError: both are on.
-    """
+    """ "bf16" or "fp16", whichever the arguments switch on; None if neither. Raises RecipeError if
+    both are on."""
     on = [name for name in ("bf16", "fp16") if arguments.take(name, a_boolean, False) is True]
     if len(on) > 1:
         raise arguments.error("fp16", "is true, and so is bf16; keep one")
@@ -145,25 +142,26 @@ def fill(arguments: ForeignConfig, *, optimizes: bool = True) -> None:
     key with a counterpart.
 
     Args:
+        arguments: the TrainingArguments.
         optimizes: whether they may supply the optimizer's values.
     """
     imported = arguments.imported
     if arguments.has("max_steps") and (steps := arguments.take("max_steps", a_whole_number)) > 0:
         _agree(arguments, "max_steps", "run.steps", steps)
-        arguments.became("num_train_epochs", "", "max_steps says how long the run is")
+        arguments.became("num_train_epochs", "", "max_steps sets the length of the run")
     if imported.steps:
-        arguments.became("num_train_epochs", "", "run.steps says how long the run is")
+        arguments.became("num_train_epochs", "", "run.steps sets the length of the run")
     elif arguments.has("num_train_epochs"):
         differs = "each epoch is rounded up to whole steps there, the whole run here"
         epochs = arguments.take("num_train_epochs", a_number)
         arguments.put("num_train_epochs", "run.epochs", epochs, differs=differs)
     if arguments.left.get("deepspeed"):
-        arguments.became("deepspeed", "", "the ds_config that is given counts")
+        arguments.became("deepspeed", "", "the separate ds_config counts")
     if arguments.take("train_sampling_strategy", str) == "random":
         arguments.became("train_sampling_strategy", "", "data are shuffled")
     if arguments.left.get("fsdp"):
         keys = ("fsdp", *arguments.below("fsdp_config."))
-        arguments.settle(keys, "", "the other file says how the model is spread", differs=True)
+        arguments.settle(keys, "", "the other file sets how the model is distributed", differs=True)
     if optimizes:
         _optimizer(arguments)
     else:
@@ -198,19 +196,19 @@ def _agree(
 ) -> None:
     """Set a recipe key, or check that another file set it to the same value."""
     imported = arguments.imported
-    there = imported.get(target)
-    if there is None:
+    present = imported.get(target)
+    if present is None:
         arguments.put(key, target, value, note, differs)
-    elif there == value:
+    elif present == value:
         arguments.became(key, f"{target}={inline(value)}")
     elif target in imported.given and arguments.has(key):
         section, name = target.split(".")
         origin = imported.origins[section, name]
         raise arguments.error(
-            key, f"is {inline(value)}, but {origin} makes {target}={inline(there)}; keep one"
+            key, f"is {inline(value)}, but {origin} makes {target}={inline(present)}; keep one"
         )
     else:
-        why = f"not used: the other file's trainer has {target}={inline(there)} by default"
+        why = f"not used: the other file's trainer has {target}={inline(present)} by default"
         arguments.became(key, "", why, differs=True)
 
 
@@ -273,7 +271,7 @@ def _schedule(arguments: ForeignConfig) -> None:
 
 
 def _shape(arguments: ForeignConfig, kind: str) -> None:
-    """Translate the schedule that `lr_scheduler_type` names, with its options."""
+    """Translate the schedule in `lr_scheduler_type`, with its options."""
     imported, shape, differs = arguments.imported, SHAPES[kind], ""
     peak = imported.get("optimizer.lr")
 
@@ -313,15 +311,15 @@ def _shape(arguments: ForeignConfig, kind: str) -> None:
 
 
 def _warmup(arguments: ForeignConfig) -> None:
-    """Translate the warm-up, a number of steps or a share of the run below 1 (`warmup_ratio` before
-    transformers 5)."""
+    """Translate the warm-up: a number of steps, or a share of the run below 1 (`warmup_ratio`
+    before transformers 5)."""
     steps = arguments.take("warmup_steps", a_number, 0)
     share = arguments.take("warmup_ratio", a_number, 0) if steps < 1 else 0
     key = "warmup_ratio" if share else "warmup_steps"
     share = share or (steps if 0 < steps < 1 else 0)
     arguments.put(key, "schedule.warmup_steps", share or int(steps))
-    arguments.became("warmup_ratio", "", "warmup_steps says it" if steps else "no warm-up")
-    arguments.became("warmup_steps", "", "warmup_ratio says it")
+    arguments.became("warmup_ratio", "", "warmup_steps counts" if steps else "no warm-up")
+    arguments.became("warmup_steps", "", "warmup_ratio counts")
 
 
 def _batch(arguments: ForeignConfig) -> None:
@@ -342,7 +340,7 @@ def _batch(arguments: ForeignConfig) -> None:
         whole = held * passes * imported.replicas
         imported.set("batch.global_batch", whole, f"{arguments.file}: {key}", note)
     if imported.get("batch.global_batch") is None:
-        why = f"batch.global_batch is {held} x {passes} x replicas: tell --ranks, or fill it in"
+        why = f"batch.global_batch is {held} x {passes} x replicas: give --ranks, or fill it in"
         arguments.became(key, "", why)
     else:
         arguments.became(key, "batch.global_batch", "accumulation is what the global batch needs")
@@ -396,25 +394,25 @@ def _operate(arguments: ForeignConfig) -> None:
 
 
 def _interval(arguments: ForeignConfig, what: str, target: str, usual: str) -> None:
-    """Translate `logging_steps` and its like, in steps or as a share of the run, where the strategy
-    is steps."""
+    """Translate `logging_steps`, `save_steps` or `eval_steps`, in steps or as a share of the run,
+    if the strategy is steps."""
     imported = arguments.imported
     strategy, steps = f"{what}_strategy", f"{what}_steps"
     kind = arguments.take(strategy, one_of("no", "steps", "epoch", "best"), usual)
     every = arguments.take(steps, a_number, 500 if what != "eval" else None)
-    if every is None:  # evaluation is as frequent as logging, unless it says otherwise
+    if every is None:  # evaluation is as frequent as logging by default
         every = imported.get("run.log_every") or 500
     if kind in ("epoch", "best"):
         why = f"Perdure counts steps: set {target}"
         arguments.settle((strategy, steps), "", why, differs=True)
         return
     if 0 < every < 1 and kind == "steps" and not imported.steps:
-        why = f"a share of the run: {target} counts steps; or say run.steps=N here"
+        why = f"a share of the run: {target} counts steps; or add run.steps=N"
         arguments.settle((strategy, steps), "", why, differs=True)
         return
     if 0 < every < 1:
         every = math.ceil(every * (imported.steps or 0))
-    off = (imported.steps or 500) if what == "logging" else 0  # some lines there always are
+    off = (imported.steps or 500) if what == "logging" else 0  # a run always logs some lines
     value = off if kind == "no" else int(every)
     arguments.put(steps, target, value)
     arguments.became(strategy, f"{target}={value}")

@@ -1,12 +1,14 @@
-"""The keys of TrainingArguments without a counterpart in recipes, each with the reason; for some
-only where `trainer.tools.importing.training_arguments` has no use for their value. Names are those
-of transformers 4.30 to 5.24, and some that TRL adds."""
+"""The keys of TrainingArguments without a counterpart in recipes, each with the reason.
+
+Some are listed only for values that `trainer.tools.importing.training_arguments` cannot use. Names
+are those of transformers 4.30 to 5.24, and some that TRL adds.
+"""
 
 from collections.abc import Mapping
 
 from trainer.tools.importing.accelerate_keys import TABLE as ACCELERATE
 from trainer.tools.importing.accelerate_keys import spelled_out
-from trainer.tools.importing.foreign_config import Table, reasons
+from trainer.tools.importing.foreign_config import KeyTable, reasons
 
 _NO_MEANING = """\
 `perdure train` trains, and goes on from the newest checkpoint in run.dir
@@ -93,17 +95,17 @@ tracking knows TensorBoard and W&B; others are tracking.sinks
 
 
 def _spread(reasons_of_accelerate: Mapping[str, str]) -> dict[str, str]:
-    """Return the keys of `fsdp_config` and `parallelism_config`, whose reasons are those of
+    """Keys of `fsdp_config` and `parallelism_config`, which have the same reasons as in
     accelerate."""
     sections = ("fsdp_config.", "parallelism_config.")
     return {key: why for key, why in reasons_of_accelerate.items() if key.startswith(sections)}
 
 
-TABLE = Table(
+TABLE = KeyTable(
     owner="TrainingArguments",
     no_meaning={**_spread(ACCELERATE.no_meaning), **reasons(_NO_MEANING)},
     differs={**_spread(ACCELERATE.differs), **reasons(_DIFFERS)},
     aliases={"evaluation_strategy": "eval_strategy"},
     complete=spelled_out,
 )
-"""Rules for the keys of TrainingArguments."""
+"""Rules for the untranslated keys of TrainingArguments."""

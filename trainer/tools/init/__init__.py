@@ -1,1 +1,1 @@
-"""A recipe for a model, data and a machine: planned, commented, and to be changed by hand."""
+"""`perdure init`: writes a planned and commented recipe for a model, data and a machine."""

@@ -17,20 +17,20 @@ from trainer.recipe.reference_page import yaml_scalar
 from trainer.tools.plan_text import recommended
 
 LONGEST, SHORTEST = 4096, 128
-"""Tokens of a sequence, unless the model or the data ask for less."""
+"""Bounds of the sequence length in tokens; the model may lower them."""
 SEQUENCES = 1024
-"""Sequences that an epoch must hold before the sequence length is raised."""
+"""Least number of sequences in an epoch for a longer sequence length."""
 LARGEST_BATCH, SMALLEST_BATCH = 256, 8
 STEPS = 100
-"""Steps that an epoch must hold before the batch is enlarged."""
+"""Least number of steps in an epoch for a larger batch."""
 PADDED = 128
-"""The vocabulary size is rounded up to a multiple of this, for tensor cores and for sharding."""
+"""Multiple to which the vocabulary size is rounded up, for tensor cores and for sharding."""
 CPU = "cpu"
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """The user's choices for a run."""
+class RecipeWishes:
+    """The user's choices for a new recipe."""
 
     model: str
     """Hugging Face directory, or name of a shipped recipe with an architecture."""
@@ -41,22 +41,22 @@ class Wishes:
     nodes: int
 
 
-def draft(wishes: Wishes, file: str) -> str:
+def draft(wishes: RecipeWishes, file: str) -> str:
     """Return the text of a recipe.
 
     Args:
-        file: path that it will be written to; the run directory gets the same name.
+        wishes: the user's choices.
+        file: path of the recipe; the run directory gets the same name.
 
     Raises:
-        RecipeError, DataError, ConfigError: a wish cannot be fulfilled; the message names the
-            remedy.
+        RecipeError, DataError, ConfigError: a choice is impossible; the message has the remedy.
     """
     index, model = _index(wishes.data), _model(wishes.model)
     cpu = wishes.gpus == CPU
     dtype, machine = "fp32", None
     if not cpu:
         machine = describe_machine(wishes.gpus, wishes.nodes, dtype := "bf16")
-        if not machine.gpu.flash_attention:  # nor does it multiply bf16
+        if not machine.gpu.flash_attention:  # such a GPU also cannot multiply bf16
             machine = describe_machine(wishes.gpus, wishes.nodes, dtype := "fp16")
     tokens, longest = index["splits"]["train"]["tokens"], model["longest"]
     vocabulary = index["vocab_size"]
@@ -65,7 +65,7 @@ def draft(wishes: Wishes, file: str) -> str:
     seq_len = _power_of_two(tokens // SEQUENCES, SHORTEST, min(LONGEST, longest))
     ranks = machine.world_size if machine else 1
     sequences = max(1, tokens // seq_len)
-    least = max(SMALLEST_BATCH, 1 << (ranks - 1).bit_length())  # each rank has a sequence
+    least = max(SMALLEST_BATCH, 1 << (ranks - 1).bit_length())  # so that each rank has a sequence
     global_batch = _power_of_two(sequences // STEPS, least, max(least, LARGEST_BATCH))
     steps = -(-sequences // global_batch)
     values: dict[str, Any] = {
@@ -88,7 +88,7 @@ def draft(wishes: Wishes, file: str) -> str:
         "plan": ["On CPU cores, with float32: every CPU has it."],
     }
     if machine:
-        # The draft itself is planned, so that the plan holds for the recipe as written.
+        # The draft itself is planned, so that the plan applies to the recipe as written.
         plan = make_plan(_read(_render(values)), machine, "cuda")
         values |= _plan_values(plan)
     text = _render(values)
@@ -97,7 +97,7 @@ def draft(wishes: Wishes, file: str) -> str:
 
 
 def this_machine() -> str:
-    """Return the GPUs of this machine, in the notation of `Wishes.gpus`."""
+    """GPUs of this machine, in the notation of `RecipeWishes.gpus`."""
     import torch
 
     if not torch.cuda.is_available():
@@ -108,13 +108,12 @@ def this_machine() -> str:
 
 
 def prepared_here() -> list[str]:
-    """Return the prepared data below the working directory, at the path that the documentation
-    uses."""
+    """Directories of prepared data in data/, as in the documentation."""
     return sorted(str(path.parent) for path in Path("data").glob("*/index.json"))
 
 
 def with_architecture() -> dict[str, dict[str, Any]]:
-    """Return the architectures of the shipped recipes, by name."""
+    """Name of a shipped recipe → its architecture."""
     trees = {
         name: yaml.safe_load(path.read_text(encoding="utf-8"))["model"]
         for name, path in shipped_recipes().items()
@@ -130,18 +129,18 @@ def _index(data: str) -> dict[str, Any]:
             raise
         raise RecipeError(
             f"--data: {data} is not prepared yet; perdure data prepare {data} --out "
-            f"data/{Path(data).stem} --tokenizer MODEL/tokenizer.json, and name that --out"
+            f"data/{Path(data).stem} --tokenizer MODEL/tokenizer.json, and use that directory"
         ) from None
     if index.get("kind") == "pairs":
         raise RecipeError(
-            f"--data: {data} has pairs of answers, and training on preferences has a recipe of its "
-            "own: perdure recipe copy dpo"
+            f"--data: {data} has pairs of answers, and training on preferences has its own "
+            "recipe: perdure recipe copy dpo"
         )
     return index
 
 
 def _model(model: str) -> dict[str, Any]:
-    """Return the template's values for a model: `directory`, or `shipped` and `architecture`."""
+    """Values of the template for a model: `directory`, or `shipped` and `architecture`."""
     own = {"directory": "", "shipped": "", "architecture": {}}
     if Path(model).is_dir():
         architecture = read_config(model)
@@ -150,14 +149,14 @@ def _model(model: str) -> dict[str, Any]:
             "directory": model,
             "what": what,
             "longest": architecture.max_position_embeddings,
-            # Fine-tuning takes a rate far below that of pre-training.
+            # fine-tuning needs a far lower rate than pre-training
             "lr": "1.0e-5",
         }
     known = with_architecture()
     if model not in known:
         raise RecipeError(
             f"--model: {model} is no directory, and none of {', '.join(known)}; a model of the Hub "
-            f"is fetched by: hf download {model} --local-dir {Path(model).name}"
+            f"is downloaded by: hf download {model} --local-dir {Path(model).name}"
         )
     hidden = known[model]["hidden_size"]
     return own | {
@@ -170,19 +169,15 @@ def _model(model: str) -> dict[str, Any]:
 
 
 def _plan_values(plan: Plan) -> dict[str, Any]:
-    """Return the template's values for a plan.
-
-    Raises:
-        RecipeError: no strategy fits into memory.
-    """
+    """Values of the template for a plan. Raises RecipeError if no strategy fits into memory."""
     machine, best = plan.machine, plan.best
     where = f"{machine.nodes} node(s) of {machine.gpus_per_node} GPU(s)"
     if best is None:
         more = f"; {plan.enough_nodes} such nodes are enough" if plan.enough_nodes else ""
-        least = min(one.prediction.peak for one in plan.candidates) / 1e9
+        least = min(candidate.prediction.peak for candidate in plan.candidates) / 1e9
         raise RecipeError(
             f"--gpus: no strategy fits {where}: {least:.3g} GB of "
-            f"{machine.gpu.memory / 1e9:.3g} are needed at least{more}; take more or larger GPUs, "
+            f"{machine.gpu.memory / 1e9:.3g} are needed at least{more}; use more or larger GPUs, "
             "or a smaller model"
         )
     prediction, settings = best.prediction, recommended(best)
@@ -199,13 +194,12 @@ def _plan_values(plan: Plan) -> dict[str, Any]:
 
 
 def _power_of_two(wanted: int, least: int, most: int) -> int:
-    """Clamp `wanted` to `least` and `most` (the latter wins), and round it down to a power of
-    two."""
+    """Clamp `wanted` to `least` and `most` (`most` wins), and round it down to a power of two."""
     return 1 << (max(min(wanted, most), min(least, most), 1).bit_length() - 1)
 
 
 def _render(values: dict[str, Any]) -> str:
-    """Fill in the template, and align the comments, which " ## " begins."""
+    """Fill in the template, and align the comments, which begin with " ## "."""
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True,

@@ -1,1 +1,1 @@
-"""Generates files that start a run elsewhere: a batch script, manifests, a cloud task."""
+"""`perdure launch`: files that start a run elsewhere: a batch script, manifests, a cloud task."""

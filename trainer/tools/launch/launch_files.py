@@ -27,7 +27,7 @@ TEMPLATES = {
 WORKSPACE = PurePosixPath("/workspace")
 """Mount point of the shared volume or bucket on cloud nodes."""
 LONGEST_NAME = 40
-"""Characters of a run's name; pod names, which begin with it, have at most 63."""
+"""Longest name of a run, in characters; pod names, which begin with it, have at most 63."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class LaunchedRun:
     """A run to be launched."""
 
     name: str
-    """Its name on the cluster: lower-case letters, digits and hyphens."""
+    """Name of the run on the cluster: lower-case letters, digits and hyphens."""
     path: str
-    """Recipe file."""
+    """Path of the recipe file."""
     text: str
-    """Contents of that file."""
+    """Contents of the recipe file."""
     overrides: Sequence[str]
     least: int
     """Minimum number of nodes."""
@@ -48,17 +48,17 @@ class LaunchedRun:
     gpus: int
     """GPUs of a node; 0: none."""
     gpu_name: str
-    """Name of such a GPU; empty if unknown."""
+    """Name of the GPUs; "" if unknown."""
     ranks: int | None
     """Ranks of a node; None: one per GPU, or two without GPUs."""
     written_by: str
-    """The command that writes the file, for its header."""
+    """Command that writes the file, for its header."""
     file: str
     """Path of the written file."""
 
     @property
     def recipe(self) -> str:
-        """The recipe file's name, for comments."""
+        """Name of the recipe file, for comments."""
         return Path(self.path).name
 
     @property
@@ -68,14 +68,15 @@ class LaunchedRun:
 
 
 def render(kind: str, job: LaunchedRun, **options: Any) -> str:
-    """Return the text of the file that launches a job.
+    """Return the text of the file that launches a run.
 
     Args:
         kind: a key of TEMPLATES.
+        job: the run to launch.
         options: further values for the template.
 
     Raises:
-        RecipeError: an argument has characters that a comment cannot hold.
+        RecipeError: an argument has characters that a comment cannot contain.
     """
     if not (job.written_by + job.path).isprintable():
         raise RecipeError(
@@ -93,12 +94,12 @@ def render(kind: str, job: LaunchedRun, **options: Any) -> str:
     # JSON strings are YAML strings.
     environment.filters["yaml"] = lambda value: json.dumps(str(value), ensure_ascii=False)
     text = environment.get_template(TEMPLATES[kind]).render(job=job, **options)
-    # Templates leave spaces where an optional word is missing.
+    # templates leave spaces where an optional word is missing
     return re.sub(r" +$", "", text, flags=re.M)
 
 
 def submission(kind: str, file: Path) -> list[str]:
-    """Return the command that submits a written file."""
+    """Command that submits a written file."""
     return {
         "slurm": ["sbatch", str(file)],
         "k8s": ["kubectl", "apply", "--filename", str(file)],
@@ -108,16 +109,18 @@ def submission(kind: str, file: Path) -> list[str]:
 
 
 def run_name(recipe: Recipe) -> str:
-    """Derive a name for the cluster from `tracking.name` or the last part of `run.dir`."""
-    said = recipe.tracking.name or Path(recipe.run.dir).name
-    slug = re.sub(r"[^a-z0-9]+", "-", said.lower())[:LONGEST_NAME].strip("-")
-    return f"perdure-{slug or 'run'}"  # begins with a letter, and is no word that YAML knows
+    """Derive a name for the cluster from `tracking.name`, or else from the last part of
+    `run.dir`."""
+    name = recipe.tracking.name or Path(recipe.run.dir).name
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower())[:LONGEST_NAME].strip("-")
+    return f"perdure-{slug or 'run'}"  # begins with a letter, and is no YAML keyword
 
 
 def check_world(recipe: Recipe, least: int, most: int, ranks: int) -> None:
-    """Check that the recipe can train on these nodes, before they are waited for.
+    """Check that the recipe can train on these nodes, before a scheduler waits for them.
 
     Args:
+        recipe: the recipe of the run.
         least: minimum number of nodes.
         most: maximum number of nodes.
         ranks: ranks of each node.
@@ -134,11 +137,11 @@ def check_world(recipe: Recipe, least: int, most: int, ranks: int) -> None:
 
 
 def check_inside(recipe: Recipe) -> None:
-    """Check that all paths of the recipe are shared by cloud nodes: in WORKSPACE, where relative
+    """Check that cloud nodes share all paths of the recipe: those in WORKSPACE, where relative
     paths begin.
 
     Raises:
-        RecipeError: one line for each path outside it.
+        RecipeError: one line for each path outside of it.
     """
     lines = []
     for key, path in _paths(recipe):
@@ -146,24 +149,21 @@ def check_inside(recipe: Recipe) -> None:
         outside = place.is_absolute() and not place.is_relative_to(WORKSPACE)
         if "://" not in path and (outside or ".." in place.parts):
             lines.append(
-                f"{key}: {path} is not in what the nodes share, which is mounted at {WORKSPACE}; "
-                "write the path as it is in there, such as runs/mine"
+                f"{key}: {path} is not in the nodes' shared folder, which is mounted at "
+                f"{WORKSPACE}; write a path inside it, such as runs/mine"
             )
     if lines:
         raise RecipeError("\n".join(lines))
 
 
 def in_bucket(recipe: Recipe, bucket: str, nodes: int) -> list[str]:
-    """Return overrides for a machine that only shares a bucket, mounted at WORKSPACE: checkpoints
-    are written to it directly, so that they are there as soon as their save has ended.
-
-    Raises:
-        RecipeError: there are several nodes.
-    """
+    """Overrides for a single machine with a bucket mounted at WORKSPACE. Checkpoints are written
+    directly to the bucket, so that they exist as soon as their save has ended. Raises RecipeError
+    if there are several nodes."""
     if nodes > 1:
         raise RecipeError(
-            "--nodes: several nodes have to see the same run.dir at once, which a bucket does not "
-            "give them; name a --volume of SkyPilot instead, or launch one node"
+            "--nodes: several nodes need the same run.dir at once, which a mounted bucket does not "
+            "provide; use a --volume of SkyPilot instead, or launch one node"
         )
     if "://" in recipe.checkpoint_directory:
         return []

@@ -1,1 +1,1 @@
-"""`perdure report`: what a run did, proven from its ledger."""
+"""`perdure report`: shows what a run did, and proves it from its ledger."""

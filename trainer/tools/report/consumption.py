@@ -1,11 +1,11 @@
-"""Compares the sequences that a run consumed, by its ledger, with what its data prescribes.
+"""Compares the sequences that a run consumed, by its ledger, with those that its data prescribes.
 
-[Note: consumption] Each rank hashes the sequences that it hands to the model: the sample at each
-position, and its tokens. The sum over ranks rides on the step's all-reduce, and is written to the
+[Note: consumption] Each rank hashes the sequences that it passes to the model: the sample at each
+position, and its tokens. The sum over ranks is part of the step's all-reduce, and is written to the
 ledger. Ranks that compute the same sequences together (tp, pp, cp) all take part, with weights that
-sum to 1 (`Mesh.witness`). So the sum can be recomputed from recipe and data alone. A rank with
-another order, other data, or sequences of another rank is detected, with its step; a sum does not
-tell which rank it was. Errors after the tokens reach the model are not covered.
+sum to 1 (`Mesh.witness`). So the sum can be recomputed from recipe and data alone. Another order,
+other data, or another rank's sequences are detected, with the step; the sum does not identify the
+rank. Errors after the tokens reach the model are not covered.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,69 +28,70 @@ from trainer.run.provenance import digest_of, other_data, recipe_file
 from trainer.tasks.task import open_streams
 
 MOST_SAMPLES, MOST_TOKENS = 5_000_000, 100_000_000
-"""Looked up, and read, for one check; of a longer run so many, evenly spread over its steps."""
+"""Most samples located, and most tokens read, for one check. A longer run is checked at steps that
+are evenly spaced."""
 
 
 @dataclass
-class Findings:
-    """The result of comparing a ledger with recipes and data."""
+class ConsumptionFindings:
+    """Result of comparing a ledger with recipes and data."""
 
     problems: list[str] = field(default_factory=list)
-    """Contradictions."""
+    """Contradictions between ledger, recipes and data."""
     missing: dict[str, list[Attempt]] = field(default_factory=dict)
-    """Missing input → the attempts that could not be compared without it."""
+    """Missing input → attempts that could not be compared without it."""
     proved: list[str] = field(default_factory=list)
 
     def miss(self, what: str, attempts: Sequence[Attempt]) -> None:
-        """Record that `what` is missing for comparing some attempts."""
+        """Record that an input is missing for comparing some attempts."""
         self.missing.setdefault(what, []).extend(attempts)
 
     @property
     def left_out(self) -> list[str]:
-        """Describe each missing input in a line."""
+        """Line for each missing input."""
         return [f"{what} ({_numbers_of(attempts)})" for what, attempts in self.missing.items()]
 
 
-def check_consumption(run: Path, history: History) -> Findings:
-    """Compare the steps on the line of the newest attempt with their recipes and data.
+def check_consumption(run: Path, history: History) -> ConsumptionFindings:
+    """Compare the surviving steps of a run with their recipes and data.
 
     Args:
-        run: run directory, which holds the recipes.
+        run: run directory, with the recipes.
+        history: the run's ledger.
     """
-    findings = Findings()
+    findings = ConsumptionFindings()
     newest = history.attempts[-1].start.recipe
     shown = run / "recipe.yaml"
     if newest and shown.is_file() and digest_of(read_text(shown)) != newest:
         findings.problems.append(
-            f"{shown} is not the recipe that the newest attempt began with, which is "
-            f"{recipe_file(run, newest)}"
+            f"{shown} is not the recipe of the newest attempt, which is {recipe_file(run, newest)}"
         )
     by_recipe: dict[str, list[Attempt]] = {}
     for attempt in history.attempts:
-        # Steps that a restart discarded were computed again, and are compared there.
+        # steps that a restart discarded were repeated, and are compared there
         if any(history.survives(attempt, step) for step in attempt.steps):
             by_recipe.setdefault(attempt.start.recipe, []).append(attempt)
-    counts = _Counts()
+    counts = _ComparedSteps()
     for digest, attempts in by_recipe.items():
         recipe = _recipe(run, digest, attempts, findings)
         if recipe:
             _compare(recipe, attempts, history, findings, counts)
     if counts.located and not findings.problems:
         of = "the data says" if counts.read else "the order says"
-        line = f"what the ranks took is what {of}: samples of {_share(counts.located, counts)}"
+        line = f"the ranks consumed what {of}: samples of {_share(counts.located, counts)}"
         line += f", tokens of {_share(counts.read, counts)}" if counts.read else ""
-        findings.proved.append(line if counts.read else f"{line}; what they hold is not compared")
+        findings.proved.append(line if counts.read else f"{line}; their contents are not compared")
     if stages := history.attempts[-1].start.stages:
         begins = ", ".join(["0", *(str(stage[0]) for stage in stages)])
         findings.proved.append(f"the data has {1 + len(stages)} stages, from sequences {begins}")
     if counts.silent:
-        findings.proved.append(f"no digest of what was taken: {counts.silent} steps")
+        findings.proved.append(f"no digest of the consumed samples: {counts.silent} steps")
     return findings
 
 
 @dataclass
-class _Counts:
-    """Counts of steps on the line: with a digest, with samples compared, with tokens compared,
+class _ComparedSteps:
+    """Numbers of surviving steps: with a digest, with samples compared, with tokens compared,
     without a digest."""
 
     steps: int = 0
@@ -100,22 +101,22 @@ class _Counts:
 
 
 def _recipe(
-    run: Path, digest: str, attempts: Sequence[Attempt], findings: Findings
+    run: Path, digest: str, attempts: Sequence[Attempt], findings: ConsumptionFindings
 ) -> Recipe | None:
-    """Read the recipe of some attempts; return None, and record the reason, if that fails. An
-    attempt that names none predates the folder of recipes, and used recipe.yaml."""
+    """Read the recipe of some attempts; on failure record the reason, and return None. Attempts
+    without a digest are older than the folder of recipes, and used recipe.yaml."""
     path = recipe_file(run, digest) if digest else run / "recipe.yaml"
     who = _numbers_of(attempts)
     try:
         if digest and digest_of(read_text(path)) != digest:
-            findings.problems.append(f"{path} is not the recipe that {who} began with")
+            findings.problems.append(f"{path} is not the recipe of {who}")
             return None
         recipe = load_recipe(path, kept=True)
     except OSError as error:
         findings.miss(f"{path}: {error.strerror}", attempts)
         return None
     except known_errors() as error:
-        findings.miss(f"{path} cannot be read by this version: {error}", attempts)
+        findings.miss(f"{path} this version cannot read it: {error}", attempts)
         return None
     for attempt in attempts:
         if digest and attempt.start.global_batch != recipe.batch.global_batch:
@@ -126,8 +127,8 @@ def _recipe(
         in_our_order = not recipe.data.factory or size_in(attempt.start.data)
         if digest and in_our_order and "consumed" not in attempt.start.records:
             findings.problems.append(
-                f"attempt {attempt.number} (line {attempt.line}) does not record what the ranks "
-                "took, which its data makes every run record"
+                f"attempt {attempt.number} (line {attempt.line}) does not record the samples that "
+                "the ranks consumed, although its data requires it"
             )
     return recipe
 
@@ -136,8 +137,8 @@ def _compare(
     recipe: Recipe,
     attempts: Sequence[Attempt],
     history: History,
-    findings: Findings,
-    counts: _Counts,
+    findings: ConsumptionFindings,
+    counts: _ComparedSteps,
 ) -> None:
     """Compare the consumption of some attempts with the data of their recipe."""
     steps = [
@@ -152,9 +153,10 @@ def _compare(
         return
     counts.steps += len(steps)
     claimed = {attempt.start.data for attempt in attempts}
-    if recipe.data.factory:  # its code is not run here, so what its samples hold is not compared
+    # user code is not run here, so the contents of its samples are not compared
+    if recipe.data.factory:
         size = size_in(*claimed) if len(claimed) == 1 else 0
-        if size:  # else `read_history` has found that they differ, or the order is the data's own
+        if size:  # otherwise `read_history` reports that they differ, or the order is the user's
             order = Order([size], [1.0], recipe.run.seed)
             located = _spread(steps, MOST_SAMPLES, 1)
             findings.problems += _other_samples(located, _of_one_source(order))
@@ -190,19 +192,19 @@ def _compare(
 
 
 def where_it_lies(recipe: Recipe, directory: str) -> tuple[Recipe, str]:
-    """Return the recipe with the current paths of its sources, and the first missing one, or "".
-    Relative paths begin at the run's working directory, or else at this one."""
+    """Return (recipe with the present paths of its sources, first missing path or ""). Relative
+    paths are looked up from the run's working directory, then from this process's."""
     sources = []
     for source in recipe.data.sources:
         places = [source.path]
         if "://" not in source.path:
             places.insert(0, str(Path(directory) / source.path))
-        place = next((one for one in places if is_prepared(one)), None)
+        place = next((path for path in places if is_prepared(path)), None)
         if place is None:
             return recipe, places[0]
         sources.append(replace(source, path=place))
     data = replace(recipe.data, sources=type(recipe.data.sources)(sources))
-    # No validation data is needed.
+    # validation data is not needed
     return replace(recipe, data=data, run=replace(recipe.run, evaluate_every=0)), ""
 
 
@@ -214,7 +216,7 @@ def _numbers_of(attempts: Sequence[Attempt]) -> str:
 
 Steps = Sequence[tuple[int, StepLine]]
 Locate = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""Positions → source and sample of each."""
+"""Maps positions to (source, sample) of each."""
 
 
 def _of_one_source(order: Order) -> Locate:
@@ -226,12 +228,12 @@ def _of_one_source(order: Order) -> Locate:
 
 
 def _spread(steps: Steps, most: int, each: int) -> Steps:
-    """Choose evenly spaced steps with at most `most` sequences, `each` per step."""
+    """Choose evenly spaced steps whose sequences, times `each`, are at most `most`."""
     total = sum(step.after_last - step.first for _, step in steps) * each
     return steps[:: max(1, -(-total // most))]
 
 
-def _share(some: int, counts: _Counts) -> str:
+def _share(some: int, counts: _ComparedSteps) -> str:
     return f"all {some} steps" if some == counts.steps else f"{some} of {counts.steps} steps"
 
 
@@ -239,18 +241,18 @@ def _other_samples(steps: Steps, locate: Locate) -> Iterator[str]:
     for attempt, step in steps:
         positions = np.arange(step.first, step.after_last)
         if sample_digest(positions, *locate(positions)) != _numbers(step)[0]:
-            yield f"{_describe(attempt, step)}: a rank took other sequences than these"
+            yield f"{_describe(attempt, step)}: a rank consumed other sequences"
 
 
 def _other_tokens(steps: Steps, stream: TokenStream) -> Iterator[str]:
     for attempt, step in steps:
         positions = range(step.first, step.after_last)
         if stream.fetch_with_digest(positions)[1][1] != _numbers(step)[1]:
-            yield f"{_describe(attempt, step)}: a rank took other tokens than the data holds there"
+            yield f"{_describe(attempt, step)}: a rank consumed other tokens than the data has"
 
 
 def _numbers(step: StepLine) -> tuple[int, int]:
-    # Eight hexadecimal digits for the samples, then eight for their tokens.
+    # eight hexadecimal digits for the samples, then eight for their tokens
     digest = step.consumed or ""
     return int(digest[:8], 16), int(digest[8:], 16)
 

@@ -1,4 +1,4 @@
-"""Reports, as text, what happened in a run, from its directory. Imports no torch."""
+"""Reports what happened in a run, as text, from its directory. Imports no torch."""
 
 import json
 import os
@@ -20,11 +20,8 @@ SHOWN_ATTEMPTS = 40
 
 
 def report(run: Path) -> str:
-    """Summarize a run.
-
-    Raises:
-        LedgerError: `run` is not the directory of a run that has begun.
-    """
+    """Summarise a run as text. Raises LedgerError if `run` is not the directory of a started
+    run."""
     history = read_history(run)
     sizes = [attempt.start.world_size for attempt in history.attempts]
     changes = [size for n, size in enumerate(sizes) if n == 0 or size != sizes[n - 1]]
@@ -58,12 +55,13 @@ def report(run: Path) -> str:
 
 
 def check(history: History, run: Path | None = None) -> tuple[bool | None, str]:
-    """Check that the record of a run is complete and that every sequence was consumed exactly once;
-    return the verdict, and the proof or the problems as text. None: no problem, but some
-    comparisons were impossible.
-
+    """Check that the record of a run is complete and that every sequence was consumed exactly once.
     With the directory `run`, consumption is also compared with recipes and data, which imports
     torch.
+
+    Returns:
+        (verdict, proof or problems as text). The verdict is None if there is no problem, but some
+        comparisons were impossible.
     """
     problems, missing, proved = list(history.problems), [], []
     has_recipe = any(attempt.start.recipe for attempt in history.attempts)
@@ -81,13 +79,13 @@ def check(history: History, run: Path | None = None) -> tuple[bool | None, str]:
     if history.unrecorded:
         lines.append(
             f"not recorded: {_count(history.unrecorded, 'step')}, whose line was lost when a "
-            "process died; the start that follows proves the sequences"
+            "process died; the next start proves the sequences"
         )
     return None if missing else True, "\n".join(lines)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Read the records of metrics.jsonl, without a torn last line; empty if there is no file."""
+    """Read the records of metrics.jsonl, without a torn last line; [] if there is no file."""
     try:
         descriptor = open_to_read(run / "metrics.jsonl", follow=True)
     except OSError:
@@ -97,11 +95,11 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def unit_of(run: Path) -> str:
-    """Return the unit of `tokens` in a run's records, as `Task.unit`: samples, unless it trains on
-    prepared tokens."""
+    """Unit of `tokens` in a run's records, as `Task.unit`: tokens for prepared data, else
+    samples."""
     try:
         data = read_tree(run / "recipe.yaml")[0].get("data")
-    except RecipeError:  # the report is of what happened, also where the recipe is gone
+    except RecipeError:  # the report also works if the recipe is missing
         data = None
     on_samples = isinstance(data, dict) and (data.get("graph") or data.get("factory"))
     return "samples" if on_samples else "tokens"
@@ -122,7 +120,7 @@ def _goodput_text(account: Goodput) -> str:
         ("steps lost to failures", account.redone, ""),
         ("steps skipped or rolled back", account.skipped, ""),
         ("start and recovery", sum(account.starting.values()), starting),
-        ("standing still for saves", account.stalled, ""),
+        ("paused for saves", account.stalled, ""),
         ("between steps", account.between, "evaluation, records, the last save"),
     ]
     cells = [
@@ -145,7 +143,7 @@ def _failures_line(trust: Reliability) -> str:
 def _throughput_line(history: History, metrics: Sequence[Mapping[str, Any]], unit: str) -> str:
     sequences = seconds = 0.0
     for attempt in history.attempts:
-        for step in attempt.steps[1:]:  # the first one also warms up
+        for step in attempt.steps[1:]:  # the first step also warms up
             sequences += step.after_last - step.first
             seconds += step.seconds
     line = f"throughput: {sequences / seconds:,.1f} sequences/s" if seconds else "throughput: -"
@@ -154,7 +152,7 @@ def _throughput_line(history: History, metrics: Sequence[Mapping[str, Any]], uni
 
 
 def _validation_lines(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Report the number of validations, and the lowest loss; empty without any."""
+    """Line with the number of validations and the lowest loss; [] if there are none."""
     losses = [
         (record["validation_loss"], record["step"])
         for record in metrics
@@ -168,7 +166,7 @@ def _validation_lines(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _changes_lines(history: History) -> list[str]:
-    """Report the changes of recipe between attempts on the newest line, and its roll-backs."""
+    """Lines about changed recipe keys between surviving attempts, and about roll-backs."""
     lines = []
     for attempt in history.attempts:
         if attempt.start.changed and attempt.number in history.kept:
@@ -222,7 +220,7 @@ def _attempts_table(history: History, trust: Reliability) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Format a duration in milliseconds, seconds, minutes or hours, as fits."""
+    """Format a duration in milliseconds, seconds, minutes or hours, by its size."""
     if seconds < 1:
         return f"{seconds * 1e3:.0f} ms"
     if seconds < 60:
@@ -233,7 +231,7 @@ def clock(seconds: float) -> str:
 
 
 def date(moment: float) -> str:
-    """Format a Unix time; empty outside the calendar's range."""
+    """Format a Unix time; "" outside the calendar's range."""
     try:
         return datetime.fromtimestamp(moment).strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError, OSError):

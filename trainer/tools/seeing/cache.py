@@ -20,26 +20,26 @@ from elastic.node.files import open_to_read
 
 VERSION = 1
 WORTH_BYTES = 4 << 20
-"""Minimum size of a file worth caching."""
+"""Least size of a file to cache, in bytes."""
 _MOST_BYTES = 4 << 30
 _SAMPLE_BYTES = 1 << 16
 KEPT = 32
-"""Maximum number of cache files; the oldest are deleted."""
+"""Most cache files; the oldest are deleted."""
 
 
 def cache_directory() -> Path:
-    """Return the cache directory of this user."""
+    """Cache directory of this user."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(home) / "perdure" / "seeing"
 
 
 def recall(source: Path) -> tuple[dict[str, Any], list[bytes]] | None:
-    """Return the facts and columns last kept for a file; None if there are none, or if the file no
+    """Facts and columns that were cached for a file; None if there are none, or if the file no
     longer begins with the bytes that were read."""
     try:
         with os.fdopen(open_to_read(_place(source)), "rb") as file:
             status = os.fstat(file.fileno())
-            # Another user's file could claim anything about the run.
+            # another user's file could claim anything about the run
             if status.st_uid != os.geteuid() or status.st_size > _MOST_BYTES:
                 return None
             header = json.loads(file.readline())
@@ -60,8 +60,8 @@ def recall(source: Path) -> tuple[dict[str, Any], list[bytes]] | None:
 
 
 def keep(source: Path, offset: int, facts: Mapping[str, Any], columns: Sequence[bytes]) -> None:
-    """Cache what the first `offset` bytes of a file contain. Raises no OSError, as a cache is
-    optional."""
+    """Cache facts and columns from the first `offset` bytes of a file. Ignores OSError, as a cache
+    is optional."""
     with suppress(OSError, ValueError):
         text = json.dumps(facts, separators=(",", ":")).encode()
         data = b"".join([len(text).to_bytes(8, "little"), text, *columns])
@@ -74,7 +74,7 @@ def keep(source: Path, offset: int, facts: Mapping[str, Any], columns: Sequence[
         }
         place = _place(source)
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Renamed when complete, so that no reader sees half of it.
+        # renamed when complete, so that no reader sees a part of it
         aside = place.with_name(f".{place.name}.{secrets.token_hex(8)}")
         try:
             with open(aside, "xb", opener=_for_me) as file:
@@ -96,20 +96,16 @@ def _place(source: Path) -> Path:
 
 def _fingerprint(source: Path, offset: int) -> str:
     """Identify the read part of a file by inode, and by the bytes at its beginning and before
-    `offset`.
-
-    Raises:
-        ValueError: the file is shorter.
-    """
+    `offset`. Raises ValueError if the file is shorter than `offset`."""
     with os.fdopen(open_to_read(source, follow=True), "rb") as file:
         status = os.fstat(file.fileno())
         if not 0 <= offset <= status.st_size:
-            raise ValueError("a shorter file")
+            raise ValueError("the file is shorter")
         first = file.read(min(_SAMPLE_BYTES, offset))
         file.seek(max(0, offset - _SAMPLE_BYTES))
         last = file.read(min(_SAMPLE_BYTES, offset))
     digest = hashlib.sha256(b"%d %d %d " % (status.st_dev, status.st_ino, offset))
-    # Both ends only: reading everything would cost what the cache saves.
+    # both ends only: reading everything would cost what the cache saves
     digest.update(first + last)
     return digest.hexdigest()
 

@@ -12,8 +12,8 @@ from trainer.tools.report.report import clock
 
 
 def events_of(history: History) -> list[dict[str, Any]]:
-    """Return all events, oldest first. Each has `time` (Unix), `step`, `kind`, `text`, `failed`,
-    `ended` (an attempt), `cost`, `rank`, `node`, `attempt`, and `evidence`, pairs of texts."""
+    """All events, oldest first. Each has `time` (Unix), `step`, `kind`, `text`, `failed`, `ended`
+    (an attempt), `cost`, `rank`, `node`, `attempt`, and `evidence` (pairs of texts)."""
     events: list[dict[str, Any]] = []
     recoveries = reliability(history).recoveries
     for attempt in history.attempts:
@@ -26,7 +26,7 @@ def events_of(history: History) -> list[dict[str, Any]]:
 
 
 def steps_lost(before: Attempt, after: Attempt) -> int:
-    """Return the number of steps that the second attempt computes again."""
+    """Number of steps that the second attempt repeats."""
     return max(0, before.last_step - after.start.step)
 
 
@@ -36,7 +36,7 @@ def count_of(number: int, what: str) -> str:
 
 
 def _within(attempt: Attempt) -> list[dict[str, Any]]:
-    """Return the events that did not end an attempt."""
+    """Events of an attempt, other than its end."""
     events = []
 
     def add(after: float, step: int, kind: str, text: str, failed: bool, cost: str = "") -> None:
@@ -60,11 +60,12 @@ def _within(attempt: Attempt) -> list[dict[str, Any]]:
         if isinstance(after, int | float) and what:
             reached = step if isinstance(step, int) else attempt.start.step
             add(after, reached, str(event.get("event", "notice")), what, False)
-    for one in attempt.rollbacks:
-        done = attempt.steps.find(one.step)
-        text = f"Weights went back from step {one.step} to {one.to}, read from {one.source}"
-        cost = f"{count_of(one.step - one.to, 'step')} of training"
-        add(done.after if done else 0.0, one.step, "rollback", text, True, cost)
+    for rollback in attempt.rollbacks:
+        done = attempt.steps.find(rollback.step)
+        text = f"Weights went back from step {rollback.step} to {rollback.to}"
+        text += f", read from {rollback.source}"
+        cost = f"{count_of(rollback.step - rollback.to, 'step')} of training"
+        add(done.after if done else 0.0, rollback.step, "rollback", text, True, cost)
     return events
 
 

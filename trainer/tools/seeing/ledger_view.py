@@ -1,4 +1,4 @@
-"""Follows a growing ledger, and continues from what cache.py kept of an earlier reading."""
+"""Follows a growing ledger, and resumes reading from what cache.py has stored."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -8,10 +8,10 @@ from trainer.tools.seeing import cache
 
 
 class LedgerView:
-    """The ledger of a run that is read again and again.
+    """The ledger of a run, which is read repeatedly.
 
     Args:
-        run: directory.
+        run: run directory.
     """
 
     def __init__(self, run: Path) -> None:
@@ -22,12 +22,12 @@ class LedgerView:
 
     @property
     def path(self) -> Path:
-        """The ledger file."""
+        """Path of the ledger."""
         return self._reader.path
 
     @property
     def version(self) -> str:
-        """A value that changes with every new line other than a step's."""
+        """A text that changes with every new line that is not a step's."""
         return f"{self._reader.inode}-{len(self._reader.others)}"
 
     def read(self) -> History:
@@ -38,7 +38,7 @@ class LedgerView:
         return history
 
     def newest_lines(self, count: int) -> list[str]:
-        """Return the last `count` lines other than those of steps."""
+        """Last `count` lines that are not a step's."""
         newest = self._reader.others[-count:]
         return [line.decode(errors="replace").strip()[:2000] for _, line in newest]
 
@@ -47,10 +47,10 @@ class LedgerView:
         self._kept = reader.offset
         described, columns = [], []
         for attempt in reader.attempts:
-            one, data = attempt.steps.dump()
-            described.append(one)
+            facts, data = attempt.steps.dump()
+            described.append(facts)
             columns += data
-        # latin-1 decodes any byte, and back without loss.
+        # latin-1 decodes any byte, and encodes it back without loss
         others = [[number, line.decode("latin-1")] for number, line in reader.others]
         begun = {"inode": reader.inode, "offset": reader.offset, "number": reader.number}
         cache.keep(
@@ -63,15 +63,15 @@ class LedgerView:
             return
         facts, columns = cached
         reader = LedgerReader(self._reader.path)
-        with suppress(ValueError, KeyError, TypeError, IndexError):  # then all of it is read
+        with suppress(ValueError, KeyError, TypeError, IndexError):  # the whole ledger is read then
             reader.begin(facts["inode"])
             for number, text in facts["others"]:
                 reader.take(text.encode("latin-1"), number)
             each = len(columns) // max(1, len(reader.attempts))
-            for place, (attempt, one) in enumerate(
+            for place, (attempt, steps) in enumerate(
                 zip(reader.attempts, facts["steps"], strict=True)
             ):
-                attempt.steps.fill(one, columns[place * each : (place + 1) * each])
+                attempt.steps.fill(steps, columns[place * each : (place + 1) * each])
                 attempt.settle()
             reader.offset, reader.number = facts["offset"], facts["number"]
             if 0 < reader.offset <= size:

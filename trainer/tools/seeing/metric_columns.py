@@ -1,4 +1,4 @@
-"""Follows metrics.jsonl while it grows, and keeps it in columns."""
+"""Follows metrics.jsonl while it grows, and stores it in columns."""
 
 import json
 import math
@@ -17,17 +17,17 @@ from trainer.run.trackers import METRICS, SAMPLES
 from trainer.tools.seeing import cache
 
 MOST_KEYS = 200
-"""Maximum number of metrics; the first ones that appear are kept."""
+"""Most metrics that are shown, in the order of their appearance."""
 _SAMPLES_BYTES, _LONGEST = 64 << 20, 4000
-"""Limits of samples.jsonl, and of the characters of a text in it."""
+"""Most bytes that are read of samples.jsonl, and most characters of a text in it."""
 
 
-class Records:
-    """The records of a run in columns. A file that was replaced or cut is read again from its
-    beginning.
+class MetricRecords:
+    """Records of a run's metrics.jsonl, in columns. A file that was replaced or cut is read again
+    from its beginning.
 
     Args:
-        run: directory.
+        run: run directory.
     """
 
     def __init__(self, run: Path) -> None:
@@ -36,7 +36,7 @@ class Records:
 
     def _begin(self, inode: int) -> None:
         self.inode, self.offset = inode, 0
-        """The file, and how many of its bytes are read."""
+        """Inode of the file, and number of bytes that are read."""
         self._kept = 0
         self.step, self.time, self._ends = array("q"), array("d"), array("q")
         self._columns: dict[str, array[float]] = {}
@@ -48,7 +48,7 @@ class Records:
         """Read new records. A last line without a newline is left for the next call."""
         try:
             descriptor = open_to_read(self.path, follow=True)
-        except OSError:  # not there yet
+        except OSError:  # the file may come later
             return
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(file.fileno())
@@ -70,7 +70,7 @@ class Records:
         count = len(self)
         try:
             self.step.append(record["step"])
-        except OverflowError:  # no step of a run
+        except OverflowError:  # no valid step
             return
         self.time.append(record["time"])
         self._ends.append(self.offset)
@@ -83,30 +83,30 @@ class Records:
                     continue
                 column = self._columns[name] = array("d")
             if len(column) < count:
-                # A metric may begin late, and not every record has all of them.
+                # a metric may begin late, and records may lack metrics
                 column.extend([math.nan] * (count - len(column)))
             column.append(math.nan if value is None else float(value))
 
     def names(self) -> list[str]:
-        """Return the names of all metrics."""
+        """Names of all metrics."""
         return list(self._columns)
 
     def column(self, name: str) -> np.ndarray:
-        """Return a metric's values by record; NaN where a record has none, or a non-finite one."""
+        """Values of a metric by record; NaN if a record has none, or a non-finite one."""
         values = self._columns.get(name, array("d"))
         padded = np.full(len(self), math.nan)
         padded[: len(values)] = np.array(values)
         return padded
 
     def last(self, name: str) -> float | None:
-        """Return the newest value of a metric; None without any."""
+        """Newest value of a metric; None if there is none."""
         for value in reversed(self._columns.get(name, array("d"))):
             if not math.isnan(value):
                 return float(value)
         return None
 
     def after(self, offset: int) -> int:
-        """Return the index of the first record that ends beyond `offset` bytes of the file."""
+        """Index of the first record that ends beyond `offset` bytes of the file."""
         return int(np.searchsorted(np.array(self._ends), offset, side="right"))
 
     # --- cache -------------------------------------------------------------------------------
@@ -134,8 +134,8 @@ class Records:
 def thinned(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
     """Reduce a curve to about `most` points, in order: the lowest and the highest of every
     interval, so that spikes stay visible. Non-finite points are dropped."""
-    there = np.isfinite(y) & np.isfinite(x)
-    x, y = x[there], y[there]
+    finite = np.isfinite(y) & np.isfinite(x)
+    x, y = x[finite], y[finite]
     if len(x) <= most:
         return x, y
     size = math.ceil(2 * len(x) / most)
@@ -155,7 +155,7 @@ def _extremes(y: np.ndarray, size: int, whole: int) -> Iterator[np.ndarray]:
 
 
 def samples_version(run: Path) -> str:
-    """Return a text that changes with samples.jsonl; "" without the file."""
+    """A text that changes with samples.jsonl; "" if there is no file."""
     try:
         status = os.stat(run / SAMPLES)
     except OSError:
@@ -164,8 +164,8 @@ def samples_version(run: Path) -> str:
 
 
 def read_samples(run: Path, most: int = 2000) -> list[dict[str, Any]]:
-    """Return generated samples by step, from the newest lines of samples.jsonl: `step`, and pairs
-    of prompt and text, the newest text of each; empty without the file."""
+    """Generated samples by step, from the newest lines of samples.jsonl: `step`, and pairs of
+    prompt and its newest text; [] if there is no file."""
     try:
         with os.fdopen(open_to_read(run / SAMPLES, follow=True), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _SAMPLES_BYTES))
@@ -175,8 +175,8 @@ def read_samples(run: Path, most: int = 2000) -> list[dict[str, Any]]:
     by_step: dict[int, dict[str, str]] = {}
     for line in lines:
         with suppress(ValueError, KeyError, TypeError, RecursionError):
-            one = json.loads(line)
-            step, prompt, text = one["step"], one["prompt"], one["text"]
+            sample = json.loads(line)
+            step, prompt, text = sample["step"], sample["prompt"], sample["text"]
             if isinstance(step, int) and isinstance(prompt, str) and isinstance(text, str):
                 by_step.setdefault(step, {})[prompt[:_LONGEST]] = text[:_LONGEST]
     return [

@@ -1,5 +1,5 @@
-"""Builds the HTML page of runs: one file that loads nothing from other hosts. A static page embeds
-its data; a live one queries the server it came from."""
+"""Builds the HTML page of runs: one file that loads nothing from other hosts. A static page
+contains its data; a live page queries its server."""
 
 import hashlib
 import json
@@ -19,29 +19,25 @@ EVERY_SECONDS = 2.0
 
 
 def report_html(paths: Sequence[Path]) -> str:
-    """Return a static page of the current state of runs.
-
-    Raises:
-        LedgerError: a path is not the directory of a run that has begun.
-    """
+    """Static page of the current state of runs. Raises LedgerError if a path is not the directory
+    of a started run."""
     runs = look_at(paths)
     return page(title(runs), {"live": False, **first_data(runs)})
 
 
 def first_data(runs: Sequence[RunView]) -> dict[str, Any]:
-    """Return the initial data of a page: everything about each run, and the keys in which their
-    recipes differ."""
+    """Initial data of a page: everything about each run, and the keys in which their recipes
+    differ."""
     shown = [run.all(max(500, POINTS // len(runs))) for run in runs]
-    return {"runs": shown, "differing": differing_keys([one.pop("keys") for one in shown])}
+    return {"runs": shown, "differing": differing_keys([data.pop("keys") for data in shown])}
 
 
 def title(runs: Sequence[RunView]) -> str:
-    """Return the title of a page."""
     return ", ".join(run.name for run in runs)
 
 
 def page(name: str, data: Mapping[str, Any]) -> str:
-    """Return the HTML. `data` is the input of page.js: `first_data`, or the address to query."""
+    """HTML of a page. `data` is the input of page.js: `first_data`, or the address to query."""
     parts = {
         "policy": escape(policy(live=bool(data["live"]))),
         "title": escape(name),
@@ -49,7 +45,7 @@ def page(name: str, data: Mapping[str, Any]) -> str:
         "data": embedded(data),
         "script": _script(),
     }
-    # In one pass, so that inserted data is not searched for placeholders.
+    # in one pass, so that inserted data is not searched for placeholders
     return re.sub(r"\{(\w+)\}", lambda place: parts[place[1]], _text("page.html"))
 
 
@@ -62,8 +58,8 @@ def embedded(data: Mapping[str, Any]) -> str:
 
 @cache
 def policy(*, live: bool) -> str:
-    """Return the Content-Security-Policy: only this page's own script and style may run, and only
-    its own server may be queried."""
+    """Content-Security-Policy of the page: only its own script and style may run, and only its own
+    server may be queried."""
     parts = {
         "default-src": "'none'",
         "script-src": _hash(_script()),
@@ -84,7 +80,7 @@ def _style() -> str:
 
 
 def _script() -> str:
-    # the licence has to accompany every copy
+    # the licence must accompany every copy
     licence = f"/* uPlot:\n{_text('uPlot.LICENSE')}\n*/\n"
     return licence + _text("uPlot.iife.min.js") + "\n" + _text("page.js")
 

@@ -19,24 +19,24 @@ from trainer.tools.seeing.page import EVERY_SECONDS, first_data, page, policy, t
 from trainer.tools.seeing.view import RunView, look_at
 
 LOOK_SECONDS = 1.0
-"""Minimum seconds between two reads of a run's files, however many pages query."""
+"""Least seconds between two reads of a run's files, however many pages query."""
 LOOPBACK = ("127.0.0.1", "localhost")
 IDLE_SECONDS, MOST_CONNECTIONS = 30.0, 32
-"""A connection that says nothing for so long is closed, and no more are served at once: others get
-an error."""
+"""Seconds after which a silent connection is closed, and most connections at a time; further ones
+get an error."""
 
 
-class Server(ThreadingHTTPServer):
-    """HTTP server of a page of runs and its updates; use as a context manager, then
+class PageServer(ThreadingHTTPServer):
+    """HTTP server of a page of runs and its updates. Use it as a context manager, then
     `serve_forever`.
 
     Args:
         paths: directories of the runs.
         host: address to listen on.
-        port: 0: any free port.
+        port: port to listen on; 0: any free port.
 
     Raises:
-        LedgerError: a path is not the directory of a run that has begun.
+        LedgerError: a path is not the directory of a started run.
         OSError: the address is unavailable.
     """
 
@@ -47,7 +47,7 @@ class Server(ThreadingHTTPServer):
         self.host, self.runs = host, look_at(paths)
         self.token = secrets.token_urlsafe(16)
         self.lock = threading.Lock()
-        # Each connection has a thread, and the machine may be training.
+        # each connection has a thread, and the machine may be training
         self.slots = threading.BoundedSemaphore(MOST_CONNECTIONS)
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -55,7 +55,7 @@ class Server(ThreadingHTTPServer):
 
     @property
     def link(self) -> str:
-        """The URL to open in a browser."""
+        """URL to open in a browser."""
         named = socket.gethostname() if self.host in ("0.0.0.0", "::", "") else self.host
         shown = f"[{named}]" if ":" in named else named
         return f"http://{shown}:{self.server_address[1]}/?token={self.token}"
@@ -77,7 +77,7 @@ class Server(ThreadingHTTPServer):
         def number(name: str, otherwise: int) -> int:
             return int(query.get(name, [str(otherwise)])[0])
 
-        # Views change while they are read, and requests come from many threads.
+        # views change while they are read, and requests come from many threads
         with self.lock:
             if path == "/":
                 for run in self.runs:
@@ -99,7 +99,7 @@ class Server(ThreadingHTTPServer):
                     query.get(name, [""])[0] for name in ("file", "seen", "samples")
                 )
                 reply = run.since(file, number("since", -1), seen, samples)
-        # Strict: browsers reject NaN.
+        # strict, as browsers reject NaN
         return "application/json", json.dumps(reply, allow_nan=False, separators=(",", ":"))
 
 
@@ -109,14 +109,14 @@ def _refresh(run: RunView) -> None:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET requests that carry the token."""
+    """Responds to GET requests that have the token."""
 
-    server: Server
+    server: PageServer
     timeout = IDLE_SECONDS
     server_version, sys_version = "perdure", ""
 
     def do_GET(self) -> None:
-        """Answer a request, or reply with an HTTP error."""
+        """Respond to a request, possibly with an HTTP error."""
         try:
             url = urlsplit(self.path)
             query = parse_qs(url.query, max_num_fields=20)
@@ -124,18 +124,18 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.BAD_REQUEST, "text/plain", "this is no address of a page")
             return
         token = query.get("token", [""])[0]
-        # In constant time, which does not reveal how many characters match.
+        # in constant time, which does not reveal how many characters match
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
             self._send(HTTPStatus.FORBIDDEN, "text/plain", "open the link that the command printed")
             return
         if not self.server.slots.acquire(blocking=False):
-            self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", "too many pages ask at once")
+            self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", "too many pages are open")
             return
         try:
             kind, text = self.server.answer(url.path, query)
             self._send(HTTPStatus.OK, kind, text)
         except (LookupError, ValueError) as error:
-            self._send(HTTPStatus.NOT_FOUND, "text/plain", f"there is no such thing: {error}")
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", f"not found: {error}")
         except LedgerError as error:
             self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", str(error))
         finally:
@@ -146,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(data)))
-        # The address has the token; nothing of it should stay on a disk.
+        # The address has the token; browsers should store nothing of it.
         self.send_header("Cache-Control", "no-store")
         self.send_header("Content-Security-Policy", policy(live=True))
         self.send_header("X-Content-Type-Options", "nosniff")
@@ -156,22 +156,22 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Print nothing, as each request contains the token."""
+        """Log nothing, as each request contains the token."""
 
 
 def serve(paths: Sequence[Path], host: str, port: int) -> None:
     """Print the link, and serve until Ctrl-C.
 
     Raises:
-        LedgerError, OSError: see `Server`.
+        LedgerError, OSError: see `PageServer`.
     """
-    # Training on this machine comes first.
+    # training on this machine has priority
     os.nice(10)
-    with Server(paths, host, port) as server:
+    with PageServer(paths, host, port) as server:
         print(f"open {server.link}")
         if host in LOOPBACK:
             number = server.server_address[1]
             tunnel = f"ssh -N -L {number}:{host}:{number} {socket.gethostname()}"
             print(f"from another machine, first: {tunnel}")
-        print("Ctrl-C ends this page; runs know nothing of it", flush=True)
+        print("Ctrl-C ends this page; runs are not affected", flush=True)
         server.serve_forever()

@@ -20,7 +20,7 @@ from trainer.tools.seeing.view import RunView, look_at
 EVERY_SECONDS = 2.0
 SHOWN_EVENTS = 5
 DEPTH, MOST_RUNS = 6, 1000
-"""Folders into which `runs` looks, and runs that it lists."""
+"""Depth of folders that `runs` searches, and most runs that it lists."""
 SPARKS = "▁▂▃▄▅▆▇█"
 PARTS = {
     "steps": ("█", "blue"), "lost": ("█", "red"), "starting": ("▓", "yellow"),
@@ -35,12 +35,9 @@ CURVES = {
 
 
 def watch(paths: Sequence[Path], *, once: bool) -> None:
-    """Show runs until they have ended or Ctrl-C; only their current state with `once`, or if
-    standard output is no terminal.
-
-    Raises:
-        LedgerError: a path is not the directory of a run that has begun.
-    """
+    """Show runs until they have ended or Ctrl-C; with `once`, or if standard output is no terminal,
+    show only their current state. Raises LedgerError if a path is not the directory of a started
+    run."""
     runs, console = look_at(paths), _console()
     if once or not console.is_terminal:
         console.print(_screen(runs, console.width))
@@ -79,8 +76,7 @@ def list_runs(folder: Path) -> int:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return the folders with a ledger, newest first. Links are not followed, and checkpoints are
-    skipped."""
+    """Folders with a ledger, newest first. Does not follow links, and skips checkpoints."""
     ledgers: list[tuple[float, Path]] = []
     todo = [(folder, 0)]
     while todo and len(ledgers) < MOST_RUNS:
@@ -89,15 +85,15 @@ def find_runs(folder: Path) -> list[Path]:
             entries = list(path.iterdir())
         except OSError:
             continue
-        ledger = next((one for one in entries if one.name == LEDGER and one.is_file()), None)
+        ledger = next((p for p in entries if p.name == LEDGER and p.is_file()), None)
         if ledger:
             ledgers.append((ledger.stat().st_mtime, path))
         if depth < DEPTH:
             todo += [
-                (one, depth + 1)
-                for one in entries
-                # Links may lead in circles.
-                if one.is_dir() and not one.is_symlink() and _may_hold_runs(one.name)
+                (entry, depth + 1)
+                for entry in entries
+                # Links may form circles.
+                if entry.is_dir() and not entry.is_symlink() and _may_hold_runs(entry.name)
             ]
     return [path for _, path in sorted(ledgers, reverse=True)]
 
@@ -172,13 +168,13 @@ def _card(run: RunView, width: int) -> Text:
 
 def _ribbon(run: RunView, width: int) -> Text:
     """Draw wall time as a bar; each downtime takes one column, however long it was."""
-    parts = [part for one in run.ribbon() for part in one["parts"] if part[2] > part[1]]
+    parts = [part for attempt in run.ribbon() for part in attempt["parts"] if part[2] > part[1]]
     up = sum(end - begin for kind, begin, end in parts if kind != "down")
     room = max(10, width - 2)
     bar, pending = Text(), 0.0
     for kind, begin, end in parts:
         pending += 1.0 if kind == "down" else room * (end - begin) / up if up else 0.0
-        # Fractions of a column carry over to the next part.
+        # fractions of a column carry over to the next part
         count = int(pending)
         pending -= count
         block, color = PARTS[kind]
@@ -222,20 +218,20 @@ def sparks(values: Sequence[float], width: int) -> str:
         values[int(n * size) : max(int(n * size) + 1, int((n + 1) * size))]
         for n in range(min(width, len(values)))
     ]
-    means = [sum(one) / len(one) for one in stretches]
+    means = [sum(stretch) / len(stretch) for stretch in stretches]
     low, high = min(means), max(means)
     if not 0 < high - low < math.inf:
         return SPARKS[0] * len(means)
     most = len(SPARKS) - 1
-    return "".join(SPARKS[round((one - low) / (high - low) * most)] for one in means)
+    return "".join(SPARKS[round((mean - low) / (high - low) * most)] for mean in means)
 
 
 def _console() -> Console:
-    """Return a console that writes to `show_only_visible`, so that colours pass while `_text`
-    removes control characters of files."""
+    """A console below `show_only_visible`, so that colours pass; `_text` removes control characters
+    of files."""
     return Console(file=beneath(sys.stdout), highlight=False)
 
 
 def _text(words: str, style: str = "") -> Text:
-    """Turn words of any origin into one line of `Text` without control characters or markup."""
+    """Convert words of any origin to one line of `Text` without control characters or markup."""
     return Text(visible(words, kept=""), style)

@@ -1,4 +1,4 @@
-"""Summarizes a run for page and terminal, as plain values from its ledger, records and recipe."""
+"""Summarises a run for page and terminal, as plain values from its ledger, records and recipe."""
 
 import math
 import os
@@ -28,15 +28,20 @@ from trainer.recipe.yaml_tree import RecipeError, read_tree
 from trainer.tools.report.report import clock, unit_of
 from trainer.tools.seeing.event_texts import count_of, events_of, steps_lost
 from trainer.tools.seeing.ledger_view import LedgerView
-from trainer.tools.seeing.metric_columns import Records, read_samples, samples_version, thinned
+from trainer.tools.seeing.metric_columns import (
+    MetricRecords,
+    read_samples,
+    samples_version,
+    thinned,
+)
 
 POINTS = 4000
-"""Maximum number of points of a curve."""
+"""Most points of a curve."""
 SHOWN_EVENTS, SHOWN_ATTEMPTS = 300, 400
-"""The newest."""
+"""Most events and attempts that are shown, newest first."""
 LATE_STEPS, LATE_SECONDS, STARTING_SECONDS = 10, 30.0, 600.0
-"""A run is dead that writes nothing for so many steps' time, for so long at least; while it starts,
-for so long."""
+"""A run counts as dead if it writes nothing for the time of LATE_STEPS steps and at least
+LATE_SECONDS; while it starts, for STARTING_SECONDS."""
 _RECENT = 100
 _RECIPE_BYTES, _LOG_BYTES = 256 << 10, 64 << 10
 AXES = ("step", "time", "tokens")
@@ -44,16 +49,16 @@ AXES = ("step", "time", "tokens")
 
 
 @dataclass(frozen=True)
-class State:
-    """Whether a run is active."""
+class RunState:
+    """Whether a run is active, and why."""
 
     name: str
-    """running, starting, waiting, finished, stopped, paused or dead."""
+    """"running", "starting", "waiting", "finished", "stopped", "paused" or "dead"."""
     text: str
 
 
 class RunView:
-    """A run that is read again and again.
+    """A run that is read repeatedly.
 
     Args:
         path: run directory.
@@ -61,50 +66,48 @@ class RunView:
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, path.resolve().name
-        self.ledger, self.records = LedgerView(path), Records(path)
+        self.ledger, self.records = LedgerView(path), MetricRecords(path)
         self.history: History
         self.now = 0.0
         self.samples_version = ""
 
     def look(self) -> None:
-        """Read new data.
-
-        Raises:
-            LedgerError: the run has not begun, or the path is no run.
-        """
+        """Read new data. Raises LedgerError if the run has not started, or the path is no run."""
         self.history = self.ledger.read()
         self.records.read()
-        # Before any reading of samples, so that a page that misses some asks for them again.
+        # before samples are read, so that a page that misses some requests them again
         self.samples_version = samples_version(self.path)
         self.now = time.time()
 
     # --- parts of the page --------------------------------------------------------------------
 
-    def state(self) -> State:
-        """Judge from the last writes whether the run is active."""
+    def state(self) -> RunState:
+        """State of the run, judged from its last writes."""
         newest = self.history.attempts[-1]
         silent = max(0.0, self.now - _written_at(self.ledger.path))
         if newest.end:
             code, how = newest.end["code"], ending(self.history, newest)
             if code == EXIT_DONE:
-                return State("finished", how.text)
+                return RunState("finished", how.text)
             if code == EXIT_DO_NOT_REQUEUE:
-                return State("stopped", how.text)
+                return RunState("stopped", how.text)
             if code == EXIT_INTERRUPTED:
-                return State("paused", "stopped by Ctrl-C; the same command resumes")
-            # When a node joins or leaves, the ranks start again by themselves.
+                return RunState("paused", "stopped by Ctrl-C; the same command resumes")
+            # when a node joins or leaves, the ranks start again by themselves
             if how.kind in ("join", "leave") and silent < STARTING_SECONDS:
-                return State("waiting", f"waits for its nodes, for {clock(silent)}")
-            return State("paused" if how.kind in ("join", "leave", "asked") else "dead", how.text)
+                return RunState("waiting", f"waits for its nodes, for {clock(silent)}")
+            return RunState(
+                "paused" if how.kind in ("join", "leave", "asked") else "dead", how.text
+            )
         if not newest.steps:
             if silent < STARTING_SECONDS:
-                return State("starting", f"does its first step, for {clock(silent)}")
-            return State("dead", f"has begun no step for {clock(silent)}")
-        # The median: a step beside a save is slower than usual.
+                return RunState("starting", f"does its first step, for {clock(silent)}")
+            return RunState("dead", f"has started no step for {clock(silent)}")
+        # the median, as steps during a save are slower
         usual = LATE_STEPS * float(np.median(newest.steps.column("seconds")[-_RECENT:]))
         if silent < max(usual, LATE_SECONDS):
-            return State("running", f"last step {clock(silent)} ago")
-        return State("dead", f"no step for {clock(silent)}: it was killed, hangs, or waits")
+            return RunState("running", f"last step {clock(silent)} ago")
+        return RunState("dead", f"no step for {clock(silent)}: it was killed, hangs, or waits")
 
     def card(self) -> list[list[str]]:
         """Return (name, value, remark) of the key figures, most important first."""
@@ -117,7 +120,7 @@ class RunView:
         if len(validation):
             change = ""
             if len(validation) > 1:
-                change = f"{validation[-1] - validation[-2]:+.4f} since the one before"
+                change = f"{validation[-1] - validation[-2]:+.4f} since the previous one"
             rows.append(["validation loss", f"{validation[-1]:.4f}", change])
             perplexity = records.last("validation_perplexity")
             rows.append(["perplexity", _number(perplexity), f"lowest loss {validation.min():.4f}"])
@@ -134,10 +137,10 @@ class RunView:
             rows.append(["MFU", f"{mfu:.1%}", "of the peak of its GPUs"])
         rows.append(["ranks", str(start.world_size), count_of(start.nodes, "node")])
         lost = sum(steps_lost(before, after) for before, after in pairwise(history.attempts))
-        mended = f"back at a new step after {clock(trust.mttr)}" if trust.mttr else ""
+        recovery = f"back at a new step after {clock(trust.mttr)}" if trust.mttr else ""
         rows += [
-            ["failures", str(trust.failures), mended],
-            ["steps lost", str(lost), "done again after failures" if lost else ""],
+            ["failures", str(trust.failures), recovery],
+            ["steps lost", str(lost), "repeated after failures" if lost else ""],
             ["goodput", f"{account.share_of_uptime:.1%}", "of the time up is in steps that count"],
             ["up", clock(account.wall - account.idle), ""],
         ]
@@ -146,13 +149,13 @@ class RunView:
     def facts(self) -> list[list[str]]:
         """Return (name, value) of the run's properties."""
         start, recipe = self.history.attempts[-1].start, self.recipe()
-        made = start.computed_by
+        computed_by = start.computed_by
         facts = [
             ["model", start.model],
             ["strategy", _strategy(recipe)],
-            ["machine", ", ".join(filter(None, [made.get("gpu"), made.get("cpu")]))],
-            ["torch", made.get("torch", "")],
-            ["code", made.get("code", "")],
+            ["machine", ", ".join(filter(None, [computed_by.get("gpu"), computed_by.get("cpu")]))],
+            ["torch", computed_by.get("torch", "")],
+            ["code", computed_by.get("code", "")],
             ["directory", str(self.path.resolve())],
         ]
         if start.directory:
@@ -168,13 +171,13 @@ class RunView:
         return [fact for fact in facts if fact[1]]
 
     def proof(self) -> dict[str, Any]:
-        """Return whether every sequence was consumed exactly once."""
+        """Whether every sequence was consumed exactly once, with a text."""
         problems = self.history.problems
         text = "\n".join(problems[:20]) if problems else self.history.summary()
         return {"fine": not problems, "text": text}
 
     def ribbon(self) -> list[dict[str, Any]]:
-        """Return each attempt's times, ranks, and spans of (activity, from, to)."""
+        """Times, ranks, and spans of (activity, begin, end) of each attempt."""
         history, spans = self.history, []
         idle = {begin for begin, _ in idle_spans(history)}
         for attempt in history.attempts[-SHOWN_ATTEMPTS:]:
@@ -207,12 +210,11 @@ class RunView:
         return spans
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the newest events, in order of time; see event_texts.py."""
+        """Newest events, in order of time; see event_texts.py."""
         return events_of(self.history)[-SHOWN_EVENTS:]
 
     def curves(self, most: int = POINTS, begin: int = 0) -> dict[str, list[list[float]]]:
-        """Return (steps, values) of each metric from record `begin` on, in at most about `most`
-        points."""
+        """Return (steps, values) of each metric from record `begin` on, in about `most` points."""
         steps = np.array(self.records.step)[begin:].astype(float)
         curves = {}
         for name in self.records.names():
@@ -222,7 +224,7 @@ class RunView:
         return curves
 
     def stretch(self, low: float, high: float, most: int = POINTS) -> dict[str, list[list[float]]]:
-        """Return the curves of steps `low` to `high`."""
+        """Curves of steps `low` to `high`."""
         steps = np.array(self.records.step).astype(float)
         inside = (steps >= low) & (steps <= high)
         curves = {}
@@ -233,7 +235,7 @@ class RunView:
         return curves
 
     def more_curves(self) -> dict[str, list[list[float]]]:
-        """Return the ledger's curves: rank counts, and seconds for which saves stalled training."""
+        """Curves from the ledger: number of ranks, and seconds for which saves paused training."""
         ranks: list[list[float]] = [[], []]
         stall: list[list[float]] = [[], []]
         for attempt in self.history.attempts[-SHOWN_ATTEMPTS:]:
@@ -246,20 +248,20 @@ class RunView:
                     stall[1].append(save["stall"])
         curves = {"ranks": ranks}
         if stall[0]:
-            # A page draws at most POINTS, however long the run is.
+            # a page draws at most POINTS, however long the run is
             x, y = thinned(np.array(stall[0], float), np.array(stall[1], float), POINTS)
             curves["checkpoint_stall"] = [_digits(x), _digits(y)]
         return curves
 
     def axis(self, most: int = 1000) -> dict[str, list[float]]:
-        """Return steps with the values of the other axes, seconds of uptime and tokens, in
-        ascending order for interpolation; without tokens where none are counted."""
+        """Steps with the values of the other axes, seconds of uptime and tokens, in ascending order
+        for interpolation; `tokens` is empty if none are counted."""
         count = len(self.records)
         chosen = np.unique(np.linspace(0, max(0, count - 1), min(count, most)).astype(int))
         steps = np.array(self.records.step).astype(float)[chosen]
         up = self._uptime(np.array(self.records.time)[chosen])
         tokens = self.records.column("tokens")
-        # Records without a count, such as validations, take the one before.
+        # records without a count, such as validations, take the previous count
         known = np.maximum.accumulate(np.nan_to_num(tokens, nan=0.0))[chosen]
         return {
             "step": _digits(np.maximum.accumulate(steps)),
@@ -275,21 +277,20 @@ class RunView:
         return np.maximum(times - self.history.attempts[0].began - idle, 0.0)
 
     def recipe(self) -> dict[str, Any]:
-        """Return the flat keys of recipe.yaml; empty if it is unreadable."""
+        """Flat keys of recipe.yaml; {} if it is unreadable."""
         try:
             return dict(_flat(read_tree(self.path / "recipe.yaml")[0]))
         except RecipeError:
             return {}
 
     def recipe_text(self) -> str:
-        """Return the text of recipe.yaml."""
+        """Text of recipe.yaml; "" if it is unreadable."""
         with suppress(OSError):
             return read_bytes(self.path / "recipe.yaml", _RECIPE_BYTES).decode(errors="replace")
         return ""
 
     def log(self) -> list[str]:
-        """Return the newest lines of a *.log in the run directory, or of the ledger without
-        steps."""
+        """Newest lines of a *.log in the run directory, or else of the ledger without steps."""
         with suppress(OSError):
             logs = [path for path in self.path.glob("*.log") if path.is_file()]
             if logs:
@@ -300,7 +301,7 @@ class RunView:
         return self.ledger.newest_lines(60)
 
     def _seconds_left(self) -> float | None:
-        """Estimate the seconds to the last step from the latest pace; None if unknown or done."""
+        """Estimated seconds to the last step, from the latest pace; None if unknown or done."""
         newest = self.history.attempts[-1]
         steps, planned = newest.steps, newest.start.steps
         if newest.end or not planned or len(steps) < 2 or planned <= newest.last_step:
@@ -310,7 +311,7 @@ class RunView:
         return pace * (planned - newest.last_step)
 
     def all(self, most: int = POINTS) -> dict[str, Any]:
-        """Return everything that a page shows, and the cursor for updates."""
+        """Everything that a page shows, and the cursor for updates."""
         state = self.state()
         return {
             "name": self.name,
@@ -333,7 +334,7 @@ class RunView:
         }
 
     def cursor(self) -> dict[str, Any]:
-        """Return the position from which `since` continues."""
+        """Position from which `since` continues."""
         return {
             "file": str(self.records.inode),
             "since": self.records.offset,
@@ -342,9 +343,9 @@ class RunView:
         }
 
     def since(self, file: str, offset: int, seen: str, samples: str) -> dict[str, Any]:
-        """Return what is new after a cursor, or everything if the file was replaced."""
+        """What is new after a cursor, or everything if the file was replaced."""
         records = self.records
-        # A file that was replaced or cut shares nothing with what the page shows.
+        # a file that was replaced or cut shares nothing with what the page shows
         if file != str(records.inode) or not 0 <= offset <= records.offset:
             return {**self.all(), "restart": True}
         state = self.state()
@@ -371,11 +372,8 @@ class RunView:
 
 
 def look_at(paths: Sequence[Path]) -> list[RunView]:
-    """Return views of runs, named by as many of their last two folders as distinguish them.
-
-    Raises:
-        LedgerError: a run has not begun, or a path is no run.
-    """
+    """Views of runs; names include the parent folder if the last folders' names are equal. Raises
+    LedgerError if a run has not started, or a path is no run."""
     runs = [RunView(path) for path in paths]
     for run in runs:
         run.look()
@@ -427,10 +425,10 @@ def _positive(value: Any) -> float | None:
 
 
 def _digits(values: np.ndarray, digits: int = 6) -> list[float]:
-    """Format values with at least so many significant digits, or as integers if they all are."""
+    """Format values with at least `digits` significant digits; whole numbers as integers."""
     shown: list[float] = []
     for value in values.tolist():
-        # JavaScript holds larger integers inexactly.
+        # JavaScript stores larger integers inexactly
         if value == int(value) and abs(value) < 2**53:
             shown.append(int(value))
         else:
