@@ -28,10 +28,8 @@ class Blocks:
             key: further integers that change the order.
 
         Raises:
-            ValueError: a weight is not positive.
+            ValueError: as `block_counts`.
         """
-        if not all(0 < weight < math.inf for weight in weights):
-            raise ValueError(f"weights {list(weights)} must be positive numbers")
         self.counts = block_counts(weights, BLOCK)
         """(sources,), places of each source in a block; may be 0."""
         self._ends = np.cumsum(self.counts)
@@ -140,7 +138,13 @@ def sample_digest(positions: NDArray, sources: NDArray, samples: NDArray) -> int
 
 def block_counts(weights: Sequence[float], block: int) -> NDArray[np.int64]:
     """Integers that sum to `block`, as close to the weights' shares as possible (largest
-    remainders; the earlier of equal ones first)."""
+    remainders; the earlier of equal ones first).
+
+    Raises:
+        ValueError: a weight is not positive, or their sum is too large.
+    """
+    if not (all(weight > 0 for weight in weights) and sum(weights) < math.inf):
+        raise ValueError(f"weights {list(weights)} must be positive numbers with a finite sum")
     shares = np.asarray(weights, dtype=np.float64)
     shares = shares / shares.sum() * block
     counts = np.floor(shares).astype(np.int64)

@@ -267,13 +267,16 @@ def trusted_json(path: Path, recipe: Recipe) -> Any:
     """The contents of a file that this user or one of `checkpoint.trust` has written.
 
     Raises:
-        OSError, ValueError: it is another's, or no JSON.
+        OSError, ValueError: it is another's, or no JSON, or nested too deep.
     """
     with os.fdopen(open_to_read(path), "rb") as file:
         owner = os.fstat(file.fileno()).st_uid
         if owner not in Trusted(tuple(recipe.checkpoint.trust), path.parent):
             raise PermissionError(f"belongs to uid {owner}, who is not in checkpoint.trust")
-        return json.loads(file.read(MOST_CHANGE_BYTES))
+        try:
+            return json.loads(file.read(MOST_CHANGE_BYTES))
+        except RecursionError:
+            raise ValueError("nested too deep") from None
 
 
 # --- what a start changes --------------------------------------------------------------------
