@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 EXIT_DONE = 0
+"""All steps of the run are done."""
 EXIT_FAILED = 1
 """An error that has no exit code of its own; the log has its traceback."""
 EXIT_WRONG_INPUT = 2

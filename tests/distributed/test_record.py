@@ -219,7 +219,7 @@ FORGERIES = {
         edited(5, lambda line: {**line, "norm": "inf"}),
         "step 5 .*: norm is inf, but the step is not marked as skipped",
     ),
-    "recipe of then": (other_recipe("", "lr: 0.003", "lr: 0.004"), "is not the recipe that"),
+    "recipe of then": (other_recipe("", "lr: 0.003", "lr: 0.004"), "is not the recipe of"),
     "recipe of now": (other_recipe("recipe.yaml", "lr: 0.001", "lr: 0.002"), "is not the recipe"),
     "data": (other_token(sealed=False), "a rank consumed other tokens"),
     "data, sealed": (other_token(sealed=True), "its fingerprint is another"),

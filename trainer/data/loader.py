@@ -166,7 +166,7 @@ class TokenStream:
                     )
             try:
                 if stages:
-                    _check_weights(stages, sources)
+                    check_weights(stages, [path for path, _ in sources])
                     order = DataSetOrder(stages, sizes, seed)
                 else:
                     order = Order(sizes, weights, seed)
@@ -348,17 +348,15 @@ def identity_of(stream: Stream) -> str:
     return str([stream.fingerprint, *(print_ for _, print_ in later_stages(stream))][-1])
 
 
-def _check_weights(
-    stages: "Sequence[StageRow]", sources: Sequence[tuple[str | Place, float]]
-) -> None:
-    """Check that every source has a place in each block of the order. Raises DataError if a weight
-    is too small."""
+def check_weights(stages: "Sequence[StageRow]", paths: Sequence[str | Place]) -> None:
+    """Check that every data set, all of which are in `paths`, has a place in each block of the
+    order. Raises DataError if a weight is too small."""
     for number, row in enumerate(stages):
         counts = block_counts([*row.weights.values()], BLOCK)
         for source, places in zip(row.weights, counts, strict=True):
             if not places:
                 raise DataError(
-                    f"data.stages.{number}.weights: {sources[source][0]} would have none of "
+                    f"data.stages.{number}.weights: {paths[source]} would have none of "
                     f"{BLOCK} sequences; raise its weight, or leave it out"
                 )
 

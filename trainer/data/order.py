@@ -29,10 +29,8 @@ class MixtureBlocks:
             key: further integers that change the order.
 
         Raises:
-            ValueError: a weight is not positive.
+            ValueError: as `block_counts`.
         """
-        if not all(0 < weight < math.inf for weight in weights):
-            raise ValueError(f"weights {list(weights)} must be positive numbers")
         self.counts = block_counts(weights, BLOCK)
         """(sources,): positions of each source in a block; may be 0."""
         self._ends = np.cumsum(self.counts)
@@ -139,7 +137,13 @@ def sample_digest(positions: NDArray, sources: NDArray, samples: NDArray) -> int
 
 def block_counts(weights: Sequence[float], block: int) -> NDArray[np.int64]:
     """Integers that sum to `block`, in proportion to the weights, by largest remainders; ties go to
-    the earlier weight."""
+    the earlier weight.
+
+    Raises:
+        ValueError: a weight is not positive, or their sum is too large.
+    """
+    if not (all(weight > 0 for weight in weights) and sum(weights) < math.inf):
+        raise ValueError(f"weights {list(weights)} must be positive numbers with a finite sum")
     shares = np.asarray(weights, dtype=np.float64)
     shares = shares / shares.sum() * block
     counts = np.floor(shares).astype(np.int64)

@@ -191,9 +191,9 @@ class ParallelModel:
         kept = own_state(optimizer, self.optimized)
         return apart(kept.tensors, self.stacks), kept.trees
 
-    def targets_of(self, optimizer: torch.optim.Optimizer) -> "OptimizerTargets":
+    def targets_of(self, optimizer: torch.optim.Optimizer) -> "StateTargets":
         """Return an object that provides the tensors into which the optimizer's state is loaded."""
-        return OptimizerTargets(self, optimizer)
+        return StateTargets(self, optimizer)
 
     def zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return zeros like `parameter` for optimizer state, in memory or in the offload file."""
@@ -229,7 +229,7 @@ class ParallelModel:
             parameter.grad = None
 
 
-class OptimizerTargets:
+class StateTargets:
     """Provides the tensors into which a saved optimizer state is loaded, when called with that
     state. Once they are loaded, `put` assigns them to the optimizer."""
 

@@ -1,5 +1,6 @@
 """Changes of a run's data while it runs, and recipes that include them. Imports no torch."""
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
@@ -7,10 +8,11 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Gt, MaxLen
 from pydantic import ConfigDict, ValidationError
 
-from trainer.recipe.bounds import Positive
+from trainer.recipe.bounds import Position
 from trainer.recipe.checking import adapter
 from trainer.recipe.load import resolved, validate
 from trainer.recipe.sections import Recipe, Source
+from trainer.recipe.yaml_tree import RecipeError
 
 REQUEST, CHANGES = "data_change.json", "data_changes.json"
 """Files in a run directory: a requested change, and all accepted changes."""
@@ -22,7 +24,7 @@ class DataChange:
 
     name: Annotated[str, MaxLen(32)]
     """Random name that distinguishes changes."""
-    begin: Positive
+    begin: Position
     """First sequence of the stage."""
     weights: dict[str, Annotated[float, Gt(0)]] | None = None
     """See `DataStage.weights`."""
@@ -70,6 +72,31 @@ def with_changes(recipe: Recipe, changes: Iterable[DataChange], file: str) -> Re
     return validate(tree, {}, file)
 
 
+def refuse_taken_names(recipe: Recipe, change: DataChange, directory: str) -> None:
+    """Refuse a change that names a new data set as the recipe names another: `with_changes` would
+    take that one.
+
+    Args:
+        directory: working directory of the run, where its relative paths begin.
+
+    Raises:
+        RecipeError: names both.
+    """
+
+    def place(source: Source) -> str:
+        url = "://" in source.path
+        return source.path if url else os.path.abspath(os.path.join(directory, source.path))
+
+    known = {source.called: place(source) for source in recipe.data.sources}
+    for source in change.sources:
+        if known.get(source.called, place(source)) != place(source):
+            raise RecipeError(
+                f"{source.path}: the run has a data set named {source.called!r} in "
+                f"{known[source.called]}; choose another name, by --add NAME=PATH or by a link to "
+                "the directory"
+            )
+
+
 def _insert(data: dict[str, Any], change: dict[str, Any]) -> None:
     """Add one change to the `data` section of a resolved recipe."""
     known = [Source(**source).called for source in data["sources"]]
@@ -81,12 +108,14 @@ def _insert(data: dict[str, Any], change: dict[str, Any]) -> None:
             source["weight"] = 1.0
     new = [one for one in change["sources"] if Source(**one).called not in known]
     data["sources"] += new
-    begin, rules = change["begin"], {key: change[key] for key in ("weights", "append")}
+    begin = change["begin"]
     borders = [0, *(stage["until"] for stage in stages[:-1])]
     number = sum(border < begin for border in borders) - 1
     if begin not in borders:
         stages.insert(number + 1, {"until": stages[number]["until"]})
         stages[number] = {**stages[number], "until": begin}
-    for key, value in rules.items():
-        if value or key not in stages[number + 1]:
-            stages[number + 1][key] = value
+    stage = stages[number + 1]
+    stage["weights"] = change["weights"] or stage.get("weights")
+    append = stage.setdefault("append", {})
+    for name, more in change["append"].items():
+        append[name] = [*dict.fromkeys([*append.get(name, ()), *more])]

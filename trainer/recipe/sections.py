@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, ConfigDict
 from checkpointing.options import CheckpointOptions, number_of_bytes
 from elastic.options import ElasticOptions
 from trainer.recipe.architecture import Architecture
-from trainer.recipe.bounds import Amount, Count, Positive, Share
+from trainer.recipe.bounds import Amount, Count, Position, Positive, Share
 from trainer.recipe.objective import Objective
 from trainer.recipe.paths import in_bucket, local_copy
 
@@ -173,7 +173,7 @@ class Source:
 class DataStage:
     """A part of the run with its own mixture of sources (see docs/data.md)."""
 
-    until: Positive | None = None
+    until: Position | None = None
     """Sequences of the whole run after which the next stage begins: steps x `batch.global_batch`.
     The last stage has none."""
 

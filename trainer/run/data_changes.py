@@ -10,6 +10,7 @@ running loader, and no rank has begun an accepted stage, whatever fails meanwhil
 
 import json
 import math
+import os
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -19,9 +20,20 @@ import torch.distributed as dist
 from checkpointing.ranks import RankGroup, failing_alike
 from elastic.node.files import write_whole
 from elastic.world import supervised
+from trainer.data.loader import check_weights
+from trainer.data.shards import is_prepared
 from trainer.recipe import Recipe, RecipeError
-from trainer.recipe.data_change import CHANGES, REQUEST, DataChange, parsed, plain, with_changes
+from trainer.recipe.data_change import (
+    CHANGES,
+    REQUEST,
+    DataChange,
+    parsed,
+    plain,
+    refuse_taken_names,
+    with_changes,
+)
 from trainer.recipe.errors import known_errors
+from trainer.recipe.stages import ordered, table
 from trainer.run.provenance import read_changes, trusted_json
 
 if TYPE_CHECKING:
@@ -99,10 +111,23 @@ class DataChanges:
                 f"its stage begins at sequence {change.begin}, but step {run.progress.step + 1} "
                 f"goes up to {done}; give a later step"
             )
+        refuse_taken_names(run.written, change, os.getcwd())
         changes.append(change)
-        with_changes(run.written, changes, CHANGES)
+        _check_data(with_changes(run.written, changes, CHANGES), change)
         write_whole(self._folder / CHANGES, json.dumps(plain(changes), indent=1))
         return True
+
+
+def _check_data(recipe: Recipe, change: DataChange) -> None:
+    """Raise RecipeError or DataError for a stage with which no rank could start. Opening the data
+    is left to the command: it may take longer than others wait in a step."""
+    check_weights(table(recipe.data), [source.path for source in ordered(recipe.data)])
+    for source in change.sources:
+        if not is_prepared(source.path):
+            raise RecipeError(
+                f"rank 0 sees no data set at {source.path} (it has no index.json); put it where "
+                "all machines of the run have it"
+            )
 
 
 def describe(change: DataChange) -> str:

@@ -268,13 +268,16 @@ def trusted_json(path: Path, recipe: Recipe) -> Any:
 
     Raises:
         OSError: the file belongs to another user, or cannot be read.
-        ValueError: the file is not JSON.
+        ValueError: the file is not JSON, or is nested too deep.
     """
     with os.fdopen(open_to_read(path), "rb") as file:
         owner = os.fstat(file.fileno()).st_uid
         if owner not in TrustedUsers(tuple(recipe.checkpoint.trust), path.parent):
             raise PermissionError(f"belongs to uid {owner}, who is not in checkpoint.trust")
-        return json.loads(file.read(MOST_CHANGE_BYTES))
+        try:
+            return json.loads(file.read(MOST_CHANGE_BYTES))
+        except RecursionError:
+            raise ValueError("nested too deep") from None
 
 
 # --- what a start changes --------------------------------------------------------------------

@@ -4,13 +4,18 @@ import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from elastic.node.files import write_whole
 from elastic.record.history import History, read_history
 from trainer.recipe import RecipeError, load_recipe
-from trainer.recipe.data_change import REQUEST, DataChange, plain, with_changes
+from trainer.recipe.data_change import (
+    REQUEST,
+    DataChange,
+    plain,
+    refuse_taken_names,
+    with_changes,
+)
 from trainer.recipe.sections import Source
 
 PATIENCE_SECONDS, PATIENCE_STEPS = 30.0, 3
@@ -60,14 +65,19 @@ def change_data(
     write_whole(request, json.dumps(plain([change])[0]))
     last = [step_line.seconds for step_line in history.attempts[-1].steps[-1:]]
     deadline = time.monotonic() + PATIENCE_SECONDS + PATIENCE_STEPS * sum(last)
-    while request.exists():
-        if time.monotonic() > deadline:
-            with suppress(FileNotFoundError):
+    try:
+        while request.exists():
+            if time.monotonic() > deadline:
                 request.unlink()
-            raise RecipeError(
-                f"{run}: no answer; if it does not train now, add the stage to its recipe"
-            )
-        time.sleep(0.1)
+                raise RecipeError(
+                    f"{run}: no answer; if it does not train now, add the stage to its recipe"
+                )
+            time.sleep(0.1)
+    except FileNotFoundError:  # the answer came just now
+        pass
+    except KeyboardInterrupt:  # or a later start of the run would follow it
+        request.unlink(missing_ok=True)
+        raise
     return _answer(read_history(run), change.name, step)
 
 
@@ -77,6 +87,7 @@ def _check(run: Path, change: DataChange, directory: str) -> None:
     from trainer.tools.report.consumption import where_it_lies
 
     recipe = load_recipe(run / "recipe.yaml", kept=True)
+    refuse_taken_names(recipe, change, directory)
     recipe, away = where_it_lies(with_changes(recipe, [change], "the change"), directory)
     if away:
         raise RecipeError(f"there is no data in {away}, which has no index.json")

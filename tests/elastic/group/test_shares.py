@@ -31,6 +31,15 @@ def test_300_calm_windows_change_nothing(kind, ranks, each):
     assert balance.plan == equal
 
 
+@pytest.mark.parametrize(("ranks", "slower"), [(2, 1.2), (64, 1.12)])
+def test_a_rank_that_stays_a_little_slower_is_followed_once(ranks, slower):
+    """And not to and fro, though noise takes it across the border of what counts as equal."""
+    draw, balance = random.Random(1), balance_of(ranks, 16)
+    true = [slower, *[1.0] * (ranks - 1)]
+    changes = sum(balance.window([draw.gauss(one, 0.05) for one in true]) for _ in range(300))
+    assert 1 <= changes <= 4
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("ranks", "each"), [(2, 8), (8, 8), (8, 16), (64, 16)])
 def test_a_rank_at_a_third_holds_nobody_up(kind, ranks, each):

@@ -149,6 +149,7 @@ def test_a_source_may_grow_a_thousand_times_in_one_epoch():
         (Mixture(9, {0: 1.0, 1: 1.0}, {}), "mixture 1: source 1 has no size"),
         (Mixture(9, {0: 1.0, 1: 1e-9}, {1: 9}), "source 1 has none of the 1024 places"),
         (Mixture(9, {0: 0.0}, {}), "must be positive numbers"),
+        (Mixture(9, {0: 1e308, 1: 1e308}, {1: 9}), "with a finite sum"),
         (Mixture(9, {}, {}), "mixture 1 has no source"),
     ],
 )

@@ -42,6 +42,7 @@ def test_data_sets_are_numbered_as_stages_name_them(recipe, tmp_path):
         ([FIRST, LAST, LAST], "data.stages.1.until: is required; give the number of sequences"),
         ([FIRST, SECOND], "data.stages.1.until: the last stage lasts to the end"),
         ([FIRST, FIRST, LAST], "data.stages.1.until: 30 is not after 30, where the stage begins"),
+        ([{**FIRST, "until": 2**60}, LAST], "data.stages.0.until: must be at most 9.0072e+15"),
         ([{"until": 0}, LAST], "data.stages.0.until: must be at least 1"),
         ([SECOND, LAST], "data.stages.0.weights: is required"),
         ([{**SECOND, **FIRST}, LAST], "data.stages.0.append: nothing precedes the first stage"),
@@ -83,9 +84,12 @@ def test_a_change_is_a_stage_from_where_it_begins(recipe):
     changed = with_changes(found, [first, second, third], "changes")
     assert changed.data.stages[2] == DataStage(weights={"a": 4.0, "c": 1.0})
     assert with_changes(changed, [first, second, third], "changes") == changed
+    fourth = DataChange(name="4", begin=20, append={"a": ("d",)}, sources=(Source(path="d"),))
+    grown = with_changes(found, [first, second, fourth], "changes")
+    assert grown.data.stages[1] == DataStage(until=30, append={"a": ("new", "d")})
     with pytest.raises(RecipeError, match=r"data\.stages\.1\.weights: there is no source 'd'"):
-        with_changes(one, [DataChange(name="4", begin=9, weights={"d": 1.0})], "changes")
+        with_changes(one, [DataChange(name="5", begin=9, weights={"d": 1.0})], "changes")
     assert parsed(plain([first, second])) == [first, second]
-    for wrong in ([{"name": "5"}], [{**plain([first])[0], "begin": 0}], {}, [1]):
+    for wrong in ([{"name": "6"}], [{**plain([first])[0], "begin": 0}], {}, [1]):
         with pytest.raises(ValueError, match="no list of changes"):
             parsed(wrong)

@@ -12,10 +12,12 @@ from elastic.node.progress import PAUSE, PAUSE_TO_LEAVE
 from elastic.world import ROUND
 from trainer.recipe import RecipeError
 from trainer.recipe.data_change import CHANGES, REQUEST, DataChange, plain
+from trainer.recipe.sections import Source
 from trainer.run.data_changes import DataChanges
 from trainer.run.metrics import Log
 from trainer.run.provenance import read_changes
 
+NEW = (Source(path="/no/new"),)
 CHANGE = DataChange(name="x", begin=24, weights={"data": 1.0})
 
 
@@ -30,7 +32,8 @@ def asked(recipe, tmp_path, monkeypatch):
     pulse = Pulse.from_environment()
 
     def asked(request):
-        (folder / REQUEST).write_text(json.dumps(request))
+        text = request if isinstance(request, str) else json.dumps(request)
+        (folder / REQUEST).write_text(text)
         start = StartLine(step=0, sequences=0, global_batch=8, world_size=1)
         with Log(one, start, silent=False) as log:
             changes = DataChanges(
@@ -42,7 +45,7 @@ def asked(recipe, tmp_path, monkeypatch):
             )  # fmt: skip
             changes.look()
             assert not (folder / REQUEST).exists()
-            (folder / REQUEST).write_text(json.dumps(request))
+            (folder / REQUEST).write_text(text)
             changes.look()  # the next look is a second later, or after the pause
             assert (folder / REQUEST).exists()
         (line,) = map(json.loads, (folder / "ledger.jsonl").read_text().splitlines()[-1:])
@@ -72,7 +75,12 @@ def test_a_change_in_time_is_accepted_once(asked):
     [
         (replace(CHANGE, begin=15), "begins at sequence 15, but step 2 goes up to 16"),
         (replace(CHANGE, weights={"date": 1.0}), "no source 'date'; did you mean 'data'?"),
-        (None, "no list of changes"),
+        (replace(CHANGE, begin=2**53 + 1), "0.begin: Input should be less than"),
+        (replace(CHANGE, weights={"new": 1.0}, sources=NEW), "rank 0 sees no data set at /no/new"),
+        (replace(CHANGE, weights={"data": 1, "new": 1e-9}, sources=NEW), "new would have none of"),
+        (replace(CHANGE, sources=(Source(path="/no/data"),)), "has a data set named 'data' in /"),
+        ({"begin": 24}, "no list of changes"),
+        ("[" * 100_000, "nested too deep"),
         ("alone", "nothing starts this run again after a pause"),
     ],
 )
@@ -80,7 +88,7 @@ def test_another_is_refused_with_a_reason(asked, monkeypatch, change, why):
     if change == "alone":
         monkeypatch.delenv(ROUND)
         change = CHANGE
-    line, one, pulse = asked(plain([change])[0] if change else {"begin": 24})
+    line, one, pulse = asked(plain([change])[0] if isinstance(change, DataChange) else change)
     assert why in line["refused"]
     assert pulse.pause_request == 0
     assert read_changes(one) == []

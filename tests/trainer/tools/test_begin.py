@@ -57,7 +57,7 @@ def test_a_recipe_to_begin_with(tmp_path, perdure, data):
     keys = [line for line in text.splitlines() if ": " in line and not line.startswith("#")]
     bare = [line.split(":")[0].strip() for line in keys if " # " not in line]
     assert not {"dir", "epochs", "seq_len", "global_batch", "micro_batch", "lr"} & set(bare)
-    assert "exists already; name another --out" in perdure(
+    assert "already exists; name another --out" in perdure(
         "init", "--model", "quickstart", *wishes, "--out", "first.yaml", code=2
     )
 

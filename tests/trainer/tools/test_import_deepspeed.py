@@ -506,6 +506,6 @@ def test_the_command(config, tmp_path, monkeypatch, capsys):
     assert "global_batch: 32" in out.read_text()
     code, printed, error = perdure(path, "--out", out)
     assert (code, printed) == (2, "")
-    assert error == f"error: {out}: exists already; choose another --out\n"
+    assert error == f"error: {out}: already exists; choose another --out\n"
     assert "run.dir" in perdure(path)[1]
     assert "lrr: unknown key; did you mean 'lr'" in perdure(path, "optimizer.lrr=1")[2]

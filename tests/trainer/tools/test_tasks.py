@@ -102,8 +102,8 @@ def test_a_task_of_ones_own_without_a_network(step, capsys):
     [
         (("--tasks", "capitals", "--top-k", "3"), "--top-k: tasks set their own sampling"),
         (("--tasks", ","), "--tasks: lists no task"),
-        (("--prompts", "p.txt", "--limit", "3"), "--limit: only with --tasks"),
-        (("--prompts", "p.txt", "--include-path", "."), "--include-path: only with --tasks"),
+        (("--prompts", "p.txt", "--limit", "3"), "--limit: works only with --tasks"),
+        (("--prompts", "p.txt", "--include-path", "."), "--include-path: works only with --tasks"),
     ],
 )
 def test_options_that_do_not_belong(tmp_path, monkeypatch, words, said):
