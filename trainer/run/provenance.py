@@ -304,7 +304,7 @@ def changes_of_start(
         if before:
             kept = recipe_file(run, before.recipe) if before.recipe else run / "recipe.yaml"
             with suppress(RecipeError):
-                old = read_tree(kept)[0]
+                old = read_tree(kept, kept=True)[0]
         differences = changes(old if isinstance(old, dict) else state["recipe"], recipe)
     machines = before.computed_by if before else {}
     kinds = {

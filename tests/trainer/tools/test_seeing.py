@@ -135,6 +135,28 @@ def test_what_the_page_says(run):
     assert (told["axis"]["step"][-1], told["axis"]["tokens"]) == (20, [])
 
 
+def test_a_page_that_is_sent_around_has_no_secret(run, monkeypatch):
+    """Of who shows it, whatever others have put into the run; nor of the run itself."""
+    monkeypatch.setenv("TOKEN", "SECRET")
+    (run.parent / "key").write_text("SECRET")
+    (run / "x.log").symlink_to(run.parent / "key")
+    recipe = "strategy: {name: '${TOKEN}'}\ntracking: {alerts: [{when: failure, post: SECRET}]}\n"
+    (run / "recipe.yaml").write_text(recipe)
+    page = report_html([run])
+    assert "SECRET" not in page
+    (told,) = data_of(page)["runs"]
+    assert told["recipe"] == "strategy:\n  name: ${TOKEN}\ntracking: {}\n"
+    (run / "recipe.yaml").unlink()
+    os.mkfifo(run / "recipe.yaml")
+    assert data_of(report_html([run]))["runs"][0]["recipe"] == ""
+
+
+def test_a_name_may_be_any_bytes(run):
+    odd = run.rename(Path(os.fsdecode(os.fsencode(run.parent) + b"/odd\xff")))
+    page = report_html([odd]).encode().decode()
+    assert "<title>odd\ufffd</title>" in page
+
+
 @pytest.mark.parametrize(
     ("age", "end", "state"),
     [(0, None, "running"), (300, None, "dead"), (10**6, 75, "paused"), (1, 76, "waiting")],

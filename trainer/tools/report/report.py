@@ -100,7 +100,7 @@ def unit_of(run: Path) -> str:
     """Return the unit of `tokens` in a run's records, as `Task.unit`: samples, unless it trains on
     prepared tokens."""
     try:
-        data = read_tree(run / "recipe.yaml")[0].get("data")
+        data = read_tree(run / "recipe.yaml", kept=True)[0].get("data")
     except RecipeError:  # the report is of what happened, also where the recipe is gone
         data = None
     on_samples = isinstance(data, dict) and (data.get("graph") or data.get("factory"))
