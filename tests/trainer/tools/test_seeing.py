@@ -5,10 +5,12 @@ import http.client
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
 from base64 import b64encode
+from contextlib import ExitStack, suppress
 from html import unescape
 from itertools import pairwise
 from pathlib import Path
@@ -258,6 +260,36 @@ def test_a_live_page_gets_what_is_new(run):
         assert again["curves"]["loss"][0] == [1, 2, 3, 4, 5]
         server.shutdown()
         thread.join()
+
+
+@pytest.mark.timeout(60)
+def test_strangers_take_neither_all_connections_nor_threads(run, monkeypatch):
+    """Of whom each says a byte now and then, and none knows the token."""
+    monkeypatch.setattr("trainer.tools.seeing.server.LONGEST_SECONDS", 1.0)
+    monkeypatch.setattr("trainer.tools.seeing.server.MOST_CONNECTIONS", 4)
+    with Server([run], "127.0.0.1", 0) as server, ExitStack() as held:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        before = threading.active_count()
+        strangers = [
+            held.enter_context(socket.create_connection(server.server_address[:2], timeout=30))
+            for _ in range(8)
+        ]
+        while strangers:  # until each is closed, however much it says
+            assert threading.active_count() <= before + 4
+            for one in list(strangers):
+                with suppress(OSError):
+                    one.send(b"x")
+                    one.settimeout(0.05)
+                    with suppress(TimeoutError):
+                        assert one.recv(1) == b""
+                        strangers.remove(one)
+                    continue
+                strangers.remove(one)
+        caller = http.client.HTTPConnection(*server.server_address[:2], timeout=30)
+        caller.request("GET", f"/data?token={server.token}")
+        assert caller.getresponse().status == 200
+        caller.close()
+        server.shutdown()
 
 
 # --- the terminal ----------------------------------------------------------------------------
