@@ -101,6 +101,36 @@ def test_a_machine_that_is_lost_takes_no_line_of_a_committed_step_along(
     assert not (workspace / "s3:").exists()
 
 
+def test_a_stale_list_ends_in_a_claim(run, monkeypatch):
+    """Not in asking for the same term for ever."""
+    claim(run, "a", owner()).release()
+    monkeypatch.setattr(terms, "newest_term", lambda run: 0)
+    second = claim(run, "a", owner())
+    assert second.number == 2
+    second.release()
+
+
+def test_parts_that_no_run_has_written_hide_nothing(run, tmp_path, monkeypatch):
+    """And clocks that differ from the store's say nothing of what is new."""
+    store, line = store_of(run), '{"step": %d, "time": 9}'
+    for first in (0, 1):
+        store.write(run / "lines" / "000001" / f"{first:09}-{first + 1:09}", b"%d\n" % first)
+    for forged in ("000000000-999999999", "000000000-000000003", "000000002-000000001"):
+        store.write(run / "lines" / "000001" / forged, b"forged\n")
+    assert PartsReader(run).lines() == [b"0\n", b"1\n"]
+    copy, ahead = LocalCopy(run, tmp_path), time.time() + 3600
+    monkeypatch.setattr(time, "time", lambda: ahead)
+    copy.refresh()
+    old = (tmp_path / "metrics.jsonl").stat().st_mtime
+    assert old < ahead - 3000  # as nothing else tells how old these are
+    copy.refresh()
+    assert (tmp_path / "metrics.jsonl").stat().st_mtime == old
+    time.sleep(1)  # the store counts whole seconds
+    store.write(run / "lines" / "000001" / "000000002-000000003", f"{line % 1}\n".encode())
+    copy.refresh()
+    assert (tmp_path / "metrics.jsonl").stat().st_mtime == pytest.approx(ahead)
+
+
 def test_one_launch_at_a_time_trains(run, monkeypatch, caplog):
     monkeypatch.setattr(terms, "BEAT_SECONDS", 0.05)
     first = claim(run, "a", owner())

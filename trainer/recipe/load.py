@@ -53,7 +53,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, kept: bool =
             f"{path}: there is no such file; Perdure comes with a recipe of this name: perdure "
             f"recipe copy {name} {shlex.quote(str(Path(path).with_suffix('.yaml')))}"
         )
-    tree, origins, problems = read_tree(path, overrides)
+    tree, origins, problems = read_tree(path, overrides, kept=kept)
     return validate(renewed(tree)[0] if kept else tree, origins, str(path), problems)
 
 

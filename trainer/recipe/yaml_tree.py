@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from elastic.node.files import read_bytes
+
 Key = tuple[str | int, ...]
 Origins = dict[Key, str]
 """Path of a key → "file:line", or the override that set it."""
@@ -67,9 +69,13 @@ def dotted(key: Key) -> str:
 
 
 def read_tree(
-    path: str | Path, overrides: Sequence[str] = (), what: str = "recipe"
+    path: str | Path, overrides: Sequence[str] = (), what: str = "recipe", *, kept: bool = False
 ) -> tuple[dict[str, Any], Origins, list[Problem]]:
     """Read a YAML mapping and apply `key.sub=value` overrides. `what`: word for the file in errors.
+
+    Args:
+        kept: a run has kept it, and others may have written there: it is no link and no pipe, and
+            environment variables are not read.
 
     Returns:
         (tree, origin of each key, problems of single keys and overrides: duplicate keys, unset
@@ -79,7 +85,7 @@ def read_tree(
         RecipeError: unreadable file, invalid YAML.
     """
     try:
-        text = _read(path)
+        text = read_bytes(Path(path), MAX_BYTES).decode() if kept else _read(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise RecipeError(f"{path}: cannot read the {what}: {reason}") from None
@@ -88,7 +94,9 @@ def read_tree(
     try:
         # Nodes rather than values, because nodes have line numbers.
         node = yaml.compose(text, Loader=_Loader)
-        reader = _Reader(lambda mark: f"{path}:{mark.line + 1}", origins, problems)
+        reader = _Reader(
+            lambda mark: f"{path}:{mark.line + 1}", origins, problems, expands=not kept
+        )
         tree = reader.plain(node, ()) if node else {}
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -139,9 +147,15 @@ class _Reader:
     """Converts YAML nodes to plain Python, and records origins and problems."""
 
     def __init__(
-        self, origin: Callable[[yaml.Mark], str], origins: Origins, problems: list[Problem]
+        self,
+        origin: Callable[[yaml.Mark], str],
+        origins: Origins,
+        problems: list[Problem],
+        *,
+        expands: bool = True,
     ) -> None:
         self._origin, self._origins, self._problems = origin, origins, problems
+        self._expands = expands
         self._values = 0
 
     def plain(self, node: yaml.Node, path: Key) -> Any:
@@ -185,7 +199,7 @@ class _Reader:
             raise yaml.MarkedYAMLError(
                 problem=f"{_shown(node.value)} is no value: {why}", problem_mark=node.start_mark
             ) from None
-        return self._expand(value, path) if isinstance(value, str) else value
+        return self._expand(value, path) if self._expands and isinstance(value, str) else value
 
     def _expand(self, text: str, path: Key) -> str:
         """Replace ${NAME} and ${NAME:-default} by environment variables."""

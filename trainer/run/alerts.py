@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import time
 import urllib.request
@@ -87,40 +88,68 @@ class Alerts:
             text = f"{self._run}, step {self._step}: {what} ({alert['when']})"
             for send, where in ((_run, alert["run"]), (_post, alert["post"])):
                 if where:
-                    self._send(send, where, text)
+                    self._send(send, where, text, f"tracking.alerts.{number}")
 
-    def _send(self, send: Any, where: str, text: str) -> None:
+    def _send(self, send: Any, where: str, text: str, key: str) -> None:
         try:
             send(where, text)
-        except (OSError, subprocess.SubprocessError, ValueError) as error:
+        except (OSError, subprocess.SubprocessError, LookupError, ValueError) as error:
             if not self._warned:  # once, so that it does not fill the console
-                print(f"warning: tracking.alerts: {where}: {error}; training goes on", flush=True)
+                # Not where it went: logs are shown to others, and a webhook's URL is a secret.
+                print(f"warning: {key}: {_failure(error)}; training goes on", flush=True)
             self._warned = True
+
+
+def _failure(error: Exception) -> str:
+    """What went wrong, without the command or URL."""
+    match error:
+        case subprocess.CalledProcessError():
+            return f"its command ended with exit code {error.returncode}"
+        case subprocess.TimeoutExpired():
+            return f"its command took longer than {error.timeout:g} s, and was killed"
+        case OSError():
+            return f"its command or webhook cannot be reached: {error}"
+        case LookupError():
+            return str(error)
+    return "its webhook is no URL"
 
 
 def _run(command: str, text: str) -> None:
     """Run a shell command with the text in the environment variable PERDURE_ALERT.
 
     Raises:
-        SubprocessError: the command fails, or exceeds COMMAND_SECONDS.
+        OSError, SubprocessError: the command fails, or exceeds COMMAND_SECONDS.
     """
-    subprocess.run(
+    process = subprocess.Popen(
         ["sh", "-c", command],
         env={**os.environ, "PERDURE_ALERT": text},
         stdin=subprocess.DEVNULL,
-        check=True,
-        timeout=COMMAND_SECONDS,
+        # A command that floods would fill the disk of a log.
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        process_group=0,
     )
+    try:
+        code = process.wait(COMMAND_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # what it has forked, too
+        process.wait()
+        raise
+    if code:
+        raise subprocess.CalledProcessError(code, command)
 
 
 def _post(url: str, text: str) -> None:
     """Post the text to a webhook; `env:NAME` takes the URL from an environment variable.
 
     Raises:
-        OSError, ValueError: the webhook cannot be reached or refuses, or NAME is not set.
+        LookupError: the variable is not set.
+        OSError, ValueError: the webhook cannot be reached, refuses, or is no URL.
     """
     if url.startswith("env:"):
-        url = os.environ.get(url.removeprefix("env:"), "")
+        name = url.removeprefix("env:")
+        if not (url := os.environ.get(name, "")):
+            raise LookupError(f"the environment variable {name} is not set")
     body = json.dumps({"text": text}).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     urllib.request.urlopen(request, timeout=POST_SECONDS).close()

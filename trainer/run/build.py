@@ -80,7 +80,7 @@ def build(process: TrainingProcess, joined: Joined) -> Iterator[BuiltModel]:
     """Build model and optimizer, or keep those of this process's last run, see
     trainer/parallel/rejoin.py. On all ranks."""
     task, world, recall = joined.inputs.task, joined.world, process.recall
-    last, process.run = process.run, None  # until the state is restored no model is whole
+    last, process.run = process.run, None  # a half-restored model must not be reused
     recipe = counted(settled(joined.inputs.recipe, world), task.stream.sequences)
     if last and (why := reason_to_rebuild(last, recipe)):
         logger.warning("model and optimizer are built anew: %s", why)

@@ -13,6 +13,7 @@ records of steps that a later start computes again.
 """
 
 import hashlib
+import logging
 import os
 import re
 import time
@@ -29,6 +30,8 @@ from checkpointing.storage.place import ObjectPath
 from elastic.node.files import write_whole
 from elastic.record.ledger import LEDGER
 from trainer.run.trackers import METRICS
+
+logger = logging.getLogger(__name__)
 
 LINES, RECIPES = "lines", "recipes"
 FILES = re.compile(
@@ -111,6 +114,8 @@ class PartsReader:
     def __init__(self, run: ObjectPath) -> None:
         self._run = run
         self._known: dict[str, bytes] = {}
+        self._wrong = set[str]()
+        """Names of parts that do not hold the lines that they are named by."""
         self.changed = 0.0
         """Unix time of the newest part, by the store's clock."""
 
@@ -126,9 +131,11 @@ class PartsReader:
             wanted, reach = [], dict[int, int]()
             parts = sorted(_parsed(found), key=lambda part: (part[0], part[1], -part[2]))
             for term, first, after in parts:
-                if after > reach.get(term, 0):  # otherwise another part holds all its lines
+                name = part_name(term, first, after)
+                # otherwise another part holds all its lines
+                if after > reach.get(term, 0) and name not in self._wrong:
                     reach[term] = after
-                    wanted.append((term, first, part_name(term, first, after)))
+                    wanted.append((term, first, name))
             names = [name for _, _, name in wanted]
             try:
                 missing = [name for name in names if name not in self._known]
@@ -138,9 +145,22 @@ class PartsReader:
             except FileNotFoundError:  # it was merged into a larger part meanwhile
                 continue
             self._known = {name: self._known[name] for name in names}
+            # No run writes such; it would hide those that lie inside it.
+            if wrong := {name for name in names if not _holds_its_lines(name, self._known[name])}:
+                logger.warning(
+                    "%s: leaves out %s: other lines than its name says", self._run, wrong
+                )
+                self._wrong |= wrong
+                continue
             self.changed = max((stat.st_mtime for stat in found.values()), default=0.0)
             return _in_order((term, first, self._known[name]) for term, first, name in wanted)
         raise StorageError(f"{self._run / LINES}: parts change faster than they can be read")
+
+
+def _holds_its_lines(name: str, data: bytes) -> bool:
+    """Whether a part has as many lines as its name says."""
+    first, after = map(int, name.rpartition("/")[2].split("-"))
+    return data.count(b"\n") == after - first
 
 
 def _in_order(parts: Iterable[tuple[int, int, bytes]]) -> list[bytes]:
@@ -183,6 +203,8 @@ class LocalCopy:
         self._run, self._directory, self._parts = run, directory, PartsReader(run)
         self._written: dict[str, tuple[int, bytes]] = {}
         """Name of a file → number of bytes written to it, and their digest."""
+        self._changed = self._moment = 0.0
+        """Time of the newest part by the store's clock, and of the files by this machine's."""
 
     def refresh(self) -> bool:
         """Copy what is new in the bucket; returns whether the run has begun.
@@ -193,6 +215,10 @@ class LocalCopy:
         """
         self._bring_files()
         ledger, records = by_file(self._parts.lines())
+        if (changed := self._parts.changed) != self._changed:
+            # The two clocks may differ: from the second look on only this machine's counts.
+            self._moment = time.time() if self._changed else min(changed, time.time())
+            self._changed = changed
         self._grow(LEDGER, b"".join(ledger))
         self._grow(METRICS, b"".join(records))
         return bool(ledger)
@@ -218,8 +244,8 @@ class LocalCopy:
         else:
             write_whole(path, data.decode(errors="replace"))
         self._written[name] = len(data), _digest(data)
-        moment = min(self._parts.changed, time.time())
-        os.utime(path, (moment, moment))  # shows readers when the run last stored a line
+        # shows readers when the run last stored a line
+        os.utime(path, (self._moment, self._moment))
 
 
 def _digest(data: bytes) -> bytes:

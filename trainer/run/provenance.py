@@ -159,7 +159,7 @@ def check_resume(
             f"run.seed: the checkpoint was trained with {state['seed']}, the recipe says "
             f"{recipe.run.seed}, which is another order of the data; {way_out}"
         )
-    if init_from:  # "": the recipe names no weights that could be mistaken for the run's
+    if init_from:  # initial weights in the recipe must be those that the run began with
         began = state.get("init_from")
         if began is None and not state["recipe"]["model"].get("init_from"):
             began = ""
@@ -310,7 +310,7 @@ def changes_of_start(
         if before:
             kept = recipe_file(run, before.recipe) if before.recipe else run / "recipe.yaml"
             with suppress(RecipeError):
-                old = read_tree(kept)[0]
+                old = read_tree(kept, kept=True)[0]
         differences = changes(old if isinstance(old, dict) else state["recipe"], recipe)
     machines = before.computed_by if before else {}
     kinds = {

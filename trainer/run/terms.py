@@ -129,8 +129,9 @@ def claim(run: ObjectPath, job: str, launcher: str) -> Term:
         StorageError: the store does not answer, or ignores conditional writes.
     """
     own = TermHolder(job, owner(), launcher, time.time(), secrets.token_hex(8))
+    known = 0
     while True:
-        newest = newest_term(run)
+        newest = max(known, newest_term(run))
         before = holder_of(run, newest) if newest else None
         if newest:
             _wait_for_the_dead(run, newest, before, own)
@@ -140,7 +141,8 @@ def claim(run: ObjectPath, job: str, launcher: str) -> Term:
             store_of(run).write_new(
                 _place(run, TERMS, newest + 1), json.dumps(asdict(own)).encode()
             )
-        except FileExistsError:  # another process was faster
+        except FileExistsError:  # another process was faster, and a list may not have it yet
+            known = newest + 1
             continue
         return Term(run, newest + 1, own, before)
 

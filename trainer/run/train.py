@@ -90,8 +90,9 @@ def first_step_done(run: Run, startup: Startup) -> None:
     startup.mark("first step")
     run.log.started(startup)
     if run.world.device.type == "cuda":
-        # A restart has left this to the first save. A GPU copies to memory that is not pinned yet
-        # at a third of its speed, and the update waits for it.
+        # After a restart from memory, `build` skips `prepare` so that training resumes sooner.
+        # Without it the first save would copy to memory that is not pinned, at a third of the
+        # speed, and the optimizer's next update would wait for that copy.
         state = run.model.state_of(run.optimizer)
         with run.pulse.during("save"):
             run.checkpointer.prepare(model=run.model.tensors, optimizer=state)

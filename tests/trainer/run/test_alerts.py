@@ -1,7 +1,9 @@
 """People are told of what begins to hold, once; and how a run stands is what its ledger says."""
 
 import json
+import re
 import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -55,7 +57,7 @@ def test_conditions_say_what_they_mean():
 def test_alerts_come_once_until_it_is_over(tmp_path, capsys):
     told = tmp_path / "told"
     run = f'echo "$PERDURE_ALERT" >> {told}'
-    whens = ("loss > 8", "failure", "no step for 0.05 s")
+    whens = ("loss > 8", "failure", "no step for 0.5 s")
     alerts = [{"when": when, "run": run, "post": None} for when in whens]
     alerts.append({"when": "loss > 8", "run": None, "post": "env:NOWHERE"})
     recipe = {"tracking": {"name": None, "alerts": alerts}}
@@ -85,7 +87,37 @@ def test_alerts_come_once_until_it_is_over(tmp_path, capsys):
         pass
     high.append(f"{name}, step 1: 1 failure(s) by now (failure)")
     assert turn(2.0, 2.0) == high
-    time.sleep(0.1)
-    assert turn() == turn() == [*high, f"{name}, step 1: no step for 0 s (no step for 0.05 s)"]
+    time.sleep(0.6)
+    *before, silent = turn()
+    assert before == high
+    assert re.fullmatch(r".*, step 1: no step for \d+ s \(no step for 0\.5 s\)", silent)
+    assert turn() == [*high, silent]
     (warning,) = capsys.readouterr().out.splitlines()
-    assert warning.startswith("warning: tracking.alerts: env:NOWHERE: ")
+    why = "the environment variable NOWHERE is not set"
+    assert warning == f"warning: tracking.alerts.3: {why}; training goes on"
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("yes SECRET & echo $! > PID; wait", "took longer than 1 s, and was killed"),
+        ("yes SECRET | head -c 1000000 >&2; exit 3 # SECRET", "ended with exit code 3"),
+    ],
+)
+def test_commands_that_hang_or_flood(tmp_path, monkeypatch, capfd, command, why):
+    monkeypatch.setattr("trainer.run.alerts.COMMAND_SECONDS", 1.0)
+    command = command.replace("PID", str(tmp_path / "pid"))
+    alerts = [{"when": "loss > 8", "run": command, "post": None}]
+    (tmp_path / "recipe.yaml").write_text(
+        yaml.safe_dump({"tracking": {"name": None, "alerts": alerts}})
+    )
+    Alerts(tmp_path).record(1, {"time": time.time(), "loss": 9.0})
+    said = capfd.readouterr()
+    assert said.err == ""
+    assert said.out == f"warning: tracking.alerts.0: its command {why}; training goes on\n"
+    if (tmp_path / "pid").exists():
+        forked = Path("/proc", (tmp_path / "pid").read_text().strip(), "stat")
+        deadline = time.monotonic() + 10
+        while forked.exists() and forked.read_text().split()[2] != "Z":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)

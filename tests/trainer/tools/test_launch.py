@@ -111,6 +111,21 @@ def test_manifests_refer_to_what_they_have(launch, tmp_path, form):
     assert queued == {"kueue.x-k8s.io/queue-name": "on"}  # and not true
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        "tracking:\n  name: |+\n    kept \n\n\n",
+        "# no end of line",
+        "tracking:\n  name: 'a \u2028 b'\n",  # an end of line to YAML
+    ],
+)
+def test_a_manifest_has_the_recipe_to_the_letter(launch, tmp_path, more):
+    (tmp_path / ODD).write_text(RECIPE + more)
+    config, *_ = yaml.safe_load_all(launch("k8s", *K8S))
+    assert config["data"]["recipe.yaml"] == RECIPE + more
+
+
 def test_a_task_of_skypilot_trains_in_the_bucket(launch):
     task = yaml.safe_load(launch("skypilot", *SKY, "--gpus", "8xH100", "--bucket", "s3://mine/a/"))
     (words,) = commands(task["run"])

@@ -5,10 +5,12 @@ import http.client
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
 from base64 import b64encode
+from contextlib import ExitStack, suppress
 from html import unescape
 from itertools import pairwise
 from pathlib import Path
@@ -135,6 +137,28 @@ def test_what_the_page_says(run):
     assert (told["axis"]["step"][-1], told["axis"]["tokens"]) == (20, [])
 
 
+def test_a_page_that_is_sent_around_has_no_secret(run, monkeypatch):
+    """Of who shows it, whatever others have put into the run; nor of the run itself."""
+    monkeypatch.setenv("TOKEN", "SECRET")
+    (run.parent / "key").write_text("SECRET")
+    (run / "x.log").symlink_to(run.parent / "key")
+    recipe = "strategy: {name: '${TOKEN}'}\ntracking: {alerts: [{when: failure, post: SECRET}]}\n"
+    (run / "recipe.yaml").write_text(recipe)
+    page = report_html([run])
+    assert "SECRET" not in page
+    (told,) = data_of(page)["runs"]
+    assert told["recipe"] == "strategy:\n  name: ${TOKEN}\ntracking: {}\n"
+    (run / "recipe.yaml").unlink()
+    os.mkfifo(run / "recipe.yaml")
+    assert data_of(report_html([run]))["runs"][0]["recipe"] == ""
+
+
+def test_a_name_may_be_any_bytes(run):
+    odd = run.rename(Path(os.fsdecode(os.fsencode(run.parent) + b"/odd\xff")))
+    page = report_html([odd]).encode().decode()
+    assert "<title>odd\ufffd</title>" in page
+
+
 @pytest.mark.parametrize(
     ("age", "end", "state"),
     [(0, None, "running"), (300, None, "dead"), (10**6, 75, "paused"), (1, 76, "waiting")],
@@ -236,6 +260,36 @@ def test_a_live_page_gets_what_is_new(run):
         assert again["curves"]["loss"][0] == [1, 2, 3, 4, 5]
         server.shutdown()
         thread.join()
+
+
+@pytest.mark.timeout(60)
+def test_strangers_take_neither_all_connections_nor_threads(run, monkeypatch):
+    """Of whom each says a byte now and then, and none knows the token."""
+    monkeypatch.setattr("trainer.tools.seeing.server.LONGEST_SECONDS", 1.0)
+    monkeypatch.setattr("trainer.tools.seeing.server.MOST_CONNECTIONS", 4)
+    with PageServer([run], "127.0.0.1", 0) as server, ExitStack() as held:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        before = threading.active_count()
+        strangers = [
+            held.enter_context(socket.create_connection(server.server_address[:2], timeout=30))
+            for _ in range(8)
+        ]
+        while strangers:  # until each is closed, however much it says
+            assert threading.active_count() <= before + 4
+            for one in list(strangers):
+                with suppress(OSError):
+                    one.send(b"x")
+                    one.settimeout(0.05)
+                    with suppress(TimeoutError):
+                        assert one.recv(1) == b""
+                        strangers.remove(one)
+                    continue
+                strangers.remove(one)
+        caller = http.client.HTTPConnection(*server.server_address[:2], timeout=30)
+        caller.request("GET", f"/data?token={server.token}")
+        assert caller.getresponse().status == 200
+        caller.close()
+        server.shutdown()
 
 
 # --- the terminal ----------------------------------------------------------------------------

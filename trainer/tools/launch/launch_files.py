@@ -93,9 +93,24 @@ def render(kind: str, job: LaunchedRun, **options: Any) -> str:
     environment.filters["shell"] = lambda value: shlex.quote(str(value))
     # JSON strings are YAML strings.
     environment.filters["yaml"] = lambda value: json.dumps(str(value), ensure_ascii=False)
-    text = environment.get_template(TEMPLATES[kind]).render(job=job, **options)
-    # templates leave spaces where an optional word is missing
-    return re.sub(r" +$", "", text, flags=re.M)
+    environment.filters["yaml_block"] = _yaml_block
+    return environment.get_template(TEMPLATES[kind]).render(job=job, **options)
+
+
+def _yaml_block(text: str, indent: int) -> str:
+    """Format a text of lines as a YAML value that is read as exactly this text.
+
+    Args:
+        indent: spaces before each line, two more than before the key.
+    """
+    text = text.replace("\r\n", "\n")
+    # Characters that end a line in YAML, or that may not stand there as they are.
+    if not text.replace("\n", "").replace("\t", "").isprintable() or "\ufeff" in text:
+        return json.dumps(text)
+    body = text.removesuffix("\n")
+    kept = {"": "-", "\n": ""}.get(text[len(text.rstrip("\n")) :], "+")
+    lines = (" " * indent + line if line else "" for line in body.split("\n"))
+    return "\n".join([f"|2{kept}", *lines])
 
 
 def submission(kind: str, file: Path) -> list[str]:

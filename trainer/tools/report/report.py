@@ -98,7 +98,7 @@ def unit_of(run: Path) -> str:
     """Unit of `tokens` in a run's records, as `Task.unit`: tokens for prepared data, else
     samples."""
     try:
-        data = read_tree(run / "recipe.yaml")[0].get("data")
+        data = read_tree(run / "recipe.yaml", kept=True)[0].get("data")
     except RecipeError:  # the report also works if the recipe is missing
         data = None
     on_samples = isinstance(data, dict) and (data.get("graph") or data.get("factory"))

@@ -9,9 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from elastic.record.history import LedgerError
@@ -21,9 +23,9 @@ from trainer.tools.seeing.view import RunView, look_at
 LOOK_SECONDS = 1.0
 """Least seconds between two reads of a run's files, however many pages query."""
 LOOPBACK = ("127.0.0.1", "localhost")
-IDLE_SECONDS, MOST_CONNECTIONS = 30.0, 32
-"""Seconds after which a silent connection is closed, and most connections at a time; further ones
-get an error."""
+IDLE_SECONDS, LONGEST_SECONDS, MOST_CONNECTIONS = 30.0, 90.0, 32
+"""Seconds without a byte, and in all, after which a connection is closed; most connections at a
+time. Further ones are closed before they have a thread."""
 
 
 class PageServer(ThreadingHTTPServer):
@@ -47,8 +49,8 @@ class PageServer(ThreadingHTTPServer):
         self.host, self.runs = host, look_at(paths)
         self.token = secrets.token_urlsafe(16)
         self.lock = threading.Lock()
-        # each connection has a thread, and the machine may be training
-        self.slots = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._open: dict[Any, float] = {}
+        """Connection → when it was accepted, on the monotonic clock."""
         if ":" in host:
             self.address_family = socket.AF_INET6
         super().__init__((host, port), _Handler)
@@ -59,6 +61,27 @@ class PageServer(ThreadingHTTPServer):
         named = socket.gethostname() if self.host in ("0.0.0.0", "::", "") else self.host
         shown = f"[{named}]" if ":" in named else named
         return f"http://{shown}:{self.server_address[1]}/?token={self.token}"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread, unless too many are open: the machine may be training."""
+        if len(self._open) >= MOST_CONNECTIONS:
+            self.shutdown_request(request)
+            return
+        self._open[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """End connections that stay for too long: each byte starts IDLE_SECONDS anew."""
+        latest = time.monotonic() - LONGEST_SECONDS
+        for request, since in list(self._open.items()):
+            if since < latest:
+                with suppress(OSError):  # its thread is closing it
+                    request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore disconnected browsers."""
@@ -128,9 +151,6 @@ class _Handler(BaseHTTPRequestHandler):
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
             self._send(HTTPStatus.FORBIDDEN, "text/plain", "open the link that the command printed")
             return
-        if not self.server.slots.acquire(blocking=False):
-            self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", "too many pages are open")
-            return
         try:
             kind, text = self.server.answer(url.path, query)
             self._send(HTTPStatus.OK, kind, text)
@@ -138,8 +158,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.NOT_FOUND, "text/plain", f"not found: {error}")
         except LedgerError as error:
             self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", str(error))
-        finally:
-            self.server.slots.release()
 
     def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
         data = text.encode()

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from elastic.exits import EXIT_DO_NOT_REQUEUE, EXIT_DONE, EXIT_INTERRUPTED
-from elastic.node.files import read_bytes
+from elastic.node.files import open_to_read
 from elastic.record.causes import ending
 from elastic.record.history import History
 from elastic.record.reliability import (
@@ -43,7 +44,7 @@ LATE_STEPS, LATE_SECONDS, STARTING_SECONDS = 10, 30.0, 600.0
 """A run counts as dead if it writes nothing for the time of LATE_STEPS steps and at least
 LATE_SECONDS; while it starts, for STARTING_SECONDS."""
 _RECENT = 100
-_RECIPE_BYTES, _LOG_BYTES = 256 << 10, 64 << 10
+_LOG_BYTES = 64 << 10
 AXES = ("step", "time", "tokens")
 """Names of the horizontal axes."""
 
@@ -65,7 +66,7 @@ class RunView:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.name = path, path.resolve().name
+        self.path, self.name = path, _name(path.resolve())
         self.ledger, self.records = LedgerView(path), MetricRecords(path)
         self.history: History
         self.now = 0.0
@@ -277,27 +278,36 @@ class RunView:
         return np.maximum(times - self.history.attempts[0].began - idle, 0.0)
 
     def recipe(self) -> dict[str, Any]:
-        """Flat keys of recipe.yaml; {} if it is unreadable."""
-        try:
-            return dict(_flat(read_tree(self.path / "recipe.yaml")[0]))
-        except RecipeError:
-            return {}
+        """Return the flat keys of recipe.yaml; empty if it is unreadable."""
+        return dict(_flat(self._shown_recipe()))
 
     def recipe_text(self) -> str:
-        """Text of recipe.yaml; "" if it is unreadable."""
-        with suppress(OSError):
-            return read_bytes(self.path / "recipe.yaml", _RECIPE_BYTES).decode(errors="replace")
-        return ""
+        """Return recipe.yaml as text; empty if it is unreadable."""
+        tree = self._shown_recipe()
+        return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True) if tree else ""
+
+    def _shown_recipe(self) -> dict[str, Any]:
+        try:
+            tree = read_tree(self.path / "recipe.yaml", kept=True)[0]
+        except RecipeError:
+            return {}
+        # Pages are sent around, and knowing a webhook is enough to post to it.
+        if isinstance(tracking := tree.get("tracking"), dict):
+            tracking.pop("alerts", None)
+        return tree
 
     def log(self) -> list[str]:
         """Newest lines of a *.log in the run directory, or else of the ledger without steps."""
         with suppress(OSError):
-            logs = [path for path in self.path.glob("*.log") if path.is_file()]
+            # Others may have put a link there, to a file that only this user can read.
+            logs = [
+                one for one in self.path.glob("*.log") if one.is_file() and not one.is_symlink()
+            ]
             if logs:
                 newest = max(logs, key=lambda path: path.stat().st_mtime)
-                with newest.open("rb") as file:
-                    file.seek(max(0, newest.stat().st_size - _LOG_BYTES))
-                    return file.read().decode(errors="replace").splitlines()[-200:]
+                with os.fdopen(open_to_read(newest), "rb") as file:
+                    file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
+                    return file.read(_LOG_BYTES).decode(errors="replace").splitlines()[-200:]
         return self.ledger.newest_lines(60)
 
     def _seconds_left(self) -> float | None:
@@ -379,7 +389,7 @@ def look_at(paths: Sequence[Path]) -> list[RunView]:
         run.look()
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
-            run.name = f"{run.path.resolve().parent.name}/{run.name}"
+            run.name = f"{_name(run.path.resolve().parent)}/{run.name}"
     return runs
 
 
@@ -391,6 +401,11 @@ def differing_keys(runs: Sequence[Mapping[str, str]]) -> list[list[str]]:
 
 
 # --- words -----------------------------------------------------------------------------------
+
+
+def _name(path: Path) -> str:
+    """Return the name of a folder. To Linux it is bytes, which may be no UTF-8."""
+    return os.fsencode(path.name).decode(errors="replace")
 
 
 def _strategy(recipe: Mapping[str, Any]) -> str:
