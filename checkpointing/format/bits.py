@@ -98,9 +98,8 @@ def digest_and_finite(
 def _chunks(
     data: NDArray[np.generic], first: int, strides: Sequence[int]
 ) -> Iterator[tuple[NDArray[np.generic], NDArray[np.uint64]]]:
-    """Yields (rows of a box of shape (rows, columns), their row numbers), in chunks of about
-    CHUNK_BYTES.
-    """
+    """Yields a box as matrices (rows, columns) of about CHUNK_BYTES, each with the numbers of its
+    rows in the whole tensor. `first` is the number of the box's first row."""
     if not data.size:
         return
     step = max(1, CHUNK_BYTES * len(data) // data.nbytes)

@@ -1,6 +1,7 @@
 """`perdure chaos`: runs a recipe under a plan of faults, and again undisturbed in one process; the
 verdict says whether losses and final weights agree."""
 
+import json
 import math
 import os
 import secrets
@@ -37,14 +38,17 @@ from lab.chaos.plan import Fault, FaultPlan
 from lab.local_nodes import Launch, LocalNodes, start_python
 from trainer.parallel.mesh import replica_ranks
 from trainer.recipe import RecipeError, load_recipe
+from trainer.recipe.sections import Strategy
+from trainer.recipe.strategies import MODEL_PARALLEL
 from trainer.run.preflight import check_launch
 from trainer.tools.report.report import check, read_metrics
 
 NODE = ("trainer.cli", "train")
 GONE_SECONDS = 5.0
-ALONE = (
-    *("strategy.tp=1", "strategy.sequence_parallel=false", "strategy.cp=1", "strategy.ep=1"),
-    *("strategy.pp=1", "strategy.pp_schedule=1f1b", "strategy.pp_stages_per_rank=1"),
+ALONE = tuple(
+    f"strategy.{key}={json.dumps(getattr(Strategy(), key))}"
+    for module in MODEL_PARALLEL
+    for key in module.KEYS
 )
 """Overrides that remove model parallelism, for the undisturbed run in one process."""
 

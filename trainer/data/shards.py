@@ -357,7 +357,7 @@ class TokenDataset:
                     self._bits_of(shard)
 
     def documents_in(self, start: int, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Number of the document of each of `tokens`, from 0 for the first document.
+        """Number of the document of each of `tokens`, counted from that of the first token.
 
         Args:
             start: index of the first of these tokens in the split.

@@ -200,8 +200,9 @@ def _layouts(
     recipe: Recipe, machine: PlannedMachine, blueprint: Blueprint
 ) -> Iterator[tuple[str, Strategy]]:
     """Yield layouts of model parallelism that the recipe allows, and whose state may fit.
-    Ranks that compute a layer together stay in a node. Sequences are cut only from LONG on.
-    Experts are divided among the ranks of a node, or also kept whole without tp."""
+    Ranks that compute a layer together stay in a node. Sequences are cut only from LONG
+    on. Experts are divided among the ranks of a node; without tp, there are also layouts that keep
+    them whole."""
     apart = _experts_apart(machine, blueprint)
     powers = [1 << n for n in range(machine.world_size.bit_length())]
     state = sum(

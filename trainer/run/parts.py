@@ -109,7 +109,8 @@ def _parsed(names: Iterable[str]) -> list[tuple[int, int, int]]:
 
 
 class PartsReader:
-    """Reads the lines of a run from its parts, repeatedly. Parts that were read stay in memory."""
+    """Reads the lines of a run's ledger and metrics from its parts. Parts stay in memory, so that
+    later calls fetch new ones only."""
 
     def __init__(self, run: ObjectPath) -> None:
         self._run = run

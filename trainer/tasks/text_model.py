@@ -22,7 +22,7 @@ from trainer.models.transformers_model import (
     build_theirs,
     check_installed,
 )
-from trainer.recipe import Recipe, RecipeError
+from trainer.recipe import Recipe, RecipeError, strategies
 from trainer.recipe.architecture import Architecture
 from trainer.recipe.errors import Refusals
 from trainer.recipe.factory import refusing
@@ -71,9 +71,9 @@ def _of_transformers(recipe: Recipe, reason: str) -> "tuple[TransformersModel, F
     built = build_theirs(location(recipe.model.init_from or ""), reason)
     # All problems are collected, and reported together.
     model, refusals = TransformersModel(built, repeated_blocks(built.module)), Refusals()
-    for key in ("tp", "pp", "cp", "ep"):
+    for key, ranks in strategies.sizes(recipe.strategy).items():
         with refusals:
-            if getattr(recipe.strategy, key) > 1:
+            if ranks > 1:
                 raise RecipeError(
                     f"strategy.{key}: ranks do not compute {model.name} together, which is of "
                     f"transformers; set strategy.{key}=1"

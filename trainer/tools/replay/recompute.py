@@ -326,7 +326,8 @@ def _summary(walk: Walk) -> str:
 
 
 def _explain_step(walk: Walk, run: Run, inputs: Inputs, step: int) -> None:
-    """Compute and print the gradients of a step, and explain them if requested."""
+    """Compute a step again; print its loss, norm and digest, how they compare with the ledger, and
+    on request why the step went so (why.py)."""
     line = walk.line.recorded(step)
     batches, _ = inputs.take()
     result = gradients(run, batches, consumed(batches, run.micro_batches, run.mesh.witness))

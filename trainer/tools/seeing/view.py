@@ -25,6 +25,7 @@ from elastic.record.reliability import (
     startup,
     time_in_steps,
 )
+from trainer.recipe.strategies import MODEL_PARALLEL
 from trainer.recipe.yaml_tree import RecipeError, read_tree
 from trainer.tools.report.report import clock, unit_of
 from trainer.tools.seeing.event_texts import count_of, events_of, steps_lost
@@ -413,7 +414,7 @@ def _strategy(recipe: Mapping[str, Any]) -> str:
         return ""
     words = [str(recipe["strategy.name"])]
     words += [str(recipe["strategy.sharding"])] if recipe.get("strategy.sharding") else []
-    for key in ("tp", "pp", "cp", "ep"):
+    for key in (module.KEYS[0] for module in MODEL_PARALLEL):
         if recipe.get(f"strategy.{key}", 1) not in (1, None):
             words.append(f"{key}={recipe[f'strategy.{key}']}")
     words.append(str(recipe.get("precision.dtype", "")))
