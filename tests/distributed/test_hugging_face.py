@@ -100,6 +100,10 @@ FAMILIES = {
     "olmo3": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "smollm3": {"no_rope_layers": [1, 0]},
     "phi3": {},
+    "gpt_oss": {
+        **{"sliding_window": 8, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+        **{"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    },
     "gemma3_text": {"sliding_window": 8, "head_dim": 16},
 }
 

@@ -24,7 +24,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch.torch_version import TorchVersion
 
-from trainer.models.attention import Capability, Requested, choose_attention
+from trainer.models.attention import Capability, Requested, Way, choose_attention
 
 Package: TypeAlias = Literal["FA3", "FA4"]
 """torch's names of FlashAttention-3 and -4."""
@@ -84,6 +84,7 @@ def choose_kernel(
     exact: bool = False,
     ring: bool = False,
     window: bool = False,
+    sinks: bool = False,
 ) -> AttentionKernel:
     """The fastest installed kernel.
 
@@ -95,6 +96,7 @@ def choose_kernel(
         exact: `run.determinism: exact`.
         ring: whether `strategy.cp` divides sequences, which calls torch's kernel directly.
         window: whether layers have a sliding window shorter than sequences.
+        sinks: whether heads have attention sinks.
 
     Raises:
         ValueError: the requested way does not work, see `choose_attention`.
@@ -103,11 +105,13 @@ def choose_kernel(
     new = major in (HOPPER, BLACKWELL)
     cudnn = new and not exact and head_dim % 8 == 0 and head_dim <= HEAD_DIMS["cuDNN"]
     # Plain causal attention: torch's own dispatch chooses the kernel.
-    if not (documents or ring or window):
+    if not (documents or ring or window or sinks):
         if cudnn and dtype in (torch.bfloat16, torch.float16):
             return AttentionKernel(f"scaled_dot_product_attention: {CUDNN}")
         return AttentionKernel("scaled_dot_product_attention, as torch chooses")
-    way = "varlen" if ring else choose_attention(requested, dtype, head_dim, gpu.capability, 0)
+    way: Way = "varlen"
+    if not ring:
+        way = choose_attention(requested, dtype, head_dim, gpu.capability, 0, sinks=sinks)
     if way == "flex":
         return AttentionKernel("FlexAttention")
     if way == "sdpa":

@@ -68,6 +68,7 @@ class TransformersModel(nn.Module):
     """A causal language model of transformers with the interface of `Decoder`."""
 
     stacks: Sequence[str] = ()
+    stacks_apart: Sequence[str] = ()
     """Empty: checkpoints hold the parameters as the module does."""
 
     def __init__(self, built: "Built", blocks: Sequence[nn.Module]) -> None:

@@ -60,7 +60,7 @@ class ParallelModel:
     context: "Context | None" = None
     """Computes this rank's part of each sequence in place of whole sequences."""
     stacks: Sequence[str] = ()
-    """Modules whose parameters checkpoints hold row by row, see `Family.stacks`."""
+    """Modules whose parameters checkpoints hold row by row, see `Decoder.stacks_apart`."""
     draws: bool = False
     """Whether a training pass may draw random numbers."""
 

@@ -11,6 +11,7 @@ module that has parameters:
 - *fused*: several columns in one, an `nn.Linear` with the outputs of each in `sections`. A rank
   computes consecutive outputs of the whole, and gets those of its heads from the others.
 - *head_norm*: a module between a column and a row that treats each head by itself.
+- *heads*: a module whose own parameters have a row for each query head, such as attention sinks.
 - *wide_norm*: an RMSNorm between these two over all heads together; its sums are over all ranks.
 - *norm*: a module on the residual stream. With sequence parallelism a rank holds only its part of
   the sequence there, else all of it.
@@ -69,6 +70,7 @@ _CUT: dict[str, Placement] = {
     "row": Shard(1),
     "norm": Replicate(),
     "head_norm": Replicate(),
+    "heads": Shard(0),
     "wide_norm": Shard(0),
     "vocabulary": Shard(0),
     "tokens": Replicate(),
@@ -135,6 +137,10 @@ def _problem(kind: str, module: Any, tp: int, shards: int) -> str | None:
             return f"that needs sections that add up to {len(module.weight)} outputs"
         if odd := [size for size in sections if size % tp]:
             return f"its section of {odd[0]} outputs does not divide among tp={tp} ranks"
+    if kind == "heads":
+        rows = {key: len(p) for key, p in module.named_parameters(recurse=False)}
+        if uneven := [key for key, number in rows.items() if number % tp]:
+            return f"{rows[uneven[0]]} rows of {uneven[0]} do not divide among tp={tp} ranks"
     if kind == "wide_norm" and not isinstance(module, RMSNorm):
         return f"that needs a trainer.RMSNorm, but it is a {type(module).__name__}"
     if kind == "vocabulary":
@@ -390,6 +396,10 @@ def _head_norm(module: nn.Module, ranks: Together) -> Forward:
     return _replicated(module, True)  # each rank normalises only its heads
 
 
+def _heads(module: nn.Module, ranks: Together) -> Forward:
+    return _replicated(module, False)  # a rank has the whole gradient of its heads
+
+
 def _wide_norm(module: Any, ranks: Together) -> Forward:
     def forward(x: Tensor) -> Tensor:
         weight = _local(module.weight)
@@ -490,6 +500,7 @@ _FORWARDS: dict[str, Callable[[nn.Module, Together], Forward]] = {
     "row": _row,
     "norm": _norm,
     "head_norm": _head_norm,
+    "heads": _heads,
     "wide_norm": _wide_norm,
     "vocabulary": _vocabulary,
     "tokens": _tokens,
