@@ -140,6 +140,7 @@ def test_each_family_goes_there_and_back(workspace, train, model_type):
     train(1, f"run.dir={run}", "run.steps=4", "schedule={}", *start)
     expected = mean_loss(trained, stream.fetch(range(24, 32)))
     assert losses(workspace, run)[4] == pytest.approx(expected, rel=1e-5)
+    assert "".join(generate(checkpoint, "the ", temperature=0, max_new_tokens=4))
 
 
 CHAT = (

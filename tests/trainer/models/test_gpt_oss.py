@@ -14,6 +14,8 @@ from trainer.models import Decoder, read_config
 from trainer.models.family import family_of
 from trainer.models.stacks import apart
 from trainer.optim.groups import method_of, named_groups
+from trainer.parallel.context import problem_of
+from trainer.parallel.tensor import kinds_of
 from trainer.recipe import Optimizer, RecipeError
 from trainer.tools.generate import empty_model, load_weights
 
@@ -138,3 +140,12 @@ def test_impossible_experts_are_refused(published: tuple[PreTrainedModel, Path])
     options = {**(architecture.options or {}), "num_experts_per_tok": 9}
     with pytest.raises(RecipeError, match="through 9 of 8 experts; lower it, or raise num_local"):
         Decoder(replace(architecture, options=options))
+
+
+def test_what_ranks_do_not_compute_together(published: tuple[PreTrainedModel, Path]) -> None:
+    decoder = opened(published[1])
+    assert problem_of(decoder, 8) == "gpt_oss has attention sinks, which the ring does not know yet"
+    assert kinds_of(decoder, 2)["model.layers.0.self_attn"] == "heads"
+    message = "layers.0.self_attn cannot be heads: 4 rows of sinks do not divide among tp=8 ranks"
+    with pytest.raises(RecipeError, match=message):
+        kinds_of(decoder, 8)
