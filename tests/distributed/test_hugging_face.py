@@ -24,6 +24,7 @@ from trainer.data.prepare.prepare import prepare
 from trainer.data.shards import read_index
 from trainer.data.tokenizer import train_bpe
 from trainer.models.model_files import files_beside
+from trainer.tools.generate import generate
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,8 @@ pytorch issue 142132).
   activated. On Hopper they are equally fast (torchtitan pull request 4413).
 
 Exact mode uses FlashAttention-2, which has a deterministic backward pass. So do sliding windows,
-which `varlen_attn` does not support with cuDNN's kernel.
+which `varlen_attn` does not support with cuDNN's kernel. Attention sinks take
+FlexAttention, see [Note: sinks] in attention.py.
 """
 
 from collections.abc import Iterator
