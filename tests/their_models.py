@@ -1,4 +1,5 @@
-"""Tiny models of architectures that only transformers computes, and what it makes of documents."""
+"""Tiny models that transformers computes, and what it makes of documents. Of these architectures
+Perdure has only GPT-OSS itself."""
 
 from pathlib import Path
 from typing import Any

@@ -52,6 +52,12 @@ MOE = (
     "model.architecture.options={num_experts: 8, num_experts_per_tok: 2, moe_intermediate_size: "
     "32, norm_topk_prob: true, router_aux_loss_coef: 0.01, router_bias_update_rate: 0.001}",
 )
+GPT_OSS = (
+    "model.architecture.model_type=gpt_oss",
+    "model.architecture.tie_word_embeddings=false",
+    "model.architecture.options={sliding_window: 8, num_local_experts: 8, num_experts_per_tok: 2, "
+    "output_router_logits: true, router_aux_loss_coef: 0.01}",
+)
 EP = ("strategy.ep=2",)
 
 

@@ -6,7 +6,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.distributed.jobs import EP, LAYOUT, MOE, TEN, THIRTY, assert_follows, records, soak, told
+from tests.distributed.jobs import (
+    EP,
+    GPT_OSS,
+    LAYOUT,
+    MOE,
+    TEN,
+    THIRTY,
+    assert_follows,
+    records,
+    soak,
+    told,
+)
 from tests.distributed.test_pipeline_parallel import FOUR, INTERLEAVED, NVME, ZERO_BUBBLE
 from tests.distributed.test_tensor_parallel import EVEN, HSDP
 
@@ -84,6 +95,12 @@ def weights(checkpoint):
                 ("ep2-tp2-sp-pp2-interleaved", 4, [*EP, *SP, *PP, *INTERLEAVED], [*MOE, *FOUR]),
                 ("ep2-tp2-compile", 2, [*EP, *SP, "strategy.compile=true"], MOE),
                 ("ep4-pp2", 8, ["strategy.ep=4", *PP], MOE),
+                ("gpt-oss-fsdp2", 2, [], GPT_OSS),
+                ("gpt-oss-ep2", 2, EP, GPT_OSS),
+                ("gpt-oss-ep2-fsdp2", 4, EP, GPT_OSS),
+                ("gpt-oss-ep2-tp2-sp", 2, [*EP, *SP], GPT_OSS),
+                ("gpt-oss-ep4-tp2", 4, ["strategy.ep=4", "strategy.tp=2"], GPT_OSS),
+                ("gpt-oss-pp2-selective-compile", 2, [*PP, *SELECTIVE], GPT_OSS),
                 ("ep8", 8, ["strategy.ep=8", "batch.micro_batch=1"], MOE),
                 ("ep8-tp2-sp", 8, ["strategy.ep=8", *SP], [*MOE, *EVEN]),
                 ("ep2-fsdp4", 8, [*EP, "batch.micro_batch=1"], MOE),

@@ -24,6 +24,7 @@ from trainer.data.prepare.prepare import prepare
 from trainer.data.shards import read_index
 from trainer.data.tokenizer import train_bpe
 from trainer.models.model_files import files_beside
+from trainer.tools.generate import generate
 
 
 @pytest.fixture(scope="session")
@@ -100,6 +101,10 @@ FAMILIES = {
     "olmo3": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "smollm3": {"no_rope_layers": [1, 0]},
     "phi3": {},
+    "gpt_oss": {
+        **{"sliding_window": 8, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+        **{"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    },
     "gemma3_text": {"sliding_window": 8, "head_dim": 16},
 }
 
@@ -136,6 +141,7 @@ def test_each_family_goes_there_and_back(workspace, train, model_type):
     train(1, f"run.dir={run}", "run.steps=4", "schedule={}", *start)
     expected = mean_loss(trained, stream.fetch(range(24, 32)))
     assert losses(workspace, run)[4] == pytest.approx(expected, rel=1e-5)
+    assert "".join(generate(checkpoint, "the ", temperature=0, max_new_tokens=4))
 
 
 CHAT = (

@@ -19,6 +19,7 @@ from tests.distributed.lora_gradients import batch, documents, of_layouts
 from tests.their_models import CONFIGS, VOCABULARY, publish, separate_loss
 from trainer.data.loader import TokenStream
 from trainer.data.prepare.prepare import prepare
+from trainer.recipe.architecture import bundled_families
 from trainer.tools.generate import generate
 
 STEPS = 12
@@ -49,7 +50,9 @@ def published(workspace, lines):
         model = publish(model_type, folder)
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(lines / "tokenizer.json"))
         tokenizer.save_pretrained(folder)
-        return model, (*GIVEN, f"model.init_from={folder.name}")
+        # A family of Perdure's computes some of them, too.
+        forced = ("model.implementation=transformers",) * (model_type in bundled_families())
+        return model, (*GIVEN, *forced, f"model.init_from={folder.name}")
 
     return published
 
@@ -159,7 +162,8 @@ def test_gradients_of_layouts(
     for model_type in model_types:
         model, common = published(model_type)
         references += [model] * len(layouts)
-        start_from = f"model.architecture=null {common[-1]}"  # layouts are cut at spaces
+        # layouts are cut at spaces
+        start_from = " ".join(["model.architecture=null", *common[len(GIVEN) :]])
         given += [f"{start_from} {layout}".strip() for layout in layouts]
     found = of_layouts(start, ranks, given, tmp_path)
     ids, labels = batch(VOCABULARY)

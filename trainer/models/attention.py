@@ -16,6 +16,13 @@ Without documents, attention is SDPA's causal one.
 With a sliding window of W a token sees the last W tokens of its document, itself included. The
 kernels on CUDA take the window; on the CPU it is part of the additive mask.
 
+[Note: sinks] An attention sink is a learned score of each head that takes part in the softmax of
+every query and carries no value (Agarwal et al. 2025, "gpt-oss-120b & gpt-oss-20b Model Card"), so
+a token may attend to nothing. *flex* returns the logarithm of the softmax sum: attention times
+sigmoid(logarithm - sink) is attention with the sink. *sdpa* gets one more key with a value of 0: an
+element that queries have beside their H holds the sink. The kernels of *varlen* return no logarithm
+with a gradient.
+
 Shapes: B batch, T sequence, N query heads, K key/value heads, N a multiple of K, H head dim. Head n
 of the queries uses head n // (N / K) of the keys.
 """
@@ -48,8 +55,8 @@ class Documents(NamedTuple):
 
     way: Way | Literal["ring"]
     where: Any
-    """cu_seqlens, a BlockMask, or a (B, 1, T, T) additive mask. For "ring", a function of (q, k, v)
-    that communicates, see `trainer.parallel.context`."""
+    """cu_seqlens, a BlockMask, or an additive mask (B, 1, T, T), with sinks (B, 1, T, T + 1). For
+    "ring", a function of (q, k, v) that communicates, see `trainer.parallel.context`."""
     window: int | None = None
     """Number of tokens that each token sees, itself included; None: all tokens before it."""
 
@@ -61,6 +68,7 @@ def choose_attention(
     capability: Capability | None,
     length: int,
     window: bool = False,
+    sinks: bool = False,
 ) -> Way:
     """Choose how attention separates documents: the fastest way that works, or the requested one.
 
@@ -71,11 +79,12 @@ def choose_attention(
         capability: compute capability of the GPU; None on the CPU.
         length: T.
         window: whether a sliding window limits what a token sees.
+        sinks: whether heads have attention sinks, see [Note: sinks].
 
     Raises:
         ValueError: the requested way does not work; has the reason and the remedy.
     """
-    hindrances = hindrances_of(dtype, head_dim, capability, window)
+    hindrances = hindrances_of(dtype, head_dim, capability, window, sinks)
     if requested != "auto":
         if requested in hindrances:
             raise ValueError(f"{requested} cannot work: {hindrances[requested]}; use auto")
@@ -87,7 +96,11 @@ def choose_attention(
 
 
 def hindrances_of(
-    dtype: torch.dtype, head_dim: int, capability: Capability | None, window: bool = False
+    dtype: torch.dtype,
+    head_dim: int,
+    capability: Capability | None,
+    window: bool = False,
+    sinks: bool = False,
 ) -> dict[Way, str]:
     """Way → reason why it does not work. Arguments are those of `choose_attention`."""
     hindrances: dict[Way, str] = {}
@@ -109,6 +122,8 @@ def hindrances_of(
             )
         if capability < (7, 0):
             hindrances["flex"] = "FlexAttention needs a GPU of compute capability 7.0"
+    if sinks:
+        hindrances["varlen"] = "its kernels have no attention sinks"
     return hindrances
 
 
@@ -119,6 +134,7 @@ def locate(
     head_dim: int,
     requested: Requested,
     window: int | None = None,
+    sinks: bool = False,
 ) -> Documents:
     """Compute the boundaries of documents once per pass, for all layers. Neither synchronises with
     a GPU nor recompiles.
@@ -130,11 +146,12 @@ def locate(
         head_dim: H.
         requested: see `choose_attention`, which may raise ValueError.
         window: number of tokens that each token sees, itself included; None: all before it.
+        sinks: whether `attend` gets attention sinks.
     """
     rows, length = shape
     slides = window is not None
     way = choose_attention(
-        requested, dtype, head_dim, capability(cu_seqlens.device), length, slides
+        requested, dtype, head_dim, capability(cu_seqlens.device), length, slides, sinks
     )
     if way == "varlen":
         return Documents(way, cu_seqlens, window)
@@ -144,7 +161,9 @@ def locate(
     if way == "sdpa":
         seen = (ids[:, None, :, None] == ids[:, None, None, :]).tril()
         seen = seen if window is None else seen.triu(1 - window)
-        return Documents(way, torch.where(seen, 0.0, -torch.inf).to(dtype), window)
+        mask = torch.where(seen, 0.0, -torch.inf).to(dtype)
+        # every query sees the key of the sink
+        return Documents(way, F.pad(mask, (0, 1)) if sinks else mask, window)
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         before = (query >= key) & (ids[row, query] == ids[row, key])
@@ -154,17 +173,25 @@ def locate(
     return Documents(way, create_block_mask(sees, rows, None, length, length, ids.device), window)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, sinks: Tensor | None = None
+) -> Tensor:
     """Scaled dot-product attention, causal, and inside documents if there are any.
 
     Args:
         q: (B, T, N, H).
         k, v: (B, T, K, H).
         documents: from `locate`.
+        sinks: a score for each query head (N), see [Note: sinks]; None: there are none.
 
     Returns:
         (B, T, N, H)
+
+    Raises:
+        ValueError: sinks are given, but documents that are not located for sinks.
     """
+    if sinks is not None and (documents is None or documents.way not in ("flex", "sdpa")):
+        raise ValueError("attention sinks need documents from locate(…, sinks=True)")
     if documents and documents.way == "ring":
         whole: Tensor = documents.where(q, k, v)
         return whole
@@ -178,9 +205,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tens
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     if documents and documents.way == "flex":
-        flex_attention, _ = flex_kernels()
-        mixed = flex_attention(q, k, v, block_mask=documents.where, enable_gqa=grouped)
+        mixed = _flex(q, k, v, documents.where, sinks)
         return mixed.transpose(1, 2)
+    size, scale = q.shape[-1], None
+    if sinks is not None:
+        scale = size**-0.5  # before the heads get wider
+        q, k, v = _with_key_of_sink(q, k, v, sinks)
     # On CUDA only flash attention supports fewer key heads than query heads, and it supports
     # neither masks nor float32. Unless heads are repeated, SDPA would build the (T, T) matrix.
     if grouped and not _groups_in_kernel(q, documents):
@@ -191,9 +221,44 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tens
         v,
         attn_mask=documents.where if documents else None,
         is_causal=documents is None,
+        scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
-    return mixed.transpose(1, 2)
+    return (mixed if sinks is None else mixed[..., :size]).transpose(1, 2)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask: Any, sinks: Tensor | None) -> Tensor:
+    """FlexAttention of q (B, N, T, H), k and v (B, K, T, H), with sinks (N) if there are any."""
+    flex_attention, _ = flex_kernels()
+    given: dict[str, Any] = {"block_mask": block_mask, "enable_gqa": q.shape[1] != k.shape[1]}
+    if sinks is None:
+        return flex_attention(q, k, v, **given)
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    mixed, more = flex_attention(q, k, v, **given, return_aux=AuxRequest(lse=True))
+    kept: Tensor = (more.lse - sinks[:, None]).sigmoid()  # (B, N, T)
+    return mixed * kept[..., None].type_as(mixed)
+
+
+def _with_key_of_sink(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Widen heads, and append a key whose score is the sink of a query's head and whose value is
+    0.
+
+    Args:
+        q: (B, N, T, H).
+        k, v: (B, K, T, H).
+        sinks: (N).
+    """
+    size = q.shape[-1]
+    more = 8 - size % 8  # kernels of GPUs want multiples of 8
+    # Scores are divided by √H.
+    held = (sinks * size**0.5).to(q.dtype)[:, None, None].expand(*q.shape[:3], 1)
+    q = F.pad(torch.cat([q, held], dim=-1), (0, more - 1))
+    last = (torch.arange(size + more, device=k.device) == size).to(k.dtype)
+    k = torch.cat([F.pad(k, (0, more)), last.expand(*k.shape[:2], 1, -1)], dim=2)
+    return q, k, F.pad(v, (0, more, 0, 1))
 
 
 def _groups_in_kernel(q: Tensor, documents: Documents | None) -> bool:
@@ -218,7 +283,7 @@ def capability(device: torch.device) -> Capability | None:
 
 
 @cache
-def flex_kernels() -> tuple[Callable[..., Tensor], Callable[..., Any]]:
+def flex_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return (flex_attention, create_block_mask), compiled. Uncompiled they would build the (T, T)
     matrix."""
     # imported late, as it takes over a second

@@ -102,7 +102,11 @@ class Attention(nn.Module):
         q, k, v = self.project(x)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        return self.o_proj(attend(q, k, v, documents).flatten(2))
+        return self.o_proj(self.mix(q, k, v, documents).flatten(2))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+        """Values mixed by attention (B, T, N, H), see `attend`."""
+        return attend(q, k, v, documents)
 
 
 class MLP(nn.Module):
@@ -150,6 +154,7 @@ class Backbone(nn.Module):
         self.architecture, self.attention = architecture, attention
         self.kinds = family.kinds_of_layers(architecture)
         """Attention window and rotary positions of each layer."""
+        self.sinks = family.sinks
         self.embed_tokens = _embedding(architecture.vocab_size, architecture.hidden_size)
         self.layers = nn.ModuleList(
             family.block(architecture) for _ in range(architecture.num_hidden_layers)
@@ -181,12 +186,14 @@ class Backbone(nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         # The shape of input_ids: x may have a part of the sequence, while attention sees all of it.
         where = input_ids.shape, x.dtype, self.architecture.head_dim, self.attention
+        if cu_seqlens is None and self.sinks:
+            cu_seqlens = _one_document_each(input_ids)  # plain causal attention has no sinks
         if cu_seqlens is not None:
-            documents = locate(cu_seqlens, *where)
+            documents = locate(cu_seqlens, *where, sinks=self.sinks)
         seen: dict[int | None, Documents | None] = {None: documents}
         for window in self.windows(input_ids.shape[1]):
             ends = _one_document_each(input_ids) if cu_seqlens is None else cu_seqlens
-            seen[window] = locate(ends, *where, window)
+            seen[window] = locate(ends, *where, window, self.sinks)
         statistics = []
         for number, layer in self.layers._modules.items():
             kind = self.kinds[int(number)]  # layers of a part keep their numbers
@@ -273,6 +280,11 @@ class Decoder(nn.Module):
     @property
     def stacks(self) -> Sequence[str]:
         return self.family.stacks
+
+    @property
+    def stacks_apart(self) -> Sequence[str]:
+        """Those of `stacks` that files hold row by row."""
+        return () if self.family.stacked_in_files else self.stacks
 
     @property
     def experts(self) -> bool:

@@ -136,8 +136,15 @@ class Family:
     """Changes the model outside of the optimizer."""
 
     stacks: Sequence[str] = ()
-    """Patterns of module FQNs whose parameters stack what published files keep apart: `a.experts.w`
-    (E, …) is `a.experts.0.w.weight` and so on in files and checkpoints."""
+    """Patterns of module FQNs whose parameters stack those of several experts (E, …), which
+    `strategy.ep` divides."""
+
+    stacked_in_files: bool = False
+    """Whether files and checkpoints hold `stacks` as the model does; if not, `a.experts.w` is
+    `a.experts.0.w.weight` and so on there."""
+
+    sinks: bool = False
+    """Whether attention has sinks, see [Note: sinks] in trainer/models/attention.py."""
 
     norm: Callable[[int, float], nn.Module] | None = None
     """Maps (size, eps) to the norm below the output head; None: an RMSNorm."""

@@ -175,7 +175,7 @@ def _architecture(config: dict[str, Any], family: Family | None) -> Architecture
 def _rope(config: dict[str, Any], family: Family) -> tuple[float, RopeScaling | None]:
     # transformers prefers this key if a file has both
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    parameters = config.get(key) or {}
+    parameters = config.get(key) or family.defaults.get(key) or {}
     if _LOCAL_THETA in family.options and isinstance(parameters, dict) and _SLIDING in parameters:
         parameters = _full_attention_rope(config, key, parameters)
     if not isinstance(parameters, dict) or any(

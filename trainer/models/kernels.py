@@ -11,7 +11,8 @@ pytorch issue 142132).
   activated. On Hopper they are equally fast (torchtitan pull request 4413).
 
 Exact mode uses FlashAttention-2, which has a deterministic backward pass. Sliding windows use it
-too, because `varlen_attn` does not support them with cuDNN's kernel.
+too, because `varlen_attn` does not support them with cuDNN's kernel. Attention sinks take
+FlexAttention, see [Note: sinks] in attention.py.
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch.torch_version import TorchVersion
 
-from trainer.models.attention import Capability, Requested, choose_attention
+from trainer.models.attention import Capability, Requested, Way, choose_attention
 
 Package: TypeAlias = Literal["FA3", "FA4"]
 """torch's names of FlashAttention-3 and -4."""
@@ -84,6 +85,7 @@ def choose_kernel(
     exact: bool = False,
     ring: bool = False,
     window: bool = False,
+    sinks: bool = False,
 ) -> AttentionKernel:
     """Choose the fastest installed kernel.
 
@@ -96,6 +98,7 @@ def choose_kernel(
         exact: `run.determinism: exact`.
         ring: whether `strategy.cp` divides sequences, which calls torch's kernel directly.
         window: whether layers have a sliding window shorter than sequences.
+        sinks: whether heads have attention sinks.
 
     Raises:
         ValueError: the requested way does not work, see `choose_attention`.
@@ -104,11 +107,13 @@ def choose_kernel(
     new = major in (HOPPER, BLACKWELL)
     cudnn = new and not exact and head_dim % 8 == 0 and head_dim <= HEAD_DIMS["cuDNN"]
     # plain causal attention: torch's own dispatch chooses the kernel
-    if not (documents or ring or window):
+    if not (documents or ring or window or sinks):
         if cudnn and dtype in (torch.bfloat16, torch.float16):
             return AttentionKernel(f"scaled_dot_product_attention: {CUDNN}")
         return AttentionKernel("scaled_dot_product_attention, as torch chooses")
-    way = "varlen" if ring else choose_attention(requested, dtype, head_dim, gpu.capability, 0)
+    way: Way = "varlen"
+    if not ring:
+        way = choose_attention(requested, dtype, head_dim, gpu.capability, 0, sinks=sinks)
     if way == "flex":
         return AttentionKernel("FlexAttention")
     if way == "sdpa":

@@ -16,7 +16,7 @@ def apart(tensors: Mapping[str, Tensor], stacks: Sequence[str]) -> dict[str, Ten
 
     Args:
         tensors: parameters by FQN, or the optimizer's state (`<fqn>.exp_avg`, …).
-        stacks: see `Family.stacks`.
+        stacks: `Decoder.stacks_apart`.
 
     Raises:
         ValueError: a stack is cut within its rows.

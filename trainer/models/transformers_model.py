@@ -68,6 +68,7 @@ class TransformersModel(nn.Module):
     """A causal language model of transformers, with the interface of `Decoder`."""
 
     stacks: Sequence[str] = ()
+    stacks_apart: Sequence[str] = ()
     """Empty, because checkpoints store the parameters as the module has them."""
 
     def __init__(self, built: "BuiltModule", blocks: Sequence[nn.Module]) -> None:

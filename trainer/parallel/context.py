@@ -44,6 +44,8 @@ def problem_of(model: nn.Module, length: int) -> str | None:
         return f"what {name} records beside the loss is not that of a part of a sequence"
     if not all(any(isinstance(m, Attention) for m in block.modules()) for block in model.blocks):
         return f"blocks of {name} do not use trainer.Attention"
+    if model.family.sinks:
+        return f"{name} has attention sinks, which the ring does not know yet"
     if windows := model.model.windows(length):
         return (
             f"layers of this {name} have a sliding window of {min(windows)} tokens, which is "

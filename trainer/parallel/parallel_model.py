@@ -59,7 +59,8 @@ class ParallelModel:
     context: "ContextParallel | None" = None
     """Computes this rank's part of each sequence; None: this rank computes whole sequences."""
     stacks: Sequence[str] = ()
-    """Patterns of modules whose parameters checkpoints store row by row, see `Family.stacks`."""
+    """Patterns of modules whose parameters checkpoints store row by row, see
+    `Decoder.stacks_apart`."""
     draws: bool = False
     """Whether a training pass may draw random numbers."""
 

@@ -101,7 +101,7 @@ def parallelize(
     """
     strategy, dtype = recipe.strategy, DTYPES[recipe.precision.dtype]
     sharded_by_fsdp = SHARD in (mesh.device_mesh.mesh_dim_names or ())
-    stacks = getattr(model, "stacks", ())
+    stacks = getattr(model, "stacks_apart", ())
     draws = recipe.draws or getattr(model, "draws", False)
     if exact.used(recipe):
         # Before the first kernel runs.

@@ -6,13 +6,13 @@ Large Transformer Models".
 [Note: tensor parallelism] A model's `tensor_plan` gives each module that has parameters a kind,
 which says how the module is cut:
 
-- *column*: a linear layer whose outputs are cut (query, key and value by heads; the first of an
-  MLP).
-- *row*: a linear layer whose inputs are cut, as a column left them. Its outputs are summed over the
+- *column*: a product whose outputs are cut (query, key and value by heads; the first of an MLP).
+- *row*: a product whose inputs are cut, as a column left them. Its outputs are summed over the
   ranks.
 - *fused*: several columns in one `nn.Linear`, with the number of outputs of each in `sections`. A
   rank computes consecutive outputs of the whole; an exchange gives it the outputs of its heads.
 - *head_norm*: a module between a column and a row that treats each head separately.
+- *heads*: a module whose own parameters have a row for each query head, such as attention sinks.
 - *wide_norm*: an RMSNorm between a column and a row over all heads together; it sums over ranks.
 - *norm*: a module on the residual stream. With sequence parallelism a rank has only its part of the
   sequence there, otherwise the whole sequence.
@@ -71,6 +71,7 @@ _CUT: dict[str, Placement] = {
     "row": Shard(1),
     "norm": Replicate(),
     "head_norm": Replicate(),
+    "heads": Shard(0),
     "wide_norm": Shard(0),
     "vocabulary": Shard(0),
     "tokens": Replicate(),
@@ -137,6 +138,10 @@ def _problem(kind: str, module: Any, tp: int, shards: int) -> str | None:
             return f"that needs sections that add up to {len(module.weight)} outputs"
         if odd := [size for size in sections if size % tp]:
             return f"its section of {odd[0]} outputs does not divide among tp={tp} ranks"
+    if kind == "heads":
+        rows = {key: len(p) for key, p in module.named_parameters(recurse=False)}
+        if uneven := [key for key, number in rows.items() if number % tp]:
+            return f"{rows[uneven[0]]} rows of {uneven[0]} do not divide among tp={tp} ranks"
     if kind == "wide_norm" and not isinstance(module, RMSNorm):
         return f"that needs a trainer.RMSNorm, but it is a {type(module).__name__}"
     if kind == "vocabulary":
@@ -391,6 +396,10 @@ def _head_norm(module: nn.Module, ranks: TensorGroup) -> Forward:
     return _replicated(module, True)  # each rank normalises only its heads
 
 
+def _heads(module: nn.Module, ranks: TensorGroup) -> Forward:
+    return _replicated(module, False)  # a rank has the whole gradient of its heads
+
+
 def _wide_norm(module: Any, ranks: TensorGroup) -> Forward:
     def forward(x: Tensor) -> Tensor:
         weight = _local(module.weight)
@@ -492,6 +501,7 @@ _FORWARDS: dict[str, Callable[[nn.Module, TensorGroup], Forward]] = {
     "row": _row,
     "norm": _norm,
     "head_norm": _head_norm,
+    "heads": _heads,
     "wide_norm": _wide_norm,
     "vocabulary": _vocabulary,
     "tokens": _tokens,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -50,11 +51,17 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 
 def _flex_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: None, enable_gqa: bool
-) -> torch.Tensor:
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_mask: None,
+    enable_gqa: bool,
+    return_aux: Any = None,
+) -> Any:
     """Replaces FlexAttention by flash attention, which keeps the same tensors for backward. Eager
     FlexAttention would keep every intermediate."""
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+    out, sums, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+    return out if return_aux is None else (out, SimpleNamespace(lse=sums))
 
 
 def _attend(

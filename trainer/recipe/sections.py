@@ -313,8 +313,11 @@ class Muon:
     sqrt(max(A, B)), so that one rate serves AdamW too (Liu et al. 2025). original: sqrt(max(1, A /
     B))."""
 
-    adamw: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "head.*", "*.head.*")
-    """Patterns of the names of matrices that AdamW updates: embeddings and output heads."""
+    adamw: tuple[str, ...] = (
+        "*embed*", "*wte*", "*wpe*", "*lm_head*", "head.*", "*.head.*", "*_bias",
+    )  # fmt: skip
+    """Patterns of the names of matrices that AdamW updates: embeddings, output heads, and stacked
+    biases of experts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -363,6 +363,7 @@ def attention_kernel(recipe: Recipe, task: Task, device: torch.device) -> Iterat
             exact=strategies.exact.used(recipe),
             ring=strategies.cp.ranks(recipe.strategy) > 1,
             window=bool(task.model.model.windows(recipe.data.seq_len)),
+            sinks=task.model.model.sinks,
         )
     except ValueError as error:  # the checks before did not know the GPU
         raise RecipeError(f"model.attention: {error}") from error

@@ -372,8 +372,8 @@ def _check_attention(recipe: Recipe, model: nn.Module) -> None:
     ring = cp.ranks(recipe.strategy) > 1
     if not isinstance(model, Decoder):
         return
-    slides = bool(model.model.windows(recipe.data.seq_len))
-    if not (ring or slides or recipe.data.document_mask):
+    slides, sinks = bool(model.model.windows(recipe.data.seq_len)), model.model.sinks
+    if not (ring or slides or sinks or recipe.data.document_mask):
         return
     on_cpu = recipe.run.device == "cpu" or not torch.cuda.is_available()
     dtype, head_dim = DTYPES[recipe.precision.dtype], model.model.architecture.head_dim
@@ -383,7 +383,7 @@ def _check_attention(recipe: Recipe, model: nn.Module) -> None:
         raise RecipeError(f"strategy.cp: {reason}; change that, or set strategy.cp=1")
     try:
         length = recipe.data.seq_len
-        choose_attention(recipe.model.attention, dtype, head_dim, known, length, slides)
+        choose_attention(recipe.model.attention, dtype, head_dim, known, length, slides, sinks)
     except ValueError as error:
         raise RecipeError(f"model.attention: {error}") from error
 

@@ -217,8 +217,8 @@ def load_weights(model: TextModel, directory: Path, device: torch.device) -> Non
     persistent = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     trained = dict(model.named_parameters())
-    tensors = apart({**trained, **buffers}, model.stacks)
-    finite = apart(trained, model.stacks)
+    tensors = apart({**trained, **buffers}, model.stacks_apart)
+    finite = apart(trained, model.stacks_apart)
     load_model(directory, tensors, tied=model.tied_copies, finite=finite)
     model.eval()
 

@@ -26,7 +26,14 @@ B, T, N, K, H = 2, 40, 6, 2, 8
 TOLERANCE = 1e-5
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, window: int | None = None) -> Tensor:
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ids: Tensor,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Every score, in float64; documents are runs of equal ids."""
     runs = torch.cat([torch.zeros_like(ids[:, :1]), ids.diff() != 0], dim=1).cumsum(1)
     seen = (runs[:, None, :, None] == runs[:, None, None, :]).tril()
@@ -35,7 +42,10 @@ def reference(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, window: int | None =
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(N // K, dim=1) for x in (k, v))
     scores = (q @ k.mT / H**0.5).masked_fill(~seen, -torch.inf)
-    return (scores.softmax(-1) @ v).transpose(1, 2)
+    if sinks is not None:
+        of_sinks = sinks.double()[:, None, None].expand(B, N, T, 1)
+        scores = torch.cat([scores, of_sinks], dim=-1)
+    return (scores.softmax(-1)[..., :T] @ v).transpose(1, 2)
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -99,6 +109,41 @@ def test_flex_is_attention_inside_documents(
     loop = attend(*(again := inputs()), Documents("varlen", cu_seqlens_of(ids)))
     loops = torch.autograd.grad(loop, again, upstream)
     torch.testing.assert_close(gradients, loops, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("way", "window"), [("sdpa", None), ("sdpa", 7), ("flex", 7)])
+def test_a_sink_takes_part_in_the_softmax_of_its_head(
+    request: pytest.FixtureRequest, way: str, window: int | None
+) -> None:
+    if way == "flex":
+        request.getfixturevalue("flex_on_cpu")
+    ids = torch.tensor([n // 13 for n in range(B * T)]).view(B, T)
+    where = locate(cu_seqlens_of(ids), (B, T), torch.float32, H, "auto", window, sinks=True)
+    assert where.way == way
+    scores = torch.linspace(-1, 3, N)
+    given, exact = ([*inputs(), scores.clone().requires_grad_()] for _ in range(2))
+    q, k, v, sinks = exact
+    ours = attend(*given[:3], where, given[3])
+    theirs = reference(q, k, v, ids, window, sinks)
+    torch.testing.assert_close(ours, theirs.float(), atol=TOLERANCE, rtol=0)
+    upstream = torch.linspace(-1, 1, ours.numel()).view(ours.shape)
+    gradients = torch.autograd.grad(ours, given, upstream)
+    expected = torch.autograd.grad(theirs, exact, upstream.double())
+    assert expected[3].abs().min() > 0.05
+    torch.testing.assert_close(gradients, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_kernels_without_sinks_are_not_taken() -> None:
+    ids = torch.zeros(B, T, dtype=torch.int64)
+    for capability, way in ((None, "sdpa"), ((9, 0), "flex"), ((6, 1), "sdpa")):
+        assert choose_attention("auto", BF16, 64, capability, T, sinks=True) == way
+    with pytest.raises(ValueError, match="varlen cannot work: its kernels have no attention sinks"):
+        locate(cu_seqlens_of(ids), (B, T), torch.float32, H, "varlen", sinks=True)
+    where = locate(cu_seqlens_of(ids), (B, T), torch.float32, H, "varlen")
+    for documents in (None, where):
+        with pytest.raises(ValueError, match=r"need documents from locate\(…, sinks=True\)"):
+            attend(*inputs(), documents, torch.zeros(N))
 
 
 class Operators(TorchDispatchMode):

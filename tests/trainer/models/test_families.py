@@ -2,6 +2,7 @@
 other, sliding windows and layers without positions included."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "smollm3": {"options": {**WINDOW, "no_rope_layer_interval": 2}, "tie_word_embeddings": True},
+    "gpt_oss": {
+        "options": {"sliding_window": 7, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "rope_scaling": replace(YARN, truncate=False),
+    },
     "phi3": {
         "options": {"partial_rotary_factor": 0.5, "original_max_position_embeddings": 32},
         "rope_scaling": LONGROPE,
@@ -71,8 +76,8 @@ def test_a_family_built_anew(name: str, tmp_path: Path) -> None:
         parameter.copy_(family.draw(fqn, tuple(parameter.shape), architecture, number))
         if fqn.endswith(".bias"):
             assert not parameter.any()
-        if parameter.dim() == 1:
-            parameter.add_(torch.linspace(-0.5, 0.5, len(parameter)))
+        if parameter.dim() == 1 or fqn.endswith("_bias"):
+            parameter.add_(torch.linspace(-0.5, 0.5, parameter.shape[-1]))
     weights = dict(decoder.named_parameters())
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps(config_json(architecture)))
@@ -104,6 +109,8 @@ def test_a_family_built_anew(name: str, tmp_path: Path) -> None:
         ("gemma3_text", {"sliding_window": None}, "sliding_window: None is no int"),
         ("gemma3_text", {"rope_local_base_freq": -1.0}, "rope_local_base_freq: -1.0 is not above"),
         ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval: 0 is not above 0"),
+        ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit: 0.0 is not above 0"),
+        ("gpt_oss", {"layer_types": ["full"]}, "layer_types: ['full'] does not name"),
         ("phi3", {"partial_rotary_factor": "half"}, "partial_rotary_factor: 'half' is no float"),
     ],
 )

@@ -11,6 +11,7 @@ from trainer.models.kernels import FLASH, AttentionKernel, GpuStack, choose_kern
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 CUDNN = "scaled_dot_product_attention: cuDNN, or FlashAttention-2 where that cannot"
 CHOSEN = "scaled_dot_product_attention, as torch chooses"
+FLEX = "FlexAttention"
 MASKED = "scaled_dot_product_attention with one additive mask"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NEW, OLD = "4.0.0b36", "4.0.0b17"
@@ -71,9 +72,10 @@ FA4 = f"FlashAttention-4 ({OLD})"
         (GpuStack(HOPPER, "2.13.0", fa3=True), {"window": True}, FLASH, None, ""),
         (GpuStack(HOPPER, "2.15.0"), {"window": True, "documents": False}, FLASH, None, ""),
         (GpuStack(HOPPER, "2.13.0", fa3=True), {"requested": "sdpa"}, MASKED, None, ""),
-        (GpuStack(HOPPER, "2.13.0", fa3=True), {"dtype": FP32}, "FlexAttention", None, ""),
+        (GpuStack(HOPPER, "2.13.0", fa3=True), {"dtype": FP32}, FLEX, None, ""),
         (GpuStack(HOPPER, "2.13.0", fa3=True), {"dtype": FP16}, "FlashAttention-3", "FA3", ""),
-        (GpuStack(HOPPER, "2.13.0", fa3=True), {"head_dim": 20}, "FlexAttention", None, ""),
+        (GpuStack(HOPPER, "2.13.0", fa3=True), {"head_dim": 20}, FLEX, None, ""),
+        (GpuStack(HOPPER, "2.13.0", fa3=True), {"sinks": True}, FLEX, None, ""),
         (GpuStack((6, 0), "2.13.0"), {}, MASKED, None, ""),
         # Without documents no package is requested.
         (GpuStack(HOPPER, "2.13.0", fa3=True), {"documents": False}, CUDNN, None, ""),
@@ -84,6 +86,7 @@ FA4 = f"FlashAttention-4 ({OLD})"
         (GpuStack(HOPPER, "2.13.0"), {"documents": False, "head_dim": 256}, CHOSEN, None, ""),
         (GpuStack(HOPPER, "2.13.0"), {"documents": False, "exact": True}, CHOSEN, None, ""),
         (GpuStack(HOPPER, "2.13.0"), {"documents": False, "ring": True}, FLASH, None, ""),
+        (GpuStack(HOPPER, "2.13.0"), {"sinks": True, "documents": False}, FLEX, None, ""),
     ],
 )
 def test_choice(gpu, given, name, package, note):

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
@@ -71,6 +72,20 @@ MODELS = {
         sliding_window=16,
         sliding_window_pattern=2,
         query_pre_attn_scalar=16,
+    ),
+    "gpt_oss": GptOssConfig(
+        **{**SIZES, "initializer_range": 0.2},
+        head_dim=16,
+        sliding_window=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
     ),
     "smollm3": SmolLM3Config(**SIZES, no_rope_layers=[1, 0], pad_token_id=0),
     "phi3": Phi3Config(**SIZES, pad_token_id=0),
@@ -284,6 +299,26 @@ OPENED: dict[str, tuple[str, Form]] = {
             sliding_window_pattern=2,
         ),
     ),
+    "GPT-OSS as published": (
+        "gpt_oss",
+        config(
+            *("rope_parameters", "swiglu_alpha", "num_experts_per_tok", "dtype"),
+            rope_theta=1.5e5,
+            rope_scaling={
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            initial_context_length=4096,
+            experts_per_token=4,
+            router_aux_loss_coef=0.9,
+        ),
+    ),
+    "rotary parameters by default": ("gpt_oss", config("rope_parameters")),
+    "limits of gates": ("gpt_oss", config(swiglu_limit=0.5, swiglu_alpha=1.2)),
     "another scale of scores": ("gemma3", config(query_pre_attn_scalar=12)),
     "no window": ("mistral", config(sliding_window=None)),
     "a window that is absent": ("mistral", config("sliding_window")),
@@ -445,6 +480,11 @@ REFUSED: dict[str, tuple[str, Form, tuple[str, ...]]] = {
         config(quantization_config={"bits": 4}),
         ("quantization_config", "not quantised"),
     ),
+    "MXFP4, as GPT-OSS is published": (
+        "gpt_oss",
+        config(quantization_config={"quant_method": "mxfp4"}),
+        ("quantization_config", "not quantised"),
+    ),
     "quantised, without a word": (
         "llama",
         added(**{"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1)}),
@@ -526,7 +566,7 @@ def check_logits(folder: Path, reference: Path, saved: Path) -> None:
     files, _ = files_without_tokenizer(folder)
     for name, content in files.items():
         (saved / name).write_bytes(content)
-    state = apart(dict(decoder.named_parameters()), decoder.stacks)
+    state = apart(dict(decoder.named_parameters()), decoder.stacks_apart)
     save_file({name: one.contiguous() for name, one in state.items()}, saved / "model.safetensors")
     again = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     assert torch.equal(again(tokens).logits, expected)

@@ -73,6 +73,12 @@ def test_large_models_need_no_machine():
         ("smollm3", 0),
         ("gemma3_text", 32 * 2 * (4096 + 128)),  # norms after as well, and of queries and keys
         ("phi3", 0),
+        (
+            "gpt_oss",
+            # biases and sinks, 127 more experts, their biases, and routers
+            32 * (4096 + 2 * 1024 + 4096 + 32)
+            + 32 * (127 * 3 * 4096 * 14336 + 128 * (2 * 14336 + 4096) + 128 * 4097),
+        ),
     ],
 )
 def test_parameters_of_each_family_are_counted(model_type, more):

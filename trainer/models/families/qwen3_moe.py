@@ -15,7 +15,7 @@ the experts.
 Shapes: B batch, T sequence, D hidden, N tokens or rows, E experts, I their width.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,15 +55,20 @@ class Experts(nn.Module):
 def swiglu(x: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """Map rows (N, D), sorted by expert, to rows (N, D). `counts` (E): rows per expert; weights are
     (E, I, D) and (E, D, I)."""
+    product = product_by_expert(counts, down)
+    gated = F.silu(product(x, gate.mT)) * product(x, up.mT)
+    return product(gated, down.mT)
+
+
+def product_by_expert(counts: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a function that maps rows (N, D), sorted by expert, and matrices (E, D, I) to each row
+    times its expert's matrix, (N, I). `counts` (E): rows per expert. Results have the dtype of
+    `weight`, or that of autocast."""
     # Cast explicitly: autocast has no rule for grouped products, which need one dtype.
-    autocast = torch.is_autocast_enabled(x.device.type)
-    dtype = torch.get_autocast_dtype(x.device.type) if autocast else down.dtype
+    autocast = torch.is_autocast_enabled(weight.device.type)
+    dtype = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
     ends = counts.cumsum(0, dtype=torch.int32)
-
-    def product(rows: Tensor, weight: Tensor) -> Tensor:
-        return F.grouped_mm(rows.to(dtype), weight.to(dtype).transpose(1, 2), offs=ends)
-
-    return product(F.silu(product(x, gate)) * product(x, up), down)
+    return lambda rows, matrices: F.grouped_mm(rows.to(dtype), matrices.to(dtype), offs=ends)
 
 
 class MoE(nn.Module):
@@ -76,13 +81,15 @@ class MoE(nn.Module):
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
         options, hidden = architecture.options or {}, architecture.hidden_size
-        _check(options)
+        check_experts(options, "num_experts")
         self.top, self.normalised = options["num_experts_per_tok"], options["norm_topk_prob"]
         self.gate = nn.Linear(hidden, options["num_experts"], bias=False)
         self.rate = options["router_bias_update_rate"]
         if self.rate:
             self.gate.register_buffer(BIAS, torch.zeros(options["num_experts"]))
-        self.experts = Experts(options["num_experts"], hidden, options["moe_intermediate_size"])
+        self.experts: nn.Module = Experts(
+            options["num_experts"], hidden, options["moe_intermediate_size"]
+        )
         self.layers = architecture.num_hidden_layers
         self.load: Tensor | None = None
         """Number of this rank's tokens per expert (E) since the last change of the bias."""
@@ -92,7 +99,7 @@ class MoE(nn.Module):
         each sequence and expert its share of tokens, its mean probability, and its term of the
         entropy."""
         tokens = x.flatten(0, 1)  # (N, D)
-        likely = self.gate(tokens).softmax(dim=-1, dtype=torch.float32)  # (N, E)
+        likely = self.logits(tokens).softmax(dim=-1, dtype=torch.float32)  # (N, E)
         chosen, order, of_rows = decided(partial(self._route, likely.detach(), len(x)))
         weights = likely.gather(-1, chosen)
         if self.normalised:
@@ -108,6 +115,11 @@ class MoE(nn.Module):
         entropy = torch.special.entr(likely.detach()).mean(dim=1)
         statistics = torch.stack([of_rows / x.shape[1], likely.mean(dim=1), entropy])
         return mixed.type_as(x).view_as(x), statistics
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Scores of the experts (N, E) for tokens (N, D)."""
+        scores: Tensor = self.gate(tokens)
+        return scores
 
     def _route(self, likely: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return (experts of each token (N, top), their order by expert (N * top), tokens of each
@@ -143,20 +155,28 @@ class MoEBlock(Block):
         return x + mixed, statistics
 
 
-def _check(options: Mapping[str, Any]) -> None:
-    """Raise RecipeError for impossible numbers of experts."""
+def check_experts(options: Mapping[str, Any], count: str) -> None:
+    """Refuse impossible numbers of experts.
+
+    Args:
+        options: of a family.
+        count: key of the number of experts.
+
+    Raises:
+        RecipeError: a number is impossible.
+    """
     key = "model.architecture.options"
-    for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
-        if options[name] < 1:
+    for name in (count, "num_experts_per_tok", "moe_intermediate_size"):
+        if options.get(name, 1) < 1:
             raise RecipeError(f"{key}.{name}: must be at least 1, but it is {options[name]}")
     for name in ("router_aux_loss_coef", "router_bias_update_rate"):
-        if options[name] < 0:
+        if options.get(name, 0) < 0:
             raise RecipeError(f"{key}.{name}: must not be negative, but it is {options[name]}")
-    top, experts = options["num_experts_per_tok"], options["num_experts"]
+    top, experts = options["num_experts_per_tok"], options[count]
     if top > experts:
         raise RecipeError(
             f"{key}.num_experts_per_tok: a token cannot go through {top} of {experts} experts; "
-            "lower it, or raise num_experts"
+            f"lower it, or raise {count}"
         )
 
 
@@ -179,7 +199,7 @@ def balance(
     - `router_entropy`: entropy of a token's router probabilities in nats, averaged over layers.
     """
     options, layers = architecture.options or {}, torch.stack(list(statistics))  # (layers, 3, B, E)
-    experts, shares = options["num_experts"], layers[:, 0]
+    experts, shares = layers.shape[-1], layers[:, 0]
     both = layers[:, :2].mean(dim=0)  # (2, B, E)
     if not options["router_aux_loss_per_sequence"]:
         both = both.mean(dim=1, keepdim=True)
