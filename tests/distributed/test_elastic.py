@@ -136,6 +136,7 @@ def test_a_surplus_node_is_a_spare_and_a_stranger_is_refused(cluster, workspace,
     assert (history.step, history.problems) == (40, [])
 
 
+@soak
 def test_nodes_get_ranks_by_where_they_stand_and_no_bit_depends_on_it(cluster, workspace, train):
     """The second states the first rack, so that it has rank 0, whatever its address."""
     nodes = cluster("2", "run.dir=placed", "run.steps=8")

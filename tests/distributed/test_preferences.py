@@ -187,7 +187,8 @@ def of_base(folder, split):
         return log_probs(opened(folder, "before"), list(answers_of(folder, split)))[0].float()
 
 
-@pytest.mark.parametrize("adapter", [ADAPTER, pytest.param("", marks=soak)])
+@soak
+@pytest.mark.parametrize("adapter", [ADAPTER, ""])
 def test_a_run_that_is_killed_and_resumed_on_other_ranks_has_the_same_bits(
     folder, start, monkeypatch, adapter
 ):

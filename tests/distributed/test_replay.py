@@ -201,10 +201,10 @@ FORGERIES = {
     "newest checkpoint: moments, claimed": of_state(4, "optimizer", claimed=True),
 }
 QUICKLY_FOUND = (
-    "loss", "line removed", "consumed removed", "marked skipped", "recipe: rate", "recipe: seed",
-    "token, sealed", "token, sealed, claimed, consumed", "checkpoint: moments, claimed",
+    "consumed removed", "recipe: rate", "recipe: seed", "token, sealed",
+    "token, sealed, claimed, consumed",
 )  # fmt: skip
-"""Of these, three are computed."""
+"""Of these, one is computed."""
 
 
 def poison(data, position):

@@ -144,7 +144,7 @@ LAYOUTS = ["", "strategy.name=ddp", "strategy.activation_checkpointing=full stra
 @pytest.mark.parametrize(
     ("ranks", "model_types", "layouts"),
     [
-        (2, ["gemma2"], LAYOUTS[::2]),
+        pytest.param(2, ["gemma2"], LAYOUTS[::2], marks=soak),
         pytest.param(3, ["opt", "gpt_oss", "gpt2"], [
             *LAYOUTS, "strategy.zero=1",
             "strategy.offload=cpu", "strategy.offload=nvme strategy.offload_directory=offload",
