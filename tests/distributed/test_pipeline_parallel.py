@@ -21,7 +21,7 @@ LLAMA = ("model.architecture.model_type=llama", "model.architecture.tie_word_emb
 @pytest.mark.parametrize(
     ("name", "ranks", "strategy", "model"),
     [
-        ("pp2-nvme-short", 2, [*PP, *NVME, *TEN], ()),
+        pytest.param("pp2-nvme-short", 2, [*PP, *NVME, *TEN], (), marks=soak),
         ("pp2-tp2-sp-short", 4, [*PP, *SP, *TEN, "batch.micro_batch=4"], ()),
         *(
             pytest.param(*case, marks=soak)
