@@ -5,9 +5,12 @@ import ast
 import hashlib
 import json
 import math
+import os
 import random
 import re
 import shutil
+import subprocess
+import sys
 import sysconfig
 from collections import Counter
 from pathlib import Path
@@ -17,12 +20,13 @@ import pytest
 from isal.isal_zlib import crc32
 from safetensors import safe_open
 
+from benchmarks.support import python_path
 from checkpointing.format.layout import BLOCK_BYTES, COMMIT_RECORD, CommitRecord, FileRecord
 from checkpointing.storage.steps import read_record
 from checkpointing.tools.digests import stored_digests
 from elastic.record.history import read_history
 from tests.distributed.forged import change_token, opened, seal
-from tests.distributed.jobs import MOE, SOAK, Job, soak, starts, wait_for_step
+from tests.distributed.jobs import MOE, ROOT, SOAK, Job, soak, starts, wait_for_step
 from trainer.cli.main import parse
 from trainer.data.loader import TokenStream
 from trainer.data.prepare.prepare import prepare
@@ -410,6 +414,24 @@ def test_each_layout_is_computed_again(trained, replay, tmp_path, ranks, layout)
     assert code == 0, output
     assert HOLDS in output
     assert contents(run) == before
+
+
+@soak
+def test_a_reader_that_ends_early_ends_no_replay(workspace, trained):
+    """As in `perdure replay … | head -1`."""
+    trained(2, "run.dir=piped", *EXACT, "run.steps=2")
+    command = [sys.executable, "-m", "trainer.cli", "replay", "piped", "--step", "2", "--why"]
+    command += ["--nproc", "2"]
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
+    with subprocess.Popen(
+        command, cwd=workspace, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout.readline()
+        process.stdout.close()
+        errors = process.stderr.read()
+        assert process.wait() == 0, errors
+    assert "Traceback" not in errors
 
 
 @soak

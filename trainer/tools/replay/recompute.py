@@ -23,7 +23,7 @@ from checkpointing.tools.digests import digests_in_memory, stored_digests
 from elastic import World
 from elastic.exits import EXIT_DONE, EXIT_WRONG_INPUT
 from elastic.node.files import write_whole
-from elastic.process import die_with_parent
+from elastic.process import die_with_parent, tolerate_lost_output
 from elastic.record.history import Attempt, read_history
 from elastic.world import drop_world, join_world, leave_world, read_environment
 from trainer.data.loader import load, requests
@@ -399,6 +399,7 @@ def replay_alone(request: Request) -> ReplayOutcome:
 def main() -> NoReturn:
     """Run one rank, and exit."""
     die_with_parent()
+    tolerate_lost_output()  # its reader may end, as in `perdure replay … | head`
     request, outcome, code = Request.from_json(os.environ[REQUEST]), ReplayOutcome(), EXIT_DONE
     try:
         recompute(request, outcome)
