@@ -69,16 +69,16 @@ class Job:
 
 @dataclass
 class Account:
-    """Where the seconds of a run went. All but `wall` add up to `wall`."""
+    """Seconds of a simulated run by use, which add up to `wall`; numbers of saves and failures."""
 
     wall: float
     kept: float = 0.0
-    """In steps whose result survived."""
+    """Seconds in steps whose result survived."""
     redone: float = 0.0
     saving: float = 0.0
     restarting: float = 0.0
     short: float = 0.0
-    """Lost to slower steps while replicas are away."""
+    """Seconds lost to slower steps while replicas are away."""
     saves: int = 0
     failures: Counter[str] = field(default_factory=Counter)
 

@@ -53,7 +53,7 @@ class Node:
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
     def cores(self) -> set[int]:
-        """Those that the ranks of a job may use."""
+        """Cores that the ranks of a job may use."""
         warm = [pid for pid, command in self._commands().items() if "perdure-zygote" in command]
         return set.intersection(*map(os.sched_getaffinity, warm))
 

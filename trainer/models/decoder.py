@@ -283,7 +283,7 @@ class Decoder(nn.Module):
 
     @property
     def stacks_apart(self) -> Sequence[str]:
-        """Those of `stacks` that files hold row by row."""
+        """Patterns of `stacks` whose parameters checkpoints store row by row."""
         return () if self.family.stacked_in_files else self.stacks
 
     @property

@@ -179,7 +179,7 @@ def _in_one_memory(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str]
         ),
         key=lambda place: place[0],
     )
-    # Of the contiguous tensors so far, the one that ends last.
+    # (start, name, tensor) of the contiguous tensor, among the earlier ones, that ends last.
     whole: tuple[int, str, torch.Tensor] | None = None
     for before, (start, name, tensor) in zip([None, *places], places, strict=False):
         # Strided tensors, such as columns of one matrix, interleave without sharing elements.
