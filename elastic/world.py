@@ -67,7 +67,7 @@ class World:
     """The failure that caused this start: rank, node, step, why, at; None: there was none."""
     device: torch.device
     free: int = 0
-    """Most free bytes that this rank's GPU has had when the rank joined."""
+    """Largest number of free bytes of this rank's GPU at any of its joins so far."""
     places: str = ""
     """Text that says which ranks are in which rack or NVLink domain; empty: unknown."""
 

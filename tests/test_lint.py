@@ -26,8 +26,9 @@ USES = [
     ),
 ]
 
-OF_STRATEGIES = ("tp", "pp", "cp", "ep", "offload", "sharding", "exact")
-"""Keys of a recipe of which trainer/recipe/strategies knows all; others ask it."""
+READERS = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "offload": 3, "sharding": 3, "exact": 3}
+"""Keys of a recipe of which trainer/recipe/strategies knows all, and the most files that read each:
+model parallelism is read only by the module of its key, so that a new kind needs few files."""
 
 
 @pytest.mark.parametrize("package", ["trainer", "elastic", "checkpointing", "lab"])
@@ -68,8 +69,8 @@ def test_no_two_public_classes_share_a_name():
     assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
 
 
-def test_a_key_of_a_strategy_is_read_in_three_files_at_most():
-    readers = {key: set() for key in OF_STRATEGIES}
+def test_a_key_of_a_strategy_is_read_in_few_files():
+    readers = {key: set() for key in READERS}
     for path in (ROOT / "trainer").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
@@ -77,4 +78,4 @@ def test_a_key_of_a_strategy_is_read_in_three_files_at_most():
                     pass  # the module, which is asked
                 case ast.Attribute(attr=key) if key in readers:
                     readers[key].add(str(path.relative_to(ROOT)))
-    assert not {key: sorted(files) for key, files in readers.items() if len(files) > 3}
+    assert not {key: sorted(f) for key, f in readers.items() if len(f) > READERS[key]}

@@ -6,7 +6,7 @@ from typing import Any
 from trainer.parallel.mesh import least_nodes, mesh_shape, replica_ranks
 from trainer.recipe import load_recipe
 from trainer.recipe.errors import known_errors, lines
-from trainer.recipe.strategies.exact import most_shares
+from trainer.recipe.strategies import exact, together
 from trainer.run.join import prepare
 from trainer.run.preflight import folders_of
 
@@ -26,7 +26,7 @@ def facts(arguments: tuple[str, ...], ranks: int) -> dict[str, Any]:
         return {"error": "; ".join(lines(error))}
     return {
         "identity": identity,
-        "most_ranks": most_shares(recipe) * recipe.strategy.together,
+        "most_ranks": exact.most_shares(recipe) * together(recipe.strategy),
         "unit": replica_ranks(recipe),
         # in a bucket, rank 0 excludes other launches, see run/terms.py
         "directory": None if recipe.in_bucket else str(recipe.directory.absolute()),

@@ -29,7 +29,7 @@ from benchmarks.gpu.setting import (
 from benchmarks.support import json_lines
 from checkpointing.load.memory import token
 from checkpointing.save.peers import read_manifest
-from checkpointing.storage.folders import of_run
+from checkpointing.storage.folders import memory_folders
 from elastic.group.job_secret import SECRET_FILE, make_secret
 from lab.local_nodes import LocalNode, LocalNodes
 from trainer.plan import predict
@@ -257,7 +257,7 @@ def snapshot_after(setting: Setting, name: str, node: LocalNode, steps: int) -> 
     def copied() -> bool:
         manifests = [
             read_manifest(path, token(directory) or "")
-            for folder in of_run(str(directory.absolute()))
+            for folder in memory_folders(str(directory.absolute()))
             for path in folder.glob("slot-*.manifest")
         ]
         return any(found and found.step >= done for found in manifests)

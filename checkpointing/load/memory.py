@@ -28,7 +28,7 @@ import numpy as np
 from checkpointing.errors import DamagedCheckpoint, StorageError
 from checkpointing.save.messages import LeftoverAddress, Manifest
 from checkpointing.save.peers import Pull, open_leftover, read_manifest
-from checkpointing.storage.folders import hold, living_folders, of_run
+from checkpointing.storage.folders import hold, living_folders, memory_folders
 from checkpointing.storage.interface import StoredFile
 from checkpointing.storage.place import Place
 from checkpointing.storage.steps import storage_of
@@ -114,7 +114,7 @@ def leftover_slots(directory: str, home: int, run: str, held: ExitStack) -> list
     while living_folders(directory) and time.monotonic() < deadline:
         time.sleep(0.01)
     found = []
-    for place in of_run(directory):
+    for place in memory_folders(directory):
         folder = hold(place, to_read=True)
         if folder is None:
             continue

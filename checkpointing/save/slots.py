@@ -417,7 +417,7 @@ def _folder(directory: str, shape: Shape) -> LockedFolder:
     """Returns a folder for slots of `shape`: a folder that a dead process of this run left, else a
     new one. Folders for other plans are deleted."""
     mine: LockedFolder | None = None
-    for path in folders.of_run(directory):
+    for path in folders.memory_folders(directory):
         there: Shape = [""]
         with suppress(OSError, ValueError):
             there = json.loads((path / "shape.json").read_text())

@@ -109,9 +109,10 @@ def is_private(status: os.stat_result) -> bool:
     return status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
-def of_run(directory: str) -> Iterator[Path]:
-    """Yields the private folders of a run on this machine. Other files and folders with such names
-    are logged once, and neither read nor deleted."""
+def memory_folders(directory: str) -> Iterator[Path]:
+    """Yields the folders in shared memory that this user's processes of a run have created. Files
+    and folders with such names that other users own or can open are logged once, and neither read
+    nor deleted."""
     for path in sorted(SHARED_MEMORY.glob(f"perdure-{run_id(directory)}-*")):
         try:
             status = os.lstat(path)
@@ -134,7 +135,7 @@ def _name_stranger(path: Path, user: int) -> None:
 
 
 def living_folders(directory: str) -> list[Path]:
-    return [path for path in of_run(directory) if _is_used(path)]
+    return [path for path in memory_folders(directory) if _is_used(path)]
 
 
 def _is_used(path: Path) -> bool:

@@ -120,7 +120,7 @@ class TensorReader:
 
 MOST_BYTES, MOST_FILES = 128 << 20, 256
 """Limits for all files together, as they are kept in memory and written to every checkpoint."""
-OURS = {COMMIT_RECORD, LATEST, TRAINER_STATE}
+OWN_FILES = {COMMIT_RECORD, LATEST, TRAINER_STATE}
 """Files that this package adds to a checkpoint."""
 _WEIGHTS = {
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp",
@@ -152,7 +152,7 @@ def beside_weights(directory: Place) -> tuple[dict[str, bytes], str]:
         for name, entry in _files(directory):
             if why := _refused(name, entry, homes):
                 left.setdefault(why, []).append(printable(name))
-            elif name not in OURS:
+            elif name not in OWN_FILES:
                 sizes[name] = storage.stat(entry).st_size
     files: dict[str, bytes] = {}
     total = 0

@@ -54,7 +54,7 @@ from checkpointing.storage.posix import (
     write_files,
 )
 from checkpointing.storage.source import (
-    OURS,
+    OWN_FILES,
     CheckpointSource,
     TensorReader,
     beside_weights,
@@ -324,7 +324,7 @@ def _small_files(source: CheckpointSource) -> tuple[dict[str, bytes], str]:
         return beside_weights(source.path)
     small = {}
     for name in sorted(source.records):
-        if name not in OURS and not name.startswith(OPTIMIZER.folder) and not is_weights(name):
+        if name not in OWN_FILES and not name.startswith(OPTIMIZER.folder) and not is_weights(name):
             with reading(source.path / name):
                 small[name] = storage_of(source.path).read(source.path / name)
     return small, ""

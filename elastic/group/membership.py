@@ -132,7 +132,7 @@ class Membership:
     size: int = 0
     """Number of nodes with which this round began."""
     unit: int = 1
-    """Ranks that together hold one replica of the model in this round."""
+    """Number of ranks that together hold one replica of the model in this round."""
     broken: tuple[str, ...] = ()
     """Members whose replica is incomplete because it has lost a node."""
     address: str = ""

@@ -32,15 +32,16 @@ _TICKS, _CORES = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_NPROCESSORS_ONLN")
 
 @dataclass(frozen=True)
 class ProcessCounters:
-    """Kernel counters of a process since its start. Times are in seconds."""
+    """Kernel counters of a process since its start."""
 
     stopped: bool
     runs: int
     """Number of times that its main thread got a core."""
     worked: float
-    """CPU time of all threads."""
+    """CPU seconds of all threads."""
     starved: float
-    """Time that its threads were ready without a core, plus what the hypervisor took from one."""
+    """Seconds in which threads were ready to run but had no core, plus those in which the
+    hypervisor used the core for another machine."""
 
 
 @dataclass(frozen=True)

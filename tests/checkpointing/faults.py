@@ -16,7 +16,7 @@ from torch import Tensor
 
 from checkpointing import TensorCheckpointer
 from checkpointing.load.memory import TOKEN
-from checkpointing.storage.folders import living_folders, of_run
+from checkpointing.storage.folders import living_folders, memory_folders
 from checkpointing.storage.posix import LOCK_FILE
 from tests.checkpointing.worlds import fork_rank, local, same_bits, spread, whole_state
 
@@ -71,7 +71,7 @@ def names(directory: Path) -> list[str]:
 
 def memory_of(run: Path) -> list[Path]:
     """What processes of a run, living or dead, have in shared memory."""
-    return list(of_run(str(run)))
+    return list(memory_folders(str(run)))
 
 
 def left_in_memory(run: Path) -> list[Path]:

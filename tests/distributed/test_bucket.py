@@ -21,7 +21,7 @@ import pytest
 from benchmarks.support import python_path
 from checkpointing.errors import StorageError
 from checkpointing.storage import object_storage, s3
-from checkpointing.storage.folders import collect_memory, of_run
+from checkpointing.storage.folders import collect_memory, memory_folders
 from checkpointing.storage.object_storage import store_of
 from checkpointing.storage.ownership import owner
 from checkpointing.storage.place import ObjectPath
@@ -70,7 +70,7 @@ def test_a_machine_that_is_lost_takes_no_line_of_a_committed_step_along(
 
     def forgotten():
         collect_memory(f"{run}/checkpoints")
-        return not any(of_run(f"{run}/checkpoints"))
+        return not any(memory_folders(f"{run}/checkpoints"))
 
     monkeypatch.chdir(workspace)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "lost"))

@@ -55,8 +55,9 @@ class Documents(NamedTuple):
 
     way: Way | Literal["ring"]
     where: Any
-    """cu_seqlens, a BlockMask, or an additive mask (B, 1, T, T), with sinks (B, 1, T, T + 1). For
-    "ring", a function of (q, k, v) that communicates, see `trainer.parallel.context`."""
+    """The boundaries. For varlen: cu_seqlens, the offsets of documents in the packed rows. For
+    flex: a BlockMask. For sdpa: an additive mask (B, 1, T, T), with sinks (B, 1, T, T + 1). For
+    ring: the function of (q, k, v) that computes attention, see `trainer.parallel.context`."""
     window: int | None = None
     """Number of tokens that each token sees, itself included; None: all tokens before it."""
 

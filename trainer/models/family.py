@@ -15,8 +15,8 @@ from trainer.recipe.seeds import stable_seed
 
 DrawParameter = Callable[[str, tuple[int, ...], Architecture, int], Tensor]
 """Maps (FQN, global shape, architecture, seed of the run) to the whole initial tensor of a
-parameter:
-float32, on the CPU. A pure function, so that all world sizes and strategies start equally."""
+parameter: float32, on the CPU. A pure function, so that all world sizes and strategies start
+equally."""
 
 TensorPlan = Mapping[str, str]
 """Pattern of module FQNs → how these modules are divided among tensor-parallel ranks, see [Note:

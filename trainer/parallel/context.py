@@ -33,6 +33,13 @@ from trainer.data.samples import IGNORED_LABEL
 from trainer.models.attention import Documents
 from trainer.models.decoder import Attention, Decoder
 from trainer.models.loss import on_gpu
+from trainer.recipe import Recipe, RecipeError
+
+
+def check_model(model: nn.Module, recipe: Recipe, _shards: int) -> None:
+    """Raise RecipeError for a model that ring attention cannot compute."""
+    if problem := problem_of(model, recipe.data.seq_len):
+        raise RecipeError(f"strategy.cp: {problem}; set strategy.cp=1")
 
 
 def problem_of(model: nn.Module, length: int) -> str | None:
@@ -67,14 +74,16 @@ def chunks(length: int, cp: int, rank: int) -> tuple[range, range]:
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """A range of packed queries and of packed keys, both divided into ranges by documents: queries
-    of range n attend to keys of range n. Range n lies between ends n and n + 1."""
+    """A slice of the packed queries and one of the packed keys, both divided into ranges by
+    documents: queries of range n attend to keys of range n."""
 
     queries: slice
     keys: slice
     query_ends: Tensor
-    """(ranges + 1,) int32, ascending, relative to the first of `queries`."""
+    """Borders of the ranges of queries, (ranges + 1,) int32, ascending, counted from the first of
+    `queries`."""
     key_ends: Tensor
+    """Borders of the ranges of keys, in the same form."""
     causal: bool
     """Whether a query attends only to keys up to its own position; then the ranges of queries and
     keys are equal."""

@@ -31,7 +31,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from trainer.models.decisions import decided
 from trainer.parallel.tensor import layout_is_exact, with_local
-from trainer.recipe import RecipeError
+from trainer.recipe import Recipe, RecipeError, Strategy, strategies
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 """(rows (N, D) sorted by expert, number of rows of each expert (E)) → outputs (N, D)."""
@@ -47,13 +47,15 @@ def stacked_modules(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def check_experts(model: nn.Module, ep: int, shards: int) -> None:
-    """Check that experts divide among `ep` ranks, and that FSDP can shard each part: over `shards`
-    ranks in all.
+def check_model(model: nn.Module, recipe: Recipe, shards: int) -> None:
+    """Check that experts divide among the recipe's expert-parallel ranks, and that FSDP can shard
+    each part, over `shards` groups of ranks that compute each layer together.
 
     Raises:
         RecipeError: the model has no experts, or their number does not fit.
     """
+    ep = strategies.ep.ranks(recipe.strategy)
+    holders = shards * strategies.ranks(recipe.strategy, "layers")
     counts = {len(p) for module in stacked_modules(model) for p in module.parameters()}
     if not counts:
         raise RecipeError("strategy.ep: the model has no experts; set strategy.ep=1")
@@ -62,22 +64,25 @@ def check_experts(model: nn.Module, ep: int, shards: int) -> None:
             raise RecipeError(
                 f"strategy.ep: {count} experts do not divide among {ep} ranks; set a divisor"
             )
-        if not layout_is_exact(count, ep, shards // ep):
+        if not layout_is_exact(count, ep, holders // ep):
             raise RecipeError(
-                f"strategy.ep: {count} experts cannot be cut over {shards} ranks; start another "
+                f"strategy.ep: {count} experts cannot be cut over {holders} ranks; start another "
                 "number of them, or set strategy.shard_size"
             )
 
 
-def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+def apply(model: nn.Module, mesh: DeviceMesh, _strategy: Strategy) -> list[nn.Module]:
     """Replace the parameters of expert modules by DTensors of this rank's experts, over `mesh`
-    (1-D). Called before FSDP. On a device other than meta, weights must be equal on all ranks."""
-    for module in stacked_modules(model):
+    (1-D). Called before FSDP. On a device other than meta, weights must be equal on all ranks.
+    Returns the expert modules."""
+    experts = stacked_modules(model)
+    for module in experts:
         for key, whole in list(module.named_parameters(recurse=False)):
             spread = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
             parameter = nn.Parameter(spread, requires_grad=whole.requires_grad)
             module.register_parameter(key, parameter)
         module.forward = _with_exchange(module, module.forward, mesh)
+    return experts
 
 
 def _with_exchange(module: nn.Module, compute: Compute, mesh: DeviceMesh) -> Compute:

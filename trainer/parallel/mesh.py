@@ -16,14 +16,17 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from checkpointing.ranks import exchange
 from elastic.world import World
 from trainer.recipe import Recipe, RecipeError
-from trainer.recipe.strategies import exact, offload, sharding
+from trainer.recipe.strategies import dividing, exact, offload, sharding, together
+from trainer.recipe.strategies import ranks as ranks_of
 
-REPLICATE, PIPELINE, SHARD, TENSOR = "dp_replicate", "pp", "dp_shard", "tp"
+REPLICATE, PIPELINE, SHARD = "dp_replicate", "pp", "dp_shard"
+LAYERS = tuple(module.KEYS[0] for module in dividing("layers"))
 EXPERT_SHARD, EXPERT = "ep_shard", "ep"
 """Names of mesh dimensions, outermost first: REPLICATE over replicas of the model, PIPELINE over
-pipeline stages, SHARD over FSDP shards, TENSOR over ranks of tensor parallelism, which are
-neighbours. A second mesh, for experts, has in place of the last two EXPERT_SHARD over ranks that
-hold the same experts, and EXPERT over neighbours that together hold all experts."""
+pipeline stages, SHARD over FSDP shards, then in reverse LAYERS over ranks that compute each layer
+together, which are neighbours. A second mesh, for experts, has in place of the last two
+EXPERT_SHARD over ranks that hold the same experts, and EXPERT over neighbours that together hold
+all experts."""
 CONTEXT = "cp"
 """Name of the groups of context parallelism (rings). They are no dimension of the mesh, because
 FSDP treats their ranks as data-parallel ranks."""
@@ -76,7 +79,7 @@ class Mesh:
     def data_mesh(self) -> DeviceMesh:
         """The mesh over the data-parallel dimensions."""
         names = self.device_mesh.mesh_dim_names or ()
-        shared = tuple(name for name in names if name not in (PIPELINE, TENSOR))
+        shared = tuple(name for name in names if name not in (PIPELINE, *LAYERS))
         return self.device_mesh if shared == names else self.device_mesh[shared]
 
     @property
@@ -122,8 +125,9 @@ def replica_ranks(recipe: Recipe) -> int:
     """Return a number of ranks that divides any possible world size: the ranks of one replica of
     the model, as far as the recipe alone determines them."""
     strategy = recipe.strategy
-    shards = sharding.fixed_group(recipe)
-    return strategy.pp * math.lcm(strategy.tp * math.lcm(strategy.cp, shards), strategy.ep)
+    sharing = math.lcm(ranks_of(strategy, "sequences"), sharding.fixed_group(recipe))
+    of_stage = math.lcm(ranks_of(strategy, "layers") * sharing, ranks_of(strategy, "experts"))
+    return ranks_of(strategy, "stages") * of_stage
 
 
 def least_nodes(recipe: Recipe, nodes: int, ranks: int) -> int:
@@ -142,39 +146,47 @@ def mesh_shape(recipe: Recipe, world_size: int, local_world_size: int) -> tuple[
         RecipeError: the world does not divide into shard groups or stages, or a node into groups of
             tp x cp ranks.
     """
-    tp, pp = recipe.strategy.tp, recipe.strategy.pp
-    together = tp * recipe.strategy.cp
-    if local_world_size % together or world_size % together:
-        key = "strategy.tp" if together == tp else "strategy.cp"
-        groups = f"{together}" if together in (tp, recipe.strategy.cp) else f"tp x cp = {together}"
+    strategy = recipe.strategy
+    used = {
+        module.KEYS[0]: module.ranks(strategy)
+        for module in dividing("layers", "sequences")
+        if module.ranks(strategy) > 1
+    }
+    in_node = math.prod(used.values())
+    if local_world_size % in_node or world_size % in_node:
+        *_, key = used
+        groups = f"{in_node}" if len(used) == 1 else f"{' x '.join(used)} = {in_node}"
         raise RecipeError(
-            f"{key}: groups of {groups} ranks do not divide the {local_world_size} rank(s) of a "
-            f"node, and none may span two nodes; start a multiple of {together} on each, or set "
-            f"another {key}"
+            f"strategy.{key}: groups of {groups} ranks do not divide the {local_world_size} "
+            f"rank(s) of a node, and none may span two nodes; start a multiple of {in_node} on "
+            f"each, or set another strategy.{key}"
         )
-    if world_size % (tp * pp):
+    layer, cp = ranks_of(strategy, "layers"), ranks_of(strategy, "sequences")
+    pp, ep = ranks_of(strategy, "stages"), ranks_of(strategy, "experts")
+    if world_size % (layer * pp):
         raise RecipeError(
-            f"strategy.pp: {world_size} rank(s) do not divide into pipelines of {tp * pp}; start a "
-            "multiple of that, or set another strategy.pp"
+            f"strategy.pp: {world_size} rank(s) do not divide into pipelines of {layer * pp}; "
+            "start a multiple of that, or set another strategy.pp"
         )
-    world_size, local_world_size = world_size // (tp * pp), local_world_size // tp
+    world_size, local_world_size = world_size // (layer * pp), local_world_size // layer
     shards = sharding.group(recipe, world_size, local_world_size)
     if world_size % shards:
-        groups = f"{world_size} groups of tp={tp} ranks" if tp > 1 else f"{world_size} ranks"
+        of_layer = " x ".join(f"{name}={n}" for name, n in used.items() if name in LAYERS)
+        groups = f"{world_size} groups of {of_layer} ranks" if of_layer else f"{world_size} ranks"
         groups += f" of a stage of pp={pp}" if pp > 1 else ""
         raise RecipeError(
             f"strategy.shard_size: {groups} do not divide into groups of {shards}; "
             "start a multiple of the group size, or set strategy.shard_size"
         )
-    if shards * tp % recipe.strategy.ep:
+    if shards * layer % ep:
         raise RecipeError(
-            f"strategy.ep: groups of {recipe.strategy.ep} ranks do not divide the {shards * tp} "
-            "that share parameters; start a multiple of that, or set another strategy.ep"
+            f"strategy.ep: groups of {ep} ranks do not divide the {shards * layer} that share "
+            "parameters; start a multiple of that, or set another strategy.ep"
         )
-    if pp > 1 and shards % recipe.strategy.cp:
+    if pp > 1 and shards % cp:
         raise RecipeError(
-            f"strategy.cp: with pp={pp}, a ring of {recipe.strategy.cp} ranks does not fit in "
-            f"shard groups of {shards}; use strategy.sharding=SHARD_GRAD_OP, or FULL_SHARD"
+            f"strategy.cp: with pp={pp}, a ring of {cp} ranks does not fit in shard groups of "
+            f"{shards}; use strategy.sharding=SHARD_GRAD_OP, or FULL_SHARD"
         )
     return world_size // shards, shards
 
@@ -194,14 +206,18 @@ def groups_of(recipe: Recipe, world_size: int, local_world_size: int) -> dict[st
         RecipeError: the world cannot be divided, see `mesh_shape`.
     """
     replicas, shards = mesh_shape(recipe, world_size, local_world_size)
-    tp, pp, cp = recipe.strategy.tp, recipe.strategy.pp, recipe.strategy.cp
+    groups, stride = {}, 1
+    for module in dividing("layers", "sequences"):
+        groups[module.KEYS[0]] = GroupShape(module.ranks(recipe.strategy), stride)
+        stride *= module.ranks(recipe.strategy)
+    # Ranks that divide sequences count as shards.
+    layer, pp = ranks_of(recipe.strategy, "layers"), ranks_of(recipe.strategy, "stages")
     return {
-        TENSOR: GroupShape(tp, 1),
-        CONTEXT: GroupShape(cp, tp),
-        EXPERT: GroupShape(recipe.strategy.ep, 1),
-        SHARD: GroupShape(shards, tp),
-        PIPELINE: GroupShape(pp, tp * shards),
-        REPLICATE: GroupShape(replicas, tp * shards * pp),
+        **groups,
+        EXPERT: GroupShape(ranks_of(recipe.strategy, "experts"), 1),
+        SHARD: GroupShape(shards, layer),
+        PIPELINE: GroupShape(pp, layer * shards),
+        REPLICATE: GroupShape(replicas, layer * shards * pp),
     }
 
 
@@ -222,13 +238,13 @@ def placement(recipe: Recipe, world_size: int, local_world_size: int) -> str:
 def is_sharded_by_fsdp(recipe: Recipe, world_size: int) -> bool:
     """Return whether FSDP distributes the parameters. Otherwise DDP replicates them, with or
     without ZeRO-1."""
-    strategy, alone = recipe.strategy, world_size == recipe.strategy.pp
-    rounded = recipe.precision.master != "fp32"
+    strategy, pp = recipe.strategy, ranks_of(recipe.strategy, "stages")
+    alone, rounded = world_size == pp, recipe.precision.master != "fp32"
     # These features need FSDP: e.g. it sums partial gradients of tp, and bf16 gradients in float32.
-    if exact.used(recipe) or rounded or strategy.tp > 1 or offload.used(strategy):
+    if exact.used(recipe) or rounded or ranks_of(strategy, "layers") > 1 or offload.used(strategy):
         return True
     # In a pipeline FSDP also casts the activations that stages send.
-    if strategy.pp > 1 and (not alone or recipe.precision.dtype != "fp32"):
+    if pp > 1 and (not alone or recipe.precision.dtype != "fp32"):
         return True
     # With a single rank FSDP would only cost time, for copies and hooks.
     return sharding.by_fsdp(recipe) and not alone
@@ -236,13 +252,13 @@ def is_sharded_by_fsdp(recipe: Recipe, world_size: int) -> bool:
 
 def build_mesh(recipe: Recipe, world: World) -> Mesh:
     """Build the mesh of all ranks: (REPLICATE,) for DDP and for a single rank; (SHARD,) for FSDP;
-    (REPLICATE, SHARD) for FSDP with replicas. PIPELINE comes before SHARD, TENSOR after it. The
+    (REPLICATE, SHARD) for FSDP with replicas. PIPELINE comes before SHARD, LAYERS after it. The
     ranks of a pipeline, a tensor-parallel group or a ring have the same share of the global batch.
     On all ranks."""
+    strategy, rank = recipe.strategy, world.rank
     groups = groups_of(recipe, world.world_size, world.local_world_size)
     sizes = {name: group.size for name, group in groups.items()}
-    places = {name: world.rank // stride % size for name, (size, stride) in groups.items()}
-    tp, pp, cp, ep = sizes[TENSOR], sizes[PIPELINE], sizes[CONTEXT], sizes[EXPERT]
+    places = {name: rank // stride % size for name, (size, stride) in groups.items()}
     by_fsdp = is_sharded_by_fsdp(recipe, world.world_size)
 
     def over(*names: str, always: str) -> DeviceMesh:
@@ -253,29 +269,30 @@ def build_mesh(recipe: Recipe, world: World) -> Mesh:
         shape = tuple(sizes[name] for name in used)
         return init_device_mesh(world.device.type, shape, mesh_dim_names=used)
 
-    fsdp_dimensions = (SHARD,) if by_fsdp else ()
-    mesh = over(
-        REPLICATE, PIPELINE, *fsdp_dimensions, TENSOR, always=SHARD if by_fsdp else REPLICATE
-    )
+    names = (REPLICATE, PIPELINE, *([SHARD] if by_fsdp else []), *reversed(LAYERS))
+    mesh = over(*names, always=SHARD if by_fsdp else REPLICATE)
     group = dist.group.WORLD
     assert group  # init_device_mesh has created the default group
-    ring_rank = places[CONTEXT]
     ring: Any = None  # Any, because new_group returns a number on ranks outside of the group
-    if cp > 1:
-        first = world.rank - ring_rank * tp
-        ranks = [*range(first, first + tp * cp, tp)]
+    size, stride = groups[CONTEXT]
+    if size > 1:
+        first = rank - places[CONTEXT] * stride
         # Each ring is created by its members only.
-        ring = dist.new_group(ranks, use_local_synchronization=True)
+        ring = dist.new_group(
+            [*range(first, first + size * stride, stride)], use_local_synchronization=True
+        )
     experts = None
-    if ep > 1:
-        sizes[EXPERT_SHARD] = sizes[SHARD] * tp // ep
+    if sizes[EXPERT] > 1:
+        sizes[EXPERT_SHARD] = sizes[SHARD] * ranks_of(strategy, "layers") // sizes[EXPERT]
         experts = over(REPLICATE, PIPELINE, EXPERT_SHARD, EXPERT, always=EXPERT_SHARD)
     # Ranks of a ring compute one share together.
-    share = (places[REPLICATE] * sizes[SHARD] + places[SHARD]) // cp
+    share = places[REPLICATE] * sizes[SHARD] + places[SHARD]
+    share //= ranks_of(strategy, "sequences")
     # Place 0 is on the last stage, which computes the loss.
-    place = ((pp - 1 - places[PIPELINE]) * cp + ring_rank) * tp + places[TENSOR]
-    together = recipe.strategy.together
+    of_stage = ranks_of(strategy, "layers", "sequences")
+    place = (sizes[PIPELINE] - 1 - places[PIPELINE]) * of_stage + rank % of_stage
+    of_share = together(strategy)
     return Mesh(
-        mesh, share, world.world_size // together, group, world.world_size // pp, place, together,
-        experts, ring,
+        mesh, share, world.world_size // of_share, group, world.world_size // sizes[PIPELINE],
+        place, of_share, experts, ring,
     )  # fmt: skip

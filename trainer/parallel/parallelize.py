@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,17 +15,25 @@ from checkpointing.format.peft import is_part
 from checkpointing.format.tensors import broadcast
 from trainer.models.ties import tie_again, ties_of
 from trainer.optim.exact import use_exact_kernels
-from trainer.optim.formats import BLOCK
 from trainer.optim.groups import moments
 from trainer.parallel.activations import apply_activation_checkpointing
 from trainer.parallel.ddp import ShardedView, apply_ddp
 from trainer.parallel.fsdp import apply_fsdp
-from trainer.parallel.mesh import EXPERT, SHARD, TENSOR, Mesh
+from trainer.parallel.mesh import SHARD, Mesh
 from trainer.parallel.offload import OffloadFile, bytes_needed
 from trainer.parallel.parallel_model import ParallelModel
-from trainer.recipe import Recipe, RecipeError, Strategy
+from trainer.recipe import Recipe, Strategy
 from trainer.recipe.errors import Refusals
-from trainer.recipe.strategies import cp, ep, exact, offload, pp, sharding, tp
+from trainer.recipe.strategies import (
+    MODEL_PARALLEL,
+    dividing,
+    exact,
+    offload,
+    pp,
+    ranks,
+    sharding,
+)
+from trainer.recipe.strategies.dimension import Dimension
 
 if TYPE_CHECKING:
     from trainer.models.decoder import Decoder
@@ -39,7 +48,7 @@ Fill = Callable[[str, tuple[int, ...]], torch.Tensor]
 
 
 def check_parallel(recipe: Recipe, model: nn.Module, shards: int) -> None:
-    """Refuse a model that the ranks of `tp`, `pp`, `cp` and `ep` cannot compute together.
+    """Refuse a model that cannot be divided as the recipe says.
 
     Args:
         model: whole; may be on the meta device.
@@ -48,36 +57,11 @@ def check_parallel(recipe: Recipe, model: nn.Module, shards: int) -> None:
     Raises:
         RecipeError: one line for each key that does not work.
     """
-    strategy, refusals = recipe.strategy, Refusals()
-    together = tp.ranks(strategy)
-    if together > 1:  # each strategy is imported only where the recipe uses it
-        from trainer.parallel.tensor import kinds_of
-
-        with refusals:
-            kinds = kinds_of(model, together, shards)
-            if recipe.optimizer.state_dtype == "int8":
-                _check_blocks(model, kinds, together)
-            if getattr(model, "stacks", ()) and ep.ranks(strategy) == 1:
-                raise RecipeError(
-                    "strategy.tp: it divides no experts, but strategy.ep does; set that to 2 or "
-                    "more, too, or strategy.tp=1"
-                )
-    if pp.ranks(strategy) > 1:
-        from trainer.parallel.pipeline import blocks_by_stage
-
-        with refusals:
-            blocks_by_stage(model, recipe)
-    if cp.ranks(strategy) > 1:
-        from trainer.parallel.context import problem_of
-
-        with refusals:
-            if problem := problem_of(model, recipe.data.seq_len):
-                raise RecipeError(f"strategy.cp: {problem}; set strategy.cp=1")
-    if ep.ranks(strategy) > 1:
-        from trainer.parallel.expert import check_experts
-
-        with refusals:
-            check_experts(model, ep.ranks(strategy), shards * together)
+    refusals = Refusals()
+    for module in MODEL_PARALLEL:
+        if module.ranks(recipe.strategy) > 1:
+            with refusals:
+                _implementation(module).check_model(model, recipe, shards)
     refusals.raise_all()
 
 
@@ -214,16 +198,9 @@ def parallelize(
     )  # fmt: skip
 
 
-def _check_blocks(model: nn.Module, kinds: Mapping[str, str], ranks: int) -> None:
-    """Refuse tensor parallelism that would cut rows inside blocks of 8-bit optimizer state."""
-    for name, kind in kinds.items():
-        columns = getattr(model.get_submodule(name), "in_features", 0)
-        if kind == "row" and columns % BLOCK == 0 and columns // ranks % BLOCK:
-            raise RecipeError(
-                f"optimizer.state_dtype: int8 has blocks of {BLOCK} elements, but tp={ranks} cuts "
-                f"the {columns} columns of {name} into parts of {columns // ranks}; use bf16, or "
-                "another strategy.tp"
-            )
+def _implementation(module: Dimension) -> Any:
+    """Import the module that applies a kind of model parallelism: only where the recipe uses it."""
+    return import_module(module.APPLIED_BY)
 
 
 def keep_weights(model: nn.Module, recipe: Recipe) -> None:
@@ -237,26 +214,19 @@ def keep_weights(model: nn.Module, recipe: Recipe) -> None:
 def cut_layers(
     model: nn.Module, strategy: Strategy, ranks_of: Callable[[str], Any]
 ) -> list[nn.Module]:
-    """Apply tensor and expert parallelism to the layers of a model in place.
+    """Apply model parallelism that divides layers or experts to a model in place.
 
     Args:
         model: may be on the meta device.
-        strategy: with `tp` and `ep`.
         ranks_of: name of a mesh dimension → its 1-D mesh.
 
     Returns the experts that are divided among ranks, which become FSDP units of their own.
     """
-    experts: list[nn.Module] = []
-    if tp.ranks(strategy) > 1:  # imported only where the recipe uses it
-        from trainer.parallel.tensor import apply_tensor_parallel
-
-        apply_tensor_parallel(model, ranks_of(TENSOR), tp.stream_parts(strategy) > 1)
-    if ep.ranks(strategy) > 1:
-        from trainer.parallel.expert import apply_expert_parallel, stacked_modules
-
-        experts = stacked_modules(model)
-        apply_expert_parallel(model, ranks_of(EXPERT))
-    return experts
+    units: list[nn.Module] = []
+    for module in dividing("layers", "experts"):
+        if module.ranks(strategy) > 1:
+            units += _implementation(module).apply(model, ranks_of(module.KEYS[0]), strategy)
+    return units
 
 
 def _apply(
@@ -278,8 +248,8 @@ def _apply(
     # wholly or not at all, so here the parts of a block are compiled, and its recomputation is not.
     how: Literal["no", "whole", "pieces"] = "no"
     if strategy.compile:
-        most_ranks = max(tp.ranks(strategy), cp.ranks(strategy)) > 1
-        how = "pieces" if most_ranks or bool(getattr(model, "stacks", ())) else "whole"
+        sent = ranks(strategy, "layers", "sequences") > 1
+        how = "pieces" if sent or bool(getattr(model, "stacks", ())) else "whole"
     compiled = blocks
     if strategy.activation_checkpointing != "none":
         blocks = apply_activation_checkpointing(

@@ -1,4 +1,4 @@
-"""A forward pass as all strategies share it: its inputs, its results, and how it is called."""
+"""The forward pass of a micro-batch, and what a model returns from it: common to all strategies."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -61,6 +61,11 @@ def blocks_by_stage(model: nn.Module, recipe: Recipe) -> list[range]:
     return cut(tuple(costs), stages)
 
 
+def check_model(model: nn.Module, recipe: Recipe, _shards: int) -> None:
+    """Raise RecipeError for a model that cannot be cut into the recipe's stages."""
+    blocks_by_stage(model, recipe)
+
+
 def stages_of(model: nn.Module, mesh: Mesh, recipe: Recipe) -> dict[int, Decoder]:
     """Return this rank's stages, by number. Works on the meta device."""
     rank, runs = mesh.device_mesh[PIPELINE].get_local_rank(), blocks_by_stage(model, recipe)

@@ -31,7 +31,7 @@ of a gradient, the gradient is marked as `Partial`, and FSDP, which is always ap
 Shapes: B batch, T sequence, D hidden, V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -62,8 +62,10 @@ from trainer.models.loss import (
     scaled_once,
 )
 from trainer.models.versions import all_gather_single, reduce_scatter_single
+from trainer.optim.formats import BLOCK as STATE_BLOCK
 from trainer.parallel.context import SequenceShare
-from trainer.recipe import RecipeError
+from trainer.recipe import Recipe, RecipeError, Strategy
+from trainer.recipe.strategies import ep, tp
 
 _CUT: dict[str, Placement] = {
     "column": Shard(0),
@@ -186,15 +188,40 @@ def _chunks(length: int, count: int) -> list[int]:
     return [max(0, min(most, length - most * place)) for place in range(count)]
 
 
-def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    """Cut `model` in place over `mesh` (1-D), before FSDP. Works on the meta device.
+def check_model(model: nn.Module, recipe: Recipe, shards: int) -> None:
+    """Raise RecipeError for a model that the recipe's tensor-parallel ranks cannot compute, with
+    `shards` FSDP shards each."""
+    ranks = tp.ranks(recipe.strategy)
+    kinds = kinds_of(model, ranks, shards)
+    if recipe.optimizer.state_dtype == "int8":
+        _check_blocks(model, kinds, ranks)
+    if getattr(model, "stacks", ()) and ep.ranks(recipe.strategy) == 1:
+        raise RecipeError(
+            "strategy.tp: it divides no experts, but strategy.ep does; set that to 2 or more, too, "
+            "or strategy.tp=1"
+        )
+
+
+def _check_blocks(model: nn.Module, kinds: Mapping[str, str], ranks: int) -> None:
+    """Refuse tensor parallelism that would cut rows inside blocks of 8-bit optimizer state."""
+    for name, kind in kinds.items():
+        columns = getattr(model.get_submodule(name), "in_features", 0)
+        if kind == "row" and columns % STATE_BLOCK == 0 and columns // ranks % STATE_BLOCK:
+            raise RecipeError(
+                f"optimizer.state_dtype: int8 has blocks of {STATE_BLOCK} elements, but "
+                f"tp={ranks} cuts the {columns} columns of {name} into parts of "
+                f"{columns // ranks}; use bf16, or another strategy.tp"
+            )
+
+
+def apply(model: nn.Module, mesh: DeviceMesh, strategy: Strategy) -> list[nn.Module]:
+    """Cut `model` in place over `mesh` (1-D), before FSDP. Works on the meta device. Returns [].
 
     Args:
         model: has a `tensor_plan`. On a device other than meta, weights must be equal on all ranks.
         mesh: the tensor-parallel ranks.
-        sequence: whether the residual stream is cut along the sequence (sequence parallelism).
     """
-    ranks = TensorGroup(mesh, sequence)
+    ranks = TensorGroup(mesh, tp.stream_parts(strategy) > 1)
     placed: dict[nn.Parameter, Any] = {}  # by parameter, so that tied weights stay tied
     kinds = kinds_of(model, mesh.size())
     modules = dict(model.named_modules())
@@ -215,6 +242,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) ->
         for name, child in list(module.named_children()):
             if isinstance(child, HeadLoss):
                 setattr(module, name, VocabularyLoss(ranks))
+    return []
 
 
 class TensorGroup:

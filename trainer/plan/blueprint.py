@@ -19,7 +19,7 @@ from trainer.parallel.parallelize import cut_layers, keep_weights
 from trainer.recipe import Recipe, Strategy
 from trainer.recipe.factory import refusing
 from trainer.recipe.sections import Adapter, Optimizer
-from trainer.recipe.strategies import ep, only, sizes, tp
+from trainer.recipe.strategies import dividing, only, ranks, sizes
 from trainer.tasks.model_blocks import repeated_blocks
 from trainer.tasks.task import bare_model
 from trainer.tasks.text_model import documents_for
@@ -205,14 +205,16 @@ def stage_of(blueprint: Blueprint, blocks: range, cut: Strategy) -> StageBluepri
         RecipeError: the model cannot be cut that way.
     """
     first, last = blocks.start == 0, blocks.stop == blueprint.block_count
-    return _stage_of(blueprint, first, last, len(blocks), only(cut, tp), ep.ranks(cut))
+    return _stage_of(
+        blueprint, first, last, len(blocks), only(cut, *dividing("layers")), ranks(cut, "experts")
+    )
 
 
 @cache
 def _stage_of(
     blueprint: Blueprint, first: bool, last: bool, blocks: int, cut: Strategy, apart: int
 ) -> StageBlueprint:
-    together = tp.ranks(cut)
+    together = ranks(cut, "layers")
     if first and last and together == 1:
         return StageBlueprint(True, True, blocks, _divided(blueprint.units, apart, together))
     whole = _divided(_units_of_part(blueprint, True, True, cut), apart, together)
@@ -249,7 +251,7 @@ def _units_of_part(blueprint: Blueprint, first: bool, last: bool, cut: Strategy)
         if not (first or last):
             return ((),)
         part = part.part(range(0 if first else 1, depth if last else 1))
-    if tp.ranks(cut) > 1:
+    if ranks(cut, "layers") > 1:
         # Imported here, because it imports all strategies.
         from trainer.plan.imagined_ranks import ImaginedRanks, imagined_ranks
 

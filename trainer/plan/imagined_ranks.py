@@ -4,6 +4,7 @@ ranks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import Placement, Shard
 from trainer.models import loss
 from trainer.parallel import context, expert, tensor
 from trainer.plan.cuda_kernels import loss_patches
+from trainer.recipe.strategies import dividing
 
 Note = Callable[..., None]
 """(kind of group, see `PassTraffic`; bytes sent; number of ring rounds, by default 1) → None:
@@ -86,26 +88,21 @@ def imagined_ranks(
         note("experts", x.nbytes * (group.count - 1) / group.count)
         return x.new_empty((sum(received), *x.shape[1:]))
 
-    divided = patch.multiple(
-        expert,
-        dist=_silent(note),
-        distribute_tensor=part,
-        _rows=even,
-        _exchange=to_experts,
-    )
-    cut = patch.multiple(
-        tensor,
-        dist=_silent(note),
-        distribute_tensor=part,
-        all_gather_single=gather,
-        reduce_scatter_single=reduce_scatter,
-        _local=lambda parameter, partial=False: parameter,
-    )
+    imagined: dict[str, Any] = {
+        "dist": _silent(note),
+        "distribute_tensor": part,
+        "all_gather_single": gather,
+        "reduce_scatter_single": reduce_scatter,
+    }
     turned = patch.multiple(context, dist=_silent(lambda *_: None), Ring=lambda *_: ring)
     with ExitStack() as stack:
-        stack.enter_context(cut)
-        stack.enter_context(patch.object(loss, "dist", _silent(note)))
-        stack.enter_context(divided)
+        modules = [import_module(module.APPLIED_BY) for module in dividing("layers", "experts")]
+        for module in (*modules, loss):
+            used = {name: other for name, other in imagined.items() if hasattr(module, name)}
+            stack.enter_context(patch.multiple(module, **used))
+        whole = patch.object(tensor, "_local", lambda parameter, partial=False: parameter)
+        stack.enter_context(whole)
+        stack.enter_context(patch.multiple(expert, _rows=even, _exchange=to_experts))
         stack.enter_context(turned)
         if gpu_memory is not None:
             of_gpu = loss_patches(gpu_memory)

@@ -7,6 +7,7 @@ from typing import Literal
 from trainer.parallel.fsdp import gathers_ahead_on_cpu
 from trainer.parallel.mesh import REPLICATE, SHARD, GroupShape, groups_of, is_sharded_by_fsdp
 from trainer.recipe import Recipe
+from trainer.recipe.strategies import together
 from trainer.recipe.strategies.exact import batch_plan
 
 
@@ -49,7 +50,7 @@ def layout_of(
     """
     strategy = recipe.strategy
     groups = groups_of(recipe, world_size, local_world_size)
-    plan = batch_plan(recipe, world_size // strategy.together)
+    plan = batch_plan(recipe, world_size // together(strategy))
     return RankLayout(
         groups=groups,
         by_fsdp=is_sharded_by_fsdp(recipe, world_size),

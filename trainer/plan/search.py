@@ -1,13 +1,12 @@
 """Predicts all strategies for a recipe on one machine, and recommends one."""
 
 import dataclasses
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 from trainer.parallel.schedules import bubble_formula
 from trainer.plan.blueprint import Blueprint, read_blueprint
@@ -17,6 +16,7 @@ from trainer.plan.trace import Recompute
 from trainer.plan.traffic import Collective
 from trainer.recipe import Recipe, RecipeError, Strategy, strategies
 from trainer.recipe.rules import contradictions
+from trainer.recipe.strategies.dimension import TriedSizes
 
 ROOM = 0.1
 """Fraction of memory that a recommended strategy leaves free: on a GPU for torch, CUDA, NCCL and
@@ -28,9 +28,6 @@ NVME_DIRECTORY = "/local/nvme"
 """Directory in recommended command lines, unless the recipe names one."""
 MANY = 64
 """Number of GPUs from which on model parallelism is tried even if data parallelism fits."""
-LONG = 16_384
-"""Sequence length from which on context parallelism is tried."""
-STAGES_PER_RANK = (2, 4)
 MICRO_BATCHES = (1, 2, 4)
 """Micro-batches that are tried with model parallelism: small, because a pipeline needs many
 passes."""
@@ -142,7 +139,7 @@ def make_plan(recipe: Recipe, machine: PlannedMachine, device: Literal["cpu", "c
             if tried:
                 chosen.append(_best(tried, machine) or min(tried, key=lambda c: c.prediction.peak))
                 everything += tried
-    together = recipe.strategy.together > 1 or machine.world_size >= MANY
+    together = strategies.together(recipe.strategy) > 1 or machine.world_size >= MANY
     if together or not _best_on_gpus(chosen, machine):
         best, cut = _best_on_gpus([*own, *chosen], machine), []
         least = partial(_least_seconds, recipe, machine, blueprint)
@@ -199,56 +196,56 @@ def _as_it_is(
 def _layouts(
     recipe: Recipe, machine: PlannedMachine, blueprint: Blueprint
 ) -> Iterator[tuple[str, Strategy]]:
-    """Yield layouts of model parallelism that the recipe allows, and whose state may fit.
-    Ranks that compute a layer together stay in a node. Sequences are cut only from LONG
-    on. Experts are divided among the ranks of a node; without tp, there are also layouts that keep
-    them whole."""
-    apart = _experts_apart(machine, blueprint)
-    powers = [1 << n for n in range(machine.world_size.bit_length())]
+    """Yield layouts of model parallelism that the recipe allows, and whose state may fit. Each
+    strategy's module says which numbers of ranks to try. With tensor parallelism, which divides no
+    experts, experts are always divided by `ep`."""
     state = sum(
         shape.moment_bytes(1) + (shape.itemsize + 4 * shape.trained) * shape.rows * shape.row
         for unit in blueprint.units
         for shape in unit
     )
-    rings = powers if recipe.data.seq_len >= LONG else [1]
+    sizes = _tried_sizes(recipe, machine, blueprint)
+    world_size, apart = machine.world_size, sizes.experts_apart
     # Layouts without model parallelism were tried already.
-    least = 2 if recipe.strategy.together == 1 else 1
-    for tp, cp, pp in product(powers, rings, powers):
-        replica = tp * cp * pp
-        if replica < least or machine.world_size % replica or machine.gpus_per_node % (tp * cp):
+    least = 2 if strategies.together(recipe.strategy) == 1 else 1
+    modules = strategies.dividing("layers", "sequences", "stages", "experts")
+    for values in product(*(module.tried(sizes) for module in modules)):
+        layout = Strategy(
+            **{key: value for one in values for key, value in one.items()},
+            compile=recipe.strategy.compile,
+        )
+        layer, cut = strategies.ranks(layout, "layers"), strategies.cut_ranks(layout)
+        inside = strategies.ranks(layout, "layers", "sequences")
+        replica = strategies.together(layout)
+        if replica < least or world_size % replica or machine.gpus_per_node % inside:
             continue
         # Skip layouts with more data-parallel ranks than sequences.
-        if recipe.batch.global_batch * tp * cp < machine.world_size:
+        if recipe.batch.global_batch * inside < world_size:
             continue
-        in_node, ranks = machine.gpus_per_node // tp, machine.world_size // (tp * pp)
-        ways = [
-            ("DDP", Strategy(name="ddp"), tp * pp),
-            ("ZeRO-2", Strategy(sharding="SHARD_GRAD_OP"), machine.world_size),
-            ("ZeRO-3", Strategy(sharding="FULL_SHARD"), machine.world_size),
+        if layer > 1 and strategies.ranks(layout, "experts") < apart:
+            continue
+        in_node, ranks = machine.gpus_per_node // layer, world_size // cut
+        ways: list[tuple[str, dict[str, Any], int]] = [
+            ("DDP", {"name": "ddp"}, cut),
+            ("ZeRO-2", {"sharding": "SHARD_GRAD_OP"}, world_size),
+            ("ZeRO-3", {"sharding": "FULL_SHARD"}, world_size),
         ]
         if 1 < in_node < ranks and ranks % in_node == 0:
-            ways.append(("hybrid", Strategy(sharding="HYBRID_SHARD"), tp * pp * in_node))
-        per_rank = (1, *STAGES_PER_RANK) if pp > 1 else (1,)
-        for stages, ep in product(per_rank, {apart} if tp > 1 else sorted({1, apart})):
-            if pp * stages > blueprint.block_count:
-                break
-            for label, way, sharded in ways:
-                strategy = dataclasses.replace(
-                    way, tp=tp, sequence_parallel=tp > 1, cp=cp, pp=pp, pp_stages_per_rank=stages,
-                    pp_schedule="interleaved_1f1b" if stages > 1 else "1f1b", ep=ep,
-                    compile=recipe.strategy.compile,
-                )  # fmt: skip
-                # The size of the state is a lower bound of memory that needs no trace.
-                too_large = state / sharded > (1 - ROOM) * machine.gpu.memory
-                changed = _changed(recipe, strategy, 1)
-                if not (too_large or _refused(changed)):
-                    yield f"{_name(strategy)} {label}".strip(), strategy
+            ways.append(("hybrid", {"sharding": "HYBRID_SHARD"}, cut * in_node))
+        for label, way, sharded in ways:
+            strategy = dataclasses.replace(layout, **way)
+            # The size of the state is a lower bound of memory that needs no trace.
+            too_large = state / sharded > (1 - ROOM) * machine.gpu.memory
+            if not (too_large or _refused(_changed(recipe, strategy, 1))):
+                yield f"{_name(strategy)} {label}".strip(), strategy
 
 
-def _experts_apart(machine: PlannedMachine, blueprint: Blueprint) -> int:
-    """Return the largest `strategy.ep` for the ranks of a node; 1 without experts."""
-    stacks = [shape.rows for unit in blueprint.units for shape in unit if shape.stacked]
-    return math.gcd(machine.gpus_per_node, *stacks) if stacks else 1
+def _tried_sizes(recipe: Recipe, machine: PlannedMachine, blueprint: Blueprint) -> TriedSizes:
+    experts = [shape.rows for unit in blueprint.units for shape in unit if shape.stacked]
+    return TriedSizes(
+        machine.world_size, machine.gpus_per_node, recipe.data.seq_len, blueprint.block_count,
+        experts,
+    )  # fmt: skip
 
 
 def _name(strategy: Strategy) -> str:
@@ -270,9 +267,9 @@ def _least_seconds(
     speed = machine.peak_flops * PEAK_SHARE * machine.world_size
     # Full recomputation repeats forward, which is a third of the work.
     again = 4 / 3 if strategy.activation_checkpointing == "full" else 1.0
-    cut, stride = strategies.cut_ranks(strategy), strategies.tp.ranks(strategy)
+    cut, stride = strategies.cut_ranks(strategy), strategies.ranks(strategy, "layers")
     shards = machine.world_size // cut
-    passes = -(-recipe.batch.global_batch * strategies.cp.ranks(strategy) // shards)
+    passes = -(-recipe.batch.global_batch * strategies.ranks(strategy, "sequences") // shards)
     bubble = bubble_formula(*strategies.pp.shape(strategy), passes)
     computing = again * blueprint.flops_per_token * tokens / speed / (1 - bubble)
     if strategy.name == "ddp":
@@ -302,7 +299,7 @@ def _of_layout(
     micro-batch while steps get faster."""
     tried: list[Candidate] = []
     alone = _micro_batches(_changed(recipe, strategy, 1), machine.world_size)
-    micro_batches = MICRO_BATCHES if strategy.together > 1 else alone
+    micro_batches = MICRO_BATCHES if strategies.together(strategy) > 1 else alone
     for recompute in recomputes:
         changed = dataclasses.replace(strategy, activation_checkpointing=recompute)
         fastest = None
@@ -381,13 +378,13 @@ def _shardings(
     three = dataclasses.replace(plain, sharding="FULL_SHARD")
     yield "ZeRO-2", two
     yield "ZeRO-3", three
-    ep = _experts_apart(machine, blueprint)
+    ep = _tried_sizes(recipe, machine, blueprint).experts_apart
     if ep > 1:
         yield "ZeRO-2", dataclasses.replace(two, ep=ep)
         yield "ZeRO-3", dataclasses.replace(three, ep=ep)
     shard_size = recipe.strategy.shard_size
     hybrid = dataclasses.replace(plain, sharding="HYBRID_SHARD", shard_size=shard_size)
-    size = shard_size or machine.gpus_per_node // strategies.tp.ranks(plain)
+    size = shard_size or machine.gpus_per_node // strategies.ranks(plain, "layers")
     ranks = machine.world_size // strategies.cut_ranks(plain)
     has_hybrid = 0 < size < ranks and ranks % size == 0
     if has_hybrid:
@@ -410,21 +407,22 @@ def _refused(recipe: Recipe) -> bool:
     if strategies.ep.ranks(strategy) > 1:  # ep also contradicts keys of other sections
         return any(contradictions(recipe))
     narrow = recipe.precision.master != "fp32" or recipe.optimizer.state_dtype != "fp32"
-    return (strategy.together > 1 or narrow) and any(
+    return (strategies.together(strategy) > 1 or narrow) and any(
         key.startswith("strategy.") for key, _ in contradictions(recipe)
     )
 
 
 def _shared_part(recipe: Recipe) -> Strategy:
-    """Return the recipe's strategy with only tp, pp, cp and `compile`, which all candidates
-    share."""
-    parallel = strategies.only(recipe.strategy, strategies.tp, strategies.pp, strategies.cp)
+    """Return the recipe's strategy with only `compile` and model parallelism, except for experts,
+    which all candidates share."""
+    shared = strategies.dividing("layers", "sequences", "stages")
+    parallel = strategies.only(recipe.strategy, *shared)
     return dataclasses.replace(parallel, compile=recipe.strategy.compile)
 
 
 def _dp_size(recipe: Recipe, world_size: int) -> int:
     """Return the number of data-parallel ranks."""
-    return max(1, world_size // recipe.strategy.together)
+    return max(1, world_size // strategies.together(recipe.strategy))
 
 
 def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:

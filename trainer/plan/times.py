@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trainer.parallel.mesh import EXPERT, PIPELINE, TENSOR
+from trainer.parallel.mesh import EXPERT, LAYERS, PIPELINE
 from trainer.parallel.schedules import ActionSequence, Kind, Order, Simulation, simulate
 from trainer.plan.blueprint import StageBlueprint, bytes_of, counted
 from trainer.plan.costs import (
@@ -244,12 +244,13 @@ def _sent(
 ) -> list[tuple[float, float, float]]:
     """Return, for forward and for backward, the seconds in which (tensor, context, expert)
     parallelism send."""
-    hops, apart = layout.groups[TENSOR].size - 1, layout.groups[EXPERT].size
+    hops = max(layout.groups[name].size for name in LAYERS) - 1
+    apart = layout.groups[EXPERT].size
     step = machine.call + (machine.hop if apart <= machine.gpus_per_node else machine.hop_between)
     link = _link(machine)
     return [
         (
-            # A collective of tensor parallelism takes tp - 1 ring steps, other messages one.
+            # A collective of tensor parallelism takes hops = tp - 1 ring steps, other messages one.
             half.layers_calls * (machine.call + hops * machine.hop) + half.layers / link,
             half.ring_calls * (machine.call + machine.hop) + half.ring / link,
             half.experts_calls * step + max(exchange_seconds(half.experts, apart, machine)),

@@ -197,7 +197,7 @@ def _adapter_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             f"bf16 would round what precision.dtype={recipe.precision.dtype} computes with; set "
             "model.adapter.base=fp32, or precision.dtype=bf16",
         )
-    if adapter.dropout and strategy.together > 1:
+    if adapter.dropout and strategies.together(strategy) > 1:
         yield (
             "model.adapter.dropout",
             "draws other numbers on ranks that compute a sample together (strategy.tp, pp, cp); "

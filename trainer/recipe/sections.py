@@ -473,11 +473,6 @@ class Strategy:
     compile: bool = False
     """torch.compile each block. The first step then takes longer."""
 
-    @property
-    def together(self) -> int:
-        """Number of ranks that compute one share of the data together: tp x pp x cp."""
-        return self.tp * self.pp * self.cp
-
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:

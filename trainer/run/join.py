@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 
-from checkpointing.storage.folders import of_run
+from checkpointing.storage.folders import memory_folders
 from checkpointing.storage.ownership import owner
 from checkpointing.storage.place import ObjectPath
 from elastic.node.occupancy import Occupancy, OccupiedError
@@ -121,7 +121,7 @@ def join(process: TrainingProcess, inputs: RunInputs) -> Iterator[Joined]:
             changes = read_changes(recipe)
             # At every attempt: rank 0 may now be on another node, with another disk.
             keep_recipe(recipe.directory, inputs.text)
-        pulse.safe = not any(of_run(recipe.checkpoint_directory))
+        pulse.safe = not any(memory_folders(recipe.checkpoint_directory))
         pulse.report(0, "init")
         timeout = recipe.elastic.timeout_seconds
         world = join_world(recipe.run.device, timeout, pulse.secret, pulse.most_free)
@@ -157,8 +157,9 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def hold(recipe: Recipe) -> Iterator[Shipper | None]:
-    """Keep other launches out of a run while entered, unless an agent of ours does. Brings the
-    record of a run in a bucket here, and yields its shipper. On rank 0.
+    """While entered, keep other launches out of a run, unless this node's agent already does. If
+    the run is in a bucket, also copy its record to this machine, and yield the `Shipper` that
+    writes it back. On rank 0.
 
     Raises:
         RecipeError: another launch trains there, or the local directory cannot be written.

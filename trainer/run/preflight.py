@@ -24,7 +24,7 @@ from trainer.recipe import Recipe, RecipeError, counted
 from trainer.recipe.errors import Refusals
 from trainer.recipe.factory import check_takes
 from trainer.recipe.sections import Optimizer
-from trainer.recipe.strategies import cp, exact, tp
+from trainer.recipe.strategies import cp, exact, ranks, together
 from trainer.run.provenance import check_resume, read_changes
 from trainer.run.sinks import wandb_mode
 from trainer.run.terms import newest_term
@@ -142,8 +142,8 @@ def check_growth(recipe: Recipe, model: nn.Module, worlds: range) -> None:
         RecipeError: names the first world size that cannot shard the vocabulary.
     """
     rows = [len(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
-    if all(count % tp.ranks(recipe.strategy) == 0 for count in rows):
-        return  # tensor parallelism divides the rows evenly, whatever the number of shards
+    if all(count % ranks(recipe.strategy, "layers") == 0 for count in rows):
+        return  # ranks of a layer divide the rows evenly, whatever the number of shards
     for world_size in worlds:
         try:
             _, shards = mesh_shape(recipe, world_size, worlds.step)
@@ -183,7 +183,7 @@ def _check_world(
     with refusals:
         replicas, shards = mesh_shape(recipe, world_size, local_world_size)
         with refusals:
-            exact.batch_plan(recipe, world_size // strategy.together)
+            exact.batch_plan(recipe, world_size // together(strategy))
         if model:
             check_parallel(recipe, model, shards)
             _check_room(recipe, model, local_world_size, world_size // replicas)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from checkpointing.format.tensors import local_tensor
 from elastic.node.exchange import received
-from trainer.parallel.mesh import PIPELINE, REPLICATE, TENSOR
+from trainer.parallel.mesh import LAYERS, PIPELINE, REPLICATE
 from trainer.run.state import Run
 
 
@@ -47,12 +47,13 @@ def check_replicas(run: Run) -> None:
     """Log the ranks whose weights differ from their replicas, if a check is due by
     `elastic.check_replicas_every`. On all ranks."""
     every, mesh = run.recipe.elastic.check_replicas_every, run.mesh.device_mesh
-    copied = [name for name in (REPLICATE, TENSOR) if name in (mesh.mesh_dim_names or ())]
+    copied = [name for name in (REPLICATE, *LAYERS) if name in (mesh.mesh_dim_names or ())]
     pipeline = run.model.pipeline
     if not every or not run.due(every) or not (copied or pipeline):
         return
     weights = [*run.model.parameters.values()]
-    held = {REPLICATE: weights, TENSOR: [weight for weight in weights if _on_all(TENSOR, weight)]}
+    held = {name: [weight for weight in weights if _on_all(name, weight)] for name in LAYERS}
+    held[REPLICATE] = weights
     ranks = [
         rank
         for name in copied

@@ -306,7 +306,7 @@ def length(spans: Spans) -> float:
 def summary(
     profiles: Sequence[RankProfile], title: str, every: int | None = None, top: int = 12
 ) -> str:
-    """Return the page as Markdown.
+    """Summarise the profiled steps of a run as a page of Markdown.
 
     Args:
         profiles: summaries of the traces of all ranks.

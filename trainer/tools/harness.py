@@ -23,7 +23,7 @@ from trainer.tools.generate import GenerateError, OpenedModel, Sampling, open_mo
 ROWS = 8
 """Texts per forward pass."""
 RESAMPLED = 1000
-"""Bootstrap draws for the standard error of a metric without a formula for it."""
+"""Number of bootstrap draws for the standard error of a metric without a formula for it."""
 USUAL_NEW_TOKENS = 256
 """Most tokens of a continuation, if the task sets no limit."""
 

@@ -51,10 +51,8 @@ def continue_prompts(run_dir: Path, last: int, position: float) -> Iterator[floa
     """
     recipe = load_recipe(run_dir / "recipe.yaml", kept=True)
     directory = Path(recipe.checkpoint.directory or run_dir / "checkpoints")
-    every, wanted = (
-        recipe.run.evaluate_every or 1,
-        [{"prompt": prompt} for prompt in recipe.run.samples],
-    )
+    every = recipe.run.evaluate_every or 1
+    wanted = [{"prompt": prompt} for prompt in recipe.run.samples]
     tried: set[int] = set()
     seen: set[int] = set()
     while True:
@@ -89,7 +87,13 @@ def begin(run_dir: Path, last: int, position: float) -> Tracker:
 
 
 def main(directory: str, last: str) -> None:
-    """Write samples of a run until standard input ends."""
+    """Run this module as a program: continue prompts until standard input ends, that is, until rank
+    0 ends.
+
+    Args:
+        directory: run directory, absolute.
+        last: last step of the run.
+    """
     ended = until_input_ends(niceness=19)
     with suppress(OSError):
         # the kernel should kill this process, which loads a large model, before a rank

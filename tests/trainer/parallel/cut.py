@@ -19,8 +19,8 @@ from trainer.models.adapter import add_adapters
 from trainer.models.family import family_of
 from trainer.models.loss import head_cross_entropy
 from trainer.parallel import tensor
-from trainer.parallel.tensor import TensorGroup, VocabularyLoss, apply_tensor_parallel
-from trainer.recipe import RecipeError
+from trainer.parallel.tensor import TensorGroup, VocabularyLoss
+from trainer.recipe import RecipeError, Strategy
 from trainer.recipe.architecture import Architecture
 from trainer.recipe.sections import Adapter
 
@@ -114,7 +114,7 @@ def compare_models(mesh: DeviceMesh, sequence: bool) -> None:
     gradients = {name: p.grad for name, p in model.named_parameters()}
     again = Own()
     again.load_state_dict(state)
-    apply_tensor_parallel(again, mesh["tp"], sequence)
+    tensor.apply(again, mesh["tp"], Strategy(tp=2, sequence_parallel=sequence))
     fully_shard(again, mesh=mesh["dp_shard"])
     loss = again(ids)
     loss.backward()
@@ -148,7 +148,7 @@ def compare_families(mesh: DeviceMesh, sequence: bool) -> None:
         again = copy.deepcopy(model)
         expected = model(ids, ids.roll(-1, 1))
         expected.backward()
-        apply_tensor_parallel(again, mesh["tp"], sequence)
+        tensor.apply(again, mesh["tp"], Strategy(tp=2, sequence_parallel=sequence))
         fully_shard(again, mesh=mesh["dp_shard"])
         loss = again(ids, ids.roll(-1, 1))
         loss.backward()

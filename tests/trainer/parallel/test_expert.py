@@ -12,8 +12,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trainer.models.test_moe import ARCHITECTURE, drawn
+from trainer.parallel import expert
 from trainer.parallel.activations import apply_activation_checkpointing
-from trainer.parallel.expert import apply_expert_parallel
+from trainer.recipe import Strategy
 
 LAYERS = ARCHITECTURE.num_hidden_layers
 CHOICE, EXCHANGE, WAIT = "aten.topk.default", "c10d.alltoall_base_.default", "tolist"
@@ -59,7 +60,7 @@ def test_recomputation_reuses_the_routing(alone: None, mode: Any, again: bool) -
     ids, labels = torch.randint(0, 131, (2, 2, 24), generator=draw)
     plain, decoder = drawn().train(), drawn().train()
     plain(ids, labels)["loss"].backward()
-    apply_expert_parallel(decoder, init_device_mesh("cpu", (1,)))
+    expert.apply(decoder, init_device_mesh("cpu", (1,)), Strategy(ep=1))
     apply_activation_checkpointing(decoder, list(decoder.blocks), mode, again=again, draws=False)
     with Seen() as seen, Waits() as waits:
         decoder(ids, labels)["loss"].backward()

@@ -132,7 +132,8 @@ def _check_name(name: Any) -> None:
 
 
 class ChatTemplate:
-    """A compiled chat template, or two: "tool_use" is for chats with tools."""
+    """Compiled chat template of a tokenizer. Some tokenizers have a second one, "tool_use", which
+    renders chats that offer tools."""
 
     def __init__(
         self, sources: Mapping[str, str], variables: Mapping[str, Any], day: str | None

@@ -3,33 +3,42 @@ torch.
 
 `check` yields (key, problem and remedy) for what a strategy cannot be combined with. `describe`
 returns its part of a run's first line, or "" if it is not used. Other functions interpret the
-strategy's keys for the plan and for `trainer.parallel`, which applies it. Only the mesh reads
+strategy's keys for the plan and for `trainer.parallel`, which applies it. Only these modules read
 numbers of ranks from the recipe directly.
 """
 
+import math
 from collections.abc import Iterator
-from typing import Any
 
 from trainer.recipe.sections import Recipe, Strategy
 from trainer.recipe.strategies import cp, ep, exact, offload, pp, sharding, tp
+from trainer.recipe.strategies.dimension import Dimension, Divided
 
-MODEL_PARALLEL = (tp, pp, cp, ep)
-"""Modules of model parallelism. The first of a module's KEYS is the number of ranks."""
-WITHIN_PASS = (tp, cp, ep)
+MODEL_PARALLEL: tuple[Dimension, ...] = (tp, pp, cp, ep)
+
+
+def dividing(*kinds: Divided) -> list[Dimension]:
+    """Return the modules of model parallelism that divide such parts, in the order of `kinds`."""
+    return [module for kind in kinds for module in MODEL_PARALLEL if kind == module.DIVIDES]
+
+
+WITHIN_PASS = dividing("layers", "sequences", "experts")
 """Modules of model parallelism that changes what a rank computes and sends in a pass."""
 
 
 def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    for module in (*MODEL_PARALLEL, sharding, offload, exact):
+    for module in MODEL_PARALLEL:
         yield from module.check(recipe)
+    for of_all in (sharding, offload, exact):
+        yield from of_all.check(recipe)
 
 
 def describe(recipe: Recipe, idle: float) -> str:
     """Describe all strategies. `idle`: fraction of a step in which pipeline ranks wait."""
-    strategy = recipe.strategy
-    together = ep.describe(strategy), cp.describe(strategy), pp.describe(strategy, idle)
-    held = sharding.describe(recipe) + offload.describe(strategy)
-    return ", ".join(filter(None, (*together, tp.describe(strategy), held)))
+    order = dividing("experts", "sequences", "stages", "layers")
+    parallel = [module.describe(recipe.strategy, idle) for module in order]
+    held = sharding.describe(recipe) + offload.describe(recipe.strategy)
+    return ", ".join(filter(None, (*parallel, held)))
 
 
 def sizes(strategy: Strategy) -> dict[str, int]:
@@ -37,13 +46,23 @@ def sizes(strategy: Strategy) -> dict[str, int]:
     return {module.KEYS[0]: module.ranks(strategy) for module in MODEL_PARALLEL}
 
 
-def only(strategy: Strategy, *modules: Any) -> Strategy:
-    """Return a strategy with the keys of some modules of `MODEL_PARALLEL`, and defaults for all
-    others."""
-    keys = (key for module in modules for key in module.KEYS)
-    return Strategy(**{key: getattr(strategy, key) for key in keys})
+def ranks(strategy: Strategy, *kinds: Divided) -> int:
+    """Return the number of ranks that divide parts of these kinds, all together."""
+    return math.prod(module.ranks(strategy) for module in dividing(*kinds))
+
+
+def together(strategy: Strategy) -> int:
+    """Return the number of ranks that compute one share of the data together: tp x pp x cp."""
+    return ranks(strategy, "layers", "sequences", "stages")
 
 
 def cut_ranks(strategy: Strategy) -> int:
     """Return the number of parts into which a model is cut before FSDP shards each part."""
-    return tp.ranks(strategy) * pp.ranks(strategy)
+    return ranks(strategy, "layers", "stages")
+
+
+def only(strategy: Strategy, *modules: Dimension) -> Strategy:
+    """Return a strategy with the keys of some modules of `MODEL_PARALLEL`, and defaults for all
+    others."""
+    keys = (key for module in modules for key in module.KEYS)
+    return Strategy(**{key: getattr(strategy, key) for key in keys})

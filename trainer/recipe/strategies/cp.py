@@ -1,11 +1,18 @@
-"""`strategy.cp`: context parallelism, applied by trainer/parallel/context.py."""
+"""`strategy.cp`: context parallelism."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from trainer.recipe.sections import Recipe, Strategy
+from trainer.recipe.strategies.dimension import Divided, TriedSizes
 from trainer.recipe.strategies.missing import missing_beside
 
-KEYS = ("cp",)
+KEYS: tuple[str, ...] = ("cp",)
+DIVIDES: Divided = "sequences"
+APPLIED_BY = "trainer.parallel.context"
+
+LONG = 16_384
+"""Sequence length from which on the plan tries context parallelism."""
 
 
 def ranks(strategy: Strategy) -> int:
@@ -41,5 +48,10 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
 
 
-def describe(strategy: Strategy) -> str:
+def describe(strategy: Strategy, idle: float) -> str:
     return f"cp={strategy.cp}" if strategy.cp > 1 else ""
+
+
+def tried(sizes: TriedSizes) -> Iterator[dict[str, Any]]:
+    for ranks in sizes.in_node if sizes.seq_len >= LONG else [1]:
+        yield {"cp": ranks}

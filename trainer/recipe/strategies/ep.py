@@ -1,12 +1,16 @@
-"""`strategy.ep`: expert parallelism, applied by trainer/parallel/expert.py."""
+"""`strategy.ep`: expert parallelism."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from trainer.recipe.sections import Recipe, Strategy
 from trainer.recipe.strategies import cp, sharding, tp
+from trainer.recipe.strategies.dimension import Divided, TriedSizes
 from trainer.recipe.strategies.missing import missing_beside
 
-KEYS = ("ep",)
+KEYS: tuple[str, ...] = ("ep",)
+DIVIDES: Divided = "experts"
+APPLIED_BY = "trainer.parallel.expert"
 
 
 def ranks(strategy: Strategy) -> int:
@@ -36,8 +40,13 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "model.factory", "such a model has no experts that are known; set strategy.ep=1"
 
 
-def describe(strategy: Strategy) -> str:
+def describe(strategy: Strategy, idle: float) -> str:
     return f"ep={strategy.ep}" if strategy.ep > 1 else ""
+
+
+def tried(sizes: TriedSizes) -> Iterator[dict[str, Any]]:
+    for ranks in sorted({1, sizes.experts_apart}):
+        yield {"ep": ranks}
 
 
 def bytes_sent(strategy: Strategy, divided: float) -> float:

@@ -1,12 +1,19 @@
-"""`strategy.pp` and `pp_*`: pipeline parallelism, applied by trainer/parallel/pipeline.py."""
+"""`strategy.pp` and `pp_*`: pipeline parallelism."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from trainer.recipe.sections import PipelineSchedule, Recipe, Strategy
 from trainer.recipe.strategies import sharding
+from trainer.recipe.strategies.dimension import Divided, TriedSizes
 from trainer.recipe.strategies.missing import missing_beside
 
-KEYS = ("pp", "pp_schedule", "pp_stages_per_rank")
+KEYS: tuple[str, ...] = ("pp", "pp_schedule", "pp_stages_per_rank")
+DIVIDES: Divided = "stages"
+APPLIED_BY = "trainer.parallel.pipeline"
+
+STAGES_PER_RANK = (1, 2, 4)
+"""Values of `pp_stages_per_rank` that the plan tries."""
 
 
 def ranks(strategy: Strategy) -> int:
@@ -77,3 +84,14 @@ def describe(strategy: Strategy, idle: float) -> str:
         return ""
     several = f" x {of_each}" if of_each > 1 else ""
     return f"pp={size}{several} {name} (ranks idle for {idle:.0%} of a step)"
+
+
+def tried(sizes: TriedSizes) -> Iterator[dict[str, Any]]:
+    for ranks in sizes.powers:
+        for of_each in STAGES_PER_RANK if ranks > 1 else (1,):
+            if ranks * of_each <= sizes.blocks:
+                yield {
+                    "pp": ranks,
+                    "pp_stages_per_rank": of_each,
+                    "pp_schedule": "interleaved_1f1b" if of_each > 1 else "1f1b",
+                }

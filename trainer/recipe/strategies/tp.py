@@ -1,12 +1,16 @@
-"""`strategy.tp`, `sequence_parallel`: tensor parallelism, applied by trainer/parallel/tensor.py."""
+"""`strategy.tp` and `sequence_parallel`: tensor parallelism."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from trainer.recipe.sections import Recipe, Strategy
 from trainer.recipe.strategies import cp
+from trainer.recipe.strategies.dimension import Divided, TriedSizes
 from trainer.recipe.strategies.missing import missing_beside
 
-KEYS = ("tp", "sequence_parallel")
+KEYS: tuple[str, ...] = ("tp", "sequence_parallel")
+DIVIDES: Divided = "layers"
+APPLIED_BY = "trainer.parallel.tensor"
 
 
 def ranks(strategy: Strategy) -> int:
@@ -43,11 +47,16 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
 
 
-def describe(strategy: Strategy) -> str:
+def describe(strategy: Strategy, idle: float) -> str:
     if strategy.tp == 1:
         return ""
     sequence = " with sequence parallelism" if strategy.sequence_parallel else ""
     return f"tp={strategy.tp}{sequence}"
+
+
+def tried(sizes: TriedSizes) -> Iterator[dict[str, Any]]:
+    for ranks in sizes.in_node:
+        yield {"tp": ranks, "sequence_parallel": ranks > 1}
 
 
 def bytes_sent(strategy: Strategy, reduced: float) -> float:

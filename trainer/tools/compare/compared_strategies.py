@@ -6,13 +6,14 @@ them, and the steps after the save show its cost. The traced steps come last, be
 profiler (trainer/run/profile.py) slows them down.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.recipe import Recipe, RecipeError, Strategy, load_recipe
-from trainer.recipe.strategies import sizes
+from trainer.recipe.strategies import dividing, sizes
 
 WARM_UP, AFTER_SAVE, MEASURED = 5, 4, 3
 """Numbers of warm-up, after-save and traced steps; see [Note: steps of a comparison]."""
@@ -91,7 +92,8 @@ def candidate(
     strategy = [*BASES[base], *_PLAIN, *(f"strategy.{key}={size}" for key, size in layout.items())]
     strategy += [override for word in modifiers for override in MODIFIERS.get(word, ())]
     if base == "hybrid":
-        together = layout.get("tp", 1) * layout.get("pp", 1)
+        cut = (module.KEYS[0] for module in dividing("layers", "stages"))
+        together = math.prod(layout.get(key, 1) for key in cut)
         sharing = ranks // together
         size = next((size for size in range(sharing // 2, 1, -1) if sharing % size == 0), None)
         if size is None:

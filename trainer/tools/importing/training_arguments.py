@@ -44,8 +44,8 @@ ADAMW = {
     ),
 }  # fmt: skip
 """Value of `optim` that is AdamW → how Perdure's differs; "" if it does not."""
-TORCH = {"sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop"}
-"""Value of `optim` → torch optimizer without betas."""
+OTHER_OPTIMIZERS = {"sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop"}
+"""Value of `optim` that is no AdamW → class in torch.optim, which takes no betas."""
 
 SHAPES = {
     "linear": "linear", "cosine": "cosine", "constant": "constant", "polynomial": "linear",
@@ -222,8 +222,8 @@ def _optimizer(arguments: ForeignConfig) -> None:
         arguments.put("optim", "optimizer.name", "adamw", differs=ADAMW[name])
         if ADAMW[name].startswith("optimizer.state_dtype"):
             imported.set("optimizer.state_dtype", "int8", f"{arguments.file}: optim", "", True)
-    elif name in TORCH:
-        arguments.put("optim", "optimizer.factory", f"torch.optim:{TORCH[name]}")
+    elif name in OTHER_OPTIMIZERS:
+        arguments.put("optim", "optimizer.factory", f"torch.optim:{OTHER_OPTIMIZERS[name]}")
     else:
         foreign = f"{name} is not AdamW, and its values are not AdamW's"
         keys = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay")

@@ -144,11 +144,11 @@ def check_world(recipe: Recipe, least: int, most: int, ranks: int) -> None:
         RecipeError: the strategy cannot divide the ranks, or there are too few sequences.
     """
     from trainer.parallel.mesh import least_nodes, mesh_shape
-    from trainer.recipe.strategies import exact
+    from trainer.recipe.strategies import exact, together
 
     nodes = min(least_nodes(recipe, least, ranks), most)
     mesh_shape(recipe, nodes * ranks, ranks)
-    exact.batch_plan(recipe, nodes * ranks // recipe.strategy.together)
+    exact.batch_plan(recipe, nodes * ranks // together(recipe.strategy))
 
 
 def check_inside(recipe: Recipe) -> None:

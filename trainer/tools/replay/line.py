@@ -123,8 +123,8 @@ class States:
 
 
 def stored_states(directory: Place, line: Lineage) -> States:
-    """Find the checkpoints of a run without reading tensors. Checkpoints of attempts off the line
-    are left out, as their rounding may differ."""
+    """Find the checkpoints of a run without reading tensors. Left out are checkpoints of attempts
+    that are no part of `line`, as their rounding may differ."""
     steps, damaged = [], []
     for path in list_steps(directory):
         step = parse_step(path.name)

@@ -128,7 +128,7 @@ class Sources:
 def rebuilt(
     sources: Sources, attempt: Attempt, recipe: Recipe, states: Place, step: int, world: World
 ) -> Iterator[tuple[Run, Mapping[str, str]]]:
-    """Rebuild a run as an attempt had it after a step. Collective.
+    """Rebuild a run as an attempt had it after a step. On all ranks.
 
     Args:
         attempt: the attempt that computed the next step.
@@ -138,7 +138,7 @@ def rebuilt(
         world: ranks of this replay.
 
     Yields:
-        The run; and code, torch, cpu and gpu of this replay.
+        (the run; code, torch, cpu and gpu → their versions in this replay).
 
     Raises:
         RecipeError, DataError, CheckpointError: recipe, data and state contradict each other.

@@ -16,7 +16,7 @@ from elastic.process import usable_cores
 from elastic.record.history import LedgerError, read_history
 from elastic.record.ledger import StartLine
 from trainer.recipe import Recipe, RecipeError
-from trainer.recipe.strategies import exact
+from trainer.recipe.strategies import exact, together
 from trainer.tools.replay.line import (
     Lineage,
     StepSpan,
@@ -232,16 +232,14 @@ def _ranks(recipe: Recipe, start: StartLine, audit: bool) -> int:
     has room."""
     import torch
 
-    from elastic.group.batch_plan import most_ranks
     from trainer.parallel.mesh import replica_ranks
 
     least = replica_ranks(recipe)
     room = torch.cuda.device_count() if recipe.run.device == "cuda" else max(2, usable_cores())
     if not exact.used(recipe):
         return start.world_size if start.world_size <= room else least
-    shares = most_ranks(recipe.batch.global_batch, recipe.micro_batch, fixed=True)
     other = 2 * least if start.world_size == least else least
-    fits = other <= room and other <= shares * recipe.strategy.together
+    fits = other <= room and other <= exact.most_shares(recipe) * together(recipe.strategy)
     return other if audit and fits else least
 
 
