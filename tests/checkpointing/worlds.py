@@ -24,6 +24,11 @@ from checkpointing import TensorCheckpointer
 
 DEADLINE = 60
 
+# Autograd starts its threads in the first backward of a process, one for each GPU. Fake tensors make
+# a CUDA build of torch count a GPU where there is none: if they came first, the thread for it would
+# make torch refuse backward in the ranks that are forked here.
+torch.ones((), requires_grad=True).backward()
+
 
 def run_ranks(world_size: int, work: Callable[[int], Any], folder: Path) -> list[Any]:
     """work(rank) in forked processes with a gloo group; their results in order of ranks.
