@@ -20,7 +20,7 @@ class CheckpointOptions:
     every: int | Literal["auto"] = 500
     """Steps between checkpoints; the last step is always saved. 0: only the last. auto: the
     interval that loses the least time, by the measured cost of a checkpoint and the failures so far
-    (Daly 2006), at most 30 minutes."""
+    (Daly 2006), at most 30 minutes; and multiples of `keep_every`."""
 
     when_busy: Literal["skip", "wait"] = "skip"
     """What to do when a checkpoint is due while the previous one is still being written: skip it,

@@ -140,7 +140,7 @@ class SaveOutcome:
     weights: str = ""
     """Digest of the model's tensors, 16 hexadecimal digits; see bits.py [Note: digest]."""
     moments: str = ""
-    """Digest of the optimizer's tensors in the same form."""
+    """Digest of the optimizer's tensors, 16 hexadecimal digits."""
 
 
 def overdue(options: CheckpointOptions) -> str:

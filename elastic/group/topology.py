@@ -20,7 +20,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 PLACE = "PERDURE_PLACE"
-"""Environment variable: the place of this node."""
+"""Environment variable that names the place of this node: its rack, switch or NVLink domain."""
 SLURM_ADDRESS, SLURM_PATTERN = "SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN"
 """Environment variables of a Slurm step: the dotted path of switches or blocks that ends in the
 node's name, and a dotted path with the kind of each element."""

@@ -24,9 +24,9 @@ from checkpointing import TensorCheckpointer
 
 DEADLINE = 60
 
-# Autograd starts its threads in the first backward of a process, one for each GPU. Fake tensors make
-# a CUDA build of torch count a GPU where there is none: if they came first, the thread for it would
-# make torch refuse backward in the ranks that are forked here.
+# Autograd starts its threads in the first backward of a process, one for each GPU. Fake tensors
+# make a CUDA build of torch count a GPU where there is none. If they came first, the thread for it
+# would make torch refuse backward in the ranks that are forked here.
 torch.ones((), requires_grad=True).backward()
 
 

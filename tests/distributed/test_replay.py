@@ -268,13 +268,19 @@ def test_a_step_is_explained_and_an_audit_finds_each_forgery(workspace, trained,
 
 @pytest.fixture
 def by_ranks(workspace, tmp_path, monkeypatch):
-    """by_ranks(run, ranks, span, look_at) → (what the ranks leave, output): without a launcher."""
+    """by_ranks(run, ranks, span, examined) → (what the ranks leave, output): without a launcher."""
 
-    def by_ranks(run, ranks, span, look_at):
+    def by_ranks(run, ranks, span, examined):
         scratch = tmp_path / f"{random.random()}"
         scratch.mkdir()
         request = Request(
-            str(workspace / run), str(scratch), "cpu", 60, [span], look_at=look_at, secret="ab" * 32
+            str(workspace / run),
+            str(scratch),
+            "cpu",
+            60,
+            [span],
+            examined=examined,
+            secret="ab" * 32,
         )
         monkeypatch.setenv(REQUEST, request.to_json())
         job = Job(workspace, ranks, recipe="-", program=("trainer.tools.replay.recompute",))

@@ -25,6 +25,12 @@ def test_a_slow_storage_costs_checkpoints_but_not_the_last_one(train, workspace)
     assert steps[-1] == "step-00000012"
 
 
+def test_steps_that_are_to_be_kept_are_saved_whatever_the_clock_says(train, workspace):
+    train(1, "run.dir=kept", "run.steps=6", "checkpoint.every=auto", "checkpoint.keep_every=4")
+    steps = sorted(path.name for path in (workspace / "kept" / "checkpoints").glob("step-*"))
+    assert steps == ["step-00000004", "step-00000006"]
+
+
 def test_no_rank_is_ended_for_a_save_that_has_time_left(workspace, monkeypatch):
     """The agent learns `checkpoint.deadline` from the recipe."""
     monkeypatch.chdir(workspace)

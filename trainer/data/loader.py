@@ -191,7 +191,7 @@ class TokenStream:
 
     @property
     def pairs_per_sequence(self) -> float:
-        """Mean number of pairs per sequence in the first stage."""
+        """Mean number of preference pairs per sequence in the first stage."""
         pairs = sum(p.items for p in self._first if isinstance(p, DocumentBins))
         return pairs / max(1, sum(p.sequences for p in self._first))
 

@@ -264,9 +264,10 @@ class Saves:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        every = run.recipe.checkpoint.every
-        self._clock = _save_clock(run) if every == "auto" else None
-        self._every = 0 if every == "auto" else every
+        options = run.recipe.checkpoint
+        self._clock = _save_clock(run) if options.every == "auto" else None
+        # The clock would hardly ever choose a step that is to be kept.
+        self._every = options.keep_every if options.every == "auto" else options.every
         self._pending = run.checkpointer.newer_than_storage
         """Whether a save is due but has not begun."""
         self._best = run.progress.best_step

@@ -156,7 +156,7 @@ def test_a_text_is_cut_into_the_same_documents_in_whatever_pieces(tmp_path_facto
         patch.setattr(text_module, "BLOCK_BYTES", 50)
         patch.setattr(text_module, "_SMALLEST_WINDOW", 64)
         patch.setattr(sources, "UNIT_BYTES", 128)
-        units = sources.cut_units(sources.look_at([str(file)], split))
+        units = sources.cut_units(sources.detect_forms([str(file)], split))
         found = [b""]
         for piece in (piece for unit in units for piece in unit):
             for record in records.read_piece(piece, "text"):
@@ -217,7 +217,7 @@ def test_progress_is_told_within_a_file(tmp_path, documents, kind):
         case _:
             content = json_lines(texts)
             write(path, gzip.compress(content, 0) if kind == "jsonl.gz" else content)
-    for unit in sources.cut_units(sources.look_at([str(path)], "auto")):
+    for unit in sources.cut_units(sources.detect_forms([str(path)], "auto")):
         for piece in unit:
             told = []
             for _ in records.read_piece(piece, "text", told.append):
@@ -365,7 +365,7 @@ def test_every_line_is_in_one_piece_however_a_file_is_cut(tmp_path, monkeypatch)
         monkeypatch.setattr(sources, "UNIT_BYTES", size)
         found = [
             sources.lines_before(piece) + record.line
-            for unit in sources.cut_units(sources.look_at([file], "auto"))
+            for unit in sources.cut_units(sources.detect_forms([file], "auto"))
             for piece in unit
             for record in records.read_piece(piece, "text")
         ]
@@ -514,9 +514,9 @@ def test_what_a_document_is_does_not_depend_on_compression(tmp_path, monkeypatch
         plain, packed = tmp_path / "in.txt", tmp_path / "in.txt.gz"
         write(plain, text)
         write(packed, gzip.compress(text.encode()))
-        forms = [sources.look_at(files, "auto") for files in ([str(plain)], [str(packed)])]
+        forms = [sources.detect_forms(files, "auto") for files in ([str(plain)], [str(packed)])]
         assert forms[0][str(plain)] == forms[1][str(packed)]
-        both = sources.look_at([str(packed), str(plain)], "auto")
+        both = sources.detect_forms([str(packed), str(plain)], "auto")
         assert both[str(packed)] == both[str(plain)]
 
 
@@ -675,7 +675,7 @@ def test_the_same_bytes_from_any_number_of_workers_and_after_kill_9(tmp_path, co
 
 def test_finished_units_are_not_done_again(tmp_path, corpus, small_units, monkeypatch):
     files = find_inputs([corpus], "text", by_name=True).files
-    units = sources.cut_units(sources.look_at(files, "auto"))
+    units = sources.cut_units(sources.detect_forms(files, "auto"))
     read_piece, pieces = tokenise.read_piece, []
 
     def read(piece, *arguments):

@@ -46,8 +46,8 @@ from trainer.data.prepare.sources import (
     Pieces,
     cut_units,
     describe,
+    detect_forms,
     lines_before,
-    look_at,
 )
 from trainer.data.prepare.spans import notes_for_user, summed
 from trainer.data.prepare.spool import FOLDER, is_pipe, spool
@@ -146,7 +146,7 @@ def prepare(
         if (out / "index.json").exists() and (index := _finished(out, plan_hash)):
             say(f"{out}: is up to date")
             return index
-        forms = look_at(found.files, settings.split_documents, found.validation)
+        forms = detect_forms(found.files, settings.split_documents, found.validation)
         if template and (texts := [file for file, form in forms.items() if form.kind == "text"]):
             raise DataError(f"{texts[0]}: plain text has no chats; use jsonl, json or parquet")
         for line in [*describe(forms), *(template.notes if template else ())]:
@@ -180,7 +180,7 @@ def what_to_type(inputs: Sequence[str]) -> str:
         if any(map(is_pipe, inputs)) or set(inputs) & set(CORPORA)
         else (find_inputs(inputs, _TABLE_OF_CHATS, by_name=False).files[:1])
     )
-    for unit in cut_units(look_at(files, "auto")):
+    for unit in cut_units(detect_forms(files, "auto")):
         records = islice(
             (record for piece in unit for record in read_piece(piece, None)), _LOOKED_AT
         )

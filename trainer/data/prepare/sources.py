@@ -77,7 +77,7 @@ def bare_suffix(path: Path) -> str:
     return (path.with_suffix("") if compression(path) else path).suffix.lower()
 
 
-def look_at(
+def detect_forms(
     files: Sequence[str], split: Split, held_out: Collection[str] = ()
 ) -> dict[str, FileForm]:
     """Detect the form of each file from its name and its beginning.

@@ -19,10 +19,10 @@ from trainer.tools.plan_text import recommended
 LONGEST, SHORTEST = 4096, 128
 """Bounds of the sequence length in tokens; the model may lower them."""
 SEQUENCES = 1024
-"""Least number of sequences in an epoch for a longer sequence length."""
+"""Least number of sequences in an epoch, which limits the sequence length above SHORTEST."""
 LARGEST_BATCH, SMALLEST_BATCH = 256, 8
 STEPS = 100
-"""Least number of steps in an epoch for a larger batch."""
+"""Least number of steps in an epoch, which limits the global batch above SMALLEST_BATCH."""
 PADDED = 128
 """Multiple to which the vocabulary size is rounded up, for tensor cores and for sharding."""
 CPU = "cpu"

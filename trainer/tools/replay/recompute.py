@@ -61,7 +61,7 @@ class Walk:
     """Number of compared steps."""
     problem_count: int = 0
     furthest: float = 0.0
-    """Largest relative difference of a loss so far."""
+    """Largest relative difference so far between a recomputed loss and that of the run."""
 
     @property
     def states(self) -> Path:
@@ -103,7 +103,7 @@ def recompute(request: Request, outcome: ReplayOutcome) -> None:
     line = line_of(read_history(run))
     for span in request.spans:
         walk = Walk(request, sources, line, world, outcome, span)
-        if request.look_at:
+        if request.examined:
             _walk(walk)
             continue
         try:
@@ -128,7 +128,7 @@ def _walk(walk: Walk) -> None:
     line, span, at = walk.line, walk.span, walk.span.begin
     first = walk.sources.recipe_of(line.attempt_of(at + 1))
     storage = states = walk.sources.states_of(first)
-    if not walk.request.look_at:
+    if not walk.request.examined:
         _check_stored(walk, storage)
     while at < span.end:
         attempt, until = line.stretch(at + 1, span.end)
@@ -173,7 +173,7 @@ def _steps(walk: Walk, run: Run, kind: Mapping[str, str], until: int, storage: P
             attempt, expected = line.attempt_of(step), line.recorded(step)
             # A rounding difference stays in all later states.
             walk.proof = _weaker(walk.proof, _provable(walk, run, attempt, kind))
-            if step == walk.request.look_at:
+            if step == walk.request.examined:
                 _explain_step(walk, run, inputs, step)
                 return
             if expected and expected.skipped == "weights":  # a save has found that in the run
@@ -187,7 +187,7 @@ def _steps(walk: Walk, run: Run, kind: Mapping[str, str], until: int, storage: P
                 go_back(run, walk.states if to in walk.kept else storage, to)
             if run.task.after_step:
                 run.task.after_step(run.model, run.progress.sequences)
-            if step in line.digests and not walk.request.look_at:
+            if step in line.digests and not walk.request.examined:
                 _check_state(walk, run, step)
 
 

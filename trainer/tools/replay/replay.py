@@ -57,7 +57,7 @@ def replay(run: Path, step: int, options: Options, *, why: bool) -> int:
     for damage in states.damaged:
         print(f"note: {damage}")
     span = StepSpan(beginning(line, states.steps, step), step)
-    return _print_outcome(plan.compute([span], states.steps, look_at=step, why=why))
+    return _print_outcome(plan.compute([span], states.steps, examined=step, why=why))
 
 
 def audit(run: Path, count: int, seed: int | None, options: Options) -> int:
@@ -169,7 +169,7 @@ class _Plan:
         spans: Sequence[StepSpan],
         stored: Sequence[int],
         *,
-        look_at: int = 0,
+        examined: int = 0,
         why: bool = False,
     ) -> ReplayOutcome:
         """Print the expected cost, and recompute.
@@ -187,7 +187,7 @@ class _Plan:
                 spans=spans,
                 stored=stored,
                 data=self.data,
-                look_at=look_at,
+                examined=examined,
                 why=why,
             )
             if self.ranks == 1:

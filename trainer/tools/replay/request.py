@@ -31,11 +31,11 @@ class Request:
     data: Sequence[str] = ()
     """Current locations of the data sets, in the order of the recipe; empty: those of the
     recipe."""
-    look_at: int = 0
-    """The last step of the only span, whose gradients are printed without updating weights. 0: an
+    examined: int = 0
+    """The last step of the only span: its gradients are printed, and weights are not updated. 0: an
     audit, which compares all steps of the spans, and the weights at each save."""
     why: bool = False
-    """Explain that step."""
+    """Whether to name the documents that caused the loss of the step `examined`."""
     secret: str = ""
     """Hexadecimal secret with which the ranks authenticate each other; "" for a single rank."""
 

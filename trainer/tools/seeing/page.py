@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from trainer.tools.seeing.view import POINTS, RunView, differing_keys, look_at
+from trainer.tools.seeing.view import POINTS, RunView, differing_keys, open_runs
 
 ASSETS = Path(__file__).with_name("assets")
 EVERY_SECONDS = 2.0
@@ -21,7 +21,7 @@ EVERY_SECONDS = 2.0
 def report_html(paths: Sequence[Path]) -> str:
     """Static page of the current state of runs. Raises LedgerError if a path is not the directory
     of a started run."""
-    runs = look_at(paths)
+    runs = open_runs(paths)
     return page(title(runs), {"live": False, **first_data(runs)})
 
 

@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from elastic.record.history import LedgerError
 from trainer.tools.seeing.page import EVERY_SECONDS, first_data, page, policy, title
-from trainer.tools.seeing.view import RunView, look_at
+from trainer.tools.seeing.view import RunView, open_runs
 
 LOOK_SECONDS = 1.0
 """Least seconds between two reads of a run's files, however many pages query."""
@@ -46,7 +46,7 @@ class PageServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, paths: Sequence[Path], host: str, port: int) -> None:
-        self.host, self.runs = host, look_at(paths)
+        self.host, self.runs = host, open_runs(paths)
         self.token = secrets.token_urlsafe(16)
         self.lock = threading.Lock()
         self._open: dict[Any, float] = {}

@@ -15,7 +15,7 @@ from elastic.record.history import LedgerError
 from elastic.record.ledger import LEDGER
 from trainer.text import beneath, visible
 from trainer.tools.report.report import date
-from trainer.tools.seeing.view import RunView, look_at
+from trainer.tools.seeing.view import RunView, open_runs
 
 EVERY_SECONDS = 2.0
 SHOWN_EVENTS = 5
@@ -38,7 +38,7 @@ def watch(paths: Sequence[Path], *, once: bool) -> None:
     """Show runs until they have ended or Ctrl-C; with `once`, or if standard output is no terminal,
     show only their current state. Raises LedgerError if a path is not the directory of a started
     run."""
-    runs, console = look_at(paths), _console()
+    runs, console = open_runs(paths), _console()
     if once or not console.is_terminal:
         console.print(_screen(runs, console.width))
         return

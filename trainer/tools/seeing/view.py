@@ -46,8 +46,6 @@ LATE_STEPS, LATE_SECONDS, STARTING_SECONDS = 10, 30.0, 600.0
 LATE_SECONDS; while it starts, for STARTING_SECONDS."""
 _RECENT = 100
 _LOG_BYTES = 64 << 10
-AXES = ("step", "time", "tokens")
-"""Names of the horizontal axes."""
 
 
 @dataclass(frozen=True)
@@ -382,7 +380,7 @@ class RunView:
         return update
 
 
-def look_at(paths: Sequence[Path]) -> list[RunView]:
+def open_runs(paths: Sequence[Path]) -> list[RunView]:
     """Views of runs; names include the parent folder if the last folders' names are equal. Raises
     LedgerError if a run has not started, or a path is no run."""
     runs = [RunView(path) for path in paths]
