@@ -70,7 +70,7 @@ def layers(architecture: Architecture) -> list[LayerKind]:
 
 
 def draw(name: str, shape: tuple[int, ...], architecture: Architecture, seed: int) -> Tensor:
-    """Draw a parameter as `init_parameter` does, but norms as zeros; a `Draw` function."""
+    """Draw a parameter as `init_parameter` does, but norms as zeros; a `DrawParameter` function."""
     drawn = init_parameter(name, shape, architecture, seed)
     return drawn.zero_() if name.endswith("norm.weight") else drawn
 

@@ -17,7 +17,7 @@ from trainer.models.attention import Documents, attend
 from trainer.models.decoder import TENSOR_PLAN, Attention
 from trainer.models.families import qwen3_moe
 from trainer.models.families.qwen3_moe import MoE, MoEBlock, check_experts, product_by_expert
-from trainer.models.family import Family, LayerKind, init_parameter, kinds_by_window, window_of
+from trainer.models.family import Family, LayerKind, kinds_by_window, window_of
 from trainer.recipe import ParameterGroup
 from trainer.recipe.architecture import Architecture
 
@@ -99,13 +99,6 @@ def layers(architecture: Architecture) -> list[LayerKind]:
     return kinds_by_window(architecture, window_of(architecture), slides)
 
 
-def draw(name: str, shape: tuple[int, ...], architecture: Architecture, seed: int) -> Tensor:
-    """See `Draw`: as `init_parameter`, with zero biases of the experts."""
-    if name.endswith("_bias"):
-        return torch.zeros(shape)
-    return init_parameter(name, shape, architecture, seed)
-
-
 def idle_parameters(architecture: Architecture) -> int:
     """Number of parameters of the experts that a token does not use."""
     options, hidden = architecture.options or {}, architecture.hidden_size
@@ -161,7 +154,7 @@ FAMILY = Family(
     },
     other_names={"num_experts": "num_local_experts"},
     layers=layers,
-    draw=draw,
+    draw=qwen3_moe.draw,
     # Their biases have the shape of matrices, but do not decay.
     groups=(ParameterGroup(match="*.experts.*_bias", weight_decay=0.0),),
     idle_parameters=idle_parameters,

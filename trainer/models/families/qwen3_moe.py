@@ -247,9 +247,9 @@ def _number(name: str) -> int:
 
 
 def draw(name: str, shape: tuple[int, ...], architecture: Architecture, seed: int) -> Tensor:
-    """Draw a parameter as `init_parameter` does, but the choice's biases as zeros; a `Draw`
-    function."""
-    if name.endswith(BIAS):
+    """Draw a parameter as `init_parameter` does, but biases of the router and of experts, whose
+    names end in `_bias`, as zeros; a `DrawParameter` function."""
+    if name.endswith("_bias"):
         return torch.zeros(shape)
     return init_parameter(name, shape, architecture, seed)
 
