@@ -81,7 +81,8 @@ class Sampler:
         """Continue after the last complete step of `state_dict`.
 
         Raises:
-            ValueError: data set size, global batch, seed or order differ; the message says which.
+            ValueError: data set size, global batch, seed or order differ, or `done` is no number of
+                steps; the message says which.
         """
         own = self._identity()
         changed = [
@@ -94,7 +95,13 @@ class Sampler:
                 f"the sampler cannot continue exactly once: {'; '.join(changed)}; keep these, or "
                 "start anew"
             )
-        self.done = int(state_dict["done"])
+        done = state_dict.get("done")
+        if not (isinstance(done, int) and done >= 0):
+            raise ValueError(
+                f"the sampler's state says done={done!r}, which is no number of steps; load what "
+                "Sampler.state_dict returned"
+            )
+        self.done = done
 
     def _identity(self) -> dict[str, Any]:
         return {

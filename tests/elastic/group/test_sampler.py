@@ -96,3 +96,6 @@ def test_another_data_set_or_batch_is_refused():
         elastic.sampler(range(100), 10, seed=1).load_state_dict(saved)
     with pytest.raises(ValueError, match="at most the data set"):
         elastic.sampler(range(7), 8)
+    for done in (-3, "4", None):
+        with pytest.raises(ValueError, match=f"says done={done!r}, which is no number of steps;"):
+            elastic.sampler(range(100), 8).load_state_dict(saved | {"done": done})
