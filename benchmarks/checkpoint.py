@@ -11,7 +11,6 @@ turn, several rounds, and gets the same tensors.
 import json
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -67,7 +66,6 @@ def main() -> None:
     names = options.engines.split(",") if options.engines else list(ENGINES)
     loaders = [name for name in LOADERS if name in names]
     _refuse_unfit(options.dir, max(sizes))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # files are removed on any way out
     heading(TITLE)
     print(LEGEND)
     figures = []

@@ -28,6 +28,7 @@ import torch
 
 import trainer.optim.own
 import trainer.run.worker  # both for what is forked
+from benchmarks.support import end_children_at_sigterm
 from benchmarks.support.optimizers import SAVED, STEPS, classes, losses, recipe_of
 from elastic import EXIT_WRONG_INPUT
 from trainer.recipe import load_recipe
@@ -48,6 +49,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the table")
     arguments = parser.parse_args()
     words, out = arguments.words, arguments.out.absolute()
+    end_children_at_sigterm()
     torch.set_num_threads(1)
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     known, names = measured_before(out), classes()

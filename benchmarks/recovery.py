@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -207,7 +206,6 @@ def main() -> None:
         logs="",
         macs=0,
     )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing is left on any way out
     heading(TITLE)
     print(LEGEND)
     print(f"\nLoad of this machine before: {os.getloadavg()[0]:.1f}")

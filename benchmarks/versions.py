@@ -21,6 +21,8 @@ from xml.etree import ElementTree
 
 import torch
 
+from benchmarks.support import end_children_at_sigterm
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 CONTRACT = ("tests/elastic/test_torch_contract.py", "tests/test_private_names.py")
@@ -36,6 +38,7 @@ def main() -> int:
     parser.add_argument("--workers", default="4", help="processes of pytest, as in `make test`")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of versions.json")
     arguments = parser.parse_args()
+    end_children_at_sigterm()
     path = arguments.out.absolute() / "versions.json"
     line: dict[str, Any] = {
         "torch": str(torch.__version__),

@@ -5,17 +5,19 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NoReturn
 
 from elastic import usable_cores
+from elastic.process import descendants
 from trainer.text import markdown
 
 ROOT = Path(__file__).parents[2]
@@ -23,13 +25,39 @@ QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 
 
 def arguments(description: str, **defaults: int | str) -> argparse.Namespace:
-    """Command line of a benchmark: `--json FILE`, and `--NAME VALUE` for each of `defaults`."""
+    """Command line of a benchmark: `--json FILE`, and `--NAME VALUE` for each of `defaults`. Then
+    SIGTERM ends the benchmark's child processes, too."""
+    end_children_at_sigterm()
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     for name, default in defaults.items():
         kind = type(default)
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"default {default}")
     return parser.parse_args()
+
+
+def end_children_at_sigterm() -> None:
+    """Have SIGTERM kill all descendants of this process, and end it by SystemExit, so that
+    temporary directories are removed. Its forks it ends at once. Called in the main thread."""
+    own = os.getpid()
+
+    def send(number: int, processes: Iterable[int]) -> None:
+        for pid in processes:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def end(number: int, _: object) -> NoReturn:
+        if os.getpid() != own:
+            os._exit(128 + number)
+        found: set[int] = set()
+        # stopped first, as a running process could fork another one meanwhile
+        while more := {*descendants(os.getpid())} - found:
+            send(signal.SIGSTOP, more)
+            found |= more
+        send(signal.SIGKILL, found)
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 @contextmanager

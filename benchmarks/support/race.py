@@ -2,7 +2,6 @@
 machine whose speed changes is as fast or slow for one as for the other."""
 
 import shutil
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -49,8 +48,6 @@ def race(
         metrics: file below it in which this trainer tells its steps.
         pausing: whether they take turns; else each runs to its end before the next one starts.
     """
-    # Or jobs that are stopped would stay so when this is told to end.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     shutil.rmtree((directory / metrics).parent, ignore_errors=True)
     workers = {word: [str(ROOT / "benchmarks/peers" / file)] for word, file in peers.items()}
     told = {word: directory / f"{word}.out" for word in peers} | {PERDURE: directory / metrics}
