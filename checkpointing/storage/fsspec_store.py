@@ -6,6 +6,7 @@ writer that was wrongly thought dead can still change a checkpoint.
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -47,6 +48,10 @@ class FsspecStore:
         except FileNotFoundError:
             return None
         return None if found["type"] == "directory" else _stat(found)
+
+    def now(self, path: ObjectPath) -> float:
+        """Returns the time of this machine: fsspec does not tell the store's."""
+        return time.time()
 
     def find_all(self, paths: Sequence[ObjectPath]) -> list[ObjectStat | None]:
         return list(self.pool.map(self.find, paths))

@@ -224,6 +224,9 @@ class ObjectStore(Protocol):
     def find(self, path: ObjectPath) -> ObjectStat | None:
         """Returns an object's size and time; None if it does not exist."""
 
+    def now(self, path: ObjectPath) -> float:
+        """Returns the Unix time by the clock that gives objects their times, to a second or two."""
+
     def find_all(self, paths: Sequence[ObjectPath]) -> list[ObjectStat | None]:
         """Returns the results of `find` for several objects, concurrently."""
 

@@ -12,9 +12,11 @@ checkpoint that another run has committed since.
 import errno
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from email.utils import parsedate_to_datetime
 from threading import BoundedSemaphore
 from typing import Any, Self, TypeVar
 
@@ -97,6 +99,20 @@ class S3:
         except FileNotFoundError:
             return None
         return _stat(found["ContentLength"], found)
+
+    def now(self, path: ObjectPath) -> float:
+
+        def work() -> str:
+            # the smallest request that whoever reads objects below `path` may make
+            answer = self._client.list_objects_v2(
+                Bucket=path.bucket, Prefix=f"{path.key}/", MaxKeys=1
+            )
+            return str(answer["ResponseMetadata"]["HTTPHeaders"].get("date", ""))
+
+        try:
+            return parsedate_to_datetime(self._retrying(path, work)).timestamp()
+        except ValueError:  # the store does not tell
+            return time.time()
 
     def find_all(self, paths: Sequence[ObjectPath]) -> list[ObjectStat | None]:
         return list(self.pool.map(self.find, paths))

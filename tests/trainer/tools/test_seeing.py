@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from base64 import b64encode
 from contextlib import ExitStack, suppress
 from html import unescape
@@ -22,7 +23,7 @@ from elastic.record.ledger import Ledger, StartLine
 from tests.trainer.tools.a_run import write_run
 from trainer.cli.main import parse
 from trainer.text import visible
-from trainer.tools.seeing import cache, metric_columns
+from trainer.tools.seeing import cache, ledger_view, metric_columns
 from trainer.tools.seeing.metric_columns import MetricRecords, thinned
 from trainer.tools.seeing.page import ASSETS, report_html
 from trainer.tools.seeing.server import PageServer
@@ -37,6 +38,7 @@ VENDORED = {
     "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
     "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
 }
+START = StartLine(step=0, sequences=0, global_batch=8, world_size=2, steps=100)
 EVIL = "</script><img src=x onerror=alert(1)>\x1b]0;owned\x07"
 
 
@@ -164,8 +166,7 @@ def test_a_name_may_be_any_bytes(run):
     [(0, None, "running"), (300, None, "dead"), (10**6, 75, "paused"), (1, 76, "waiting")],
 )
 def test_whether_a_run_lives(tmp_path, age, end, state):
-    start = StartLine(step=0, sequences=0, global_batch=8, world_size=2, steps=100)
-    with Ledger(tmp_path / "ledger.jsonl", start) as ledger:
+    with Ledger(tmp_path / "ledger.jsonl", START) as ledger:
         for step in (1, 2, 3):
             ledger.step(step, 8 * step - 8, 8 * step, 0.5)
         if end:
@@ -173,6 +174,24 @@ def test_whether_a_run_lives(tmp_path, age, end, state):
     past = (tmp_path / "ledger.jsonl").stat().st_mtime - age
     os.utime(tmp_path / "ledger.jsonl", (past, past))
     assert looked_at(tmp_path).state().name == state
+
+
+def test_a_clock_that_differs_tells_no_run_dead(tmp_path, monkeypatch):
+    """Of a shared disk the server's counts; from the second look on, only whether a line came."""
+    with Ledger(tmp_path / "ledger.jsonl", START) as ledger:
+        ledger.step(1, 0, 8, 0.5)
+        clock = time.time
+        monkeypatch.setattr(ledger_view, "is_shared", lambda kind: True)
+        monkeypatch.setattr(time, "time", lambda: clock() + 3600)
+        looked = looked_at(tmp_path)
+        assert looked.state().name == "running"
+        os.utime(tmp_path / "ledger.jsonl", (1, 1))  # by a machine whose clock is wrong
+        looked.look()
+        assert looked.state().name == "running"
+    old = clock() - 300
+    os.utime(tmp_path / "ledger.jsonl", (old, old))
+    assert looked_at(tmp_path).state().name == "dead"
+    assert not list(tmp_path.glob("tmp*"))
 
 
 def test_thinning_keeps_spikes_and_order():

@@ -1,8 +1,12 @@
 """Follows a growing ledger, and resumes reading from what cache.py has stored."""
 
+import os
+import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
+from checkpointing.storage.posix import filesystem, is_shared
 from elastic.record.history import History, LedgerReader
 from trainer.tools.seeing import cache
 
@@ -17,6 +21,9 @@ class LedgerView:
     def __init__(self, run: Path) -> None:
         self._reader = LedgerReader(run)
         self._kept = 0
+        self._version: tuple[int, int] | None = None
+        self._written = 0.0
+        """When the ledger was last written, by `time.monotonic`."""
         if (size := _size(self._reader.path)) >= cache.WORTH_BYTES:
             self._recall(size)
 
@@ -36,6 +43,22 @@ class LedgerView:
         if self._reader.offset - self._kept >= cache.WORTH_BYTES:
             self._keep()
         return history
+
+    def silent_seconds(self) -> float:
+        """Return the time since the ledger was last written.
+
+        Clocks of two machines are never compared: at the first call, the file's time counts with
+        the clock of its filesystem, and later only whether the file has changed.
+        """
+        with suppress(OSError):
+            status = os.stat(self.path)
+            now, version = time.monotonic(), (status.st_mtime_ns, status.st_size)
+            if self._version is None:
+                self._written = now - (filesystem_time(self.path.parent) - status.st_mtime)
+            elif version != self._version:
+                self._written = now
+            self._version = version
+        return max(0.0, time.monotonic() - self._written)
 
     def newest_lines(self, count: int) -> list[str]:
         """Last `count` lines that are not a step's."""
@@ -83,3 +106,13 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+def filesystem_time(directory: Path) -> float:
+    """Return the Unix time by the clock from which new files in a directory get theirs: that of a
+    server, where several machines share the filesystem. Without permission to create a file there,
+    this machine's."""
+    if is_shared(filesystem(directory)):
+        with suppress(OSError), tempfile.TemporaryFile(dir=directory) as file:
+            return os.fstat(file.fileno()).st_mtime
+    return time.time()

@@ -110,7 +110,7 @@ def _row(path: Path, folder: Path) -> list[Text]:
     start = run.history.attempts[-1].start
     step = f"{run.history.step:,}" + (f"/{start.steps:,}" if start.steps else "")
     rate = next((value for what, value in values.items() if what.endswith("/s")), "-")
-    age = _age(max(0.0, run.now - run.history.attempts[-1].finished))
+    age = _age(run.ledger.silent_seconds())
     return [
         _text(str(shown)), _text(state.name, STATES.get(state.name, "yellow")), _text(step),
         _text(values.get("loss", "-")), _text(values.get("perplexity", "-")), _text(rate),

@@ -84,7 +84,7 @@ class RunView:
     def state(self) -> RunState:
         """State of the run, judged from its last writes."""
         newest = self.history.attempts[-1]
-        silent = max(0.0, self.now - _written_at(self.ledger.path))
+        silent = self.ledger.silent_seconds()
         if newest.end:
             code, how = newest.end["code"], ending(self.history, newest)
             if code == EXIT_DONE:
@@ -459,10 +459,3 @@ def _count(value: float) -> str:
         if value >= 10 * size or (size > 1e6 and value >= size):
             return f"{value / size:.3g} {name}"
     return f"{value:,.0f}" if math.isfinite(value) else "-"
-
-
-def _written_at(path: Path) -> float:
-    try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return 0.0
