@@ -10,18 +10,21 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from elastic.exits import EXIT_DONE
 from trainer.cli.parser import Commands, add_command, add_recipe, at_least, local_path, write_new
 from trainer.recipe import RecipeError, load_recipe
 
+if TYPE_CHECKING:
+    from trainer.tools.launch.launch_files import LaunchedRun
+
 EXAMPLES = """\
 examples:
   perdure launch slurm recipes/llama3_8b.yaml --nodes 1:8 --out llama.sbatch
   perdure launch k8s recipes/llama3_8b.yaml --nodes 2:8 --image registry/perdure --volume shared
-  perdure launch skypilot recipes/llama3_8b.yaml --nodes 1 --gpus 8xH100 \\
-    --bucket s3://mine --package 'perdure[s3] @ https://example.org/perdure.whl'
+  perdure launch skypilot recipes/llama3_8b.yaml --nodes 2 --gpus 8xH100 \\
+    --bucket s3://mine --package perdure-0.1.0-py3-none-any.whl
   perdure launch local recipes/llama3_8b.yaml --nodes 1:4
 
 Writes a job file to read, change and keep; without --out it is printed. --submit also passes it to
@@ -30,7 +33,7 @@ sbatch, kubectl or sky. See docs/launch.md.
 ENDINGS = {"slurm": ".sbatch", "k8s": ".yaml", "skypilot": ".yaml", "local": ".sh"}
 DEFAULT_GPUS = 8
 OPTIONS = (
-    *("time", "container", "allocations", "image", "form", "volume", "bucket", "package"),
+    *("time", "container", "allocations", "image", "form", "volume", "package"),
     *("grace", "queue", "interface"),
 )
 """Options that are passed to the template of the written file."""
@@ -58,7 +61,9 @@ def add_launch_command(commands: Commands) -> None:
     k8s.add_argument(
         "--image", type=word, required=True, help="container image built from the Dockerfile"
     )
-    k8s.add_argument("--volume", type=word, required=True, help="volume claim that all nodes mount")
+    k8s.add_argument(
+        "--volume", type=word, help="volume claim that all nodes mount; not if all paths are URLs"
+    )
     k8s.add_argument(
         "--form",
         choices=("jobset", "trainjob"),
@@ -66,10 +71,12 @@ def add_launch_command(commands: Commands) -> None:
         help="jobset (default), or trainjob for Kubeflow Trainer 2",
     )
     sky = _add_kind(kinds, "skypilot", "a managed job on spot machines for SkyPilot")
-    shared = sky.add_mutually_exclusive_group(required=True)
+    shared = sky.add_mutually_exclusive_group()
     shared.add_argument("--volume", type=word, help="SkyPilot volume that all nodes mount")
-    shared.add_argument("--bucket", type=_bucket, help="s3:// or gs://, for one node at a time")
-    sky.add_argument("--package", required=True, help="requirement for pip: path, URL or name")
+    shared.add_argument(
+        "--bucket", type=_bucket, help="s3://…, in which all paths lie; or gs://… for one node"
+    )
+    sky.add_argument("--package", required=True, help="what pip installs: wheel here, URL or name")
     _add_kind(kinds, "local", "a script for machines without a scheduler")
     for kind in (slurm, k8s):
         kind.add_argument(
@@ -152,15 +159,18 @@ def _launch(arguments: argparse.Namespace) -> int:
     from trainer.tools.launch import launch_files
 
     kind, (least, most), own = arguments.kind, arguments.nodes, list(arguments.overrides)
+    volume, bucket = (getattr(arguments, name, None) for name in ("volume", "bucket"))
     gpus, gpu_name = arguments.gpus or (0 if recipe.run.device == "cpu" else DEFAULT_GPUS, "")
     if kind in ("k8s", "skypilot"):
-        launch_files.check_inside(recipe)
+        shares = "--volume" if kind == "k8s" else "--bucket or --volume"
+        launch_files.check_inside(recipe, "" if volume or bucket else shares)
         for key, name in recipe.own_code.items():
             print(f"note: {key}: {name} must be importable on the nodes", file=sys.stderr)
     if kind == "skypilot" and gpus and not gpu_name:
         raise RecipeError(f"--gpus: SkyPilot rents GPUs by name; write {gpus}xH100")
-    if kind == "skypilot" and arguments.bucket:
-        own += launch_files.in_bucket(recipe, arguments.bucket, most)
+    if bucket:
+        own += launch_files.in_bucket(recipe, bucket, most)
+        recipe = load_recipe(arguments.recipe, own)
     if kind == "local" and most > 1 and arguments.submit:
         raise RecipeError(
             "--submit: does not start several nodes; run the script on each node by hand"
@@ -180,26 +190,45 @@ def _launch(arguments: argparse.Namespace) -> int:
         ranks=arguments.nproc_per_node,
         written_by=shlex.join(["perdure", *sys.argv[1:]]),
         file=shlex.quote(str(out or f"FILE{ENDINGS[kind]}")),
+        stores=launch_files.stores_of(recipe),
+        # A single node needs none, and in a run directory it is made by itself.
+        secret=recipe.in_bucket and most > 1,
+        mounted="" if not bucket or bucket.startswith("s3://") else bucket,
     )
     options = {key: value for key, value in vars(arguments).items() if key in OPTIONS}
+    if kind == "skypilot":  # a wheel of this machine is sent along
+        wheel = Path(arguments.package)
+        options["wheel"] = wheel.name if wheel.is_file() else ""
     text = launch_files.render(kind, job, programs=str(Path(sys.executable).parent), **options)
     if out is None:
         print(text, end="")
         return EXIT_DONE
-    command = launch_files.submission(kind, out)
-    if arguments.submit and not shutil.which(command[0]):
-        raise RecipeError(
-            f"--submit: {command[0]} is not installed here; use --out, and submit where it is"
-        )
+    command = launch_files.submission(kind, out, secret=job.secret)
+    if arguments.submit:
+        _check_submit(kind, command, job)
     write_new(out, text, "choose another --out")
     if kind == "local":
         out.chmod(0o755)
     if arguments.submit:
         _submit(kind, command, name)
-    # the local script for several nodes says itself where to run it
-    if not (kind == "local" and most > 1):
-        print(f"{out}: written; to submit it: {shlex.join(command)}")
+    more_to_do = kind == "k8s" or job.secret or (kind == "local" and most > 1)
+    what = "its head says how to start the run" if more_to_do else f"then: {shlex.join(command)}"
+    print(f"{out}: written; {what}")
     return EXIT_DONE
+
+
+def _check_submit(kind: str, command: list[str], job: "LaunchedRun") -> None:
+    """Raise RecipeError if the file cannot be submitted here, before it is written."""
+    if not shutil.which(command[0]):
+        raise RecipeError(
+            f"--submit: {command[0]} is not installed here; use --out, and submit where it is"
+        )
+    keys = f"{job.name}-bucket"
+    if kind == "k8s" and {*job.stores} - {"gs"} and not _has_secret(keys):
+        raise RecipeError(
+            f"--submit: the cluster has no secret {keys} with the keys of the bucket; the head of "
+            "the file, which --out writes, says how to create it"
+        )
 
 
 def _submit(kind: str, command: list[str], name: str) -> NoReturn:
@@ -207,18 +236,23 @@ def _submit(kind: str, command: list[str], name: str) -> NoReturn:
     that command's."""
     if kind == "k8s":
         _make_secret(name)
+    # SkyPilot gives it to the machines, where the job needs one. In the environment, as other users
+    # of this machine can read arguments.
+    os.environ.setdefault("PERDURE_SECRET", secrets.token_hex(32))
     # exec would discard Python's buffers.
     sys.stdout.flush()
     os.execvp(command[0], command)
 
 
+_kubectl = partial(subprocess.run, capture_output=True, text=True, check=False)
+
+
 def _make_secret(name: str) -> None:
     """Create a Kubernetes secret for the job's nodes, unless one of this name exists. Raises
     RecipeError if kubectl failed, with its message."""
-    kubectl = partial(subprocess.run, capture_output=True, text=True, check=False)
-    if kubectl(["kubectl", "get", "secret", name]).returncode == 0:
+    if _has_secret(name):
         return
-    created = kubectl(
+    created = _kubectl(
         ["kubectl", "create", "secret", "generic", name, "--from-file=secret=/dev/stdin"],
         # Through stdin: other users of this machine can read arguments.
         input=secrets.token_hex(32),
@@ -228,3 +262,7 @@ def _make_secret(name: str) -> None:
         raise RecipeError(
             f"--submit: the secret {name} cannot be created: {errors[-1] if errors else ''}"
         )
+
+
+def _has_secret(name: str) -> bool:
+    return _kubectl(["kubectl", "get", "secret", name]).returncode == 0

@@ -1,40 +1,23 @@
 """Files that start a run elsewhere: what they run is what the commands take, and what they refer to
-is there. Schemas are held against them by `make manifests`, Slurm by `make slurm`."""
+is there. test_manifests.py holds schemas against them, `make manifests` SkyPilot, `make slurm`
+Slurm."""
 
+import os
 import re
 import shlex
 import subprocess
-import sys
 
 import pytest
 import yaml
 
 from elastic.exits import EXIT_DO_NOT_REQUEUE, EXIT_REQUEUE, EXIT_WRONG_INPUT
 from tests.distributed.jobs import RECIPE
-from trainer.cli.main import main, parse
+from tests.trainer.tools.conftest import ODD, OVERRIDE
+from trainer.cli.main import parse
 
-ODD = "it's $HOME.yaml"
-"""Name of a recipe that a shell would read otherwise."""
-OVERRIDE = "tracking.name=\"a $(b) 'c'\""
 K8S = ["--image", "registry/perdure:1", "--volume", "shared"]
+VOLUME = {"skypilot": ["--volume", "shared"]}
 SKY = ["--package", "perdure[s3] @ file:///perdure.whl"]
-
-
-@pytest.fixture
-def launch(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as main does, and undone after the test
-    (tmp_path / ODD).write_text(RECIPE)
-
-    def run(kind, *arguments, code=0):
-        monkeypatch.setattr(sys, "argv", ["perdure", "launch", kind, ODD, OVERRIDE, *arguments])
-        with pytest.raises(SystemExit) as end:
-            main()
-        out, err = capsys.readouterr()
-        assert end.value.code == code, out + err
-        return err if code else out
-
-    return run
 
 
 def commands(script):
@@ -126,15 +109,64 @@ def test_a_manifest_has_the_recipe_to_the_letter(launch, tmp_path, more):
     assert config["data"]["recipe.yaml"] == RECIPE + more
 
 
-def test_a_task_of_skypilot_trains_in_the_bucket(launch):
-    task = yaml.safe_load(launch("skypilot", *SKY, "--gpus", "8xH100", "--bucket", "s3://mine/a/"))
+def test_a_task_of_skypilot_trains_in_the_bucket(launch, tmp_path):
+    (tmp_path / "a b.whl").touch()
+    given = ["--package", "a b.whl", "--gpus", "2xH100", "--nodes", "2", "--bucket", "s3://mine/a/"]
+    task = yaml.safe_load(launch("skypilot", *given))
     (words,) = commands(task["run"])
     found = parse(["train", *words])
-    assert found.overrides == [OVERRIDE, "checkpoint.directory=s3://mine/a/run/checkpoints"]
+    lies = ["run.dir=s3://mine/a/run", "data.sources.0.path=s3://mine/a/data"]
+    assert found.overrides == [OVERRIDE, *lies]
+    assert (task["num_nodes"], found.nnodes) == (2, "2:2")
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [EXIT_REQUEUE]
-    assert task["file_mounts"]["/workspace"]["source"] == "s3://mine/a"
-    assert task["file_mounts"]["~/perdure/recipe.yaml"] == ODD
-    assert shlex.split(task["setup"].splitlines()[-1])[-1] == SKY[1]
+    files = {"~/perdure/recipe.yaml": ODD, "~/perdure/a b.whl": "a b.whl"}
+    assert task["file_mounts"] == files  # and nothing that several nodes would write to
+    assert shlex.split(task["setup"].splitlines()[-1])[-2:] == ["~/perdure/a b.whl", "boto3"]
+    assert task["secrets"] == {"PERDURE_SECRET": None}
+    before, _, _ = task["run"].partition("~/perdure/venv/bin/perdure train")
+    script = f"{before}\ncat $PERDURE_SECRET_FILE; stat -c %a $PERDURE_SECRET_FILE; env"
+    (tmp_path / "perdure").mkdir()
+    environment = {"HOME": str(tmp_path), "PERDURE_SECRET": "told", "PATH": os.environ["PATH"]}
+    told = subprocess.run(
+        ["bash", "-c", script], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert told.startswith("told600\n")
+    assert "PERDURE_SECRET=" not in told
+
+    google = yaml.safe_load(launch("skypilot", *SKY, "--gpus", "2xH100", "--bucket", "gs://mine"))
+    (words,) = commands(google["run"])
+    lies = "checkpoint.directory=gs://mine/run/checkpoints"
+    assert parse(["train", *words]).overrides == [OVERRIDE, lies]
+    assert google["file_mounts"]["/workspace"]["source"] == "gs://mine"
+    assert "secrets" not in google
+
+
+def test_files_name_the_keys_of_a_bucket_and_hold_none(launch, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "an id")
+    run = ["run.dir=s3://mine/run", "data.sources.0.path=az://mine/data"]
+    names = ["AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AZURE_STORAGE_ACCOUNT_KEY"]
+    for kind, options in {
+        "k8s": ["--image", "registry/perdure:1"],
+        "skypilot": [*SKY, "--gpus", "2xH100"],
+        "slurm": ["--container", "a#b:1"],
+        "local": [],
+    }.items():
+        text = launch(kind, *run, *options, "--nodes", "2")
+        assert "an id" not in text
+        for name in names:
+            (line,) = (line for line in text.splitlines() if name in line)
+            assert line.startswith("#")
+        without = launch(kind, *options, *(K8S if kind == "k8s" else ()), *VOLUME.get(kind, ()))
+        assert "AWS_" not in without
+    *_, job = yaml.safe_load_all(launch("k8s", *run, "--image", "a"))
+    pod = job["spec"]["replicatedJobs"][1]["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["envFrom"] == [{"secretRef": {"name": f"{job['metadata']['name']}-bucket"}}]
+    assert "workspace" not in {volume["name"] for volume in pod["volumes"]}
+    *_, job = yaml.safe_load_all(launch("k8s", *K8S, "data.sources.0.path=gs://mine/data"))
+    pod = job["spec"]["replicatedJobs"][1]["template"]["spec"]["template"]["spec"]
+    assert pod["serviceAccountName"] == f"{job['metadata']['name']}-bucket"
+    assert "envFrom" not in pod["containers"][0]
 
 
 @pytest.mark.parametrize(
@@ -146,11 +178,13 @@ def test_a_task_of_skypilot_trains_in_the_bucket(launch):
         ("slurm", ["run.lenght=3"], "run.lenght: unknown key"),
         ("slurm", ["strategy.tp=2", "--nproc-per-node", "3"], "strategy.tp: groups of 2 ranks do"),
         ("slurm", ["--nodes", "9", "--gpus", "8"], "batch.global_batch: a global batch of 8"),
-        ("k8s", [], "the following arguments are required: --image, --volume"),
+        ("k8s", [], "the following arguments are required: --image"),
+        ("k8s", K8S[:2], "data.sources.0.path: data is on no disk of the nodes; write a URL such"),
         ("k8s", [*K8S, "run.dir=/home/me/run"], "run.dir: /home/me/run is not in the nodes'"),
         ("k8s", [*K8S, "data.sources.0.path=../data"], "data.sources.0.path: ../data is not in"),
         ("skypilot", [*SKY, "--bucket", "mine"], "'mine' is no bucket; write s3://NAME"),
-        ("skypilot", [*SKY, "--bucket", "s3://m", "--nodes", "2"], "--nodes: several nodes need"),
+        ("skypilot", [*SKY, "--bucket", "gs://m", "--nodes", "2"], "--nodes: several nodes need"),
+        ("skypilot", [*SKY, "run.dir=s3://m/r"], "such as s3://mine/data, or give --bucket or --v"),
         ("skypilot", [*SKY, "--volume", "v", "--gpus", "8"], "SkyPilot rents GPUs by name"),
         ("local", ["--nodes", "2", "--submit"], "--submit: does not start several nodes"),
         ("slurm", ["--submit"], "--submit: sbatch is not installed here; use --out"),

@@ -26,6 +26,17 @@ TEMPLATES = {
 """Kind of launch → file in `templates/`."""
 WORKSPACE = PurePosixPath("/workspace")
 """Mount point of the shared volume or bucket on cloud nodes."""
+KEYS = {
+    "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_DEFAULT_REGION; not AWS: AWS_ENDPOINT_URL",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS: the path of a key file",
+    "abfs": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY",
+    "hf": "HF_TOKEN",
+}
+"""Protocol of an object store → environment variables that give access to it."""
+PROTOCOLS = {"s3a": "s3", "gcs": "gs", "az": "abfs", "abfss": "abfs"}
+"""Other names of protocols in KEYS."""
+SECRET = "PERDURE_SECRET"
+"""Environment variable by which SkyPilot gives the job's secret to its machines."""
 LONGEST_NAME = 40
 """Longest name of a run, in characters; pod names, which begin with it, have at most 63."""
 
@@ -55,6 +66,12 @@ class LaunchedRun:
     """Command that writes the file, for its header."""
     file: str
     """Path of the written file."""
+    stores: Sequence[str] = ()
+    """Object stores that the nodes use: keys of KEYS."""
+    secret: bool = False
+    """Whether nodes need a file with the job's secret, as they share no run directory."""
+    mounted: str = ""
+    """URL of the bucket that is mounted at WORKSPACE; "": none is."""
 
     @property
     def recipe(self) -> str:
@@ -94,7 +111,9 @@ def render(kind: str, job: LaunchedRun, **options: Any) -> str:
     # JSON strings are YAML strings.
     environment.filters["yaml"] = lambda value: json.dumps(str(value), ensure_ascii=False)
     environment.filters["yaml_block"] = _yaml_block
-    return environment.get_template(TEMPLATES[kind]).render(job=job, **options)
+    return environment.get_template(TEMPLATES[kind]).render(
+        job=job, keys={store: KEYS[store] for store in job.stores}, **options
+    )
 
 
 def _yaml_block(text: str, indent: int) -> str:
@@ -113,14 +132,16 @@ def _yaml_block(text: str, indent: int) -> str:
     return "\n".join([f"|2{kept}", *lines])
 
 
-def submission(kind: str, file: Path) -> list[str]:
-    """Command that submits a written file."""
+def submission(kind: str, file: Path, *, secret: bool) -> list[str]:
+    """Command that submits a written file. `secret`: as in LaunchedRun."""
     return {
         "slurm": ["sbatch", str(file)],
         "k8s": ["kubectl", "apply", "--filename", str(file)],
-        "skypilot": ["sky", "jobs", "launch", "--yes", str(file)],
+        "skypilot": [
+            "sky", "jobs", "launch", "--yes", *(["--secret", SECRET] if secret else []), str(file),
+        ],
         "local": ["bash", str(file)],
-    }[kind]
+    }[kind]  # fmt: skip
 
 
 def run_name(recipe: Recipe) -> str:
@@ -151,18 +172,29 @@ def check_world(recipe: Recipe, least: int, most: int, ranks: int) -> None:
     exact.batch_plan(recipe, nodes * ranks // together(recipe.strategy))
 
 
-def check_inside(recipe: Recipe) -> None:
-    """Check that cloud nodes share all paths of the recipe: those in WORKSPACE, where relative
-    paths begin.
+def check_inside(recipe: Recipe, shared: str) -> None:
+    """Check that cloud nodes have all paths of the recipe: URLs, and those in WORKSPACE, where
+    relative paths begin.
+
+    Args:
+        recipe: the recipe of the run.
+        shared: options that share WORKSPACE; "" if one is given.
 
     Raises:
-        RecipeError: one line for each path outside of it.
+        RecipeError: one line for each path that they do not have.
     """
     lines = []
     for key, path in _paths(recipe):
         place = PurePosixPath(path)
         outside = place.is_absolute() and not place.is_relative_to(WORKSPACE)
-        if "://" not in path and (outside or ".." in place.parts):
+        if "://" in path:
+            continue
+        if shared:
+            lines.append(
+                f"{key}: {path} is on no disk of the nodes; write a URL such as "
+                f"s3://mine/{place.name}, or give {shared}"
+            )
+        elif outside or ".." in place.parts:
             lines.append(
                 f"{key}: {path} is not in the nodes' shared folder, which is mounted at "
                 f"{WORKSPACE}; write a path inside it, such as runs/mine"
@@ -172,20 +204,41 @@ def check_inside(recipe: Recipe) -> None:
 
 
 def in_bucket(recipe: Recipe, bucket: str, nodes: int) -> list[str]:
-    """Overrides for a single machine with a bucket mounted at WORKSPACE. Checkpoints are written
-    directly to the bucket, so that they exist as soon as their save has ended. Raises RecipeError
-    if there are several nodes."""
-    if nodes > 1:
-        raise RecipeError(
-            "--nodes: several nodes need the same run.dir at once, which a mounted bucket does not "
-            "provide; use a --volume of SkyPilot instead, or launch one node"
-        )
-    if "://" in recipe.checkpoint_directory:
-        return []
-    inside = PurePosixPath(recipe.checkpoint_directory)
-    if inside.is_absolute():
-        inside = inside.relative_to(WORKSPACE)
-    return [f"checkpoint.directory={bucket}/{inside}"]
+    """Return overrides for nodes that share nothing but a bucket, in which the recipe's paths lie.
+
+    In s3:// they become URLs, which Perdure reads and writes itself. A bucket of gs:// cannot hold
+    a run. It is mounted at WORKSPACE on a single node, and gets only checkpoints directly, so that
+    they exist as soon as their save has ended.
+
+    Args:
+        recipe: its relative paths are below WORKSPACE, see `check_inside`.
+        bucket: URL of a folder.
+        nodes: maximum number of nodes.
+
+    Raises:
+        RecipeError: several nodes would need the same mounted directory.
+    """
+    paths = dict(_paths(recipe))
+    if not bucket.startswith("s3://"):
+        if nodes > 1 and not recipe.in_bucket:
+            raise RecipeError(
+                f"--nodes: several nodes need the same run.dir at once, which {bucket} cannot be; "
+                "use a bucket of s3://, a --volume of SkyPilot, or one node"
+            )
+        paths = {"checkpoint.directory": recipe.checkpoint_directory}
+    return [
+        # an absolute path replaces WORKSPACE, and is below it
+        f"{key}={bucket}/{(WORKSPACE / path).relative_to(WORKSPACE)}"
+        for key, path in paths.items()
+        if "://" not in path
+    ]
+
+
+def stores_of(recipe: Recipe) -> list[str]:
+    """Return the object stores that a run uses, as keys of KEYS."""
+    paths = [path.partition("://") for _, path in _paths(recipe)]
+    named = {PROTOCOLS.get(protocol, protocol) for protocol, mark, _ in paths if mark}
+    return sorted(named & KEYS.keys())
 
 
 def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:

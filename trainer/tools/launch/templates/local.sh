@@ -8,14 +8,33 @@
 # terminal save and leave; the same script goes on from there.
 
 {% else %}
+{% if job.secret %}
+# Run it on each machine, in a folder with a file `secret`, the same on all of them, that only you may
+# read:
+#
+#   (umask 077; openssl rand -hex 32 > secret)     once; then copy it
+#
+{% else %}
 # Run it on each machine, in the folder in which the recipe's relative paths begin, on a filesystem
 # that all of them share:
 #
+{% endif %}
 #   {{ job.file }} store             once, on a machine that stays
 #   {{ job.file }} HOST:29400        on each node, whenever it is there; HOST runs the store
 #
 # Nodes may come and go. The same line goes on from where the run was left.
 
+{% endif %}
+{% if keys %}
+# The keys of the bucket are not written here. They are looked for in the environment and your home:
+#
+{% for line in keys.values() %}
+#   {{ line }}
+{% endfor %}
+
+{% endif %}
+{% if job.secret %}
+export PERDURE_SECRET_FILE=${PERDURE_SECRET_FILE:-secret}
 {% endif %}
 {% if interface %}
 # gloo and NCCL open their sockets on the fast network. NCCL finds InfiniBand by itself.
