@@ -90,10 +90,10 @@ fakecuda: $(FAKE)/.installed  ## train on a fake CUDA runtime, with torch's CUDA
 slurm: $(DEV)    ## train under a Slurm of its own (root, slurm-wlm, munge), through requeues and lost nodes
 	tests/opt_in/slurm.sh
 
-manifests: $(DEV) ## hold what `perdure launch` writes against the schemas of Kubernetes, Kubeflow and SkyPilot (0.8 GB)
+manifests: $(DEV) ## hold what `perdure launch skypilot` writes against SkyPilot's schema (0.6 GB)
 	test -x .venv/manifests/bin/python || $(PYTHON) -m venv .venv/manifests
-	.venv/manifests/bin/pip install -q kubernetes-validate==1.37.0 kubeflow-trainer-api==2.3.0 skypilot==0.14.1
-	.venv/manifests/bin/python tests/opt_in/manifests.py $(BIN)/perdure
+	.venv/manifests/bin/pip install -q skypilot==0.14.1
+	.venv/manifests/bin/python -m tests.opt_in.manifests $(BIN)/perdure
 
 attack: $(DEV)   ## another user and another machine try to get into real runs (root)
 	tests/opt_in/attack.sh
