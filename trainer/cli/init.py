@@ -43,7 +43,12 @@ def _init(arguments: argparse.Namespace) -> int:
     names = ", ".join(with_architecture())
     wishes = RecipeWishes(
         model=_answer(arguments.model, "--model", f"Model, a directory or one of {names}"),
-        data=_answer(arguments.data, "--data", "Prepared data", data[0] if len(data) == 1 else ""),
+        data=_answer(
+            arguments.data,
+            "--data",
+            f"Prepared data{f', such as {data[0]}' if data else ' (by perdure data prepare)'}",
+            data[0] if len(data) == 1 else "",
+        ),
         gpus=arguments.gpus or _answer(None, "--gpus", "GPUs of a node, or cpu", this_machine()),
         nodes=_number(_answer(arguments.nodes, "--nodes", "Nodes", "1")),
     )
@@ -61,7 +66,7 @@ def _answer(given: str | None, option: str, question: str, default: str = "") ->
     if answer is None and sys.stdin.isatty():
         answer = input(f"{question}{f' [{default}]' if default else ''}: ").strip()
     if not (answer := answer or default):
-        raise RecipeError(f"{option}: is required; see perdure init --help")
+        raise RecipeError(f"{option}: is required: {question[0].lower()}{question[1:]}")
     return answer
 
 

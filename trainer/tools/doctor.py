@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
 
+from checkpointing.errors import CheckpointError, explain
 from checkpointing.save.slots import available_bytes
+from checkpointing.storage.object_storage import store_of
+from checkpointing.storage.place import ObjectPath
 from checkpointing.storage.posix import filesystem, is_shared
 from elastic.group.health import check_node
 from elastic.process import usable_cores
@@ -39,7 +41,7 @@ PURPOSES = {
     "parquet": "data in parquet and arrow",
     "zstd": "data in .zst",
     "tensorboard": "tracking.tensorboard",
-    "s3": "s3://… in checkpoint.directory, data.sources and model.init_from",
+    "s3": "s3://… in run.dir, checkpoint.directory, data.sources and model.init_from",
     "fp8": "precision.matmul",
     "flash": "FlashAttention-4, on Hopper and Blackwell",
 }
@@ -64,8 +66,8 @@ def examine(recipe: Recipe | None = None) -> Iterator[MachineFinding]:
     """Check this machine, in general or for one recipe.
 
     Args:
-        recipe: also check its run directory, and the extras that it needs; None: check the working
-            directory, and require no extra.
+        recipe: also check its run directory, its buckets, and the extras that it needs; None: check
+            the working directory, and require no extra.
     """
     yield _ok("python", f"{platform.python_version()}, {sys.executable}")
     yield from _torch(recipe)
@@ -75,8 +77,13 @@ def examine(recipe: Recipe | None = None) -> Iterator[MachineFinding]:
     yield from _network()
     yield from _compiler(recipe)
     needed = _needed_extras(recipe) if recipe else set()
-    for extra, requirement in _requirements().items():
+    requirements = _requirements()
+    if not (_driver() or "flash" in needed):  # without a GPU it cannot be used
+        requirements.pop("flash", None)
+    for extra, requirement in requirements.items():
         yield _extra(extra, requirement, needed=extra in needed)
+    if recipe:
+        yield from buckets(recipe)
     problems = check_node(lambda: 0.0, network=True).problems
     if not problems:
         yield _ok("health", "cores and GPUs compute right; links and ports are in order")
@@ -313,14 +320,35 @@ def _compiler(recipe: Recipe | None) -> Iterator[MachineFinding]:
 
 def _needed_extras(recipe: Recipe) -> set[str]:
     """Extras without which this recipe cannot train."""
-    places = [recipe.checkpoint.directory, recipe.model.init_from]
-    places += [source.path for source in recipe.data.sources]
     used = {
         "tensorboard": recipe.tracking.tensorboard,
-        "s3": any(urlsplit(place or "").scheme == "s3" for place in places),
+        "s3": any(place.protocol in ("s3", "s3a") for place in _remote(recipe).values()),
         "fp8": recipe.precision.matmul is not None,
     }
     return {extra for extra, is_used in used.items() if is_used}
+
+
+def _remote(recipe: Recipe) -> dict[str, ObjectPath]:
+    """Recipe key → place in an object store that it names."""
+    sources = {f"data.sources.{n}.path": one.path for n, one in enumerate(recipe.data.sources)}
+    named = {
+        "run.dir": recipe.run.dir,
+        "checkpoint.directory": recipe.checkpoint.directory,
+        "model.init_from": recipe.model.init_from,
+        **sources,
+    }
+    return {key: ObjectPath.of(path) for key, path in named.items() if path and "://" in path}
+
+
+def buckets(recipe: Recipe) -> Iterator[MachineFinding]:
+    """Check that this machine has access to what a recipe names in object stores. Reads only."""
+    for key, place in _remote(recipe).items():
+        try:
+            store_of(place).children(place)
+        except (CheckpointError, OSError) as error:  # the message has the remedy
+            yield MachineFinding(key, "WRONG", explain(error))
+        else:
+            yield _ok(key, f"{place} can be read")
 
 
 def _requirements() -> dict[str, str]:
