@@ -21,11 +21,13 @@ from trainer.cli.parser import (
     at_least,
     local_path,
     place,
+    run_place,
     whole_number,
     write_output,
 )
 from trainer.data.prepare.options import PrepareOptions
-from trainer.recipe.paths import like_url
+from trainer.recipe import RecipeError
+from trainer.recipe.paths import like_url, local_copy
 from trainer.text import terminal_columns
 
 DATA_EXAMPLES = """\
@@ -98,7 +100,12 @@ def add_data_command(commands: Commands) -> None:
 def _add_change(commands: Commands) -> None:
     what = "change the data mixture of a running run, from a step on"
     change = add_command(commands, "change", what, CHANGE_EXAMPLES)
-    change.add_argument("run_directory", type=local_path, metavar="RUN", help="run directory")
+    change.add_argument(
+        "run_directory",
+        type=run_place,
+        metavar="RUN",
+        help="run directory, or on the machine of rank 0 a folder of a bucket",
+    )
     change.add_argument(
         "--at-step",
         type=at_least(1),
@@ -138,8 +145,12 @@ def _data_change(arguments: argparse.Namespace) -> int:
     if not (arguments.weights or arguments.append):
         arguments.refuse("nothing changes; give --weights or --append")
     weights = dict(arguments.weights) if arguments.weights else None
-    chosen = arguments.at_step, weights, arguments.add, arguments.append
-    print(change_data(arguments.run_directory, *chosen))
+    run, chosen = arguments.run_directory, (weights, arguments.add, arguments.append)
+    if not isinstance(run, Path):
+        url, run = run, local_copy(str(run))
+        if not run.exists():
+            raise RecipeError(f"{url}: run this on the machine of rank 0, which is not this one")
+    print(change_data(run, arguments.at_step, *chosen))
     return 0
 
 

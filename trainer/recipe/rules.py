@@ -156,12 +156,6 @@ def _samples_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "only for model.architecture and model.init_from, as `perdure generate` cannot run a "
             "model of model.factory; remove it",
         )
-    if "://" in recipe.checkpoint_directory:
-        yield (
-            "run.samples",
-            f"needs checkpoints on a disk, but they go to {recipe.checkpoint_directory}; remove "
-            "it, or checkpoint.directory",
-        )
     if model.adapter and "://" in (model.init_from or ""):
         yield (
             "run.samples",

@@ -5,7 +5,9 @@ it once a second. It accepts a stage that begins after the present step, and add
 CHANGES; it refuses a stage that begins earlier. The ledger records either answer. After an
 acceptance all ranks pause at the end of the step, as they do when a node joins. At the next start
 rank 0 reads CHANGES and sends it to all ranks. So the order of samples never changes under a
-running loader, and no rank has begun an accepted stage, whatever fails meanwhile.
+running loader, and no rank has begun an accepted stage, whatever fails meanwhile. Of a run in a
+bucket, CHANGES is in the bucket before the answer is given, so it outlives rank 0's machine; the
+request is made in the run's directory on that machine.
 """
 
 import json
@@ -18,7 +20,6 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from checkpointing.ranks import RankGroup, failing_alike
-from elastic.node.files import write_whole
 from elastic.world import supervised
 from trainer.data.loader import check_weights
 from trainer.data.shards import is_prepared
@@ -34,7 +35,7 @@ from trainer.recipe.data_change import (
 )
 from trainer.recipe.errors import known_errors
 from trainer.recipe.stages import ordered, table
-from trainer.run.provenance import read_changes, trusted_json
+from trainer.run.provenance import read_changes, trusted_json, write_changes
 
 if TYPE_CHECKING:
     from trainer.run.state import Run
@@ -93,7 +94,7 @@ class DataChanges:
 
         Raises:
             RecipeError: the change comes too late, or does not fit the recipe.
-            OSError: the change cannot be saved.
+            OSError, StorageError: the change cannot be saved.
         """
         run = self._run
         if not supervised():
@@ -114,7 +115,9 @@ class DataChanges:
         refuse_taken_names(run.written, change, os.getcwd())
         changes.append(change)
         _check_data(with_changes(run.written, changes, CHANGES), change)
-        write_whole(self._folder / CHANGES, json.dumps(plain(changes), indent=1))
+        # A bucket may take seconds to answer. No other rank waits longer than for a save.
+        with run.pulse.during("save"):
+            write_changes(run.recipe, changes)
         return True
 
 

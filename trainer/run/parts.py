@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 LINES, RECIPES = "lines", "recipes"
 FILES = re.compile(
     r"recipe\.yaml|recipes/[0-9a-f]{16}\.yaml|micro_batch\.json|(?:wandb|mlflow)-run-id"
-    r"|\.tracker-[\w.:-]+\.json"
+    r"|\.tracker-[\w.:-]+\.json|samples\.jsonl"
 )
 """Names of the small files of a run that are stored in its bucket."""
 TRIES = 20
@@ -204,6 +204,8 @@ class LocalCopy:
         self._run, self._directory, self._parts = run, directory, PartsReader(run)
         self._written: dict[str, tuple[int, bytes]] = {}
         """Name of a file → number of bytes written to it, and their digest."""
+        self._brought: dict[str, ObjectStat | None] = {}
+        """Name of a small file → size and time of its object when it was copied."""
         self._changed = self._moment = 0.0
         """Time of the newest part by the store's clock, and of the files by this machine's."""
 
@@ -217,8 +219,10 @@ class LocalCopy:
         self._bring_files()
         ledger, records = by_file(self._parts.lines())
         if (changed := self._parts.changed) != self._changed:
-            # The two clocks may differ: from the second look on only this machine's counts.
-            self._moment = time.time() if self._changed else min(changed, time.time())
+            # The two clocks may differ, so that the first look compares times of the store alone.
+            now = time.time()
+            age = 0.0 if self._changed else max(0.0, store_of(self._run).now(self._run) - changed)
+            self._moment = now - age
             self._changed = changed
         self._grow(LEDGER, b"".join(ledger))
         self._grow(METRICS, b"".join(records))
@@ -228,13 +232,21 @@ class LocalCopy:
         store = store_of(self._run)
         found = [*store.children(self._run), *store.children(self._run / RECIPES)]
         names = [place.key[len(self._run.key) + 1 :] for place in found]
+        names = [
+            name
+            for name in filter(FILES.fullmatch, names)
+            # a recipe is named by its digest, and never changed
+            if not (name.startswith(RECIPES) and (self._directory / name).exists())
+        ]
         (self._directory / RECIPES).mkdir(exist_ok=True)
-        for name in filter(FILES.fullmatch, names):
-            path = self._directory / name
-            if name.startswith(RECIPES) and path.exists():  # named by its digest, never changed
+        present = store.find_all([self._run / name for name in names])
+        for name, stat in zip(names, present, strict=True):
+            if stat and stat == self._brought.get(name):
                 continue
             with suppress(FileNotFoundError):
-                write_whole(path, store.read(self._run / name).decode(errors="replace"))
+                data = store.read(self._run / name)
+                write_whole(self._directory / name, data.decode(errors="replace"))
+                self._brought[name] = stat
 
     def _grow(self, name: str, data: bytes) -> None:
         """Set the contents of a file to `data`; append if possible, for readers that follow it."""

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from checkpointing.format.untrusted import printable
+from checkpointing.storage.object_storage import store_of
 from checkpointing.storage.ownership import TrustedUsers
+from checkpointing.storage.place import ObjectPath
 from elastic.node.files import open_to_read, own_directory, read_text, write_whole
 from elastic.record.history import last_start
 from elastic.record.ledger import StartLine
@@ -24,7 +26,7 @@ from elastic.world import World
 from trainer.data.loader import later_stages
 from trainer.data.stream import Stream
 from trainer.recipe import Recipe, RecipeError, resolved, strategies
-from trainer.recipe.data_change import CHANGES, DataChange, parsed
+from trainer.recipe.data_change import CHANGES, DataChange, parsed, plain
 from trainer.recipe.factory import with_defaults
 from trainer.recipe.load import renewed, validate
 from trainer.recipe.yaml_tree import read_tree
@@ -253,14 +255,36 @@ def read_changes(recipe: Recipe) -> list[DataChange]:
 
     Raises:
         RecipeError: the file of changes cannot be read.
+        StorageError: the run's bucket does not answer.
     """
-    path = recipe.directory / CHANGES
+    place = _changes_place(recipe)
     try:
-        return parsed(trusted_json(path, recipe))
+        if isinstance(place, ObjectPath):
+            return parsed(_json(store_of(place).read(place)))
+        return parsed(trusted_json(place, recipe))
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
-        raise RecipeError(f"{path}: {error}; restore it, or remove it") from error
+        raise RecipeError(f"{place}: {error}; restore it, or remove it") from error
+
+
+def write_changes(recipe: Recipe, changes: Sequence[DataChange]) -> None:
+    """Keep the accepted changes of the data where every later start finds them: in the run
+    directory, or in the run's bucket. On rank 0.
+
+    Raises:
+        OSError, StorageError: they cannot be written.
+    """
+    place, text = _changes_place(recipe), json.dumps(plain(changes), indent=1)
+    if isinstance(place, ObjectPath):
+        store_of(place).write(place, text.encode())
+    else:
+        write_whole(place, text)
+
+
+def _changes_place(recipe: Recipe) -> Path | ObjectPath:
+    run = ObjectPath.of(recipe.run.dir) if recipe.in_bucket else recipe.directory
+    return run / CHANGES
 
 
 def trusted_json(path: Path, recipe: Recipe) -> Any:
@@ -274,10 +298,14 @@ def trusted_json(path: Path, recipe: Recipe) -> Any:
         owner = os.fstat(file.fileno()).st_uid
         if owner not in TrustedUsers(tuple(recipe.checkpoint.trust), path.parent):
             raise PermissionError(f"belongs to uid {owner}, who is not in checkpoint.trust")
-        try:
-            return json.loads(file.read(MOST_CHANGE_BYTES))
-        except RecursionError:
-            raise ValueError("nested too deep") from None
+        return _json(file.read(MOST_CHANGE_BYTES))
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return json.loads(data[:MOST_CHANGE_BYTES])
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
 # --- what a start changes --------------------------------------------------------------------

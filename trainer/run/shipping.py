@@ -37,6 +37,7 @@ from trainer.run.parts import (
     stored_until,
 )
 from trainer.run.terms import claim, holder_of
+from trainer.run.trackers import SAMPLES
 
 logger = logging.getLogger(__name__)
 
@@ -238,7 +239,8 @@ class Shipper:
         """Store the small files that have changed."""
         for path in (*self._directory.iterdir(), *(self._directory / RECIPES).glob("*.yaml")):
             name = str(path.relative_to(self._directory))
-            if not FILES.fullmatch(name):
+            # samples come from another process, which stores them itself
+            if name == SAMPLES or not FILES.fullmatch(name):
                 continue
             try:
                 status = path.lstat()

@@ -5,19 +5,20 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from checkpointing.errors import DamagedCheckpoint
 from checkpointing.format.layout import parse_step
-from checkpointing.storage.place import location
+from checkpointing.storage.place import ObjectPath, P, Place, local
 from checkpointing.storage.steps import list_steps, open_step, reading_lock
 from elastic import LEDGER
 from elastic.exits import EXIT_DONE
 from elastic.node.files import open_to_read
 from elastic.record.lines import LineFile, read_line
 from trainer.tools.generate import GenerateError, Sampling, continuations
+from trainer.tools.mirror import local_model
 
 LineSubject: TypeAlias = Mapping[str, Any]
 """Subject of a line, such as a prompt or task; its fields are part of the line, and identify it."""
@@ -47,16 +48,16 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def add_lines(
-    steps: Sequence[Path],
+    steps: Sequence[P],
     wanted: Sequence[LineSubject],
     out: Path,
-    make: Callable[[Path, Sequence[LineSubject]], Iterable[Mapping[str, Any]]],
+    make: Callable[[P, Sequence[LineSubject]], Iterable[Mapping[str, Any]]],
 ) -> Iterator[tuple[int, int]]:
     """Append one line per checkpoint and object in `wanted` to a file: `step`, the object's fields,
     and the result of `make`. Lines that the file has are not computed again.
 
     Args:
-        steps: checkpoints.
+        steps: checkpoints, on a disk or in an object store.
         wanted: JSON objects with the same keys.
         out: file of JSON lines.
         make: (checkpoint, some of `wanted`) → fields to add to each object, in order.
@@ -76,8 +77,8 @@ def add_lines(
             continue
         try:
             # keeps the run from deleting the checkpoint meanwhile
-            with reading_lock(location(path)):
-                open_step(location(path))
+            with reading_lock(path):
+                open_step(path)
                 results = list(make(path, missing))
         except DamagedCheckpoint:
             yield step, 0
@@ -93,14 +94,16 @@ def add_lines(
 
 def samples(
     sampling: Sampling, device: str, family: str | None = None
-) -> Callable[[Path, Sequence[LineSubject]], Iterator[dict[str, str]]]:
+) -> Callable[[Place, Sequence[LineSubject]], Iterator[dict[str, str]]]:
     """Return the `make` of `add_lines` for prompts. It adds the generated `text`, the `time` of its
     end, and the name of the `checkpoint`."""
 
-    def make(path: Path, wanted: Sequence[LineSubject]) -> Iterator[dict[str, Any]]:
+    def make(path: Place, wanted: Sequence[LineSubject]) -> Iterator[dict[str, Any]]:
         prompts = [item["prompt"] for item in wanted]
-        for pieces in continuations(path, prompts, sampling, device=device, family=family):
-            yield {"text": "".join(pieces), "time": time.time(), "checkpoint": path.name}
+        on_disk = local_model(path) if isinstance(path, ObjectPath) else nullcontext(local(path))
+        with on_disk as model:
+            for pieces in continuations(model, prompts, sampling, device=device, family=family):
+                yield {"text": "".join(pieces), "time": time.time(), "checkpoint": path.name}
 
     return make
 

@@ -1,12 +1,15 @@
 """Continues the prompts of `run.samples` from a run's checkpoints: `python -m
 trainer.tools.run_samples RUN_DIRECTORY STEPS`, a companion process of rank 0, as trackers are
-(trainer/run/trackers.py).
+(trainer/run/trackers.py). A checkpoint in a bucket is first copied into a temporary directory.
 
 It writes the same lines as `perdure eval`, with the same random draws at each step. So texts of two
 steps differ only by the weights.
 """
 
+import math
 import sys
+import threading
+import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from functools import partial
@@ -14,10 +17,15 @@ from pathlib import Path
 
 from checkpointing.errors import CheckpointError
 from checkpointing.format.layout import parse_step
-from checkpointing.storage.steps import list_steps
+from checkpointing.storage.object_storage import store_of
+from checkpointing.storage.place import ObjectPath, location
+from checkpointing.storage.steps import list_steps, storage_of
 from elastic.node.companion import until_input_ends
 from trainer.recipe import load_recipe
 from trainer.run.trackers import SAMPLES, Tracker, describe_failure, mark_of, persist
+
+LOOK_SECONDS = 5.0
+"""Seconds between two lists of checkpoints in a bucket."""
 
 
 def due(committed: Collection[int], sampled: Collection[int], every: int, last: int) -> list[int]:
@@ -36,13 +44,17 @@ def due(committed: Collection[int], sampled: Collection[int], every: int, last: 
     return sorted(wanted & {*committed}, reverse=True)
 
 
-def continue_prompts(run_dir: Path, last: int, position: float) -> Iterator[float]:
+def continue_prompts(
+    run_dir: Path, last: int, ended: threading.Event, position: float
+) -> Iterator[float]:
     """Write the samples of one checkpoint per iteration, newest first, as older ones may fall
-    behind. Yield a number that grows whenever samples were written.
+    behind. Yield a number that grows whenever samples were written. Those of a run in a bucket are
+    stored there, too.
 
     Args:
-        run_dir: absolute path.
+        run_dir: absolute path of the run's directory on this machine.
         last: last step of the run.
+        ended: set when there will be no more checkpoints.
         position: initial number.
 
     Raises:
@@ -50,13 +62,25 @@ def continue_prompts(run_dir: Path, last: int, position: float) -> Iterator[floa
         CheckpointError, ConfigError: the model cannot be loaded.
     """
     recipe = load_recipe(run_dir / "recipe.yaml", kept=True)
-    directory = Path(recipe.checkpoint.directory or run_dir / "checkpoints")
+    directory = location(
+        recipe.checkpoint_directory
+        if recipe.in_bucket
+        else recipe.checkpoint.directory or run_dir / "checkpoints"
+    )
+    looked, stored = -math.inf, 0
     every = recipe.run.evaluate_every or 1
     wanted = [{"prompt": prompt} for prompt in recipe.run.samples]
     tried: set[int] = set()
     seen: set[int] = set()
     while True:
-        found = list_steps(directory) if directory.is_dir() else []
+        now = time.monotonic()
+        # each list of a bucket is a request that costs
+        remote = isinstance(directory, ObjectPath)
+        if remote and now - looked < LOOK_SECONDS and not ended.is_set():
+            yield position
+            continue
+        looked = now
+        found = list_steps(directory) if remote or storage_of(directory).exists(directory) else []
         paths = {step: path for path in found if (step := parse_step(path.name)) is not None}
         if not paths.keys() <= seen:
             # imported once there is a checkpoint, as importing torch takes seconds
@@ -78,12 +102,18 @@ def continue_prompts(run_dir: Path, last: int, position: float) -> Iterator[floa
                 for _ in add_lines([paths[step]], wanted, run_dir / SAMPLES, make):
                     pass
                 position += 1
+        if recipe.in_bucket and (run_dir / SAMPLES).exists():
+            data = (run_dir / SAMPLES).read_bytes()
+            if len(data) > stored:
+                place = ObjectPath.of(recipe.run.dir) / SAMPLES
+                store_of(place).write(place, data)
+                stored = len(data)
         yield position
 
 
-def begin(run_dir: Path, last: int, position: float) -> Tracker:
+def begin(run_dir: Path, last: int, ended: threading.Event, position: float) -> Tracker:
     """Return `continue_prompts` as a tracker with nothing to close."""
-    return continue_prompts(run_dir, last, position), lambda: None
+    return continue_prompts(run_dir, last, ended, position), lambda: None
 
 
 def main(directory: str, last: str) -> None:
@@ -101,7 +131,7 @@ def main(directory: str, last: str) -> None:
     run_dir = Path(directory)
     persist(
         mark_of(run_dir, "samples"),
-        partial(begin, run_dir, int(last)),
+        partial(begin, run_dir, int(last), ended),
         ended,
         lambda error: describe_failure("run.samples", error),
         lambda error: isinstance(error, OSError | CheckpointError),

@@ -26,32 +26,31 @@ def asked(recipe, tmp_path, monkeypatch):
     """asked(request) → (the ledger's answer, recipe, pulse) of a run whose second step of 8
     sequences begins."""
     monkeypatch.setenv(ROUND, "1")
-    folder = tmp_path / "run"
-    folder.mkdir()
-    one = recipe(f"run.dir={folder}")
-    pulse = Pulse.from_environment()
+    (tmp_path / "run").mkdir()
+    one, pulse = recipe(f"run.dir={tmp_path / 'run'}"), Pulse.from_environment()
+    return lambda request: (answer(one, pulse, request), one, pulse)
 
-    def asked(request):
-        text = request if isinstance(request, str) else json.dumps(request)
-        (folder / REQUEST).write_text(text)
-        start = StartLine(step=0, sequences=0, global_batch=8, world_size=1)
-        with Log(one, start, silent=False) as log:
-            changes = DataChanges(
-                SimpleNamespace(
-                    recipe=one, written=one, world=SimpleNamespace(is_main=True), pulse=pulse,
-                    progress=SimpleNamespace(step=1, sequences=8), log=log,
-                    plan=SimpleNamespace(global_batch=8),
-                )
-            )  # fmt: skip
-            changes.look()
-            assert not (folder / REQUEST).exists()
-            (folder / REQUEST).write_text(text)
-            changes.look()  # the next look is a second later, or after the pause
-            assert (folder / REQUEST).exists()
-        (line,) = map(json.loads, (folder / "ledger.jsonl").read_text().splitlines()[-1:])
-        return line, one, pulse
 
-    return asked
+def answer(recipe, pulse, request):
+    """The line of the ledger with the answer of a run to a request."""
+    path = recipe.directory / REQUEST
+    text = request if isinstance(request, str) else json.dumps(request)
+    path.write_text(text)
+    start = StartLine(step=0, sequences=0, global_batch=8, world_size=1)
+    with Log(recipe, start, silent=False) as log:
+        changes = DataChanges(
+            SimpleNamespace(
+                recipe=recipe, written=recipe, world=SimpleNamespace(is_main=True), pulse=pulse,
+                progress=SimpleNamespace(step=1, sequences=8), log=log,
+                plan=SimpleNamespace(global_batch=8),
+            )
+        )  # fmt: skip
+        changes.look()
+        assert not path.exists()
+        path.write_text(text)
+        changes.look()  # the next look is a second later, or after the pause
+        assert path.exists()
+    return json.loads((recipe.directory / "ledger.jsonl").read_text().splitlines()[-1])
 
 
 def test_a_change_in_time_is_accepted_once(asked):

@@ -33,10 +33,6 @@ def test_which_checkpoints_are_sampled(committed, sampled, every, last, steps):
             "only for model.architecture and model.init_from, as `perdure generate` cannot run",
         ),
         (
-            ["run.samples=[a]", "checkpoint.directory=s3://bucket/run"],
-            "needs checkpoints on a disk, but they go to s3://bucket/run",
-        ),
-        (
             [
                 "run.samples=[a]",
                 "model={init_from: 's3://b/m', adapter: {base: fp32}}",
