@@ -130,7 +130,7 @@ def _eval(arguments: argparse.Namespace) -> int:
 
     from checkpointing.storage.place import local
     from checkpointing.tools.inspect import find_checkpoint
-    from trainer.tools.eval_lines import add_lines, follow
+    from trainer.tools.eval_lines import add_lines, checkpoints_of, follow
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.follow:
@@ -142,7 +142,9 @@ def _eval(arguments: argparse.Namespace) -> int:
     if arguments.follow:
         steps = follow(run)
     else:
-        steps = iter([[local(find_checkpoint(run, arguments.step))]])
+        directory = checkpoints_of(run)
+        place = directory if directory.is_dir() else run  # a checkpoint is taken, too
+        steps = iter([[local(find_checkpoint(place, arguments.step))]])
     count = 0
     for checkpoints in steps:
         for step, count in add_lines(checkpoints, wanted, out, make):

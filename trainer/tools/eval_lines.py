@@ -16,7 +16,9 @@ from checkpointing.storage.steps import list_steps, open_step, reading_lock
 from elastic import LEDGER
 from elastic.exits import EXIT_DONE
 from elastic.node.files import open_to_read
+from elastic.record.history import last_start
 from elastic.record.lines import LineFile, read_line
+from trainer.recipe import load_recipe
 from trainer.tools.generate import GenerateError, Sampling, continuations
 from trainer.tools.mirror import local_model
 
@@ -110,13 +112,14 @@ def samples(
 
 def follow(run: Path) -> Iterator[list[Path]]:
     """Yield the checkpoints of a run as they are committed, oldest first, until the run ends with
-    exit code 0. Raises GenerateError if the directory does not exist."""
+    exit code 0. Raises GenerateError if the directory does not exist, and as `checkpoints_of`."""
     if not run.is_dir():
         raise GenerateError(f"{run}: this run does not exist yet; start it first")
     seen: set[str] = set()
     while True:
         ended = has_ended(run)  # read before the steps, so that they include the last save
-        listed = list_steps(run / "checkpoints") if (run / "checkpoints").is_dir() else []
+        directory = checkpoints_of(run)
+        listed = list_steps(directory) if directory.is_dir() else []
         new = [path for path in reversed(listed) if path.name not in seen]
         seen |= {path.name for path in new}
         if new:
@@ -125,6 +128,23 @@ def follow(run: Path) -> Iterator[list[Path]]:
             return
         else:
             time.sleep(LOOK_SECONDS)
+
+
+def checkpoints_of(run: Path) -> Path:
+    """Return the directory of a run's checkpoints, which need not exist yet. Raises GenerateError
+    if they are in an object store, and RecipeError if the run's recipe cannot be read."""
+    recipe = run / "recipe.yaml"
+    given = load_recipe(recipe, kept=True).checkpoint.directory if recipe.is_file() else None
+    if given is None:
+        return run / "checkpoints"
+    if "://" in given:
+        raise GenerateError(
+            f"{run}: its checkpoints are in {given}, but eval reads only those on a disk; try "
+            f"`perdure generate {given} --prompt TEXT`"
+        )
+    start = last_start(run, trained=False)
+    # relative to the directory in which the run was started
+    return Path(start.directory if start else "", given)
 
 
 def has_ended(run: Path) -> bool:
