@@ -51,6 +51,11 @@ class PausableJob:
         self._process.wait()
 
     @property
+    def pid(self) -> int:
+        """Process id of the command."""
+        return self._process.pid
+
+    @property
     def code(self) -> int | None:
         """Its exit code; None until it has ended."""
         return self._process.poll()
