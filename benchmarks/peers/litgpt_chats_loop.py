@@ -1,20 +1,20 @@
 """The named peer: LitGPT's fine-tuning, the steps of `fit` in litgpt/finetune/lora.py and full.py
-on its own GPT, with random weights. Start it with torchrun and a recipe (see
-benchmarks/support/peer.py).
+on its own GPT, with the same weights. Start it with torchrun and a recipe (see
+benchmarks/support/peer.py); beside `model.init_from` lies what `litgpt convert_to_litgpt` makes of
+it, under the same name and `-litgpt`.
 
-`setup` there reads its own checkpoints and data and keeps no clock. LitGPT wants a huggingface_hub
-that newer transformers refuse: it is measured in an environment of its own.
+`setup` there reads its own data and keeps no clock.
 """
 
+from pathlib import Path
 from typing import Any
 
 import litgpt.lora
 import litgpt.model
 import torch
 from lightning.fabric import Fabric
-from litgpt.utils import chunked_cross_entropy
+from litgpt.utils import chunked_cross_entropy, load_checkpoint
 
-from benchmarks.peers.litgpt_loop import gpt_config
 from benchmarks.support.peer import Clock, Job, run_peer
 
 
@@ -22,32 +22,27 @@ def train(job: Job, clock: Clock) -> None:
     """All steps of the recipe. On one rank."""
     recipe, adapter = job.recipe, job.recipe.model.adapter
     fabric = Fabric(accelerator="cpu", devices=1, precision="32-true")
-    clock.note = "chats of a sequence see each other; its AdamW is not fused"
+    clock.note = "its model; chats of a sequence see each other"
+    converted = Path(f"{recipe.model.init_from}-litgpt")
     model: Any
     if adapter:
         parts = ("query", "key", "value", "projection", "mlp")
-        config = gpt_config(
-            job, litgpt.lora.Config, lora_r=adapter.rank, lora_alpha=int(adapter.alpha),
+        config = litgpt.lora.Config.from_file(
+            converted / "model_config.yaml", lora_r=adapter.rank, lora_alpha=int(adapter.alpha),
             lora_dropout=adapter.dropout, **{f"lora_{part}": True for part in parts},
         )  # fmt: skip
         model = litgpt.lora.GPT(config)
-    else:
-        model = litgpt.model.GPT(gpt_config(job))
-    model.max_seq_length = recipe.data.seq_len
-    if job.architecture.tie_word_embeddings:
-        model.transformer.wte.weight = (
-            model.lm_head.linear.weight if adapter else model.lm_head.weight
-        )
-    if adapter:
         litgpt.lora.mark_only_lora_as_trainable(model)
-    model = fabric.setup_module(model)
-    options = recipe.optimizer
+    else:
+        model = litgpt.model.GPT(litgpt.model.Config.from_file(converted / "model_config.yaml"))
+    model.max_seq_length = recipe.data.seq_len
+    model = fabric.setup(model)
+    load_checkpoint(fabric, model, converted / "lit_model.pth", strict=not adapter)
+    if job.architecture.tie_word_embeddings:  # as published; it would train both
+        head = model.lm_head.linear if adapter else model.lm_head
+        model.transformer.wte.weight = head.weight
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = fabric.setup_optimizers(
-        torch.optim.AdamW(
-            trained, lr=options.lr, weight_decay=options.weight_decay, betas=options.betas
-        )
-    )
+    optimizer = fabric.setup_optimizers(job.optimizer(trained))
     batches = job.chats()
     for _ in range(recipe.run.steps):
         for number in range(job.passes):
@@ -56,7 +51,7 @@ def train(job: Job, clock: Clock) -> None:
                 logits = model(batch["input_ids"], lm_head_chunk_size=128)
                 loss = chunked_cross_entropy(logits, batch["labels"])
                 fabric.backward(loss / job.passes)
-        torch.nn.utils.clip_grad_norm_(trained, options.clip_norm)
+        torch.nn.utils.clip_grad_norm_(trained, recipe.optimizer.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
         clock.step(loss.detach())

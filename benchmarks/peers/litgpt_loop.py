@@ -7,7 +7,6 @@ older FSDP, which is CUDA alone.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from litgpt.args import EvalArgs, TrainArgs
@@ -66,12 +65,10 @@ def train(job: Job, clock: Clock) -> None:
     )
 
 
-def gpt_config(job: Job, kind: Any = Config, **more: Any) -> Any:
-    """The architecture in LitGPT's words, as its registry has Qwen3 and Llama 3. `kind`: class of
-    the configuration, which takes `more` arguments."""
+def gpt_config(job: Job) -> Config:
+    """The architecture in LitGPT's words, as its registry has Qwen3 and Llama 3."""
     architecture = job.architecture
-    return kind(
-        **more,
+    return Config(
         block_size=architecture.max_position_embeddings,
         vocab_size=architecture.vocab_size,
         padded_vocab_size=architecture.vocab_size,
