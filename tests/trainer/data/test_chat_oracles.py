@@ -154,6 +154,26 @@ def test_beginnings_are_as_they_are_rendered_by_themselves():
     assert sum(count > 30 for count in saved.values()) >= 12
 
 
+def test_by_turns_each_document_is_the_chat_until_there():
+    """What is served: the rendering of all messages up to an answer, whatever later ones change."""
+    encoder, counts = ChatEncoder(tokenizer(), str(SPECIAL)), Counter()
+    for name, original, _ in published():
+        template = compiled(original)
+        for messages in CHATS.values():
+            of = read_chat({"messages": messages})
+            (found,) = SpanFinder(template, encoder, "assistant", "reject").documents(
+                [(of, "each")]
+            )
+            if isinstance(found, ChatError):
+                continue
+            texts = [template.text(of.messages[: turn + 1], of.tools) for turn in of.trained]
+            assert [one.ids.tolist() for one in found] == [one.ids for one in encoder.encode(texts)]
+            whole = template.text(of.messages, of.tools)
+            counts[name] += not all(whole.startswith(text) for text in texts)
+    print(counts)
+    assert sum(count > 0 for count in counts.values()) >= 4, "of which later messages change"
+
+
 def test_the_law_is_what_trl_trains_where_it_follows_it():
     """Without blocks: of twelve families in every chat, but for white space after an answer."""
     encoder = ChatEncoder(tokenizer(), str(SPECIAL))

@@ -163,13 +163,11 @@ PIECES = ["", " ", "\n", "\n\n\n", "4", "Two and two", ".", " is", "흠 😀", "
 PIECES += ["assistant: ", "user: ", "<tool_call>", ":", "👩‍🚀", "  \n"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_comparing_tails_is_comparing_everything(find, encoder, family):
-    """Of random chats: with text that merges over the borders, and templates without any."""
-    draw = np.random.default_rng(0)
-    template = ChatTemplate({"default": FAMILIES[family]}, VARIABLES, None)
+def against_the_law(find, encoder, source, draw, chats):
+    """Compare random chats under a template; how many became one document, or one for each turn."""
+    template = ChatTemplate({"default": source}, VARIABLES, None)
     documents = Counter()
-    for _ in range(80):
+    for _ in range(chats):
         turns = [
             "".join(draw.choice(PIECES, draw.integers(1, 5)))
             for _ in range(2 * draw.integers(1, 4))
@@ -178,15 +176,62 @@ def test_comparing_tails_is_comparing_everything(find, encoder, family):
         expected = law(template, encoder, of)
         if not all(any(trained[1:]) for _, trained in expected):  # an answer that adds nothing
             with pytest.raises(ChatError):
-                find(FAMILIES[family], of)
+                find(source, of)
             continue
-        found = find(FAMILIES[family], of)
+        found = find(source, of)
         documents["each" if len(expected) > 1 else "one"] += 1
-        assert [one.ids.tolist() for one in found] == [ids for ids, _ in expected]
+        assert [one.ids.tolist() for one in found] == [ids for ids, _ in expected], source
         for one, (_, trained) in zip(found, expected, strict=True):
-            assert one.trained.tolist() == [False, *trained[1:]], turns
+            assert one.trained.tolist() == [False, *trained[1:]], (source, turns)
+    return documents
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_comparing_tails_is_comparing_everything(find, encoder, family):
+    """Of random chats: with text that merges over the borders, and templates without any."""
+    documents = against_the_law(find, encoder, FAMILIES[family], np.random.default_rng(0), 80)
     assert documents["one"] > 15
     assert (documents["each"] > 15) == (family == "thinking") or family == "bare"
+
+
+HEADS = (
+    r"'<|im_start|>' + m.role + '\n'", "'<|' + m.role + '|>'", "m.role ~ loop.index ~ ': '",
+    "'[INST]' if m.role == 'user' else ' '",
+)  # fmt: skip
+SAID = (
+    "m.content", "m.content | trim", "m.content.split('</think>')[-1]",
+    "m.content * (1 + loop.last)",
+    "m.content if loop.last else m.content.split('</think>')[-1]",
+    r"('<think>\n\n</think>\n\n' if m.role != 'user' and loop.index0 > ns.last) ~ m.content",
+)  # fmt: skip
+ENDS = (
+    r"'<|im_end|>\n'", "eos_token", r"'\n\n'", "eos_token if m.role != 'user' else ''",
+    r"'' if loop.last else '<|im_end|>\n'", "''",
+)  # fmt: skip
+BEGINNINGS = ("", "{{ bos_token }}", r"{{ '<|im_start|>system\nBe brief.<|im_end|>\n' }}")
+ASKS = (r"<|im_start|>assistant\n", "<|assistant|>", r"<think>\n", "[/INST]", "assistant: ")
+CLOSINGS = ("", "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}")
+PARTS = (HEADS, SAID, ENDS, BEGINNINGS, ASKS, ASKS, CLOSINGS)
+
+
+def some_template(draw):
+    """A template of random parts, of which some depend on what follows."""
+    head, said, end, begin, *asks, close = (part[draw.integers(len(part))] for part in PARTS)
+    prompt = "".join(asks[: draw.integers(3)])
+    return (
+        "{%- set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+        f"{{% set ns.last = loop.index0 %}}{{% endif %}}{{% endfor %}}{begin}"
+        f"{{% for m in messages %}}{{{{ {head} }}}}{{{{ {said} }}}}{{{{ {end} }}}}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{{{{ '{prompt}' }}}}{{% endif %}}{close}"
+    )
+
+
+def test_templates_that_nobody_has_written(find, encoder):
+    """The law holds for whatever a template does: here for 30 of some thousand combinations."""
+    draw, documents = np.random.default_rng(1), Counter()
+    for _ in range(30):
+        documents += against_the_law(find, encoder, some_template(draw), draw, 5)
+    assert min(documents["one"], documents["each"]) > 30, documents
 
 
 def test_in_pieces_a_chat_has_the_tokens_that_it_has_as_a_whole():
