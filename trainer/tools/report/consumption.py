@@ -192,8 +192,9 @@ def _compare(
 
 
 def where_it_lies(recipe: Recipe, directory: str) -> tuple[Recipe, str]:
-    """Return (recipe with the present paths of its sources, first missing path or ""). Relative
-    paths are looked up from the run's working directory, then from this process's."""
+    """Return (recipe with the present paths of its sources and first weights, first missing path of
+    a source or ""). Relative paths are looked up from the run's working directory, then from this
+    process's."""
     sources = []
     for source in recipe.data.sources:
         places = [source.path]
@@ -204,8 +205,12 @@ def where_it_lies(recipe: Recipe, directory: str) -> tuple[Recipe, str]:
             return recipe, places[0]
         sources.append(replace(source, path=place))
     data = replace(recipe.data, sources=type(recipe.data.sources)(sources))
+    model, begun = recipe.model, recipe.model.init_from
+    if begun and "://" not in begun and (there := Path(directory) / begun).exists():
+        model = replace(model, init_from=str(there))
     # validation data is not needed
-    return replace(recipe, data=data, run=replace(recipe.run, evaluate_every=0)), ""
+    run = replace(recipe.run, evaluate_every=0)
+    return replace(recipe, data=data, model=model, run=run), ""
 
 
 def _numbers_of(attempts: Sequence[Attempt]) -> str:
