@@ -2,14 +2,21 @@
 that is computed once."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn.functional import log_softmax, logsigmoid
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
+from elastic.record.history import read_history
 from tests.distributed.jobs import records, soak, wait_for_step
 from tests.trainer.data.chat_families import PLAIN, VARIABLES, tokenizer
 from trainer.data.loader import TokenStream
@@ -19,6 +26,7 @@ from trainer.data.shards import TokenDataset
 from trainer.recipe import RecipeError, load_recipe
 from trainer.run.reference import FILE
 from trainer.tasks.task import build_task
+from trainer.tools.report.report import check
 
 RECIPE = """\
 run: {dir: pairs, steps: 6, log_every: 1, seed: 3, device: cpu}
@@ -177,6 +185,52 @@ def test_losses_and_gradients_are_those_of_the_papers(folder, start, tmp_path, r
             )
 
 
+@soak
+def test_the_formulas_are_those_of_trl(folder, tmp_path):
+    """DPO and IPO by its trainer on the same tokens; SimPO and ORPO by what its trainers make of
+    log-probabilities, as they need tokens of their own."""
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset  # which trl needs
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.orpo import ORPOTrainer
+
+    answers = list(answers_of(folder))
+    shape = len(answers), max(len(ids) for ids, _ in answers)
+    names = "input_ids", "attention_mask", "completion_mask"
+    batch = {name: torch.zeros(shape, dtype=torch.long) for name in names}
+    for row, (ids, trained) in enumerate(
+        answers[0::2] + answers[1::2]
+    ):  # it wants all chosen first
+        for name, values in zip(names, (ids, 1, trained.long()), strict=True):
+            batch[name][row, : len(ids)] = values
+    with torch.no_grad():
+        policy, counts = log_probs(opened(folder, "second"), answers)
+        reference, _ = log_probs(opened(folder, "before"), answers)
+    rows = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer(), pad_token="</s>", **VARIABLES)
+    for name, kind in (("dpo", "sigmoid"), ("ipo", "ipo")):
+        options = trl.DPOConfig(
+            output_dir=str(tmp_path), loss_type=[kind], beta=BETA[name], report_to=[], use_cpu=True,
+            bf16=False, gradient_checkpointing=False,
+        )  # fmt: skip
+        models = opened(folder, "second"), opened(folder, "before")
+        trainer = trl.DPOTrainer(*models, options, train_dataset=rows, processing_class=fast)
+        theirs = trainer.compute_loss(trainer.model, batch).item()
+        ours = by_the_papers(name, policy, counts, reference, BETA[name]).mean().item()
+        print(f"{name}: trl {theirs:.9f}, by the paper {ours:.9f}")
+        assert ours == pytest.approx(theirs, rel=1e-6), name
+    chosen, rejected = (policy / counts).view(-1, 2).T
+    given = {"alpha": 0.0, "label_smoothing": 0.0, "accelerator": trainer.accelerator}
+    simpo = SimpleNamespace(loss_type="simpo", beta=BETA["simpo"], simpo_gamma=1.0, **given)
+    orpo = SimpleNamespace(beta=BETA["orpo"], **given)
+    for name, theirs in (
+        ("simpo", CPOTrainer.cpo_loss(simpo, chosen, rejected)[0]),
+        ("orpo", -chosen - ORPOTrainer.odds_ratio_loss(orpo, chosen, rejected)[0]),
+    ):
+        ours = by_the_papers(name, policy, counts, reference, BETA[name])
+        torch.testing.assert_close(ours, theirs.double(), rtol=1e-6, atol=1e-7)
+
+
 def tensors_of(folder, run):
     files = (folder / run / "checkpoints/step-00000006").rglob("*.safetensors")
     return {str(file.relative_to(folder / run)): file.read_bytes() for file in files}
@@ -189,7 +243,7 @@ def of_base(folder, split):
 
 @soak
 @pytest.mark.parametrize("adapter", [ADAPTER, ""])
-def test_a_run_that_is_killed_and_resumed_on_other_ranks_has_the_same_bits(
+def test_a_run_that_is_killed_left_and_resumed_on_other_ranks_has_the_same_bits(
     folder, start, monkeypatch, adapter
 ):
     name = "adapted" if adapter else "whole"
@@ -198,6 +252,10 @@ def test_a_run_that_is_killed_and_resumed_on_other_ranks_has_the_same_bits(
     alone = start(1, f"run.dir={name}-alone", *given, recipe="pairs.yaml")
     wait_for_step(folder, f"{name}-killed", 3, job)
     job.kill()
+    leaving = ("tests.distributed.ending", "SIGTERM", "1")  # told to go, in another world
+    more = (f"run.dir={name}-killed", *given, "run.evaluate_every=1")
+    code, output = start(1, *more, recipe="pairs.yaml", program=leaving).wait()
+    assert code == 75, output
     code, output = alone.wait()
     assert code == 0, output
     assert "reference: computed in" in output
@@ -206,10 +264,12 @@ def test_a_run_that_is_killed_and_resumed_on_other_ranks_has_the_same_bits(
     found = load_file(folder / f"{name}-alone" / FILE)
     for split in ("train", "validation"):
         torch.testing.assert_close(found[split], of_base(folder, split), rtol=1e-5, atol=1e-5)
-    code, output = start(1, f"run.dir={name}-killed", *given, recipe="pairs.yaml").wait()
+    code, output = start(3, f"run.dir={name}-killed", *given, recipe="pairs.yaml").wait()
     assert code == 0, output
     assert "log-probabilities of the answers are read" in output
     assert "resuming after step" in output
+    good, text = check(read_history(folder / f"{name}-killed"), folder / f"{name}-killed")
+    assert good, text
     expected = tensors_of(folder, f"{name}-alone")
     assert len(expected) > 1
     assert tensors_of(folder, f"{name}-killed") == expected
