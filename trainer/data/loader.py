@@ -10,13 +10,16 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -45,6 +48,9 @@ if TYPE_CHECKING:
 MASK = 0xFFFFFFFF
 READ_AHEAD = 4
 """Micro-batches per worker that are fetched ahead."""
+
+SENT_BYTES = 1 << 20
+"""Largest tensor in bytes that a worker sends by value."""
 
 DocumentForm: TypeAlias = Literal["document_ids", "cu_seqlens"]
 """Form of a micro-batch's document boundaries: an id per token, (B, T) int32, or
@@ -434,7 +440,7 @@ def load(
             multiprocessing_context="fork" if workers else None,
             # disables torchdata's snapshots, which are unused and cost time
             snapshot_every_n_steps=1 << 62,
-            worker_init_fn=partial(_die_with, os.getpid()) if workers else None,
+            worker_init_fn=partial(_prepare_worker, os.getpid()) if workers else None,
         )
     return _raise_errors(iter(loader))
 
@@ -481,10 +487,25 @@ def requested_ahead(stream: Stream, workers: int) -> int:
     return READ_AHEAD * workers + _begun_ahead(stream, workers)
 
 
-def _die_with(parent: int, worker: int) -> None:
-    """Make a worker end with the process that reads from it. By itself it would notice only after
-    seconds, and meanwhile hold inherited resources, such as all memory of a GPU."""
+def _prepare_worker(parent: int, worker: int) -> None:
+    """Make a worker end with the process that reads from it, and send small tensors by value."""
+    # By itself it would notice only after seconds, and meanwhile hold inherited resources, such as
+    # all memory of a GPU.
     die_with_parent(parent)
+    ForkingPickler.register(torch.Tensor, _reduce)
+
+
+def _reduce(tensor: torch.Tensor) -> Any:
+    """Describe a tensor to the pickler of a worker's queue.
+
+    torch passes the file descriptor of shared memory. For each tensor, the reader then exchanges
+    messages with a thread of the worker, which competes with the worker's other threads for the
+    interpreter. For small tensors a copy through the pipe is faster.
+    """
+    with suppress(TypeError, RuntimeError):  # numpy does not have every dtype and layout
+        if tensor.nbytes <= SENT_BYTES:
+            return torch.from_numpy, (tensor.numpy(),)
+    return reduce_tensor(tensor)
 
 
 def _raise_errors(

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainer.data.documents import room_for_documents
-from trainer.data.loader import TokenStream, load
+from trainer.data.loader import SENT_BYTES, TokenStream, _reduce, load
 from trainer.data.prepare.prepare import prepare
 from trainer.data.shards import DataError, read_index
 
@@ -87,6 +87,28 @@ def test_the_same_tensors_from_any_number_of_workers(prepared, workers):
         expected = stream.fetch(request)
         assert batch.keys() == expected.keys()
         assert all(torch.equal(batch[key], expected[key]) for key in expected)
+        # Shared memory would take a conversation with the worker for each tensor.
+        assert not any(batch[key].is_shared() for key in expected)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        *(torch.arange(6.0).reshape(2, 3).T, torch.tensor(3), torch.empty(0, 2)),
+        *(torch.ones(2, dtype=torch.bfloat16), torch.ones(2, requires_grad=True)),
+        torch.zeros(SENT_BYTES + 1, dtype=torch.uint8),
+    ],
+    ids=["strided", "scalar", "empty", "bfloat16", "with gradient", "large"],
+)
+def test_any_tensor_is_sent(tensor):
+    rebuild, arguments = _reduce(tensor)
+    plain = tensor.dtype != torch.bfloat16 and not tensor.requires_grad
+    assert (rebuild is torch.from_numpy) == (plain and tensor.nbytes <= SENT_BYTES)
+    if rebuild is torch.from_numpy:
+        sent = rebuild(*pickle.loads(pickle.dumps(arguments)))
+        assert torch.equal(sent, tensor)
+        assert sent.dtype == tensor.dtype
+        sent.zero_()  # batches may be changed in place
 
 
 def test_a_stream_travels_to_other_processes(prepared):
