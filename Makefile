@@ -13,7 +13,7 @@ FAKE_TORCH ?= 2.14.1
 FAKE := .venv/fake-cuda-$(FAKE_TORCH)
 FAKE_TABLE := benchmarks/results/fake-cuda-$(FAKE_TORCH).md
 
-.PHONY: help train finetune test pytest setup lint bench gpu gpu-wheelhouse soak fakecuda layouts others gluster transformers4 slurm manifests attack seeing grafana image docs site clean
+.PHONY: help train finetune test pytest setup lint bench gpu gpu-wheelhouse soak fakecuda layouts others gluster transformers4 slurm manifests attack buckets seeing grafana image docs site clean
 
 help:            ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -96,6 +96,9 @@ manifests: $(DEV) ## hold what `perdure launch skypilot` writes against SkyPilot
 
 attack: $(DEV)   ## another user and another machine try to get into real runs (root)
 	tests/opt_in/attack.sh
+
+buckets: $(DEV)  ## train in gs:// and az://, against Azurite and Google's storage-testbench (root, npm, git)
+	tests/opt_in/buckets.sh
 
 seeing:          ## pictures of the page of a run that was killed, and a live page that follows it (chromium, chromium-driver)
 	tests/opt_in/seeing.sh

@@ -30,6 +30,8 @@ class Proxy(ThreadingHTTPServer):
         self.fault: Callable[[str, str], str | None] = lambda method, path: None
         """(method, path) → an HTTP status and S3's name for it, such as "503 SlowDown"; "reset" to
         close the connection; "cut" to do so in the middle of the answer; None to pass it on."""
+        self.rewritten: Callable[[str, bytes], bytes] = lambda path, body: body
+        """(path, body) → body of the request that is passed on."""
         self.requests: list[tuple[str, str]] = []
         self.lock = threading.Lock()
 
@@ -63,7 +65,11 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(int(status), {"Content-Type": "application/xml"}, text)
             return
         store = HTTPConnection("127.0.0.1", self.server.port)
-        store.request(self.command, self.path, body, dict(self.headers.items()))
+        body = self.server.rewritten(self.path, body)
+        sent = dict(self.headers.items())
+        if "Content-Length" in sent:
+            sent["Content-Length"] = str(len(body))
+        store.request(self.command, self.path, body, sent)
         answer = store.getresponse()
         status, headers, text = answer.status, dict(answer.getheaders()), answer.read()
         store.close()
@@ -78,8 +84,12 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in headers.items():
             if name.lower() not in ("connection", "transfer-encoding", "content-length"):
                 self.send_header(name, value)
-        length = headers.get("Content-Length", len(body)) if self.command == "HEAD" else len(body)
-        self.send_header("Content-Length", str(length))
+        length = str(len(body))
+        if self.command == "HEAD":
+            length = {name.lower(): value for name, value in headers.items()}.get(
+                "content-length", length
+            )
+        self.send_header("Content-Length", length)
         self.end_headers()
         self.wfile.write(body[: len(body) // 2] if cut else body)
         self.close_connection |= cut

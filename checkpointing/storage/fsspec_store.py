@@ -1,8 +1,9 @@
-"""Stores other than S3 through fsspec: gs:// by gcsfs, abfs:// by adlfs, memory://, …
+"""Stores other than S3 through fsspec: gs:// by gcsfs, az:// and abfs:// by adlfs, memory://, …
 
 Credentials and settings come from fsspec's configuration and from the implementation. Unlike with
-S3, one thread sends a tensor file block by block, and no other process can abort its upload. So a
-writer that was wrongly thought dead can still change a checkpoint.
+S3, one thread sends a tensor file block by block, and no other process can abort its upload. But
+the store creates the file only if it does not exist (ifGenerationMatch=0, If-None-Match). So a
+writer that was wrongly thought dead cannot change a checkpoint.
 """
 
 import logging
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime
+from textwrap import shorten
 from typing import Any, Self, TypeVar
 
 import fsspec
@@ -30,6 +32,18 @@ CONNECTIONS = 16
 """Most concurrent requests of one process."""
 ATTEMPTS = 6
 """Attempts at a request, in addition to those of the implementation."""
+GOOGLE, AZURE = ("gs", "gcs"), ("az", "abfs", "abfss")
+"""Protocols of gcsfs and of adlfs. These try a request 6 and 4 times, for some 20 s."""
+_CURES = {
+    **dict.fromkeys(GOOGLE, "GOOGLE_APPLICATION_CREDENTIALS or `gcloud auth`, and the network"),
+    **dict.fromkeys(
+        AZURE,
+        "AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and _KEY, and the network",
+    ),
+}
+"""Protocol → what to check after a failure."""
+MOST_TOLD = 300
+"""Longest part of a message that is the implementation's. Some have a page."""
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 """Keys that implementations use for the time of an object."""
 
@@ -38,8 +52,7 @@ class FsspecStore:
     """A client of any store that fsspec supports; implements ObjectStore."""
 
     def __init__(self, protocol: str) -> None:
-        # a cached listing would hide steps that other processes write
-        self._files = fsspec.filesystem(protocol, use_listings_cache=False)
+        self._protocol, self._files = protocol, _open(protocol)
         self.pool = ThreadPoolExecutor(CONNECTIONS, protocol)
 
     def find(self, path: ObjectPath) -> ObjectStat | None:
@@ -59,7 +72,8 @@ class FsspecStore:
     def children(self, path: ObjectPath) -> list[ObjectPath]:
         try:
             found = self._retrying(path, lambda: self._files.ls(_name(path), detail=False))
-        except FileNotFoundError:
+        except FileNotFoundError as missing:
+            self._check_bucket(path, missing)
             return []
         names = {name.rstrip("/").rpartition("/")[2] for name in found}
         return [path / name for name in sorted(names)]
@@ -67,7 +81,8 @@ class FsspecStore:
     def walk(self, path: ObjectPath) -> dict[str, ObjectStat]:
         try:
             found = self._retrying(path, lambda: self._files.find(_name(path), detail=True))
-        except FileNotFoundError:
+        except FileNotFoundError as missing:
+            self._check_bucket(path, missing)
             return {}
         start = len(_name(path).strip("/")) + 1
         return {name.lstrip("/")[start:]: _stat(info) for name, info in found.items()}
@@ -84,11 +99,16 @@ class FsspecStore:
             buffer[:], data = data[: len(buffer)], data[len(buffer) :]
 
     def write(self, path: ObjectPath, data: bytes) -> None:
-        self._retrying(path, lambda: self._files.pipe_file(_name(path), data))
+        try:
+            self._retrying(path, lambda: self._files.pipe_file(_name(path), data))
+        except FileNotFoundError as error:
+            raise _no_bucket(path) from error
 
     def write_new(self, path: ObjectPath, data: bytes) -> None:
         try:
             self._retrying(path, lambda: self._files.pipe_file(_name(path), data, mode="create"))
+        except FileNotFoundError as error:
+            raise _no_bucket(path) from error
         except FileExistsError:
             # An earlier attempt may have written the object, and only its answer was lost.
             if self.read(path) != data:
@@ -108,7 +128,7 @@ class FsspecStore:
 
     def open_upload(self, path: ObjectPath, token: str, size: int) -> "StreamWriter":
         file = self._retrying(
-            path, lambda: self._files.open(_name(path), "wb", block_size=BLOCK_BYTES)
+            path, lambda: self._files.open(_name(path), "xb", block_size=BLOCK_BYTES)
         )
         return StreamWriter(file, path)
 
@@ -118,6 +138,16 @@ class FsspecStore:
 
     def abort_uploads(self, uploads: Sequence[tuple[ObjectPath, str]]) -> None:
         """Does nothing, as only the writer itself can abort an upload."""
+
+    def _check_bucket(self, path: ObjectPath, missing: FileNotFoundError) -> None:
+        """Raises StorageError if `missing` was raised because there is no such bucket."""
+        try:
+            if self._protocol in GOOGLE:  # whose answer is the same for an object
+                self._retrying(path, lambda: self._files.ls(path.bucket, max_results=1))
+            elif _lacks_container(missing.__context__):
+                raise missing
+        except FileNotFoundError as error:
+            raise _no_bucket(path) from error
 
     def _retrying(self, path: ObjectPath, work: Callable[[], T]) -> T:
         again = tenacity.Retrying(
@@ -132,9 +162,12 @@ class FsspecStore:
         except (FileNotFoundError, FileExistsError):
             raise
         except Exception as error:  # each implementation defines its own exceptions
+            if _lacks_container(error):
+                raise _no_bucket(path) from error
+            cure = _CURES.get(self._protocol, "the credentials and settings")
+            told = shorten(explain(error), MOST_TOLD, placeholder="…")
             raise StorageError(
-                f"{path}: {explain(error)}; check the credentials and settings of "
-                f"{type(self._files).__name__}"
+                f"{path}: {told}; check {cure} ({type(self._files).__name__})"
             ) from error
 
 
@@ -150,6 +183,8 @@ class StreamWriter:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self._done:
             self._file.discard()
+            with suppress(AttributeError):
+                self._file.closed = True  # adlfs would store the file as it is freed
 
     def write(self, data: memoryview, offset: int) -> None:
         if self._file.tell() != offset:
@@ -157,8 +192,46 @@ class StreamWriter:
         self._file.write(bytes(data))  # a copy, as the caller reuses the block's buffer
 
     def finish(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except FileExistsError as error:
+            raise StorageError(
+                f"{self._path}: another process has written it; two runs write to "
+                f"{self._path.parent}: end one of them"
+            ) from error
         self._done = True
+
+
+def _open(protocol: str) -> Any:
+    """Returns fsspec's client for a protocol."""
+    # a cached listing would hide steps that other processes write
+    options: dict[str, Any] = {"use_listings_cache": False}
+    if protocol in GOOGLE:
+        from aiohttp import ClientTimeout
+        from gcsfs.core import GCSFileSystem
+
+        # it logs the stack of each error, which is explained here
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+        options["requests_timeout"] = ClientTimeout(sock_connect=10, sock_read=60)  # seconds
+        # fsspec.filesystem returns a subclass that asks for a bucket's type over gRPC, which does
+        # not survive a fork, and that overwrites objects of zonal buckets despite mode="create".
+        return GCSFileSystem(**options)
+    files = fsspec.filesystem(protocol, **options)
+    if protocol in AZURE:
+        # The first pause would be 15 s: other launches would take the holder of a run for dead.
+        files.service_client._config.retry_policy.initial_backoff = 1
+    return files
+
+
+def _lacks_container(error: BaseException | None) -> bool:
+    """Whether `error` is Azure's for a missing container."""
+    return getattr(error, "error_code", "") == "ContainerNotFound"
+
+
+def _no_bucket(path: ObjectPath) -> StorageError:
+    return StorageError(
+        f"{path}: the store has no bucket {path.bucket!r}; create it, or correct the URL"
+    )
 
 
 def _name(path: ObjectPath) -> str:

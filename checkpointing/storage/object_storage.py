@@ -24,6 +24,14 @@ logger = logging.getLogger(__name__)
 # --- clients --------------------------------------------------------------------------------------
 
 
+_PACKAGES = {
+    **dict.fromkeys(("s3", "s3a"), "boto3"),
+    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
+    **dict.fromkeys(("az", "abfs", "abfss"), "adlfs"),
+}
+"""Protocol → the package that its client needs."""
+
+
 def store_of(path: ObjectPath) -> ObjectStore:
     """Returns this process's client for the store of a path, creating it at the first call.
 
@@ -45,9 +53,11 @@ def _store(protocol: str, process: int) -> ObjectStore:
 
         return FsspecStore(protocol)
     except ImportError as error:
-        package = "'perdure[s3]'" if protocol in ("s3", "s3a") else error.name
+        package = _PACKAGES.get(protocol, error.name)
+        wanted = {"boto3": "'perdure[s3]'", "gcsfs": "'perdure[gs]'", "adlfs": "'perdure[az]'"}
         raise StorageError(
-            f"{protocol}:// needs {error.name}, which is not installed: pip install {package}"
+            f"{protocol}:// needs {package}, which is not installed: pip install "
+            f"{wanted.get(str(package), package)}"
         ) from error
 
 

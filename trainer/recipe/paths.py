@@ -18,7 +18,8 @@ _LIKE_URL = re.compile(
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]")
 _NO_STORES = ("file", "http", "https", "hf")
 """URL schemes that are not of object stores."""
-_RUN = re.compile(r"s3://[^/\s]+(?:/[^/\s]+)+/?")
+_RUN = re.compile(r"(?:s3|gs|az|abfs)://[^/\s]+(?:/[^/\s]+)+/?")
+"""URLs of stores that can create an object on the condition that it does not exist."""
 
 
 def like_url(path: str) -> str:
@@ -80,9 +81,14 @@ def wrong_paths(recipe: "Recipe") -> Iterator[tuple[str, str]]:
             if key == "run.dir":
                 if in_bucket(path):
                     continue
+                if like_url(path).lower() == "hf":
+                    what = (
+                        f"{path!r} looks like a URL (hf:), whose store cannot create a file on the "
+                        "condition that it does not exist: two launches could train in one run"
+                    )
                 what += (
-                    "; a run may also lie in a folder of a bucket (s3://bucket/folder), and its "
-                    "checkpoints alone in any object store (checkpoint.directory)"
+                    "; a run may lie in a folder of a bucket (s3://bucket/folder, gs://, az://), "
+                    "and its checkpoints alone in any object store (checkpoint.directory)"
                 )
             yield key, what
     places = {

@@ -33,7 +33,8 @@ class RunSection:
 
     dir: str
     """Directory of this run: resolved recipe, metrics, checkpoints. Starting the same recipe again
-    resumes from the newest checkpoint in it. s3://bucket/folder: nodes need no disk in common."""
+    resumes from the newest checkpoint in it. s3://bucket/folder, gs://… or az://…: nodes need no
+    disk in common."""
 
     steps: Count = 0
     """Optimizer steps of the whole run, counted from its beginning. 0: the length is given by

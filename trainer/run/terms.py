@@ -173,7 +173,7 @@ def _wait_for_the_dead(
 
 
 def _check_conditions(run: ObjectPath) -> None:
-    """Refuse a store that overwrites an object despite If-None-Match."""
+    """Refuse a store that overwrites an object which `write_new` must not find."""
     store, probe = store_of(run), run / TERMS / f"probe-{secrets.token_hex(8)}"
     store.write_new(probe, b"first")
     try:
@@ -183,8 +183,9 @@ def _check_conditions(run: ObjectPath) -> None:
     finally:
         store.delete([probe])
     raise StorageError(
-        f"{run}: its store ignores If-None-Match, so that two launches could train in one run; use "
-        "a newer version of the store, or a run.dir on a filesystem"
+        f"{run}: its store ignores the condition that an object must not exist (If-None-Match, "
+        "ifGenerationMatch), so that two launches could train in one run; use a newer version of "
+        "the store, or a run.dir on a filesystem"
     )
 
 

@@ -37,11 +37,16 @@ shards."""
 LITTLE_SHARED_MEMORY = 1 << 30
 """Bytes of /dev/shm below which the size is a container's default rather than a choice."""
 DRIVER_SECONDS = 30.0
+BUCKETS = ("s3", "gs", "az")
+"""Schemes of URLs whose client is the extra of this name."""
 PURPOSES = {
     "parquet": "data in parquet and arrow",
     "zstd": "data in .zst",
     "tensorboard": "tracking.tensorboard",
-    "s3": "s3://… in run.dir, checkpoint.directory, data.sources and model.init_from",
+    **{
+        scheme: f"{scheme}://… in run.dir, checkpoint.directory, data.sources and model.init_from"
+        for scheme in BUCKETS
+    },
     "fp8": "precision.matmul",
     "flash": "FlashAttention-4, on Hopper and Blackwell",
 }
@@ -320,9 +325,11 @@ def _compiler(recipe: Recipe | None) -> Iterator[MachineFinding]:
 
 def _needed_extras(recipe: Recipe) -> set[str]:
     """Extras without which this recipe cannot train."""
+    others = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az"}
+    schemes = {others.get(place.protocol, place.protocol) for place in _remote(recipe).values()}
     used = {
         "tensorboard": recipe.tracking.tensorboard,
-        "s3": any(place.protocol in ("s3", "s3a") for place in _remote(recipe).values()),
+        **{scheme: scheme in schemes for scheme in BUCKETS},
         "fp8": recipe.precision.matmul is not None,
     }
     return {extra for extra, is_used in used.items() if is_used}

@@ -435,6 +435,10 @@ def test_a_run_may_lie_in_a_folder_of_a_bucket(recipe_file, monkeypatch, tmp_pat
     assert recipe.directory.is_relative_to(tmp_path)
     assert recipe.directory.name == "x"
     assert recipe.directory != load_recipe(recipe_file, ["run.dir=s3://b/other/x"]).directory
-    for path in ("s3://b/", "s3://b//x", "s3://b/../x", "s3://b/x/..", "gs://b/x"):
-        with pytest.raises(RecipeError, match="a run may also lie in a folder of a bucket"):
+    for path in ("gs://b/x", "az://b/x", "abfs://b/x"):
+        assert load_recipe(recipe_file, [f"run.dir={path}"]).in_bucket
+    for path in ("s3://b/", "s3://b//x", "s3://b/../x", "s3://b/x/..", "gs://b", "memory://b/x"):
+        with pytest.raises(RecipeError, match="a run may lie in a folder of a bucket"):
             load_recipe(recipe_file, [f"run.dir={path}"])
+    with pytest.raises(RecipeError, match=r"hf:.* cannot create a file on the condition .*gs://"):
+        load_recipe(recipe_file, ["run.dir=hf://b/x"])
