@@ -4,15 +4,15 @@ import os
 
 import pytest
 import torch
-from lightning_fabric import Fabric
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from checkpointing import Checkpointer, CheckpointError, WrongModel
-from checkpointing.adapters import fabric as ours
 from checkpointing.state import unwrapped
 from tests.checkpointing.worlds import run_ranks
+from tests.late import Late
 
+lightning_fabric, ours = Late("lightning_fabric"), Late("checkpointing.adapters.fabric")
 STEPS, GLOBAL_BATCH = 9, 12
 
 
@@ -69,7 +69,8 @@ def launched(rank, ranks, name):
         "WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks}", "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
     }  # fmt: skip
-    fabric = Fabric(accelerator="cpu", strategy=strategy(name, ranks), devices=ranks)
+    given = {"accelerator": "cpu", "strategy": strategy(name, ranks), "devices": ranks}
+    fabric = lightning_fabric.Fabric(**given)
     fabric.launch()
     assert fabric.world_size == ranks
     return fabric
@@ -78,7 +79,7 @@ def launched(rank, ranks, name):
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory):
     single = ours.CheckpointedSingleDevice(device="cpu")
-    return train(Fabric(strategy=single), tmp_path_factory.mktemp("whole"), STEPS)
+    return train(lightning_fabric.Fabric(strategy=single), tmp_path_factory.mktemp("whole"), STEPS)
 
 
 @pytest.mark.parametrize(("first", "second"), [("ddp", "fsdp"), ("fsdp", "ddp")])
@@ -97,14 +98,15 @@ def test_a_fabric_program_goes_on_in_another_world_and_strategy(tmp_path, whole,
     assert after[0][0] == pytest.approx({step: losses[step] for step in range(4, 10)}, abs=1e-5)
     assert after[0][1] == seen
     single = ours.CheckpointedSingleDevice(device="cpu", checkpoint={"keep": 2})
-    newest = train(Fabric(strategy=single), tmp_path / "run", STEPS, tmp_path / "run")
+    alone = lightning_fabric.Fabric(strategy=single)
+    newest = train(alone, tmp_path / "run", STEPS, tmp_path / "run")
     assert newest[0] == pytest.approx({step: losses[step] for step in range(7, 10)}, abs=1e-5)
     kept = sorted(path.name for path in (tmp_path / "run").glob("step-*"))
     assert kept == ["step-00000006", "step-00000009"]
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
-    fabric = Fabric(strategy=ours.CheckpointedSingleDevice(device="cpu"))
+    fabric = lightning_fabric.Fabric(strategy=ours.CheckpointedSingleDevice(device="cpu"))
     model = fabric.setup(nn.Linear(2, 2))
     with pytest.raises(CheckpointError, match="no checkpoint; save one first"):
         fabric.load(tmp_path / "run", {"model": model})
@@ -131,7 +133,7 @@ class Slow(torch.optim.Optimizer):
 def test_an_optimizer_that_stands_for_another_is_saved_as_that_one(tmp_path):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    wrapped = Fabric(accelerator="cpu", devices=1).setup_optimizers(optimizer)
+    wrapped = lightning_fabric.Fabric(accelerator="cpu", devices=1).setup_optimizers(optimizer)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     assert unwrapped(wrapped) is optimizer
     for other in Slow(optimizer), schedule, model:

@@ -4,12 +4,12 @@ from contextlib import suppress
 
 import pytest
 import torch
-import transformers
 
 from checkpointing import CheckpointError
-from checkpointing.adapters.hugging_face import CheckpointCallback
 from tests.checkpointing.worlds import run_ranks
+from tests.late import Late
 
+transformers, ours = Late("transformers"), Late("checkpointing.adapters.hugging_face")
 STEPS, SIZE = 14, 24  # a bit more than two epochs of six steps
 
 
@@ -17,13 +17,15 @@ class StopNowError(Exception):
     """As if it had been killed."""
 
 
-class StopAt(transformers.TrainerCallback):
-    def __init__(self, step):
-        self.step = step
+def stop_at(step):
+    """A callback."""
 
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise StopNowError
+    class StopAt(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == step:
+                raise StopNowError
+
+    return StopAt()
 
 
 def train(folder, callbacks, resume=None):
@@ -55,17 +57,17 @@ def train(folder, callbacks, resume=None):
 
 def test_a_trainer_stops_and_goes_on_as_if_it_had_not(tmp_path):
     whole, weights = train(tmp_path, [])
-    first = CheckpointCallback(tmp_path / "run", every=4, keep=2)
+    first = ours.CheckpointCallback(tmp_path / "run", every=4, keep=2)
     assert first.resume() is None
-    train(tmp_path, [first, StopAt(11)])
+    train(tmp_path, [first, stop_at(11)])
     first.checkpointer.close()
 
-    forgotten = CheckpointCallback(tmp_path / "run", every=4)
+    forgotten = ours.CheckpointCallback(tmp_path / "run", every=4)
     with pytest.raises(CheckpointError, match="has step 8, and the Trainer begins at step 0"):
         train(tmp_path, [forgotten])
     forgotten.checkpointer.close()
 
-    second = CheckpointCallback(tmp_path / "run", every=4, keep=2)
+    second = ours.CheckpointCallback(tmp_path / "run", every=4, keep=2)
     losses, end = train(tmp_path, [second], second.resume())
     del whole[8]  # logged after it was saved
     assert losses == whole
@@ -82,7 +84,7 @@ def test_ranks_that_would_go_on_from_different_steps_are_all_told(tmp_path):
         optimizer = torch.optim.AdamW(model.parameters())
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
         state = transformers.TrainerState(global_step=step, max_steps=9)
-        callback = CheckpointCallback(tmp_path / "run", every=4)
+        callback = ours.CheckpointCallback(tmp_path / "run", every=4)
         if rank == 0:  # the folder of the other is on a disk of its own, perhaps
             callback.resume()
         parts = {"model": model, "optimizer": optimizer, "lr_scheduler": schedule}
@@ -103,4 +105,4 @@ def test_ranks_that_would_go_on_from_different_steps_are_all_told(tmp_path):
 
 def test_a_url_is_no_folder_of_that_name():
     with pytest.raises(ValueError, match="s3://bucket/run: the Trainer reads files"):
-        CheckpointCallback("s3://bucket/run", every=1)
+        ours.CheckpointCallback("s3://bucket/run", every=1)
