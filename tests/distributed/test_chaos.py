@@ -21,22 +21,22 @@ from lab.local_nodes import start_python
 from tests.distributed.jobs import ROOT, SOAK, Forked, soak
 from trainer.recipe import RecipeError
 
-CUT = Fault(what="partition", at=18, node=1, seconds=2.5, way="out")
+CUT = Fault(what="partition", at=12, node=1, seconds=2.5, way="out")
 TOGETHER = (
-    Fault(what="kill_stand_in", at=26),
-    Fault(what="kill_worker", at=26, node=1, delay=0.02),
+    Fault(what="kill_stand_in", at=16),
+    Fault(what="kill_worker", at=16, node=1, delay=0.02),
 )
 FAULTS = (
-    Fault(what="kill_worker", at=10, node=1),
+    Fault(what="kill_worker", at=6, node=1),
     CUT if network_possible() else replace(CUT, what="stop_node"),
     *(TOGETHER if SOAK else ()),
-    Fault(what="kill_node", at=30),
+    Fault(what="kill_node", at=18),
 )
 """On two nodes of which one is left."""
 STEADY = [
     # At 3e-4 undisturbed runs of one and of two ranks are 1.6e-4 apart after 6,013 steps; at 1e-4
     # 7.5e-7 after 11,844: fast mode compares what rounding does not hide.
-    *("optimizer.lr=1e-4", "checkpoint.every=20"),
+    *("optimizer.lr=1e-4", "checkpoint.every=10"),
     *("elastic.snapshot_every=1", "checkpoint.slots=2"),
 ]
 

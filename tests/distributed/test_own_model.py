@@ -1,10 +1,5 @@
 """A user's own model: what its code may do, and what becomes of its modes and buffers."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -61,26 +56,17 @@ def published():
     return Model().eval()
 '''
 MODEL = ["model.architecture=null", "model.factory=own_model:build"]
-STEPS = 8
+STEPS = 6
 
 
-def test_an_own_model_trains(workspace):
+def test_an_own_model_trains(workspace, start):
     (workspace / "own_model.py").write_text(FACTORY)
-    perdure = Path(sys.executable).parent / "perdure"
     run = ["run.dir=own", f"run.steps={STEPS}", "strategy.name=ddp", "run.evaluate_every=2"]
     run += ["checkpoint.every=1", "checkpoint.keep=3", "checkpoint.when_busy=wait"]
-    done = subprocess.run(
-        [perdure, "train", "recipe.yaml", "--nproc-per-node", "2", *MODEL, *run],
-        cwd=workspace,
-        env={**os.environ, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    assert "rank 1 is slow, and all others wait for it" in done.stdout
+    words = ["recipe.yaml", "--nproc-per-node", "2", *MODEL, *run]
+    code, output = start(1, *words, recipe="train", program=["trainer.cli"]).wait()
+    assert code == 0, output
+    assert "rank 1 is slow, and all others wait for it" in output
     for step in range(STEPS - 2, STEPS + 1):
         (file,) = (workspace / "own" / "checkpoints" / f"step-{step:08}").glob("model*.safetensors")
         tensors = load_file(file)

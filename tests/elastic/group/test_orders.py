@@ -288,7 +288,7 @@ MANY = "abcde"
     ("nodes", "places", "limits", "events"),
     [
         ("abc", "abc", LIMITS, 3),
-        ("abc", "abc", replace(LIMITS, unit=2), 3),
+        pytest.param("abc", "abc", replace(LIMITS, unit=2), 3, marks=soak),
         ("abcd", "abd", replace(LIMITS, unit=2, maximum=5), 2),
         (MANY, "ade", replace(LIMITS, maximum=6), 2),
     ],
@@ -297,7 +297,7 @@ def test_what_goes_wrong_in_any_order_ends_in_a_live_round(nodes, places, limits
     assert Explorer(nodes, places, limits, events).enumerate() > 10
 
 
-@pytest.mark.parametrize("unit", [1, 2])
+@pytest.mark.parametrize("unit", [pytest.param(1, marks=soak), 2])
 def test_so_it_does_however_looks_and_events_follow_each_other(unit):
     assert Explorer("abc", "abc", replace(LIMITS, unit=unit), 2).explore() > 5000
 
