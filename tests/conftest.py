@@ -20,8 +20,9 @@ __all__ = ["server", "store"]
 
 sys.dont_write_bytecode = False
 
-# A busy machine is no failure.
-settings.register_profile("perdure", deadline=None)
+# A busy machine is no failure. Examples are drawn anew in each run.
+EXAMPLES = 200 if os.environ.get("SOAK") else 40
+settings.register_profile("perdure", deadline=None, max_examples=EXAMPLES)
 settings.load_profile("perdure")
 
 _before: set[Path] = set()

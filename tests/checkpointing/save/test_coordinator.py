@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointing.errors import RankFailure
@@ -443,7 +443,6 @@ class World:
         assert not states["begun"], "neither committed nor aborted"
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     limit=st.integers(1, 4),
     shared=st.booleans(),

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.group.membership import (
@@ -425,7 +425,6 @@ ASKS = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.builds(
         Membership,
@@ -492,7 +491,6 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     EVENTS,
     st.sampled_from([1, 2, 3]),

@@ -5,7 +5,7 @@ from dataclasses import replace
 from statistics import fmean
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.group.batch_plan import plan_batch
@@ -71,7 +71,6 @@ def ideal(plan, paces):
     units=st.integers(1, 9),
     most=st.integers(1, 9),
 )
-@settings(max_examples=60)
 def test_no_other_shares_are_faster(paces, units, most):
     ranks = len(paces)
     if not ranks <= units <= most * ranks:
@@ -104,7 +103,6 @@ def test_no_other_shares_are_faster(paces, units, most):
     kind=st.sampled_from(KINDS),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=60)
 def test_every_sequence_once_and_no_pass_above_the_limit(
     global_batch, ranks, micro_batch, kind, seed
 ):

@@ -319,7 +319,7 @@ def test_who_was_cut_off_may_write_beside_the_next_attempt(folder):
     assert "which has no start" in run.history(folder).problems[0]
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(runs())
 def test_any_history_of_kills_and_resumes_passes(folder, run):
     history = run.history(folder)
@@ -338,7 +338,7 @@ def test_any_history_of_kills_and_resumes_passes(folder, run):
     assert max(consumed) == history.sequences - 1
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(runs(), st.data())
 def test_any_single_corruption_is_named(folder, run, data):
     lines = [dict(line) for line in run.lines]
@@ -382,7 +382,7 @@ def test_any_single_corruption_is_named(folder, run, data):
 # --- where the time went ---------------------------------------------------------------------
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(runs())
 def test_every_second_is_accounted_for_once(folder, run):
     history = run.history(folder)
@@ -399,7 +399,7 @@ def test_every_second_is_accounted_for_once(folder, run):
         assert account.wall == pytest.approx(run.now - (run.lines[0]["at"] - 3.0), abs=1e-3)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(runs(), st.floats(0.05, 0.95))
 def test_reading_on_is_as_reading_all(folder, run, share):
     """Also from the middle of a line on; and a file in its place is read from the beginning."""

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainer.data.chat_families import PLAIN, THINKING, VARIABLES, tokenizer
@@ -330,7 +330,6 @@ def one_by_one(lengths, room):
     return bins
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(1, 24), max_size=60), st.integers(2, 22))
 def test_bins_are_best_fit_and_hold_each_document_once(lengths, room):
     documents, starts = best_fit(np.asarray(lengths, np.int64), room)

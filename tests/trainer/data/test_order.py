@@ -27,7 +27,6 @@ GOLDEN_SEVERAL = [
 ]
 
 
-@settings(max_examples=200, deadline=None)
 @given(size=st.one_of(st.integers(1, 300), st.integers(4000, 5000)), key=seeds, epoch=seeds)
 def test_a_bijection(size, key, epoch):
     permutation = Permutation(size, key, epoch)

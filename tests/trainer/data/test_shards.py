@@ -8,7 +8,7 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tenacity import wait_none
 
@@ -25,7 +25,6 @@ def copied(prepared, tmp_path):
     return shutil.copytree(prepared, tmp_path / "data")
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_readers_agree_with_what_was_written(prepared, tokens, data):
     flat = np.concatenate(tokens)
