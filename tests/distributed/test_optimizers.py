@@ -23,7 +23,7 @@ from trainer.run.preflight import check_launch
 from trainer.tasks.task import build_task
 
 OWN = "tests.distributed.own_optimizers"
-STEPS = 12
+STEPS = 12 if SOAK else 8
 COMMON = (
     *(f"run.steps={STEPS}", "optimizer.lr=5e-4", "optimizer.clip_norm=0"),
     *("schedule.name=constant", "schedule.warmup_steps=2"),

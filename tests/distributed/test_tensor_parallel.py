@@ -148,7 +148,7 @@ def test_bf16_loses_no_more_than_fsdp_does(workspace, train):
 )
 def test_checkpoints_are_the_same_bytes_in_every_layout(workspace, train, start, layouts, request):
     run = f"saved-{request.node.callspec.id.split()[0]}"
-    train(2, f"run.dir={run}", "run.steps=3", "schedule={}", *SP)
+    train(2, f"run.dir={run}", "run.steps=1", "schedule={}", *SP)
     before = workspace / run / "checkpoints"
     for number, (ranks, overrides) in enumerate(layouts):
         after = workspace / run / f"again-{number}"
@@ -158,7 +158,7 @@ def test_checkpoints_are_the_same_bytes_in_every_layout(workspace, train, start,
         )
         code, output = job.wait()
         assert code == 0, output
-        one, other = (path / "step-00000003" for path in (before, after))
+        one, other = (path / "step-00000001" for path in (before, after))
         names = [str(p.relative_to(one)) for p in sorted(one.rglob("*.safetensors"))]
         assert len(names) == 2
         for name in names:
