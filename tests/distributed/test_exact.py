@@ -27,7 +27,7 @@ from trainer.optim.optimizer import build_optimizer, square_sum
 from trainer.parallel.fsdp import is_sharded
 from trainer.recipe import Optimizer, ParameterGroup, RecipeError, load_recipe
 
-STEPS = 20 if SOAK else 12
+STEPS = 20 if SOAK else 10
 EXACT = ("run.determinism=exact", f"run.steps={STEPS}", "schedule.name=constant")
 UNEVEN = ("batch.global_batch=11", "batch.micro_batch=3")  # 4 micro-batches, the last one smaller
 GRADIENTS = st.lists(st.floats(-250, 250, width=32), min_size=1, max_size=40)
