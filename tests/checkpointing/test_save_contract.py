@@ -11,7 +11,7 @@ from checkpointing.save import staging
 from checkpointing.tools.inspect import verify
 from tests.checkpointing.worlds import run_ranks
 
-BULK = 64 << 20
+BULK = 16 << 20
 """Bytes that are copied before what may change at once."""
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from checkpointing import TensorCheckpointer
 
-DEADLINE = 60
+DEADLINE = 240
 
 # Autograd starts its threads in the first backward of a process, one for each GPU. Fake tensors
 # make a CUDA build of torch count a GPU where there is none. If they came first, the thread for it
