@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 # Before torch is imported: torch.set_num_threads makes threads that do not survive a fork.
@@ -37,10 +38,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.get_closest_marker("timeout"))
 
 
-def pytest_collection_finish() -> None:
-    # A collection that looked at all that was imported would take a second, again and again.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Nothing that is imported meanwhile is garbage, and to look at all of it takes seconds: not
+    now, and not in each later collection."""
+    gc.disable()
+    result = yield
     gc.collect()
     gc.freeze()
+    gc.enable()
+    return result
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

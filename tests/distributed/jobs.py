@@ -28,7 +28,7 @@ EXAMPLES = ROOT / "examples"
 SOAK = bool(os.environ.get("SOAK"))
 soak = pytest.mark.skipif(not SOAK, reason="in `make soak`, to keep `make test` short")
 FORKS = multiprocessing.get_context("forkserver")
-PRELOADED = ["trainer.run.worker", "torch.distributed.run", "tests.distributed.warm", __name__]
+PRELOADED = ["tests.distributed.warm", __name__]
 if SOAK:  # where many jobs need it
     PRELOADED += ["transformers.modeling_utils", "transformers.generation.utils"]
 FORKS.set_forkserver_preload(PRELOADED)

@@ -1,7 +1,10 @@
-"""What each forked job would do anew: the process that they are forked from imports this."""
+"""Imported by the process that jobs are forked from: what each of them would do anew."""
 
-import trainer.models.families.qwen3  # noqa: F401  # of RECIPE
-from trainer.recipe import Recipe
-from trainer.recipe.checking import adapter
+import gc
+from importlib import import_module
 
-adapter(Recipe)
+gc.disable()  # nothing that is imported here is garbage
+for name in ("trainer.run.worker", "torch.distributed.run", "trainer.models.families.qwen3"):
+    import_module(name)
+import_module("trainer.recipe.checking").adapter(import_module("trainer.recipe").Recipe)
+gc.enable()
