@@ -256,7 +256,11 @@ def test_trackers_survive_the_ranks(workspace, tmp_path):
 
     # Its successor makes up for what is missing, the newest checkpoint first.
     (run / "samples.jsonl").unlink(missing_ok=True)
-    end_companions([Companion(["trainer.tools.run_samples", str(run), "30"])], 300)
+    words = ["trainer.tools.run_samples", str(run), "30"]
+    successor = Forked(
+        words, tmp_path, {**os.environ}, tmp_path / "successor.log"
+    )  # its input is over
+    assert successor.wait(300) == 0
     samples = json_lines(run / "samples.jsonl")
     there = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
     sampled = [there[-1]] * 2 + ["step-00000020"] * 2 * ("step-00000020" in there)
