@@ -205,6 +205,17 @@ def test_exact_is_exact_with_experts(workspace, train):
 
 
 @soak
+def test_exact_is_exact_on_twice_as_many_ranks(workspace, train):
+    """A group of ranks sums up the same micro-batches in each expert, whatever the world."""
+    for number, more in enumerate(((), ("strategy.tp=2",), ("strategy.zero=2",))):
+        for ranks in (2, 4):
+            given = (f"run.dir=exact-ep-{ranks}-{number}", "run.determinism=exact")
+            train(ranks, *given, *THIRTY, *MOE, *EP, *more)
+        few, many = (told(workspace, f"exact-ep-{n}-{number}") for n in (2, 4))
+        assert few == many, more
+
+
+@soak
 def test_bf16_loses_no_more_than_fsdp_does(workspace, train):
     low = ("precision.dtype=bf16", *THIRTY, *MOE)
     train(2, "run.dir=experts-bf16", *low)

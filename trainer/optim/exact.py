@@ -1,8 +1,9 @@
 """Arithmetic whose result depends neither on the order nor on the grouping of terms.
 
 [Note: exact mode] With `run.determinism: exact` a run gives the same bits at every data-parallel
-size and under every sharding, even if they change during the run. The sizes of tensor, pipeline and
-context parallelism must stay constant, because they change how a sample is rounded.
+size and under every sharding, even if they change during the run. The sizes of tensor, pipeline,
+context and expert parallelism must stay constant, because they change how a sample is rounded, or
+which micro-batches an expert sums up at once.
 
 - *Work.* The global batch is cut into numbered micro-batches of fixed shape; the world size only
   decides which rank computes which micro-batch (`elastic.group.batch_plan`). Kernels are

@@ -234,6 +234,15 @@ def test_what_context_parallelism_does_not_do_yet_is_refused(recipe_file, overri
     assert instead in str(error.value)
 
 
+def test_experts_of_an_exact_run_sum_up_the_same_micro_batches_at_every_world_size(recipe_file):
+    given = ["run.determinism=exact", "batch.micro_batch=2", "strategy.ep=4"]
+    assert load_recipe(recipe_file, [*given, "batch.global_batch=16"]).strategy.ep == 4
+    # Ranks that share tokens by tensor parallelism have the same micro-batch.
+    assert load_recipe(recipe_file, [*given, "batch.global_batch=12", "strategy.tp=2"])
+    with pytest.raises(RecipeError, match=r"4 micro-batches meet .* divide the 6 of a step"):
+        load_recipe(recipe_file, [*given, "batch.global_batch=12"])
+
+
 @pytest.mark.parametrize("parallel", [["strategy.cp=2"], ["strategy.ep=2", "strategy.tp=2"]])
 def test_own_data_is_not_refused_for_a_length_that_nobody_set(recipe_file, parallel):
     data = ["data.factory=a:b", "data.sources=[]", "data.seq_len=0"]

@@ -1,5 +1,6 @@
 """`strategy.ep`: expert parallelism."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
     strategy, data = recipe.strategy, recipe.data
     if strategy.ep == 1:
         return
-    yield from missing_beside(recipe, "ep", "run.determinism", "data.factory", "strategy.sharding")
+    yield from missing_beside(recipe, "ep", "data.factory", "strategy.sharding")
     together, ring = tp.ranks(strategy), cp.ranks(strategy)
     if together > 1 and data.seq_len % (together * ring) and not data.factory:
         yield (
@@ -35,6 +36,16 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "strategy.ep",
             "divides experts among ranks that share parameters, which these do not; use "
             "strategy.sharding: SHARD_GRAD_OP, FULL_SHARD or HYBRID_SHARD",
+        )
+    # An expert's gradient is one sum over the micro-batches of a group of ranks: the same ones at
+    # every world size, unless only some ranks of a group have a padding pass.
+    shares = math.lcm(strategy.ep, together * ring) // (together * ring)
+    units = math.ceil(recipe.batch.global_batch / recipe.micro_batch)
+    if recipe.exact and units % shares:
+        yield (
+            "strategy.ep",
+            f"in exact mode {shares} micro-batches meet in each expert, which do not divide the "
+            f"{units} of a step; set another batch.global_batch or batch.micro_batch",
         )
     if recipe.model.factory:
         yield "model.factory", "such a model has no experts that are known; set strategy.ep=1"

@@ -10,7 +10,6 @@ def missing_beside(recipe: Recipe, ranks: str, *keys: str) -> Iterator[tuple[str
     """Yield (key, problem and remedy) for each of `keys` whose setting does not work together with
     `strategy.<ranks>` yet."""
     chosen = {
-        "run.determinism": (recipe.exact, "set fast"),
         "data.factory": (bool(recipe.data.factory), f"set strategy.{ranks}=1"),
         "strategy.sharding": (sharding.zero1(recipe), "use SHARD_GRAD_OP"),
     }
