@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from checkpointing.errors import CheckpointError, explain
 from checkpointing.format.layout import BLOCK_BYTES, OPTIMIZER, TRAINER_STATE
@@ -19,6 +18,7 @@ from checkpointing.tools.inspect import StepChoice, find_checkpoint
 from elastic.record.history import LedgerError
 from trainer.run.parts import LocalCopy
 from trainer.run.terms import TERMS
+from trainer.tools.scratch import scratch_folder
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def local_runs(
             if isinstance(run, Path):
                 found.append(LocalRun(run, run))
                 continue
-            directory = Path(stack.enter_context(_scratch()), run.name)
+            directory = stack.enter_context(scratch_folder()) / run.name
             directory.mkdir()
             found.append(LocalRun(run, directory))
             copies.append(LocalCopy(run, directory))
@@ -68,10 +68,6 @@ def local_runs(
         if follow and copies:
             stack.enter_context(_following(copies))
         yield found
-
-
-def _scratch() -> TemporaryDirectory[str]:
-    return TemporaryDirectory(prefix="perdure-", ignore_cleanup_errors=True)
 
 
 @contextmanager
@@ -103,8 +99,8 @@ def _following(copies: Sequence[LocalCopy]) -> Iterator[None]:
 def local_folder(folder: ObjectPath) -> Iterator[Path]:
     """Yield a directory with a copy of each run that is directly in a folder of a bucket. Raises
     CheckpointError if the store does not answer."""
-    with _scratch() as scratch:
-        top = Path(scratch, folder.name)
+    with scratch_folder() as scratch:
+        top = scratch / folder.name
         top.mkdir()
         for run in store_of(folder).children(folder):
             if is_plain(run.name) and store_of(run).children(run / TERMS):
@@ -126,8 +122,8 @@ def local_model(path: ObjectPath, step: StepChoice = None) -> Iterator[Path]:
     """
     found = open_step(find_checkpoint(path, step))
     storage = storage_of(found.path)
-    with _scratch() as scratch:
-        top = Path(scratch, found.path.name)
+    with scratch_folder() as scratch:
+        top = scratch / found.path.name
         for name, record in found.record.files.items():
             if name.startswith(OPTIMIZER.folder) or name == TRAINER_STATE:
                 continue
