@@ -236,6 +236,21 @@ def assert_follows(
     return differences
 
 
+def assert_audited(folder: Path, run: str, *words: str) -> str:
+    """An audit of all steps of a run holds, and leaves the run as it was; returns its output."""
+
+    def contents() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in (folder / run).rglob("*") if path.is_file()}
+
+    before = contents()
+    job = Job(folder, 1, ("--audit", "999", *words), run, ("trainer.cli", "replay"))
+    code, output = job.wait()
+    assert code == 0, output
+    assert "the ledger holds" in output
+    assert contents() == before
+    return output
+
+
 def wait_for_step(folder: Path, run: str, step: int, job: Job) -> None:
     """Until the run has logged `step`."""
     deadline = time.monotonic() + 60

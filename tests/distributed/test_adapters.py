@@ -21,7 +21,7 @@ from checkpointing.errors import CheckpointError
 from checkpointing.format.nf4 import quantise, rounded
 from checkpointing.format.peft import name_in_file
 from checkpointing.tools.inspect import show, verify
-from tests.distributed.jobs import Job, losses, soak, wait_for_step
+from tests.distributed.jobs import Job, assert_audited, losses, soak, wait_for_step
 from tests.distributed.lora_gradients import VOCABULARY, batch, of_layouts, values
 from trainer.cli.main import parse
 from trainer.tools.generate import generate
@@ -192,6 +192,7 @@ def test_killed_and_resumed_on_other_ranks_it_is_the_same_adapter(
     ]
     for file in files:
         assert (step / file).read_bytes() == (undisturbed / file).read_bytes(), file
+    assert_audited(workspace, "lora", "--nproc", "3")
     # Beside them lies what lay beside the weights of the base, and nothing that hides the adapter.
     names = {path.name for path in step.iterdir()}
     assert not names & {"config.json", "model.safetensors", "model.safetensors.index.json"}

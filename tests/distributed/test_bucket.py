@@ -106,6 +106,10 @@ def test_a_machine_that_is_lost_takes_no_line_of_a_committed_step_along(
         assert "resuming after step 2 of 4 from storage" in output
         shutil.rmtree(tmp_path / "new")
 
+        for words in (("--audit", "9"), ("--step", "3", "--why")):
+            before = dict(store_of(run).walk(run))
+            assert perdure("replay", str(run), *words, "--nproc", "1") == 0
+            assert dict(store_of(run).walk(run)) == before
     assert perdure("report", str(run), "--check") == 0, capsys.readouterr()
     assert perdure("watch", str(run), "--once") == 0
     assert perdure("runs", str(run.parent)) == 0

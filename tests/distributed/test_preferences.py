@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from elastic.record.history import read_history
-from tests.distributed.jobs import records, soak, wait_for_step
+from tests.distributed.jobs import assert_audited, records, soak, wait_for_step
 from tests.trainer.data.chat_families import PLAIN, VARIABLES, tokenizer
 from trainer.data.loader import TokenStream
 from trainer.data.prepare import tokenise
@@ -273,6 +273,7 @@ def test_a_run_that_is_killed_left_and_resumed_on_other_ranks_has_the_same_bits(
     expected = tensors_of(folder, f"{name}-alone")
     assert len(expected) > 1
     assert tensors_of(folder, f"{name}-killed") == expected
+    assert_audited(folder, f"{name}-killed", "--nproc", "3")
     logged = records(folder, f"{name}-alone")
     margins = [one["reward_margin"] for one in logged if "reward_margin" in one]
     assert abs(margins[0]) < 1e-4 < margins[-1]

@@ -4,7 +4,6 @@ audit that finds each forgery. Nothing in the run changes."""
 import ast
 import hashlib
 import json
-import math
 import os
 import random
 import re
@@ -28,9 +27,11 @@ from elastic.record.history import read_history
 from tests.distributed.forged import change_token, opened, seal
 from tests.distributed.jobs import MOE, ROOT, SOAK, Job, soak, starts, wait_for_step
 from trainer.cli.main import parse
-from trainer.data.loader import TokenStream
+from trainer.data.loader import TokenStream, later_stages
 from trainer.data.prepare.prepare import prepare
+from trainer.recipe import load_recipe
 from trainer.run.provenance import digest_of, recipe_file
+from trainer.tasks.task import build_task
 from trainer.tools.replay.line import StepSpan
 from trainer.tools.replay.request import OUTCOME, REQUEST, Request
 
@@ -76,16 +77,22 @@ def problems(output):
     return [line for line in output.splitlines() if line.startswith("problem: ")]
 
 
-def edited(run, step, **changes):
-    """The ledger of a run with other fields in the line of a step; None takes one away."""
+def rewritten(run, change):
+    """Give the ledger of a run the lines that change(its lines) returns."""
     path = run / "ledger.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines:
-        if line["kind"] == "step" and line["step"] == step:
-            line.update(changes)
-            for key in [key for key, value in changes.items() if value is None]:
-                del line[key]
+    lines = change([json.loads(line) for line in path.read_text().splitlines()])
     path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+
+
+def edited(run, step, kind="step", **changes):
+    """The ledger of a run with other fields in the line of a step; None takes one away."""
+
+    def edit(line):
+        if (line["kind"], line.get("step")) == (kind, step):
+            line = {key: value for key, value in {**line, **changes}.items() if value is not None}
+        return line
+
+    rewritten(run, lambda lines: [*map(edit, lines)])
 
 
 def loss_of(run, step):
@@ -127,9 +134,10 @@ def of_token(*, sealed=False, claimed=False, consumed=False):
     return forge
 
 
-def of_state(step, section, *, claimed=False):
+def of_state(step, section, *, claimed=False, zeroed=False, untold=False):
     """A number in the checkpoint of a step is another, with the checksums that it then has;
-    `claimed`: and the ledger says what digest that has."""
+    `zeroed`: all numbers of its tensor are 0; `claimed`: and the ledger says what digest that has;
+    `untold`: or it says of no digest."""
 
     def forge(run):
         path = run / f"checkpoints/step-{step:08}"
@@ -138,21 +146,19 @@ def of_state(step, section, *, claimed=False):
             name = next(n for n in tensors.keys() if tensors.get_slice(n).get_shape()[1:])  # noqa: SIM118
         blob = bytearray(file.read_bytes())
         length = 8 + int.from_bytes(blob[:8], "little")
-        begin, _ = json.loads(blob[8:length])[name]["data_offsets"]
-        number = np.frombuffer(blob, np.float32, 1, length + begin)
-        number[0] = number[0] * 1.5 + 1e-3
+        begin, end = json.loads(blob[8:length])[name]["data_offsets"]
+        numbers = np.frombuffer(blob, np.float32, (end - begin) // 4, length + begin)
+        numbers[:] = 0 if zeroed else numbers
+        numbers[0] = numbers[0] * 1.5 + 1e-3
         file.write_bytes(blob)
         record = read_record(path)
         sums = tuple(crc32(blob[at : at + BLOCK_BYTES]) for at in range(0, len(blob), BLOCK_BYTES))
         files = {**record.files, str(file.relative_to(path)): FileRecord(len(blob), sums)}
         (path / COMMIT_RECORD).write_bytes(CommitRecord(step, files, record.odd).encode())
         if claimed:
-            ledger = run / "ledger.jsonl"
-            lines = [json.loads(line) for line in ledger.read_text().splitlines()]
-            for line in lines:
-                if line["kind"] == "save" and line["step"] == step:
-                    line.update(stored_digests(path)._asdict())
-            ledger.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            edited(run, step, "save", **stored_digests(path)._asdict())
+        if untold:
+            edited(run, step, "save", weights=None, moments=None)
 
     return forge
 
@@ -166,20 +172,48 @@ def of_bit(run):
 
 def skip_invented(run):
     """Step 3 was skipped, says the ledger: with the number and the counters that go with it."""
-    edited(run, 3, skipped=True, why="loss", loss=math.nan)
-    path = run / "ledger.jsonl"
-    text = path.read_text().replace('"loss":NaN', '"loss":null')
-    lines = [json.loads(line) for line in text.splitlines()]
-    for line in lines:
+
+    def skip(line):
+        if (line["kind"], line.get("step")) == ("step", 3):
+            line |= {"loss": None, "skipped": True, "why": "loss"}
         if line["kind"] in ("save", "end") and line["step"] >= 3:
             line["skipped"] += 1
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return line
+
+    rewritten(run, lambda lines: [*map(skip, lines)])
 
 
-def line_removed(run):
-    path = run / "ledger.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if '"kind":"step","step":3,' not in line))
+def line_removed(run, kind="step", step=3):
+    rewritten(
+        run, lambda lines: [one for one in lines if (one["kind"], one.get("step")) != (kind, step)]
+    )
+
+
+def of_steps(*fields, begin=2):
+    """The lines of two steps are swapped; or only these fields of them."""
+
+    def swap(lines):
+        first, second = (
+            next(n for n, one in enumerate(lines) if (one["kind"], one.get("step")) == ("step", s))
+            for s in (begin, begin + 1)
+        )
+        for key in fields:
+            lines[first][key], lines[second][key] = lines[second][key], lines[first][key]
+        if not fields:
+            lines[first], lines[second] = lines[second], lines[first]
+        return lines
+
+    return lambda run: rewritten(run, swap)
+
+
+def zeroed_and_claimed(run):
+    of_state(4, "optimizer", zeroed=True, claimed=True)(run)
+
+
+def state_untold(run):
+    """The newest checkpoint holds moments of zeros, and the ledger knows nothing of its save."""
+    of_state(4, "optimizer", zeroed=True)(run)
+    line_removed(run, "save", 4)
 
 
 FORGERIES = {
@@ -203,12 +237,18 @@ FORGERIES = {
     "checkpoint: weights, claimed": of_state(2, "model", claimed=True),
     "checkpoint: moments, claimed": of_state(2, "optimizer", claimed=True),
     "newest checkpoint: moments, claimed": of_state(4, "optimizer", claimed=True),
+    "newest checkpoint: weights, without digests": of_state(4, "model", untold=True),
+    "newest checkpoint: moments zeroed, claimed": zeroed_and_claimed,
+    "newest checkpoint: moments zeroed, without a save": state_untold,
+    "two lines swapped": of_steps(),
+    "loss and norm of two steps swapped": of_steps("loss", "norm"),
+    "validation": lambda run: edited(run, 4, "validation", values={"validation_loss": 1.0}),
 }
 QUICKLY_FOUND = (
-    "consumed removed", "recipe: rate", "recipe: seed", "token, sealed",
-    "token, sealed, claimed, consumed",
+    "consumed removed", "recipe: rate", "recipe: seed", "token, sealed", "two lines swapped",
+    "token, sealed, claimed, consumed", "newest checkpoint: weights, without digests", "validation",
 )  # fmt: skip
-"""Of these, one is computed."""
+"""Of these, three are computed."""
 
 
 def poison(data, position):
@@ -234,7 +274,8 @@ def test_a_step_is_explained_and_an_audit_finds_each_forgery(workspace, trained,
     shutil.copytree(workspace / "data", tmp_path / "data")
     poisoned = poison(tmp_path / "data", position=27)
     run, data = tmp_path / "run", f"data.sources=[{{path: {tmp_path / 'data'}}}]"
-    trained(2, f"run.dir={run}", data, *EXACT, "run.steps=4", "checkpoint.every=2")
+    given = ("run.steps=4", "run.evaluate_every=4", "checkpoint.every=2")
+    trained(2, f"run.dir={run}", data, *EXACT, *given)
     before = contents(run)
     code, output = replayed(run, "--step", "4", "--why")
     assert code == 0, output
@@ -242,10 +283,15 @@ def test_a_step_is_explained_and_an_audit_finds_each_forgery(workspace, trained,
     assert "2 step(s) to compute, after step 2, on 1 rank(s)" in output
     (shares,) = re.findall(r"share of the gradient \(all together (.*)%\)", output)
     assert abs(float(shares) - 100) < 0.1
-    for title in ("highest loss a token", "largest gradient of its own", "largest share of the"):
+    for title in (
+        "highest loss a token",
+        "highest loss a byte",
+        "largest gradient of its own",
+        "largest share of the",
+    ):
         (row,) = re.findall(rf"^{title}.*\n.*\n(.*)", output, re.MULTILINE)
         assert re.search(rf" of data +{workspace}/corpus/0\d\d\.txt:1 ", row), row
-    (row,) = re.findall(r"^highest loss a token.*\n.*\n(.*)", output, re.MULTILINE)
+    (row,) = re.findall(r"^highest loss a byte.*\n.*\n(.*)", output, re.MULTILINE)
     assert re.search(rf" {poisoned} of data ", row), output
     assert re.search(r"^  → +4 +\d", output, re.MULTILINE)
     assert contents(run) == before
@@ -482,6 +528,98 @@ def test_what_cannot_be_compared_is_said(workspace, trained, replay, tmp_path, m
         job.kill()
 
 
+# --- a run with a past -----------------------------------------------------------------------
+
+
+def with_newest_recipe(run):
+    """recipe.yaml is that of the newest attempt, as the ledger has it."""
+    newest = starts(run.parent, run.name)[-1]["recipe"]
+    (run / "recipe.yaml").write_text(recipe_file(run, newest).read_text())
+
+
+def attempt_left_out(number, *, told=False):
+    """The lines of an attempt are left out; `told`: the next one goes on from the one before it."""
+
+    def forge(run):
+        begun = starts(run.parent, run.name)
+        name, before = begun[number]["attempt"], begun[number - 1]["attempt"]
+
+        def without(lines):
+            kept = [line for line in lines if line["attempt"] != name]
+            for line in kept if told else ():
+                if line["kind"] == "start" and line["parent"] == name:
+                    line["parent"] = before
+            return kept
+
+        rewritten(run, without)
+        with_newest_recipe(run)
+
+    return forge
+
+
+def of_stage(*, fingerprints):
+    """The weights of the first stage are others, under digests of recipes made anew;
+    `fingerprints`: and under the fingerprints of the order that this makes."""
+
+    def forge(run):
+        known, orders = {}, {}
+        for path in sorted((run / "recipes").iterdir()):
+            text = path.read_text().replace("data: 7.0", "data: 6.0")
+            assert text != path.read_text()
+            path.unlink()
+            new = recipe_file(run, digest_of(text))
+            new.write_text(text)
+            known[path.stem] = new.stem
+            stream = build_task(load_recipe(new, kept=True)).stream
+            orders[new.stem] = {"data": stream.fingerprint, "stages": later_stages(stream)}
+
+        def forged(line):
+            if line["kind"] == "start":
+                line["recipe"] = known[line["recipe"]]
+                line |= orders[line["recipe"]] if fingerprints else {}
+            return line
+
+        rewritten(run, lambda lines: [*map(forged, lines)])
+        with_newest_recipe(run)
+
+    return forge
+
+
+PAST = {
+    "an attempt left out": attempt_left_out(1),
+    "an attempt left out, parents told": attempt_left_out(1, told=True),
+    "the newest attempt left out": attempt_left_out(2),
+    "a stage": of_stage(fingerprints=False),
+    "a stage, and the order's fingerprints": of_stage(fingerprints=True),
+}
+
+
+@soak
+@pytest.mark.timeout(900)
+def test_an_audit_finds_each_forgery_of_a_run_with_a_past(workspace, trained, tmp_path, replay):
+    """Three attempts on one and two ranks, each with another rate; the last one with another stage
+    of the data, too."""
+    draw, few = random.Random(2), tmp_path / "few.txt"
+    few.write_text("".join(draw.choices("abcdef ", k=600)))
+    prepare([str(few)], tmp_path / "few", tokenizer="bytes", validation_fraction=0.0)
+    run = tmp_path / "run"
+    given = (f"run.dir={run}", *EXACT, "checkpoint.every=2")
+    given += (f"data.sources=[{{path: {workspace / 'data'}}}, {{path: {tmp_path / 'few'}}}]",)
+    first, then = "{until: 20, weights: {data: 7, few: 3}}", "weights: {data: 1, few: 1}}"
+    short, long = f"[{first}, {{{then}]", f"[{first}, {{until: 70, {then}, {{weights: {{few: 1}}}}]"
+    for number, (ranks, stages) in enumerate(((2, short), (1, short), (2, long))):
+        steps, rate = f"run.steps={4 * number + 4}", f"optimizer.lr={number + 1}e-3"
+        trained(ranks, *given, f"data.stages={stages}", steps, rate)
+    for forgery in ("none", *PAST):
+        forged = tmp_path / forgery / "run"
+        shutil.copytree(run, forged)
+        PAST.get(forgery, lambda run: None)(forged)
+        code, output = replay(forged, "--audit", "99", "--nproc", "1")
+        print(forgery, *problems(output), sep="\n")
+        assert code == (forgery != "none"), f"{forgery}: {output}"
+        assert bool(problems(output)) == (forgery != "none"), f"{forgery}: {output}"
+
+
 # --- planted documents -----------------------------------------------------------------------
 
 
@@ -564,7 +702,12 @@ def test_why_names_planted_documents(workspace, trained, replay):
             "model.architecture.vocab_size=1024", "model.architecture.hidden_size=128",
             "model.architecture.intermediate_size=256",
         )  # fmt: skip
-    firsts = {"highest loss a token": 0, "largest gradient of its own": 0, "largest share": 0}
+    firsts = {
+        "highest loss a token": 0,
+        "highest loss a byte": 0,
+        "largest gradient of its own": 0,
+        "largest share": 0,
+    }
     missed = []
     for number, (_, step) in sorted(where.items()):
         code, output = replay("poisoned", "--step", f"{step}", "--why")

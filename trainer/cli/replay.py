@@ -63,11 +63,13 @@ def add_replay_command(commands: Commands) -> None:
 def _replay(arguments: argparse.Namespace) -> int:
     from trainer.tools.mirror import local_runs
     from trainer.tools.replay.replay import Options, audit, replay
+    from trainer.tools.torchrun import stop_on_sigterm
 
     if arguments.why and not arguments.step:
         arguments.refuse("--why: works only with --step")
     if arguments.seed is not None and not arguments.audit:
         arguments.refuse("--seed: works only with --audit")
+    stop_on_sigterm()
     options = Options(arguments.nproc, arguments.data)
     with local_runs([arguments.of_run]) as (run,):
         if arguments.step:

@@ -8,7 +8,7 @@ from elastic.record.attempt import Attempt, RollbackLine
 from elastic.record.history import LedgerError
 from elastic.record.ledger import StartLine
 from elastic.record.steps import StepLine, StepLines
-from trainer.tools.replay.compared import Numbers, differences
+from trainer.tools.replay.compared import Numbers, differences, other_means, unrecorded
 from trainer.tools.replay.line import Lineage, StepSpan, beginning, draw, drawn
 
 
@@ -74,6 +74,8 @@ def test_an_audit_ends_in_a_save_and_computes_nothing_twice():
     ]
     assert drawn(LINE, (), [3, 16, 22]) == [StepSpan(0, 23)]
     assert drawn(LINE, (20,), [22]) == [StepSpan(20, 23)]
+    # It also ends in a checkpoint of which the ledger has no digest.
+    assert drawn(LINE, (20, 22), [21]) == [StepSpan(20, 22)]
     assert draw(LINE, 5, 7) == draw(LINE, 5, 7) != draw(LINE, 5, 8)
     assert draw(LINE, 99, 1) == [*range(1, 24)]
 
@@ -114,3 +116,28 @@ def test_what_is_not_finite_is_alike():
     line = STEP._replace(loss=math.nan, norm=math.inf, skipped="loss")
     assert not list(differences(Numbers(math.inf, math.nan, "loss", "ab"), line, "bits", 0))
     assert list(differences(Numbers(2.0, math.nan, "loss", "ab"), line, "bits", 0))
+
+
+def test_what_a_line_lacks_is_not_taken_for_compared():
+    assert unrecorded(GOOD, STEP) == []
+    assert unrecorded(GOOD, STEP._replace(loss=None, consumed=None)) == ["loss", "consumed"]
+    assert unrecorded(Numbers(2.0, 0.5, "", None), STEP._replace(consumed=None)) == []
+
+
+@pytest.mark.parametrize(
+    ("recorded", "proof", "told"),
+    [
+        ({"validation_loss": 2.0 + 1e-12, "recall": 0.5}, "bits", []),
+        ({"validation_loss": 2.0 + 1e-7, "recall": 0.5}, "bits", ["its validation_loss is 2.0"]),
+        ({"validation_loss": 2.0}, "bits", ["its recall is 0.5, and the ledger says nan"]),
+        ({"validation_loss": None, "recall": 0.5}, "rounding", ["its validation_loss"]),
+        ({"validation_loss": 2.00001, "recall": 0.4}, "rounding", []),
+        ({"validation_loss": 2.001, "recall": 0.5}, "rounding", ["its validation_loss"]),
+        ({"validation_loss": 9.0, "recall": 0.5}, "none", []),
+    ],
+)
+def test_other_means_over_the_validation_set_are_said(recorded, proof, told):
+    said = list(other_means({"validation_loss": 2.0, "recall": 0.5}, recorded, proof, 1e-4))
+    assert [one.startswith(begin) for one, begin in zip(said, told, strict=True)] == [True] * len(
+        told
+    ), said

@@ -1,7 +1,7 @@
 """Compares the numbers of a recomputed step with its ledger line. Imports no torch."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +14,11 @@ differ."""
 NORM = 10
 """Factor by which a gradient norm may differ more than the loss: it sums squares, and depends on
 the weights."""
+
+
+SUM_ORDER = 1e-9
+"""Largest relative difference of validation means in exact mode, in which ranks add up their parts
+in another order."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,37 @@ def differences(
         ("norm", recomputed.norm, line.norm, NORM * tolerance),
     ):
         if theirs is not None and relative(ours, theirs) > (0 if exact else most):
+            yield f"its {name} is {ours!r}, and the ledger says {theirs!r}"
+
+
+def unrecorded(recomputed: Numbers, line: StepLine) -> list[str]:
+    """Return the names of the numbers that a ledger line lacks, and that thus are not compared."""
+    return [
+        name
+        for name in ("loss", "norm", "consumed")
+        if getattr(line, name) is None and getattr(recomputed, name) is not None
+    ]
+
+
+def other_means(
+    recomputed: Mapping[str, float],
+    recorded: Mapping[str, float | None],
+    proof: Proof,
+    tolerance: float,
+) -> Iterator[str]:
+    """Yield a clause for each mean over the validation set that differs from the ledger. Up to
+    rounding only the loss is compared, because a ranking changes in jumps.
+
+    Args:
+        recorded: name → mean; None: it was not finite.
+        tolerance: as in `differences`.
+    """
+    for name, ours in recomputed.items() if proof != "none" else ():
+        theirs = recorded.get(name)
+        theirs = math.nan if theirs is None else theirs
+        if proof == "rounding" and name != "validation_loss":
+            continue
+        if relative(ours, theirs) > (SUM_ORDER if proof == "bits" else tolerance):
             yield f"its {name} is {ours!r}, and the ledger says {theirs!r}"
 
 

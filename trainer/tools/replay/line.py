@@ -2,7 +2,7 @@
 ledger recorded, and from which stored state it can be recomputed. Imports no torch."""
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -120,12 +120,14 @@ class States:
     """Steps on its line with a checkpoint, judged by the checkpoints' small files."""
     damaged: Sequence[str] = field(default_factory=list)
     """Why other checkpoints are unusable, a line each."""
+    aside: Mapping[int, str] = field(default_factory=dict)
+    """Step → attempt of checkpoints of attempts that are no part of the line."""
 
 
 def stored_states(directory: Place, line: Lineage) -> States:
     """Find the checkpoints of a run without reading tensors. Left out are checkpoints of attempts
     that are no part of `line`, as their rounding may differ."""
-    steps, damaged = [], []
+    steps, damaged, aside = [], [], dict[int, str]()
     for path in list_steps(directory):
         step = parse_step(path.name)
         try:
@@ -136,7 +138,9 @@ def stored_states(directory: Place, line: Lineage) -> States:
             continue
         if step is not None and (not attempt or attempt in line.names_of(step)):
             steps.append(step)
-    return States(steps, damaged)
+        elif step is not None:
+            aside[step] = str(attempt)
+    return States(steps, damaged, aside)
 
 
 def beginning(line: Lineage, stored: Collection[int], step: int) -> int:
@@ -153,9 +157,9 @@ def beginning(line: Lineage, stored: Collection[int], step: int) -> int:
 
 
 def span_into(line: Lineage, stored: Collection[int], step: int) -> StepSpan:
-    """Return the span for a step, extended to the next save: wrong moments do not show in the first
-    step computed from them, but in the digest of that save."""
-    end = min((saved for saved in line.digests if saved >= step), default=line.last)
+    """Return the span for a step, extended to the next state that the ledger or a checkpoint
+    records: wrong moments do not show in the first step computed from them, but in that state."""
+    end = min((one for one in {*line.digests, *stored} if one >= step), default=line.last)
     return StepSpan(beginning(line, stored, step), end)
 
 

@@ -120,7 +120,13 @@ class Sources:
             run=replace(recipe.run, dir=str(self.run), device=device),
             data=data,
             model=model,
-            checkpoint=replace(checkpoint, directory=directory, verify=True),
+            # Whoever names a run to be replayed trusts the user who trained it.
+            checkpoint=replace(
+                checkpoint,
+                directory=directory,
+                verify=True,
+                trust=(*checkpoint.trust, self.run.stat().st_uid),
+            ),
         )
 
 

@@ -14,12 +14,12 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from checkpointing.errors import CheckpointError
+from checkpointing.errors import CheckpointError, SaveFailed, WrongModel
 from checkpointing.format.layout import step_name
 from checkpointing.ranks import RankGroup, failing_alike
 from checkpointing.storage.place import Place
 from checkpointing.storage.steps import list_steps
-from checkpointing.tools.digests import digests_in_memory, stored_digests
+from checkpointing.tools.digests import SaveDigests, digests_in_memory, stored_digests
 from elastic import World
 from elastic.exits import EXIT_DONE, EXIT_WRONG_INPUT
 from elastic.node.files import write_whole
@@ -30,11 +30,19 @@ from trainer.data.loader import load, requests
 from trainer.data.shards import DataError
 from trainer.recipe.errors import known_errors, lines
 from trainer.recipe.strategies import exact
+from trainer.run.evaluate import evaluate
 from trainer.run.state import Run
 from trainer.run.step import Gradients, Inputs, consumed, gradients, not_finite_anywhere, train_step
 from trainer.tools.compare.compare import TOLERANCE
-from trainer.tools.replay.compared import Numbers, Proof, differences, relative
-from trainer.tools.replay.line import Lineage, StepSpan, line_of
+from trainer.tools.replay.compared import (
+    Numbers,
+    Proof,
+    differences,
+    other_means,
+    relative,
+    unrecorded,
+)
+from trainer.tools.replay.line import Lineage, StepSpan, beginning, line_of
 from trainer.tools.replay.rebuild import AwayError, Sources, go_back, keep_state, rebuilt
 from trainer.tools.replay.request import OUTCOME, REQUEST, ReplayOutcome, Request
 from trainer.tools.replay.why import why
@@ -104,7 +112,7 @@ def recompute(request: Request, outcome: ReplayOutcome) -> None:
     for span in request.spans:
         walk = Walk(request, sources, line, world, outcome, span)
         if request.examined:
-            _walk(walk)
+            _walk_from_good_state(walk)
             continue
         try:
             _walk(walk)
@@ -121,6 +129,22 @@ def recompute(request: Request, outcome: ReplayOutcome) -> None:
             if isinstance(error, DataError) and world.world_size > 1:
                 raise  # this rank alone may have read it, and the others wait for it
         walk.say(result)
+
+
+def _walk_from_good_state(walk: Walk) -> None:
+    """Recompute a span. If its checkpoint cannot be loaded, begin from an older one."""
+    stored = set(walk.request.stored)
+    while True:
+        try:
+            return _walk(walk)
+        except CheckpointError as error:
+            begin, end = walk.span
+            if isinstance(error, WrongModel | SaveFailed) or begin not in stored:
+                raise
+            stored.remove(begin)
+            older = StepSpan(beginning(walk.line, stored, end), end)
+            walk = Walk(walk.request, walk.sources, walk.line, walk.world, walk.outcome, older)
+            walk.say(f"note: {error}; now computing {_named(older)}")
 
 
 def _walk(walk: Walk) -> None:
@@ -187,8 +211,9 @@ def _steps(walk: Walk, run: Run, kind: Mapping[str, str], until: int, storage: P
                 go_back(run, walk.states if to in walk.kept else storage, to)
             if run.task.after_step:
                 run.task.after_step(run.model, run.progress.sequences)
-            if step in line.digests and not walk.request.examined:
-                _check_state(walk, run, step)
+            if not walk.request.examined:
+                _check_validation(walk, run, attempt)
+                _check_state(walk, run, storage)
 
 
 @contextmanager
@@ -255,24 +280,44 @@ def _compare(walk: Walk, run: Run, step: int, first: int, recomputed: Numbers) -
         )
     if line.loss is not None and walk.proof != "none":
         walk.furthest = max(walk.furthest, relative(recomputed.loss, line.loss))
+    if absent := unrecorded(recomputed, line):
+        attempt = walk.line.attempt_of(step).number
+        walk.outcome.miss(f"lines of attempt {attempt} have no {' and no '.join(absent)}")
     walk.compared += 1
     walk.problems(f"step {step}: {one}" for one in clauses)
     return clauses
 
 
-def _check_state(walk: Walk, run: Run, step: int) -> None:
-    """Compare weights and moments after a step with the digests that its save wrote to the
-    ledger."""
-    if walk.proof != "bits":
+def _check_validation(walk: Walk, run: Run, attempt: Attempt) -> None:
+    """Validate the weights after a step if its attempt did, and compare the means. Collective."""
+    recorded = attempt.validations.get(run.progress.step)
+    if recorded is None or run.task.validation is None or walk.proof == "none":
         return
+    means = evaluate(run, run.task.validation, heed=False) or {}
+    tolerance = TOLERANCE[run.recipe.precision.dtype]
+    walk.problems(
+        f"the validation after step {run.progress.step}: {one}"
+        for one in other_means(means, recorded, walk.proof, tolerance)
+    )
+
+
+def _check_state(walk: Walk, run: Run, storage: Place) -> None:
+    """Compare weights and moments after a step with the digests that its save wrote to the ledger;
+    if the ledger has none, with the checkpoint. Collective."""
+    step = run.progress.step
+    recorded = walk.line.digests.get(step)
+    if walk.proof != "bits" or not (recorded or step in walk.request.stored):
+        return
+    origin = "its save recorded"
+    if not recorded:
+        origin = "its checkpoint has, of which the ledger says nothing"
+        with failing_alike():
+            recorded = RankGroup(dist.group.WORLD).on_main(lambda: _stored(storage, step))
     tensors = run.model.state_of(run.optimizer)
     digests = digests_in_memory(dist.group.WORLD, model=run.model.saved, optimizer=tensors)
     walk.problems(
-        f"step {step}: the {what} after it have another digest, {ours}, than its save recorded, "
-        f"{theirs}"
-        for what, ours, theirs in zip(
-            digests._fields, digests, walk.line.digests[step], strict=True
-        )
+        f"step {step}: the {what} after it have another digest, {ours}, than {origin}: {theirs}"
+        for what, ours, theirs in zip(digests._fields, digests, recorded or digests, strict=True)
         if ours != theirs
     )
 
@@ -284,20 +329,14 @@ def _check_stored(walk: Walk, storage: Place) -> None:
     def look() -> list[str]:
         problems = []
         for step in walk.span:
-            if step not in walk.line.digests or step not in walk.request.stored:
-                continue
-            path = storage / step_name(step)
-            try:
-                digests = stored_digests(path)
-            except CheckpointError:
-                if path in list_steps(storage):  # else the run has deleted it meanwhile
-                    raise
+            recorded = walk.line.digests.get(step)
+            if not recorded or step not in walk.request.stored:
                 continue
             problems += [
                 f"the checkpoint of step {step} holds other {what} than its save wrote: their "
                 f"digest is {ours}, and the ledger says {theirs}"
                 for what, ours, theirs in zip(
-                    digests._fields, digests, walk.line.digests[step], strict=True
+                    SaveDigests._fields, _stored(storage, step) or recorded, recorded, strict=True
                 )
                 if ours != theirs
             ]
@@ -305,6 +344,17 @@ def _check_stored(walk: Walk, storage: Place) -> None:
 
     with failing_alike():
         walk.problems(RankGroup(dist.group.WORLD).on_main(look))
+
+
+def _stored(storage: Place, step: int) -> SaveDigests | None:
+    """Return the digests of the tensors in a checkpoint; None if the run has deleted it."""
+    path = storage / step_name(step)
+    try:
+        return stored_digests(path)
+    except CheckpointError:
+        if path in list_steps(storage):
+            raise
+        return None
 
 
 def _named(span: StepSpan) -> str:

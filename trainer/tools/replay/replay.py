@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
+from checkpointing.format.untrusted import printable
 from checkpointing.storage.place import Place, location
 from elastic.exits import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT
 from elastic.node.files import read_text
@@ -28,7 +28,8 @@ from trainer.tools.replay.line import (
 )
 from trainer.tools.replay.request import OUTCOME, REQUEST, ReplayOutcome, Request
 from trainer.tools.report.report import clock
-from trainer.tools.torchrun import run_ranks, stop_on_sigterm
+from trainer.tools.scratch import scratch_folder
+from trainer.tools.torchrun import run_ranks
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,16 @@ def audit(run: Path, count: int, seed: int | None, options: Options) -> int:
     plan = _planned(run, line, steps[-1], options, audit=True)
     states = stored_states(plan.storage, line)
     outcome = plan.compute(drawn(line, states.steps, steps), states.steps)
-    outcome.problems[:0] = states.damaged
+    # read again, because the run may have started anew meanwhile
+    known = {one.start.attempt for one in read_history(run).attempts}
+    outcome.problems[:0] = [
+        *states.damaged,
+        *(
+            f"the checkpoint of step {step} is of attempt {printable(name)}, which the ledger lacks"
+            for step, name in states.aside.items()
+            if name not in known
+        ),
+    ]
     return _print_outcome(outcome, "the ledger holds: what was computed again is what it says")
 
 
@@ -178,10 +188,10 @@ class _Plan:
             RecipeError, DataError, CheckpointError: recomputation is impossible.
         """
         print(self._cost(spans), flush=True)
-        with TemporaryDirectory(prefix="perdure-replay-") as scratch:
+        with scratch_folder() as scratch:
             request = Request(
                 run=str(self.run.absolute()),
-                scratch=scratch,
+                scratch=str(scratch),
                 device=self.recipe.run.device,
                 timeout=self.recipe.elastic.timeout_seconds,
                 spans=spans,
@@ -198,7 +208,6 @@ class _Plan:
 
     def _by_ranks(self, request: Request) -> ReplayOutcome:
         """Start ranks on this machine, and read the outcome that they write."""
-        stop_on_sigterm()
         scratch, threads = Path(request.scratch), self.start.threads
         environment = {REQUEST: request.to_json()}
         environment |= {"OMP_NUM_THREADS": str(threads)} if threads else {}

@@ -4,18 +4,24 @@ parameters with the largest gradients, and the neighbouring steps.
 [Note: share] The gradient g of a step is the sum of its documents' gradients g_d, each weighted by
 its share of the labels. The share of document d is <g_d, g> / |g|^2: shares sum to 1, apart from
 terms that a model adds to its loss. A document with a large loss may have a small share, because
-its gradient points elsewhere; hence three lists.
+its gradient points elsewhere; hence several lists.
+
+[Note: loss a byte] A tokenizer cuts noise into tokens of one letter. A model soon learns which
+letters these are, so that one costs no more than a word does; yet a word has six letters. So there
+is also a list by the loss a byte of text. It shows noise well, and words in a wrong order badly:
+there the list by the loss a token is better. Samples of the user's own data have no such list.
 
 [Note: few labels] A sequence may hold only the last words of a document, whose mean loss is high by
-chance. So the list of losses is ordered by the mean that the document would have with PRIOR_LABELS
-more labels, each with the mean loss of the step.
+chance. So the lists of losses are ordered by the mean that the document would have with PRIOR more
+labels or bytes, each with the mean loss of the step.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -50,9 +56,9 @@ LISTED = 5
 """Length of each list of documents and of the list of parameters."""
 AROUND = 3
 """Steps shown before and after the explained one."""
-PRIOR_LABELS = 10
-"""See [Note: few labels]. About the variance of the loss of a label inside a document, over that of
-the means of documents."""
+PRIOR = {"token": 10, "byte": 30}
+"""See [Note: few labels]. For tokens about the variance of the loss of a label inside a document,
+over that of the means of documents."""
 SHOWN_TOKENS, SHOWN_LETTERS = 60, 70
 """Tokens of a document that are decoded, and letters of these that are shown."""
 
@@ -71,8 +77,14 @@ class DocumentShare:
     """Inputs of the model in which only this document's labels count."""
     labels: int
     """Number of these labels."""
+    bytes: int
+    """Bytes of their text in UTF-8; 0: it has no text."""
     ids: Sequence[int] = ()
     """The first tokens that the model was to predict."""
+
+    def size(self, unit: str) -> int:
+        """Return the number of tokens or bytes that count."""
+        return self.bytes if unit == "byte" else self.labels
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,11 @@ class Weighed:
     """Norm of its own gradient, weighted as in the step."""
     share: float
     """Share of the step's gradient, see [Note: share]."""
+
+    @property
+    def loss_sum(self) -> float:
+        """Sum over its labels."""
+        return self.loss * self.part.labels
 
 
 def why(run: Run, result: Gradients, line: Lineage, sources: Sources) -> Iterator[str]:
@@ -103,7 +120,8 @@ def why(run: Run, result: Gradients, line: Lineage, sources: Sources) -> Iterato
     whole = {name: gradient.clone() for name, gradient in _gradients(run).items()}
     scale = result.undivided / run.progress.loss_scale.value
     largest = _largest(run, whole, scale)
-    parts = list(_parts(run))
+    names = _Names(run)
+    parts = list(_parts(run, names))
     if run.world.is_main:
         print(
             f"\nwhy: step {step} took {len(parts)} documents, or parts of them; each takes a "
@@ -112,17 +130,18 @@ def why(run: Run, result: Gradients, line: Lineage, sources: Sources) -> Iterato
         )
     labels = sum(part.labels for part in parts)
     weighed = [_weigh(run, part, whole, scale, result.norm, max(1, labels)) for part in parts]
-    names = _Names(run)
     shares = sum(one.share for one in weighed)
     finite = [one for one in weighed if math.isfinite(one.loss)]
-    mean = sum(one.loss * one.part.labels for one in finite) / max(
-        1, sum(one.part.labels for one in finite)
-    )
-    for title, key in (
-        ("highest loss a token", lambda one: _with_prior(one, mean)),
+    lists: list[tuple[str, Callable[[Weighed], float]]] = [
+        (f"highest loss a {unit}", partial(_with_prior, unit, _mean(unit, finite)))
+        for unit in PRIOR
+        if any(part.size(unit) for part in parts)
+    ]
+    lists += [
         ("largest gradient of its own", lambda one: one.norm),
         (f"largest share of the gradient (all together {shares:.1%})", lambda one: one.share),
-    ):
+    ]
+    for title, key in lists:
         ordered = sorted(weighed, key=lambda one: _last_if_nan(key(one)), reverse=True)
         yield f"\n{title}:"
         yield from names.table(ordered[:LISTED])
@@ -134,10 +153,15 @@ def why(run: Run, result: Gradients, line: Lineage, sources: Sources) -> Iterato
     yield from _neighbouring_steps(run, step, line, sources)
 
 
-def _with_prior(one: Weighed, mean: float) -> float:
-    """The loss a token of a part, with PRIOR_LABELS more labels of the loss `mean`."""
-    labels = one.part.labels
-    return (one.loss * labels + mean * PRIOR_LABELS) / (labels + PRIOR_LABELS)
+def _mean(unit: str, weighed: Sequence[Weighed]) -> float:
+    """Return the mean loss of all tokens or bytes of some parts."""
+    sizes = sum(one.part.size(unit) for one in weighed)
+    return sum(one.loss_sum for one in weighed) / max(1, sizes)
+
+
+def _with_prior(unit: str, mean: float, one: Weighed) -> float:
+    """Return the loss a token or byte of a part, with PRIOR more of them, of the loss `mean`."""
+    return (one.loss_sum + mean * PRIOR[unit]) / (one.part.size(unit) + PRIOR[unit])
 
 
 def _last_if_nan(value: float) -> float:
@@ -148,7 +172,7 @@ def _last_if_nan(value: float) -> float:
 # --- documents -------------------------------------------------------------------------------
 
 
-def _parts(run: Run) -> Iterator[DocumentShare]:
+def _parts(run: Run, names: "_Names") -> Iterator[DocumentShare]:
     """Yield the parts (documents or samples) of the next step."""
     stream, begin = run.task.stream, run.progress.sequences
     if getattr(stream, "paired", False) or not isinstance(stream, TokenStream | SampleStream):
@@ -160,7 +184,7 @@ def _parts(run: Run) -> Iterator[DocumentShare]:
         batch = stream.fetch([position])
         if isinstance(stream, SampleStream):
             (source,), (sample,) = stream.locate(np.array([position]))
-            yield DocumentShare(position, int(source), int(sample), batch, batch[COUNTED])
+            yield DocumentShare(position, int(source), int(sample), batch, batch[COUNTED], 0)
             continue
         source, documents = stream.documents_of(position)
         numbers = torch.from_numpy(documents)
@@ -168,11 +192,12 @@ def _parts(run: Run) -> Iterator[DocumentShare]:
         for number in dict.fromkeys(documents.tolist()):
             inside = numbers == number
             labels = torch.where(inside, batch["labels"][0], IGNORED_LABEL)[None]
-            count = int((labels != IGNORED_LABEL).sum())
-            if number >= 0 and count:
+            counted = labels[labels != IGNORED_LABEL].tolist()
+            if number >= 0 and counted:
                 ids = [one for one in text[inside].tolist() if one >= 0][:SHOWN_TOKENS]
+                size = len(names.tokenizer(source).decode(counted).encode())
                 yield DocumentShare(
-                    position, source, number, {**batch, "labels": labels}, count, ids
+                    position, source, number, {**batch, "labels": labels}, len(counted), size, ids
                 )
 
 
@@ -262,10 +287,11 @@ class _Names:
 
     def table(self, weighed: Sequence[Weighed]) -> list[str]:
         """Format a table of parts."""
-        head = ["loss", "norm", "share", "labels", "document", "record", "text"]
+        head = ["loss", "a byte", "norm", "share", "labels", "document", "record", "text"]
         rows = [
             [
                 f"{one.loss:.3f}",
+                f"{one.loss_sum / one.part.bytes:.3f}" if one.part.bytes else "",
                 f"{one.norm:.4g}",
                 f"{one.share:.1%}",
                 f"{one.part.labels:,}",
@@ -273,17 +299,25 @@ class _Names:
             ]
             for one in weighed
         ]
-        return table([head, *rows], right={0, 1, 2, 3}, indent="  ")
+        return table([head, *rows], right={0, 1, 2, 3, 4}, indent="  ")
+
+    def tokenizer(self, source: int) -> Tokenizer:
+        """Return the tokenizer of a data set."""
+        return self._open(source)[1]
+
+    def _open(self, source: int) -> tuple[TokenDataset, Tokenizer]:
+        if source not in self._opened:
+            path = self._paths[source]
+            tokenizer = read_tokenizer(location(path) / "tokenizer.json")
+            self._opened[source] = TokenDataset(path, "train"), tokenizer
+        return self._opened[source]
 
     def _named(self, part: DocumentShare) -> tuple[str, str, str]:
         """Format source, record, and the beginning of a part's text."""
         if not self._paths:
             return f"sample {part.number}", str(self._run.recipe.data.factory), ""
         path = self._paths[part.source]
-        if part.source not in self._opened:
-            tokenizer = read_tokenizer(location(path) / "tokenizer.json")
-            self._opened[part.source] = TokenDataset(path, "train"), tokenizer
-        dataset, tokenizer = self._opened[part.source]
+        dataset, tokenizer = self._open(part.source)
         origin = dataset.origin(part.number)
         record = f"{origin[0]}:{origin[1]}" if origin else "not known: prepared by an older version"
         text = printable(tokenizer.decode(list(part.ids), skip_special_tokens=False))
