@@ -29,7 +29,7 @@ from tests.distributed.jobs import MOE, ROOT, SOAK, Job, soak, starts, wait_for_
 from trainer.cli.main import parse
 from trainer.data.loader import TokenStream, later_stages
 from trainer.data.prepare.prepare import prepare
-from trainer.recipe import load_recipe
+from trainer.recipe import RecipeError, load_recipe
 from trainer.run.provenance import digest_of, recipe_file
 from trainer.tasks.task import build_task
 from trainer.tools.replay.line import StepSpan
@@ -295,6 +295,8 @@ def test_a_step_is_explained_and_an_audit_finds_each_forgery(workspace, trained,
     assert re.search(rf" {poisoned} of data ", row), output
     assert re.search(r"^  → +4 +\d", output, re.MULTILINE)
     assert contents(run) == before
+    with pytest.raises(RecipeError, match=r"--nproc 9: .* leaves 1 of 9 .* without work"):
+        replayed(run, "--step", "4", "--nproc", "9")
 
     # All steps, so that each checkpoint is computed into; or the last two.
     words = ("--audit", "4") if SOAK else ("--audit", "1", "--seed", "0")
