@@ -151,7 +151,7 @@ def _planned(
     ranks = options.ranks or _ranks(recipe, attempt.start, audit)
     try:
         mesh_shape(recipe, ranks, ranks)
-        exact.batch_plan(recipe, ranks // recipe.strategy.together)
+        exact.batch_plan(recipe, ranks // together(recipe.strategy))
     except RecipeError as error:
         raise RecipeError(f"--nproc {ranks}: {error}") from error
     return _Plan(line, attempt.start, recipe, str(sources.states_of(recipe)), run, data, ranks)
