@@ -7,9 +7,12 @@ change only for a lasting gain:
 - The pace of a rank is the median of its last KEPT windows.
 - Ranks within ALIKE of the median rank count as equally fast, so that noise changes nothing.
   Without this rule there were 95 changes in 1,000 calm windows of 64 ranks.
-- A rank within ALIKE of the pace by which its share was decided counts with that pace. Without this
-  rule a rank that is 12 % slower crossed the border of ALIKE 19 times in 300 windows.
-- The predicted step must become shorter by GAIN, WINDOWS windows in a row.
+- Each window shows what the shares of these paces would have saved in it. What exceeds GAIN adds up
+  over windows, and the shares change at ENOUGH. So a large gain takes a few windows, and a small
+  one as many as it takes to tell it from noise.
+- Until a rank's pace has moved by MOVED since, the shares change again only for GAIN_AGAIN. Without
+  this rule a rank that stayed 5 to 12 % slower changed them two to six times in 300 windows, since
+  noise took its pace across the border of ALIKE.
 """
 
 from collections.abc import Sequence
@@ -23,12 +26,15 @@ from elastic.group.batch_plan import BatchPlan
 KEPT = 5
 """Newest windows from which a rank's median is taken."""
 ALIKE = 0.1
-"""Relative difference below which a rank counts as equally fast as the median rank, or as when its
-share was decided."""
-GAIN = 0.05
-"""Fraction of the predicted step time that new shares must save."""
-WINDOWS = 3
-"""Consecutive windows that must predict this saving before the shares change."""
+"""Relative difference from the median rank below which a rank counts as equally fast."""
+GAIN, GAIN_AGAIN = 0.05, 0.12
+"""Fraction of the step time that new shares must save; GAIN_AGAIN once shares have changed, unless
+a rank has moved."""
+MOVED = 0.25
+"""Relative difference between a rank's pace and that by which its share was decided, above which
+the rank has moved."""
+ENOUGH = 1.5
+"""Sum over windows of the fraction saved above GAIN or GAIN_AGAIN, at which the shares change."""
 PASS_COST = 0.2
 """Fixed cost of a pass in lockstep, in sequences of the median rank; it limits the passes."""
 
@@ -44,18 +50,17 @@ class ShareBalance:
     _seen: list[tuple[float, ...]] = field(default_factory=list)
     """Seconds per sequence of each rank, in the last KEPT windows."""
     _counted: tuple[float, ...] = ()
-    """Pace of each rank by which `plan` was decided, in units of the median rank; empty: all are
-    equal."""
-    _wanted: int = 0
-    """Consecutive windows so far that have predicted a gain."""
+    """Pace of each rank by which `plan` was decided, in units of the median rank; empty: no plan
+    was decided yet."""
+    _saved: float = 0.0
+    """The sum that ENOUGH is for; never below 0."""
 
     @property
     def paces(self) -> list[float]:
         """Seconds per sequence of each rank: medians, equal for ranks within ALIKE."""
         paces = [median(of_rank) for of_rank in zip(*self._seen, strict=True)]
         usual = median(paces)
-        known = self._counted or (1.0,) * len(paces)
-        return [usual * _alike(pace / usual, one) for pace, one in zip(paces, known, strict=True)]
+        return [usual if abs(pace / usual - 1) < ALIKE else pace for pace in paces]
 
     def window(self, paces: Sequence[float]) -> bool:
         """Add a measurement; returns whether `plan` has changed.
@@ -67,25 +72,22 @@ class ShareBalance:
         if not all(isfinite(pace) and pace > 0 for pace in paces):
             return False
         self._seen = [*self._seen, tuple(paces)][-KEPT:]
-        now = self.paces
-        # No difference, which is the usual case.
-        if self.plan.shares is None and len(set(now)) == 1:
-            self._wanted = 0
-            return False
-        better = best_plan(self.plan, now, self.micro_batch)
-        gains = step_seconds(better, now) < (1 - GAIN) * step_seconds(self.plan, now)
-        self._wanted = self._wanted + 1 if gains else 0
-        if self._wanted < WINDOWS:
-            return False
+        now, better = self.paces, self.plan
         usual = median(now)
-        self.plan, self._counted, self._wanted = better, tuple(pace / usual for pace in now), 0
+        relative = tuple(pace / usual for pace in now)
+        if self._counted or len(set(now)) > 1:  # usually all are equal
+            better = best_plan(self.plan, now, self.micro_batch)
+        moved = not self._counted or any(
+            abs(pace / known - 1) > MOVED
+            for pace, known in zip(relative, self._counted, strict=True)
+        )
+        # By this window alone: medians would repeat an odd window several times.
+        saved = 1 - step_seconds(better, paces) / step_seconds(self.plan, paces)
+        self._saved = max(0.0, self._saved + saved - (GAIN if moved else GAIN_AGAIN))
+        if self._saved < ENOUGH:
+            return False
+        self.plan, self._counted, self._saved = better, relative, 0.0
         return True
-
-
-def _alike(pace: float, known: float) -> float:
-    """The pace that a rank counts with, in units of the median rank: what it was, or 1, if the
-    measured one is ALIKE; else the measured one."""
-    return next((one for one in (known, 1.0) if abs(pace / one - 1) < ALIKE), pace)
 
 
 def best_plan(plan: BatchPlan, paces: Sequence[float], micro_batch: int) -> BatchPlan:

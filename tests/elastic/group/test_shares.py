@@ -31,13 +31,22 @@ def test_300_calm_windows_change_nothing(kind, ranks, each):
     assert balance.plan == equal
 
 
-@pytest.mark.parametrize(("ranks", "slower"), [(2, 1.2), (64, 1.12)])
-def test_a_rank_that_stays_a_little_slower_is_followed_once(ranks, slower):
-    """And not to and fro, though noise takes it across the border of what counts as equal."""
-    draw, balance = random.Random(1), balance_of(ranks, 16)
-    true = [slower, *[1.0] * (ranks - 1)]
-    changes = sum(balance.window([draw.gauss(one, 0.05) for one in true]) for _ in range(300))
-    assert 1 <= changes <= 4
+@given(
+    speeds=st.lists(
+        st.one_of(st.just(1.0), st.floats(1, 1.2), st.floats(1, 4)), min_size=2, max_size=5
+    ),
+    each=st.sampled_from([8, 20]),
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=25, deadline=None)
+def test_speeds_that_stay_are_followed_once(speeds, each, kind, seed):
+    """And not to and fro, though noise takes a rank across the border of what counts as equal."""
+    draw, balance = random.Random(seed), balance_of(len(speeds), each, **kind)
+    noisy = [[pace * draw.gauss(1, 0.05) for pace in speeds] for _ in range(300)]
+    assert sum(map(balance.window, noisy)) <= 1
+    best = best_plan(balance.plan, speeds, balance.micro_batch)
+    assert step_seconds(balance.plan, speeds) <= 1.2 * step_seconds(best, speeds)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -55,8 +64,9 @@ def test_a_rank_at_a_third_holds_nobody_up(kind, ranks, each):
             changes.append(window)
     assert fmean(ratios) <= (1.2 if kind.get("lockstep") else 1.15)
     assert 12 <= changes[0] <= 16
-    assert len(changes) <= 6, changes
-    assert step_seconds(balance.plan, true) <= 1.06 * step_seconds(equal, true)
+    assert len(changes) <= 2, changes
+    # One unit of 16 is hardly more than GAIN, and takes many windows to come back.
+    assert step_seconds(balance.plan, true) <= 1.08 * step_seconds(equal, true)
 
 
 def ideal(plan, paces):
@@ -130,9 +140,7 @@ def test_every_sequence_once_and_no_pass_above_the_limit(
 def test_a_window_without_a_measurement_does_not_count():
     balance = balance_of(2, 8)
     slow = [1.0, 3.0]
-    assert [balance.window(w) for w in (slow, [0.0, 3.0], slow, [1.0, float("nan")], slow)] == [
-        *[False] * 4,
-        True,
-    ]
+    windows = slow, [0.0, 3.0], slow, [1.0, float("nan")], slow, slow
+    assert [balance.window(one) for one in windows] == [*[False] * 5, True]
     assert balance.plan.shares == (12, 4)
     assert balance.plan.passes_of(0) == 3
