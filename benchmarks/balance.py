@@ -1,8 +1,8 @@
 """What `batch.balance: speed` saves where one of two ranks is slow: seconds per step, beside equal
 shares and beside the ideal.
 
-A small model on 2 ranks under DDP, 8 micro-batches a rank, in exact mode. The slow rank takes three
-times as long for a sequence as the fast one, in one of two ways:
+A small model on 2 ranks, 16 sequences a step, under DDP (in exact mode), ZeRO-1 and ZeRO-3. The
+slow rank takes three times as long for a sequence as the fast one, in one of two ways:
 
 - held: control groups give the fast rank a third of a core, and the slow one a ninth (cgroup v1 and
   root; left out elsewhere);
@@ -20,22 +20,24 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from benchmarks.support import arguments, environment, json_lines, report, spread
 from benchmarks.support.control_groups import NoLimitError, cpu_limit
-from benchmarks.support.slow_rank import write_recipe
+from benchmarks.support.slow_rank import GLOBAL_BATCH, STRATEGIES, write_recipe
 
 HELD = 1 / 3, 1 / 9
 """Cores of the fast and of the slow rank."""
 ASLEEP = 0.005, 0.015
 """Seconds that a layer of them sleeps in forward for a sequence."""
-WARM_UP = 20
-"""Steps after which shares have changed."""
+WARM_UP = 28
+"""Steps after which shares must have changed."""
 CASES: dict[str, tuple[tuple[int, ...], str]] = {
     "fast alone": ((0,), "equal"),
     "slow alone": ((1,), "equal"),
@@ -46,12 +48,14 @@ CASES: dict[str, tuple[tuple[int, ...], str]] = {
 
 
 def main() -> None:
-    options = arguments(__doc__ or "", rounds=3, steps=24, way="all")
+    options = arguments(__doc__ or "", rounds=3, steps=24, way="all", strategy="all")
+    ways = ("held", "asleep") if options.way == "all" else (options.way,)
+    strategies = [*STRATEGIES] if options.strategy == "all" else [options.strategy]
     rows, figures = [], {}
     print(f"load of the last minute at the start: {os.getloadavg()[0]:.1f}", flush=True)
-    for way in ("held", "asleep") if options.way == "all" else (options.way,):
+    for way, strategy in product(ways, strategies):
         try:
-            rounds = [_round(way, options.steps) for _ in range(options.rounds)]
+            rounds = [_round(way, strategy, options.steps) for _ in range(options.rounds)]
         except NoLimitError as error:
             print(f"{way}: left out: {error}")
             continue
@@ -61,18 +65,19 @@ def main() -> None:
             rows.append(
                 {
                     "slow rank": way,
+                    "strategy": strategy,
                     "case": case,
                     "ms per step": spread([1e3 * value for value in seconds], 0),
                     "beside the ideal": spread(ratios),
                 }
             )
-            figures[f"{way}, {case}"] = {"seconds": seconds, "ratio": median(ratios)}
+            figures[f"{way}, {strategy}, {case}"] = {"seconds": seconds, "ratio": median(ratios)}
     print(f"load of the last minute at the end: {os.getloadavg()[0]:.1f}")
     title = "Seconds per step where one of two ranks takes three times as long; median (min-max)"
     report(title, rows, figures, options.json)
 
 
-def _round(way: str, steps: int) -> dict[str, float]:
+def _round(way: str, strategy: str, steps: int) -> dict[str, float]:
     """Seconds of a step by case, the ideal among them."""
     found = {}
     for case, (ranks, balance) in CASES.items():
@@ -84,18 +89,29 @@ def _round(way: str, steps: int) -> dict[str, float]:
             groups = [
                 str(stack.enter_context(cpu_limit(HELD[kind]))) for kind in ranks if way == "held"
             ]
-            write_recipe(Path(scratch), balance, last, seconds, groups)
+            write_recipe(Path(scratch), strategy, balance, last, seconds, groups)
             _run(Path(scratch), len(ranks))
             records = json_lines(Path(scratch, "run/metrics.jsonl"))
+            events = json_lines(Path(scratch, "run/ledger.jsonl"))
+        if balance == "speed":
+            print(f"{way}, {strategy}: {_shares_of(events, first)}", flush=True)
         times = [
             record["step_seconds_p50"]
             for record in records
             if record["step"] > first and "step_seconds_p50" in record
         ]
         found[case] = quantiles(times, n=10, method="inclusive")[0]
-        print(f"{way}, {case}: {1e3 * found[case]:.0f} ms", flush=True)
+        print(f"{way}, {strategy}, {case}: {1e3 * found[case]:.0f} ms", flush=True)
     found["ideal"] = 1 / (1 / found["fast alone"] + 1 / found["slow alone"])
     return found
+
+
+def _shares_of(events: Sequence[Mapping[str, Any]], first: int) -> str:
+    """What a run's ledger says of its shares after step `first`; exits if they changed later."""
+    changes = [event for event in events if event.get("event") == "shares"]
+    if not changes or changes[0]["sequence"] > first * GLOBAL_BATCH:
+        sys.exit(f"shares had not changed by step {first}: {changes}")
+    return "; ".join(str(change["what"]) for change in changes)
 
 
 def _run(folder: Path, ranks: int) -> None:

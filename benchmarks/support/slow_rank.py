@@ -1,4 +1,4 @@
-"""The recipe of benchmarks/balance.py, and a schedule under which ranks sleep, or are held."""
+"""Recipes of benchmarks/balance.py, and a schedule under which ranks sleep, or are held."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -13,11 +14,26 @@ from torch.nn.modules.module import register_module_forward_hook
 from trainer.data.prepare.prepare import prepare
 from trainer.models.decoder import MLP
 
+GLOBAL_BATCH = 16
+STRATEGIES: dict[str, dict[str, dict[str, Any]]] = {
+    "ddp": {"strategy": {"name": "ddp"}, "run": {"determinism": "exact"}},
+    "zero1": {"strategy": {"sharding": "OPTIMIZER_STATE"}},
+    # Ranks have equally many passes, so passes must be able to differ in size.
+    "zero3": {"strategy": {"sharding": "FULL_SHARD"}, "batch": {"micro_batch": 4}},
+}
+"""Sections of the recipe by strategy. Shares by speed work in exact mode with DDP only."""
+
 
 def write_recipe(
-    folder: Path, balance: str, steps: int, seconds: Sequence[float], groups: Sequence[str]
+    folder: Path,
+    strategy: str,
+    balance: str,
+    steps: int,
+    seconds: Sequence[float],
+    groups: Sequence[str],
 ) -> None:
-    """Write recipe.yaml and its data. `seconds`, `groups`: see `schedule`."""
+    """Write recipe.yaml and its data. `strategy`: of STRATEGIES; `seconds`, `groups`: see
+    `schedule`."""
     draw = random.Random(0)
     (folder / "text.txt").write_text("".join(draw.choices("abcdefgh ", k=60_000)))
     prepare([str(folder / "text.txt")], folder / "data", tokenizer="bytes", validation_fraction=0.0)
@@ -26,22 +42,21 @@ def write_recipe(
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
         "tie_word_embeddings": True,
     }  # fmt: skip
-    recipe = {
-        "run": {
-            "dir": "run", "steps": steps, "log_every": 1, "device": "cpu", "determinism": "exact",
-        },
+    recipe: dict[str, dict[str, Any]] = {
+        "run": {"dir": "run", "steps": steps, "log_every": 1, "device": "cpu"},
         "model": {"architecture": architecture},
         "data": {"sources": [{"path": "data"}], "seq_len": 64},
-        "batch": {"global_batch": 16, "micro_batch": 1, "balance": balance},
+        "batch": {"global_batch": GLOBAL_BATCH, "micro_batch": 1, "balance": balance},
         "optimizer": {"lr": 1e-3},
         "schedule": {
             "factory": "benchmarks.support.slow_rank:schedule",
             "factory_options": {"seconds": [*seconds], "groups": [*groups]},
         },
-        "strategy": {"name": "ddp"},
         "precision": {"dtype": "fp32"},
         "checkpoint": {"every": 0},
     }  # fmt: skip
+    for section, keys in STRATEGIES[strategy].items():
+        recipe[section] = {**recipe.get(section, {}), **keys}
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
 
 
