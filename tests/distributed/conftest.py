@@ -3,12 +3,16 @@
 import os
 import random
 import shutil
+from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
 import pytest
 
 from benchmarks.support import python_path
+from lab.chaos.plan import random_plan
+from lab.chaos.run import run_chaos
+from lab.container import network_possible
 from lab.local_nodes import LocalNodes
 from tests.distributed.jobs import EXAMPLES, LAYOUT, RECIPE, ROOT, THIRTY, Forked, Job, told
 from trainer.data.prepare.prepare import prepare
@@ -91,6 +95,33 @@ def train(start):
         return output
 
     return train
+
+
+@pytest.fixture
+def fifty_faults(workspace, monkeypatch):
+    """fifty_faults(run, *overrides, seed=…): an exact run under DDP, on one to four nodes, through
+    50 faults. It must have the bits of an undisturbed run, and each sequence once. Returns its
+    folder."""
+
+    def fifty_faults(run: str, *overrides: str, seed: int, every: int) -> Path:
+        monkeypatch.chdir(workspace)
+        plan = random_plan(seed, 50, 1, 4, nodes=2, every=every, partitions=network_possible())
+        # The run goes on while a node that joins starts.
+        joins = sum(fault.what == "join" for fault in plan.faults)
+        steps = plan.last_step + 20 + 40 * joins
+        given = [f"run.dir={run}", "run.determinism=exact", f"run.steps={steps}", *overrides]
+        given += ["strategy.name=ddp", "checkpoint.every=20"]
+        given += ["elastic.snapshot_every=1", "checkpoint.slots=2"]
+        verdict = run_chaos(
+            "recipe.yaml", given, plan, tolerance=0.0, patience=180.0,
+            environment={"PYTHONPATH": python_path(ROOT, workspace)}, start=Forked,
+        )  # fmt: skip
+        print(verdict)
+        assert not verdict.problems, verdict
+        assert len(verdict.outcomes) == 50
+        return workspace / f"{run}-chaos"
+
+    return fifty_faults
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 again."""
 
 import os
+import signal
 
 import torch
 from torch import nn
@@ -9,6 +10,8 @@ from torch import nn
 LIES = "LIES"
 """Environment variable: the passes that are wrong, as `FIRST:LAST,…`, counted from 0 in training;
 or a path, while there is such a file."""
+DIES = "DIES"
+"""Environment variable: the pass in which the process dies, counted alike."""
 BIT = 1 << 20
 """Of a float32, among the digits."""
 
@@ -44,6 +47,8 @@ class Lying(nn.Module):
     def lies(self):
         given = os.environ.get(LIES, "-1:-1")
         number, self.passes = self.passes, self.passes + self.training
+        if f"{number}" == os.environ.get(DIES):
+            os.kill(os.getpid(), signal.SIGKILL)
         if ":" not in given:
             return os.path.exists(given)
         ranges = [part.split(":") for part in given.split(",")]

@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.support import json_lines, python_path
+from benchmarks.support import json_lines
 from elastic.record.history import read_history
-from lab.chaos.plan import random_plan
-from lab.chaos.run import run_chaos
-from lab.container import network_possible
-from lab.local_nodes import LocalNodes, start_python
+from lab.local_nodes import LocalNodes
 from tests.distributed.jobs import MOE, ROOT, Forked, assert_kept, losses, records, soak
 from tests.distributed.test_exact import assert_equal_bits, result
 from trainer.recipe import RecipeError, load_recipe
@@ -150,18 +147,6 @@ def test_ranks_that_keep_their_state_measure_anew(workspace, train, tmp_path):
 
 @soak
 @pytest.mark.timeout(3600)
-def test_fifty_faults(workspace, monkeypatch):
-    monkeypatch.chdir(workspace)
-    plan = random_plan(3, 50, 1, 4, nodes=2, every=24, partitions=network_possible())
-    steps = plan.last_step + 20 + 150 * sum(fault.what == "join" for fault in plan.faults)
-    overrides = ["run.dir=chaos-speed", "run.determinism=exact", f"run.steps={steps}", SPEED]
-    overrides += ["strategy.name=ddp", "batch.micro_batch=1", "checkpoint.every=20"]
-    overrides += ["elastic.snapshot_every=1", "checkpoint.slots=2", slow(0, 0.01)]
-    verdict = run_chaos(
-        "recipe.yaml", overrides, plan, tolerance=0.0, patience=180.0,
-        environment={"PYTHONPATH": python_path(ROOT, workspace)}, start=start_python,
-    )  # fmt: skip
-    print(verdict)
-    assert not verdict.problems, verdict
-    assert len(verdict.outcomes) == 50
-    assert shares(workspace / "chaos-speed-chaos", "run")
+def test_fifty_faults(fifty_faults):
+    run = ("chaos-speed", SPEED, "batch.micro_batch=1", slow(0, 0.01))
+    assert shares(fifty_faults(*run, seed=3, every=24), "run")

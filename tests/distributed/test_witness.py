@@ -8,11 +8,11 @@ from benchmarks.support import json_lines, python_path
 from elastic.record.causes import ending
 from elastic.record.history import read_history
 from lab.local_nodes import LocalNodes
-from tests.distributed.jobs import ROOT, Forked, Job, losses, soak
+from tests.distributed.jobs import ROOT, Forked, Job, assert_kept, deadly, losses, soak
 from tests.distributed.test_elastic import wait_for_step
 from tests.distributed.test_exact import assert_equal_bits, result
 from trainer.recipe import RecipeError, load_recipe
-from trainer.run.witness import DrawnPass, digest, draw_passes, find_outvoted
+from trainer.run.witness import OPENED, DrawnPass, differing, digest, draw_passes, find_outvoted
 
 LYING = (
     "run.determinism=exact", "schedule.name=constant", "model.architecture=null",
@@ -48,32 +48,41 @@ def first_pass(number, passes, ranks, share):
 
 
 @soak
+@pytest.mark.parametrize("dies", [False, True])
 def test_a_rank_that_computes_wrongly_is_named_and_what_it_has_spoilt_is_passed_over(
-    workspace, start, right
+    workspace, start, right, dies
 ):
     """Six micro-batches on three ranks: two passes a step. Rank 2 is wrong from a step on in which
-    nothing is compared; all steps are saved."""
-    share = 0.2
+    nothing is compared; all steps are saved. If it dies in the vote, nobody can name it."""
+    share, run = 0.2, f"wrong-{dies}"
     drawn = [step for step in range(3, STEPS) if draw_passes(SEED, step, share, 2, 3)]
     before, found = next(pair for pair in pairwise(drawn) if pair[1] > pair[0] + 2)
-    wrong = (*LYING, f"run.steps={STEPS}", f"elastic.witness={share}", "run.dir=wrong")
+    wrong = (*LYING, f"run.steps={STEPS}", f"elastic.witness={share}", f"run.dir={run}")
     wrong += ("checkpoint.every=1", "checkpoint.keep=0", "checkpoint.when_busy=wait")
     lies = {"LIES": f"{first_pass(before + 1, 2, 3, share)}:999"}
+    if dies:  # a vote follows all passes of the step
+        lies["DIES"] = f"{first_pass(found + 1, 2, 3, share)}"
     code, output = start(3, *wrong, "strategy.name=ddp", odd=lies).wait()
     assert code, output
     named = "two others contradicted the gradient of rank 2"
-    assert told(workspace, "wrong") == [
-        f"step {found}: {named}; the step is computed again",
-        f"{named} twice, the last time in step {found}; nothing speaks against the weights up to "
-        f"step {before - 1}",
-    ]
-    assert f"error: {named} twice, the last time in step {found}\n" in output
+    opened = f"step {found}: {OPENED}"
+    if dies:
+        assert told(workspace, run) == [opened]
+    else:
+        assert told(workspace, run) == [
+            opened,
+            f"step {found}: {named}; the step is computed again",
+            opened,
+            f"{named} twice, the last time in step {found}; nothing speaks against the weights up "
+            f"to step {before - 1}",
+        ]
+        assert f"error: {named} twice, the last time in step {found}\n" in output
     code, output = start(1, *wrong).wait()
     assert code == 0, output
     assert output.count("passed over: a rank may have computed wrongly") == found - before
     assert f"resuming after step {before - 1} of" in output
-    assert_equal_bits(result(workspace, "wrong", STEPS), result(workspace, right, STEPS))
-    assert read_history(workspace / "wrong").problems == []
+    assert_equal_bits(result(workspace, run, STEPS), result(workspace, right, STEPS))
+    assert read_history(workspace / run).problems == []
 
 
 def test_one_wrong_pass_costs_nothing_and_between_two_ranks_nobody_can_tell_who_is_wrong(
@@ -86,7 +95,10 @@ def test_one_wrong_pass_costs_nothing_and_between_two_ranks_nobody_can_tell_who_
     code, output = start(2, *given, odd={"LIES": f"{once}:{once},{always}:999"}).wait()
     assert code == 93, output
     differ = "ranks 0 and 1 computed different gradients of one micro-batch; which of them is wrong"
-    assert [what.partition(differ)[::2] for what in told(workspace, "two")] == [
+    opened = f"step 3: {OPENED}", f"step 6: {OPENED}"
+    assert [one for one in told(workspace, "two") if OPENED in one] == [*opened]
+    settled = [one for one in told(workspace, "two") if OPENED not in one]
+    assert [what.partition(differ)[::2] for what in settled] == [
         ("step 3: ", " only a third rank could tell; the step is computed again"),
         (
             "step 6: ",
@@ -146,6 +158,30 @@ def test_the_node_of_a_rank_that_computes_wrongly_leaves_for_good(
     assert_equal_bits(result(workspace, run, 40), result(workspace, f"{run}-right", 40))
 
 
+@soak
+@pytest.mark.timeout(3600)
+def test_fifty_faults_accuse_nobody(fifty_faults):
+    folder = fifty_faults("chaos-witness", "elastic.witness=0.25", seed=5, every=12)
+    assert told(folder, "run") == []
+
+
+@soak
+def test_ranks_that_keep_their_state_compare_on(workspace, train, tmp_path):
+    """Others are killed amid a step in which each rank has computed a micro-batch of another."""
+    exact = "run.determinism=exact", "batch.global_batch=12", "run.steps=30", "elastic.witness=1"
+    train(1, *exact, *deadly("unkilled", {}))
+    run = [*exact, *deadly("killed", {0: [(0, 10, "forward")], 1: [(1, 20, "backward")]})]
+    with LocalNodes(
+        ["-m", "trainer", "recipe.yaml", *run], folder=workspace, nnodes="1", logs=tmp_path,
+        start=Forked, ranks=3, environment={"PYTHONPATH": str(ROOT)},
+    ) as nodes:  # fmt: skip
+        node = nodes.add()
+        nodes.wait(120)
+    assert_kept(node.text(), [2, 2])
+    assert told(workspace, "killed") == []
+    assert_equal_bits(result(workspace, "killed", 30), result(workspace, "unkilled", 30))
+
+
 def test_a_share_of_the_passes_is_drawn_from_step_and_seed_alone():
     steps = range(1, 2001)
     for share, passes, ranks in ((0.01, 4, 8), (0.3, 5, 3), (1, 3, 2)):
@@ -179,6 +215,9 @@ def test_who_is_contradicted_by_two_is_wrong(distance):
     witnessed[(2 + distance) % ranks], thirds[(2 + draw.third) % ranks] = 7, 8
     undecided = {2, (2 + distance) % ranks, (2 + draw.third) % ranks}
     assert find_outvoted(draw, own, witnessed, thirds) == (set(), undecided)
+    assert differing(undecided, True).startswith("no two of the ranks")
+    # All digests agree, and yet the sum over ranks said otherwise.
+    assert "the sum over ranks that compares them is wrong" in differing(set(), True)
 
 
 def test_every_bit_is_in_a_digest():

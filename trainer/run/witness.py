@@ -43,7 +43,8 @@ from trainer.run.state import Run
 
 EVENT = "witness"
 """Name of the ledger's events about disputes. Their field `ranks` has the ranks that were
-contradicted twice; `agreed`, when an attempt ends by it, the last step whose comparisons agreed."""
+contradicted twice; `agreed`, while a dispute is open, the last step whose comparisons agreed."""
+OPENED = "ranks disagree on the gradient of a micro-batch"
 
 
 @dataclass(frozen=True)
@@ -305,6 +306,9 @@ class Witness:
             RuntimeError: on the other ranks, once a rank that was contradicted twice has ended.
         """
         step = run.progress.step + 1
+        run.recall.check()  # an aborted all-reduce of NCCL leaves garbage, which is no dispute
+        # Before the vote: if a rank dies in it, the next attempt must know of the dispute.
+        run.log.event(step, EVENT, f"step {step}: {OPENED}", agreed=self._agreed)
         mine = torch.stack([comparison.own, comparison.witnessed])
         own, witnessed = zip(*gathered(run, mine), strict=True)
         thirds = None
@@ -396,7 +400,13 @@ def contradicted(ranks: set[int] | Sequence[int]) -> str:
 
 
 def differing(ranks: set[int], decided: bool) -> str:
-    """Return a sentence on why no majority shows which of `ranks` is wrong."""
+    """Return a sentence on why no majority shows which of `ranks` is wrong; they are empty if all
+    digests agree."""
+    if not ranks:
+        return (
+            "two ranks agree on each gradient, but the sum over ranks that compares them is wrong: "
+            "a rank has added up wrongly, or the network has changed a number"
+        )
     who = " and ".join(map(str, sorted(ranks)))
     if not decided:
         return (
@@ -418,7 +428,7 @@ def gathered(run: Run, mine: torch.Tensor) -> Any:
 
 
 def wrong_attempts(run_dir: Path) -> dict[str, int]:
-    """Return, from the ledger, attempt that ended by a dispute → last step up to which its
+    """Return, from the ledger, attempt that ended in a dispute → last step up to which its
     comparisons agreed. On all ranks; rank 0 reads and broadcasts."""
 
     def read() -> dict[str, int]:
@@ -426,11 +436,16 @@ def wrong_attempts(run_dir: Path) -> dict[str, int]:
             attempts = read_history(run_dir).attempts
         except LedgerError:  # the run has no ledger yet
             return {}
-        found = [(one.start.attempt, event) for one in attempts for event in one.events]
+        disputes = {
+            one.start.attempt: event
+            for one in attempts
+            for event in one.events
+            if event.get("event") == EVENT
+        }
         return {
-            attempt: event["agreed"]
-            for attempt, event in found
-            if event.get("event") == EVENT and isinstance(event.get("agreed"), int)
+            attempt: last["agreed"]
+            for attempt, last in disputes.items()
+            if isinstance(last.get("agreed"), int)
         }
 
     wrong: dict[str, int] = RankGroup(dist.group.WORLD).on_main(read)
