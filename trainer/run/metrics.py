@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -94,8 +95,8 @@ class Log:
     other than 0 all methods do nothing. A context manager.
 
     Args:
-        start: line of the ledger about this attempt. Records of metrics.jsonl after its step are
-            dropped, because these steps are computed again; the ledger keeps its lines.
+        start: line of the ledger about this attempt. Its first record drops those of metrics.jsonl
+            after its step, because these steps are computed again; the ledger keeps its lines.
         unwritten: ledger lines in the loaded checkpoint that were not on disk when it was saved.
         shipper: stores the lines of a run in a bucket; None: `run.dir` is a directory.
         silent: true on ranks other than 0.
@@ -118,15 +119,14 @@ class Log:
         also = shipper.add if shipper else None
         self._ledger = Ledger(run_dir / LEDGER, start, unwritten, trusted, also)
         records = run_dir / METRICS
-        self._latest = 0.0
-        """Unix time of the last record. Trackers recognise new records by a later time, so it rises
-        even if a restart runs on a machine whose clock is behind."""
-        try:
+        self._latest: float | None = None
+        """Unix time of the last record; None before the first of this attempt. Trackers recognise
+        new records by a later time, so it rises even if a restart runs on a machine whose clock is
+        behind."""
+        with suppress(OSError):  # a full disk must not prevent a restart
             os.close(open_to_append(records, trusted))
-            self._latest = keep_records(records, start.step)
-        except OSError as error:  # a full disk must not prevent a restart
-            print(f"warning: {records} keeps records of steps that are done again: {error}")
-        self._records = LineFile(records, trusted=trusted)
+        self._begun_after = start.step
+        self._records, self._path = LineFile(records, trusted=trusted), records
         self._mute_reported = False
         """Whether the ledger has a line that says that console output was dropped."""
         # Without a terminal the bar would fill log files with its refreshes.
@@ -302,6 +302,10 @@ class Log:
         and is written too."""
         if self.silent:
             return
+        if self._latest is None:
+            # Not at the start: an attempt that a partition ends before its first step has computed
+            # nothing anew, and the next may go on from a later step, whose records are wanted.
+            self._latest = keep_records(self._path, self._begun_after)
         # Trackers skip records that are not later than the last; a clock may be set back.
         self._latest = max(time.time(), math.nextafter(self._latest, math.inf))
         record: dict[str, Any] = {"step": step, "time": self._latest, **_finite(values)}
@@ -427,20 +431,21 @@ def wandb_note(tracking: Tracking) -> str:
 
 def keep_records(path: Path, last_step: int) -> float:
     """Drop the records after `last_step`, and an incomplete last line. Returns the time of the last
-    record, dropped or not; 0 if there is none."""
+    record, dropped or not; 0 if there is none. Warns, and drops nothing, on a full disk."""
     kept, latest = [], 0.0
     try:
-        descriptor = open_to_read(path)
+        with os.fdopen(open_to_read(path), encoding="utf-8", errors="replace") as file:
+            for line in file:
+                record = read_record(line)
+                if record is None:
+                    continue
+                latest = max(latest, record["time"])
+                if record["step"] <= last_step:
+                    kept.append(line.rstrip("\n") + "\n")
+        # Replaced as a whole: a kill in between leaves the old or the new file.
+        write_whole(path, "".join(kept))
     except FileNotFoundError:
-        return 0.0
-    with os.fdopen(descriptor, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            record = read_record(line)
-            if record is None:
-                continue
-            latest = max(latest, record["time"])
-            if record["step"] <= last_step:
-                kept.append(line.rstrip("\n") + "\n")
-    # Replaced as a whole: a kill in between leaves the old or the new file.
-    write_whole(path, "".join(kept))
+        pass
+    except OSError as error:
+        print(f"warning: {path} keeps records of steps that are done again: {error}")
     return latest

@@ -5,7 +5,7 @@ from dataclasses import replace
 from statistics import fmean
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.group.batch_plan import plan_batch
@@ -39,7 +39,7 @@ def test_300_calm_windows_change_nothing(kind, ranks, each):
     kind=st.sampled_from(KINDS),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_speeds_that_stay_are_followed_once(speeds, each, kind, seed):
     """And not to and fro, though noise takes a rank across the border of what counts as equal."""
     draw, balance = random.Random(seed), balance_of(len(speeds), each, **kind)
