@@ -22,11 +22,11 @@ from checkpointing.errors import (
 )
 from checkpointing.format.layout import ADAPTER, MODEL, TensorMeta, parse_step, step_name
 from checkpointing.format.sections import NumberSummary, by_section, not_finite
-from checkpointing.load.memory import make_token, token
+from checkpointing.load.memory import make_token
 from checkpointing.load.restore import (
     GoalOf,
     LoadGoal,
-    all_leftover_slots,
+    after_leftover_slots,
     check_memory,
     find_memory,
     load_memory,
@@ -213,11 +213,9 @@ class TensorCheckpointer:
 
     def _finds_memory(self) -> bool:
         """Whether the previous run left memory that may be loaded. Called on all ranks."""
-        run = self._ranks.on_main(lambda: token(self.directory))
         with ExitStack() as held:
-            return run is not None and bool(
-                all_leftover_slots(self._ranks, self.directory, run, held)
-            )
+            _, left, _ = after_leftover_slots(self._ranks, self.directory, held, lambda: None)
+            return bool(left)
 
     def save(
         self,

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from checkpointing.format.crc import Replica
 from checkpointing.format.layout import DTYPE_BYTES, FileRecord, StoredTensor, TensorMeta
@@ -82,31 +83,31 @@ def plan_reads(
     """
     node_of = {other: number for number, ranks in enumerate(nodes) for other in ranks}
     near = nodes[node_of[rank]]
-    # most tensors share a few layouts
-    known: dict[tuple[tuple[TensorLayout, ...], int | None], _Holders] = {}
 
-    def holders_of(layouts: tuple[TensorLayout, ...], one: int | None) -> _Holders:
-        if (layouts, one) not in known:
-            known[layouts, one] = _holders(layouts, one, rank, node_of)
-        return known[layouts, one]
+    @cache  # most tensors share a few layouts
+    def holders_of(layouts: tuple[TensorLayout, ...], whole: bool) -> list[tuple[int, _Holders]]:
+        """Returns (rank of the node, ranks that hold its part) for parts that `rank` may read."""
+        found = ((one, _holders(layouts, None if whole else one, rank, node_of)) for one in near)
+        # those of all ranks of the node, as `shared` must be equal on all of them
+        return [
+            (one, holders)
+            for one, holders in found
+            if one in holders.near and (one == rank or one == holders.near[0] != holders.near[-1])
+        ]
 
     plan = ReadPlan([], [])
     for name in sorted(specs, key=lambda name: (stored[name].file, stored[name].begin)):
         spec, at = specs[name], stored[name]
         whole = _is_fine(at.meta, spec.layouts[0])
-        # for every rank of the node, as `shared` must be equal on all of them
-        for one in near:
-            holders = holders_of(spec.layouts, None if whole else one)
-            if one not in holders.near:
-                continue
+        for one, holders in holders_of(spec.layouts, whole):
             boxes = [_whole(at.meta)] if whole else local_boxes(at.meta.shape, spec.layouts, one)
             for box in boxes:
                 nbytes = _nbytes(at.meta, box)
                 if 0 < nbytes < SMALL_BYTES and one == rank:
                     plan.own.append(ReadUnit(name, at, box, holders.of_rank))
-                elif nbytes >= SMALL_BYTES and len(holders.near) == 1 and one == rank:
+                elif nbytes >= SMALL_BYTES and len(holders.near) == 1:
                     plan.own.append(ReadUnit(name, at, box, holders.of_node))
-                elif nbytes >= SMALL_BYTES and len(holders.near) > 1 and one == holders.near[0]:
+                elif nbytes >= SMALL_BYTES and one == holders.near[0]:
                     plan.shared.append(ReadUnit(name, at, box, holders.of_node))
     return plan
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -48,6 +48,7 @@ from checkpointing.storage.steps import (
 logger = logging.getLogger(__name__)
 
 Tensors = Mapping[str, Tensor]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -158,17 +159,16 @@ def find_memory(
         held: collects locks that keep other processes from taking over or deleting the slots, until
             it is closed.
     """
-    run = ranks.on_main(lambda: token(directory))
-    left = all_leftover_slots(ranks, directory, run, held) if run else []
-    if not run or not left:
-        return None
 
     def look() -> tuple[int | None, int | None]:
         paths = list_steps(directory)
         return newest_step(paths), _newest_good(paths)
 
-    # Read last, as a dying writer may have committed a step meanwhile.
-    listed, good = ranks.on_main(look)
+    # The steps are read last, as a dying writer may have committed one meanwhile.
+    run, left, steps = after_leftover_slots(ranks, directory, held, look)
+    if not steps:
+        return None
+    listed, good = steps
     # A run may change its tensors between two starts, and leave slots of both versions.
     digests = dict.fromkeys(part.manifest.tensors for part in left)
     whole = [newest_whole(left, digest, listed, good) for digest in digests]
@@ -184,16 +184,28 @@ def find_memory(
     return None
 
 
-def all_leftover_slots(
-    ranks: RankGroup, directory: Place, run: str, held: ExitStack
-) -> list[LeftoverSlot]:
-    """Returns the slots that a run left in the memory of all machines. Called on all ranks."""
-    ranks.nodes()
+def after_leftover_slots(
+    ranks: RankGroup, directory: Place, held: ExitStack, look: Callable[[], T]
+) -> tuple[str, list[LeftoverSlot], T | None]:
+    """Returns the token of the run ("": it has none), the slots that it left in the memory of all
+    machines, and the result of `look`, which is called on rank 0 if there are slots, once all are
+    known; else None. Called on all ranks."""
 
-    def look() -> list[LeftoverSlot]:
-        return leftover_slots(str(directory), ranks.node, run, held) if ranks.first_of_node else []
+    def slots(run: str) -> list[LeftoverSlot]:
+        found = run and ranks.first_of_node
+        return leftover_slots(str(directory), ranks.node, run, held) if found else []
 
-    return [part for of_rank in ranks.together(look) for part in of_rank]
+    def on_this_node() -> tuple[str, list[LeftoverSlot], T | None]:
+        run = token(directory) or ""
+        left = slots(run)
+        return run, left, look() if left else None
+
+    # One exchange, before which rank 0 does all this while new ranks still build their model.
+    if len(ranks.nodes()) == 1:
+        return ranks.on_main(on_this_node)
+    run = ranks.on_main(lambda: token(directory) or "")
+    left = [part for of_rank in ranks.together(lambda: slots(run)) for part in of_rank]
+    return run, left, ranks.on_main(look) if left else None
 
 
 def check_memory(

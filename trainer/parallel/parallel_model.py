@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpointing.format.layout import TensorMeta
 from checkpointing.format.peft import is_part, name_in_file
+from checkpointing.format.tensors import local_tensor
 from trainer.models.stacks import apart
 from trainer.optim.formats import Format
 from trainer.optim.saved_state import own_state, own_targets
@@ -198,7 +200,13 @@ class ParallelModel:
 
     def zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return zeros like `parameter` for optimizer state, in memory or in the offload file."""
-        return self.file.zeros_like(parameter) if self.file else torch.zeros_like(parameter)
+        if self.file:
+            return self.file.zeros_like(parameter)
+        zeros = torch.zeros_like(local_tensor(parameter))
+        if not isinstance(parameter, DTensor):
+            return zeros
+        # zeros_like of a DTensor would first derive, for each shape, how its result is sharded.
+        return DTensor(zeros, parameter._spec, requires_grad=False)
 
     def portions(self, optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
         """Yield the optimizer's parameter groups in portions that fit in memory: without an offload
