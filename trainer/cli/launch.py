@@ -74,7 +74,7 @@ def add_launch_command(commands: Commands) -> None:
     shared = sky.add_mutually_exclusive_group()
     shared.add_argument("--volume", type=word, help="SkyPilot volume that all nodes mount")
     shared.add_argument(
-        "--bucket", type=_bucket, help="s3://…, in which all paths lie; or gs://… for one node"
+        "--bucket", type=_bucket, help="s3://…, gs://… or az://…, in which relative paths lie"
     )
     sky.add_argument("--package", required=True, help="what pip installs: wheel here, URL or name")
     _add_kind(kinds, "local", "a script for machines without a scheduler")
@@ -134,8 +134,10 @@ def _time(text: str) -> str:
 
 
 def _bucket(text: str) -> str:
-    if not re.fullmatch(r"(s3|gs)://[\w.-]+(/[\w.-]+)*/?", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text!r} is no bucket; write s3://NAME or gs://NAME")
+    if not re.fullmatch(r"(s3|gs|az)://[\w.-]+(/[\w.-]+)*/?", text, re.ASCII):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no bucket; write s3://NAME, gs://NAME or az://NAME"
+        )
     return text.rstrip("/")
 
 
@@ -169,7 +171,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     if kind == "skypilot" and gpus and not gpu_name:
         raise RecipeError(f"--gpus: SkyPilot rents GPUs by name; write {gpus}xH100")
     if bucket:
-        own += launch_files.in_bucket(recipe, bucket, most)
+        own += launch_files.in_bucket(recipe, bucket)
         recipe = load_recipe(arguments.recipe, own)
     if kind == "local" and most > 1 and arguments.submit:
         raise RecipeError(
@@ -193,7 +195,6 @@ def _launch(arguments: argparse.Namespace) -> int:
         stores=launch_files.stores_of(recipe),
         # A single node needs none, and in a run directory it is made by itself.
         secret=recipe.in_bucket and most > 1,
-        mounted="" if not bucket or bucket.startswith("s3://") else bucket,
     )
     options = {key: value for key, value in vars(arguments).items() if key in OPTIONS}
     if kind == "skypilot":  # a wheel of this machine is sent along

@@ -135,9 +135,9 @@ def test_a_task_of_skypilot_trains_in_the_bucket(launch, tmp_path):
 
     google = yaml.safe_load(launch("skypilot", *SKY, "--gpus", "2xH100", "--bucket", "gs://mine"))
     (words,) = commands(google["run"])
-    lies = "checkpoint.directory=gs://mine/run/checkpoints"
-    assert parse(["train", *words]).overrides == [OVERRIDE, lies]
-    assert google["file_mounts"]["/workspace"]["source"] == "gs://mine"
+    lies = ["run.dir=gs://mine/run", "data.sources.0.path=gs://mine/data"]
+    assert parse(["train", *words]).overrides == [OVERRIDE, *lies]
+    assert shlex.split(google["setup"].splitlines()[-1])[-1] == "gcsfs"
     assert "secrets" not in google
 
 
@@ -183,7 +183,6 @@ def test_files_name_the_keys_of_a_bucket_and_hold_none(launch, monkeypatch):
         ("k8s", [*K8S, "run.dir=/home/me/run"], "run.dir: /home/me/run is not in the nodes'"),
         ("k8s", [*K8S, "data.sources.0.path=../data"], "data.sources.0.path: ../data is not in"),
         ("skypilot", [*SKY, "--bucket", "mine"], "'mine' is no bucket; write s3://NAME"),
-        ("skypilot", [*SKY, "--bucket", "gs://m", "--nodes", "2"], "--nodes: several nodes need"),
         ("skypilot", [*SKY, "run.dir=s3://m/r"], "such as s3://mine/data, or give --bucket or --v"),
         ("skypilot", [*SKY, "--volume", "v", "--gpus", "8"], "SkyPilot rents GPUs by name"),
         ("local", ["--nodes", "2", "--submit"], "--submit: does not start several nodes"),

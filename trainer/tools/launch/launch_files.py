@@ -25,7 +25,7 @@ TEMPLATES = {
 }
 """Kind of launch → file in `templates/`."""
 WORKSPACE = PurePosixPath("/workspace")
-"""Mount point of the shared volume or bucket on cloud nodes."""
+"""Mount point of the shared volume on cloud nodes."""
 KEYS = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_DEFAULT_REGION; not AWS: AWS_ENDPOINT_URL",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS: the path of a key file",
@@ -70,8 +70,6 @@ class LaunchedRun:
     """Object stores that the nodes use: keys of KEYS."""
     secret: bool = False
     """Whether nodes need a file with the job's secret, as they share no run directory."""
-    mounted: str = ""
-    """URL of the bucket that is mounted at WORKSPACE; "": none is."""
 
     @property
     def recipe(self) -> str:
@@ -203,33 +201,18 @@ def check_inside(recipe: Recipe, shared: str) -> None:
         raise RecipeError("\n".join(lines))
 
 
-def in_bucket(recipe: Recipe, bucket: str, nodes: int) -> list[str]:
-    """Return overrides for nodes that share nothing but a bucket, in which the recipe's paths lie.
-
-    In s3:// they become URLs, which Perdure reads and writes itself. A bucket of gs:// cannot hold
-    a run. It is mounted at WORKSPACE on a single node, and gets only checkpoints directly, so that
-    they exist as soon as their save has ended.
+def in_bucket(recipe: Recipe, bucket: str) -> list[str]:
+    """Return overrides that make URLs in a bucket of the recipe's relative paths, for nodes that
+    share nothing else.
 
     Args:
         recipe: its relative paths are below WORKSPACE, see `check_inside`.
         bucket: URL of a folder.
-        nodes: maximum number of nodes.
-
-    Raises:
-        RecipeError: several nodes would need the same mounted directory.
     """
-    paths = dict(_paths(recipe))
-    if not bucket.startswith("s3://"):
-        if nodes > 1 and not recipe.in_bucket:
-            raise RecipeError(
-                f"--nodes: several nodes need the same run.dir at once, which {bucket} cannot be; "
-                "use a bucket of s3://, a --volume of SkyPilot, or one node"
-            )
-        paths = {"checkpoint.directory": recipe.checkpoint_directory}
     return [
         # an absolute path replaces WORKSPACE, and is below it
         f"{key}={bucket}/{(WORKSPACE / path).relative_to(WORKSPACE)}"
-        for key, path in paths.items()
+        for key, path in _paths(recipe)
         if "://" not in path
     ]
 
