@@ -37,7 +37,7 @@ class TriedSizes:
 
     @property
     def in_node(self) -> list[int]:
-        """Those of `powers` that divide the ranks of a node."""
+        """The powers of two that divide the number of GPUs of a node."""
         return [n for n in self.powers if self.gpus_per_node % n == 0]
 
     @property
