@@ -7,7 +7,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support import json_lines
+from trainer.tools.report.report import read_metrics
 
 BLOCK, HEADER = 32 << 10, 7
 WHOLE, FIRST, LAST = 1, 2, 4
@@ -23,7 +23,7 @@ def wandb_rows(run: Path) -> list[list[dict[str, Any]]]:
 
 
 def not_in_wandb(run: Path) -> list[dict[str, Any]]:
-    """Records of metrics.jsonl that are in no row.
+    """Records on the newest attempt's line that are in no row.
 
     Raises:
         ValueError: W&B's steps do not grow from row to row, over all files.
@@ -37,14 +37,15 @@ def not_in_wandb(run: Path) -> list[dict[str, Any]]:
         by_step.setdefault(row["step"], []).append(row)
     return [
         record
-        for record in json_lines(run / "metrics.jsonl")
+        for record in read_metrics(run)
         if not any(_holds(row, record) for row in by_step.get(record["step"], []))
     ]
 
 
 def _holds(row: dict[str, Any], record: dict[str, Any]) -> bool:
     """Whether a row has all values of a record."""
-    values = {key: value for key, value in record.items() if key not in ("time", "event")}
+    about = ("time", "attempt", "event")
+    values = {key: value for key, value in record.items() if key not in about}
     return all(value is None or row.get(key) == value for key, value in values.items())
 
 

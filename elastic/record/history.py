@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -54,6 +55,12 @@ class History:
     def unrecorded(self) -> int:
         """Steps on the line that have no step line; later start lines prove their sequences."""
         return sum(a.unrecorded for a in self.attempts if a.number in self.kept)
+
+    @property
+    def line(self) -> dict[str, float]:
+        """Line of the newest attempt, as from `line_of`."""
+        starts = {attempt.start.attempt: attempt.start for attempt in self.attempts}
+        return line_of(starts, self.attempts[-1].start.attempt)
 
     def survives(self, attempt: Attempt, step: StepLine) -> bool:
         return step.step <= self.kept.get(attempt.number, -1)
@@ -262,6 +269,53 @@ def _take(line: bytes, number: int, attempts: list[Attempt], problems: list[str]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         pass
     return ""
+
+
+def read_starts(path: str | Path) -> dict[str, StartLine]:
+    """Return the start lines of a ledger in their order, by the name of the attempt; {} if it
+    cannot be read.
+
+    Args:
+        path: path of the ledger or of the run directory.
+    """
+    path = Path(path)
+    path = path / LEDGER if path.is_dir() else path
+    starts: dict[str, StartLine] = {}
+    with (
+        suppress(OSError, ValueError),  # missing or empty
+        os.fdopen(open_to_read(path, follow=True), "rb") as file,
+        mmap(file.fileno(), 0, access=ACCESS_READ) as data,
+    ):
+        # searched for, as most of a long ledger are step lines
+        begin = data.find(b'{"kind":"start",')
+        while begin >= 0:
+            data.seek(begin)
+            with suppress(ValueError, TypeError, AttributeError):  # torn, or no start line
+                start = _start(read_line(data.readline()))
+                starts[start.attempt] = start
+            begin = data.find(b'\n{"kind":"start",', begin) + 1 or -1
+    return starts
+
+
+def line_of(starts: Mapping[str, StartLine], attempt: str) -> dict[str, float]:
+    """Return the line of an attempt, see [Note: line of a run]: each attempt of `starts` → the last
+    step that it contributes; `math.inf` for `attempt` itself, -1 for attempts that are not on it.
+
+    Args:
+        starts: attempt → its start line.
+    """
+    line, last = dict.fromkeys(starts, -1.0), math.inf
+    # A forged ledger may have an attempt that is its own ancestor.
+    while line.get(attempt) == -1:
+        line[attempt] = last
+        last, attempt = min(last, starts[attempt].step), starts[attempt].parent or ""
+    return line
+
+
+def on_line(record: Mapping[str, Any], line: Mapping[str, float]) -> bool:
+    """Whether a record of metrics.jsonl is on a line that `line_of` has returned. Records without
+    an attempt, or of one that the ledger lacks, are."""
+    return bool(record["step"] <= line.get(record.get("attempt", ""), math.inf))
 
 
 def last_start(path: str | Path, *, trained: bool) -> StartLine | None:

@@ -36,10 +36,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from elastic.exits import EXIT_FAILED, EXIT_INTERRUPTED
-from elastic.node.files import open_to_read
 from elastic.node.recall import AttemptRecalled
 from elastic.process import boot_id, plain_text
-from elastic.record.lines import LineFile
+from elastic.record.lines import LineFile, last_lines
 
 LEDGER = "ledger.jsonl"
 """File name in the run directory."""
@@ -131,7 +130,7 @@ class Ledger:
             also: called with each line, before it is written.
         """
         path, unwritten = Path(path), [line for line in unwritten if _is_line(line)]
-        self.reached = max(_newest_step(_tail(path)), _newest_step(unwritten))
+        self.reached = max(_newest_step(last_lines(path)), _newest_step(unwritten))
         """Newest step that earlier attempts recorded."""
         self._start, self._also = start, also
         self._lines = LineFile(path, unwritten, trusted)
@@ -268,24 +267,11 @@ class Ledger:
         self._lines.add(line)
 
 
-_TAIL_BYTES = 1 << 16
-
-
 def _is_line(line: object) -> bool:
     """Whether `line` is a line of a ledger. Loaded state is not trusted."""
     with suppress(ValueError, TypeError, RecursionError):
         return isinstance(line, str) and "\n" not in line and "kind" in json.loads(line)
     return False
-
-
-def _tail(path: Path) -> list[bytes]:
-    """Returns the last lines of a file, the first perhaps torn; empty if it cannot be read."""
-    try:
-        with os.fdopen(open_to_read(path), "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            return file.read().splitlines()
-    except OSError:
-        return []
 
 
 def _newest_step(lines: Sequence[bytes | str]) -> int:

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-from elastic.node.files import open_to_append
+from elastic.node.files import open_to_append, open_to_read
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +113,17 @@ class LineFile:
             self._written_bytes -= len(self._lines.popleft()) + 1
 
 
+def last_lines(path: Path) -> list[bytes]:
+    """Return the lines in the last 64 KiB of a file, the first perhaps torn; [] if it cannot be
+    read."""
+    try:
+        with os.fdopen(open_to_read(path), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
+            return file.read().splitlines()
+    except OSError:
+        return []
+
+
 def _ends_well(file: int) -> bool:
     """Whether the file is empty or ends with a newline."""
     size = os.fstat(file).st_size
@@ -148,8 +159,9 @@ def read_line(line: bytes | str) -> dict[str, Any]:
 
 
 def read_record(line: bytes | str) -> dict[str, Any] | None:
-    """Parse a record of metrics.jsonl: `step`, `time`, `event` (text) and metrics (numbers; null:
-    not finite). Other fields are left out. Returns None if the line is torn or no record."""
+    """Parse a record of metrics.jsonl: `step`, `time`, `attempt` and `event` (texts) and metrics
+    (numbers; null: not finite). Other fields are left out. Returns None if the line is torn or no
+    record."""
     try:
         values = _object(line)
     except ValueError:
@@ -159,7 +171,7 @@ def read_record(line: bytes | str) -> dict[str, Any] | None:
     return {
         name: value
         for name, value in values.items()
-        if (isinstance(value, str) if name == "event" else value is None or _number(value))
+        if (_text(value) if name in ("attempt", "event") else value is None or _number(value))
     }
 
 

@@ -23,6 +23,7 @@ from checkpointing.tools.inspect import find_checkpoint, table
 from elastic.process import remaining
 from elastic.record.history import LedgerError, read_history
 from elastic.record.ledger import LEDGER
+from elastic.record.lines import read_record
 from elastic.record.reliability import goodput
 from lab import container
 from lab.chaos.causes import CauseCheck, check_names
@@ -260,8 +261,10 @@ def _worst_loss(run: Path, undisturbed: Path) -> tuple[float, int]:
     """Largest relative difference of a loss, and its step. Every record of a repeated step counts:
     the first computation must be right, too."""
     expected = {item["step"]: item["loss"] for item in read_metrics(undisturbed) if "loss" in item}
-    found = [(item["step"], item["loss"]) for item in read_metrics(run) if "loss" in item]
-    missing = expected.keys() - {step for step, _ in found}
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    records = [record for record in map(read_record, lines) if record]
+    found = [(item["step"], item["loss"]) for item in records if "loss" in item]
+    missing = expected.keys() - {item["step"] for item in read_metrics(run) if "loss" in item}
     if missing:
         return math.inf, min(missing)
     errors = [(abs(loss / expected.get(step, math.nan) - 1), step) for step, loss in found]

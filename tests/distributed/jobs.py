@@ -22,6 +22,7 @@ from checkpointing.load.memory import token
 from checkpointing.save.peers import read_manifest
 from checkpointing.storage.folders import living_folders
 from elastic.process import die_with_parent
+from trainer.tools.report.report import read_metrics
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -192,8 +193,8 @@ def _become(
 
 
 def records(folder: Path, run: str) -> list[dict]:
-    """What the run wrote to metrics.jsonl; a line that is just being written is left out."""
-    return json_lines(folder / run / "metrics.jsonl")
+    """Records of metrics.jsonl on the newest attempt's line."""
+    return read_metrics(folder / run)
 
 
 def losses(folder: Path, run: str) -> dict[int, float]:

@@ -49,6 +49,7 @@ from trainer.run.shipping import TAIL, Shipper
 from trainer.run.terms import TermHolder, claim, holder_of, newest_term
 from trainer.tools.doctor import buckets
 from trainer.tools.mirror import local_runs
+from trainer.tools.report.report import read_metrics
 from trainer.tools.run_samples import continue_prompts
 from trainer.tools.seeing.metric_columns import read_samples
 
@@ -313,21 +314,28 @@ def test_lines_are_stored_once_whoever_stores_them(run, tmp_path, monkeypatch):
 
 
 def test_records_of_steps_that_are_done_again_are_left_out(run, tmp_path):
-    """As a run in a directory leaves them out, and however a copy came to be."""
-    copy = LocalCopy(run, tmp_path)
-    for attempt, (first, last) in enumerate([(0, 7), (5, 9)]):
+    """As those of a run in a directory, and however a copy came to be. The last attempt goes on
+    from step 6 of the first, as after a partition."""
+    copy, names = LocalCopy(run, tmp_path), [""]
+    for attempt, (parent, first, last) in enumerate([(0, 0, 7), (1, 5, 9), (1, 6, 8)]):
         shipper = Shipper(run, tmp_path / "local", "job", owner())
-        begin = StartLine(step=first, sequences=8 * first, global_batch=8, world_size=1)
+        begin = StartLine(
+            step=first, sequences=8 * first, global_batch=8, world_size=1, parent=names[parent]
+        )
+        names.append(begin.attempt)
         ledger = Ledger(tmp_path / f"{attempt}.jsonl", begin, also=shipper.add)
         for step in range(first + 1, last + 1):
             ledger.step(step, 8 * step - 8, 8 * step, 0.1)
-            shipper.add(json.dumps({"step": step, "time": 1.0, "attempt": attempt}))
+            record = {"step": step, "time": 1.0, "attempt": begin.attempt, "number": attempt}
+            shipper.add(json.dumps(record))
         shipper.flush()
         shipper.__exit__(None, None, None)
         copy.refresh()
     ledger, records = by_file(PartsReader(run).lines())
-    assert len(ledger) == 2 + 7 + 4
-    assert [json.loads(line)["attempt"] for line in records] == [0] * 5 + [1] * 4
+    assert len(ledger) == 3 + 7 + 4 + 2
+    assert [json.loads(line)["number"] for line in records] == [0] * 7 + [1] * 4 + [2] * 2
+    counted = [(record["step"], record["number"]) for record in read_metrics(tmp_path)]
+    assert counted == [*((step, 0) for step in range(1, 7)), (7, 2), (8, 2)]
     assert (tmp_path / "ledger.jsonl").read_bytes() == b"".join(ledger)
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(records)
 

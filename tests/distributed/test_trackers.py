@@ -18,17 +18,18 @@ from hypothesis import strategies as st
 
 from benchmarks.support import json_lines, python_path
 from benchmarks.support.wandb_files import not_in_wandb, wandb_rows
-from elastic import StartLine
+from elastic import Ledger, StartLine
 from elastic.node.companion import Companion, end_companions
 from elastic.record.history import read_history
 from lab.local_nodes import LocalNodes
 from tests.distributed.jobs import RECIPE, ROOT, Forked, losses, soak
 from trainer.recipe import RecipeError, load_recipe
 from trainer.recipe.sections import Tracking
-from trainer.run.metrics import Log, keep_records, wandb_note
+from trainer.run.metrics import Log, wandb_note
 from trainer.run.sinks import wandb_mode
 from trainer.run.trackers import RecordTail, to_sink
 from trainer.tools.generate import generate
+from trainer.tools.report.report import read_metrics
 
 TRACKED = ["tracking.tensorboard=true", "tracking.wandb=offline"]
 OWN = ["tracking.sinks=[own_sink:sink]", "tracking.hooks=[own_hook:tell]"]
@@ -49,25 +50,39 @@ def points(run):
     return [point.step for point in board.Scalars("training/loss")]
 
 
-@given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), max_size=6))
-def test_every_record_is_read_once_whatever_is_taken_back(tmp_path_factory, attempts):
-    """Attempts of so many steps, after some of which a new tracker goes on."""
-    path = tmp_path_factory.mktemp("tail") / "metrics.jsonl"
-    tail, step, moment, seen, expected = RecordTail(path, 0.0), 0, 0.0, {}, {}
-    for steps, killed in attempts:
-        step = max(0, step - 2)
-        keep_records(path, step)
-        expected = {done: at for done, at in expected.items() if done <= step}
-        for _ in range(steps):
-            step, moment = step + 1, moment + 1.0
-            expected[step] = moment
-            with path.open("a") as file:
-                file.write(json.dumps({"step": step, "time": moment}) + "\n")
-            again, records = tail.read()
-            seen = {done: at for done, at in seen.items() if again is None or done < again}
+def attempt_of(run_dir, start, parent=""):
+    """Name of a new attempt that goes on from step `start` of `parent`."""
+    begin = StartLine(step=start, sequences=0, global_batch=8, world_size=1, parent=parent)
+    with Ledger(run_dir / "ledger.jsonl", begin):
+        return begin.attempt
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4), st.booleans()), max_size=6))
+def test_records_follow_the_line_of_the_newest_attempt(tmp_path_factory, attempts):
+    """Attempts that go on from any earlier one, as after a partition, for so many steps, after some
+    of which a new tracker goes on; and rank 0 of the first was cut off and goes on beside them."""
+    run = tmp_path_factory.mktemp("run")
+    tail, moment, seen, lines = RecordTail(run, 0.0), 0.0, {}, [("", {0: 0.0})]
+    for number, (earlier, steps, killed) in enumerate(attempts):
+        parent, past = lines[earlier % len(lines)]
+        begin = max(0, max(past) - 2)
+        name = attempt_of(run, begin, parent)
+        line = {step: at for step, at in past.items() if step <= begin}
+        for step in range(begin + 1, begin + steps + 1):
+            late = [(lines[1][0], 90 + step)] if number else []
+            for writer, done in [(name, step), *late]:
+                moment += 1.0
+                with (run / "metrics.jsonl").open("a") as file:
+                    record = {"step": done, "time": moment, "attempt": writer}
+                    file.write(json.dumps(record) + "\n")
+                line |= {done: moment} if writer == name else {}
+            void, records = tail.read()
+            seen = {done: at for done, at in seen.items() if void is None or done < void}
             seen |= {record["step"]: record["time"] for record in records}
-        assert seen == expected
-        tail = RecordTail(path, tail.after) if killed else tail
+            assert {0: 0.0, **seen} == line
+        assert [one["step"] for one in read_metrics(run)] == sorted(line)[1:]
+        lines.append((name, line))
+        tail = RecordTail(run, tail.after) if killed else tail
 
 
 def test_a_record_is_newer_than_those_before_also_by_a_clock_that_is_behind(tmp_path):
@@ -75,12 +90,9 @@ def test_a_record_is_newer_than_those_before_also_by_a_clock_that_is_behind(tmp_
     path.write_text("".join(f'{{"step": {n}, "time": {later + n}}}\n' for n in (1, 2, 3)))
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     recipe = load_recipe(str(tmp_path / "recipe.yaml"), [f"run.dir={tmp_path}"])
-    tail = RecordTail(path, 0.0)
+    tail = RecordTail(tmp_path, 0.0)
     assert len(tail.read()[1]) == 3
     start = StartLine(step=1, sequences=8, global_batch=8, world_size=1)
-    with Log(recipe, start, silent=False):
-        pass  # an attempt without a step: the next may go on from step 3
-    assert path.read_text().count("step") == 3
     with Log(recipe, start, silent=False) as log:
         log.record(2, {"loss": 1.0})
         log.record(2, {"validation_loss": 2.0})
@@ -90,14 +102,14 @@ def test_a_record_is_newer_than_those_before_also_by_a_clock_that_is_behind(tmp_
 def test_a_sink_is_told_what_counts_no_more(tmp_path):
     """The sink of docs/extending.md: steps 2 and 3 come again, and a new process goes on."""
     path, sink = tmp_path / "metrics.jsonl", runpy.run_path(ROOT / "examples/own_sink.py")["sink"]
-    line = '{{"step": {}, "time": {}, "loss": {}}}\n'
-    path.write_text("".join(line.format(n, n, "null") for n in (1, 2, 3)))
+    line = '{{"step": {}, "time": {}, "loss": {}, "attempt": "{}"}}\n'
+    first = attempt_of(tmp_path, 0)
+    path.write_text("".join(line.format(n, n, "null", first) for n in (1, 2, 3)))
     with closing(sink(tmp_path).database) as database:
         turns = to_sink(sink(tmp_path), tmp_path, 0.0)
         assert next(turns) == 3.0
-        keep_records(path, 1)
         with path.open("a") as file:
-            file.write(line.format(2, 4, 0.5))
+            file.write(line.format(2, 4, 0.5, attempt_of(tmp_path, 1, first)))
         assert next(turns) == next(to_sink(sink(tmp_path), tmp_path, 4.0)) == 4.0
         query = "SELECT step, value FROM metrics WHERE name = 'loss'"
         assert database.execute(query).fetchall() == [(1, None), (2, 0.5)]
@@ -287,12 +299,14 @@ def test_wandb_has_every_record_whatever_is_killed(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "dryrun")
     (tmp_path / "recipe.yaml").write_text("tracking: {wandb: online, project: p, name: null}")
     metrics, moments = tmp_path / "metrics.jsonl", itertools.count(1.8e9, 0.001)
+    attempts = [attempt_of(tmp_path, 0)]
 
     def steps(*numbers):
         with metrics.open("a") as file:
             for step in numbers:
                 for values in {"loss": 1 / step}, {"saved": 2 / step}, {"saved": 3 / step}:
-                    file.write(json.dumps({"step": step, "time": next(moments), **values}) + "\n")
+                    about = {"step": step, "time": next(moments), "attempt": attempts[-1]}
+                    file.write(json.dumps({**about, **values}) + "\n")
 
     def tracker(written):
         companion = Companion(["trainer.run.trackers", str(tmp_path), "wandb"])
@@ -315,7 +329,7 @@ def test_wandb_has_every_record_whatever_is_killed(tmp_path, monkeypatch):
     killed = next((tmp_path / "wandb").glob("*run-*/*.wandb"))
     with killed.open("ab") as file:
         file.write(b"torn")
-    keep_records(metrics, 395)
+    attempts.append(attempt_of(tmp_path, 395, attempts[0]))
     steps(396, 397, 402)
     companion, family = tracker(2)
     steps(403)

@@ -22,10 +22,10 @@ from checkpointing.format.untrusted import printable
 from checkpointing.storage.ownership import TrustedUsers
 from elastic import EXIT_PAUSED, LEDGER, Ledger, StartLine
 from elastic.node.companion import accompany
-from elastic.node.files import open_to_append, open_to_read, write_whole
+from elastic.node.files import open_to_append
 from elastic.process import lost_output
 from elastic.record.ledger import clock
-from elastic.record.lines import LineFile, read_record
+from elastic.record.lines import LineFile, last_lines, read_record
 from elastic.world import supervised
 from trainer.recipe import Recipe
 from trainer.recipe.sections import Tracking
@@ -95,8 +95,7 @@ class Log:
     other than 0 all methods do nothing. A context manager.
 
     Args:
-        start: line of the ledger about this attempt. Its first record drops those of metrics.jsonl
-            after its step, because these steps are computed again; the ledger keeps its lines.
+        start: line of the ledger about this attempt.
         unwritten: ledger lines in the loaded checkpoint that were not on disk when it was saved.
         shipper: stores the lines of a run in a bucket; None: `run.dir` is a directory.
         silent: true on ranks other than 0.
@@ -125,7 +124,7 @@ class Log:
         behind."""
         with suppress(OSError):  # a full disk must not prevent a restart
             os.close(open_to_append(records, trusted))
-        self._begun_after = start.step
+        self._attempt = start.attempt
         self._records, self._path = LineFile(records, trusted=trusted), records
         self._mute_reported = False
         """Whether the ledger has a line that says that console output was dropped."""
@@ -303,12 +302,11 @@ class Log:
         if self.silent:
             return
         if self._latest is None:
-            # Not at the start: an attempt that a partition ends before its first step has computed
-            # nothing anew, and the next may go on from a later step, whose records are wanted.
-            self._latest = keep_records(self._path, self._begun_after)
+            self._latest = _newest_time(self._path)
         # Trackers skip records that are not later than the last; a clock may be set back.
         self._latest = max(time.time(), math.nextafter(self._latest, math.inf))
-        record: dict[str, Any] = {"step": step, "time": self._latest, **_finite(values)}
+        record: dict[str, Any] = {"step": step, "time": self._latest, "attempt": self._attempt}
+        record |= _finite(values)
         record |= {"event": event} if event else {}
         text = json.dumps(record)
         if self._shipper:
@@ -429,23 +427,9 @@ def wandb_note(tracking: Tracking) -> str:
     )
 
 
-def keep_records(path: Path, last_step: int) -> float:
-    """Drop the records after `last_step`, and an incomplete last line. Returns the time of the last
-    record, dropped or not; 0 if there is none. Warns, and drops nothing, on a full disk."""
-    kept, latest = [], 0.0
-    try:
-        with os.fdopen(open_to_read(path), encoding="utf-8", errors="replace") as file:
-            for line in file:
-                record = read_record(line)
-                if record is None:
-                    continue
-                latest = max(latest, record["time"])
-                if record["step"] <= last_step:
-                    kept.append(line.rstrip("\n") + "\n")
-        # Replaced as a whole: a kill in between leaves the old or the new file.
-        write_whole(path, "".join(kept))
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        print(f"warning: {path} keeps records of steps that are done again: {error}")
-    return latest
+def _newest_time(path: Path) -> float:
+    """Return the time of the last record of metrics.jsonl; 0 if there is none."""
+    for line in reversed(last_lines(path)):
+        if record := read_record(line):
+            return float(record["time"])
+    return 0.0

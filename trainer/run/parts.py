@@ -8,8 +8,7 @@
 
 A line is identified by its term and its number within the term. So parts may overlap, and any
 process that has lines may store them: rank 0, the process that commits a checkpoint, or a later
-attempt that finds lines in memory or on its disk. Readers sort lines by (term, number), and skip
-records of steps that a later start computes again.
+attempt that finds lines in memory or on its disk. Readers sort lines by (term, number).
 """
 
 import hashlib
@@ -42,8 +41,6 @@ FILES = re.compile(
 TRIES = 20
 """Attempts at reading the listed parts, which merging may delete meanwhile."""
 _PART = re.compile(r"(\d{6,})/(\d{9,})-(\d{9,})")
-_START = re.compile(rb'\{"kind":"start","step":(\d{1,15}),')
-_RECORD = re.compile(rb'\{"step": (\d{1,15}),')
 _READERS = 8
 
 
@@ -177,19 +174,12 @@ def _in_order(parts: Iterable[tuple[int, int, bytes]]) -> list[bytes]:
 
 
 def by_file(lines: Iterable[bytes]) -> tuple[list[bytes], list[bytes]]:
-    """Divide lines into those of the ledger and records of metrics. Records of steps that a later
-    start computes again are left out."""
+    """Divide lines into those of the ledger and records of metrics."""
     ledger: list[bytes] = []
-    records: list[tuple[int, bytes]] = []
+    records: list[bytes] = []
     for line in lines:
-        if line.startswith(b'{"kind":'):
-            ledger.append(line)
-            if start := _START.match(line):
-                while records and records[-1][0] > int(start[1]):
-                    records.pop()
-        elif record := _RECORD.match(line):
-            records.append((int(record[1]), line))
-    return ledger, [line for _, line in records]
+        (ledger if line.startswith(b'{"kind":') else records).append(line)
+    return ledger, records
 
 
 class LocalCopy:

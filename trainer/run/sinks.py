@@ -41,8 +41,9 @@ class Sink(Protocol):
     """Receives the records of metrics.jsonl one by one.
 
     Steps after a checkpoint are computed again when a run resumes from it. A sink may define
-    `rewind(step)`, which is called then: records from that step on are void. It is also called when
-    the sink's process starts, because an earlier process may have been killed at any point.
+    `rewind(step)`, which is called then: records from that step on are void. It is also called
+    before the first record of the sink's process, because an earlier process may have been killed
+    at any point. After a partition, records that were void may come again.
 
     A sink that buffers may define `kept(after)`. It returns the time of the newest record that
     would survive a kill of the process, or `after` if unknown. It is called twice a second; after a

@@ -21,7 +21,8 @@ from typing import Any
 
 from elastic.node.companion import until_input_ends
 from elastic.node.files import open_to_read, read_text, write_whole
-from elastic.record.ledger import LEDGER
+from elastic.record.history import line_of, on_line, read_starts
+from elastic.record.ledger import LEDGER, StartLine
 from elastic.record.lines import read_record
 from trainer.run.alerts import Alerts
 from trainer.run.events import EventReader
@@ -51,38 +52,77 @@ NAMES = {
 
 
 class RecordTail:
-    """Reads records of a file that grows. A restart may replace the file by one that lacks the last
-    records.
+    """Follows metrics.jsonl: the records on the line of the newest attempt that has one, see
+    [Note: line of a run]. Records without an attempt, or of one that the ledger lacks, count too.
 
     Args:
+        run_dir: run directory.
         after: `time` of the last record that was read earlier.
     """
 
-    def __init__(self, path: Path, after: float) -> None:
+    def __init__(self, run_dir: Path, after: float) -> None:
         self.after = after
-        self._path, self._inode, self._offset = path, 0, 0
+        self._run_dir, self._offset = run_dir, 0
+        self._starts: dict[str, StartLine] = {}
+        self._newest: str | None = None
+        self._line: dict[str, float] = {}
+        """The attempt whose line is followed, None before the first record; and its line."""
 
     def read(self) -> tuple[int | None, list[dict[str, Any]]]:
-        """Return (first step that will come again if the file was replaced, else None; new
-        records)."""
-        try:
-            descriptor = open_to_read(self._path)
-        except OSError:  # the file does not exist yet, or belongs to another user
+        """Return (first step whose earlier records are void, None if all stand; new records).
+
+        The first records that are read also make steps void, because an earlier process may have
+        stored more than it knew. Records that return to the line count as new.
+        """
+        records, void = self._records(), None
+        if not records:
             return None, []
+        names = {one.get("attempt", "") for one in records}
+        if not names <= self._starts.keys():
+            self._starts = read_starts(self._run_dir)
+        newest = self._newest_of(self._newest or "", *names)
+        if newest != self._newest:
+            void, records = self._change_to(newest)
+        new = [one for one in records if on_line(one, self._line)]
+        self.after = max([self.after, *(one["time"] for one in new)])
+        return void, new
+
+    def _change_to(self, newest: str) -> tuple[int, list[dict[str, Any]]]:
+        """Follow the line of another attempt. Return (first step whose earlier records are void;
+        all records that were not returned before)."""
+        self._offset, before = 0, self._line
+        records = self._records()
+        if self._newest is None:  # an earlier process followed the line of the last that it knew
+            known = (one.get("attempt", "") for one in records if one["time"] <= self.after)
+            before = line_of(self._starts, self._newest_of("", *known))
+        self._newest, self._line = newest, line_of(self._starts, newest)
+        returned = [one["time"] <= self.after and on_line(one, before) for one in records]
+        stand = [
+            one["step"]
+            for one, was in zip(records, returned, strict=True)
+            if was and on_line(one, self._line)
+        ]
+        others = [one for one, was in zip(records, returned, strict=True) if not was]
+        return max(stand, default=0) + 1, others
+
+    def _records(self) -> list[dict[str, Any]]:
+        """Return the records after the offset, and move it behind them."""
+        try:
+            descriptor = open_to_read(self._run_dir / METRICS)
+        except OSError:  # the file does not exist yet, or belongs to another user
+            return []
         with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(file.fileno())
-            replaced = status.st_ino != self._inode or status.st_size < self._offset
-            self._inode, self._offset = status.st_ino, 0 if replaced else self._offset
             file.seek(self._offset)
             lines = file.read().splitlines(keepends=True)
         if lines and not lines[-1].endswith(b"\n"):  # still being written
             lines.pop()
         self._offset += sum(map(len, lines))
-        records = [record for record in map(read_record, lines) if record]
-        new = [record for record in records if record["time"] > self.after]
-        kept = [record["step"] for record in records if record["time"] <= self.after]
-        self.after = max([self.after, *(record["time"] for record in new)])
-        return (max(kept, default=0) + 1 if replaced else None), new
+        return [record for record in map(read_record, lines) if record]
+
+    def _newest_of(self, *names: str) -> str:
+        """Return the name whose start is the last in the ledger."""
+        order = {name: place for place, name in enumerate(self._starts)}
+        return max(names, key=lambda name: order.get(name, -1))
 
 
 def to_sink(sink: Sink, run_dir: Path, after: float) -> Iterator[float]:
@@ -94,7 +134,7 @@ def to_sink(sink: Sink, run_dir: Path, after: float) -> Iterator[float]:
     """
     kept, rewind = getattr(sink, "kept", None), getattr(sink, "rewind", None)
     tail, standing = (
-        RecordTail(run_dir / METRICS, kept(after) if kept else after),
+        RecordTail(run_dir, kept(after) if kept else after),
         LedgerSummary(run_dir),
     )
     while True:
@@ -102,7 +142,9 @@ def to_sink(sink: Sink, run_dir: Path, after: float) -> Iterator[float]:
         if again is not None and rewind:
             rewind(again)
         for record in records:
-            step, _ = record.pop("step"), record.pop("event", None)
+            step = record.pop("step")
+            for text in ("event", "attempt"):
+                record.pop(text, None)
             values = {key: math.nan if value is None else value for key, value in record.items()}
             if "loss" in values:
                 values |= standing.at(values["time"])

@@ -5,10 +5,9 @@ import time
 
 import pytest
 
-from elastic.record.history import read_history
+from elastic.record.history import read_history, read_starts
 from elastic.record.ledger import Ledger, StartLine
 from trainer.run.events import EventReader
-from trainer.run.metrics import keep_records
 from trainer.run.trackers import RecordTail
 from trainer.tools.report.report import check, report
 from trainer.tools.seeing.page import embedded
@@ -43,6 +42,7 @@ def run(tmp_path):
         ledger.step(3, 8, 12, 0.1, loss=1.0)
         ledger.end(0, "done")
     metrics = {"loss": 1.0, "tokens_per_second": 5.0, "peak_memory": 1e9, "validation_loss": 2.0}
+    metrics["attempt"] = next(reversed(read_starts(tmp_path)))
     lines = [json.dumps({"step": step, "time": time.time(), **metrics}) for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
     return tmp_path
@@ -59,11 +59,10 @@ def read_all(run):
     events = EventReader()
     for line in (run / "ledger.jsonl").read_bytes().splitlines(keepends=True):
         events.event(line)
-    for record in RecordTail(run / "metrics.jsonl", 0.0).read()[1]:
+    for record in RecordTail(run, 0.0).read()[1]:
         assert all(
             value is None or isinstance(value, str | int | float) for value in record.values()
         )
-    keep_records(run / "metrics.jsonl", 2)
 
 
 @pytest.mark.parametrize("name", ["ledger.jsonl", "metrics.jsonl"])

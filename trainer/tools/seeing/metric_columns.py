@@ -23,8 +23,8 @@ _SAMPLES_BYTES, _LONGEST = 64 << 20, 4000
 
 
 class MetricRecords:
-    """Records of a run's metrics.jsonl, in columns. A file that was replaced or cut is read again
-    from its beginning.
+    """Records of a run's metrics.jsonl, in columns: those on a line of attempts. A file that was
+    replaced or cut is read again from its beginning.
 
     Args:
         run: run directory.
@@ -38,14 +38,19 @@ class MetricRecords:
         self.inode, self.offset = inode, 0
         """Inode of the file, and number of bytes that are read."""
         self._kept = 0
-        self.step, self.time, self._ends = array("q"), array("d"), array("q")
+        self._step, self._time, self._ends = array("q"), array("d"), array("q")
+        self._attempt, self._attempts = array("i"), [""]
+        """Index of each record's attempt in the list of their names."""
         self._columns: dict[str, array[float]] = {}
+        self._counts = np.zeros(0, dtype=bool)
+        """Whether each record is on the line."""
 
-    def __len__(self) -> int:
-        return len(self.step)
+    def read(self, line: Mapping[str, float]) -> None:
+        """Read new records. A last line without a newline is left for the next call.
 
-    def read(self) -> None:
-        """Read new records. A last line without a newline is left for the next call."""
+        Args:
+            line: the line of attempts that counts, from `line_of`.
+        """
         try:
             descriptor = open_to_read(self.path, follow=True)
         except OSError:  # the file may come later
@@ -57,25 +62,32 @@ class MetricRecords:
                 if status.st_size >= cache.WORTH_BYTES:
                     self._recall()
             file.seek(self.offset)
-            for line in file:
-                if not line.endswith(b"\n"):
+            for text in file:
+                if not text.endswith(b"\n"):
                     break
-                self.offset += len(line)
-                if record := read_record(line):
+                self.offset += len(text)
+                if record := read_record(text):
                     self._add(record)
         if self.offset - self._kept >= cache.WORTH_BYTES:
             self._keep()
+        last = np.array([line.get(name, math.inf) for name in self._attempts])
+        self._counts = np.array(self._step) <= last[np.array(self._attempt, dtype=int)]
 
     def _add(self, record: Mapping[str, Any]) -> None:
-        count = len(self)
+        count = len(self._step)
         try:
-            self.step.append(record["step"])
+            self._step.append(record["step"])
         except OverflowError:  # no valid step
             return
-        self.time.append(record["time"])
+        self._time.append(record["time"])
         self._ends.append(self.offset)
+        attempt = record.get("attempt", "")
+        if attempt != self._attempts[-1]:
+            # One entry per change: two attempts take turns only after a partition.
+            self._attempts.append(attempt)
+        self._attempt.append(len(self._attempts) - 1)
         for name, value in record.items():
-            if name in ("step", "time", "event"):
+            if name in ("step", "time", "attempt", "event"):
                 continue
             column = self._columns.get(name)
             if column is None:
@@ -87,48 +99,63 @@ class MetricRecords:
                 column.extend([math.nan] * (count - len(column)))
             column.append(math.nan if value is None else float(value))
 
+    @property
+    def step(self) -> np.ndarray:
+        """Step of each record."""
+        return np.array(self._step, dtype=float)[self._counts]
+
+    @property
+    def time(self) -> np.ndarray:
+        """Unix time of each record."""
+        return np.array(self._time)[self._counts]
+
     def names(self) -> list[str]:
         """Names of all metrics."""
         return list(self._columns)
 
     def column(self, name: str) -> np.ndarray:
         """Values of a metric by record; NaN if a record has none, or a non-finite one."""
-        values = self._columns.get(name, array("d"))
-        padded = np.full(len(self), math.nan)
-        padded[: len(values)] = np.array(values)
-        return padded
+        return self._whole_column(name)[self._counts]
 
     def last(self, name: str) -> float | None:
         """Newest value of a metric; None if there is none."""
-        for value in reversed(self._columns.get(name, array("d"))):
-            if not math.isnan(value):
-                return float(value)
-        return None
+        values = self.column(name)
+        values = values[~np.isnan(values)]
+        return float(values[-1]) if len(values) else None
 
     def after(self, offset: int) -> int:
         """Index of the first record that ends beyond `offset` bytes of the file."""
-        return int(np.searchsorted(np.array(self._ends), offset, side="right"))
+        return int(np.searchsorted(np.array(self._ends)[self._counts], offset, side="right"))
+
+    def _whole_column(self, name: str) -> np.ndarray:
+        values = self._columns.get(name, array("d"))
+        padded = np.full(len(self._step), math.nan)
+        padded[: len(values)] = np.array(values)
+        return padded
 
     # --- cache -------------------------------------------------------------------------------
 
     def _keep(self) -> None:
         self._kept = self.offset
-        facts = {"offset": self.offset, "names": list(self._columns)}
-        columns = [self.step.tobytes(), self.time.tobytes(), self._ends.tobytes()]
-        columns += [self.column(name).tobytes() for name in self._columns]
+        facts = {"offset": self.offset, "names": list(self._columns), "attempts": self._attempts}
+        columns = [column.tobytes() for column in self._by_record()]
+        columns += [self._whole_column(name).tobytes() for name in self._columns]
         cache.keep(self.path, self.offset, facts, columns)
 
     def _recall(self) -> None:
         cached = cache.recall(self.path)
         if not cached:
             return
-        facts, (step, time, ends, *columns) = cached
-        for column, data in ((self.step, step), (self.time, time), (self._ends, ends)):
-            column.frombytes(data)
-        for name, data in zip(facts["names"], columns, strict=True):
-            self._columns[name] = array("d")
-            self._columns[name].frombytes(data)
+        facts, data = cached
+        columns = [array("d") for _ in facts["names"]]
+        for column, raw in zip([*self._by_record(), *columns], data, strict=True):
+            column.frombytes(raw)
+        self._columns = dict(zip(facts["names"], columns, strict=True))
+        self._attempts = facts["attempts"]
         self.offset = self._kept = facts["offset"]
+
+    def _by_record(self) -> "list[array[Any]]":
+        return [self._step, self._time, self._ends, self._attempt]
 
 
 def thinned(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:

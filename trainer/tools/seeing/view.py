@@ -74,7 +74,7 @@ class RunView:
     def look(self) -> None:
         """Read new data. Raises LedgerError if the run has not started, or the path is no run."""
         self.history = self.ledger.read()
-        self.records.read()
+        self.records.read(self.history.line)
         # before samples are read, so that a page that misses some requests them again
         self.samples_version = samples_version(self.path)
         self.now = time.time()
@@ -215,7 +215,7 @@ class RunView:
 
     def curves(self, most: int = POINTS, begin: int = 0) -> dict[str, list[list[float]]]:
         """Return (steps, values) of each metric from record `begin` on, in about `most` points."""
-        steps = np.array(self.records.step)[begin:].astype(float)
+        steps = self.records.step[begin:]
         curves = {}
         for name in self.records.names():
             x, y = thinned(steps, self.records.column(name)[begin:], most)
@@ -225,7 +225,7 @@ class RunView:
 
     def stretch(self, low: float, high: float, most: int = POINTS) -> dict[str, list[list[float]]]:
         """Curves of steps `low` to `high`."""
-        steps = np.array(self.records.step).astype(float)
+        steps = self.records.step
         inside = (steps >= low) & (steps <= high)
         curves = {}
         for name in self.records.names():
@@ -256,10 +256,9 @@ class RunView:
     def axis(self, most: int = 1000) -> dict[str, list[float]]:
         """Steps with the values of the other axes, seconds of uptime and tokens, in ascending order
         for interpolation; `tokens` is empty if none are counted."""
-        count = len(self.records)
+        steps, count = self.records.step, len(self.records.step)
         chosen = np.unique(np.linspace(0, max(0, count - 1), min(count, most)).astype(int))
-        steps = np.array(self.records.step).astype(float)[chosen]
-        up = self._uptime(np.array(self.records.time)[chosen])
+        steps, up = steps[chosen], self._uptime(self.records.time[chosen])
         tokens = self.records.column("tokens")
         # records without a count, such as validations, take the previous count
         known = np.maximum.accumulate(np.nan_to_num(tokens, nan=0.0))[chosen]
@@ -342,20 +341,24 @@ class RunView:
             "cursor": self.cursor(),
         }
 
+    def _shown(self) -> str:
+        """A text that changes when records that a page shows may count no more."""
+        return f"{self.records.inode}-{len(self.history.attempts)}"
+
     def cursor(self) -> dict[str, Any]:
         """Position from which `since` continues."""
         return {
-            "file": str(self.records.inode),
+            "file": self._shown(),
             "since": self.records.offset,
             "seen": self.ledger.version,
             "samples": self.samples_version,
         }
 
     def since(self, file: str, offset: int, seen: str, samples: str) -> dict[str, Any]:
-        """What is new after a cursor, or everything if the file was replaced."""
+        """What is new after a cursor, or everything if a page may show records that count no more:
+        after a new attempt, or if the file was replaced or cut."""
         records = self.records
-        # a file that was replaced or cut shares nothing with what the page shows
-        if file != str(records.inode) or not 0 <= offset <= records.offset:
+        if file != self._shown() or not 0 <= offset <= records.offset:
             return {**self.all(), "restart": True}
         state = self.state()
         update: dict[str, Any] = {
