@@ -24,7 +24,8 @@ WORKDIR /perdure
 COPY pyproject.toml ./
 RUN python3 -c 'import tomllib; file = tomllib.load(open("pyproject.toml", "rb")); \
     project = file["project"]; extras = project["optional-dependencies"]; \
-    wanted = [extras[extra] for extra in ("parquet", "zstd", "tensorboard", "s3")]; \
+    names = "parquet", "zstd", "tensorboard", "s3", "gs", "az"; \
+    wanted = [extras[name] for name in names]; \
     print(*file["build-system"]["requires"], *project["dependencies"], *sum(wanted, []), sep="\n")' \
     > /opt/perdure/requirements.txt \
  && pip install -r /opt/perdure/requirements.txt
