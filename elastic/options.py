@@ -23,7 +23,7 @@ class ElasticOptions:
 
     snapshot_every: Count = 0
     """Steps between copies of the state in shared memory. A process that dies costs at most this
-    many steps. 0: copies only with checkpoints. Needs slots, best `checkpoint.slots: 2`."""
+    many steps. 0: copies only with checkpoints. Needs `checkpoint.slots` above 0, best 2."""
 
     check_replicas_every: Count = 0
     """Steps between checksum comparisons of replicated weights (DDP, HYBRID_SHARD, tp, tied weights

@@ -18,7 +18,7 @@ from trainer.optim import muon
 from trainer.optim.method import update
 from trainer.optim.optimizer import build_optimizer
 from trainer.optim.schedule import learning_rate
-from trainer.recipe import Muon, Optimizer, RecipeError, load_recipe
+from trainer.recipe import MuonSection, Optimizer, RecipeError, load_recipe
 from trainer.run.preflight import check_launch
 from trainer.tasks.task import build_task
 
@@ -158,7 +158,7 @@ def test_an_update_of_muon_has_the_bits_of_torchs(monkeypatch, nesterov, adjust)
     shapes = [(24, 40), (40, 24), (7, 7)]
     ours = [torch.nn.Parameter(torch.randn(shape, generator=draw)) for shape in shapes]
     theirs = [torch.nn.Parameter(weight.detach().clone()) for weight in ours]
-    settings = Muon(nesterov=nesterov, adjust_lr=adjust, momentum=0.9, ns_steps=4)
+    settings = MuonSection(nesterov=nesterov, adjust_lr=adjust, momentum=0.9, ns_steps=4)
     options = Optimizer(name="muon", lr=0.02, weight_decay=0.3, muon=settings)
     optimizer = build_optimizer({f"{n}": weight for n, weight in enumerate(ours)}, options)
     torchs = torch.optim.Muon(

@@ -48,7 +48,7 @@ def add_chaos_command(commands: Commands) -> None:
         help="nodes at the start of --pairs (default 3)",
     )
     chaos.add_argument(
-        "--within", type=float, metavar="SECONDS", help="fail if there is no new step for longer"
+        "--within", type=float, metavar="SECONDS", help="fail if no new step is done for so long"
     )
     chaos.add_argument("--seed", type=int, default=0, help="seed of random faults (default 0)")
     chaos.add_argument(

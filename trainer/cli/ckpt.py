@@ -18,8 +18,8 @@ from trainer.cli.parser import (
 
 EXIT_DIFFERENT = 1
 RULES = {"keep": int, "keep_every": int, "keep_best": int, "best_by": str}
-"""Field of CheckpointOptions that `prune` applies → its type. Without an option, the value in the
-run's recipe applies."""
+"""Field of CheckpointOptions that `prune` applies → its type. If the field's option is not given,
+the value in the run's recipe applies."""
 
 CKPT_EXAMPLES = """\
 examples:
@@ -95,7 +95,8 @@ def add_ckpt_command(commands: Commands) -> None:
     export.add_argument(
         "--into-published",
         action="store_true",
-        help="merge an adapter over nf4 into the weights as published, not as nf4 rounds them",
+        help="merge an adapter trained over nf4 weights into the weights as published, instead of "
+        "the weights that nf4 has rounded",
     )
     export.add_argument(
         "--not-finite", action="store_true", help="export weights that are NaN or infinite, too"
@@ -110,7 +111,10 @@ def add_ckpt_command(commands: Commands) -> None:
         ("out", "new directory"),
     )
     importer.add_argument(
-        "--step", type=whole_number, metavar="N", help="default: from OUT's name, else 0"
+        "--step",
+        type=whole_number,
+        metavar="N",
+        help="step of the written checkpoint (default: from OUT's name, else 0)",
     )
     importer.add_argument("--config", metavar="FILE", help="config.json, if PATH has none")
     for parser in (export, importer):
@@ -119,7 +123,7 @@ def add_ckpt_command(commands: Commands) -> None:
             type=_size,
             default=CheckpointOptions.max_shard_size,
             metavar="SIZE",
-            help=f"default {CheckpointOptions.max_shard_size}",
+            help=f"largest weights file (default {CheckpointOptions.max_shard_size})",
         )
 
 
@@ -235,5 +239,5 @@ def _use_one_thread() -> None:
     """Limit torch to one thread."""
     import torch
 
-    # pieces fit a processor's cache, so threads would mostly wait for each other
+    # Tensors are processed in pieces that fit the cache, so threads would mostly wait.
     torch.set_num_threads(1)

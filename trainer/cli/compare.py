@@ -17,11 +17,11 @@ examples:
 
 strategies: ddp, zero1, zero2, zero3, hybrid, no_shard; after any of them +offload, +full_ac,
             +selective_ac, +compile, +tp2, +pp2, +cp2, +ep2 (any number), +sp, +gpipe,
-            +interleaved, +zero_bubble. tp2 is zero2+tp2, and so are its like. Each trains for a
-            few steps in a run of its own.
+            +interleaved, +zero_bubble. tp2 alone means zero2+tp2; pp2, cp2 and ep2 likewise.
+            Each strategy trains for a few steps in a run of its own.
 results: compare.md, compare.json, compare.csv, compare.svg in <run.dir>-compare, or --out
-exit codes: 0 all that can run did, with equal losses; 1 not so; 2 wrong recipe or option;
-            130 interrupted, and what was measured by then is written
+exit codes: 0 all strategies that can run did, with equal losses; 1 a strategy failed, or losses
+            differ; 2 wrong recipe or option; 130 interrupted, with the results so far written
 """
 
 
@@ -30,10 +30,10 @@ def add_compare_command(commands: Commands) -> None:
     compare = add_command(commands, "compare", what, COMPARE_EXAMPLES)
     add_recipe(compare)
     compare.add_argument(
-        "--strategies", metavar="NAME,…", help="which (default: all that make sense)"
+        "--strategies", metavar="NAME,…", help="strategies to train (default: all that make sense)"
     )
     compare.add_argument(
-        "--steps", type=at_least(2), default=20, metavar="N", help="timed (default 20)"
+        "--steps", type=at_least(2), default=20, metavar="N", help="timed steps (default 20)"
     )
     compare.add_argument(
         "--nproc",
@@ -41,7 +41,7 @@ def add_compare_command(commands: Commands) -> None:
         metavar="N",
         help="ranks (default: one per GPU; without GPUs 2)",
     )
-    compare.add_argument("--out", type=local_path, metavar="DIR", help="default: <run.dir>-compare")
+    compare.add_argument("--out", type=local_path, metavar="DIR", help="default <run.dir>-compare")
     compare.set_defaults(run=_compare)
 
 

@@ -85,13 +85,13 @@ def add_data_command(commands: Commands) -> None:
         default=0,
         metavar="N",
         help="show the tokens of N documents, spread over the data set, with number and text; "
-        "trained ones are coloured, or, without a terminal, marked with *",
+        "trained tokens are coloured, or, without a terminal, marked with *",
     )
     inspect.add_argument(
         "--html",
         type=local_path,
         metavar="FILE",
-        help="write them as an HTML page (default: 3 documents)",
+        help="write the documents of --sample (default: 3) as an HTML page",
     )
     inspect.set_defaults(run=_data_inspect)
     _add_change(commands)
@@ -186,8 +186,8 @@ def _data_prepare(arguments: argparse.Namespace) -> int:
     from trainer.data.prepare.prepare import prepare, what_to_type
     from trainer.data.shards import DataError
 
-    # SIGINT stays blocked, so that workers end with this process and without tracebacks. Starting
-    # the resource tracker would unblock it, so that comes first.
+    # SIGINT stays blocked, so that workers end with this process and without tracebacks. The
+    # resource tracker starts first, as its start would unblock the signal.
     ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     threading.Thread(target=_stop_preparing, daemon=True).start()

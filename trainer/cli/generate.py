@@ -33,7 +33,7 @@ SAMPLING = {
     "top_k": (int, "sample among the k likeliest tokens"),
     "seed": (int, "seed of the sampling"),
 }
-"""Sampling option, an argument of `generate` → its type and help."""
+"""Argument of `trainer.tools.generate.generate` that is also an option → its type and help."""
 
 
 def add_generate_command(commands: Commands) -> None:
@@ -73,7 +73,7 @@ def add_eval_command(commands: Commands) -> None:
     which.add_argument(
         "--follow",
         action="store_true",
-        help="every checkpoint as it is committed, until training ends",
+        help="evaluate every checkpoint as it is committed, until training ends",
     )
     command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available")
     _add_sampling(command)
@@ -143,7 +143,7 @@ def _eval(arguments: argparse.Namespace) -> int:
         steps = follow(run)
     else:
         directory = checkpoints_of(run)
-        place = directory if directory.is_dir() else run  # a checkpoint is taken, too
+        place = directory if directory.is_dir() else run  # RUN may also be a checkpoint
         steps = iter([[local(find_checkpoint(place, arguments.step))]])
     count = 0
     for checkpoints in steps:
@@ -155,7 +155,8 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 
 def _of_prompts(arguments: argparse.Namespace, device: str) -> tuple[str, list[Any], Any]:
-    """Return (noun for messages, keys of the lines, maker of lines) for `add_lines`: samples."""
+    """Return what `add_lines` needs to write samples: (noun for messages, keys of the lines,
+    function that makes lines)."""
     from trainer.tools.eval_lines import read_prompts, samples
     from trainer.tools.generate import GenerateError, Sampling
 
@@ -169,7 +170,8 @@ def _of_prompts(arguments: argparse.Namespace, device: str) -> tuple[str, list[A
 
 
 def _of_tasks(arguments: argparse.Namespace, device: str) -> tuple[str, list[Any], Any]:
-    """Return (noun for messages, keys of lines, maker of lines) for `add_lines`: task results."""
+    """Return what `add_lines` needs to write task results: (noun for messages, keys of the lines,
+    function that makes lines)."""
     from trainer.tools.generate import GenerateError
 
     if given := [name for name in SAMPLING if name in arguments]:

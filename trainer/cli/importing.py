@@ -12,9 +12,9 @@ examples:
     model.init_from=Qwen3-0.6B data.sources='[{{path: data/corpus}}]' data.seq_len=2048
   perdure {name} {file} {option}
 
-Reports each key of the file: its translation, or why it has none here, and what differs. Also
-reports each default that differs. Keys of a recipe that the file does not determine stay open:
-`perdure train` names them.
+Reports each key of the file: its translation into recipe keys, or why it has none, and what
+differs. Also reports each default that differs. Keys of a recipe that the file does not determine
+stay open: `perdure train` names them.
 """
 
 
@@ -63,7 +63,8 @@ def add_import_command(commands: Commands) -> None:
                 "--training-args",
                 type=local_path,
                 metavar="FILE",
-                help="JSON of Hugging Face's TrainingArguments: what Trainer fills in",
+                help="JSON file of Hugging Face's TrainingArguments, with the values that the "
+                "Trainer fills in",
             )
         command.add_argument("--allow-unknown", action="store_true", help="accept unknown keys")
         command.set_defaults(run=_import, importer=name)

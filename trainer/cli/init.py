@@ -60,8 +60,8 @@ def _init(arguments: argparse.Namespace) -> int:
 
 
 def _answer(given: str | None, option: str, question: str, default: str = "") -> str:
-    """Return the value of an option, or ask for it on a terminal. Raises RecipeError if there is
-    neither value, terminal nor default."""
+    """Return the value of an option. If it is not `given`, ask for it on a terminal, or take the
+    default. Raises RecipeError if no value results."""
     answer = given
     if answer is None and sys.stdin.isatty():
         answer = input(f"{question}{f' [{default}]' if default else ''}: ").strip()

@@ -36,7 +36,7 @@ OPTIONS = (
     *("time", "container", "allocations", "image", "form", "volume", "package"),
     *("grace", "queue", "interface"),
 )
-"""Options that are passed to the template of the written file."""
+"""Names of the options that are passed to the template of the job file."""
 
 
 def add_launch_command(commands: Commands) -> None:
@@ -76,7 +76,11 @@ def add_launch_command(commands: Commands) -> None:
     shared.add_argument(
         "--bucket", type=_bucket, help="s3://…, gs://… or az://…, in which relative paths lie"
     )
-    sky.add_argument("--package", required=True, help="what pip installs: wheel here, URL or name")
+    sky.add_argument(
+        "--package",
+        required=True,
+        help="Perdure as pip installs it: a wheel file here, a URL, or a name",
+    )
     _add_kind(kinds, "local", "a script for machines without a scheduler")
     for kind in (slurm, k8s):
         kind.add_argument(
@@ -193,11 +197,11 @@ def _launch(arguments: argparse.Namespace) -> int:
         written_by=shlex.join(["perdure", *sys.argv[1:]]),
         file=shlex.quote(str(out or f"FILE{ENDINGS[kind]}")),
         stores=launch_files.stores_of(recipe),
-        # A single node needs none, and in a run directory it is made by itself.
+        # A single node needs no secret. Nodes with a common run directory create one there.
         secret=recipe.in_bucket and most > 1,
     )
     options = {key: value for key, value in vars(arguments).items() if key in OPTIONS}
-    if kind == "skypilot":  # a wheel of this machine is sent along
+    if kind == "skypilot":  # a wheel on this machine is sent to the nodes
         wheel = Path(arguments.package)
         options["wheel"] = wheel.name if wheel.is_file() else ""
     text = launch_files.render(kind, job, programs=str(Path(sys.executable).parent), **options)
@@ -219,7 +223,8 @@ def _launch(arguments: argparse.Namespace) -> int:
 
 
 def _check_submit(kind: str, command: list[str], job: "LaunchedRun") -> None:
-    """Raise RecipeError if the file cannot be submitted here, before it is written."""
+    """Raise RecipeError if the job file could not be submitted from this machine. Called before the
+    file is written."""
     if not shutil.which(command[0]):
         raise RecipeError(
             f"--submit: {command[0]} is not installed here; use --out, and submit where it is"
@@ -237,8 +242,8 @@ def _submit(kind: str, command: list[str], name: str) -> NoReturn:
     that command's."""
     if kind == "k8s":
         _make_secret(name)
-    # SkyPilot gives it to the machines, where the job needs one. In the environment, as other users
-    # of this machine can read arguments.
+    # SkyPilot passes this secret on to the nodes, if the job needs one. It is in the environment,
+    # as other users of this machine can read the arguments of processes.
     os.environ.setdefault("PERDURE_SECRET", secrets.token_hex(32))
     # exec would discard Python's buffers.
     sys.stdout.flush()
@@ -255,7 +260,7 @@ def _make_secret(name: str) -> None:
         return
     created = _kubectl(
         ["kubectl", "create", "secret", "generic", name, "--from-file=secret=/dev/stdin"],
-        # Through stdin: other users of this machine can read arguments.
+        # Through stdin: other users of this machine can read the arguments of processes.
         input=secrets.token_hex(32),
     )
     if created.returncode:

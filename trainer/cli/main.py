@@ -51,8 +51,8 @@ def main() -> None:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line; `run` of the result is the command's function. Exits with code 2 on
-    errors."""
+    """Parse a command line. The result's attribute `run` is the function of the command. Exits with
+    code 2 if the line is wrong."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(words)
     # argparse consumes positional arguments in one go, but overrides may also follow options.

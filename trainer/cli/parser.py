@@ -77,7 +77,8 @@ def _version(distribution: str) -> str:
 def add_command(
     commands: Commands, name: str, what: str, examples: str = ""
 ) -> argparse.ArgumentParser:
-    """Add and return the parser of a command."""
+    """Add a command to `commands`, and return its parser. `what`: what the command does, in words
+    that begin in lower case."""
     return commands.add_parser(
         name,
         help=what,
@@ -107,8 +108,8 @@ def run_place(text: str) -> Path | ObjectPath:
 
 
 def local_run(text: str) -> Path:
-    """Parse a `run.dir` next to which a command creates its own directory. Raises RecipeError if
-    `run.dir` is in a bucket."""
+    """Return the path of a `run.dir`, next to which a command creates a directory. Raises
+    RecipeError if `run.dir` is in a bucket."""
     if in_bucket(text):
         raise RecipeError(f"run.dir: {text} is in a bucket; give --out, or a local run.dir")
     return Path(text.rstrip("/"))
@@ -122,7 +123,8 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 
 def add_fields(parser: argparse.ArgumentParser, options: type, *names: str) -> None:
     """Add an option for each field of a dataclass, with its type, default, and docstring as help.
-    If there are `names`, add only these fields, none of them bool; absent options are then None."""
+    If `names` are given, add only these fields, of which none may be bool; options that are absent
+    from the command line are then None."""
     # Docstrings of fields exist only in the source.
     tree: Any = ast.parse(inspect.getsource(options))
     meanings = {}
@@ -198,4 +200,4 @@ def write_new(file: Path, text: str, otherwise: str) -> None:
     except FileExistsError:
         raise RecipeError(f"{file}: already exists; {otherwise}") from None
     except OSError as error:
-        raise RecipeError(f"{file}: cannot write it: {error.strerror}") from None
+        raise RecipeError(f"{file}: this file cannot be written: {error.strerror}") from None

@@ -65,7 +65,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from trainer.tasks.task import check_plannable
     from trainer.tools.plan_text import plan_json, plan_text
 
-    # a recipe that cannot be planned is reported before wrong machine options
+    # Checked first, so that a recipe that cannot be planned is reported before wrong options.
     check_plannable(recipe)
     recipe = _in_steps(recipe)
     machine = describe_machine(

@@ -29,7 +29,8 @@ checkpoint, which is deleted at the end.
 To trace an ordinary run, also on several nodes: tracking.profile_steps=5 with any `perdure train`.
 """
 WARM_UP = 4
-"""Steps before the first traced step, in which memory, caches, compilation and profiler warm up."""
+"""Steps before the first traced step. In these steps memory is allocated, caches are filled, and
+blocks are compiled."""
 
 
 def add_profile_command(commands: Commands) -> None:

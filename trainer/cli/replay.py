@@ -55,7 +55,7 @@ def add_replay_command(commands: Commands) -> None:
         action="append",
         default=[],
         metavar="DIR",
-        help="present path of a data set; once for each, in the recipe's order",
+        help="where a data set is now; give it once per data set, in the recipe's order",
     )
     command.set_defaults(run=_replay, refuse=command.error)
 

@@ -38,7 +38,7 @@ def add_report_command(commands: Commands) -> None:
     report.add_argument(
         "--check",
         action="store_true",
-        help="only check that every sequence was consumed once; exit code 0: so; 1: problems; "
+        help="only check that every sequence was consumed once; exit code 0: it was; 1: problems; "
         "2: recipes or data to compare with are missing",
     )
     report.add_argument(
@@ -47,7 +47,7 @@ def add_report_command(commands: Commands) -> None:
         help="with --check: check the ledger alone, without recipes and data",
     )
     report.add_argument(
-        "--html", type=local_path, metavar="FILE", help="write a page with its curves"
+        "--html", type=local_path, metavar="FILE", help="write an HTML page with curves"
     )
     report.set_defaults(run=_report)
 
@@ -147,7 +147,7 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 
 def _wait_for(runs: "Sequence[LocalRun]") -> None:
-    """Wait until every run has a start in its ledger."""
+    """Wait until the ledger of every run has a start line."""
     from elastic.record.history import last_start
 
     for run in runs:

@@ -51,7 +51,11 @@ def add_train_command(commands: Commands) -> None:
         metavar="N",
         help="ranks on this node (default: one per GPU; without GPUs 2)",
     )
-    train.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="needed with several nodes")
+    train.add_argument(
+        "--rdzv-endpoint",
+        metavar="HOST:PORT",
+        help="where nodes meet; the same on all nodes, needed if there are several",
+    )
     train.add_argument(
         "--max-restarts",
         type=int,
@@ -68,7 +72,9 @@ def add_train_command(commands: Commands) -> None:
         metavar="FILE",
         help="secret that all nodes share (default: one in run.dir; see docs/elastic.md)",
     )
-    train.add_argument("--rdzv-conf", metavar="K=V,…", help="see elastic/rendezvous.py")
+    train.add_argument(
+        "--rdzv-conf", metavar="K=V,…", help="further settings, listed in elastic/rendezvous.py"
+    )
     train.add_argument("--rdzv-id", default="perdure", help="name of the job (default perdure)")
     train.set_defaults(run=_train)
 
@@ -77,7 +83,7 @@ def add_store_command(commands: Commands) -> None:
     store = add_command(
         commands, "store", "host the rendezvous store of jobs, outside of their nodes"
     )
-    store.add_argument("--port", type=int, default=29400, help="default 29400; 0 for a free one")
+    store.add_argument("--port", type=int, default=29400, help="default 29400; 0: any free port")
     store.set_defaults(run=_store)
 
 
@@ -133,9 +139,10 @@ def _launch(arguments: argparse.Namespace, ranks: int) -> int:
     endpoint = arguments.rdzv_endpoint or "127.0.0.1:0"  # a free port, for this node alone
     torchrun = ["--rdzv-backend", "perdure", "--rdzv-endpoint", endpoint]
     torchrun += ["--rdzv-id", arguments.rdzv_id, "--nnodes", arguments.nnodes]
-    # Each of torchrun's workers only stands for a rank, so its restarts do not count as failures.
+    # torchrun's workers are stand-ins for ranks (elastic/node/standin.py): their restarts are no
+    # failures. --max-restarts of `perdure train` limits the failures of ranks.
     torchrun += ["--nproc-per-node", str(ranks), "--max-restarts", "1000000"]
-    # Workers print through this process, so torchrun's folder for their output would stay empty.
+    # Ranks print to the standard output of this process, so torchrun's log folder would stay empty.
     torchrun += ["--log-dir", os.devnull]
     options = [f"restarts={arguments.max_restarts}", *filter(None, [arguments.rdzv_conf])]
     torchrun += ["--rdzv-conf", ",".join(options)]

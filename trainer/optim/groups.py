@@ -11,7 +11,7 @@ from torch import nn
 from trainer.optim.adamw import ADAMW
 from trainer.optim.method import Method
 from trainer.optim.muon import MUON
-from trainer.recipe import Muon, Optimizer, ParameterGroup, RecipeError
+from trainer.recipe import MuonSection, Optimizer, ParameterGroup, RecipeError
 
 NamedGroup = dict[str, Any]
 """A parameter group of torch.optim: `params`, a list of (FQN, parameter), `lr`, `lr_scale` and
@@ -58,7 +58,7 @@ def check_patterns(names: Sequence[str], options: Optimizer) -> None:
 def method_groups(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> list[NamedGroup]:
     """Divide the trained parameters into groups of equal learning rate, weight decay and `Method`,
     with the settings of the method."""
-    muon = options.muon or Muon()
+    muon = options.muon or MuonSection()
     settings = {
         ADAMW: {"betas": options.betas, "eps": options.eps},
         MUON: {
@@ -85,7 +85,7 @@ def method_of(name: str, parameter: torch.Tensor, options: Optimizer) -> Method:
     """Return the method by which a recipe with `optimizer.name` updates a parameter."""
     if options.name == "adamw" or parameter.dim() != 2:
         return ADAMW
-    kept = (options.muon or Muon()).adamw
+    kept = (options.muon or MuonSection()).adamw
     return ADAMW if any(fnmatchcase(name, pattern) for pattern in kept) else MUON
 
 

@@ -12,7 +12,7 @@ from trainer.recipe.load import (
 from trainer.recipe.rules import counted
 from trainer.recipe.sections import (
     ZERO_STAGES,
-    Muon,
+    MuonSection,
     Optimizer,
     ParameterGroup,
     Recipe,
@@ -25,7 +25,7 @@ __all__ = [
     "Recipe",
     "Optimizer",
     "ParameterGroup",
-    "Muon",
+    "MuonSection",
     "Schedule",
     "Strategy",
     "ZERO_STAGES",

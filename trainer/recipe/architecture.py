@@ -40,10 +40,10 @@ class RopeScaling:
     """Ratio of the new context length to the original."""
 
     low_freq_factor: float = 1.0
-    """`llama3`: wavelengths above original context / this are scaled in full."""
+    """`llama3`: wavelengths longer than the original context divided by this are scaled in full."""
 
     high_freq_factor: float = 4.0
-    """`llama3`: wavelengths below original context / this are not scaled."""
+    """`llama3`: wavelengths shorter than the original context divided by this are not scaled."""
 
     original_max_position_embeddings: int = 8192
     """`llama3`, `yarn`, `longrope`: context length before scaling, in tokens."""
@@ -56,10 +56,10 @@ class RopeScaling:
     """`yarn`, `longrope`: factor of cosines and sines. Default: computed from `factor`."""
 
     beta_fast: float = 32.0
-    """`yarn`: wavelengths with more turns in the original context are not scaled."""
+    """`yarn`: wavelengths with more turns than this in the original context are not scaled."""
 
     beta_slow: float = 1.0
-    """`yarn`: wavelengths with fewer turns in the original context are scaled in full."""
+    """`yarn`: wavelengths with fewer turns than this in the original context are scaled in full."""
 
     mscale: float | None = None
     """`yarn`: with `mscale_all_dim`, determines `attention_factor`."""
@@ -68,7 +68,8 @@ class RopeScaling:
     """`yarn`: see `mscale`."""
 
     truncate: bool = True
-    """`yarn`: whether the bounds between wavelengths are rounded to whole ones."""
+    """`yarn`: whether the indices of wavelengths between which the scaling changes are rounded to
+    whole numbers."""
 
     short_factor: tuple[float, ...] | None = None
     """`longrope`: factor of each wavelength in sequences of at most the original context."""
@@ -103,13 +104,14 @@ class Architecture:
     """Width of the SwiGLU layer."""
 
     num_hidden_layers: int
-    """Decoder blocks."""
+    """Number of decoder blocks."""
 
     num_attention_heads: int
-    """Query heads."""
+    """Number of query heads."""
 
     num_key_value_heads: int
-    """Key and value heads; each serves num_attention_heads / num_key_value_heads query heads."""
+    """Number of key and value heads; each serves num_attention_heads / num_key_value_heads query
+    heads."""
 
     head_dim: int
     """Width of one head."""
@@ -130,7 +132,7 @@ class Architecture:
     """Whether the output head is the embedding matrix."""
 
     initializer_range: float = 0.02
-    """Standard deviation of fresh matrices."""
+    """Standard deviation of the initial weights of matrices."""
 
     options: dict[str, Any] | None = None
     """Keys of config.json that only the family has."""
@@ -142,11 +144,11 @@ class Architecture:
                 f"num_key_value_heads={self.num_key_value_heads}"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd, but RoPE rotates pairs")
+            raise ValueError(f"head_dim={self.head_dim} must be even, as RoPE rotates pairs")
         if self.rotary_size % 2 or not 0 < self.rotary_size <= self.head_dim:
             raise ValueError(
-                f"partial_rotary_factor would rotate {self.rotary_size} of head_dim="
-                f"{self.head_dim}, but RoPE rotates pairs"
+                f"partial_rotary_factor would rotate {self.rotary_size} elements of "
+                f"head_dim={self.head_dim}: the number must be even, above 0 and at most head_dim"
             )
         scaling, pairs = self.rope_scaling, self.rotary_size // 2
         for key in ("short_factor", "long_factor"):

@@ -29,9 +29,11 @@ def checked(
     problems: list[Problem],
     wrong: set[Key],
 ) -> T | None:
-    """Check keys and types, and build the dataclass; None if that fails. Wrong keys are added to
-    `problems` and `wrong`. They are removed, or filled in if they are required, so that the
-    remaining keys can be checked."""
+    """Check the keys and types of `tree`, and return the dataclass `kind` built from it.
+
+    Wrong keys are added to `problems` and `wrong`. In a copy of the tree they are removed, or
+    replaced by a value if they are required, so that the remaining keys can be checked. None if
+    even this copy cannot be built."""
     tree = copy.deepcopy(tree)
     # Several rounds, because a repaired key may uncover errors below it. Only errors of the first
     # round are reported: the repair itself may cause others.
@@ -40,7 +42,7 @@ def checked(
             return adapter(kind).validate_python(tree)  # type: ignore[arg-type]
         except ValidationError as error:
             errors = [(_key_path(e["loc"], tree), e) for e in error.errors(include_url=False)]
-            # If a key is misspelt, its correct name is missing too, which is not reported again.
+            # If a key is misspelt, its correct name is missing too. That is not a second problem.
             wrong |= {
                 (*path[:-1], meant)
                 for path, e in errors
@@ -89,7 +91,8 @@ _BOUNDS = {
 
 
 def _similar_key(kind: type, path: Key) -> str | None:
-    """Return the known key that is most similar to an unknown one; None if none is."""
+    """Return the known key that is most similar to the unknown key at `path`; None if no key is
+    similar."""
     close = difflib.get_close_matches(str(path[-1]), _keys_at(kind, path[:-1]), n=1, cutoff=0.5)
     return close[0] if close else None
 
@@ -140,7 +143,7 @@ def _key_path(loc: Sequence[str | int], tree: Any) -> Key:
 
 def definition_of(value: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     """Return the definition in a JSON schema to which a value refers by $ref, also inside optional
-    values and lists; the value itself if it refers to none."""
+    values and lists. Without a $ref, return the value itself."""
     if "$ref" in value:
         return schema["$defs"][value["$ref"].rsplit("/", 1)[1]]
     for option in value.get("anyOf", []):
@@ -152,7 +155,8 @@ def definition_of(value: dict[str, Any], schema: dict[str, Any]) -> dict[str, An
 
 
 def _schema_at(kind: type, path: Key) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the schema of a key, with its description, and the definition to which it refers."""
+    """Return (schema of the key at `path`, with its description; definition to which that schema
+    refers)."""
     schema = adapter(kind).json_schema()
     value: dict[str, Any] = schema
     for part in path:

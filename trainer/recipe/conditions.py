@@ -8,36 +8,37 @@ _NUMBER = r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"
 
 
 @dataclass(frozen=True)
-class ThresholdCondition:
-    """Holds while the metric `key` is above (else below) a number."""
+class ThresholdAlert:
+    """Condition of an alert that holds while the metric `key` is above, or below, a number."""
 
     key: str
     above: bool
+    """Whether the condition is `key > number`; else it is `key < number`."""
     number: float
 
 
 @dataclass(frozen=True)
-class SilenceCondition:
-    """Holds when there was no record for `seconds` seconds."""
+class SilenceAlert:
+    """Condition of an alert that holds when there was no record for `seconds` seconds."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
-class FailureCondition:
-    """Holds after ranks were restarted because of a failure."""
+class FailureAlert:
+    """Condition of an alert that holds after ranks were restarted because of a failure."""
 
 
-Condition = ThresholdCondition | SilenceCondition | FailureCondition
+AlertCondition = ThresholdAlert | SilenceAlert | FailureAlert
 
 
-def parse_condition(text: str) -> Condition | None:
-    """Parse the `when` of an alert; None if it is not a condition."""
+def parse_condition(text: str) -> AlertCondition | None:
+    """Parse the `when` of an alert; None if the text is no condition."""
     text = text.strip()
     if text == "failure":
-        return FailureCondition()
+        return FailureAlert()
     if matched := re.fullmatch(r"no step for (\d+(?:\.\d+)?) ?(s|min|h)", text):
-        return SilenceCondition(float(matched[1]) * _SECONDS[matched[2]])
+        return SilenceAlert(float(matched[1]) * _SECONDS[matched[2]])
     if matched := re.fullmatch(rf"([\w@]+) *([<>]) *({_NUMBER})", text, re.ASCII):
-        return ThresholdCondition(matched[1], matched[2] == ">", float(matched[3]))
+        return ThresholdAlert(matched[1], matched[2] == ">", float(matched[3]))
     return None

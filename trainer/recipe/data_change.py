@@ -64,7 +64,7 @@ def with_changes(recipe: Recipe, changes: Iterable[DataChange], file: str) -> Re
         file: file of the changes, for messages.
 
     Raises:
-        RecipeError: the stages contradict each other, by key.
+        RecipeError: the changed stages contradict each other; has a line for each wrong key.
     """
     tree = resolved(recipe)
     for change in plain(changes):
@@ -73,14 +73,14 @@ def with_changes(recipe: Recipe, changes: Iterable[DataChange], file: str) -> Re
 
 
 def refuse_taken_names(recipe: Recipe, change: DataChange, directory: str) -> None:
-    """Refuse a change that names a new data set as the recipe names another: `with_changes` would
-    take that one.
+    """Refuse a change that adds a data set under a name that the recipe gives to another data set:
+    `with_changes` would use the recipe's data set instead.
 
     Args:
         directory: working directory of the run, where its relative paths begin.
 
     Raises:
-        RecipeError: names both.
+        RecipeError: the name is taken; the message has the paths of both data sets.
     """
 
     def place(source: Source) -> str:

@@ -88,7 +88,8 @@ def call_factory(
 
 
 def with_defaults(key: str, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a function, with defaults for missing options, as JSON values."""
+    """Return the options of a function as JSON values. Options that are not given have the defaults
+    of the function's parameters."""
     import json  # imported only if a run is resumed
 
     parameters = _parameters(import_factory(key, name))
@@ -121,7 +122,7 @@ def returned_none(name: str, factory: Any) -> str:
 
 @contextmanager
 def refusing(key: str, what: str) -> Generator[None, None, None]:
-    """Context that converts a failure of the user's code to RecipeError, unless its cause may have
+    """Context that converts a failure of the user's code to RecipeError, unless the cause may be
     gone at the next start.
 
     Args:
@@ -157,11 +158,11 @@ def import_factory(key: str, name: str) -> Any:
             imported = importlib.import_module(module)
     except RecipeError as error:
         missing = error.__cause__
-        # Whether the named module itself, or a package above it, is missing.
+        # True if the named module itself, or a package that contains it, is missing.
         inside = isinstance(missing, ModuleNotFoundError) and f"{module}.".startswith(
             f"{missing.name}."
         )
-        if not inside or place_in(missing):  # the missing module is one that the user's imports
+        if not inside or place_in(missing):  # missing is a module that the user's module imports
             raise
         near = _nearest(module, [path.stem for path in Path.cwd().glob("*.py")])
         raise RecipeError(

@@ -42,7 +42,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, kept: bool =
         path: YAML file.
         overrides: `key.sub=value` strings, applied in order; list items by number
             (`data.sources.0.path=…`). Values are YAML.
-        kept: whether the file is from a run directory, and may have keys of older versions.
+        kept: whether the file is a run's own copy. It may have keys of older versions; see also
+            `read_tree`.
 
     Raises:
         RecipeError: has a line for each problem, with file, line, key and remedy.
@@ -95,9 +96,9 @@ _FORMER = (("model", "kgat", "trainer.kgat:KGAT"), ("data", "graph", "trainer.kg
 
 
 def renewed(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[Key, str]]]:
-    """Replace keys of older versions. Returns the new tree of plain values, and (key, what to
-    write) for each key. Null values are dropped silently: resolved recipes of these versions have
-    them."""
+    """Replace keys of older versions. Returns the new tree of plain values, and (key, what to write
+    instead) for each replaced key. Keys of older versions that are null are dropped and not
+    returned, as resolved recipes of these versions have them."""
     new, former = dict(tree), list[tuple[Key, str]]()
     for section, key, factory in _FORMER:
         keys = new.get(section)

@@ -17,9 +17,9 @@ _LIKE_URL = re.compile(
 )
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]")
 _NO_STORES = ("file", "http", "https", "hf")
-"""URL schemes that are not of object stores."""
+"""URL schemes that no object store has."""
 _RUN = re.compile(r"(?:s3|gs|az|abfs)://[^/\s]+(?:/[^/\s]+)+/?")
-"""URLs of stores that can create an object on the condition that it does not exist."""
+"""URLs of folders in stores that can create an object on the condition that it does not exist."""
 
 
 def like_url(path: str) -> str:
@@ -29,7 +29,7 @@ def like_url(path: str) -> str:
 
 
 def no_url(path: str) -> str | None:
-    """Return why a text is not a path of a filesystem, and what to do; None if it is one."""
+    """Return why `path` cannot be a path of a filesystem, and what to do; None if it can."""
     scheme = like_url(path)
     if not scheme:
         return None
@@ -40,8 +40,8 @@ def no_url(path: str) -> str | None:
 
 
 def no_place(path: str) -> str | None:
-    """Return why a text is neither a path nor the URL of an object store, and what to do; None if
-    it is one of them."""
+    """Return why `path` can be neither a path of a filesystem nor the URL of an object store, and
+    what to do; None if it can."""
     scheme = like_url(path)
     if not scheme or (_URL.match(path) and scheme not in _NO_STORES):
         return None
@@ -67,7 +67,7 @@ def local_copy(url: str) -> Path:
 
 
 def wrong_paths(recipe: "Recipe") -> Iterator[tuple[str, str]]:
-    """Yield (key, problem and remedy) for all paths of a recipe."""
+    """Yield (key, problem and remedy) for each path of a recipe that is wrong."""
     data, tracking = recipe.data, recipe.tracking
     paths = {
         "run.dir": recipe.run.dir,

@@ -32,7 +32,7 @@ def _reference_rows(
     nested: list[tuple[str, dict[str, Any]]] = []
     required = definition.get("required", [])
     for key, value in definition["properties"].items():
-        # Schemas omit mutable defaults, which are all {} or None here.
+        # Schemas omit defaults made by a factory, which are all {} in these tables.
         absent: Any = {} if value.get("type") == "object" else None
         default = f"`{yaml_scalar(value.get('default', absent))}`"
         default = "required" if key in required else default

@@ -26,7 +26,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "data.sources", "the list is empty; name at least one prepared data set"
     kinds = ("architecture", "init_from", "factory")
     given = [key for key in kinds if getattr(model, key)]
-    # With a factory, init_from may name weights, as KGAT's from BPR-MF's embeddings.
+    # With a factory, init_from may name weights: KGAT, for instance, starts from BPR-MF's.
     if len(given) != 1 and given != ["init_from", "factory"]:
         shown = " and ".join(given) or "none of them"
         yield "model", f"give exactly one of {', '.join(kinds)}; found {shown}"
@@ -61,10 +61,10 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if model.attention != "auto" and model.factory:
         yield "model.attention", "only for model.architecture and model.init_from; remove it"
     if model.factory_options and not model.factory:
-        yield "model.factory_options", "only means something together with model.factory"
+        yield "model.factory_options", "only for a model of model.factory; remove it"
     yield from _witness_contradictions(recipe)
     if recipe.elastic.snapshot_every and not recipe.checkpoint.slots:
-        yield "elastic.snapshot_every", "copies to slots: it needs checkpoint.slots: 1 or 2"
+        yield "elastic.snapshot_every", "copies to slots in memory; set checkpoint.slots to 1 or 2"
     yield from _samples_contradictions(recipe)
     lengths = [key for key in ("steps", "epochs") if getattr(run, key)]
     if len(lengths) != 1:
@@ -87,12 +87,12 @@ def length_contradictions(recipe: Recipe, length: str) -> Iterator[tuple[str, st
         yield "tracking.profile_after", f"{after} leaves none of {length} to profile; lower it"
     warmup, decay = schedule.lengths(steps)
     if warmup >= steps and warmup > 0:
-        yield "schedule.warmup_steps", f"{warmup} is not below {length}"
+        yield "schedule.warmup_steps", f"{warmup} is not below {length}; lower it"
     elif schedule.name == "wsd" and not 0 < decay <= steps - warmup:
         yield (
             "schedule.decay_steps",
-            f"wsd needs 1 to {steps - warmup} steps of decay ({length} - warmup_steps), but it is "
-            f"{decay}",
+            f"wsd needs 1 to {steps - warmup} steps of decay ({length} - warmup_steps), but "
+            f"decay_steps is {decay}",
         )
 
 
@@ -108,7 +108,7 @@ def counted(recipe: Recipe, sequences: int) -> Recipe:
     run = recipe.run
     if not run.epochs:
         return recipe
-    samples = Fraction(repr(run.epochs)) * sequences  # the decimal fraction as written
+    samples = Fraction(repr(run.epochs)) * sequences  # exact: a float product would round
     steps = math.ceil(samples / recipe.batch.global_batch)
     recipe = dataclasses.replace(recipe, run=dataclasses.replace(run, steps=steps))
     length = f"the {steps} step(s) of run.epochs={run.epochs:g}"
@@ -135,7 +135,10 @@ def _witness_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
                 f"strategy.{name}=1, or elastic.witness=0",
             )
     if strategies.offload.used(recipe.strategy):
-        yield "strategy.offload", "does not work with elastic.witness yet; set none, or that to 0"
+        yield (
+            "strategy.offload",
+            "does not work with elastic.witness yet; set none, or elastic.witness=0",
+        )
     if recipe.batch.balance == "speed":
         yield (
             "batch.balance",
@@ -169,7 +172,10 @@ def _implementation_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if not model.init_from or model.factory:
         yield "model.implementation", "only for the model of model.init_from; remove it"
     elif model.family and model.implementation == "transformers":
-        yield "model.family", "is Perdure's to compute; remove it, or set model.implementation=auto"
+        yield (
+            "model.family",
+            "only for models that Perdure computes; remove it, or set model.implementation=auto",
+        )
 
 
 def _adapter_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -188,8 +194,8 @@ def _adapter_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if adapter.base == "bf16" and recipe.precision.dtype != "bf16":
         yield (
             "model.adapter.base",
-            f"bf16 would round what precision.dtype={recipe.precision.dtype} computes with; set "
-            "model.adapter.base=fp32, or precision.dtype=bf16",
+            f"bf16 would round the frozen weights for precision.dtype={recipe.precision.dtype}; "
+            "set model.adapter.base=fp32, or precision.dtype=bf16",
         )
     if adapter.dropout and strategies.together(strategy) > 1:
         yield (
@@ -198,11 +204,12 @@ def _adapter_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "set 0",
         )
     if recipe.precision.matmul:
-        yield "precision.matmul", "has no products for layers with adapters yet; remove it"
+        yield "precision.matmul", "does not work with model.adapter yet; remove it"
     if recipe.precision.master != "fp32":
         yield (
             "precision.master",
-            "an adapter is float32, and what is under it model.adapter.base; set fp32",
+            "an adapter is trained in float32, and model.adapter.base is the format of the frozen "
+            "weights; set precision.master=fp32",
         )
 
 
@@ -219,13 +226,13 @@ def _objective_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if objective.referenced and not model.init_from:
         yield (
             "objective.name",
-            f"{name} measures against published weights; name their directory in model.init_from",
+            f"{name} compares with published weights; name their directory in model.init_from",
         )
     for key, chosen, problem in (
-        ("model.factory", bool(model.factory), "finds no output head in such a model"),
-        ("data.factory", bool(recipe.data.factory), "needs prepared pairs in data.sources"),
+        ("model.factory", bool(model.factory), "finds no output head in its model; remove it"),
+        ("data.factory", bool(recipe.data.factory), "needs prepared pairs; name data.sources"),
         ("data.pack", recipe.data.pack == "stream", "needs whole pairs; set auto"),
-        ("data.document_mask", not recipe.data.document_mask, "needs answers apart; set true"),
+        ("data.document_mask", not recipe.data.document_mask, "keeps answers apart; set true"),
     ):
         if chosen:
             yield key, f"objective.name={name} {problem}"
@@ -261,14 +268,14 @@ def _matmul_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         return
     matmul, length = recipe.precision.matmul, recipe.data.seq_len
     if recipe.precision.dtype != "bf16":
-        yield "precision.dtype", f"precision.matmul={matmul} goes with bf16; set that"
+        yield "precision.dtype", f"precision.matmul={matmul} goes with bf16; set bf16"
     # The lengths of samples of data.factory are unknown here.
     if matmul == "mxfp8" and not recipe.data.factory:
         multiple = 32 * strategies.cp.chunks(recipe.strategy)
         if length % multiple:
             yield (
                 "data.seq_len",
-                f"{length} is no multiple of {multiple}, as mxfp8 needs; change it",
+                f"{length} is no multiple of {multiple}, which mxfp8 needs; change data.seq_len",
             )
 
 
@@ -278,7 +285,7 @@ def _tracking_contradictions(tracking: Tracking) -> Iterator[tuple[str, str]]:
             if not PATTERN.fullmatch(name):
                 yield f"tracking.{key}", f"write it as package.module:function, not {name!r}"
         if len(set(names)) < len(names):
-            yield f"tracking.{key}", "names one twice; each has a process of its own: remove it"
+            yield f"tracking.{key}", "names a function twice; remove one of the two"
     for number, alert in enumerate(tracking.alerts):
         key = f"tracking.alerts.{number}"
         if parse_condition(alert.when) is None:
@@ -293,7 +300,8 @@ def _tracking_contradictions(tracking: Tracking) -> Iterator[tuple[str, str]]:
     if tracking.prometheus and not tracking.prometheus.endswith(".prom"):
         yield (
             "tracking.prometheus",
-            f"the textfile collector reads files called NAME.prom, not {tracking.prometheus}",
+            f"{tracking.prometheus} does not end in .prom, as the textfile collector needs; rename "
+            "it",
         )
 
 
@@ -302,7 +310,7 @@ def _own_data_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if data.pack != "auto" and data.factory:
         yield "data.pack", "only for data.sources; remove it"
     if data.factory_options and not data.factory:
-        yield "data.factory_options", "only means something together with data.factory"
+        yield "data.factory_options", "only for data of data.factory; remove it"
     if not data.factory:
         return
     if data.sources or data.seq_len != 1:
@@ -314,9 +322,12 @@ def _own_data_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
 def _optimizer_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     optimizer, schedule = recipe.optimizer, recipe.schedule
     if optimizer.factory_options and not optimizer.factory:
-        yield "optimizer.factory_options", "only means something together with optimizer.factory"
+        yield "optimizer.factory_options", "only for an optimizer of optimizer.factory; remove it"
     if optimizer.muon and optimizer.name != "muon":
-        yield "optimizer.muon", f"only with optimizer.name: muon, but that is {optimizer.name}"
+        yield (
+            "optimizer.muon",
+            f"only for optimizer.name: muon, but it is {optimizer.name}; remove it",
+        )
     if optimizer.factory and optimizer.name != "adamw":
         yield "optimizer.name", "excludes optimizer.factory; give one of the two"
     if optimizer.state_dtype != "fp32" and optimizer.factory:
@@ -328,7 +339,7 @@ def _optimizer_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if recipe.precision.master == "bf16_stochastic":
         yield from _master_contradictions(recipe)
     if schedule.factory_options and not schedule.factory:
-        yield "schedule.factory_options", "only means something together with schedule.factory"
+        yield "schedule.factory_options", "only for a schedule of schedule.factory; remove it"
     # Only values other than the defaults were written by the user.
     shape = {"name": "cosine", "warmup_steps": 0, "decay_steps": 0, "min_lr_ratio": 0.1}
     if schedule.factory and any(getattr(schedule, key) != value for key, value in shape.items()):
@@ -340,13 +351,13 @@ def _master_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         (
             "optimizer.factory",
             bool(recipe.optimizer.factory),
-            "would lose small changes of them, as it does not round stochastically; use "
+            "would lose small changes of the weights, as it does not round stochastically; use "
             "optimizer.name=adamw or muon",
         ),
         (
             "strategy.reduce_every_pass",
             recipe.strategy.reduce_every_pass,
-            "adds up gradients of passes in the format of the weights; set false",
+            "would add up the gradients of several passes in bf16; set false",
         ),
     ):
         if chosen:

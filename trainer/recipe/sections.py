@@ -60,17 +60,17 @@ class RunSection:
     """Steps between console lines and between records in metrics.jsonl."""
 
     evaluate_every: Count = 0
-    """Steps between validation passes; also one after the last step. 0: no validation."""
+    """Steps between validation passes. A pass also follows the last step. 0: no validation."""
 
     stop_after: Count = 0
     """End the run after this many validation passes in a row without a new lowest validation loss.
-    The last step is saved, and with `checkpoint.keep_best` the best one too. The exit code is 0. 0:
-    never."""
+    The last step is saved, and with `checkpoint.keep_best` the best step too. The exit code is 0.
+    0: never."""
 
     samples: tuple[str, ...] = ()
     """Prompts that a process beside rank 0 continues, on one CPU thread. It uses the first
-    checkpoint at or after each validation pass, and the last; without validation, each checkpoint.
-    The texts go to <run.dir>/samples.jsonl and the page; see docs/seeing.md."""
+    checkpoint at or after each validation pass, and the last checkpoint; without validation, each
+    checkpoint. The texts go to <run.dir>/samples.jsonl and the live page; see docs/seeing.md."""
 
     @property
     def length(self) -> str:
@@ -88,7 +88,7 @@ class Adapter:
     """Rows of A, and columns of B."""
 
     alpha: Amount = 32.0
-    """Numerator of alpha / rank."""
+    """Numerator of the factor alpha / rank."""
 
     rslora: bool = False
     """Divide alpha by the root of the rank instead of the rank (Kalajdzievski 2023)."""
@@ -102,8 +102,8 @@ class Adapter:
 
     base: Literal["bf16", "fp32", "nf4"] = "bf16"
     """Format of the frozen weights. bf16 goes with `precision.dtype: bf16`. nf4 (QLoRA, Dettmers et
-    al. 2023): weights with an adapter take 4.5 bits each, the others the format of the
-    computation."""
+    al. 2023): weights with an adapter take 4.5 bits each, and other weights have the format of
+    `precision.dtype`."""
 
     also: tuple[str, ...] = ()
     """Names of modules that are trained whole, or suffixes of these: `lm_head`. PEFT calls them
@@ -144,7 +144,7 @@ class Model:
 
     attention: Literal["auto", "varlen", "flex", "sdpa"] = "auto"
     """How attention stays inside documents, with data.document_mask (see docs/data.md). varlen:
-    FlashAttention over their boundaries, as included in torch. flex: FlexAttention, compiled, on
+    FlashAttention of torch, with the boundaries of documents. flex: FlexAttention, compiled, on
     GPUs only. sdpa: one additive mask. auto: the first of these that works, with FlashAttention-3
     or -4 if it is installed; on CPUs sdpa for bf16 up to 256 tokens."""
 
@@ -159,10 +159,10 @@ class Source:
 
     weight: Annotated[float, Gt(0)] = 1.0
     """Share of the sequences taken from this source, relative to the other weights. With `stages`,
-    weights are set there."""
+    each stage sets the weights."""
 
     name: str | None = None
-    """Name in `stages`; the last part of `path` unless set."""
+    """Name of this source in `stages`. Default: the last part of `path`."""
 
     @property
     def called(self) -> str:
@@ -176,7 +176,7 @@ class DataStage:
 
     until: Position | None = None
     """Sequences of the whole run after which the next stage begins: steps x `batch.global_batch`.
-    The last stage has none."""
+    The last stage has no `until`."""
 
     weights: dict[str, Annotated[float, Gt(0)]] | None = None
     """Name of a source → share of the sequences, relative to the other weights. A source that is
@@ -233,7 +233,7 @@ class Data:
     pack: Literal["auto", "whole", "stream"] = "auto"
     """How documents become sequences. whole: documents are not cut; a sequence holds as many as
     fit, and padding. stream: documents follow each other, and are cut where a sequence ends. auto:
-    whole for chats, stream for others."""
+    whole for chats, stream for other data."""
 
     document_mask: bool = True
     """Attention stays inside a document when several are packed into one sequence."""
@@ -247,7 +247,8 @@ class Data:
 
     ahead: Positive = 8
     """Micro-batches whose tokens a rank requests before it reads them, for `sources` in an object
-    store. `workers` divide them, and each reads four micro-batches before they are used."""
+    store. The rank's `workers` divide these, and each worker reads four micro-batches before they
+    are used."""
 
     cache: DataCache | None = None
     """Copies of whole shards on a local disk, for `sources` in an object store. Default: none."""
@@ -291,7 +292,7 @@ class ParameterGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Muon:
+class MuonSection:
     """Muon (Jordan et al. 2024), with the mathematics of torch.optim.Muon."""
 
     momentum: Share = 0.95
@@ -347,8 +348,9 @@ class Optimizer:
     """For AdamW: added to the root of the second moment."""
 
     weight_decay: Amount = 0.1
-    """Decoupled decay of matrices and embeddings; norms, biases and other vectors have none. The
-    groups that a factory gets carry it, unless `factory_options` has a `weight_decay`."""
+    """Decoupled decay of matrices and embeddings; norms, biases and other vectors have none. An
+    optimizer factory gets it in the parameter groups, unless `factory_options` has a
+    `weight_decay`."""
 
     clip_norm: Amount = 1.0
     """Largest global gradient norm; 0 does not clip."""
@@ -361,7 +363,7 @@ class Optimizer:
     groups: tuple[ParameterGroup, ...] = ()
     """Groups of parameters with another learning rate or weight decay."""
 
-    muon: Muon | None = None
+    muon: MuonSection | None = None
     """Settings of optimizer.name: muon."""
 
 
@@ -391,15 +393,15 @@ class Schedule:
     """Keyword arguments of the factory."""
 
     def lengths(self, steps: int) -> tuple[int, int]:
-        """Steps of warm-up and of the final decay in a run of `steps`."""
+        """Return (steps of warm-up, steps of the final decay) in a run of `steps` steps."""
         warmup, decay = (
-            # The decimal fraction as written: 0.07 of 100 steps is 7, but with the float a bit
-            # more.
+            # The decimal fraction as written: 0.07 of 100 steps is 7, but the float 0.07 gives a
+            # little more.
             Fraction(repr(length)) * steps if isinstance(length, float) else length
             for length in (self.warmup_steps, self.decay_steps)
         )
         if isinstance(warmup, Fraction):
-            # One step must be left after the warm-up.
+            # At least one step follows the warm-up.
             warmup = min(math.ceil(warmup), steps - 1)
         if isinstance(decay, Fraction):
             decay = max(math.floor(decay), 1) if decay else 0
@@ -419,7 +421,7 @@ class Strategy:
     HYBRID_SHARD: everything, inside groups of `shard_size` ranks."""
 
     zero: Literal[0, 1, 2, 3] | None = None
-    """Synonym of `sharding` in DeepSpeed's numbers; set one of the two."""
+    """Synonym of `sharding`, by DeepSpeed's numbers; set only one of the two."""
 
     shard_size: int | None = None
     """Ranks per shard group for HYBRID_SHARD; with `tp` the number of tp groups. Default: the ranks
@@ -427,18 +429,19 @@ class Strategy:
 
     tp: Positive = 1
     """Ranks of a node that compute each layer together, by heads and columns (tensor parallelism).
-    Groups of them share the data by `name` and `sharding`. See docs/parallelism.md."""
+    Each such group counts as one data-parallel rank of `name` and `sharding`. See
+    docs/parallelism.md."""
 
     sequence_parallel: bool = False
     """With `tp`: cut the activations between the layers along the sequence as well."""
 
     pp: Positive = 1
     """Ranks among which the layers are cut into stages (pipeline parallelism). Micro-batches pass
-    through the stages; pipelines share the data by `name` and `sharding`. See
+    through the stages. Each pipeline counts as one data-parallel rank of `name` and `sharding`. See
     docs/parallelism.md."""
 
     pp_schedule: Annotated[
-        PipelineSchedule, BeforeValidator(lambda name: str(name).lower())  # 1F1B, as papers write
+        PipelineSchedule, BeforeValidator(lambda name: str(name).lower())  # papers write 1F1B
     ] = "1f1b"
     """Order of the passes with `pp`. gpipe: all forward before all backward. 1f1b: alternating.
     interleaved_1f1b: alternating, with several stages per rank. zero_bubble: alternating, with
@@ -448,12 +451,13 @@ class Strategy:
     """Stages on each rank of `pp`, for interleaved_1f1b."""
 
     cp: Positive = 1
-    """Ranks of a node that each hold a part of every sequence, for long ones (context parallelism).
-    Parameters are sharded over them as over data-parallel ranks. See docs/parallelism.md."""
+    """Ranks of a node that each hold a part of every sequence, for long sequences (context
+    parallelism). Parameters are sharded over them as over data-parallel ranks. See
+    docs/parallelism.md."""
 
     ep: Positive = 1
-    """Ranks that divide the experts of each layer, among ranks that share parameters by `sharding`
-    (expert parallelism). Tokens are sent to their experts. See docs/parallelism.md."""
+    """Ranks that divide the experts of each layer (expert parallelism), among the ranks over which
+    `sharding` shards parameters. Tokens are sent to their experts. See docs/parallelism.md."""
 
     offload: Literal["none", "cpu", "nvme"] = "none"
     """Where sharded parameters, gradients and optimizer state are kept, and the optimizer runs: on
@@ -464,8 +468,8 @@ class Strategy:
     parameter of its shard, until its process ends."""
 
     reduce_every_pass: bool = False
-    """Reduce-scatter gradients after every accumulation pass instead of once per step. It sends
-    more, but no rank holds unsharded gradients between passes."""
+    """Reduce-scatter gradients after every accumulation pass instead of once per step. Ranks then
+    send more, but no rank holds unsharded gradients between passes."""
 
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """full: recompute each block in the backward pass. selective: keep the results of matrix
@@ -489,9 +493,9 @@ class Precision:
     bytes a parameter; reduced gradients also take 2. See docs/strategies.md."""
 
     matmul: Literal["fp8_rowwise", "fp8_tensorwise", "mxfp8"] | None = None
-    """Multiply in 8 bits in the linear layers of the blocks, through torchao. One scale per row,
-    per tensor, or per 32 elements. fp8 needs compute capability 8.9, mxfp8 10.0. Under fsdp
-    fp8_tensorwise also sends weights in 8 bits."""
+    """Multiply in 8 bits in the linear layers of the blocks, through torchao. There is one scale
+    per row, per tensor, or for mxfp8 per 32 elements. fp8 needs compute capability 8.9, mxfp8 10.0.
+    Under fsdp fp8_tensorwise also sends weights in 8 bits."""
 
     loss_scale: Annotated[float, Ge(1)] = 65536.0
     """First loss scale for fp16; halved on overflow, doubled after 2000 good steps."""
@@ -532,29 +536,30 @@ class Tracking:
     replaced at each record, by rank 0."""
 
     sinks: tuple[str, ...] = ()
-    """Each a `package.module:function` of your own, which gets the records that TensorBoard gets;
-    see docs/extending.md."""
+    """Functions of your own, each as `package.module:function`, which get the records that
+    TensorBoard gets; see docs/extending.md."""
 
     hooks: tuple[str, ...] = ()
-    """Each a `package.module:function` of your own, called when a run starts, steps, validates,
-    saves, restarts and ends; see docs/extending.md."""
+    """Functions of your own, each as `package.module:function`, called when a run starts, steps,
+    validates, saves, restarts and ends; see docs/extending.md."""
 
     alerts: tuple[Alert, ...] = ()
-    """When to run a command or call a webhook, from a process beside rank 0; see
+    """Conditions under which a process beside rank 0 runs a command or calls a webhook; see
     docs/metrics.md."""
 
     project: str = "perdure"
     """Weights & Biases project."""
 
     name: str | None = None
-    """Name of the run in trackers; the last part of run.dir unless set."""
+    """Name of the run in trackers. Default: the last part of run.dir."""
 
     profile_steps: Count = 0
-    """Steps to run under the profiler; each rank writes its trace and a record of its memory to
-    <run.dir>/profile (see docs/metrics.md). They are slower, and excluded from speeds. 0: none."""
+    """Steps to run under the profiler. Each rank writes its trace and a record of its memory to
+    <run.dir>/profile (see docs/metrics.md). These steps are slower, and excluded from the reported
+    speed. 0: none."""
 
     profile_after: Positive = 4
-    """Steps after a start or restart before the profiled ones."""
+    """Steps after a start or restart before the first profiled step."""
 
     peak_tflops: float | None = None
     """Peak dense TFLOP/s of one device at precision.dtype, for MFU. Known for common GPUs;

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 class StageRow(NamedTuple):
-    """A row of the table: a stage, with data sets by their number in `ordered`. The data sets of a
-    source are the one that names it and those appended to it."""
+    """A row of the table: a stage, with data sets by their number in `ordered`. A source consists
+    of a first data set, after which it is named, and of the data sets appended to it."""
 
     begin: int
     """First sequence of the stage."""
@@ -65,16 +65,22 @@ def stage_contradictions(recipe: "Recipe") -> Iterator[tuple[str, str]]:
     if recipe.objective.referenced:
         yield (
             "data.stages",
-            f"objective.name={recipe.objective.name} has reference numbers of one data set; "
-            "remove it",
+            f"objective.name={recipe.objective.name} computes reference log-probabilities once, "
+            "for data that does not change; remove data.stages",
         )
     yield from _borders(data)
     names = [source.called for source in data.sources]
     for number, source in enumerate(data.sources):
         if source.called in names[:number]:
-            yield f"data.sources.{number}.name", f"{source.called!r} names two; give another"
+            yield (
+                f"data.sources.{number}.name",
+                f"{source.called!r} is also the name of another source; give another name",
+            )
         if source.weight != 1.0:
-            yield f"data.sources.{number}.weight", "is that of data.stages.N.weights; remove it"
+            yield (
+                f"data.sources.{number}.weight",
+                "with data.stages, weights are set in data.stages.N.weights; remove it",
+            )
     yield from _names(data, names)
 
 
@@ -104,7 +110,7 @@ def _names(data: "Data", names: Sequence[str]) -> Iterator[tuple[str, str]]:
     for number, stage in enumerate(data.stages):
         key = f"data.stages.{number}"
         if stage.weights == {}:
-            yield f"{key}.weights", "names no source; name one, or leave the key out"
+            yield f"{key}.weights", "is empty; name at least one source, or leave the key out"
         for name in {*(stage.weights or ())} - {*names}:
             yield f"{key}.weights", _unknown(name, names)
         if stage.append and not number:
@@ -116,9 +122,12 @@ def _names(data: "Data", names: Sequence[str]) -> Iterator[tuple[str, str]]:
                 if name not in names:
                     yield f"{key}.append", _unknown(name, names)
                 elif name in weighted:
-                    yield f"{key}.append", f"{name!r} is a source with a weight; remove one of both"
+                    yield (
+                        f"{key}.append",
+                        f"{name!r} is also a source with a weight; remove one of the two",
+                    )
                 elif name in appended:
-                    yield f"{key}.append", f"{name!r} is appended twice; remove one of both"
+                    yield f"{key}.append", f"{name!r} is appended twice; remove one of the two"
                 appended.append(name)
     for number, name in enumerate(names):
         if name not in weighted and name not in appended:

@@ -40,7 +40,7 @@ class Problem(NamedTuple):
     origin: str
     """"file:line", the file, or the override."""
     key: Key
-    """The wrong key; () if the problem is not of one key."""
+    """The wrong key; () if the problem does not belong to a single key."""
     what: str
     """The problem, and what to do."""
 
@@ -74,15 +74,15 @@ def read_tree(
     """Read a YAML mapping and apply `key.sub=value` overrides. `what`: word for the file in errors.
 
     Args:
-        kept: a run has kept it, and others may have written there: it is no link and no pipe, and
-            environment variables are not read.
+        kept: whether the file is a run's own copy, in a directory where others may write. A link or
+            a pipe is then refused, and environment variables are not expanded.
 
     Returns:
         (tree, origin of each key, problems of single keys and overrides: duplicate keys, unset
         environment variables, overrides of missing keys).
 
     Raises:
-        RecipeError: unreadable file, invalid YAML.
+        RecipeError: the file cannot be read, or is not valid YAML.
     """
     try:
         text = read_bytes(Path(path), MAX_BYTES).decode() if kept else _read(path)
@@ -192,7 +192,7 @@ class _Reader:
             # SafeLoader builds only plain values, whatever tags the file has.
             value = yaml.SafeLoader("").construct_object(node)
             if isinstance(value, int) and abs(value) > _MAX_WHOLE:
-                raise ValueError("no such number is used anywhere")
+                raise ValueError("it is larger than any number that a recipe needs")
         except (ValueError, ArithmeticError, LookupError, AttributeError) as error:
             digits = len(node.value) > _MOST_DIGITS
             why = f"it has {len(node.value):,} characters" if digits else one_line(error)
@@ -278,7 +278,7 @@ def _in_list(items: list, index: str | int) -> bool:
 
 
 def origin_of(path: Key, origins: Origins, file: str) -> str:
-    """Return the origin of a key, or of the closest section around it."""
+    """Return where a key was set; else where its closest section was set; else `file`."""
     while path and path not in origins:
         path = path[:-1]
     return origins.get(path, file)

@@ -15,10 +15,10 @@ import yaml
 
 from elastic.node.files import read_text
 from trainer.recipe.conditions import (
-    Condition,
-    FailureCondition,
-    SilenceCondition,
-    ThresholdCondition,
+    AlertCondition,
+    FailureAlert,
+    SilenceAlert,
+    ThresholdAlert,
     parse_condition,
 )
 from trainer.run.ledger_summary import LedgerSummary
@@ -47,7 +47,7 @@ class Alerts:
     def record(self, step: int, values: Mapping[str, float]) -> None:
         self._step, self._newest, self._heard = step, values["time"], time.monotonic()
         for number, condition in enumerate(self._conditions):
-            if isinstance(condition, SilenceCondition):
+            if isinstance(condition, SilenceAlert):
                 self._holds[number] = False
             elif (now := self._reason_now(condition, values)) is not None:
                 self._set_state(number, now)
@@ -60,20 +60,22 @@ class Alerts:
             self._standing = None
         silence = time.monotonic() - self._heard
         for number, condition in enumerate(self._conditions):
-            if isinstance(condition, SilenceCondition) and silence > condition.seconds:
+            if isinstance(condition, SilenceAlert) and silence > condition.seconds:
                 self._set_state(number, f"no step for {silence:.0f} s")
         return max(after, self._newest)
 
     def close(self) -> None:
         """See Sink."""
 
-    def _reason_now(self, condition: Condition | None, values: Mapping[str, float]) -> str | None:
+    def _reason_now(
+        self, condition: AlertCondition | None, values: Mapping[str, float]
+    ) -> str | None:
         """Return why a condition holds for the `values` of a record; "" if it does not hold; None
         if the record lacks the value that the condition compares."""
-        if isinstance(condition, FailureCondition) and "failures" in values:
+        if isinstance(condition, FailureAlert) and "failures" in values:
             more = values["failures"] - self._failures
             return f"{values['failures']:.0f} failure(s) by now" if more > 0 else ""
-        if isinstance(condition, ThresholdCondition) and condition.key in values:
+        if isinstance(condition, ThresholdAlert) and condition.key in values:
             value = values[condition.key]
             # NaN exceeds any limit.
             beyond = value > condition.number if condition.above else value < condition.number

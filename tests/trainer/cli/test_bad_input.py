@@ -55,7 +55,7 @@ def perdure(monkeypatch, capsys, *arguments):
         (["batch.global_batch=5000"], "fewer than one global batch of 5000"),
         (["run.dir=recipe.yaml/x"], "recipe.yaml is not a directory"),
         (["tracking.tensorboard=true"], "tracking.tensorboard: tensorboard is not installed; pip"),
-        (["tracking.prometheus=run.txt"], "tracking.prometheus: the textfile collector reads"),
+        (["tracking.prometheus=run.txt"], "tracking.prometheus: run.txt does not end in .prom"),
         (["tracking.prometheus=no/run.prom"], "tracking.prometheus: no file can be written in"),
         (["tracking.sinks=[json:nothing]"], "json/__init__.py has no nothing; it has JSONDec"),
         (["tracking.sinks=[json]"], "tracking.sinks: write it as package.module:function"),
@@ -84,7 +84,7 @@ def perdure(monkeypatch, capsys, *arguments):
         (["strategy.ep=2", "strategy.name=ddp"], "strategy.ep: divides experts among ranks that"),
         (
             ["strategy.ep=2", "strategy.tp=2", "data.seq_len=31"],
-            "strategy.ep: its ranks have parts",
+            "strategy.ep: its ranks have equal parts",
         ),
         (
             [

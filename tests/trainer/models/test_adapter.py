@@ -124,8 +124,8 @@ def test_names_of_nothing_ties_and_experts_are_refused(
     [
         ("model.init_from=null", "model.adapter: is trained over published weights"),
         ("precision.dtype=fp32", "model.adapter.base: bf16 would round .*base=fp32"),
-        ("precision.matmul=fp8_rowwise", "precision.matmul: has no products for layers"),
-        ("precision.master=bf16_stochastic", "precision.master: an adapter is float32"),
+        ("precision.matmul=fp8_rowwise", "precision.matmul: does not work with model.adapter"),
+        ("precision.master=bf16_stochastic", "precision.master: an adapter is trained in float32"),
         ("model.adapter.targets=[]", "model.adapter.targets: the list is empty"),
         ("model.adapter.base=int4", "model.adapter.base: input should be 'bf16', 'fp32' or 'nf4'"),
         ("model.base=nf4", "model.base: unknown key"),
@@ -135,7 +135,7 @@ def test_names_of_nothing_ties_and_experts_are_refused(
         ),
         (
             "precision.matmul=fp8_rowwise model.adapter.base=nf4",
-            "precision.matmul: has no products for layers",
+            "precision.matmul: does not work with model.adapter",
         ),
         ("model.adapter.ranks=4", "did you mean 'rank'"),
         ("model.adapter.dora=true", "model.adapter.dora: DoRA is not supported"),

@@ -163,7 +163,7 @@ def test_what_cannot_be_is_refused(tmp_path, monkeypatch):
     for override, problem in (
         ("precision.dtype=fp32", "precision.dtype: precision.matmul=mxfp8 goes with bf16; set"),
         ("run.determinism=exact", "run.determinism: precision.matmul=mxfp8 has no exact mode"),
-        ("data.seq_len=48", "data.seq_len: 48 is no multiple of 32, as mxfp8 needs"),
+        ("data.seq_len=48", "data.seq_len: 48 is no multiple of 32, which mxfp8 needs"),
     ):
         with pytest.raises(RecipeError, match=problem):
             of_tiny_model(tmp_path, "precision.matmul=mxfp8", override)

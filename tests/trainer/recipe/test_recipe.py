@@ -200,10 +200,10 @@ def test_what_tensor_parallelism_does_not_do_yet_is_refused(recipe_file, overrid
 @pytest.mark.parametrize(
     ("override", "instead"),
     [
-        ("model.factory=a:b", "model.factory: such a model cannot be cut into stages"),
+        ("model.factory=a:b", "model.factory: its model cannot be cut into stages"),
         ("strategy.pp_stages_per_rank=2", "goes with strategy.pp_schedule: interleaved_1f1b"),
         ("strategy.pp_schedule=interleaved_1f1b", "set it to 2 or more with it"),
-        ("strategy.pp_schedule=zero_bubble", "which FULL_SHARD does not; use SHARD_GRAD_OP"),
+        ("strategy.pp_schedule=zero_bubble", "FULL_SHARD frees them earlier; use SHARD_GRAD_OP"),
         ("strategy.pp_schedule=zero_bubble", "strategy.reduce_every_pass: does not work with"),
         ("strategy.pp=1", "strategy.pp_schedule: only with strategy.pp above 1; remove it"),
     ],
@@ -219,8 +219,8 @@ def test_what_a_pipeline_does_not_do_is_refused(recipe_file, override, instead):
 @pytest.mark.parametrize(
     ("override", "instead"),
     [
-        ("model.factory=a:b", "model.factory: such a model knows no parts of sequences"),
-        ("model.attention=sdpa", "model.attention: strategy.cp has its own, that of a ring"),
+        ("model.factory=a:b", "model.factory: its model cannot compute parts of sequences"),
+        ("model.attention=sdpa", "model.attention: strategy.cp computes attention in a ring"),
         ("data.factory=a:b", "data.factory: does not work with strategy.cp"),
         ("data.seq_len=3", "strategy.cp: a sequence is cut into 4 chunks, but data.seq_len is 3"),
         ("data.seq_len=18", "data.seq_len=18 is not a multiple of strategy.tp=2 x cp=2"),
@@ -239,7 +239,7 @@ def test_experts_of_an_exact_run_sum_up_the_same_micro_batches_at_every_world_si
     assert load_recipe(recipe_file, [*given, "batch.global_batch=16"]).strategy.ep == 4
     # Ranks that share tokens by tensor parallelism have the same micro-batch.
     assert load_recipe(recipe_file, [*given, "batch.global_batch=12", "strategy.tp=2"])
-    with pytest.raises(RecipeError, match=r"4 micro-batches meet .* divide the 6 of a step"):
+    with pytest.raises(RecipeError, match=r"4 micro-batches at once, but a step has 6"):
         load_recipe(recipe_file, [*given, "batch.global_batch=12"])
 
 

@@ -10,9 +10,9 @@ import yaml
 
 from elastic import Ledger, StartLine
 from trainer.recipe.conditions import (
-    FailureCondition,
-    SilenceCondition,
-    ThresholdCondition,
+    FailureAlert,
+    SilenceAlert,
+    ThresholdAlert,
     parse_condition,
 )
 from trainer.run.alerts import Alerts
@@ -46,10 +46,10 @@ def test_the_standing_of_a_run(tmp_path):
 
 
 def test_conditions_say_what_they_mean():
-    assert parse_condition("loss > 8") == ThresholdCondition("loss", True, 8.0)
-    assert parse_condition("goodput<9e-1") == ThresholdCondition("goodput", False, 0.9)
-    assert parse_condition("no step for 10 min") == SilenceCondition(600.0)
-    assert parse_condition(" failure ") == FailureCondition()
+    assert parse_condition("loss > 8") == ThresholdAlert("loss", True, 8.0)
+    assert parse_condition("goodput<9e-1") == ThresholdAlert("goodput", False, 0.9)
+    assert parse_condition("no step for 10 min") == SilenceAlert(600.0)
+    assert parse_condition(" failure ") == FailureAlert()
     for wrong in ("loss", "loss > high", "loss >= 8", "no step for 10 days", "failures"):
         assert parse_condition(wrong) is None
 

@@ -18,12 +18,14 @@ MODEL_PARALLEL: tuple[Dimension, ...] = (tp, pp, cp, ep)
 
 
 def dividing(*kinds: Divided) -> list[Dimension]:
-    """Return the modules of model parallelism that divide such parts, in the order of `kinds`."""
+    """Return the modules of model parallelism that divide parts of these kinds, in the order of
+    `kinds`."""
     return [module for kind in kinds for module in MODEL_PARALLEL if kind == module.DIVIDES]
 
 
 WITHIN_PASS = dividing("layers", "sequences", "experts")
-"""Modules of model parallelism that changes what a rank computes and sends in a pass."""
+"""Modules of the kinds of model parallelism that change what a rank computes and sends within a
+pass."""
 
 
 def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -34,7 +36,8 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def describe(recipe: Recipe, idle: float) -> str:
-    """Describe all strategies. `idle`: fraction of a step in which pipeline ranks wait."""
+    """Describe all strategies of a recipe in a line. `idle`: fraction of a step in which pipeline
+    ranks wait."""
     order = dividing("experts", "sequences", "stages", "layers")
     parallel = [module.describe(recipe.strategy, idle) for module in order]
     held = sharding.describe(recipe) + offload.describe(recipe.strategy)
@@ -42,12 +45,13 @@ def describe(recipe: Recipe, idle: float) -> str:
 
 
 def sizes(strategy: Strategy) -> dict[str, int]:
-    """Return the number of ranks of each kind of model parallelism, by key."""
+    """Return recipe key → number of ranks, for each kind of model parallelism."""
     return {module.KEYS[0]: module.ranks(strategy) for module in MODEL_PARALLEL}
 
 
 def ranks(strategy: Strategy, *kinds: Divided) -> int:
-    """Return the number of ranks that divide parts of these kinds, all together."""
+    """Return the product of the sizes of the strategies that divide `kinds`: tp x pp for layers,
+    stages."""
     return math.prod(module.ranks(strategy) for module in dividing(*kinds))
 
 
@@ -62,7 +66,7 @@ def cut_ranks(strategy: Strategy) -> int:
 
 
 def only(strategy: Strategy, *modules: Dimension) -> Strategy:
-    """Return a strategy with the keys of some modules of `MODEL_PARALLEL`, and defaults for all
-    others."""
+    """Return a copy of `strategy` that keeps only the keys of `modules`. All other keys have their
+    defaults."""
     keys = (key for module in modules for key in module.KEYS)
     return Strategy(**{key: getattr(strategy, key) for key in keys})

@@ -37,14 +37,14 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
             f"objective.name={recipe.objective.name} does not cut sequences yet; set strategy.cp=1",
         )
     if recipe.model.factory:
-        yield "model.factory", "such a model knows no parts of sequences; set strategy.cp=1"
+        yield "model.factory", "its model cannot compute parts of sequences; set strategy.cp=1"
     if recipe.model.attention != "auto":
-        yield "model.attention", "strategy.cp has its own, that of a ring; set auto"
+        yield "model.attention", "strategy.cp computes attention in a ring of ranks; set auto"
     if length < chunks(strategy) and not recipe.data.factory:
         yield (
             "strategy.cp",
             f"a sequence is cut into {chunks(strategy)} chunks, but data.seq_len is {length}; "
-            "change one of them",
+            "lower strategy.cp, or raise data.seq_len",
         )
 
 

@@ -1,4 +1,5 @@
-"""What is to be known of one kind of model parallelism."""
+"""The interface of the modules cp, ep, pp and tp, each of which describes a kind of model
+parallelism."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,11 +11,13 @@ from trainer.recipe.sections import Recipe, Strategy
 Divided = Literal["layers", "sequences", "experts", "stages"]
 """What a kind of model parallelism divides among its ranks, which decides their place:
 
-- layers: ranks of a node compute each layer together. A mesh dimension, inside the FSDP shards.
-- sequences: ranks of a node each have a part of every sequence. No mesh dimension, because FSDP
-  treats them as data-parallel ranks.
-- experts: data-parallel ranks each have some experts. A dimension of a second mesh.
-- stages: each rank has some of the blocks. A mesh dimension, around the FSDP shards.
+- layers: ranks of a node compute each layer together. They are a mesh dimension inside that of the
+  FSDP shards.
+- sequences: ranks of a node each have a part of every sequence. They are no mesh dimension, because
+  FSDP treats them as data-parallel ranks.
+- experts: data-parallel ranks each have some experts. They are a dimension of a second mesh.
+- stages: each rank has some of the blocks. They are a mesh dimension around that of the FSDP
+  shards.
 """
 
 
@@ -32,47 +35,51 @@ class TriedSizes:
 
     @property
     def powers(self) -> list[int]:
-        """The powers of two up to the number of ranks."""
+        """The powers of two up to `world_size`."""
         return [1 << n for n in range(self.world_size.bit_length())]
 
     @property
     def in_node(self) -> list[int]:
-        """The powers of two that divide the number of GPUs of a node."""
+        """The powers of two up to `world_size` that divide the number of GPUs of a node."""
         return [n for n in self.powers if self.gpus_per_node % n == 0]
 
     @property
     def experts_apart(self) -> int:
-        """The most ranks of a node that divide all experts evenly; 1 without experts."""
+        """Largest number of ranks of a node among which the experts of every stack divide evenly; 1
+        without experts."""
         return math.gcd(self.gpus_per_node, *self.experts) if self.experts else 1
 
 
 class Dimension(Protocol):
-    """One kind of model parallelism: what its module in this package has. The recipe, the mesh, the
-    model and the plan iterate over `MODEL_PARALLEL`, so a new one is added by a field in
-    `sections.Strategy`, such a module, its entry there, and the module that applies it."""
+    """What a module of this package defines for one kind of model parallelism. The recipe, the
+    mesh, the model and the plan iterate over `MODEL_PARALLEL`. So a new kind needs a field in
+    `sections.Strategy`, a module with these members, an entry in `MODEL_PARALLEL`, and a module
+    that applies it."""
 
     KEYS: tuple[str, ...]
-    """Its keys in `strategy`. The first is the number of ranks, and the name of their groups."""
+    """Keys of this kind in `strategy`. The first is its number of ranks, and the name of their
+    groups."""
     DIVIDES: Divided
     APPLIED_BY: str
-    """Module that applies it, imported only if it is used. `check_model(model, recipe, shards)`
-    raises RecipeError for a model that cannot be divided. If DIVIDES is layers or experts,
-    `apply(model, mesh, strategy)` changes a model in place over a 1-D mesh, and returns the modules
-    that FSDP shards only over ranks with the same experts."""
+    """Module that applies this kind to a model, imported only if the kind is used. Its
+    `check_model(model, recipe, shards)` raises RecipeError for a model that cannot be divided. If
+    DIVIDES is layers or experts, its `apply(model, mesh, strategy)` changes a model in place over a
+    1-D mesh, and returns the modules that FSDP shards only over ranks with the same experts."""
 
     def ranks(self, strategy: Strategy) -> int:
-        """Return the number of ranks; 1: it is not used."""
+        """Return the number of ranks of one group of this kind; 1: the kind is not used."""
         ...
 
     def check(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        """Yield (key, problem and remedy) for what it cannot be combined with."""
+        """Yield (key, problem and remedy) for each setting that this kind cannot be combined
+        with."""
         ...
 
     def describe(self, strategy: Strategy, idle: float) -> str:
-        """Return its part of a run's first line; "" if it is not used. `idle`: fraction of a step
-        in which pipeline ranks wait."""
+        """Return the part of a run's first line for this kind; "" if the kind is not used. `idle`:
+        fraction of a step in which pipeline ranks wait."""
         ...
 
     def tried(self, sizes: TriedSizes) -> Iterable[dict[str, Any]]:
-        """Yield the values of its keys that `perdure plan` tries."""
+        """Yield key → value, for each combination of KEYS that `perdure plan` tries."""
         ...

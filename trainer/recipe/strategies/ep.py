@@ -28,27 +28,27 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if together > 1 and data.seq_len % (together * ring) and not data.factory:
         yield (
             "strategy.ep",
-            f"its ranks have parts of the tokens of tp={together} x cp={ring}, which do not divide "
-            f"data.seq_len={data.seq_len}; change one of them",
+            f"its ranks have equal parts of a sequence, but data.seq_len={data.seq_len} is not a "
+            f"multiple of tp={together} x cp={ring}; change one of them",
         )
     if sharding.name(recipe) == "NO_SHARD":
         yield (
             "strategy.ep",
-            "divides experts among ranks that share parameters, which these do not; use "
+            "divides experts among ranks that shard parameters, but the sharding is NO_SHARD; use "
             "strategy.sharding: SHARD_GRAD_OP, FULL_SHARD or HYBRID_SHARD",
         )
-    # An expert's gradient is one sum over the micro-batches of a group of ranks: the same ones at
-    # every world size, unless only some ranks of a group have a padding pass.
+    # An expert's gradient is one sum over the micro-batches of a group of ranks. These are the same
+    # micro-batches at every world size, unless only some ranks of a group have a padding pass.
     shares = math.lcm(strategy.ep, together * ring) // (together * ring)
     units = math.ceil(recipe.batch.global_batch / recipe.micro_batch)
     if recipe.exact and units % shares:
         yield (
             "strategy.ep",
-            f"in exact mode {shares} micro-batches meet in each expert, which do not divide the "
-            f"{units} of a step; set another batch.global_batch or batch.micro_batch",
+            f"in exact mode each expert computes {shares} micro-batches at once, but a step has "
+            f"{units}, which is no multiple; set another batch.global_batch or batch.micro_batch",
         )
     if recipe.model.factory:
-        yield "model.factory", "such a model has no experts that are known; set strategy.ep=1"
+        yield "model.factory", "the experts of its model are not known; set strategy.ep=1"
 
 
 def describe(strategy: Strategy, idle: float) -> str:

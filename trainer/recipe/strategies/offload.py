@@ -48,8 +48,8 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if recipe.precision.master != "fp32":
         yield (
             "strategy.offload",
-            f"with precision.master={recipe.precision.master}: nvme has float32; use cpu, or "
-            "precision.master=fp32",
+            f"nvme updates float32 weights, not precision.master={recipe.precision.master}; use "
+            "strategy.offload=cpu, or precision.master=fp32",
         )
     if optimizer.factory or optimizer.name == "muon":
         yield (

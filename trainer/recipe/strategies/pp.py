@@ -52,7 +52,7 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "strategy.pp=1",
         )
     if recipe.model.factory:
-        yield "model.factory", "such a model cannot be cut into stages; set strategy.pp=1"
+        yield "model.factory", "its model cannot be cut into stages; set strategy.pp=1"
     interleaved = strategy.pp_schedule == "interleaved_1f1b"
     if interleaved != (strategy.pp_stages_per_rank > 1):
         yield (
@@ -65,16 +65,17 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if strategy.compile:
         yield (
             "strategy.compile",
-            "compiles backward as one, of which zero_bubble puts off a part; set false, or another "
-            "strategy.pp_schedule",
+            "compiles the backward pass as a whole, but zero_bubble computes a part of it later; "
+            "set false, or another strategy.pp_schedule",
         )
     if strategy.reduce_every_pass:
         yield "strategy.reduce_every_pass", "does not work with zero_bubble; set false"
     if recipe.gathers_twice:
         yield (
             "strategy.sharding",
-            f"zero_bubble keeps weights gathered until it has their gradients, which "
-            f"{sharding.name(recipe)} does not; use SHARD_GRAD_OP, or another strategy.pp_schedule",
+            "zero_bubble needs gathered weights until their gradients are computed, but "
+            f"{sharding.name(recipe)} frees them earlier; use SHARD_GRAD_OP, or another "
+            "strategy.pp_schedule",
         )
 
 

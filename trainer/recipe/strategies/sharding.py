@@ -29,13 +29,14 @@ def by_fsdp(recipe: Recipe) -> bool:
 
 
 def fixed_group(recipe: Recipe) -> int:
-    """Return the size of a shard group if the recipe sets it; 1 if it depends on the world size."""
+    """Return the number of ranks of a shard group, over which FSDP shards parameters, if the recipe
+    sets it; 1 if it depends on the world size."""
     return (recipe.sharding == "HYBRID_SHARD" and recipe.strategy.shard_size) or 1
 
 
 def group(recipe: Recipe, sharing: int, in_node: int) -> int:
-    """Return the size of a shard group. `sharing`: number of data-parallel ranks; `in_node`: number
-    of data-parallel ranks on a node."""
+    """Return the number of ranks of a shard group, over which FSDP shards parameters. `sharing`:
+    number of data-parallel ranks; `in_node`: number of data-parallel ranks on a node."""
     if not shards_parameters(recipe):
         return 1
     if recipe.sharding == "HYBRID_SHARD":

@@ -42,8 +42,7 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if recipe.precision.matmul:
         yield (
             "strategy.tp",
-            f"precision.matmul={recipe.precision.matmul} does not work with it yet; set "
-            "strategy.tp=1",
+            f"does not work with precision.matmul={recipe.precision.matmul} yet; set strategy.tp=1",
         )
 
 
@@ -60,6 +59,7 @@ def tried(sizes: TriedSizes) -> Iterator[dict[str, Any]]:
 
 
 def bytes_sent(strategy: Strategy, reduced: float) -> float:
-    """Return the bytes that a rank sends in a ring to all-reduce activations of `reduced` bytes."""
+    """Return the bytes that a rank sends in an all-reduce of `reduced` bytes of activations, around
+    a ring."""
     # An all-reduce is a reduce-scatter and an all-gather.
     return 2 * (1 - 1 / strategy.tp) * reduced
