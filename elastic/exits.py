@@ -18,15 +18,15 @@ EXIT_PAUSED = 76
 EXIT_PEER_GONE = 77
 """From a training process to its agent: it lost the connection to another rank."""
 EXIT_MENDED = 78
-"""From a training process to its agent: it failed, and has prevented that the next attempt fails in
-the same way. Such a failure is not counted."""
+"""From a training process to its agent: it failed, and has removed the cause. Such a failure counts
+towards no limit of failures."""
 EXIT_OUTVOTED = 79
 """From a training process to its agent: other ranks have found twice that it computes wrongly. Its
 node leaves for good."""
 EXIT_DO_NOT_REQUEUE = 93
-"""A restart would not help: no progress, or bad numbers that persist."""
+"""A restart would not help: the job makes no progress, or its numbers stay non-finite."""
 EXIT_INTERRUPTED = 130
-"""Ctrl-C; the state is saved if there was time before a second Ctrl-C."""
+"""The user ended the run by Ctrl-C. Its state is saved unless a second Ctrl-C came first."""
 
 
 def leaving_code(number: int) -> int:

@@ -1,7 +1,8 @@
 """The entry point of `torchrun --rdzv-backend perdure` (see perdure.py).
 
 torch loads every entry point of the group `torchrun.handlers` while it imports its own rendezvous,
-which elastic/rendezvous.py imports. So this module imports that one only when a handler is created.
+which elastic/rendezvous.py imports too. So this module imports elastic/rendezvous.py only when a
+handler is created.
 """
 
 from collections.abc import Callable

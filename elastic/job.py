@@ -17,7 +17,7 @@ from elastic.node.standin import execute, is_stand_in, stand_in_for, this_progra
 from elastic.node.zygote import RESERVE
 from elastic.process import die_with_parent, set_name, tolerate_lost_output
 
-if TYPE_CHECKING:  # a stand-in does not import torch
+if TYPE_CHECKING:  # a stand-in (standin.py) runs this module, and must not import torch
     from torch.distributed import ProcessGroup
 
     from elastic.group.sampler import Sampler
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # a stand-in does not import torch
     from elastic.world import World
 
 
-class Paused(SystemExit):
+class JobPaused(SystemExit):
     """Raised on all ranks after the same step, when the job pauses."""
 
     of_all_ranks = True
@@ -38,7 +38,8 @@ class Job:
     Args:
         world: rank, world size and device.
         pulse: shared memory through which this rank reports progress and reads requests.
-        recall: of this process; None: it ends with the first failure of a peer.
+        recall: socket by which this process continues with the next attempt after a peer has
+            failed (recall.py); None: the process ends when a peer fails.
     """
 
     def __init__(self, world: "World", pulse: Pulse, recall: RecallSocket | None = None) -> None:
@@ -62,8 +63,9 @@ class Job:
         after the loop runs only once all steps are done.
 
         Args:
-            done: how many steps are done, or the sampler that has loaded it. Its `done` then
-                counts the steps that were begun, so that a save at the end of a step is right.
+            done: number of steps done, or a sampler that has loaded this number. The sampler's
+                `done` then counts the steps that were begun, so that a save at the end of a step is
+                right.
             total: the last step.
         """
         first = done if isinstance(done, int) else done.done
@@ -76,11 +78,11 @@ class Job:
         self._pulse.report(total, "end")
 
     def begin_step(self, step: int, total: int) -> None:
-        """Begin a step, for a loop of a library that `steps` cannot drive: its callbacks call this,
-        `due_to_pause` and `end_step`. Called on all ranks.
+        """Begin a step. This is for the loop of a library, which `steps` cannot drive: the
+        library's callbacks call `begin_step`, `due_to_pause` and `end_step`. Called on all ranks.
 
         Args:
-            step: its number, from 1 on.
+            step: number of the step, from 1 on.
             total: the last step.
         """
         from elastic.node.exchange import AsyncSum
@@ -89,14 +91,14 @@ class Job:
         self._pulse.safe = False
         self._pulse.report(step, "data")
         self._step, self._last = step, total
-        # Begun before the step, so that the ranks agree while it runs.
+        # The sum begins before the step's work, so that the ranks agree while the step runs.
         self._pause_sum = AsyncSum(self._pulse.pause_request)
 
     def end_step(self) -> None:
         """End the step that was begun, after its save. Called on all ranks.
 
         Raises:
-            SystemExit: the job pauses; on all ranks.
+            SystemExit: the job pauses. Raised on all ranks after the same step.
         """
         pauses = self.due_to_pause()
         self._pause_sum = None
@@ -104,16 +106,17 @@ class Job:
             self._recall.enable()
         if pauses:
             self._pulse.report(self._step, "end")
-            raise Paused(pause_code(self._pulse))
+            raise JobPaused(pause_code(self._pulse))
 
     def report(self, phase: Literal["data", "step", "after"]) -> None:
-        """Report what this rank does from now on in its step, where `during` has no block."""
+        """Report the phase of the step that this rank enters, for callers without a `with` block
+        for `during`."""
         self._pulse.report(self._step, phase)
 
     def due_to_pause(self) -> bool:
-        """Whether all ranks leave after this step, so that it is to be saved. The ranks agree while
-        the step runs, so the call costs next to nothing. Any rank may call it, at any point of a
-        step.
+        """Whether all ranks leave after this step, so that the step must be saved. The ranks agree
+        while the step runs, so the call costs next to nothing. Any rank may call it, at any point
+        of a step.
 
         Raises:
             RuntimeError: no step is under way.
@@ -121,8 +124,8 @@ class Job:
         if self._pause_sum is None:
             raise RuntimeError("due_to_pause() is for the body of `for step in job.steps(…)`")
         pauses = self._pause_sum.wait() > 0 and self._step < self._last
-        # An aborted collective of NCCL leaves garbage and raises no error: this step counts only if
-        # no peer was lost in it.
+        # An aborted collective of NCCL leaves garbage and raises no error: the sum above is valid
+        # only if this attempt was not recalled meanwhile.
         self._recall.check()
         return pauses
 
@@ -132,8 +135,9 @@ class Job:
 
         Args:
             phase: "step" for forward, backward and update, "evaluate" for a batch of validation.
-                The usual duration of these is learned, and twelve times that counts as a hang.
-                "data" and "save" are waits, limited to 10 and 34 minutes.
+                Their durations are learned: twelve times the 99th percentile counts as a hang.
+                "data" and "save" are waits. They may take `timeout_seconds` of `join`, and at
+                least 10 ("data") or 34 minutes ("save").
         """
         self._pulse.report(self._step, phase)
         yield
@@ -143,7 +147,7 @@ class Job:
     def share(
         self, global_batch: int, group: "ProcessGroup | None" = None
     ) -> tuple[list[int], float]:
-        """This rank's rows of a global batch whose size is the same at every world size.
+        """Returns this rank's rows of a global batch whose size is the same at every world size.
 
             rows, weight = job.share(48)
             loss = weight * F.mse_loss(model(x[rows]), y[rows])
@@ -162,8 +166,9 @@ class Job:
     def passes(
         self, global_batch: int, micro_batch: int, group: "ProcessGroup | None" = None
     ) -> list[tuple[list[int], float]]:
-        """`share` split into passes for gradient accumulation: equally many passes on each rank,
-        each with at most `micro_batch` rows.
+        """Returns this rank's rows as in `share`, split into passes for gradient accumulation:
+        (rows, weight) of each pass. All ranks have equally many passes, each with at most
+        `micro_batch` rows.
 
             for rows, weight in job.passes(48, micro_batch=4):
                 (weight * F.mse_loss(model(x[rows]), y[rows])).backward()
@@ -182,9 +187,11 @@ class Job:
 
 def join(device: str = "auto", timeout_seconds: float = 1800.0) -> Job:
     """Join the job that torchrun started, as one rank; without torchrun, as the only rank. Creates
-    the default process group. Call it once and first: under `--rdzv-backend perdure` the program
-    starts again here, in a process forked from a warm one, now and after every failure. With `run`
-    ranks that outlive a failure keep their processes instead.
+    the default process group. Call it once and first. Under `--rdzv-backend perdure` this call
+    never returns in the process that torchrun started. The program runs again from its first line
+    in another process, forked from one that has imported torch, and `join` returns there. After
+    every failure the program runs again in the same way. With `run`, ranks that outlive a failure
+    keep their processes instead.
 
     Args:
         device: "cuda", "cpu", or "auto" for CUDA where there is a GPU. The process group carries
@@ -205,10 +212,11 @@ def join(device: str = "auto", timeout_seconds: float = 1800.0) -> Job:
 def run(
     main: Callable[[Job], object], device: str = "auto", timeout_seconds: float = 1800.0
 ) -> None:
-    """Join the job that torchrun started, and call `main(job)` on this rank. After a failure of
-    others it is called again in the same process, with another process group, so that imports,
-    the GPU's context and what the program has made before `run` are kept. Only ranks that ended
-    are started anew, and of these a process in reserve has run the program up to here already.
+    """Join the job that torchrun started, and call `main(job)` on this rank. After other ranks have
+    failed, `main` is called again in the same process, with another process group. So imports, the
+    GPU's context, and what the program has made before `run` are kept. Only ranks that ended get a
+    new process. Each node keeps one process in reserve for that, which has already run the program
+    up to the call of `run`.
 
         def train(job):
             …
@@ -216,9 +224,9 @@ def run(
         if __name__ == "__main__":
             elastic.run(train)
 
-    `main` makes all that it trains, and loads the newest save: nothing of the attempt before may be
-    used. What it raises because peers are gone ends that attempt only. When a node joins or leaves,
-    all ranks end, and the program starts from its first line, as with `join`.
+    `main` makes all that it trains, and loads the newest save: it must use nothing of its previous
+    call. An error that `main` raises because peers are gone ends this call of `main` only. When a
+    node joins or leaves, all ranks end, and the program starts from its first line, as with `join`.
 
     Args:
         main: called with the job.
@@ -252,8 +260,8 @@ def run(
 
 
 def _become_rank() -> None:
-    """Become a stand-in where an agent of ours runs the rank, and do not return; else prepare this
-    process to be one."""
+    """Prepare this process to be a rank. But if an agent of Perdure is to run the rank in another
+    process, serve as its stand-in (standin.py), and do not return."""
     if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
         raise RuntimeError(
             "elastic.join() and run() make the process group: call them in place of "
@@ -283,7 +291,7 @@ def _joined(pulse: Pulse, recall: RecallSocket, device: str, timeout_seconds: fl
 
 
 def _says_peer_is_lost(error: BaseException | None) -> bool:
-    """Whether an error, or one that it was raised from, only says that a peer is gone."""
+    """Whether `error`, or an error that it was raised from, only says that a peer is gone."""
     from elastic.world import is_lost_peer
 
     while error is not None:
@@ -294,7 +302,7 @@ def _says_peer_is_lost(error: BaseException | None) -> bool:
 
 
 def _release(recall: RecallSocket) -> None:
-    """Free what a finished attempt held: process groups, and what libraries keep of them."""
+    """Free what an ended attempt held: its process groups, and references to them in libraries."""
     import torch
 
     from elastic.world import drop_world
@@ -306,24 +314,25 @@ def _release(recall: RecallSocket) -> None:
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-        _clear_sharding_prop_cache()  # it returns meshes of the old world
+        _clear_sharding_prop_cache()  # the cache would return meshes of the old world
     if state := sys.modules.get("accelerate.state"):  # singletons with the old rank and world size
         state.AcceleratorState._reset_state(reset_partial_state=True)
         state.GradientState._reset_state()
-    gc.collect()  # wrapped models are cycles
+    gc.collect()  # wrapped models contain reference cycles
 
 
 def _wait_for_generation(
     recall: RecallSocket, own: dict[str, str], seconds: float | None = 60.0
 ) -> None:
-    """Wait until this process is a rank of the next generation, and keep the environment variables
-    `own` that the program has set before `run`. Ends the process if none follows."""
+    """Wait until this process is a rank of the next generation of the job's processes. Variables
+    of `own`, the environment at the call of `run`, are kept unless the generation sets them. Ends
+    the process if no generation follows within `seconds` (None: no limit)."""
     from elastic.world import leave_world
 
     if not recall.wait(seconds):
         leave_world(EXIT_PEER_GONE)
     for name, value in own.items():
-        if not name.startswith("PERDURE_"):  # those are of a generation
+        if not name.startswith("PERDURE_"):  # such variables belong to one generation
             os.environ.setdefault(name, value)
 
 

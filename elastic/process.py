@@ -38,7 +38,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def set_name(name: str) -> None:
-    """Set this process's name in /proc, `ps -o comm` and `top`. Its command line stays."""
+    """Set this process's name in /proc, `ps -o comm` and `top`. Its command line is unchanged."""
     if sys.platform == "linux":
         pr_set_name = 15
         ctypes.CDLL(None).prctl(pr_set_name, f"perdure-{name}".encode())
@@ -68,7 +68,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-# --- families --------------------------------------------------------------------------------
+# --- processes and their descendants ---------------------------------------------------------
 
 
 def children(pid: int) -> list[int]:
@@ -146,7 +146,7 @@ class _LossyOutput(io.FileIO):
         left = memoryview(data).cast("B")
         size = len(left)
         try:
-            # The reader reads again: tell it first how many bytes are missing.
+            # Earlier bytes were dropped: first tell the reader how many.
             if self._missing and left:
                 gap = f"[{self._missing} bytes of output are missing here: {self.why}]\n".encode()
                 self._put(b"\n" + gap if self._mid_line else gap)
@@ -177,7 +177,8 @@ class _LossyOutput(io.FileIO):
 
 def tolerate_lost_output() -> None:
     """Make sys.stdout and sys.stderr drop output that they cannot write, in this process and its
-    forks. A stream that the program has replaced stays. Call it again after replacing descriptors.
+    forks. A stream that the program has replaced is left alone. Call this function again after
+    replacing descriptors 1 or 2.
 
     Closed descriptors 0 to 2 are opened on the null device. Otherwise the next opened file would
     get such a number, and receive the output of child processes."""
@@ -199,7 +200,7 @@ def tolerate_lost_output() -> None:
 
 
 def plain_text(error: object) -> str:
-    """Returns the text of an error without gloo's source location and its general advice."""
+    """Returns the text of an error, without the source location and the advice that gloo adds."""
     text = re.sub(r"^\[\S+\.cc:\d+\] ", "", str(error))
     return re.sub(r"\. This is typically caused by .*", "", text)
 

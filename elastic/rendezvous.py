@@ -3,17 +3,19 @@
 The handler is registered in torch's entry point group `torchrun.handlers`, and implements torch's
 public `RendezvousHandler`. torch's own handlers use one store for all rounds (restarted ranks read
 addresses of dead ranks), notice lost nodes only when a node re-joins, and cannot add a node without
-ending the job. Here every round has a new store, and membership.py decides its nodes.
+ending the job. This handler gives every round a new store; membership.py decides its nodes.
 
 `--rdzv-conf` takes:
 
-    is_host       0 or 1: host the store here; default: if the endpoint is an address of this
-                  machine and nobody hosts a store there
-    join_timeout  seconds, default 600; a node that has trained before waits an hour
+    is_host       1: host the store on this node, 0: never; default: host it if the endpoint is an
+                  address of this machine and nobody hosts a store there
+    join_timeout  seconds that a new node waits for a round, default 600; a node that has trained
+                  waits an hour
     first_call    seconds, default 3; see `Limits`
-    lease         seconds, default 1.2
-    restarts      failures of one hour that lead to a new generation, default 30
-    unit          ranks of which each round has a multiple, default from the program's facts, or 1
+    lease         seconds without a beat after which a node is lost, default 1.2
+    restarts      failures within an hour after which ranks are restarted, default 30
+    unit          each round's number of ranks is a multiple of this, default 1; the unit in the
+                  program's own description of the job (program.py) comes first
     secret        file with the secret of the job; see job_secret.py
 """
 
@@ -178,7 +180,8 @@ class PerdureRendezvous(RendezvousHandler):
         self._node.start()
         self._end = threading.Event()
         if LOG_LEVEL not in os.environ:
-            # The exit code of a stand-in says nothing about its rank, whose end the agent logs.
+            # torchrun's processes are stand-ins (standin.py), whose exit codes say nothing about
+            # their ranks. The agent logs how a rank ended.
             for logger_name in TORCH_LOGGERS:
                 logging.getLogger(logger_name).setLevel(logging.CRITICAL)
         if threading.current_thread() is threading.main_thread():
@@ -223,13 +226,13 @@ class PerdureRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next round that includes this node. Called by torchrun."""
-        # checked before arriving, as the members pause their training for an arrival
+        # A node is checked before it arrives, as the members pause their training for an arrival.
         if not self._round:
             self._check_health()
             self._secret = self._read_facts()
             self._member.start(self._secret, self._mark)
         elif reason := self._sent_away():
-            if reason.unfit:  # its health checks would pass again
+            if reason.unfit:  # the health checks did not find the fault, and would pass again
                 why = f"this node does not join again: {reason.why}; take this machine out"
                 raise JobClosed(JobEnd(EXIT_DO_NOT_REQUEUE, why))
             self._recover()
@@ -247,8 +250,9 @@ class PerdureRendezvous(RendezvousHandler):
                 return info
 
     def _read_facts(self) -> Secret:
-        """Wait for the job's description by this node's program; returns the job's secret."""
-        # checked first, as the zygote may block on a folder while it reads the facts
+        """Wait until this node's program has described the job ([Note: facts] in program.py), and
+        apply the description. Returns the job's secret."""
+        # Folders are checked first: the process that runs the description may block on them.
         deadline = time.monotonic() + self._timeout
         self._refuse(check_folders(self._node.folders(self._timeout)))
         facts = self._node.facts(max(0.0, deadline - time.monotonic()))
@@ -297,13 +301,13 @@ class PerdureRendezvous(RendezvousHandler):
         """Check this machine.
 
         Raises:
-            RendezvousConnectionError: the machine would fail the job.
+            RendezvousConnectionError: a check failed that keeps this node from joining.
         """
 
         def round_trip() -> float:
             client, times = StoreClient(*self._store_address, STORE_PATIENCE), []
             client.get("health")  # this request opens the connection
-            for _ in range(5):  # the shortest of several, as this machine is busy with imports
+            for _ in range(5):  # the shortest counts, as this machine is busy with imports
                 started = time.monotonic()
                 client.get("health")
                 times.append(time.monotonic() - started)
@@ -329,10 +333,14 @@ class PerdureRendezvous(RendezvousHandler):
             )
 
     def _find_secret(self, facts: JobFacts) -> Secret:
-        """Returns the secret of the job. Raises an error where a second job would begin beside the
-        intended one."""
+        """Returns the secret of the job, which this node shares with the job's other nodes.
+
+        Raises:
+            JobClosed: there is no usable secret, or another job of this name uses the store.
+            RendezvousConnectionError: the store does not answer.
+        """
         if self._hosted and self._member.limits.maximum == 1 and not self._secret_file:
-            return Secret(os.urandom(32))  # no other process needs it
+            return Secret(os.urandom(32))  # no other node needs the secret
         try:
             secret = find_secret(self._secret_file, facts.directory)
             client = StoreClient(*self._store_address, self._timeout)
@@ -353,7 +361,7 @@ class PerdureRendezvous(RendezvousHandler):
 
     def _recover(self) -> None:
         """Wait until this node, which was removed for its failures, passes its health checks."""
-        why = "this node was sent away for its failures"
+        why = "this node was removed from the job for its failures"
         while True:
             logger.warning("%s; checking it in %.0f s", why, self._recover_seconds)
             deadline = time.monotonic() + self._recover_seconds
@@ -363,7 +371,7 @@ class PerdureRendezvous(RendezvousHandler):
                     return
             try:
                 self._check_health()
-                logger.warning("this node was sent away for its failures; it is healthy, and joins")
+                logger.warning("this node passes its health checks again, and joins the job again")
                 return
             except RendezvousConnectionError as error:
                 why = str(error)
@@ -393,8 +401,8 @@ class PerdureRendezvous(RendezvousHandler):
             if state.closed and not ended:
                 ended = state.closed
                 logger.warning(
-                    "the last job %r of this store has ended (%s); a new one begins when all of it "
-                    "have left", self._run_id, ended.reason,
+                    "an earlier job %r of this store has ended (%s); a new job begins when all "
+                    "nodes of the earlier one have left", self._run_id, ended.reason,
                 )  # fmt: skip
             if self._node.leaving:
                 raise self._left()
@@ -403,7 +411,7 @@ class PerdureRendezvous(RendezvousHandler):
                 deadline = time.monotonic() + timeout  # a spare waits as long as the job runs
                 if not spare:
                     spare = True
-                    why = "there is no room or no work for more"
+                    why = "the job has no room or no work for more"
                     if room(state, replace(limits, unit=1)):
                         why = f"a replica of the model takes {limits.unit} ranks"
                     logger.warning(
@@ -417,14 +425,14 @@ class PerdureRendezvous(RendezvousHandler):
             of_replicas = f", in replicas of {limits.unit} ranks" if limits.unit > 1 else ""
             raise RendezvousTimeoutError(
                 f"{len(state.arrived)} node(s) are here, at least {limits.minimum} are "
-                f"needed{of_replicas}, and no more came within {timeout:.0f} s; start more, with "
-                f"this secret ({SECRET_FILE}), or lower --nnodes MIN:MAX"
+                f"needed{of_replicas}, and no more came within {timeout:.0f} s; start more nodes "
+                f"with the same secret ({SECRET_FILE}), or lower --nnodes MIN:MAX"
             )
 
     def _meet(self, state: Membership) -> RendezvousInfo | None:
         """Wait for all nodes of a round in its store; returns None if the round ends meanwhile."""
         member, group_rank = self._member, state.members.index(self._member.name)
-        # the first node holds the directory for the whole launch
+        # The first node holds the run directory for the whole launch.
         self._occupy(state.job if group_rank == 0 else None)
         if group_rank == 0:
             self._round_store = host_store(self._address, 0)
@@ -437,7 +445,7 @@ class PerdureRendezvous(RendezvousHandler):
         member.wait_for(lambda now: bool(now.address) or ended(now), MEET_SECONDS)
         warn_at = time.monotonic() + WARN_SECONDS
         secret = self._secret.derive(f"round {state.round} of job {state.job}")
-        # a derived secret, so that ranks cannot write as agents
+        # Ranks get a secret derived from the agents' secret, so they cannot write as agents.
         self._node.page.share_secret(secret.derive("ranks").key)
         while not ended(member.state) and member.state.address:
             host, _, port = member.state.address.rpartition(":")
@@ -451,7 +459,7 @@ class PerdureRendezvous(RendezvousHandler):
             )
             try:
                 store = SealedStore(connect, secret, "agents")
-                # Twice: an agent that dies in the first wait is noticed in the second.
+                # Nodes meet twice: an agent that dies in the first wait is noticed in the second.
                 for word in ("here", "all here"):
                     store.set(f"{word} {group_rank}", b"")
                     # The first node waits for all nodes, the others for the first node.
@@ -466,12 +474,12 @@ class PerdureRendezvous(RendezvousHandler):
                 address_info = RendezvousStoreInfo(host, int(port))
                 return RendezvousInfo(store, group_rank, state.size, address_info)
             except STORE_ERRORS:
-                time.sleep(0.1)  # the host has died, and its lease ends soon
+                time.sleep(0.1)  # the store's host has probably died, and its lease ends soon
                 if time.monotonic() > warn_at:
                     warn_at = math.inf
                     logger.warning(
-                        "%s, where the nodes of round %d meet, cannot be reached from here; going "
-                        "on trying (--local-addr names the address of a node)",
+                        "%s, where the nodes of round %d meet, cannot be reached from this node; "
+                        "still trying (--local-addr sets the address that a node gives to others)",
                         member.state.address, state.round,
                     )  # fmt: skip
         return None
@@ -502,7 +510,7 @@ class PerdureRendezvous(RendezvousHandler):
         paused = self._node.paused()
         if not in_round or round_over(state) or paused is not None:
             if self._node.leaving:
-                return 0  # this node leaves, and its stand-ins end by themselves
+                return 0  # this node leaves, and torchrun's stand-ins end by themselves
             self._paused = -1 if paused is None else paused
             # The SIGTERM that follows comes from torchrun, and is no notice.
             self._node.expect_stop()
@@ -529,8 +537,8 @@ class PerdureRendezvous(RendezvousHandler):
         """Leave the job, which continues without this node.
 
         Raises:
-            JobClosed: torchrun is about to report that its workers failed, but these are stand-ins
-                that ended with the exit code of the job.
+            JobClosed: torchrun is about to report that its workers failed. But its workers are
+                stand-ins (standin.py), and ended with the exit code of the job.
         """
         if not self._stopped:
             self._stopped = True
@@ -550,8 +558,10 @@ class PerdureRendezvous(RendezvousHandler):
 
 
 def _host_if_ours(host: str, port: int, wanted: bool | None, alone: bool) -> dist.TCPStore | None:
-    """Host the store if its address is on this node and nobody hosts it yet; else return None.
-    `wanted`: the setting `is_host`; `alone`: only this machine uses the store."""
+    """Host the job's store in this process, or return None if this process is not to host it.
+
+    `wanted`: the setting `is_host`; without it, the store is hosted if `host` is an address of this
+    machine and nobody hosts it yet. `alone`: only this machine uses the store."""
     if wanted is False:
         return None
     if wanted is None and port and (not _is_ours(host) or _answers(host, port)):
@@ -588,8 +598,8 @@ def _reachable(host: str, most_nodes: int) -> str:
     present = host in ("localhost", address)
     if most_nodes > 1 and ip_address(address).is_loopback and not present:
         raise RendezvousConnectionError(
-            f"--rdzv-endpoint: {host} is {address} on this machine, where other nodes cannot reach "
-            "it (see /etc/hosts); give its address instead of its name, or --local-addr"
+            f"--rdzv-endpoint: on this machine {host} is {address}, which other nodes cannot reach "
+            "(see /etc/hosts); give the address instead of the name, or --local-addr"
         )
     return address
 
@@ -602,4 +612,7 @@ def _address_towards(host: str) -> str:
             probe.connect(address)  # over UDP this sends nothing, and only selects the route
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise RendezvousConnectionError(f"--rdzv-endpoint: no way to {host}: {error}") from error
+        raise RendezvousConnectionError(
+            f"--rdzv-endpoint: this machine has no route to {host} ({error}); check the name and "
+            "the network"
+        ) from error

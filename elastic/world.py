@@ -43,7 +43,7 @@ FREED_SECONDS, STILL_SECONDS = 10.0, 3.0
 """Longest wait for the memory of a killed rank's GPU: in total, and since memory was last freed. If
 the GPU is still occupied then, other processes use it."""
 FREED_SLACK = 1 << 30
-"""Bytes that other processes may have allocated on the GPU meanwhile."""
+"""Bytes that other processes may have allocated on the GPU since the rank before joined."""
 
 # A data worker forked from a recalled rank lacks the threads of the rank's old process group, and
 # would hang or abort when it collects that group as garbage.
@@ -52,7 +52,7 @@ os.register_at_fork(after_in_child=gc.freeze)
 
 @dataclass(frozen=True)
 class World:
-    """A process and its ranks in the job."""
+    """The rank, world size and device of one process of a job."""
 
     rank: int
     local_rank: int
@@ -78,7 +78,8 @@ class World:
 
 
 def read_environment() -> tuple[int, int, int, int]:
-    """Returns torchrun's (rank, local_rank, world_size, local_world_size), else (0, 0, 1, 1)."""
+    """Returns (rank, local_rank, world_size, local_world_size) as torchrun has set them; without
+    torchrun, (0, 0, 1, 1)."""
     read = os.environ.get
     return (
         int(read("RANK", "0")),
@@ -112,10 +113,10 @@ def join_world(
     place, free = torch.device("cpu"), 0
     if device == "cuda":
         place = torch.device("cuda", local_rank)
-        torch.cuda.set_device(place)  # first, as any other call would open a context on GPU 0
+        torch.cuda.set_device(place)  # before other calls, which would open a context on GPU 0
         free = wait_until_freed(place, most_free)
     if local_world_size == world_size:
-        for variable in INTERFACES:  # with all ranks on this machine, do not listen on its network
+        for variable in INTERFACES:  # all ranks are on this machine: do not listen on its network
             os.environ.setdefault(variable, "lo")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
@@ -141,7 +142,7 @@ def join_world(
     )
 
 
-# Releases before 2.14 have only the private name, of which torch 2.15 warns.
+# torch before 2.14 has only the private function, and torch 2.15 warns of its use.
 _set_timeout: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
 
@@ -182,7 +183,7 @@ def _address_store(secret: bytes) -> dist.Store | None:
     """Returns the store in which ranks exchange addresses; None: torch creates a store."""
     read = os.environ.get
     if "RANK" not in os.environ:
-        return dist.HashStore()  # a world of one rank
+        return dist.HashStore()  # a single rank has no peers to meet
     if not secret and read("RANK") == "0" and read("WORLD_SIZE") != "1":
         logger.warning(
             "torch's own rendezvous shares no secret: whoever reaches port %s of %s may put "
@@ -194,7 +195,7 @@ def _address_store(secret: bytes) -> dist.Store | None:
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     connect = partial(dist.TCPStore, host, port, is_master=False)
-    if secret:  # the store is new in every round, but generations of a round share it
+    if secret:  # generations of a round share its store, so each has key names of its own
         _sealed[:] = [SealedStore(connect, Secret(secret), f"generation {read(GENERATION, '0')}")]
         return _sealed[0]
     store = connect()
@@ -222,7 +223,7 @@ def drop_world() -> None:
 
 
 def supervised() -> bool:
-    """Whether this process has an agent of ours, which started it and restarts it."""
+    """Whether an agent of Perdure has started this process, and would restart it."""
     return ROUND in os.environ
 
 

@@ -51,7 +51,10 @@ def make_elastic(trainer: Trainer, job: Job, global_batch: int) -> Sampler:
     if arguments.max_steps <= 0:
         raise ValueError("an elastic Trainer needs max_steps in its TrainingArguments")
     if not hasattr(data, "__len__"):
-        raise ValueError(f"train_dataset: {type(data).__name__} has no length, so no order")
+        raise ValueError(
+            f"train_dataset: {type(data).__name__} has no length, which the elastic sampler needs; "
+            "use a map-style data set"
+        )
     batches = sampler(
         data,
         global_batch,
@@ -62,8 +65,9 @@ def make_elastic(trainer: Trainer, job: Job, global_batch: int) -> Sampler:
     if not (batches.even or trainer.model_accepts_loss_kwargs or trainer.compute_loss_func):
         raise ValueError(
             f"{job.world.world_size} rank(s) would have unequal parts of {global_batch} samples, "
-            "and the model's loss is the mean of its own: take a global batch and a "
-            "per_device_train_batch_size that divide, or a model that takes num_items_in_batch"
+            "and each rank's loss is the mean over its own part: choose a global batch and a "
+            "per_device_train_batch_size that divide evenly among the ranks, or a model that takes "
+            "num_items_in_batch"
         )
     arguments.gradient_accumulation_steps = batches.passes
     arguments.ignore_data_skip = True  # the sampler already begins at the right step
@@ -88,13 +92,15 @@ class _Steps(TrainerCallback):
         elif state.global_step:
             raise ValueError(
                 f"the checkpoint of step {state.global_step} was saved by a Trainer that was not "
-                "made elastic, so its samples are not known: start anew"
+                "made elastic, so nobody knows which samples it took: start a new run in another "
+                "folder"
             )
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        self._end_step()  # only now, as the previous step may have been saved and evaluated
+        # The previous step ends only now: the Trainer saves and evaluates after `on_step_end`.
+        self._end_step()
         self._job.begin_step(state.global_step + 1, state.max_steps)
         self._begun = True
         self._batches.done = state.global_step + 1
@@ -104,7 +110,7 @@ class _Steps(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        # before `on_step_end`, in which the Trainer saves
+        # Set before `on_step_end`, in which `CheckpointCallback` saves if `should_save` is set.
         control.should_save = control.should_save or self._job.due_to_pause()
         self._job.report("after")
 
@@ -120,8 +126,8 @@ class _Steps(TrainerCallback):
 
 
 def _loader(trainer: Trainer, batches: Sampler) -> DataLoader[Any]:
-    """Returns the Trainer's data loader, with batches of the sampler. accelerate must not prepare
-    it, as it would divide the batches among the ranks once more."""
+    """Returns a data loader like the Trainer's own, but with the sampler's batches. accelerate must
+    not prepare this loader, as it would divide the batches among the ranks once more."""
     arguments, data = trainer.args, trainer.train_dataset
     collate = trainer.data_collator
     if is_datasets_available() and type(data).__module__.startswith("datasets."):

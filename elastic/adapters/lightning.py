@@ -59,17 +59,19 @@ class ElasticCallback(Callback):
         if trainer.accumulate_grad_batches != batches.passes:
             raise ValueError(
                 f"accumulate_grad_batches is {trainer.accumulate_grad_batches}, and a step of the "
-                f"sampler has {batches.passes} passes: give its `passes`"
+                f"sampler has {batches.passes} passes: Trainer(accumulate_grad_batches="
+                "sampler.passes)"
             )
         if not batches.even:
             raise ValueError(
                 f"{self._job.world.world_size} rank(s) would have unequal parts of a global batch, "
-                "and a module's loss is the mean of its own: take one that divides"
+                "and each rank's loss is the mean over its own part: choose a global batch and a "
+                "micro-batch that divide evenly among the ranks"
             )
         if batches.done != trainer.global_step:
             raise ValueError(
                 f"the checkpoint of step {trainer.global_step} has no state of ElasticCallback, so "
-                "its samples are not known: start anew"
+                "nobody knows which samples it took: start a new run in another folder"
             )
 
     def on_train_batch_start(
@@ -96,8 +98,8 @@ class ElasticCallback(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Called after each pass. After the last pass of a step, makes `ModelCheckpoint` save if
-        the job pauses: it is called after all other callbacks."""
+        """Called after each pass. If the job pauses after this step, its last pass makes
+        `ModelCheckpoint` save, which Lightning calls after all other callbacks."""
         if self._begun and self._batches.done == trainer.global_step:
             self._job.report("after")
             if self._job.due_to_pause():

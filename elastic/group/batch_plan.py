@@ -15,8 +15,10 @@ from functools import lru_cache
 
 @dataclass(frozen=True)
 class MicroBatch:
+    """The sequences of one forward and backward pass of a rank."""
+
     positions: tuple[int, ...]
-    """Positions of its sequences in the global order."""
+    """Positions of the sequences in the global order."""
 
     real: bool
     """False: the pass only keeps collectives matched between ranks, and its loss has weight 0."""
@@ -38,7 +40,7 @@ class BatchPlan:
     """Number of units of each rank; None: equally many."""
     lockstep: bool = True
     """Whether all ranks need equally many passes, because each pass has collectives. With equal
-    shares all ranks have equally many in any case."""
+    shares all ranks have equally many passes in any case."""
 
     @property
     def units(self) -> int:
@@ -61,10 +63,12 @@ class BatchPlan:
 
     @property
     def efficiency(self) -> float:
-        """Share of the sequence slots of all passes that hold a sequence, in (0, 1]."""
-        # The busiest rank sets the pace; the others wait for it in the collectives.
+        """Sequences of the global batch, divided by those that all ranks could compute in the time
+        of the busiest rank; in (0, 1]. Assumes equal shares and equally fast ranks."""
+        # The other ranks wait for the busiest rank in the collectives.
         busiest = -(-self.global_batch // self.world_size)
-        # rank 0; it also has the last micro-batch if the other ranks have one fewer
+        # Rank 0 is the busiest. It has the last micro-batch, perhaps a smaller one, only if no
+        # other rank has as many micro-batches.
         if self.fixed:
             rounds, rest = divmod(self.global_batch, self.world_size * self.micro_batch)
             busiest = rounds * self.micro_batch + min(rest, self.micro_batch)
@@ -109,7 +113,7 @@ class BatchPlan:
 
 @lru_cache(maxsize=8)
 def _dealt(shares: tuple[int, ...]) -> list[list[int]]:
-    """Indices of the units of each rank, for `BatchPlan.units_of`."""
+    """Returns the indices of the units (sequences or micro-batches) of each rank, ascending."""
     dealt: list[list[int]] = [[] for _ in shares]
     unit = 0
     for turn in range(max(shares)):
@@ -121,7 +125,8 @@ def _dealt(shares: tuple[int, ...]) -> list[list[int]]:
 
 
 def most_ranks(global_batch: int, micro_batch: int, *, fixed: bool = False) -> int:
-    """Most data-parallel ranks that each have a unit; arguments as for `plan_batch`."""
+    """Returns the largest number of data-parallel ranks of which each has a sequence, or in a
+    `fixed` plan a micro-batch. Arguments as for `plan_batch`."""
     return -(-global_batch // micro_batch) if fixed else global_batch
 
 
@@ -133,8 +138,8 @@ def plan_batch(
     Args:
         global_batch: sequences per optimizer step, over all ranks.
         world_size: data-parallel ranks.
-        micro_batch: most sequences of a rank in one pass. In a fixed plan every pass has so many,
-            except perhaps the last of a global batch.
+        micro_batch: most sequences of a rank in one pass. In a fixed plan every micro-batch has
+            exactly this number, except perhaps the last of a global batch.
         fixed: use the same micro-batches at every world size.
 
     Raises:

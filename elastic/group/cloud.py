@@ -4,7 +4,7 @@ A cloud announces this through its metadata service, an HTTP server that only th
 reaches. A thread of each node's agent polls the service every POLL_SECONDS. Outside of these clouds
 nothing is polled.
 
-    AWS    2 min ahead, recommends to leave sooner
+    AWS    2 min ahead, and earlier a recommendation to leave
            docs.aws.amazon.com/AWSEC2/latest/UserGuide: spot-instance-termination-notices.html,
            rebalance-recommendations.html, configuring-instance-metadata-service.html
     GCP    30 s ahead; cloud.google.com/compute/docs/instances/preemptible
@@ -31,7 +31,7 @@ AZURE_ASSET_TAG = "7783-7084-3265-9085-8269-3286-77"
 """Identifies an Azure machine; its vendor and product are those of any Hyper-V guest."""
 
 POLL_SECONDS = 2.0
-"""Two of the three clouds announce only 30 s ahead; a request takes a few milliseconds."""
+"""Seconds between two polls. GCP and Azure announce only 30 s ahead, so polls must be frequent."""
 REQUEST_SECONDS = 2.0
 MAX_ANSWER = 1 << 16
 
@@ -59,8 +59,8 @@ class NoticeSource(Protocol):
     name: str
 
     def look(self) -> Notice | None:
-        """Returns the current notice, or None. May block for a few seconds where the service is
-        slow, and may raise any exception."""
+        """Returns the current notice; None if there is none. May block for a few seconds where the
+        service is slow, and may raise any exception."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Aws:
         return None
 
     def _get(self, path: str) -> str | None:
-        """The text at `path`; None for status 404, which means no notice."""
+        """Returns the text at `path`; None for status 404, which means that there is no notice."""
         url = f"{self.address}/latest/meta-data/{path}"
         status, answer = _request(url, self._token_header())
         if status not in (200, 404):
@@ -162,7 +162,7 @@ CLOUDS: dict[str, Callable[[str], NoticeSource]] = {"aws": Aws, "gcp": Gcp, "azu
 
 
 def parse_sources(text: str, address: str = ADDRESS, dmi: Path = DMI) -> list[NoticeSource]:
-    """Create the notice sources that a recipe names, without contacting them.
+    """Create the notice sources that `text` names, without contacting them.
 
     Args:
         text: "aws", "gcp", "azure", "file:<path>" and "auto", separated by commas; may be empty.

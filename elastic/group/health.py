@@ -42,8 +42,12 @@ WARNING_ONLY = ("gpu", "nvlink", "network")
 
 @dataclass(frozen=True)
 class HealthProblem:
+    """A fault of this machine that a check has found."""
+
     check: str
+    """Name of the check, or the core, GPU or recipe key at which it found the fault."""
     what: str
+    """One line that says what is wrong and what to do."""
 
     @property
     def refuses(self) -> bool:
@@ -56,6 +60,8 @@ class HealthProblem:
 
 @dataclass(frozen=True)
 class NodeHealth:
+    """The result of all checks of this machine."""
+
     problems: Sequence[HealthProblem]
     domain: str
     """NVLink domain of the node's GPUs; empty if they reach no other node."""
@@ -97,8 +103,8 @@ def check_node(
 def check_folders(
     folders: Mapping[str, str], *, seconds: float = SECONDS
 ) -> Sequence[HealthProblem]:
-    """Problems of the filesystems under `folders`, which maps recipe keys to paths. A missing path
-    is no problem of its filesystem."""
+    """Returns problems of the filesystems under `folders`, which maps recipe keys to paths. A
+    missing path is no problem of its filesystem."""
     return _run(_folder_checks(folders, seconds))
 
 
@@ -112,7 +118,7 @@ def _folder_checks(folders: Mapping[str, str], seconds: float) -> list["_Check"]
 
 
 def _run(checks: Sequence["_Check"]) -> list[HealthProblem]:
-    # All checks begin before any is awaited, so that the slowest decides the total time.
+    # All checks begin before the first is awaited, so they take as long as the slowest.
     for check in checks:
         check.start()
     return [problem for check in checks for problem in check.result()]
@@ -141,7 +147,8 @@ class _Check:
         if self._thread.is_alive():
             self.add_problem(f"no answer within {self.seconds:g} s{self.advice}")
             if self._process is not None:
-                # Not awaited: a child of a dead driver dies only when the driver answers.
+                # The child is not awaited: if it waits for a dead driver, it dies only when the
+                # driver answers.
                 with suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
         return list(self._problems)
@@ -154,7 +161,7 @@ class _Check:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            process_group=0,  # so that a hanging check is killed with its forks
+            process_group=0,  # a group of its own, so that a hanging check is killed with its forks
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(search_path()),
@@ -185,7 +192,10 @@ class _Check:
 def _check_store(round_trip: Callable[[], float], check: _Check) -> None:
     took = round_trip()
     if took > ROUND_TRIP_SECONDS:
-        check.add_problem(f"a round trip takes {took:.1f} s, more than {ROUND_TRIP_SECONDS:g} s")
+        check.add_problem(
+            f"a round trip to the job's store takes {took:.1f} s, more than "
+            f"{ROUND_TRIP_SECONDS:g} s; see the network between this machine and the store's host"
+        )
 
 
 def _check_folder(path: Path, check: _Check) -> None:
@@ -203,15 +213,15 @@ def _check_network(root: Path, check: _Check) -> None:
 # --- in the child ----------------------------------------------------------------------------
 
 Finding = tuple[str, str | None]
-"""(core or GPU, None) before it is checked; (core or GPU, problem) after."""
+"""(core or GPU, None) before a core or GPU is checked; (core or GPU, problem) for each problem."""
 
 
 def pattern(size: int, module: Any) -> tuple[Any, Any, Any, Any]:
-    """(left, right, row weights, column weights): int64 matrices of shape (size, size) and vectors
-    of length `size`, as arrays of `module` (numpy or torch).
+    """Returns (left, right, row weights, column weights): int64 matrices of shape (size, size) and
+    vectors of length `size`, as arrays of `module` (numpy or torch).
 
-    Values are within ±8, so that every sum in left @ right is an integer below 2^24 in magnitude,
-    and no sum is rounded in float32, nor in TF32 with float32 sums.
+    Matrix elements are within ±8. So every sum in left @ right is an integer below 2^24 in
+    magnitude, and is not rounded in float32, nor in TF32 with float32 sums.
     """
     index = module.arange(size)
     rows, columns = index[:, None], index[None, :]
@@ -223,7 +233,7 @@ def pattern(size: int, module: Any) -> tuple[Any, Any, Any, Any]:
 SIZE = 512
 GPU_SIZE = 2048
 GOLDEN = {SIZE: -1139798349, GPU_SIZE: -72314594004}
-"""Size → row weights @ left @ right @ column weights of `pattern(size)`, exact in integers."""
+"""Size → the integer row weights @ left @ right @ column weights of `pattern(size)`."""
 
 
 def check_compute() -> Iterator[Finding]:
@@ -260,7 +270,8 @@ def check_compute() -> Iterator[Finding]:
 
 
 def check_gpus() -> Iterator[Finding]:
-    """Check that the memory of every visible GPU keeps its contents, and check a product."""
+    """Check on every visible GPU that GPU_BYTES of memory keep their contents, and that a product
+    of two matrices is right."""
     yield "gpu", None
     import torch
 
@@ -278,7 +289,7 @@ def check_gpus() -> Iterator[Finding]:
             yield name, str(error).splitlines()[0]
             continue
         if not kept:
-            yield name, "memory does not keep what is written; take this machine out"
+            yield name, "its memory does not keep what is written; take this machine out"
         if value != GOLDEN[GPU_SIZE]:
             yield name, "a multiplication of matrices gave a wrong result; take this machine out"
 
@@ -299,7 +310,8 @@ def main(arguments: list[str]) -> None:
 
 
 NOT_MOUNT_ERRORS = (FileNotFoundError, NotADirectoryError, PermissionError)
-"""Errors that are not the filesystem's fault; the code that opens the path later reports them."""
+"""Errors that `probe_path` ignores: the path is wrong, not the filesystem. The code that opens the
+path later reports them."""
 
 
 def probe_path(path: Path) -> None:

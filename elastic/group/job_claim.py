@@ -8,8 +8,9 @@ first node of the membership raises it. A key whose counter stands still belongs
 ended, and is overwritten.
 
 Anybody can write to the key, so it decides only about nodes that start, never about a job that
-trains. After a restart of the store with no data, another job may take the key before the job that
-trains is back. It ends itself when it sees the older job's key; see `Member`.
+trains. After the store has restarted without its data, a new job may take the key before the job
+that trains has written it again. The new job ends itself when it sees the older job's key; see
+`Member._renew_claim`.
 """
 
 import os
@@ -29,15 +30,19 @@ VISIBLE_SECONDS = 5.0
 """Longest time until a network filesystem shows a file that another node created."""
 PREFIX = ".job-"
 KEPT_MARKS = 8
-"""Marks kept in a run directory, as a running job may use an older mark than the newest."""
+"""Number of newest mark files kept in a run directory, as a running job may not use the newest."""
 NO_MARK = "-"
-"""Stands in a claim whose first node knows no run directory, or cannot write to it."""
+"""`JobClaim.mark` of a job whose first node knows no run directory, or cannot write to it."""
 
 
 @dataclass(frozen=True)
 class JobClaim:
+    """The value of a job's key in the store, see [Note: claim]."""
+
     fingerprint: str
+    """`Secret.fingerprint` of the job's secret."""
     counter: int
+    """Rises while the job runs."""
     mark: str
     """Random part of the name of the mark file in the run directory."""
 
@@ -46,7 +51,7 @@ class JobClaim:
 
     @staticmethod
     def decode(data: bytes | None) -> "JobClaim | None":
-        """Parse a value of the store; returns None if it is no claim."""
+        """Parse a value of the store; returns None if the value is no claim."""
         pattern = rb"([0-9a-f]{16}) ([0-9]{1,18}) (-|[0-9a-f]{16})"
         existing = re.fullmatch(pattern, data or b"")
         if not existing:
@@ -55,7 +60,7 @@ class JobClaim:
         return JobClaim(fingerprint.decode(), int(counter), mark.decode())
 
     def same_world(self, other: "JobClaim") -> bool:
-        """Whether both claims have the same secret and run directory."""
+        """Whether two claims have the same secret and the same run directory."""
         return (self.fingerprint, self.mark) == (other.fingerprint, other.mark)
 
 
@@ -109,8 +114,8 @@ def _mismatch(existing: JobClaim, run_id: str, secret: Secret, directory: str | 
     if existing.fingerprint != secret.fingerprint:
         return (
             f"a job named {run_id!r} runs on this store with another secret than that of "
-            f"{os.environ.get(SECRET_FILE, 'this node')}; {cure}; nodes may also be given one file "
-            f"by {SECRET_FILE}"
+            f"{os.environ.get(SECRET_FILE, 'this node')}; {cure}; or set {SECRET_FILE} to one file "
+            "for all nodes"
         )
     if existing.mark == NO_MARK or directory is None:
         return ""
@@ -121,15 +126,16 @@ def _mismatch(existing: JobClaim, run_id: str, secret: Secret, directory: str | 
             os.listdir(directory)
         if time.monotonic() > deadline:
             return (
-                f"a job named {run_id!r} runs on this store in another run directory: {path}, "
-                f"which its first node has made, is not seen by this node; {cure}"
+                f"a job named {run_id!r} runs on this store in another run directory: its first "
+                f"node has created {path}, which this node does not see; {cure}"
             )
         time.sleep(0.1)
     return ""
 
 
 def _next_value(client: StoreClient, key: str, data: bytes) -> bytes | None:
-    """Returns the next value of a key; None if the value does not change for STALE_SECONDS."""
+    """Wait until the value of a key is no longer `data`; returns the new value, or None if the
+    value does not change within STALE_SECONDS."""
     deadline = time.monotonic() + STALE_SECONDS
     while time.monotonic() < deadline:
         time.sleep(0.1)

@@ -65,8 +65,11 @@ def _keyed(key: bytes, data: bytes) -> "hashlib.blake2b":
 
 def find_secret(named: str | None, directory: str | None) -> Secret:
     """Returns the secret of this agent's job: from the file `named`, else from
-    $PERDURE_SECRET_FILE, else from a file in the run's `directory`, created if missing. Sets the
-    variable for the ranks.
+    $PERDURE_SECRET_FILE, else from a file in the run's `directory`, created if missing. Sets
+    $PERDURE_SECRET_FILE, for the ranks.
+
+    Raises:
+        SecretError: no file is named and there is no `directory`, or the file cannot be used.
     """
     path = named or os.environ.get(SECRET_FILE) or (directory and f"{directory}/{DEFAULT_NAME}")
     if not path:
@@ -84,7 +87,8 @@ def read_secret(path: Path) -> Secret:
     """Read the secret in a file.
 
     Raises:
-        SecretError: it cannot be read, or another user could have read or written it.
+        SecretError: the file cannot be read, is too short, or another user could have read or
+            written it.
     """
     try:
         # O_NONBLOCK: opening a pipe must not block
@@ -108,14 +112,15 @@ def read_secret(path: Path) -> Secret:
         )
     if len(data) < MIN_BYTES:
         raise SecretError(
-            f"the secret of the job: {path} has {len(data)} bytes, not {MIN_BYTES}; remove it"
+            f"the secret of the job: {path} has {len(data)} bytes, fewer than {MIN_BYTES}; remove "
+            f"it, or name another file by {SECRET_FILE}"
         )
     return Secret(hashlib.sha256(data).digest())  # a key of BLAKE2b has at most 64 bytes
 
 
 def make_secret(path: Path) -> None:
-    """Create a secret file that only this user can read, unless it exists. Nodes that start at the
-    same time all use the secret of the first.
+    """Create a file with a new secret that only this user can read, unless the file exists. If
+    nodes call this at the same time, one of them creates the file, and all use its secret.
 
     Raises:
         SecretError: the file cannot be created.
@@ -137,6 +142,6 @@ def make_secret(path: Path) -> None:
                 aside.unlink(missing_ok=True)
     except OSError as error:
         raise SecretError(
-            f"the secret of the job: cannot make {path}: {error.strerror}; name a file by "
+            f"the secret of the job: cannot create {path}: {error.strerror}; name another file by "
             f"{SECRET_FILE}"
         ) from error

@@ -65,9 +65,11 @@ logger = logging.getLogger(__name__)
 ALONE_SECONDS = 0.4
 """Seconds between two reads of the membership document in a job of at most one node."""
 MAX_KNOCKING = 20_000
-"""Most names that a node keeps of those that other nodes have appended to the door."""
+"""Most names of nodes that an observer keeps from the door, the key of the store to which nodes
+that want to join append their names."""
 COUNTS_PER_BEAT = 8
-"""Reads of all counters per beat, by the first observer, while nodes arrive or leave."""
+"""How often the first observer reads the counters of all nodes between two of its beats, while
+nodes arrive or leave."""
 YOUNG_SECONDS = 30.0
 """Age up to which a job gives way to an older job of its name; see job_claim.py."""
 KNOCK_SECONDS, MISSED_KNOCKS = 2.0, 10
@@ -77,7 +79,8 @@ knocks after which observers forget a node that has not joined."""
 
 @dataclass
 class Heartbeat:
-    """When this node wrote its beats and knocks, and when the next are due, by time.monotonic()."""
+    """When this node wrote its beats (its counter in the store) and knocks (its name at the door),
+    and when it has to write the next. Times are by time.monotonic()."""
 
     count: int = 0
     due: float = 0.0
@@ -106,7 +109,8 @@ class BeatWatch:
     """`StoreClient.connections` at the last read; a change means that the store restarted."""
 
     def remember(self, names: Sequence[str], inside: Sequence[str], now: float) -> None:
-        """Add `names` to the nodes at the door; drop expired nodes and nodes that are `inside`."""
+        """Add `names` to the nodes at the door; drop nodes whose time has expired, and nodes that
+        are `inside` the document by now."""
         for name in names:
             self.knocking.setdefault(name, (0, now + MISSED_KNOCKS * KNOCK_SECONDS))
         self.knocking = {
@@ -116,13 +120,13 @@ class BeatWatch:
         }
 
     def note(self, node: str, counter: int, request: Mapping[str, object] | None) -> None:
-        """Store the request in a beat of `node`. A node at the door must first raise its counter,
-        as the beat may be left over from a process that has died."""
+        """Store the request in a beat of `node`. The request of a node at the door is stored only
+        after its counter has risen, as the beat may be left over from a process that has died."""
         first, until = self.knocking.get(node, (1, 0.0))
         if not first:
             self.knocking[node] = counter, until
         elif node in self.knocking and counter <= first:
-            pass  # perhaps left over from a dead node
+            pass  # the beat may be left over from a dead process
         elif request and counter >= self.leases.seen.get(node, (0, 0.0))[0]:
             self.requests[node] = read_fields(NodeRequest, request)
 
@@ -208,13 +212,14 @@ class Member:
         self._thread = threading.Thread(target=self._run, name="perdure-member", daemon=True)
 
     def start(self, secret: Secret, mark: str = NO_MARK) -> None:
-        """Begin to follow the membership document. `mark` is that of the job's `JobClaim`."""
+        """Begin to follow the membership document. `mark`: `JobClaim.mark` of the job."""
         self._mark, self._young_until = mark, time.monotonic() + YOUNG_SECONDS
         self.use_secret(secret)
         self._thread.start()
 
     def use_secret(self, secret: Secret) -> None:
-        """Ignore values in the store not sealed by `secret`. Called before the first `look`."""
+        """Read and write values of the store sealed by `secret`; ignore all others. Called before
+        the first `look`."""
         self.keys = JobKeys(self.keys.client, self._run_id, secret)
 
     def change(self, change: Change) -> None:
@@ -287,8 +292,8 @@ class Member:
 
     def look(self) -> float:
         """Read and write the store once; returns the seconds to wait for `wake` before the next
-        call. Called only by the thread, or by tests without one."""
-        self.wake.clear()  # before the work, so that a request made during it sets `wake` again
+        call. Called by the thread of this object only, or by tests that do not start it."""
+        self.wake.clear()  # cleared first, so that a request made during the work sets it again
         try:
             self._follow()
             if self.unreachable_since is not None:
@@ -305,20 +310,21 @@ class Member:
         if self.limits.maximum == 1:  # nobody else changes the document
             return ALONE_SECONDS
         seconds = poll_seconds(spared_nodes(self.state), self._observes(self.state))
-        # A node at the door does not know how many others wait there, so it backs off.
+        # A node at the door does not know how many others wait there, so it reads ever less often.
         since = self._heartbeat.knocks_since
         waited = time.monotonic() - since if since else 0.0
         return max(seconds, min(waited / 4, KNOCK_SECONDS))
 
     def _observes(self, state: Membership) -> bool:
-        """Whether this node writes the document for others: as one of the observers, or because
-        there are fewer than OBSERVERS of them. Never if it would train something else."""
+        """Whether this node writes the document for other nodes: if it is one of the observers, or
+        there are fewer than OBSERVERS of them and this node would train the same."""
         first = observers(state)
         few = len(first) < OBSERVERS and not is_foreign(state, self.name, self._identity)
         return few or self.name in first
 
     def _follow(self) -> None:
-        """Beat, read the beats of others, and bring the document up to date."""
+        """Write this node's beat if it is due, read the beats of other nodes, and bring the
+        document up to date."""
         keys, now = self.keys, time.monotonic()
         observes, request = self._observes(self.state), self._request
         lapsed: list[str] = []
@@ -350,7 +356,7 @@ class Member:
             lapsed = all_nodes(best) if set(observers(best)) <= set(lapsed) else []
             joins = request is not None and not request.leaves
             if is_foreign(best, self.name, self._identity) and not (lapsed and joins):
-                self._adopt(best)  # changes nothing, as the others train something else
+                self._adopt(best)  # this node writes nothing, as the others train something else
                 return
         observes = self._observes(best)
         requests: dict[str, NodeRequest] = {}
@@ -368,12 +374,12 @@ class Member:
         if observes and self.name in state.arrived:
             state = complete(state, self.limits, now - self._arrivals[1])
         if state != best or (best != stored and observes):
-            # must exceed the version of every copy, so that this document replaces them
+            # The new version exceeds that of every copy, so that this document replaces them all.
             versions = [copy.version for copy in (best, state, stored) if copy]
             state = replace(state, version=max(versions) + 1)
             sealed = keys.seal(key, state.encode())
             if keys.client.swap(key, data, sealed) != sealed:
-                self.wake.set()  # another node was faster
+                self.wake.set()  # another node has changed the document first: try again
                 return
         if observes or state != best:
             self._announce(state, now, at_once=beats or not observes)
@@ -392,20 +398,20 @@ class Member:
         """Make `state` the current document, and wake the agent and waiting threads."""
         if state != self.state:
             if (state.round, state.generation) != (self.state.round, self.state.generation):
-                self._loss_expected_until = 0.0  # the cause is known now
+                self._loss_expected_until = 0.0  # the document shows the loss, or another failure
             with self._news:
                 self.state = state
                 self._news.notify_all()
             self._changed()
 
     def _announce(self, state: Membership, now: float, at_once: bool) -> None:
-        """Write the version of the document, so that other nodes read all of it. Changes of the
-        arrivals alone are announced at most once per `poll_seconds`."""
+        """Write the document's version to its own key, so that other nodes read the document. With
+        `at_once` false, changes of the arrivals alone are announced once per `poll_seconds`."""
         before = self._announced.state
         early = before and (state.version == before.version or now < self._announced.due)
         if early and not at_once and differ_only_in_arrivals(state, before or state):
             return
-        # The field is set first: if the store fails below, the next look reads the document again.
+        # Set first: if the store fails below, the next `look` reads the document again.
         self._announced.version = str(state.version).encode()
         # No node decides anything by this key, so its value carries no MAC.
         self.keys.client.set(f"{self.keys.prefix}/version", self._announced.version)
@@ -475,7 +481,7 @@ class Member:
         for node, key, data in zip(named, keys, client.get_all(keys), strict=True):
             text = self.keys.open(key, data) or b"[0, null, 0]"
             counters[node], request, pace, *_ = json.loads(text)
-            # That node may not have read yet that the job has grown.
+            # `pace` may be too short: that node may not have read yet that the job has grown.
             paces[node] = max(pace, seconds)
             watch.note(node, counters[node], request)
         late = time.monotonic() - now > seconds
@@ -504,17 +510,18 @@ class Member:
         return lapsed
 
     def _knock_at_door(self, now: float) -> None:
-        """Append this node's name to the door, for the observers to read its beats."""
+        """Append this node's name to the door every KNOCK_SECONDS, so that the observers read its
+        beats."""
         heart = self._heartbeat
         heart.knocks_since = heart.knocks_since or now
-        heart.due = now  # so that observers soon see the counter rise
+        heart.due = now  # beat at once, so that observers soon see the counter rise
         if now < heart.knock_due:
             return
         heart.knock_due = now + KNOCK_SECONDS
         self.keys.client.append(f"{self.keys.prefix}/door", f"{self.name}\n".encode())
 
     def _open_door(self, now: float) -> None:
-        """Read the names at the door, and empty it."""
+        """Read the names at the door, and remove them from it."""
         key = f"{self.keys.prefix}/door"
         data = self.keys.client.get(key) or b""
         if data:
@@ -523,7 +530,8 @@ class Member:
         self._watch.remember(names, all_nodes(self.state), now)
 
     def _collect_statuses(self, state: Membership) -> None:
-        """On the first node: read the statuses that all nodes have published for the alarm."""
+        """Read the statuses that all nodes have published for the current alarm. Does nothing
+        except on the first node of the round."""
         if not state.alarm or state.suspicion or self.name not in state.members[:1]:
             return
         keys = [f"{self.keys.prefix}/standing/{node}" for node in state.members]
@@ -538,6 +546,6 @@ class Member:
 
 
 def node_name(address: str) -> str:
-    """A unique name for this node. The random part is needed because agents in two containers may
-    share host name, address and process id."""
+    """Returns a unique name for this node. It has a random part because agents in two containers
+    may share host name, address and process id."""
     return f"{socket.gethostname()}/{address}/{os.getpid()}-{secrets.token_hex(4)}"

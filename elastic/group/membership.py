@@ -8,16 +8,16 @@ leaves or joins costs a round.
 A node that wants to be in the next round is added to the *arrivals*. The next round begins when
 every node of this one has arrived again, has left, or is lost, and at least `minimum` nodes are
 there. So a newcomer changes nothing until the nodes that train have noticed it, finished their step
-and arrived as well. Their ranks have *paused* then, and their requests name the generation. A node
-that arrives without having paused has dropped its ranks. It leaves the round as it arrives, because
-the others would wait for these ranks.
+and arrived as well. Their ranks have *paused* then, and their requests name the generation in which
+they did. A node whose request names no such generation has lost its ranks without a pause. It
+leaves the round as it arrives, because the other nodes would wait for these ranks.
 
 Thousands of nodes cannot all swap one document, nor all read it at every look. The first nodes in
 order are its *observers*. The others write their requests (`NodeRequest`) and the status of their
 ranks to keys of their own. The observers read these keys, and change the document once for all
 requests. A node that is not in the document yet appends its name to the *door*, a key of the store,
-and is let in when an observer has seen its counter rise. All others only compare the version. Up to
-`OBSERVERS` nodes are all observers.
+and is let in when an observer has seen its counter rise. Nodes that do not observe only compare the
+document's version. In a job of at most `OBSERVERS` nodes, all nodes are observers.
 
 The nodes of a round hold whole *replicas* of a model that is spread over `unit` ranks. Nodes that
 complete no replica wait as spares, until enough other nodes arrive. When a node is lost, the
@@ -30,9 +30,10 @@ compared between machines. On an overloaded machine a counter rises late. So a n
 how late it recently was, and gets a longer lease. An observer that was late itself extends the
 leases too, as the other nodes may share its machine.
 
-A node that would train something else, or runs another version of this code, only reads the
-document while one of its nodes lives, and reports the difference. A node outside of the document
-watches the observers for longer than a member would; if all are silent then, it removes all nodes.
+A node that would train something else than the nodes in the document, or runs another version of
+this code, only reads the document while one of these nodes lives, and reports the difference. A
+node outside of the document watches the observers for longer than a member would. If all observers
+are silent then, it removes all nodes from the document.
 """
 
 import json
@@ -49,21 +50,24 @@ BEAT_SECONDS = 0.2
 """Seconds between two beats of a node; longer in a job of more than NODES_PER_BEAT nodes."""
 NODES_PER_BEAT = 128
 LEASE_SECONDS, MISSED_BEATS = 1.2, 3
-"""Shortest lease of a node: in seconds, and in beats at the node's recent pace."""
+"""Shortest lease of a node: in seconds, and as a number of beats at the node's recent pace."""
 DOUBTED_SECONDS, DOUBTED_BEATS = 0.8, 2
 """Shortest lease, in seconds and beats, after a rank has lost its connection to a peer and nobody
 has reported a failure: some node has probably died."""
 POLL_SECONDS = 0.05
 """Seconds between two reads of the document in a small job."""
 LATE_BEATS, LATE_FACTOR, LATE_SECONDS = 32, 2.0, 2.0
-"""If the longest of the last LATE_BEATS gaps between beats exceeds LATE_FACTOR times the intended
-gap, leases count with that longest gap, at most LATE_SECONDS."""
+"""If the longest of the last LATE_BEATS gaps between a node's beats exceeds LATE_FACTOR times the
+intended gap, its lease is computed from that longest gap, at most LATE_SECONDS."""
 OBSERVERS = 3
-"""Number of nodes that observe: these first nodes watch all nodes, the others watch only these."""
+"""Number of observers: these first nodes watch the counters of all nodes, and the other nodes watch
+only those of the observers."""
 
 
 T = TypeVar("T")
 Replica = list[str]
+"""Names of nodes whose ranks together hold whole copies of the model: one copy, or several if a
+single node holds them."""
 
 
 def read_fields(kind: type[T], body: Mapping[str, Any]) -> T:
@@ -79,7 +83,8 @@ class Failure:
 
     node: str
     rank: int | None
-    """Rank of the process; None: unknown, or a whole node, and then no node gets a strike."""
+    """Rank of the process; None: unknown, or a whole node was lost. Such a failure counts neither
+    towards the limits of a step nor of a node."""
     step: int
     """Step that the run was in; 0: before the first step, or unknown."""
     why: str
@@ -88,9 +93,10 @@ class Failure:
     error: str = ""
     """Last line of the exception that ended the process; empty if it was killed, hung or lost."""
     mended: bool = False
-    """Whether the process has removed the cause before it ended. Such a failure is not counted."""
+    """Whether the process removed the cause before it ended. Such a failure counts towards no limit
+    of failures."""
     outside: bool = False
-    """Whether a signal from another process ended it. Such a failure counts towards
+    """Whether a signal from another process ended the process. Such a failure counts towards
     `Limits.restarts`, but not towards the limits of a step or a node."""
     unfit: bool = False
     """Whether other ranks found that this machine computes wrongly. Its node is removed at once,
@@ -102,6 +108,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class JobEnd:
+    """The end of a job: all its nodes leave, and no further round begins."""
+
     code: int
     """Exit code of every process of the job."""
     reason: str
@@ -112,8 +120,8 @@ class Membership:
     """The membership document of a job."""
 
     version: int = 0
-    """Rises with every change, so the highest version is the newest copy. A job begins with its
-    start time in ms of Unix time, so that it exceeds the versions of earlier jobs."""
+    """Rises with every change, so the copy with the highest version is the newest. It begins with
+    the job's start in ms of Unix time, so that it exceeds the versions of earlier jobs."""
     round: int = 0
     """Number of the newest round; 0: none yet."""
     first: int = 1
@@ -125,6 +133,7 @@ class Membership:
     ranks: int = 1
     """Ranks of each node that `uneven` does not list."""
     uneven: tuple[tuple[str, int], ...] = ()
+    """(node, number of its ranks) of each node with another number of ranks than `ranks`."""
     places: tuple[tuple[str, str], ...] = ()
     """(node, place) of each node with a known place, sorted by node; see topology.py."""
     members: tuple[str, ...] = ()
@@ -142,10 +151,11 @@ class Membership:
     arrived: tuple[str, ...] = ()
     """Nodes that wait for the next round."""
     lost: Failure | None = None
-    """Failure of the node that this round lost last."""
+    """Failure because of which this round ends: that of the node lost last, or see `accuse`."""
     cause: Failure | None = None
     """Failure that ended the round before."""
     failures: tuple[Failure, ...] = ()
+    """Newest failures of processes, oldest first; as many as decide about the job's end."""
     struck: tuple[Failure, ...] = ()
     """The last failure of each node that was removed for its failures. Such a node may join again
     once its health checks pass, unless the failure is `unfit`."""
@@ -159,7 +169,8 @@ class Membership:
     closed: JobEnd | None = None
 
     def encode(self) -> bytes:
-        """Serialise to JSON. Each place is written once: all nodes read the document."""
+        """Serialise to JSON. Each place is written only once, to keep the document short: all nodes
+        read it."""
         body, stated = asdict(replace(self, places=())), dict(self.places)
         number = {place: index for index, place in enumerate(dict.fromkeys(stated.values()))}
         at = [number.get(stated.get(node, ""), -1) for node in all_nodes(self)] if stated else []
@@ -186,22 +197,28 @@ class Membership:
 
 @dataclass(frozen=True)
 class Limits:
+    """Limits of a job: sizes of a round, waits before it begins, and failures."""
+
     minimum: int
     """Fewest nodes with which a round begins."""
     maximum: int
     most_ranks: int | None = None
     """Most ranks that the global batch can occupy; None: any number."""
     unit: int = 1
-    """Ranks of a replica. The ranks of a round are a multiple of it."""
+    """Ranks that together hold one replica of the model. The ranks of a round are a multiple of
+    this."""
     first_call: float = 3.0
-    """Seconds without a further arrival until the first round begins with the nodes that wait."""
+    """Seconds without a further arrival until the first round begins with the nodes that wait. If
+    no further node would fit, it begins at once."""
     settle: float = 0.3
-    """Seconds as `first_call`, but for later rounds, whose nodes are running already."""
+    """Seconds without a further arrival until a later round begins. They are few, as the nodes of a
+    later round are running already."""
     restarts: int = 30
     """Failures within an hour that are answered by a restart; the next failure ends the job."""
     same_step: int = 3
-    """Consecutive failures in one step, of one rank or with one error, after which their node is
-    removed if the other nodes suffice, or else the job ends."""
+    """Consecutive failures in one step, of one rank or with one error, that a restart will not
+    mend. If all are on one node and the other nodes suffice, that node is removed; otherwise the
+    job ends."""
     strikes: int = 5
     """Failures of a node within an hour after which it is removed, if the other nodes suffice."""
 
@@ -228,13 +245,15 @@ def _placed(state: Membership, stated: Mapping[str, str]) -> tuple[tuple[str, st
 
 
 def _sorted(stated: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Returns `Membership.places` of the valid places, sorted so that equal documents are equal."""
+    """Returns `Membership.places` of the valid places in `stated` (node → place), sorted by node,
+    so that equal places give equal documents."""
     good = (node for node in sorted(stated) if stated[node] and is_place(stated[node]))
     return tuple((node, stated[node]) for node in good)
 
 
 def is_foreign(state: Membership, node: str, identity: str) -> bool:
-    """Whether the document has other nodes, and these train something else than `node` would."""
+    """Whether the document has nodes besides `node`, and these train something else than `node`
+    would. `identity`: digest of what `node` would train."""
     others = {*state.members, *state.arrived} - {node}
     return bool(others) and not state.closed and state.identity != identity
 
@@ -242,14 +261,15 @@ def is_foreign(state: Membership, node: str, identity: str) -> bool:
 def enter(
     state: Membership, node: str, now: float, ranks: int = 1, identity: str = "", place: str = ""
 ) -> Membership:
-    """Add `node`, which was in no round yet, to the nodes that wait; `now` is Unix time. A node
-    that is alone begins a new job. While nodes of an ended job are listed, nothing changes."""
+    """Add `node`, which was in no round yet, to the nodes that wait; `now` is Unix time. If the
+    document has no other node, `node` begins a new job. While the document has nodes of an ended
+    job, nothing changes."""
     others = {*state.members, *state.arrived} - {node}
     if node in state.members or node in state.arrived:
         return state
     if others:
         return state if state.closed else arrive(state, node, ranks, identity, place)
-    # A loss in a job that has ended does not explain the next job's start.
+    # A node lost in an ended job does not explain the next job's start.
     lost = None if state.closed else state.lost
     fresh = Membership(
         version=max(state.version, int(now * 1000)),
@@ -267,9 +287,10 @@ class NodeRequest:
 
     leaves: bool = False
     after: int = 0
-    """Last round that the node was in; 0: none. It joins the first later round."""
+    """Last round that the node was in; 0: none. The node joins the first later round."""
     paused: int = -1
-    """Generation of round `after` in which the node's ranks have all paused; -1: they are gone."""
+    """Generation of round `after` in which the node's ranks have all paused; -1: they ended without
+    a pause, or the node is new."""
     ranks: int = 1
     identity: str = ""
     place: str = ""
@@ -279,7 +300,7 @@ def heed(state: Membership, node: str, request: NodeRequest, now: float) -> Memb
     """Apply the request of `node`. Applying it again changes nothing. `now` is Unix time."""
     if request.leaves:
         return leave(state, node)
-    # The round that was requested has begun already.
+    # The round that the node wanted to join has begun already.
     if state.round > request.after and node in state.members:
         return state
     if request.after:
@@ -294,7 +315,8 @@ def round_over(state: Membership) -> bool:
 
 
 def _ends_round(state: Membership, node: str, request: NodeRequest) -> bool:
-    """Whether the arrival of `node`, whose ranks are gone, ends this round."""
+    """Whether the arrival of `node` ends this round: its ranks ended without a pause, so the round
+    cannot continue."""
     if round_over(state) or node not in state.members or node in state.arrived:
         return False
     return 0 < request.after >= state.round and request.paused != state.generation
@@ -305,14 +327,14 @@ def heed_all(state: Membership, requests: Mapping[str, NodeRequest], now: float)
     node after another, in time linear in their number."""
     state = leave(state, *(node for node, request in requests.items() if request.leaves))
     arriving = {node: request for node, request in requests.items() if not request.leaves}
-    # While there is no other node, an arrival may begin another job.
+    # While the document has fewer than two nodes, an arrival may begin another job.
     while arriving and len(all_nodes(state)) < 2:
         node = next(iter(arriving))
         state = heed(state, node, arriving.pop(node), now)
     if not arriving:
         return state
     pending = list(arriving.items())
-    # Later arrivals depend on whether the round has ended, so split there.
+    # Later arrivals depend on whether the round has ended, so split the requests there.
     for place, (node, request) in enumerate(pending):
         if _ends_round(state, node, request):
             state = heed_all(state, dict(pending[:place]), now)
@@ -403,10 +425,10 @@ def complete(state: Membership, limits: Limits, quiet: float) -> Membership:
         quiet: seconds since the last change of the arrivals.
 
     Nodes of the round before keep their order, so that group rank 0 and the neighbours of a node
-    change as little as possible; nodes of broken replicas come after them. A new replica comes
-    after the others of its place. Nodes beyond the limits, or without a complete replica, wait as
-    spares."""
-    # A member that has not arrived again is still training in this round.
+    change as little as possible. Nodes of broken replicas come after them. A new replica comes
+    after the other replicas of its place. Nodes beyond the limits, or in no complete replica, wait
+    as spares."""
+    # Wait while a member has not arrived again: it still trains in this round.
     if state.closed or not set(state.members) <= set(state.arrived):
         return state
     replicas = _fitting(state, _candidates(state, limits.unit), limits)
@@ -452,8 +474,8 @@ def _nodes(replicas: Sequence[Replica]) -> tuple[str, ...]:
 
 
 def _candidates(state: Membership, unit: int) -> list[Replica]:
-    """Replicas for the next round, by precedence: unbroken replicas of this round, replicas that
-    contain other members of it, replicas of waiting nodes only."""
+    """Returns the replicas that the next round could have, by precedence: unbroken replicas of this
+    round, replicas that contain other members of this round, replicas of waiting nodes only."""
     broken, places = set(state.broken), dict(state.places)
     whole, left = _replicas(state, [node for node in state.members if node not in broken], unit)
     waiting = sorted(
@@ -469,8 +491,8 @@ def _candidates(state: Membership, unit: int) -> list[Replica]:
 
 
 def _fitting(state: Membership, replicas: Sequence[Replica], limits: Limits) -> list[Replica]:
-    """Returns the first of `replicas` that the limits admit. If `most_ranks` admits fewer than
-    `minimum` nodes, `minimum` nodes are returned anyway: their ranks then report what is wrong."""
+    """Returns the replicas that the limits admit, taken in order. If `most_ranks` admits fewer than
+    `minimum` nodes, `minimum` nodes are taken anyway: their ranks then report what is wrong."""
     ranks, left = dict(state.uneven), math.inf if limits.most_ranks is None else limits.most_ranks
     chosen: list[Replica] = []
     size = 0
@@ -506,8 +528,8 @@ def _replicas(
 
 
 def _near(state: Membership, nodes: Sequence[str], unit: int) -> list[Replica]:
-    """Returns replicas of nodes in the same place: first within the innermost places such as racks,
-    then across them from the nodes left over."""
+    """Returns replicas of nodes that are near each other: first replicas within the innermost
+    places, such as racks; then, from the nodes left over, replicas within ever larger places."""
     where = {node: levels(place) for node, place in state.places}
     result, left = list[Replica](), list(nodes)
     for depth in range(max(map(len, where.values()), default=0), -1, -1):
@@ -533,22 +555,22 @@ def _side_by_side(state: Membership, replicas: Sequence[Replica]) -> list[Replic
 def fail(
     state: Membership, round: int, generation: int, failure: Failure, limits: Limits
 ) -> Membership:
-    """Record a failed training process, and answer it: begin the next generation, remove its node,
-    or end the job with a reason.
+    """Record a failed training process, and react: begin the next generation, remove the process's
+    node, or end the job with a reason.
 
     Later reports for the same generation change nothing, as one failure makes the other ranks fail
-    too. An `unfit` node is removed even then."""
+    too. A node that computes wrongly (`Failure.unfit`) is removed even then."""
     if failure.unfit:
         return _expel(state, failure, limits)
     if state.closed or (state.round, state.generation) != (round, generation):
         return state
     before = [replace(entry, evidence="") for entry in state.failures if not entry.mended]
-    # more failures are never needed to exceed `limits.restarts`
+    # So many failures suffice to exceed `limits.restarts`.
     failures = (*before, failure)[-limits.restarts - 1 :]
     if failure.mended:
         return _continue(replace(end_alarm(state), failures=failures), failure)
     sent_away = {entry.node: entry.at for entry in state.struck}
-    # Failures before a node was removed are settled: they do not count against the other nodes.
+    # Failures of a node before its removal count no longer, neither against it nor against others.
     counted = [item for item in failures if item.at > sent_away.get(item.node, -math.inf)]
     recent = [item for item in counted if item.at > failure.at - 3600]
     # A process killed from outside says nothing about the step or the node.
@@ -568,9 +590,7 @@ def fail(
     # If all failures are on one node, the job may continue without that node.
     if again and not (spared and len({item.node for item in same}) == 1):
         named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        reason = (
-            f"{named} failed {often}, the last time so: {failure.why}. A restart will not mend it"
-        )
+        reason = f"{named} failed {often}, last with: {failure.why}. A restart will not help"
         return replace(state, failures=failures, closed=JobEnd(93, reason))
     if len(recent) > limits.restarts:
         reason = (
@@ -613,7 +633,8 @@ def _send_away(state: Membership, failure: Failure, how: str) -> Membership:
 
 
 def _continue(state: Membership, failure: Failure) -> Membership:
-    """Begin the next generation, or end the round if nodes have left it or paused."""
+    """Begin the next generation. But if members have left this round, or have arrived for the next
+    one, end this round, with `failure` as the reason."""
     if round_over(state):
         return replace(state, lost=state.lost or failure)
     if set(state.members) & set(state.arrived):
@@ -622,12 +643,14 @@ def _continue(state: Membership, failure: Failure) -> Membership:
 
 
 def _normalised_error(failure: Failure) -> str:
-    """The error text without numbers, which differ between ranks and runs."""
+    """Returns the error text of `failure` with # for every number, as numbers differ between ranks
+    and attempts."""
     return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", failure.error)
 
 
 def strikes(state: Membership, failure: Failure) -> int:
-    """Failures of a node in the hour before `failure` and after the node was last removed."""
+    """Returns the number of failures that count for the node of `failure`: of its ranks, not by a
+    signal from outside, within an hour, and after the node was last removed."""
     since = [entry.at for entry in state.struck if entry.node == failure.node]
     after = max([failure.at - 3600, *since])
     return sum(
@@ -640,12 +663,12 @@ def strikes(state: Membership, failure: Failure) -> int:
 def raise_alarm(state: Membership, round: int, generation: int) -> Membership:
     if state.closed or (state.round, state.generation) != (round, generation):
         return state
-    # A number that no earlier alarm had, so that late statuses for earlier alarms are ignored.
+    # No earlier alarm had this number, so late statuses for an earlier alarm are ignored.
     return state if state.alarm else replace(state, alarm=state.version + 1)
 
 
 def record_suspects(state: Membership, alarm: int, ranks: Sequence[int], reason: str) -> Membership:
-    """Record the ranks that the others wait for, perhaps none, and the evidence."""
+    """Record the ranks that all other ranks wait for, perhaps none, and the evidence (`reason`)."""
     # The alarm has ended since its statuses were read.
     if state.alarm != alarm:
         return state
@@ -683,14 +706,16 @@ class BeatPace:
         self.last = None
 
     def seconds(self, due: float, now: float) -> float:
-        """Seconds to expect between two beats of this node, if `due` are intended."""
+        """Returns the seconds to expect between two beats of this node: the intended seconds `due`,
+        or more if recent beats were late."""
         gaps = [*self.gaps, *([now - self.last] if self.last is not None else [])]
         worst = max(gaps, default=0.0)
         return max(due, min(worst, LATE_SECONDS)) if worst > LATE_FACTOR * due else due
 
 
 def lease_seconds(beat: float, doubted: bool) -> float:
-    """Seconds of silence after which a node that beats every `beat` seconds is lost."""
+    """Seconds of silence after which a node that beats every `beat` seconds is lost. `doubted`:
+    whether a rank has just lost a peer, so that some node has probably died."""
     if doubted:
         return max(DOUBTED_SECONDS, beat * DOUBTED_BEATS)
     return max(LEASE_SECONDS, beat * MISSED_BEATS)
@@ -726,13 +751,14 @@ def ranks_of(state: Membership, node: str) -> int:
 
 
 def spared_nodes(state: Membership) -> int:
-    """The larger of the round and its waiting nodes, whose beats must not overload the store."""
+    """Number of nodes for which beats and reads must become rarer, to spare the store: those of the
+    round, or those that wait for the next round if they are more."""
     return max(state.size, len(state.members), len(state.arrived))
 
 
 def differ_only_in_arrivals(before: Membership, after: Membership) -> bool:
-    """Whether two documents differ at most in their arrivals, which concern only the observers
-    until a round begins."""
+    """Whether two documents differ at most in their arrivals. Until a round begins, these concern
+    only the observers."""
     ignored: dict[str, Any] = {"version": 0, "arrived": (), "uneven": (), "places": ()}
     return replace(before, **ignored) == replace(after, **ignored)
 
@@ -747,8 +773,9 @@ class Leases:
     def lapsed(
         self, counters: Mapping[str, int], now: float, leases: Mapping[str, float]
     ) -> list[str]:
-        """Returns nodes whose counter (0: none) has not risen within their lease in seconds."""
-        # Built anew, to drop the nodes that are no longer watched.
+        """Returns the nodes whose counter has not risen within their lease. `counters`: node →
+        counter, 0 if it has none; `leases`: node → seconds."""
+        # `seen` is built anew, to drop the nodes that are no longer watched.
         self.seen = {
             node: self.seen[node]
             if node in self.seen and counter <= self.seen[node][0]
@@ -758,14 +785,15 @@ class Leases:
         return [node for node, (_, since) in self.seen.items() if now - since > leases[node]]
 
     def forgive(self) -> None:
-        """Restart all leases, because this node could not read the counters."""
+        """Restart all leases. Called after this node reconnected to the store, or a read of the
+        counters took too long."""
         self.seen.clear()
 
 
 def newer(own: Membership | None, stored: Membership | None) -> Membership | None:
     """Returns the newest of two copies of the document; None if there is none. A restarted store is
-    empty or has an older copy, and the first node with a newer copy writes it back. A new job begun
-    on the empty store has lower round numbers: the older job wins."""
+    empty or has an older copy, and the first node with a newer copy writes it back. A new job that
+    began on the empty store has lower round numbers, so the older job's copy counts as newer."""
     if own and stored and stored.job != own.job and stored.round < own.round:
         return own
     copies: Sequence[Membership] = [copy for copy in (own, stored) if copy is not None]

@@ -1,7 +1,7 @@
 """Faults of a node's network, read from /sys: InfiniBand and RoCE ports, and the interfaces that
 gloo and NCCL are configured to use.
 
-Missing hardware is no fault. A disabled port that no setting names is none, either."""
+Missing hardware is no fault, and neither is a disabled port that no setting names."""
 
 import re
 import time
@@ -18,7 +18,8 @@ PORT_ERRORS = (
     *("local_link_integrity_errors", "excessive_buffer_overrun_errors"),
 )
 INTERFACE_ERRORS = ("rx_crc_errors", "rx_frame_errors", "tx_carrier_errors")
-"""Error counters, of interfaces and above of ports, that rise only if the link is faulty."""
+"""Names of counters that rise only if a link is faulty: PORT_ERRORS of ports, INTERFACE_ERRORS of
+network interfaces."""
 HCA, NO_HCA = "NCCL_IB_HCA", "NCCL_IB_DISABLE"
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Environment variables that select network interfaces for gloo and NCCL."""
@@ -26,6 +27,8 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 @dataclass(frozen=True)
 class AdapterPort:
+    """A port of an InfiniBand or RoCE adapter."""
+
     name: str
     """Adapter and port number as in NCCL_IB_HCA, such as `mlx5_0:1`."""
     kind: str
@@ -79,14 +82,14 @@ def _port_problems(root: Path, environment: Mapping[str, str]) -> Iterator[str]:
         alike = [other for other in up if other.kind == port.kind]
         if port.state not in ("ACTIVE", "INIT") and not named and port.enabled and alike:
             yield (
-                f"{port.name} is {port.state}, and {len(alike)} of its kind here ACTIVE; see its "
-                f"cable and its switch, or name the ports to use in {HCA}"
+                f"{port.name} is {port.state}, and {len(alike)} of its kind on this machine are "
+                f"ACTIVE; see its cable and its switch, or name the ports to use in {HCA}"
             )
         most = max((other.rate for other in alike), default=0.0)
         if port in up and port.rate < most:
             yield (
-                f"{port.name} runs at {port.rate:g} Gb/s, and another of its kind here at {most:g};"
-                f" see its cable and its switch, or name the ports to use in {HCA}"
+                f"{port.name} runs at {port.rate:g} Gb/s, and another of its kind on this machine "
+                f"at {most:g}; see its cable and its switch, or name the ports to use in {HCA}"
             )
     if named and not ports and (root / PORTS).is_dir():
         known = ", ".join(sorted(adapter.name for adapter in (root / PORTS).iterdir()))
@@ -149,9 +152,9 @@ def _ports(root: Path, environment: Mapping[str, str]) -> Iterator[AdapterPort]:
 
 
 def _selected(port: str, setting: str) -> bool:
-    """Whether NCCL uses a port (`mlx5_0:1`) under the NCCL_IB_HCA value `setting`: prefixes of
-    adapter names, each perhaps with a port. A leading `=` asks for exact names, `^` for all
-    except these."""
+    """Whether NCCL uses a port, such as `mlx5_0:1`, if NCCL_IB_HCA is `setting`. The setting lists
+    prefixes of adapter names, each perhaps with a port number. A leading `=` means whole names
+    instead of prefixes, and a leading `^` all ports except those listed."""
     words = [word for word in setting.lstrip("^=").split(",") if word]
     if not words:
         return True
@@ -167,7 +170,7 @@ def _selected(port: str, setting: str) -> bool:
 
 
 def _counters(root: Path, environment: Mapping[str, str]) -> dict[str, Mapping[str, int]]:
-    """Error counters by name of the port or interface, for those that are in use."""
+    """Returns name → error counters, for each port and each interface that is in use."""
     selected = {
         port.name: port.errors for port in _ports(root, environment) if port.state == "ACTIVE"
     }
@@ -185,7 +188,7 @@ def _numbers(folder: Path, names: tuple[str, ...]) -> dict[str, int]:
 
 
 def _read(path: Path) -> str:
-    """Text of a file of /sys; empty if it is missing or its device does not answer."""
+    """Returns the text of a file of /sys; empty if the file is missing or cannot be read."""
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
     except OSError:

@@ -15,7 +15,8 @@ PAUSE_SECONDS = 0.2
 MAX_LINKS = 64
 """Highest number of NVLinks of a GPU. On a GPU with fewer, the query for the next link fails."""
 NO_FABRIC, FABRIC_COMPLETED = 0, 3
-"""Values of `FabricInfo.state`: the GPU has no NVLink fabric; the GPU has joined its fabric."""
+"""Values of `FabricInfo.state`. NO_FABRIC: the GPU has no NVLink fabric. FABRIC_COMPLETED: the GPU
+has joined its fabric."""
 ERROR_COUNTERS = {"replays": 0, "recoveries": 1, "CRC errors": 2}
 """Name of an error counter of a link → its number in NVML."""
 
@@ -37,6 +38,8 @@ class FabricInfo(ctypes.Structure):
 
 @dataclass(frozen=True)
 class GpuLinks:
+    """The NVLinks of one GPU at one reading."""
+
     name: str
     """Product name from the driver."""
     up: frozenset[int] = frozenset()
@@ -98,7 +101,7 @@ class Nvml:
         if self._try("nvmlDeviceGetGpuFabricInfo", device, ctypes.byref(info)):
             info.state = NO_FABRIC  # the driver is too old to know of fabrics
         member = info.state == FABRIC_COMPLETED and not info.status
-        if member and any(info.cluster):  # zeros: the fabric ends within this node
+        if member and any(info.cluster):  # only zeros mean that the fabric ends within this node
             domain = f"nvl-{bytes(info.cluster).hex()[:8]}.{info.clique}"
         up, down = frozenset(links[True]), frozenset(links[False])
         joined = member or info.state == NO_FABRIC
@@ -121,9 +124,10 @@ def domain_of(gpus: Sequence[GpuLinks]) -> str:
 
 
 def link_problems(before: Sequence[GpuLinks], after: Sequence[GpuLinks]) -> list[str]:
-    """Returns one line for each fault of a node's NVLinks, with what to do. `before` and `after`
-    are two readings of all its GPUs. A GPU without links has no fault if no GPU of its kind here
-    has links."""
+    """Returns one line for each fault of a node's NVLinks: what is wrong, and what to do.
+
+    `before` and `after` are two readings of all GPUs of the node. A GPU without links has no fault
+    if no GPU of the same product in this node has links."""
     problems = []
     for index, (then, now) in enumerate(zip(before, after, strict=True)):
         most = max(len(gpu.up) for gpu in after if gpu.name == now.name)
@@ -131,8 +135,8 @@ def link_problems(before: Sequence[GpuLinks], after: Sequence[GpuLinks]) -> list
             which = f" (down: {', '.join(map(str, sorted(now.down)))})" if now.down else ""
             problems.append(
                 f"GPU {index}: {len(now.up)} of its NVLinks are up{which}, and {most} of another "
-                f"{now.name} here; reset it with `nvidia-smi -r -i {index}`, or take this machine "
-                "out"
+                f"{now.name} of this machine; reset it with `nvidia-smi -r -i {index}`, or take "
+                "this machine out"
             )
         if now.errors > then.errors:
             problems.append(

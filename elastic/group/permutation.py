@@ -20,9 +20,10 @@ def splitmix64(state: int) -> int:
 class Permutation:
     """A keyed pseudo-random permutation of range(size), in O(1) memory.
 
-    A Feistel network over the next power of two with alternating halves, whose round function is
-    murmur3's 64-bit finaliser. Values outside the range are permuted again until they fall into it
-    (Black & Rogaway 2002). Six rounds pass the suite's statistical tests; below 4096, eight.
+    A Feistel network over the next power of two. Its rounds change the two halves of a value in
+    turn, by `mix` of the other half. Values outside the range are permuted again until they fall
+    into it (Black & Rogaway 2002). There are six rounds, or eight for sizes below 4096: with these
+    the permutations pass this project's statistical tests.
     """
 
     def __init__(self, size: int, *key: int, rounds: int | None = None) -> None:
@@ -30,7 +31,7 @@ class Permutation:
         Args:
             size: at least 1.
             key: any integers; each changes the whole permutation.
-            rounds: for tests only.
+            rounds: number of rounds, for tests only; None: six or eight, as above.
         """
         self.size = size
         # each half of a Feistel network needs at least one bit
@@ -69,8 +70,8 @@ class Permutation:
 
 
 def mix(half: NDArray[np.uint64], key: np.uint64 | NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Returns murmur3's 64-bit finaliser of each value, with a key. Products wrap modulo 2**64:
-    call it under np.errstate(over="ignore")."""
+    """Returns murmur3's 64-bit finaliser of each value, whose first xorshift is replaced by an XOR
+    with `key`. Products wrap modulo 2**64: call it under np.errstate(over="ignore")."""
     mixed = (half ^ key) * U64(0xFF51AFD7ED558CCD)
     mixed ^= mixed >> U64(33)
     mixed *= U64(0xC4CEB9FE1A85EC53)

@@ -45,7 +45,7 @@ class Sampler:
         if not ranks <= global_batch <= size:
             raise ValueError(
                 f"a global batch of {global_batch} samples, with {ranks} rank(s) and a data set of "
-                f"{size}: it must have at least one sample for each rank, and at most the data set"
+                f"{size} samples: choose a batch of at least {ranks} and at most {size} samples"
             )
         even = global_batch % ranks == 0
         # With passes of one sample, some rank would have an empty pass if the batch is uneven.
@@ -53,8 +53,8 @@ class Sampler:
         self._plan = plan_batch(global_batch, ranks, micro)
         self._size, self._seed, self._rank = size, seed, rank
         self.done = 0
-        """Steps that are complete, including the current step. `Job.steps` and the adapters set it;
-        other loops add 1 in each step, before they save."""
+        """Number of steps begun, so that a save at the end of a step counts this step as done.
+        `Job.steps` and the adapters set it; other loops add 1 in each step, before they save."""
         self.passes = self._plan.passes
         """Forward passes of each rank per step, for gradient accumulation."""
         self.weights = [len(rows) * ranks / global_batch for rows in self._rows(0)]
@@ -64,8 +64,8 @@ class Sampler:
         """Whether all passes of all ranks have equally many samples."""
 
     def step(self, step: int) -> list[list[int]]:
-        """Returns this rank's sample indices of a step, counted from 1, by pass. Depends only on
-        the step: no state is read."""
+        """Returns this rank's sample indices for each pass of step number `step`, from 1 on. No
+        state is read or changed."""
         first = (step - 1) * self._plan.global_batch
         return [self._samples(rows) for rows in self._rows(first)]
 
@@ -74,7 +74,8 @@ class Sampler:
         return self._passes(self.done)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns a few numbers, equal on all ranks, for `load_state_dict` at any world size."""
+        """Returns the state for `load_state_dict`: a few numbers, equal on all ranks and at every
+        world size."""
         return {"done": self.done, **self._identity()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -92,8 +93,8 @@ class Sampler:
         ]
         if changed:
             raise ValueError(
-                f"the sampler cannot continue exactly once: {'; '.join(changed)}; keep these, or "
-                "start anew"
+                f"the sampler cannot continue with each sample exactly once: {'; '.join(changed)}; "
+                "restore the earlier values, or start a new run"
             )
         done = state_dict.get("done")
         if not (isinstance(done, int) and done >= 0):
@@ -117,7 +118,8 @@ class Sampler:
             yield from self.step(done)
 
     def _rows(self, first: int) -> list[tuple[int, ...]]:
-        """Positions of this rank's passes in the global batch that begins at position `first`."""
+        """Returns the positions of the samples of each pass of this rank, in the global batch that
+        begins at position `first`."""
         return [micro.positions for micro in self._plan.micro_batches(self._rank, first)]
 
     def _samples(self, positions: tuple[int, ...]) -> list[int]:
@@ -127,7 +129,8 @@ class Sampler:
         samples = np.empty_like(places)
         for epoch in np.unique(epochs):  # at most two epochs in one step
             now = epochs == epoch
-            # keyed like the first source of trainer.Order, so that both give the same order
+            # The key is that of the first source of `trainer.Order`, so that a sampler and an
+            # `Order` of one source give the same order.
             samples[now] = Permutation(self._size, self._seed, 1, int(epoch))(places[now])
         return [int(sample) for sample in samples]
 

@@ -8,8 +8,8 @@ missing, even if it was valid under another key, in another round or generation,
 job. For GUARDED_SECONDS after a process has set a value, it checks that the value is unchanged, and
 else sets it again. So a stranger who overwrites or deletes values can delay a round, not change it.
 
-Counters (`add`) are added up by the store itself and not sealed. Whoever lists the keys may change
-one, so that a barrier opens early or never.
+Counters (`add`) are added up by the store itself and not sealed. Whoever lists the store's keys may
+change a counter, so that a barrier opens early or never.
 """
 
 import logging
@@ -29,12 +29,13 @@ from elastic.group.store import StoreClient, run_store_thread
 logger = logging.getLogger(__name__)
 
 GUARDED_SECONDS = 60.0
-"""Seconds after the last `set` in which values are guarded; peers read them soon after `set`."""
+"""Seconds after the last `set` in which values are checked and restored; peers read values soon
+after `set`."""
 FIRST_LOOK_SECONDS = 0.25
 """Seconds before the first check: by then undisturbed ranks have connected to each other."""
 LOOK_SECONDS, MAX_LOOK_SECONDS = 0.02, 2.0
-"""Shortest and longest time between two checks; between these bounds a tenth of the time since the
-last interference."""
+"""Shortest and longest time between two checks. Between these bounds it is a tenth of the time
+since somebody last changed a value."""
 FORGED_SECONDS = 0.005
 """Seconds between two reads of a value that does not verify."""
 
@@ -61,7 +62,7 @@ class JobKeys:
             if self.dropped[key] == 1:
                 logger.warning(
                     "the store's key %s holds a value that no node of this job has written (%d "
-                    "bytes): it is ignored; further ones are ignored without a message",
+                    "bytes): it is ignored; further such values are ignored without a message",
                     key, len(data),
                 )  # fmt: skip
         return text
@@ -120,7 +121,7 @@ class SealedStore(dist.Store):
         return self._await(key, self._deadline(None)) if value is None else value
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for values that verify. Counters are not sealed: waiting for one times out."""
+        """Wait for values that verify. Counters are not sealed: waiting for a counter times out."""
         deadline = self._deadline(timeout)
         for key in keys:
             self._prefetched[key] = self._await(key, deadline)
@@ -199,13 +200,14 @@ class SealedStore(dist.Store):
             self._warned = True
             logger.warning(
                 "the store of this round holds a value for %s that no rank of this job has set: "
-                "somebody else writes there; further ones are ignored without a message", key,
+                "somebody else writes to it; further such values are ignored without a message",
+                key,
             )  # fmt: skip
         return value
 
     def _guard(self, end: threading.Event) -> None:
-        """In a thread: write values that this process has set again if others change or delete
-        them. Ends GUARDED_SECONDS after the last `set`."""
+        """Watch the values that this process has set, and set them again if others change or delete
+        them. Runs in a thread, until GUARDED_SECONDS after the last `set`."""
         try:
             # `end` is set when the process ends, which must not wait for the first check.
             if end.wait(FIRST_LOOK_SECONDS):

@@ -7,12 +7,12 @@ change only for a lasting gain:
 - The pace of a rank is the median of its last KEPT windows.
 - Ranks within ALIKE of the median rank count as equally fast, so that noise changes nothing.
   Without this rule there were 95 changes in 1,000 calm windows of 64 ranks.
-- Each window shows what the shares of these paces would have saved in it. What exceeds GAIN adds up
-  over windows, and the shares change at ENOUGH. So a large gain takes a few windows, and a small
-  one as many as it takes to tell it from noise.
-- Until a rank's pace has moved by MOVED since, the shares change again only for GAIN_AGAIN. Without
-  this rule a rank that stayed 5 to 12 % slower changed them two to six times in 300 windows, since
-  noise took its pace across the border of ALIKE.
+- Each window shows what fraction of its time the best shares for these paces would have saved. The
+  excess of this fraction over GAIN adds up over windows, and at ENOUGH the shares change. So a
+  large gain takes a few windows, and a small gain as many as it takes to tell it from noise.
+- Once the shares have changed, they change again only for GAIN_AGAIN, until a rank's pace has moved
+  by MOVED. Without this rule a rank that stayed 5 to 12 % slower changed the shares two to six
+  times in 300 windows, since noise took its pace across the border of ALIKE.
 """
 
 from collections.abc import Sequence
@@ -28,20 +28,22 @@ KEPT = 5
 ALIKE = 0.1
 """Relative difference from the median rank below which a rank counts as equally fast."""
 GAIN, GAIN_AGAIN = 0.05, 0.12
-"""Fraction of the step time that new shares must save; GAIN_AGAIN once shares have changed, unless
-a rank has moved."""
+"""Fraction of the step time that new shares must save: GAIN for the first change, and after a
+rank's pace has moved by MOVED; otherwise GAIN_AGAIN."""
 MOVED = 0.25
-"""Relative difference between a rank's pace and that by which its share was decided, above which
-the rank has moved."""
+"""Relative difference between a rank's pace now and its pace when the shares last changed, above
+which the rank counts as moved."""
 ENOUGH = 1.5
 """Sum over windows of the fraction saved above GAIN or GAIN_AGAIN, at which the shares change."""
 PASS_COST = 0.2
-"""Fixed cost of a pass in lockstep, in sequences of the median rank; it limits the passes."""
+"""Fixed cost of a pass that all ranks run in lockstep, as a number of sequences of the median rank.
+Without it more passes would always seem faster."""
 
 
 @dataclass
 class ShareBalance:
-    """Decides the shares of a world after each window. All ranks reach the same decision."""
+    """Decides how many units of a global batch each rank computes, anew after each measurement. All
+    ranks reach the same decision."""
 
     plan: BatchPlan
     """The current plan, at first with equal shares. All plans keep its `lockstep`."""
@@ -50,14 +52,16 @@ class ShareBalance:
     _seen: list[tuple[float, ...]] = field(default_factory=list)
     """Seconds per sequence of each rank, in the last KEPT windows."""
     _counted: tuple[float, ...] = ()
-    """Pace of each rank by which `plan` was decided, in units of the median rank; empty: no plan
-    was decided yet."""
+    """Pace of each rank when the shares last changed, divided by that of the median rank; empty:
+    the shares have not changed yet."""
     _saved: float = 0.0
-    """The sum that ENOUGH is for; never below 0."""
+    """Sum over windows of the fraction saved above GAIN or GAIN_AGAIN, never below 0. At ENOUGH the
+    shares change."""
 
     @property
     def paces(self) -> list[float]:
-        """Seconds per sequence of each rank: medians, equal for ranks within ALIKE."""
+        """Seconds per sequence of each rank: the median of its last KEPT windows. Ranks within
+        ALIKE of the median rank have its value."""
         paces = [median(of_rank) for of_rank in zip(*self._seen, strict=True)]
         usual = median(paces)
         return [usual if abs(pace / usual - 1) < ALIKE else pace for pace in paces]
@@ -75,13 +79,13 @@ class ShareBalance:
         now, better = self.paces, self.plan
         usual = median(now)
         relative = tuple(pace / usual for pace in now)
-        if self._counted or len(set(now)) > 1:  # usually all are equal
+        if self._counted or len(set(now)) > 1:  # else the current, equal shares are the best
             better = best_plan(self.plan, now, self.micro_batch)
         moved = not self._counted or any(
             abs(pace / known - 1) > MOVED
             for pace, known in zip(relative, self._counted, strict=True)
         )
-        # By this window alone: medians would repeat an odd window several times.
+        # Measured by this window alone: medians would repeat an odd window several times.
         saved = 1 - step_seconds(better, paces) / step_seconds(self.plan, paces)
         self._saved = max(0.0, self._saved + saved - (GAIN if moved else GAIN_AGAIN))
         if self._saved < ENOUGH:
@@ -94,8 +98,8 @@ def best_plan(plan: BatchPlan, paces: Sequence[float], micro_batch: int) -> Batc
     """Return the plan of the same global batch whose predicted step is the shortest.
 
     Args:
-        plan: any plan of these ranks. If it has one pass, so has the result, because gradients take
-            memory between passes.
+        plan: any plan of these ranks. If it has one pass, the result has one pass, too, because
+            further passes need memory for gradients.
         paces: seconds per sequence of each rank.
         micro_batch: most sequences of a pass.
     """
@@ -134,7 +138,7 @@ def fastest_shares(paces: Sequence[float], units: int, most: int | None = None) 
     """
     ranks, most = len(paces), units if most is None else most
     if not ranks <= units <= most * ranks:
-        raise ValueError(f"{units} units do not fit {ranks} ranks with 1 to {most} each")
+        raise ValueError(f"{units} units do not fit {ranks} ranks of which each takes 1 to {most}")
     shares = [1] * ranks
     done = [(2 * pace if most > 1 else inf, rank) for rank, pace in enumerate(paces)]
     heapify(done)

@@ -70,15 +70,15 @@ class StoreClient:
         self.call(lambda store: store.set(key, cast(str, value)))
 
     def append(self, key: str, value: bytes) -> None:
-        append = "append"  # missing in torch's type stubs
+        append = "append"  # called by name, as torch's type stubs lack it
         self.call(lambda store: getattr(store, append)(key, value))
 
     def swap(self, key: str, old: bytes | None, new: bytes) -> bytes | None:
-        """Replace the value `old` of a key (None: it has no value) by `new`, if the key still has
-        it. Returns the value of the key afterwards."""
+        """Set a key to `new` if its value still is `old` (None: it has no value). Returns the value
+        of the key afterwards, None without one."""
 
         def swap(store: dist.TCPStore) -> bytes | None:
-            # torch declares text and takes bytes; a stranger's value may not be valid text.
+            # Bytes, though torch's types say text: a stranger's value may not be valid text.
             current = store.compare_set(key, cast(str, old or b""), cast(str, new))
             # For a key without a value the store returns the expected value.
             return store.get(key) if store.check([key]) else None if current != new else new
@@ -142,9 +142,9 @@ class StoreClient:
 
 
 class _Connection:
-    """A TCPStore used by one thread. A TCPStore waits for an answer as long as TCP retransmits,
-    which is minutes after a cable was unplugged and replaced. So a connection that does not answer
-    is abandoned, and its thread ends some time later."""
+    """A TCPStore used by one thread of its own. If a cable is unplugged, a TCPStore waits for an
+    answer as long as TCP retransmits, for minutes. So a connection that does not answer is
+    abandoned, and its thread ends some time later."""
 
     def __init__(self, host: str, port: int) -> None:
         self._todo: SimpleQueue[tuple[Callable[[dist.TCPStore], Any], SimpleQueue[Any]] | None] = (
@@ -193,7 +193,7 @@ StoreThreads = dict[threading.Thread, tuple[Callable[[], None], int]]
 """Thread that uses a store → (function that makes the thread end, port of its store)."""
 _threads: StoreThreads = {}
 _process_ends = threading.Event()
-"""Set when the process ends; after that no thread may begin a call of a store."""
+"""Set when the process ends. Then no new thread of `run_store_thread` begins its work."""
 
 
 def run_store_thread(
@@ -210,7 +210,7 @@ def run_store_thread(
     def run() -> None:
         _threads[threading.current_thread()] = end, port
         try:
-            # after registering: either `_end_threads` ends this thread, or it does not begin
+            # Checked after registering: either `_end_threads` knows this thread, or no work begins.
             if not _process_ends.is_set():
                 work()
         finally:
@@ -264,10 +264,10 @@ def host_store(host: str, port: int) -> dist.TCPStore:
     Args:
         host: address for clients. A loopback address makes the store listen there only, any other
             on every interface.
-        port: 0 for a free one; the result's `port` has it.
+        port: port to listen on; 0: any free port. The result's `port` is the port in use.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the port is taken, or the store cannot be created.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     # each client takes a descriptor, and the usual limit is 1024

@@ -43,6 +43,7 @@ def own_place(environment: Mapping[str, str], domain: str = "") -> str:
     """Returns the place of this node; empty: unknown.
 
     Args:
+        environment: variables of this node: PERDURE_PLACE, and those of a Slurm step.
         domain: NVLink domain of the node's GPUs; empty if they reach no other node.
 
     Raises:
@@ -52,9 +53,9 @@ def own_place(environment: Mapping[str, str], domain: str = "") -> str:
         place = environment[PLACE]
         if not is_place(place):
             raise ValueError(
-                f"{PLACE}={place!r}: name at most {MAX_LEVELS} things that this node is in, from "
-                f"the outside in, each of at most {MAX_NAME_LENGTH} visible ASCII characters: "
-                "row2/rack7"
+                f"{PLACE}={place!r} is no place: give at most {MAX_LEVELS} names, such as those of "
+                "row and rack, outermost first and separated by /, each of at most "
+                f"{MAX_NAME_LENGTH} visible ASCII characters: row2/rack7"
             )
         return place
     address = environment.get(SLURM_ADDRESS, "").split(".")
@@ -92,8 +93,8 @@ def natural_key(text: str) -> list[str | int]:
 def group_by_place(
     items: Sequence[T], where: Callable[[T], Sequence[str]], depth: int = 0
 ) -> list[T]:
-    """Sort items so that those of one place are adjacent, at every level. Places keep the order of
-    their first items, and items of one place keep their order.
+    """Sort items so that items of one place are adjacent, at every level of places. Places keep the
+    order of their first items, and items of one place keep their order.
 
     Args:
         where: returns an item's `levels`.

@@ -1,15 +1,16 @@
 """The agent of a node: a thread in torchrun's process that runs the training processes of its
 ranks.
 
-[Note: node] torchrun starts a stand-in per rank (standin.py), and restarts them when the membership
-changes. A stand-in asks the agent, over a Unix socket, to run its program; the agent has the zygote
-fork a process for it. When a training process fails, the agent reports that to the membership,
-which begins a new generation. The agents of all nodes then recall the processes of the old one
-(recall.py), or kill them, and fork the ranks that are missing. torchrun notices nothing.
+[Note: node] torchrun starts a stand-in per rank (standin.py), and restarts the stand-ins when the
+membership changes. A stand-in requests the agent, over a Unix socket, to run its program. The agent
+has the zygote (zygote.py) fork a process for the program. When a training process fails, the agent
+reports that to the membership, which begins a new generation of training processes. The agents of
+all nodes then recall the processes of the old generation, which continue as ranks of the new one
+(recall.py), or kill them. They fork the ranks that are missing. torchrun notices nothing.
 
-One thread does all this, one message at a time. It never waits for the store: the thread of
-`Member` does, and wakes this one when the document has changed. `NodeAgent._look` shows, in order,
-what follows from a change.
+One thread does all this, one message at a time. It never waits for the store. The thread of
+`Member` does that, and wakes the agent's thread when the membership document has changed.
+`NodeAgent._look` shows, in order, what follows from a change.
 """
 
 import json
@@ -64,16 +65,20 @@ from elastic.world import CAUSE, GENERATION, ROUND
 logger = logging.getLogger(__name__)
 
 LAUNCHED_AT = "PERDURE_LAUNCHED_AT"
-"""Environment variable: Unix time at which the start or restart of the ranks began."""
+"""Environment variable: Unix time at which this start of the ranks began. It is the time of the
+launch, or of the failure or membership change that caused a restart."""
 LOOK_SECONDS = 0.1
 GONE_SECONDS = 10.0
-"""Longest wait for a killed process before its successor starts; by then it hangs in the kernel."""
+"""Longest wait for a killed process before its successor starts. A process that has not ended by
+then hangs in the kernel."""
 RESERVE_AGAIN_SECONDS = 60.0
 """Seconds until the next reserve process, after one has ended without becoming a rank."""
 
 
 @dataclass
 class NodeRound:
+    """The membership round of this node's ranks."""
+
     number: int = 0
     generation: int = 0
     size: int = 0
@@ -81,7 +86,8 @@ class NodeRound:
     pausing: bool = False
     """Whether the agent has requested the ranks to pause."""
     stopping: bool = False
-    """Whether torchrun ends the stand-ins, because the membership changed or a stand-in died."""
+    """Whether torchrun is ending its processes for the ranks (the stand-ins), because the
+    membership changed or one of them died."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -101,7 +107,7 @@ class NodeAgent:
     _round: NodeRound = field(default_factory=NodeRound)
     _ranks: dict[int, LocalRank] = field(default_factory=dict)
     _kept: dict[int, LocalRank] = field(default_factory=dict)
-    """Local rank → rank whose stand-in has ended, and whose process waits for the next round."""
+    """Local rank → rank whose stand-in has ended, while its process waits for the next round."""
     _reserve: ReserveProcess | None = None
     _reserves: int = 0
     """Number of reserve processes started so far."""
@@ -165,13 +171,15 @@ class NodeAgent:
         self._zygote.end()
 
     def paused(self) -> int | None:
-        """Returns the generation in which all ranks of this node have paused; None before."""
+        """Returns the generation in which all ranks of this node have paused; None if a rank of
+        this node has not paused, or there is no rank."""
         generation, ranks = self._round.generation, list(self._ranks.values())
         paused = bool(ranks) and all(rank.code == EXIT_PAUSED for rank in ranks)
         return generation if paused else None
 
     def expect_stop(self) -> None:
-        """Record that torchrun will end the stand-ins, so that their SIGTERM is no notice."""
+        """Record that torchrun will end its processes for the ranks by SIGTERM. The agent then does
+        not take this signal for a notice to leave the job."""
         self._round.stopping = True
 
     def leave(self, how: str, code: int = EXIT_REQUEUE) -> None:
@@ -179,7 +187,7 @@ class NodeAgent:
         away or the user ends it. `how` is the cause. Called from any thread, or a signal handler.
         """
         if not self.leaving:
-            logger.warning("this node was told to go (%s): saving after this step", how)
+            logger.warning("this node must leave the job (%s): saving after this step", how)
         self.leaving = self.leaving or code  # the first notice decides the exit code
         self.wake()
 
@@ -247,7 +255,8 @@ class NodeAgent:
                 self.leave("a signal")
 
     def _begin_generation(self, generation: int) -> None:
-        """Recall the processes of the generation before; kill those that cannot be recalled."""
+        """Recall the processes of the generation before, to continue in this one (recall.py). Kill
+        the processes that cannot be recalled."""
         self._round.generation, self._round.pausing = generation, False
         for rank in self._ranks.values():
             rank.code = None
@@ -255,7 +264,8 @@ class NodeAgent:
                 self._kill(rank)
 
     def _leave(self, state: Membership) -> None:
-        """After a notice: request a pause, and dismiss the ranks when all have ended."""
+        """Request a pause of all ranks, and dismiss this node's ranks once all of them have ended.
+        Called after a notice to leave."""
         self.pause()
         alone = state.round == self._round.number and round_over(state)
         if alone or all(self.page.read(local_rank).safe for local_rank in self._ranks):
@@ -268,7 +278,7 @@ class NodeAgent:
                 elif rank.code not in (None, EXIT_DONE):
                     rank.code = EXIT_PAUSED
         if self._ranks and all(rank.code is not None for rank in self._ranks.values()):
-            # before the stand-ins end, and torchrun with them
+            # Requested before the stand-ins end, because torchrun and this thread end with them.
             self.group.request(NodeRequest(leaves=True))
             for rank in list(self._ranks.values()):
                 code = self.leaving if rank.code == EXIT_PAUSED else rank.code
@@ -283,7 +293,7 @@ class NodeAgent:
             "3i",
             connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")),
         )
-        # A process that connects can have code run as this user.
+        # A process that connects can have the agent run code as this user.
         if uid == os.geteuid() and descends(pid, os.getpid()):
             self._selector.register(connection, selectors.EVENT_READ, connection)
             return
@@ -291,8 +301,9 @@ class NodeAgent:
         self.refused += 1
         if self.refused == 1:
             logger.warning(
-                "process %d of user %d tried to be a rank of this node, which did not start it: "
-                "refused; further ones are refused without a message", pid, uid,
+                "process %d of user %d, which this node's agent has not started, tried to register "
+                "as a rank: refused; further such processes are refused without a message",
+                pid, uid,
             )  # fmt: skip
 
     def _on_stand_in(self, connection: socket.socket) -> None:
@@ -312,14 +323,18 @@ class NodeAgent:
                 self._on_stand_in_gone(connection)
         else:  # the stand-in was killed, so torchrun is going to end the others
             if not self._round.stopping:
-                logger.warning("a stand-in of torchrun's was killed: the ranks start again")
+                logger.warning(
+                    "a process that torchrun started for a rank was killed: torchrun restarts the "
+                    "ranks of this node"
+                )
                 failure = self._report_of(None, self._reached, "a stand-in was killed")
                 self.group.change(partial(accuse, round=self._round.number, failure=failure))
             self._round.stopping = True
             self._on_stand_in_gone(connection)
 
     def _admit(self, connection: socket.socket, descriptors: list[int]) -> None:
-        """Register the rank of a new stand-in, with the process kept from the last round."""
+        """Register the rank of a stand-in, the process that torchrun starts in place of a rank. If
+        the last round left a process for this local rank that can be recalled, the rank gets it."""
         environment = RankProgram.unpack(descriptors[0]).environment
         rank = LocalRank(
             connection,
@@ -357,8 +372,9 @@ class NodeAgent:
             self._companions[words] = Companion(words)
 
     def _on_stand_in_gone(self, connection: socket.socket) -> None:
-        """Keep the process of a stand-in that has ended, or will, for the next round, or kill
-        it."""
+        """Drop the rank of a stand-in, torchrun's process for the rank, which has ended or is about
+        to end. If torchrun will start a new stand-in and the rank's process can be recalled, keep
+        the process for the next round; otherwise kill it."""
         for local_rank, rank in list(self._ranks.items()):
             if rank.connection is connection:
                 del self._ranks[local_rank]
@@ -372,7 +388,8 @@ class NodeAgent:
         connection.close()
 
     def _dismiss(self, rank: LocalRank, code: int) -> None:
-        """Kill the process of a rank, and make its stand-in exit with `code`."""
+        """Kill the process of a rank, and make its stand-in, torchrun's process for the rank, exit
+        with `code`."""
         self._kill(rank)
         self._ranks.pop(rank.local_rank, None)
         with suppress(OSError):  # the stand-in has ended already
@@ -437,7 +454,8 @@ class NodeAgent:
         return environment
 
     def _keep_reserve(self) -> None:
-        """Start the reserve process, once a rank of this node can be recalled."""
+        """Start this node's spare process if there is none, once a rank of this node can be
+        recalled; see recall.py."""
         rank = next(
             (rank for rank in self._ranks.values() if rank.process and rank.process.able), None
         )
@@ -527,8 +545,9 @@ class NodeAgent:
             process.recall = None
 
     def _replace_late(self) -> None:
-        """Kill recalled processes that are not ready in time; `_launch` replaces them. Report that
-        a rank lost its peer, if no other failure is reported within LOST_SECONDS."""
+        """Kill recalled processes that are stuck, or not ready within READY_SECONDS; `_launch`
+        replaces them. Also report each rank that lost a peer, if no node has reported the peer's
+        failure within LOST_SECONDS of the loss."""
         now = time.monotonic()
         for rank in self._ranks.values():
             process = rank.process
@@ -543,8 +562,9 @@ class NodeAgent:
                 place = Path(f"/proc/self/fd/{rank.dumps}")
                 stack = take_dumps({rank.rank: (process.pid, place)}).get(rank.rank, "")
                 logger.warning(
-                    "rank %d did not end its attempt within %.0f s of its recall: it is forked "
-                    "anew; its stack:\n%s", rank.rank, now - process.recalled, stack,
+                    "rank %d was recalled after the failure of another rank, but did not end its "
+                    "attempt within %.0f s: it gets a new process; its stack:\n%s",
+                    rank.rank, now - process.recalled, stack,
                 )  # fmt: skip
                 self._kill(rank)
 
@@ -653,7 +673,7 @@ class NodeAgent:
                 self._dismiss(rank, EXIT_DONE)
         elif verdict:
             verdict = replace(verdict, evidence=counted if out_of_memory else "")
-            # Codes that only the agent understands.
+            # These exit codes mean something only to the agent.
             if code in (EXIT_PEER_GONE, EXIT_MENDED, EXIT_OUTVOTED):
                 rank.code = EXIT_FAILED
             self._reached = max(self._reached, verdict.step)
@@ -667,10 +687,14 @@ class NodeAgent:
     # --- zygote ------------------------------------------------------------------------------
 
     def _replace_zygote(self) -> None:
-        """Start another zygote after one has died, and with it all processes that it had forked."""
+        """Start another zygote after the zygote has died. The processes that it had forked died
+        with it, so their ranks have failed."""
         self._selector.unregister(self._zygote.socket)
         code = self._zygote.end()
-        logger.warning("the zygote died (%s); starting another", code)
+        logger.warning(
+            "the process from which this node forks its ranks ended with code %d, and its forks "
+            "with it; starting another", code,
+        )  # fmt: skip
         self._zygote = Zygote.start(self.page)
         self._selector.register(self._zygote.socket, selectors.EVENT_READ, "zygote")
         self._request_facts()

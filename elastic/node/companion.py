@@ -30,7 +30,7 @@ def until_input_ends(niceness: int) -> threading.Event:
     """Make this process a companion; returns an event that is set once its standard input ends.
 
     Args:
-        niceness: added to that of the process, as by `os.nice`.
+        niceness: number added to the niceness of this process, as by `os.nice`.
     """
     for number in SIGNALS:  # Slurm signals every process, while the owner may still send work
         signal.signal(number, signal.SIG_IGN)
@@ -59,7 +59,7 @@ class Companion:
             [sys.executable, "-P", "-m", "elastic.process", *words],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(search_path())},
             stdin=subprocess.PIPE,
-            process_group=0,  # Ctrl-C is for the owner
+            process_group=0,  # a group of its own, so that Ctrl-C reaches only the owner
         )
 
     @property
@@ -71,8 +71,8 @@ class Companion:
             self._process.stdin.close()
 
     def wait(self, seconds: float) -> None:
-        """Wait for the process to end, and kill it after `seconds`. Logs a failure here, as a
-        killed process cannot."""
+        """Wait for the process to end, and kill it after `seconds`. Logs its failure, as a killed
+        process cannot do that itself."""
         try:
             if code := self._process.wait(seconds):
                 logger.warning(

@@ -1,5 +1,5 @@
-"""Waits of a rank for the results of collectives. In a separate file, as COLLECTIVES in vitals.py
-recognises a waiting rank by this file on its stack."""
+"""Functions in which a rank waits for the results of collectives. They have a file of their own, as
+COLLECTIVES in vitals.py recognises a waiting rank by this file on its stack."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 def received(values: Tensor) -> Any:
     """Returns the result of a collective as numbers on the host, nested as by `Tensor.tolist`."""
-    # On a GPU the collective is only launched so far: here the rank waits for its peers.
+    # On a GPU the collective has only been launched: in tolist() the rank waits for its peers.
     return values.tolist()
 
 

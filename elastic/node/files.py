@@ -34,7 +34,7 @@ def write_whole(path: Path, text: str) -> None:
         with aside.open("x", encoding="utf-8") as file:
             file.write(text)
         os.replace(aside, path)
-    # Without this, a file with a random name would stay for ever.
+    # Otherwise the file with a random name would stay for ever.
     except BaseException:
         with suppress(OSError):
             aside.unlink()
@@ -48,7 +48,7 @@ def write_new(path: Path, text: str) -> None:
 
 
 def read_text(path: Path) -> str:
-    """The text of a small file of a run.
+    """Returns the text of a regular file of at most 16 MiB. Never blocks, even if `path` is a pipe.
 
     Raises:
         OSError: as in `read_bytes`.
@@ -98,7 +98,8 @@ def open_to_append(path: Path, trusted: Container[int] = ()) -> int:
         trusted: other users (uids) who may own the file.
 
     Raises:
-        OSError: the file cannot be opened for writing, or another one cannot be renamed.
+        OSError: the file cannot be opened for writing, or something else under its name cannot be
+            renamed.
     """
     for _ in range(_ATTEMPTS):
         try:
@@ -115,7 +116,8 @@ def open_to_append(path: Path, trusted: Container[int] = ()) -> int:
             if is_own and status.st_nlink <= 1:
                 return descriptor
             try:
-                # A backup's hard links, or another user's link to some file of this user.
+                # It has further hard links: by a backup, or by another user who wants to have this
+                # user's process write to some other file.
                 if is_own:
                     _take_copy(descriptor, path)
                     continue
@@ -142,11 +144,16 @@ def _take_copy(descriptor: int, path: Path) -> None:
 
 
 def own_directory(path: Path, trusted: Container[int] = ()) -> None:
-    """Create a directory that only this user may write to, or restrict an existing one to that.
-    Follows links of this user; renames a link or file of another user.
+    """Create a directory that only this user may write to. If this user's directory exists already,
+    remove the right of other users to write to it. Follows links of this user; renames a link,
+    file or directory of another user.
+
+    Args:
+        trusted: other users (uids) who may own the directory.
 
     Raises:
-        OSError: the directory cannot be created, or another file cannot be renamed.
+        OSError: the directory cannot be created, or something of another user under its name
+            cannot be renamed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for _ in range(_ATTEMPTS):
@@ -179,10 +186,10 @@ def put_aside(path: Path, status: os.stat_result) -> None:
     try:
         os.rename(path, aside)
     except OSError as error:
-        why = f"is {what}, not a file of uid {os.geteuid()}, and cannot be put aside; remove it"
+        why = f"is {what}, not a file of uid {os.geteuid()}, and cannot be renamed; remove it"
         raise PermissionError(errno.EPERM, why, str(path)) from error
     logger.warning(
-        "%s was %s, not a file of uid %d alone; it is now called %s, and a new file begins. If "
+        "%s was %s, not a file of uid %d alone; it is now called %s, and a new file is created. If "
         "you trust the old one, copy it back",
         path, what, os.geteuid(), aside.name,
     )  # fmt: skip
@@ -198,7 +205,8 @@ def is_ours(status: os.stat_result, directory: Path, trusted: Container[int] = (
     """
     if status.st_uid in (os.geteuid(), 0) or status.st_uid in trusted:
         return True
-    # With root_squash, NFS shows files of root as owned by nobody: compare with such a new file.
+    # With root_squash, NFS shows files of root as owned by nobody. So compare with the owner of a
+    # file that this process creates there.
     with suppress(OSError), tempfile.TemporaryFile(dir=directory) as probe:
         return os.fstat(probe.fileno()).st_uid == status.st_uid
     return False

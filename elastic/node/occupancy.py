@@ -1,11 +1,11 @@
 """A lock by which one launch at a time trains in a run directory.
 
-[Note: occupancy] The first process of a launch (the agent of group rank 0, or rank 0 itself without
-an agent of ours) holds a lock that the kernel releases with it, and keeps a record that names it
-and changes every BEAT_SECONDS. On one machine the lock shows whether a launch is alive. Across
-machines, or on a filesystem without locks, the record shows it: a launch whose record stops
-changing is dead. Another process of the same job takes the directory over without waiting: the
-first node may change between rounds.
+[Note: occupancy] The first process of a launch (the agent of group rank 0; without agents, rank 0
+itself) holds a lock, which the kernel releases when the process ends. It also keeps a record that
+names the process and changes every BEAT_SECONDS. On one machine the lock shows whether a launch is
+alive. Across machines, or on a filesystem without locks, the record shows it: a launch whose record
+stops changing is dead. Another process of the same job takes the directory over without waiting, as
+the first node may change between rounds.
 
 The locks are POSIX locks: forks do not inherit them, and NFS supports them.
 """
@@ -57,8 +57,8 @@ class Occupancy:
     """Holds a run directory for this process, until `release`.
 
     Args:
-        folder: the directory, created if missing. If it cannot be written to, nothing is held:
-            later writes report the error.
+        folder: the directory, created if missing. If it cannot be written to, nothing is held, and
+            no error is raised: later writes of the run report it.
         job: see `DirectoryHolder.job`.
 
     Raises:
@@ -102,14 +102,14 @@ class Occupancy:
                 lock = os.open(path, flags, 0o600)
                 if not is_ours(os.fstat(lock), self._folder):
                     os.close(lock)
-                    # its owner may hold the lock for ever, so only the record counts
+                    # The file's owner may hold the lock for ever, so only the record decides.
                     return None
             self._lock = lock
-        # the lock file is another user's, so only the record counts
+        # The lock file is another user's, so only the record decides.
         except PermissionError:
             return None
         try:
-            # without waiting, as the holder may train for days
+            # LOCK_NB: do not wait for the lock, as its holder may train for days.
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             return False
@@ -125,7 +125,7 @@ class Occupancy:
         """
         deadline = time.monotonic() + MISSED_BEATS * BEAT_SECONDS
         own, locked, record = self._own, self._try_lock(), _read(self._folder)
-        # A process that holds the lock without a record has just started, or is about to end.
+        # A process that holds the lock but has no record has just started, or is about to end.
         while locked is False and record is None and time.monotonic() < deadline:
             time.sleep(BEAT_SECONDS / 100)
             locked, record = self._try_lock(), _read(self._folder)
@@ -134,8 +134,9 @@ class Occupancy:
         if record is None or record.job == own.job or (locked and record.boot == own.boot):
             return
         logger.warning(
-            "%s: process %d on %s was the last that trained here; looking whether it still does",
-            self._folder, record.pid, record.host,
+            "%s: process %d on %s was the last that trained here; waiting up to %.0f s to see "
+            "whether it still does", self._folder, record.pid, record.host,
+            MISSED_BEATS * BEAT_SECONDS,
         )  # fmt: skip
         deadline = time.monotonic() + MISSED_BEATS * BEAT_SECONDS
         while time.monotonic() < deadline:
@@ -167,7 +168,7 @@ class Occupancy:
                             "%s; only the saves of that process count", self._occupied(record)
                         )
                     return
-                # Another process of this job may have held the lock, and be dead now.
+                # Another process of this job may have held the lock, and may have died since.
                 self._try_lock()
                 self._own.beat += 1
                 self._write()

@@ -2,11 +2,11 @@
 
 [Note: facts] A program knows what it trains only when it runs, but by then its node is in the job.
 So the agent obtains a description first. A package that torchrun starts with `-m PACKAGE ARGUMENT
-…` may have a module `facts` with two functions, which the node's zygote calls once it is warm.
-`facts(arguments, ranks)` returns the fields of `JobFacts` for a node with so many ranks.
+…` may have a module `facts` with two functions. The node's zygote (zygote.py) calls them after its
+imports. `facts(arguments, ranks)` returns the fields of `JobFacts` for a node with `ranks` ranks.
 `folders(arguments)` returns recipe key → path that the ranks need, without accessing these paths:
-the agent checks whether they respond, as `facts` may block on them. Nodes whose program has no such
-module are not compared."""
+the agent first checks whether they respond, as `facts` may block on them. The agent compares the
+description with the job's. Without such a module it compares nothing."""
 
 import hashlib
 import importlib
@@ -36,12 +36,15 @@ class TorchrunProgram:
 
 @dataclass(frozen=True, kw_only=True)
 class JobFacts:
+    """The description of a job by its program, see [Note: facts]."""
+
     identity: Mapping[str, str] = field(default_factory=dict)
     """Recipe keys that affect the bits of a step → value or digest. Equal on all nodes."""
     most_ranks: int | None = None
     """Most ranks that the global batch can occupy; None: any number."""
     unit: int | None = None
-    """Ranks of a replica of the model, of which every round has a multiple; None: unknown."""
+    """Ranks that together hold one replica of the model; the ranks of every round are a multiple of
+    this. None: unknown."""
     directory: str | None = None
     """Absolute path of the run directory, which all nodes share; None if they share none."""
     save_seconds: float | None = None
@@ -78,7 +81,8 @@ def digest(identity: Mapping[str, str]) -> str:
 def differences(
     ours: Mapping[str, str], theirs: Mapping[str, str], here: str = "here", there: str = "there"
 ) -> str:
-    """Returns a text that lists the differing keys of two identities with both values."""
+    """Returns a text that lists the keys in which two `JobFacts.identity` differ, with both values.
+    `here` and `there`: words in the text for the places of `ours` and `theirs`."""
     keys = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
     parts = [
         f"{key} is {ours.get(key, 'not given')} {here}, {theirs.get(key, 'not given')} {there}"
@@ -90,8 +94,9 @@ def differences(
 
 
 def read_facts(package: str, ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
-    """Returns the fields of `JobFacts` from `package` for a node with `ranks` ranks; empty if
-    `package` has no module `facts`, and then it is not imported. Called in the zygote."""
+    """Returns the fields of `JobFacts` from `package` for a node with `ranks` ranks. Without a
+    module `facts` they are empty, and `package` is not imported. If `-m` would run another package,
+    there is only the field `error`. Called in the zygote."""
     if package.isidentifier() and (error := shadowing_error(package)):
         return {"error": error}
     module = _module(package)
@@ -100,14 +105,15 @@ def read_facts(package: str, ranks: int, arguments: Sequence[str]) -> dict[str, 
 
 
 def read_folders(package: str, arguments: Sequence[str]) -> dict[str, str]:
-    """Returns recipe key → path that the ranks of `package` need. Called in the zygote."""
+    """Returns recipe key → path that the ranks of `package` need, at most MAX_FOLDERS of them;
+    empty without a module `facts`. Called in the zygote."""
     module = None if package.isidentifier() and shadowing_error(package) else _module(package)
     answer: dict[str, str] = getattr(module, "folders", lambda _: {})(tuple(arguments))
     return dict([*answer.items()][:MAX_FOLDERS])
 
 
 def _module(package: str) -> Any:
-    """Returns the module `facts` of a package; None if it has none."""
+    """Returns the module `facts` of a package; None if the package has none."""
     if not package.isidentifier():
         return None
     spec = find_spec(package)
@@ -135,6 +141,7 @@ def shadowing_error(package: str) -> str:
 
 
 def _places(spec: ModuleSpec) -> list[str]:
-    """Real path of a module's file; for a package without a file, of its folders."""
+    """Returns the real path of a module's file, or the real paths of the folders of a package that
+    has no file."""
     places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or [])
     return [os.path.realpath(place) for place in places]

@@ -25,7 +25,7 @@ _ENTRY = 256
 _SECRET, _SECRET_BYTES = RANKS * _ENTRY, 32
 """Offset and size of the secret of the round, behind the entries of the ranks."""
 _FREE = _SECRET + _SECRET_BYTES
-"""Offset of one uint64 per local rank: the most free bytes that its device has had."""
+"""Offset of one uint64 per local rank: the largest number of free bytes that its device has had."""
 _BYTES = _FREE + 8 * RANKS
 _PAUSE, _NOTICED, _STEP, _PHASE, _SAFE, _AT, _PID, _PATIENCE, _MUTE, _ERROR = (
     0, 4, 8, 16, 20, 24, 32, 36, 40, 44,
@@ -33,15 +33,16 @@ _PAUSE, _NOTICED, _STEP, _PHASE, _SAFE, _AT, _PID, _PATIENCE, _MUTE, _ERROR = (
 _FIELDS = struct.Struct("IIQIIdIf")
 """Fields of an entry except its error text, at the offsets above."""
 PROGRESS = "PERDURE_PROGRESS"
-"""Environment variable `DESCRIPTOR:LOCAL_RANK`: the page and this rank's entry in it."""
+"""Environment variable `DESCRIPTOR:LOCAL_RANK`: descriptor of the `ProgressPage`, and the rank
+whose entry in it this process uses."""
 PHASES = (
     "start", "init", "load", "data", "step", "fetch", "reduce", "staging", "update", "after",
     "save", "evaluate", "end", "failed",
 )  # fmt: skip
-"""Phases of a rank. "data": waiting for a batch; "fetch": for the batch of the next step while a
-GPU computes; "reduce": from the step's all-reduce on, where ranks wait for each other; "staging":
-waiting for the copy of a save; "after": long work that follows only some steps; "failed": from an
-error until the process has ended."""
+"""Phases of a rank. "data": waiting for a batch; "fetch": waiting for the batch of the next step
+while a GPU computes this step; "reduce": begins with the step's all-reduce, where ranks wait for
+each other; "staging": waiting for the copy of a save; "after": long work that follows only some
+steps; "failed": from an error until the process has ended."""
 
 PAUSE = 1
 PAUSE_TO_LEAVE = 1 << 20
@@ -51,6 +52,8 @@ exceeds any sum of PAUSE."""
 
 @dataclass(frozen=True)
 class RankProgress:
+    """The last report of a rank to its agent."""
+
     step: int
     phase: str
     at: float
@@ -131,9 +134,9 @@ class Pulse:
         self._map, self._start = page._map, local_rank * _ENTRY
         self._free = _FREE + 8 * local_rank
         self.wants_save = False
-        """Set by the program: all ranks save after this step."""
+        """The program sets this to make all ranks save after this step."""
         self.wants_pause = False
-        """Set by the program: all ranks end after this step, and start again."""
+        """The program sets this to make all ranks end after this step, and start again."""
         self._sign()
 
     @classmethod
@@ -152,8 +155,8 @@ class Pulse:
 
     @property
     def most_free(self) -> int:
-        """Most free bytes that this rank's device has had; 0: unknown. The value stays when the
-        process ends, as long as the agent lives."""
+        """Largest number of free bytes that this rank's device has had; 0: unknown. The value
+        outlives the process: it is lost when the agent ends."""
         return int(struct.unpack_from("Q", self._map, self._free)[0])
 
     @most_free.setter
@@ -164,7 +167,8 @@ class Pulse:
         struct.pack_into("I", self._map, self._start + _PID, os.getpid())
 
     def forget(self) -> None:
-        """Reset the entry as for a new process, but for signals and the agent's requests."""
+        """Reset this rank's entry as for a new process, but keep received signals and the agent's
+        requests."""
         start, end = self._start + _STEP, self._start + _ENTRY
         self._map[start:end] = bytes(end - start)
         self.wants_save = self.wants_pause = False
@@ -175,7 +179,7 @@ class Pulse:
         """Report the step that this rank works on, and its phase (one of PHASES)."""
         struct.pack_into("Q", self._map, self._start + _STEP, step)
         struct.pack_into("I", self._map, self._start + _PHASE, PHASES.index(phase))
-        # the time is written last: the agent takes a new time for a new report
+        # The time is written last, because a new time tells the agent that the report is new.
         struct.pack_into("d", self._map, self._start + _AT, time.monotonic())
 
     @contextmanager
@@ -197,7 +201,8 @@ class Pulse:
 
     @property
     def same_error_as_first(self) -> bool:
-        """Whether the first rank of the node is another one, and reported the same error."""
+        """Whether this rank is not the first of its node, and the first has reported the same
+        error."""
         own = self._map[self._start + _ERROR : self._start + _ENTRY]
         return self._start > 0 and own == self._map[_ERROR:_ENTRY]
 
@@ -230,7 +235,8 @@ class Pulse:
 
     @property
     def pause_request(self) -> int:
-        """The pending request to end after this step: 0, PAUSE, PAUSE_TO_LEAVE (signals)."""
+        """The pending request to end after this step: 0 (none), PAUSE, or PAUSE_TO_LEAVE, also
+        after a signal to leave."""
         request, noticed = struct.unpack_from("II", self._map, self._start + _PAUSE)
         return PAUSE_TO_LEAVE if noticed else int(request) or PAUSE * self.wants_pause
 
@@ -284,7 +290,8 @@ def _wait(pulse: Pulse, notices: Set[signal.Signals], restarts: bool) -> None:
     number = signal.sigwait(notices)
     logger.warning("%s: saving after this step, then leaving", signal.Signals(number).name)
     pulse.notice(number)
-    # The agent has read that the signal came, and decides when this process ends.
+    # The agent reads from the shared memory that the signal came, and decides when this process
+    # ends.
     if restarts:
         return
     interrupted = number == signal.SIGINT

@@ -22,7 +22,8 @@ FROM_OUTSIDE = {
     *(signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT),
     *(signal.SIGUSR1, signal.SIGUSR2),
 }
-"""Signals that another process must have sent: no error of a program causes them."""
+"""Signals that no error of a program causes: another process has sent them, or the kernel (SIGKILL,
+out of memory)."""
 
 
 @dataclass
@@ -38,11 +39,13 @@ class RankProcess:
     able: float | None = None
     """Time from which the process can be recalled; None: it cannot."""
     recalled: float | None = None
-    """Time at which it was recalled; None once it is ready for its generation."""
+    """Time at which the agent recalled the process (recall.py); None: it was not recalled, or has
+    become ready for its generation since."""
     stuck: bool = False
-    """Whether it still waits, after its recall, in a collective that never ends."""
+    """Whether the process, after its recall, still waits in a collective that never ends."""
     lost: float | None = None
-    """Time at which it reported that it lost a peer; None once the failure has been reported."""
+    """Time at which the process reported that it lost a peer; None: it lost none, or the failure
+    has been reported since."""
 
 
 @dataclass
@@ -64,10 +67,10 @@ class ReserveProcess:
 
 @dataclass
 class LocalRank:
-    """A rank of this node: its stand-in, and its training process if it has one."""
+    """A rank of this node: its stand-in (standin.py), and its training process if it has one."""
 
     connection: socket.socket
-    """Socket to the stand-in."""
+    """Socket to the stand-in, the process that torchrun has started for the rank."""
     descriptors: list[int]
     """Descriptors from the stand-in: its program, stdin, stdout and stderr."""
     round: int
@@ -108,20 +111,21 @@ def judge_exit(
         how: what is known about the exit besides its code.
 
     Returns:
-        The end of the job, a failure to report, or None for a pause.
+        The end of the job, or a failure to report, or None if the rank has paused.
     """
     why, error = signal.Signals(-code).name if code < 0 else f"exit code {code}", progress.error
     if how or error:
         why += f" ({how or error})"
     if code == EXIT_DONE or job_done:
         return JobEnd(EXIT_DONE, "the run is finished")
-    # Wrong input ends the job only at its first start: later, storage may be unavailable.
+    # Wrong input ends the job only at its first start: later the input was right, so the storage
+    # that it is read from may be unavailable.
     wrong_input = code == EXIT_WRONG_INPUT and first_start and not progress.step
     if code == EXIT_DO_NOT_REQUEUE or wrong_input:
         return JobEnd(code, f"rank {rank} ended with {why}")
     if code == EXIT_PAUSED:
         return None
-    if code == EXIT_PEER_GONE:  # the rank that failed is on a lost node, which cannot report it
+    if code == EXIT_PEER_GONE:  # the failed peer may be on a lost node, which cannot report it
         return replace(blank, why=f"rank {rank} lost its connection to another")
     if code == EXIT_OUTVOTED:
         return replace(blank, rank=rank, why=error.partition(": ")[2], error=error, unfit=True)

@@ -1,4 +1,4 @@
-"""Recall of ranks: after a failure of another rank they keep their processes and continue training.
+"""Recall of ranks: after a failure of another rank, ranks keep their processes and train on.
 
 [Note: recall] A newly forked process has no CUDA context, no compiled code, and an empty allocator.
 So a rank whose peers have failed keeps its process. Its agent sends it the next generation over a
@@ -9,17 +9,21 @@ begins the next attempt from the first line, as a new process would. Only waits 
 exception between any two lines could leave state that no `with` cleans up.
 
 A rank can be recalled once it has completed a step (`able`). If a generation fails earlier, the
-next one has new processes. A rank that is stuck, or not ready within READY_SECONDS, is forked anew.
+next generation has new processes. A rank that is stuck, or not ready within READY_SECONDS, gets a
+new process.
 
 A node whose ranks can be recalled keeps one process in reserve. That process is no rank yet: it has
 imported and initialised what is slow, and waits for a generation like a recalled rank. It becomes
 the next rank that has no process.
 
-    agent → rank   {"generation": "ROUND.GENERATION", "env": {…}}, with the program's descriptors
-                   {"stop": true}: its round is over; the next generation follows
-    rank → agent   {"able": true or false}, {"lost": true}, {"ready": "ROUND.GENERATION"};
-                   {"stuck": true}: it waits in a collective that nothing ends;
-                   {"waits": true} of a process in reserve
+    agent → rank   {"generation": "ROUND.GENERATION", "env": {…}}, with the program's descriptors:
+                   continue as a rank of this generation
+                   {"stop": true}: the rank's round is over; its next generation follows
+    rank → agent   {"able": true or false}: whether the rank can be recalled from now on
+                   {"lost": true}: the rank lost a peer
+                   {"ready": "ROUND.GENERATION"}: the rank begins its attempt in this generation
+                   {"stuck": true}: the rank waits in a collective that nothing ends
+                   {"waits": true}: the process in reserve waits for a generation
 """
 
 import json
@@ -39,26 +43,26 @@ from elastic.process import plain_text, tolerate_lost_output
 logger = logging.getLogger(__name__)
 
 READY_SECONDS = 10.0
-"""Seconds that a recalled rank has to become ready; then it is forked anew."""
+"""Seconds that a recalled rank has to become ready; after that it gets a new process."""
 SETTLED_SECONDS = 1.0
-"""Seconds after a process's first step before the agent prepares for the next recovery, as the
-first steps need the cores."""
+"""Seconds after a process's first step before its node prepares for the next recovery, as the first
+steps need the cores."""
 ABORT_SECONDS = 0.2
 """Seconds between two aborts of the process groups, until the attempt has ended."""
 STUCK_SECONDS, IDLE_SHARE = 2.0, 0.1
-"""A wait for other ranks normally ends when its connections are shut. It never ends if it still
-goes on after STUCK_SECONDS while the thread uses less than IDLE_SHARE of a core: with gloo in 5 of
-220 faults. A thread that still calls a killed store uses more."""
+"""A wait for other ranks normally ends when its connections are shut down. If it still goes on
+after STUCK_SECONDS, and the thread uses less than IDLE_SHARE of a core, it never ends. With gloo
+this happened in 5 of 220 faults. A thread that keeps calling a dead store uses more of a core."""
 WAITS = (
     "/torch/distributed/",
     *(str(Path(__file__).parents[1] / name) for name in ("world.py", "group", "node/exchange.py")),
 )
 """Parts of the paths of files whose functions wait for other processes."""
 LOST_SECONDS = 1.5
-"""Seconds after a rank lost a peer in which the agent waits for a report of the failure itself. A
-lease ends earlier."""
+"""Seconds after a rank lost a peer for which its agent waits for another node's report of the
+peer's failure. The lease of a dead node ends earlier, so its loss is reported in time."""
 NEXT_GENERATION_SECONDS = 60.0
-"""Seconds that a rank which lost a peer waits for its agent's next generation; then it ends."""
+"""Seconds that a rank which lost a peer waits for the next generation; after that it ends."""
 
 
 class AttemptRecalled(BaseException):
@@ -85,7 +89,7 @@ class RecallSocket:
         self._able_since = 0.0
         self.stop: Callable[[], None] = lambda: None
         """Called from another thread at a recall, to end waits that are not in process groups."""
-        self._before = set(_connections())  # connections opened later belong to the attempt
+        self._before = set(_connections())  # later connections belong to attempts; see `abort`
         if agent is not None:
             threading.Thread(target=self._listen, name="perdure-recall", daemon=True).start()
 
@@ -113,7 +117,7 @@ class RecallSocket:
         try:
             self.check()
             yield
-            if self.able:  # only the exit of the process remains
+            if self.able:  # the work is done: a process that only has to exit is not recalled
                 self.able = False
                 self._send({"able": False})
         finally:
@@ -131,7 +135,8 @@ class RecallSocket:
 
     @property
     def settled(self) -> bool:
-        """Whether this process can be recalled, and has trained for SETTLED_SECONDS."""
+        """Whether this process can be recalled, and could SETTLED_SECONDS ago. Then it is time to
+        prepare for the next recovery."""
         return self.able and time.monotonic() > self._able_since + SETTLED_SECONDS
 
     @property
@@ -166,8 +171,8 @@ class RecallSocket:
 
     def wait(self, seconds: float | None = NEXT_GENERATION_SECONDS) -> bool:
         """Wait for the next generation, replace the environment by that of the generation, and
-        report that this process is ready. Returns False if none comes within `seconds` (None: no
-        limit)."""
+        report that this process is ready. Returns False if no generation comes within `seconds`
+        (None: no limit), or the agent has ended."""
         if seconds is None:
             self._send({"waits": True})
         with self._news:
@@ -194,7 +199,7 @@ class RecallSocket:
                     self._news.notify_all()
                     return
                 message = json.loads(data)
-                # Otherwise it is a stop: the next generation follows with its round.
+                # A message without "env" is a stop: the next generation comes in a later message.
                 if "env" in message:
                     job, *streams = descriptors
                     for target, stream in enumerate(streams):
@@ -262,7 +267,8 @@ def abort_groups() -> None:
 
 
 def _connections() -> dict[str, socket.socket]:
-    """Name in /proc/self/fd → TCP connection of this process."""
+    """Returns the TCP connections of this process: target of the link in /proc/self/fd, such as
+    "socket:[4711]" → socket object of a duplicate descriptor."""
     connections = {}
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):

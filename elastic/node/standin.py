@@ -1,11 +1,11 @@
-"""The stand-in: the process that torchrun starts for each rank. The training process itself is
-forked by the zygote, at the start and after every failure, while torchrun sees a worker that keeps
-running. This module imports nothing heavy.
+"""The stand-in: the process that torchrun starts in place of each rank. The training process itself
+is forked by the zygote (zygote.py), at the start and after every failure. Meanwhile torchrun sees a
+worker that keeps running. This module imports nothing heavy.
 
-[Note: script] If the ranks run a user's program, `elastic.join` in it turns the process into a
-stand-in. The zygote forks another process, which runs the same program from its first line as
-`__main__`; there `join` returns. So code before `join` runs in both processes. `python -m
-elastic.job PROGRAM` becomes a stand-in before it reads the program."""
+[Note: script] If the ranks run a user's program, its call of `elastic.join` turns the process that
+torchrun started into a stand-in. The zygote forks another process, which runs the same program from
+its first line as `__main__`; there `join` returns. So code before `join` runs in both processes.
+`python -m elastic.job PROGRAM` becomes a stand-in before it reads the program."""
 
 import atexit
 import importlib
@@ -30,8 +30,8 @@ NODE_SOCKET = "PERDURE_NODE"
 
 
 def stand_in(entry: str, prepare_program: str, arguments: list[str]) -> NoReturn:
-    """Have the agent run a program as this rank, and exit with the code that the agent sends at the
-    end. The arguments are fields of `RankProgram`."""
+    """Have this node's agent run a program as this rank, and exit with the code that the agent
+    sends when the rank is done. The arguments are fields of `RankProgram`."""
     die_with_parent()
     agent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     agent.connect(os.environ[NODE_SOCKET])
@@ -40,7 +40,7 @@ def stand_in(entry: str, prepare_program: str, arguments: list[str]) -> NoReturn
         with suppress(OSError):  # the agent has ended, or has sent the exit code
             agent.send(json.dumps({"notice": signal.Signals(number).name}).encode())
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the agent as well
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the agent too, which handles it
     for number in handled_signals() - {signal.SIGINT}:
         signal.signal(number, notify)
     job = RankProgram(entry, prepare_program, arguments, dict(os.environ), os.getcwd())
@@ -58,7 +58,8 @@ PREPARED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor
 
 
 def is_stand_in() -> bool:
-    """Whether this process is a stand-in: it has an agent, but is no fork of the zygote."""
+    """Whether torchrun has started this process in place of a rank: it has an agent, but is no fork
+    of the zygote."""
     return NODE_SOCKET in os.environ and "RANK" in os.environ and RECALL not in os.environ
 
 
@@ -74,7 +75,10 @@ def this_program() -> list[str]:
     if spec:
         return ["-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
     if not path:
-        raise RuntimeError("elastic.join() has the program started anew: put it into a file")
+        raise RuntimeError(
+            "elastic.join() starts this program again in another process, but it has no file to "
+            "start (as with `python -c`): put it into a file"
+        )
     return [path, *sys.argv[1:]]
 
 
@@ -97,7 +101,7 @@ def run_program(program: list[str]) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(write_through=True)
-    # Otherwise every fork would have the zygote's generator state.
+    # Otherwise every fork would continue the zygote's random numbers.
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
     code = _run(program)
@@ -134,7 +138,7 @@ def _run(program: list[str]) -> int:
     except BaseException as error:
         sys.last_type = type(error)  # as the interpreter does, for functions that run at exit
         line = plain_text(error).partition("\n")[0]
-        # from the current environment: a reserve process has become a rank since it began
+        # The environment is read now: a reserve process has become a rank since it began.
         Pulse.from_environment().fail(f"{type(error).__name__}: {line}")
         if isinstance(error, RuntimeError) and is_lost_peer(error):
             print(f"rank {read_environment()[0]}: a peer is gone: {line}", file=sys.stderr)

@@ -3,10 +3,10 @@ of memory) and stack dumps. Linux only; without figures in /proc a rank counts a
 
 [Note: own time] On an overloaded machine a healthy rank takes many times as long as usual. The
 kernel counts for every thread how long it was ready to run without a core (the second number of
-schedstat), and how long the hypervisor ran other machines (steal). The *own time* of a rank is the
-elapsed time without these. A rank that sleeps, waits for ever or is stopped has only own time,
-however busy the machine is. At least a tenth of the elapsed time counts as own, so that endless
-spinning is noticed too."""
+schedstat), and for the machine how long the hypervisor ran other machines (steal). The *own time*
+of a rank is the elapsed time without these times. A rank that sleeps, waits for ever or is stopped
+has only own time, however busy the machine is. At least a tenth of the elapsed time counts as own,
+so that endless spinning is noticed too."""
 
 import faulthandler
 import os
@@ -36,7 +36,7 @@ class ProcessCounters:
 
     stopped: bool
     runs: int
-    """Number of times that its main thread got a core."""
+    """Number of times that the main thread got a core."""
     worked: float
     """CPU seconds of all threads."""
     starved: float
@@ -51,9 +51,9 @@ class RankSigns:
     stopped: float = 0.0
     """Seconds for which the process has been stopped by a signal, up to now."""
     starved: float = 0.0
-    """Seconds without a core, which do not count as own time."""
+    """Seconds without a core, which do not count as own time ([Note: own time])."""
     busy: bool = False
-    """Whether the process computes, or would with a core, most of the time."""
+    """Whether the process computes, or would compute if it had a core, most of the time."""
 
 
 NO_SIGNS = RankSigns()
@@ -75,7 +75,7 @@ class _Mark:
 
 
 class VitalsWatch:
-    """Examines the processes of a node's ranks."""
+    """Observes whether the processes of a node's ranks are stopped, starved of a core, or busy."""
 
     def __init__(self) -> None:
         self._marks: dict[int, _Mark] = {}
@@ -83,10 +83,13 @@ class VitalsWatch:
     def look(
         self, pids: Mapping[int, int], progress_by_rank: Mapping[int, RankProgress], now: float
     ) -> dict[int, RankSigns]:
-        """Returns observations of all ranks. Called at every poll of the watchdog.
+        """Returns rank → observations of the rank in its current phase. Called at every poll of the
+        watchdog.
 
         Args:
             pids: rank → process id; 0 while the rank is being forked.
+            progress_by_rank: rank → its last report.
+            now: time by time.monotonic().
         """
         signs = {}
         stolen: float | None = None
@@ -98,7 +101,7 @@ class VitalsWatch:
                 continue
             vitals = None
             if pids[rank] and now - progress.at > YOUNG_SECONDS:
-                # read once for all ranks
+                # The machine's stolen time is read once for all ranks.
                 stolen = _stolen() if stolen is None else stolen
                 vitals = read_vitals(pids[rank], stolen)
             signs[rank] = self.note(rank, pids[rank], progress.at, now, vitals)
@@ -107,8 +110,13 @@ class VitalsWatch:
     def note(
         self, rank: int, pid: int, entered: float, now: float, vitals: ProcessCounters | None
     ) -> RankSigns:
-        """Returns observations of a rank in the phase that it `entered`, after new counters
-        `vitals` read at `now`."""
+        """Record new counters of a rank, and return its observations.
+
+        Args:
+            entered: time at which the rank entered its phase, by time.monotonic().
+            now: time at which `vitals` were read.
+            vitals: counters of its process; None: they were not read.
+        """
         if vitals is None:
             self._marks.pop(rank, None)
             return NO_SIGNS
@@ -170,8 +178,9 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def oom_kills() -> int:
-    """Number of processes that the kernel has killed for lack of memory in this process's cgroup
-    and below. If the cgroup has no such count, that of the machine; if there is none, 0."""
+    """Returns the number of processes that the kernel has killed for lack of memory in this
+    process's cgroup and below. If the cgroup has no such counter, the counter of the whole machine
+    is read; without either, the result is 0."""
     for path in (_cgroup() / "memory.events", Path("/proc/vmstat")):
         with suppress(OSError, ValueError):
             for line in path.read_text().splitlines():
@@ -182,7 +191,7 @@ def oom_kills() -> int:
 
 
 def _cgroup() -> Path:
-    """Folder of this process's cgroup (version 2)."""
+    """Returns the folder of this process's cgroup (version 2)."""
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             if line.startswith("0::"):
@@ -193,7 +202,9 @@ def _cgroup() -> Path:
 # --- stack dumps -----------------------------------------------------------------------------
 
 Activity = Literal["stopped", "silent", "elsewhere", "unclear", "collective", "unknown"]
-"""State of a rank by the kernel or its stack dump, most suspicious first."""
+"""What a rank does, by the kernel ("stopped" by a signal) or by its stack dump; most suspicious
+first. "silent": it wrote no dump. "elsewhere": not in a collective. "unclear": perhaps in one.
+"unknown": no dump was taken."""
 
 DUMP_SIGNAL = signal.SIGUSR2
 COMPLETE_SECONDS = 0.1
@@ -252,7 +263,7 @@ def read_dump(path: Path, start: int = 0) -> str:
 def _ready(pid: int) -> bool:
     """Whether a process is alive, perhaps stopped, and handles the dump signal."""
     fields = _status(pid)
-    if fields["State"].split()[0] in "ZX":  # it has ended, but its handlers are still listed
+    if fields["State"].split()[0] in "ZX":  # the process has ended, but still lists its handlers
         return False
     return bool(int(fields["SigCgt"], 16) >> (DUMP_SIGNAL - 1) & 1)
 
@@ -291,20 +302,21 @@ COLLECTIVES = (
 """Files whose functions wait for other ranks. FSDP's hooks call the user's modules from outside:
 the innermost frame is in FSDP only while it gathers, scatters, or waits for either."""
 UNCLEAR = (
-    "/torch/autograd/",  # backward in C++: DDP waits for its buckets here, but kernels hang too
-    "/torchinductor_",  # compiled code, with and without collectives
+    "/torch/autograd/",  # the backward pass in C++: DDP may wait in it, or a kernel may hang
+    "/torchinductor_",  # compiled code, which may contain collectives
 )
 
 COMPILING = (
     "/torch/_dynamo/convert_frame.py",
-    "/torch/_inductor/graph.py",  # also of a backward pass, which is compiled on first use
+    "/torch/_inductor/graph.py",  # compiles backward passes too, on their first use
     "/torch/_inductor/async_compile.py",
     "/triton/compiler/",
 )
 """Files on the stack of a rank while it compiles, which a new shape can cause at any step."""
 
 SHOWN_FRAMES, FRAME_LENGTH = 12, 200
-"""Most frames and characters per frame of a stack in a failure, which all nodes read."""
+"""Most frames, and characters per frame, of the stack in a `Failure`. All nodes read it, so it must
+be short."""
 
 _FRAME = re.compile(r'^  File "(.*)", line \d+ in ', re.MULTILINE)
 

@@ -13,9 +13,9 @@ A signal handler in C writes the dump. So a rank that waits in C++ for its peers
 rank that waits for a dead disk does not, which is evidence too. A rank counts as stopped if the
 kernel reports it (vitals.py), in any phase and however busy the machine is.
 
-No healthy rank may be killed. So a rank reports what it waits for: data and storage have minutes.
-Time in which a rank was ready to run without a core counts neither against it nor against ranks
-that may have waited for it."""
+No healthy rank may be killed. So a rank reports what it waits for, and waits for data and storage
+may take minutes. Time in which a rank was ready to run without a core counts neither against that
+rank nor against ranks that may have waited for it."""
 
 import json
 import logging
@@ -60,15 +60,17 @@ ORDER = (
     "failed", "start", "init", "load", "data", "step", "fetch", "reduce", "staging", "update",
     "after", "evaluate", "save", "end",
 )  # fmt: skip
-"""Phases in the order in which a rank goes through them; "data" to "save" repeat in each step.
-"failed" comes first, as the other ranks wait for a failed rank until its process has ended."""
+"""Phases in the order in which a rank goes through them; "data" to "save" repeat in each step. The
+phase "failed" comes first, because it is furthest behind: the other ranks wait for a failed rank
+until its process has ended."""
 WITHIN_STEP = ("step", "reduce", "update")
 
 MIN_SECONDS = 3.5
 """Shortest time-out in seconds: a busy machine delays steps of milliseconds by seconds."""
 DEFAULT_SECONDS = 300.0
-"""Time-out in seconds of phases with fewer than MIN_SAMPLES, such as importing, joining the process
-group, or a first step that compiles, all from cold caches."""
+"""Time-out in seconds of phases with fewer than MIN_SAMPLES durations so far, and shortest time-out
+of phases outside LEARNED_PHASES. It is long enough for importing, joining the process group, and a
+first step that compiles, all from cold caches."""
 SLOW_FACTORS = dict.fromkeys(
     ("load", "data", "fetch", "after", "evaluate", "first evaluate", "staging", "save", "end"), 2
 )
@@ -76,13 +78,13 @@ SLOW_FACTORS = dict.fromkeys(
 SAVE_SECONDS = 1200.0
 """Time limit of a save in seconds, unless the program sets `JobFacts.save_seconds`."""
 SAVE_FACTORS = {"staging": 1.2, "save": 1.2, "end": 2.4}
-"""Factors of the time limit of a save that are added to the time-outs of these phases. Ranks learn
-up to a fifth of the limit later that a save was abandoned, and at the end two saves may follow each
-other. So no rank is killed for a save that is within its limit."""
+"""Phase → multiple of the time limit of a save that is added to the time-out of the phase. Ranks
+learn that a save was abandoned up to a fifth of the limit later, and at the end two saves may
+follow each other. So no rank is killed for a save that is within its limit."""
 LEARNED_PHASES = (*WITHIN_STEP, "evaluate")
 """Phases that repeat and compute, whose time-outs are learned. Other phases happen once in a
-process or seldom, or depend on storage, which stalls when one of its servers is replaced. Earlier
-short durations of these are no reason for a short time-out."""
+process or seldom, or depend on storage, which stalls when one of its servers is replaced. If such a
+phase was short so far, this is no reason for a short time-out."""
 TIMEOUT_FACTOR = 12
 """A learned time-out is this multiple of the 99th percentile: a step may take ten times as long as
 earlier steps, with other data or by the user's own schedule."""
@@ -93,7 +95,8 @@ MIN_SAMPLES = 5
 MAX_SAMPLES = 200
 """Newest durations of a phase that are kept."""
 STOPPED_SECONDS = 1.0
-"""Seconds between two polls above which this node was stopped, perhaps with its ranks."""
+"""If more seconds pass between two polls, this node was stopped meanwhile, perhaps with its
+ranks."""
 
 
 class PhaseTimes:
@@ -104,15 +107,16 @@ class PhaseTimes:
         patience: time-out, in seconds, of phases that happen once in a process.
 
     The first step of a process and its first validation have at least `patience`, as they
-    compile. The first step may also repeat a step that was mistaken for a hang, which must not
-    happen twice."""
+    compile. Also, the first step may repeat a step that was mistaken for a hang, and must not be
+    mistaken again."""
 
     def __init__(self, floor: float = MIN_SECONDS, patience: float = DEFAULT_SECONDS) -> None:
         self.floor, self.patience = floor, patience
         self.save_seconds = SAVE_SECONDS
         """Time limit of a save in seconds; the agent sets it from `JobFacts.save_seconds`."""
         self.woke = float("-inf")
-        """Time of the last poll that was late by STOPPED_SECONDS; earlier time does not count."""
+        """Time of the last poll that came more than STOPPED_SECONDS after the poll before it. Time
+        before this counts towards no time-out."""
         self._durations: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MAX_SAMPLES))
         self._looked: float | None = None
         self._last: dict[int, RankProgress] = {}
@@ -125,7 +129,8 @@ class PhaseTimes:
         self._first = {key: step for key, step in self._first.items() if key[0] != rank}
 
     def follow(self, progress_by_rank: Mapping[int, RankProgress], now: float) -> None:
-        """Record the progress of ranks. Called at every poll, which limits the precision."""
+        """Record the progress of ranks at time `now`, and the durations of phases that have ended.
+        Called at every poll."""
         if self._looked is not None and now - self._looked > STOPPED_SECONDS:
             self.woke = now
         self._looked = now
@@ -139,12 +144,13 @@ class PhaseTimes:
             self._last[rank] = progress
 
     def forget_steps(self) -> None:
-        """Forget durations of the learned phases, because they take longer with fewer nodes."""
+        """Forget the durations of the learned phases. Called when nodes are fewer than before, as
+        these phases then take longer."""
         for kind in LEARNED_PHASES:
             self._durations.pop(kind, None)
 
     def add(self, kind: str, seconds: float) -> None:
-        """Record the duration of a phase, "first step" or "first evaluate"."""
+        """Record a duration. `kind`: a phase, or "first step" or "first evaluate"."""
         self._durations[kind].append(seconds)
 
     def limit(self, rank: int, progress: RankProgress) -> float:
@@ -185,7 +191,7 @@ class RankStatus:
     seconds: float
     """Time since the rank entered its phase."""
     limit: float
-    """Seconds of own time that the phase may take."""
+    """Seconds of own time ([Note: own time] in vitals.py) that the phase may take."""
     where: Activity = "unknown"
     starved: float = 0.0
     """Part of `seconds` in which the rank waited for a core."""
@@ -196,7 +202,8 @@ class RankStatus:
 
     @property
     def position(self) -> tuple[int, int]:
-        """(step, index of the phase), comparable between ranks."""
+        """(step, index of the phase in ORDER), which is smaller for a rank that is further
+        behind."""
         return self.step, ORDER.index(self.phase)
 
 
@@ -210,6 +217,8 @@ def rank_statuses(
     """Returns the status of each rank of this node.
 
     Args:
+        progress_by_rank: rank → its last report.
+        now: time by time.monotonic().
         dumps: rank → stack dump from `take_dumps`; a rank without a dump is "unknown".
         signs: rank → result of `VitalsWatch`.
     """
@@ -230,7 +239,7 @@ def rank_statuses(
             "stopped" if sign.stopped else "unknown" if dump is None else classify_dump(dump),
             sign.starved,
         )
-        # Stopped by a signal, which is a hang in every phase.
+        # A rank that was stopped by a signal hangs in every phase.
         if sign.stopped > times.floor:
             status = replace(status, limit=times.floor, starved=0.0)
         ranks.append(status)
@@ -243,7 +252,7 @@ def overdue(
     times: PhaseTimes,
     signs: Mapping[int, RankSigns] | None = None,
 ) -> list[RankStatus]:
-    """Returns the statuses of this node's ranks that exceed their limit."""
+    """Returns the status of each rank of this node that exceeds the time limit of its phase."""
     return [
         status
         for status in rank_statuses(progress_by_rank, now, times, signs=signs)
@@ -253,8 +262,11 @@ def overdue(
 
 @dataclass(frozen=True)
 class HangVerdict:
+    """Which ranks hang, and why."""
+
     ranks: tuple[int, ...]
-    """Empty if all ranks wait in the same place, for the network or for a peer outside the job."""
+    """The ranks that all others wait for. Empty if all ranks wait in the same place: for the
+    network, or for a peer outside the job."""
     reason: str
 
 
@@ -264,12 +276,12 @@ def blame(statuses: Sequence[RankStatus]) -> HangVerdict | None:
     Args:
         statuses: statuses of all ranks of the job, taken with dumps.
 
-    A stopped rank hangs, and so does an overdue rank without a dump. Within a step such a rank
-    counts as overdue as soon as a rank that waits for it is: nodes may have learned different
-    limits. Otherwise the suspects are among the ranks that are furthest behind, which have not
-    entered the collective in which the others wait. FSDP has collectives in the forward and
-    backward pass, where all ranks report the same phase; there the dumps decide. If all ranks wait
-    in the same place, they may wait for a rank without a core."""
+    An overdue rank hangs if it was stopped by a signal or wrote no stack dump. Within a step such a
+    rank counts as overdue as soon as any rank within a step is overdue: nodes may have learned
+    different limits. If there is no such rank, the suspects are among the ranks that are furthest
+    behind, which have not entered the collective in which the other ranks wait. FSDP has
+    collectives in the forward and backward pass, where all ranks report the same phase; there the
+    dumps decide. If all ranks wait in the same place, they may wait for a rank that has no core."""
     waiting = [
         status.limit for status in statuses if status.overdue and status.phase in WITHIN_STEP
     ]
@@ -328,21 +340,21 @@ def _describe(statuses: Sequence[RankStatus]) -> str:
 
 
 REALARM_SECONDS, REALARM_SHARE, REALARM_MAX = 1.0, 0.25, 30.0
-"""Bounds and factor of the pause after an alarm without a suspect: shortest, share of the longest
-wait so far, longest. Each alarm makes all ranks of the job dump their stacks."""
+"""Pause after an alarm that named no suspect, as each alarm makes all ranks of the job dump their
+stacks: shortest in seconds, fraction of the longest wait so far, longest in seconds."""
 MISSING_SECONDS = 5.0
-"""Seconds beyond its limit that a rank waits for a rank without a process, until the node of the
-latter is removed."""
+"""If a rank waits so many seconds beyond its limit while another rank has no process, the node of
+that other rank is removed."""
 
 
 class HangWatch:
-    """The search for hanging ranks on one node, see [Note: hang]; `look` advances it."""
+    """The search of one node for hanging ranks, see [Note: hang]; `look` does its next step."""
 
     def __init__(self, group: Member, page: ProgressPage) -> None:
         self.times = PhaseTimes()
         self._group, self._page, self._vitals = group, page, VitalsWatch()
         self._published: dict[int, RankProgress] | None = None
-        """Reports of the ranks when this node published statuses; None: no pending alarm."""
+        """Rank → its report when this node published statuses; None: there is no alarm."""
         self._evaluated_alarm = 0
         """The last alarm that this node, as the first node of the round, has evaluated."""
         self._handled_alarm = 0
@@ -352,7 +364,7 @@ class HangWatch:
         self._last_dumps: dict[int, str] = {}
 
     def stack(self, rank: int) -> str:
-        """Returns the main thread's stack of a rank at the last alarm; "" without a dump."""
+        """Returns the main thread's stack of a rank at the last alarm; "" if there is no dump."""
         return main_stack(self._last_dumps.get(rank, ""))
 
     def look(
@@ -366,8 +378,9 @@ class HangWatch:
 
         Args:
             generation: (round, generation) of this node's ranks.
-            running: rank → rank with a training process, of this node.
-            done: rank → local rank of processes that have ended well.
+            state: the membership document.
+            running: rank → the rank, for each rank of this node that has a training process.
+            done: rank → local rank, for each rank of this node that has finished or paused.
         """
         progress = {number: self._page.read(rank.local_rank) for number, rank in running.items()}
         now = time.monotonic()
@@ -384,7 +397,8 @@ class HangWatch:
             # an alarm has just ended
             if self._published is not None:
                 self._published, self._quiet_until = None, now + quiet
-            self._quiet_until = min(self._quiet_until, now + quiet)  # the late rank has moved on
+            # The pause is shorter once the rank that was late for the longest has moved on.
+            self._quiet_until = min(self._quiet_until, now + quiet)
             stopped = any(status.where == "stopped" for status in late)
             if late and (stopped or now > self._quiet_until):
                 self._group.change(
@@ -421,7 +435,7 @@ class HangWatch:
                 number: self._page.read(rank.local_rank) for number, rank in running.items()
             }
             own = rank_statuses(self._published, now, self.times, self._last_dumps, signs)
-            # Such ranks are ahead of all ranks that still run.
+            # Ranks that have finished or paused are ahead of all ranks that still run.
             for number, local_rank in done.items():
                 step = self._page.read(local_rank).step
                 own.append(RankStatus(number, step, "end", 0.0, DEFAULT_SECONDS))
@@ -430,13 +444,14 @@ class HangWatch:
         threading.Thread(target=work, name="perdure-dumps", daemon=True).start()
 
     def _evaluate(self, state: Membership) -> None:
-        """On the first node, evaluate the statuses once all nodes have published. While a rank has
-        no process, no rank is blamed, as the others may wait for the missing process. If its node
-        does not start it within MISSING_SECONDS, the node is removed."""
+        """Evaluate the statuses of all ranks, once all nodes have published them. Done on the first
+        node only. While a rank has no process, no rank is blamed, as the others may wait for the
+        missing process. If its node does not start it within MISSING_SECONDS, the node is
+        removed."""
         alarm, texts = state.alarm, self._group.statuses(state.alarm)
         if texts is None:
             return
-        # only once, as the document shows the result only after a moment
+        # Evaluated only once: the result appears in the document only after a moment.
         self._evaluated_alarm = alarm
         by_node = [[RankStatus(**status) for status in json.loads(text)] for text in texts]
         statuses = [status for of_node in by_node for status in of_node]
@@ -462,10 +477,10 @@ class HangWatch:
             self._group.change(end_alarm)
 
     def _suspects_here(self, state: Membership, progress: Mapping[int, RankProgress]) -> list[int]:
-        """Returns the suspects on this node. If all ranks wait for each other, that is the first
-        rank of the first node."""
+        """Returns the suspects on this node, but none if one of them has moved on. If all ranks
+        wait for each other, the only suspect is the first rank of the first node."""
         self._quiet_until = time.monotonic() + REALARM_SECONDS
-        # The suspects are dying already: the document has not changed yet.
+        # The suspects have been killed already, and the document does not show it yet.
         if self._handled_alarm == state.alarm:
             return []
         self._handled_alarm = state.alarm

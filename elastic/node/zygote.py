@@ -1,4 +1,4 @@
-"""The zygote: the warm process of a node from which training processes are forked.
+"""The zygote: the process of a node that has imported torch, and forks the training processes.
 
 The zygote is a fork of the agent, or `python -m elastic.node.zygote`. It imports the modules that
 ranks need, and starts nothing: no threads, no CUDA, no process group. So a training process starts
@@ -7,9 +7,10 @@ memory of the code.
 
 The agent (agent.py) sends one JSON object per message: `{"preload": [module]}`, `{"describe":
 [package, ranks, argument, …]}` (see program.py), `{"spawn": key, "env": {…}}` with the file
-descriptors of a program (see `RankProgram`), and `{"kill": key}`. The zygote sends `{"folders":
-{…}}` and then `{"facts": {…}}`, `{"started": key, "pid": …}` and `{"ended": key, "code": …}`. When
-the agent ends, so does the zygote, and with it every process that it has forked."""
+descriptors of a program (see `RankProgram`), and `{"kill": key}`. The zygote answers "describe" by
+`{"folders": {…}}` and then `{"facts": {…}}`, and "spawn" by `{"started": key, "pid": …}`. It
+reports each ended fork by `{"ended": key, "code": …}`. When the agent ends, so does the zygote, and
+with it every process that it has forked."""
 
 import atexit
 import gc
@@ -50,7 +51,7 @@ class RankProgram:
     """module:function, called with `arguments`. The process ends when the function returns."""
     prepare: str
     """module:function, called in the zygote with the tuple of `arguments`, to fill caches for its
-    forks. An exception is ignored here, as the fork raises it again, in the log of its rank."""
+    forks. The zygote ignores an exception, as the fork raises it again, in the log of its rank."""
     arguments: list[str]
     environment: dict[str, str]
     directory: str
@@ -77,8 +78,8 @@ def new_program_arguments(descriptor: int, agent: int) -> tuple[list[str], dict[
 
 
 def fork(descriptor: int, page: int) -> int:
-    """Fork this process, the agent, into its zygote; returns the process id. If the agent has used
-    CUDA, the fork executes a new program.
+    """Fork this process, the agent. The child becomes the agent's zygote; returns its process id.
+    If the agent has used CUDA, the child executes a new program.
 
     Args:
         descriptor: socket to the agent.
@@ -95,7 +96,7 @@ def fork(descriptor: int, page: int) -> int:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for other in map(int, os.listdir("/proc/self/fd")):
             if other > 2 and other not in (descriptor, page):
-                with suppress(OSError):  # the descriptor belonged to this listing
+                with suppress(OSError):  # listdir() itself had the descriptor open
                     os.close(other)
         if "torch" in sys.modules and sys.modules["torch"].cuda._is_in_bad_fork():
             # torchrun has queried CUDA, so that no fork of this process could use it.
@@ -213,7 +214,7 @@ def _prepare(program: RankProgram) -> None:
     _preload(module)
     with suppress(Exception):
         os.chdir(program.directory)
-        # Last, so that a user's module does not hide an installed one of the same name.
+        # Appended, so that a user's module does not hide an installed module of the same name.
         sys.path.append(program.directory)
         getattr(importlib.import_module(module), function)(tuple(program.arguments))
     # A garbage collection in a fork would write to all objects, and so copy their pages.
@@ -227,9 +228,9 @@ def _run_rank(
     parent: int,
     signals: Collection[signal.Signals],
 ) -> NoReturn:
-    """Turn this fork of `parent` into a rank, and run the program. `streams` are descriptors:
-    stdin, stdout and stderr of the stand-in, the file for dumps and the agent's socket. `signals`
-    get their default action again."""
+    """Turn this fork of `parent` into a rank, and run the program. `streams`: descriptors of stdin,
+    stdout and stderr of the stand-in (standin.py), the file for dumps and the agent's socket.
+    `signals`: signals that get their default action again."""
     code = 1
     try:
         die_with_parent(parent)
@@ -262,7 +263,8 @@ def _run_rank(
 
 
 def _set_threads() -> None:
-    """Apply torchrun's threads per rank: torch read the variable in the zygote's environment."""
+    """Set torch's number of threads to OMP_NUM_THREADS, which torchrun sets for its ranks. torch
+    itself has read this variable in the zygote's environment, where it may differ."""
     threads, torch = os.environ.get("OMP_NUM_THREADS"), sys.modules.get("torch")
     if threads and torch and int(threads) != torch.get_num_threads():
         torch.set_num_threads(int(threads))
@@ -288,14 +290,16 @@ SHAREABLE_DEVICES = re.compile("/dev/(null|zero|full|u?random|tty.*|console|ptmx
 
 @dataclass
 class Zygote:
+    """The agent's handle of the zygote."""
+
     page: ProgressPage
     pid: int
     socket: socket.socket
 
     @staticmethod
     def start(page: ProgressPage) -> "Zygote":
-        """Start a zygote, which begins to import at once. It is a fork of this process where
-        possible, as torch is imported here. Called in a thread that lives as long as the zygote is
+        """Start a zygote, which begins to import at once. If possible it is a fork of this process,
+        which has imported torch already. Called in a thread that lives as long as the zygote is
         needed."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         descriptors = theirs.fileno(), page.descriptor
@@ -323,7 +327,7 @@ def _can_fork() -> bool:
         return False
     files = []
     for descriptor in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the descriptor belonged to this listing
+        with suppress(OSError):  # listdir() itself had the descriptor open
             files.append(os.readlink(f"/proc/self/fd/{descriptor}"))
     return not any(file.startswith("/dev/") and not SHAREABLE_DEVICES.match(file) for file in files)
 
@@ -345,15 +349,15 @@ _early: list[Zygote] = []
 
 
 def start_early() -> None:
-    """Start the zygote of this process's later agent, unless it runs already. Called early, while
-    the process has no threads and still imports. This module keeps the zygote until torchrun
-    creates the agent."""
+    """Start the zygote of the agent that this process will create, unless the zygote runs already.
+    Called early, while the process has no threads and still imports. This module keeps the zygote
+    until the agent takes it."""
     if not _early:
         _early.append(Zygote.start(ProgressPage.make()))
 
 
 def first_zygote() -> Zygote:
-    """Returns the zygote of `start_early`, or a new one."""
+    """Returns the zygote that `start_early` has started, or starts a new one."""
     return _early.pop() if _early else Zygote.start(ProgressPage.make())
 
 

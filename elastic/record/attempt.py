@@ -9,25 +9,32 @@ from elastic.record.steps import StepLines
 
 
 class RollbackLine(NamedTuple):
+    """A line that records a roll-back."""
+
     step: int
+    """Step after which the run rolled back."""
     to: int
+    """Step whose weights were loaded."""
     source: str
     after_step: int
     """Newest step recorded before the roll-back."""
     line: int
+    """Number of the line in the file."""
 
 
 @dataclass
 class Attempt:
     """An attempt: one start of training processes, with the lines that it wrote to the ledger.
 
-    Times are Unix times on one time line for the whole run. Intervals between attempts are measured
-    by the monotonic clock within one boot of a machine, else by the wall clock. Time never goes
-    back."""
+    Times are Unix times on one time line for the whole run, which never goes back. Intervals
+    between attempts on one machine that was not restarted are measured by its monotonic clock,
+    others by the wall clock."""
 
     number: int
+    """Number of the attempt in the ledger, from 1."""
     start: StartLine
     line: int
+    """Number of the start line in the file."""
     steps: StepLines = field(default_factory=StepLines)
     saves: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -54,7 +61,8 @@ class Attempt:
         return self.steps.highest if self.steps else self.start.step
 
     def settle(self) -> None:
-        """Compute fields that depend on all step lines, which may be read after other lines."""
+        """Compute the fields that depend on all step lines. Called once these are read, which may
+        be after other lines."""
         number, line = self.steps.column("step"), self.steps.column("line")
         self.written = max(self.written, float(self.steps.column("after").max(initial=0.0)))
         self.rollbacks = [

@@ -4,10 +4,10 @@ functions.
 [Note: kinds] `killed` a signal from another process · `crashed` a fault in compiled code · `memory`
 no memory left on machine or GPU · `error` an exception · `storage` a failed read or write · `hang`
 a rank that all others waited for · `node` a machine that gave no sign of life · `network` a lost
-connection without another failure · `process` death of the zygote or a stand-in · `silent` no
-process was left to report a cause · `stopped` the run stopped for good · `leave`, `join` a change
-of nodes, with state saved · `asked` a user stopped it · `finished` · `open` it still runs, or was
-killed."""
+connection without another failure · `process` death of the zygote (zygote.py) or a stand-in
+(standin.py) · `silent` no process was left to report a cause · `stopped` the run stopped for good ·
+`leave`, `join` a change of nodes, with state saved · `asked` a user stopped the run · `finished`
+all steps are done · `open` the attempt still runs, or was killed."""
 
 import re
 import signal
@@ -47,7 +47,7 @@ class AttemptEnd:
 
     kind: Kind
     text: str
-    """One line for readers who do not know the code."""
+    """The cause in one line, for readers who do not know the code."""
     at: float
     """Unix time of the end."""
     rank: int | None = None
@@ -189,7 +189,8 @@ def _evidence(cause: Mapping[str, Any], following: Attempt) -> tuple[tuple[str, 
     step, why = cause.get("step"), str(cause.get("why") or "failed")
     shown = [("as recorded", why)]
     if cause.get("evidence"):
-        what = "stack of the rank that was waited for" if why.startswith("hang: ") else "also"
+        hung = why.startswith("hang: ")
+        what = "stack of the rank that was waited for" if hung else "further evidence"
         shown.append((what, str(cause["evidence"])))
     elif why.startswith("hang: "):
         shown.append(("stack of the rank that was waited for", "none: it wrote no stack dump"))

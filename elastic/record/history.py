@@ -53,7 +53,8 @@ class History:
 
     @property
     def unrecorded(self) -> int:
-        """Steps on the line that have no step line; later start lines prove their sequences."""
+        """Number of steps on the newest attempt's line ([Note: line of a run]) whose lines in the
+        file are lost. Later start lines prove their sequences."""
         return sum(a.unrecorded for a in self.attempts if a.number in self.kept)
 
     @property
@@ -66,8 +67,8 @@ class History:
         return step.step <= self.kept.get(attempt.number, -1)
 
     def taken_back(self) -> list[tuple[int, int]]:
-        """(loaded step, last step before) of each roll-back on the line. The steps in between do
-        not affect the newest weights."""
+        """Returns (loaded step, last step before the roll-back) of each roll-back on the newest
+        attempt's line. The steps in between do not affect the newest weights."""
         return [
             (item.to, item.step)
             for attempt in self.attempts
@@ -127,7 +128,7 @@ class LedgerReader:
         self.begin(0)
 
     def begin(self, inode: int) -> None:
-        """Forget all lines; the next ones are those of the file with this inode."""
+        """Forget all lines, and begin to read the file with this inode."""
         self.inode, self.offset, self.number = inode, 0, 0
         """Inode of the file, and the numbers of its bytes and lines that have been read."""
         self.others: list[tuple[int, bytes]] = []
@@ -165,14 +166,16 @@ class LedgerReader:
         if not self.attempts:
             found = f" ({self._torn[0]})" if self._torn else ""
             raise LedgerError(
-                f"{self.path}: no attempt has begun{found}; give the directory of a run that has"
+                f"{self.path}: no attempt has begun{found}; give the directory of a run that has "
+                "begun to train"
             )
         _set_times(self.attempts)
         problems = [*self._torn, *problems_of(self.attempts)]
         return History(list(self.attempts), problems, _kept(self.attempts))
 
     def take(self, line: bytes, number: int) -> None:
-        """Add a line to the attempts, unless it is torn: the proof finds a missing step."""
+        """Add a line of the file to its attempt. A torn line is skipped: the proof notices its
+        missing step."""
         if not _take_step(line, number, self.attempts) and (
             _take(line, number, self.attempts, self._torn) != "step"
         ):
@@ -198,7 +201,7 @@ def _take_step(line: bytes, number: int, attempts: list[Attempt]) -> bool:
         return False
     step, first, after_last, seconds, loss, norm, consumed, after, name = found.groups()
     attempt = attempts[-1]
-    # written late, by a rank 0 that was cut off from the others
+    # The line was written late, by a rank 0 that was cut off from the other ranks.
     if attempt.start.attempt.encode() != name:
         return False
     lasted = float(after)
@@ -215,7 +218,8 @@ def _take_step(line: bytes, number: int, attempts: list[Attempt]) -> bool:
 
 
 def _take(line: bytes, number: int, attempts: list[Attempt], problems: list[str]) -> str:
-    """Add any other line to its attempt; returns its kind, or "" if it is skipped."""
+    """Add a line that `_take_step` has not added to its attempt; returns the line's kind, or "" if
+    it is skipped."""
     try:
         values = read_line(line)
         kind = values.pop("kind")

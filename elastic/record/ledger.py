@@ -79,7 +79,8 @@ class StartLine:
     directory: str = ""
     """Working directory, to which paths in the recipe are relative."""
     computed_by: Mapping[str, str] = field(default_factory=dict)
-    """Other causes that affect the bits of a step: code, torch, cpu, gpu."""
+    """What else affects the bits of a step: "code", "torch", "cpu" or "gpu" → its digest, version
+    or name."""
     threads: int = 0
     """Threads with which a rank computes on a CPU, which affect rounding; 0: unknown."""
     changed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
@@ -126,7 +127,7 @@ class Ledger:
             path: path of the file, created if missing; its directory exists.
             start: first line of the attempt.
             unwritten: value of `unwritten` when the loaded state was saved.
-            trusted: other users (uids) who may own the file; any other file is renamed.
+            trusted: other users (uids) who may own the file; a file of any other user is renamed.
             also: called with each line, before it is written.
         """
         path, unwritten = Path(path), [line for line in unwritten if _is_line(line)]
@@ -193,7 +194,8 @@ class Ledger:
         self._add("rollback", step=step, to=to, source=source)
 
     def validation(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Record name → mean over the validation set after `step`; None: not finite."""
+        """Record the means over the validation set after `step`, by name. None stands for a mean
+        that is not finite."""
         self._add("validation", step=step, values=values)
 
     def save(

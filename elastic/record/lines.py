@@ -30,7 +30,7 @@ class LineFile:
         path: path of the file; its directory exists.
         waiting: lines that an earlier process may not have written. Lines that the file already has
             are not written again.
-        trusted: other users (uids) who may own the file; any other file is renamed.
+        trusted: other users (uids) who may own the file; a file of any other user is renamed.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ def _cause(value: Any) -> bool:
 
 
 def _integer(value: Any) -> bool:
-    """Whether `value` is an integer. The proof reports negative counts and cursors."""
+    """Whether `value` is an integer, perhaps negative: the proof reports negative counts."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -82,7 +82,8 @@ def _link(attempt: Attempt, earlier: list[Attempt]) -> Iterator[str]:
 
 
 def _guessed_parent(attempt: Attempt, earlier: list[Attempt]) -> Attempt | None:
-    """Returns the attempt that did the loaded step of `attempt`, which names no parent."""
+    """Returns the attempt that probably did the step that `attempt` loaded; None if no attempt did.
+    Used for ledgers of older versions, whose start lines name no parent."""
     start = attempt.start
     parent = earlier[-1] if earlier else None
     while parent and start.step <= parent.start.step:
@@ -97,7 +98,8 @@ def _guessed_parent(attempt: Attempt, earlier: list[Attempt]) -> Attempt | None:
 
 
 def _cursor(attempt: Attempt, number: int) -> int | None:
-    """Returns the sequences consumed up to the end of a step; None without its line."""
+    """Returns the number of sequences consumed up to the end of step `number`; None if `attempt`
+    has no line of this step."""
     if number == attempt.start.step:
         return attempt.start.sequences
     step = attempt.steps.find(number)
@@ -149,7 +151,7 @@ def _verdicts(attempt: Attempt) -> Iterator[str]:
         where = f"step {step.step} (attempt {attempt.number}, line {step.line})"
         missing = [name for name in start.records if getattr(step, name, None) is None]
         if missing:
-            yield f"{where} has no {' and no '.join(missing)}, which every step of it records"
+            yield f"{where} has no {' and no '.join(missing)}, which its start line promises"
             continue
         numbers = {"loss": step.loss, "norm": step.norm}
         bad = [name for name, value in numbers.items() if value is not None and not _finite(value)]
@@ -162,7 +164,7 @@ def _verdicts(attempt: Attempt) -> Iterator[str]:
         where = f"the roll-back of attempt {attempt.number} (line {item.line})"
         if item.step != item.after_step or not 0 <= item.to < item.step:
             yield (
-                f"{where} goes from step {item.step} to step {item.to}, but stands after step "
+                f"{where} goes from step {item.step} to step {item.to}, but is recorded after step "
                 f"{item.after_step}"
             )
     yield from _counters(attempt)
@@ -200,7 +202,8 @@ def _counters(attempt: Attempt) -> Iterator[str]:
 
 
 def _count(attempt: Attempt, name: str, step: int, line: int) -> int:
-    """Returns skipped steps or roll-backs up to `step`, from lines before number `line`."""
+    """Returns the number of skipped steps (`name` is "skipped") or roll-backs up to `step`, counted
+    in the lines before line number `line`."""
     marked: Sequence[StepLine | RollbackLine] = attempt.rollbacks
     if name == "skipped":
         marked = attempt.steps.skipped()

@@ -19,7 +19,7 @@ from elastic.record.history import History
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds of a run by use. `wall` is the sum of all others."""
+    """The seconds of a run, divided by use. `wall` is the sum of all other fields."""
 
     wall: float
     kept: float
@@ -35,7 +35,7 @@ class Goodput:
     between: float
     """Time between steps for other reasons: evaluation, logging, waiting for the last save."""
     idle: float
-    """Time in which the run did not run, except after a failure or for a change of nodes."""
+    """Time in which no attempt ran, except after a failure or for a change of nodes."""
 
     @property
     def share(self) -> float:
@@ -78,7 +78,8 @@ def goodput(history: History) -> Goodput:
 
 
 def idle_spans(history: History) -> list[tuple[float, float]]:
-    """Returns (begin, end) of the times between attempts in which nothing ran."""
+    """Returns (begin, end), in Unix time, of each time between two attempts, except after a failure
+    or for a change of nodes."""
     return [
         (before.finished, after.began)
         for before, after in pairwise(history.attempts)
@@ -87,9 +88,9 @@ def idle_spans(history: History) -> list[tuple[float, float]]:
 
 
 def failed_at(before: Attempt, after: Attempt) -> float:
-    """Returns the Unix time of the failure between two attempts. Its clock may be another
-    machine's, so it is limited to the time between the last line of `before` and the launch of
-    `after`."""
+    """Returns the Unix time of the failure between two attempts. The recorded time may be by the
+    clock of another machine, so the result is limited to the time between the last line of `before`
+    and the launch of `after`."""
     cause = after.start.cause or {}
     ago = after.start.at - float(cause.get("at") or after.start.at)
     return min(max(after.loaded - ago, before.finished), after.began)
@@ -150,7 +151,8 @@ def time_in_steps(history: History, attempt: Attempt) -> tuple[float, float, flo
 
 
 def _regrouped(attempt: Attempt) -> bool:
-    """Whether the attempt paused for a change of nodes and the job then continued."""
+    """Whether the attempt ended with a pause, such as for a change of nodes; the job then
+    continues."""
     return attempt.end is not None and attempt.end["code"] == EXIT_PAUSED
 
 
@@ -160,8 +162,8 @@ def _first_step_began(attempt: Attempt) -> float:
 
 
 def startup(attempt: Attempt) -> dict[str, float]:
-    """Returns phase → seconds from the launch to the first step. Phases that began before the
-    launch of this attempt are cut, as a fork measures from the launch of its job."""
+    """Returns phase → seconds, from the launch of an attempt to its first step. Phases that began
+    before this launch are shortened, as a forked process measures from the launch of its job."""
     end = _first_step_began(attempt) if attempt.steps else attempt.finished
     rest, phases = end - attempt.began, dict(attempt.phases)
     if "first step" in phases and attempt.steps:
@@ -182,18 +184,20 @@ def _passed(attempts: list[Attempt], highest: int) -> float | None:
 
 
 PRIOR_SECONDS = 24 * 3600.0
-"""Prior mean of the seconds between failures of a node."""
+"""1 / the prior mean of a node's failure rate, in seconds."""
 MAX_SECONDS = 30 * 60.0
 MIN_STALLS = 10
-"""Shortest interval between saves, in stalls, so that stalls take at most a tenth of the time."""
+"""Shortest interval between saves, as a multiple of the stall of a save, the time for which it
+stops training. So stalls take at most a tenth of the time."""
 
 
 def expected_mtbf(failures: int, node_seconds: float, nodes: int) -> float:
-    """Expected seconds between failures of a job.
+    """Returns the expected seconds between failures of a job.
 
     Args:
         failures: failures observed so far.
-        node_seconds: sum of the nodes' uptimes.
+        node_seconds: sum of the nodes' uptimes so far.
+        nodes: nodes of the job.
 
     The failure rate of a node has a Gamma prior of shape 1 and mean 1 / `PRIOR_SECONDS`. Failures
     are a Poisson process, so the posterior is Gamma again. The result is 1 / its mean rate, over
@@ -215,9 +219,9 @@ def best_interval(stall_seconds: float, mtbf_seconds: float) -> float:
         stall_seconds: seconds for which a save stops training, without the writing that overlaps.
         mtbf_seconds: seconds between failures after which a checkpoint is loaded.
 
-    Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps",
-    equation 37; at least ten stalls, and at most 30 minutes unless ten stalls are longer. 0 if
-    saves cost nothing: save as often as possible."""
+    The result is that of Daly 2006, "A higher order estimate of the optimum checkpoint interval for
+    restart dumps", equation 37. It is limited to at least ten stalls, and to at most 30 minutes
+    unless ten stalls are longer. It is 0 if saves cost nothing: save as often as possible."""
     if not (stall_seconds >= 0 and mtbf_seconds > 0):
         raise ValueError(
             f"stall of {stall_seconds} s, MTBF of {mtbf_seconds} s: the first must be at least 0, "
@@ -240,7 +244,7 @@ class SaveClock:
     """Decides when checkpoints are due. Used on rank 0, which broadcasts the decision.
 
     Args:
-        mtbf: expected seconds between failures; `expected_mtbf`.
+        mtbf: expected seconds between failures, see `expected_mtbf`.
         now: current time by time.monotonic(), as in all methods.
     """
 

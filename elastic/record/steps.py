@@ -13,9 +13,13 @@ _ABSENT = -math.inf
 
 
 class StepLine(NamedTuple):
+    """A line that records an optimizer step."""
+
     step: int
     first: int
+    """First sequence that the step consumed."""
     after_last: int
+    """Sequence after the last one consumed."""
     seconds: float
     after: float
     """Seconds from the start line to the end of the step."""
@@ -24,13 +28,16 @@ class StepLine(NamedTuple):
     line: int
     """Number of the line in the file."""
     loss: float | None = None
-    """NaN: not finite. None: the line has no loss. The same holds for `norm`."""
+    """NaN: the loss was not finite. None: the line has no loss."""
     norm: float | None = None
+    """Norm of the gradient, perhaps not finite. None: the line has no norm."""
     consumed: str | None = None
     """Digest of the sequences that the ranks consumed."""
 
 
 class StepLines(Sequence[StepLine]):
+    """The step lines of an attempt, in the order of the file."""
+
     def __init__(self) -> None:
         self._columns: dict[str, array[Any]] = {
             **{name: array("q") for name in _WHOLE},
@@ -96,13 +103,14 @@ class StepLines(Sequence[StepLine]):
         return [self[index] for index in self._skipped]
 
     def lack(self, name: str) -> bool:
-        """Whether some line has no `name`: loss, norm, consumed, or a field that no line has."""
+        """Whether some line lacks the optional field `name`: loss, norm or consumed. True for any
+        other name."""
         if name == "consumed":
             return None in self._consumed
         return name not in _REAL or bool((self.column(name) == _ABSENT).any())
 
     def find(self, number: int) -> StepLine | None:
-        """Returns the first line of step `number`; None without one."""
+        """Returns the first line of step `number`; None if there is no such line."""
         numbers = self._columns["step"]
         if not numbers:
             return None
@@ -115,7 +123,8 @@ class StepLines(Sequence[StepLine]):
             return None
 
     def beyond(self, number: int) -> StepLine | None:
-        """Returns the first line of a step greater than `number`; None without one."""
+        """Returns the first line of a step greater than `number`; None if there is no such
+        line."""
         if self.highest <= number:
             return None
         return self[int((self.column("step") > number).argmax())]
@@ -123,7 +132,7 @@ class StepLines(Sequence[StepLine]):
     def consecutive(self, number: int, cursor: int, batch: int) -> bool:
         """Whether the lines are the steps after `number`, in order, each with `batch` sequences,
         beginning with sequence `cursor`."""
-        if max(number, abs(cursor), batch) >= 1 << 62:  # sums would not fit
+        if max(number, abs(cursor), batch) >= 1 << 62:  # sums would exceed int64
             return False
         step, first, after = (self.column(name) for name in ("step", "first", "after_last"))
         whole = np.arange(number + 1, number + 1 + len(self))
@@ -139,7 +148,7 @@ class StepLines(Sequence[StepLine]):
         known = [self.column(name) for name in ("loss", "norm")]
         return not self._skipped and all(np.isfinite(one[one != _ABSENT]).all() for one in known)
 
-    # --- as bytes, see index.py ---------------------------------------------------------------
+    # --- as bytes, to be stored and read again ------------------------------------------------
 
     def dump(self) -> tuple[dict[str, object], list[bytes]]:
         """Returns (values that JSON can hold, columns as bytes), for `fill`."""

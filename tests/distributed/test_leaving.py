@@ -149,7 +149,7 @@ def test_a_notice_in_a_long_first_pass_is_followed_at_once(
     until(computing, node)
     node.process.send_signal(signal.SIGTERM)
     ends(node, 75, seconds=10)
-    assert "this node was told to go (SIGTERM)" in node.text()
+    assert "this node must leave the job (SIGTERM)" in node.text()
     assert not list(tmp_path.glob("torchelastic_*"))
 
 

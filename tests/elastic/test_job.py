@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import elastic
 from elastic import EXIT_REQUEUE, Job, Pulse, World
-from elastic.job import Paused
+from elastic.job import JobPaused
 from elastic.node.progress import ProgressPage
 from tests.checkpointing.worlds import run_ranks
 
@@ -32,7 +32,7 @@ def test_ranks_pause_after_the_same_step_and_any_of_them_may_ask(tmp_path):
                 steps.append((step, rank and job.due_to_pause() and job.due_to_pause()))
                 if (rank, step) == (1, 3):
                     page.request_pause(1, leaving=False)
-        except Paused as left:
+        except JobPaused as left:
             return left.code, steps
         return None
 

@@ -60,7 +60,8 @@ def test_ports(machine):
     cable = "see its cable and its switch"
     port(machine, 1, state="1: DOWN", phys_state="2: Polling")
     (line,) = told(machine)
-    assert line.startswith(f"mlx5_1:1 is DOWN, and 2 of its kind here ACTIVE; {cable}, or name")
+    others = "2 of its kind on this machine are ACTIVE"
+    assert line.startswith(f"mlx5_1:1 is DOWN, and {others}; {cable}, or name")
     assert told(machine, NCCL_IB_HCA="mlx5_0,mlx5_2:1") == []
     assert told(machine, NCCL_IB_HCA="^mlx5_1") == told(machine, NCCL_IB_DISABLE="1") == []
     (line,) = told(machine, NCCL_IB_HCA="=mlx5_1")
@@ -73,7 +74,9 @@ def test_ports(machine):
     assert told(machine) == ["mlx5_1:1 waits to be set up; see that a subnet manager (opensm) runs"]
     port(machine, 1, **{**ACTIVE, "rate": "100 Gb/sec (4X EDR)"})
     (line,) = told(machine)
-    assert line.startswith("mlx5_1:1 runs at 100 Gb/s, and another of its kind here at 400; see")
+    assert line.startswith(
+        "mlx5_1:1 runs at 100 Gb/s, and another of its kind on this machine at 400; see"
+    )
     for number in range(3):  # no port is in use, and none was named
         port(machine, number, state="1: DOWN", phys_state="2: Polling")
     assert told(machine) == []
@@ -176,7 +179,7 @@ def test_a_library_is_asked_as_its_header_says(tmp_path):
         subprocess.run(command, cwd=tmp_path, check=True)
     problems, domain = read_links(str(tmp_path / "good.so"))
     assert [line.partition(";")[0] for line in problems] == [
-        "GPU 1: 17 of its NVLinks are up (down: 4), and 18 of another GB200 here"
+        "GPU 1: 17 of its NVLinks are up (down: 4), and 18 of another GB200 of this machine"
     ]
     assert domain == "nvl-abababab.7"
     with pytest.raises(RuntimeError, match="nvmlInit_v2: Driver Not Loaded"):
