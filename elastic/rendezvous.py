@@ -462,7 +462,7 @@ class PerdureRendezvous(RendezvousHandler):
                 # Nodes meet twice: an agent that dies in the first wait is noticed in the second.
                 for word in ("here", "all here"):
                     store.set(f"{word} {group_rank}", b"")
-                    # The first node waits for all nodes, the others for the first node.
+                    # The first node waits for all nodes, and all nodes then wait for the first.
                     nodes = range(state.size) if group_rank == 0 else ()
                     keys = [f"{word} {node}" for node in nodes]
                     while not store.check(keys or [word]) and not ended(member.state):

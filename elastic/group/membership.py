@@ -590,7 +590,7 @@ def fail(
     # If all failures are on one node, the job may continue without that node.
     if again and not (spared and len({item.node for item in same}) == 1):
         named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        reason = f"{named} failed {often}, last with: {failure.why}. A restart will not help"
+        reason = f"{named} failed {often}, the last time by {failure.why}; a restart will not help"
         return replace(state, failures=failures, closed=JobEnd(93, reason))
     if len(recent) > limits.restarts:
         reason = (

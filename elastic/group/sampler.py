@@ -45,7 +45,8 @@ class Sampler:
         if not ranks <= global_batch <= size:
             raise ValueError(
                 f"a global batch of {global_batch} samples, with {ranks} rank(s) and a data set of "
-                f"{size} samples: choose a batch of at least {ranks} and at most {size} samples"
+                f"{size} samples: choose a batch with at least one sample for each rank, and at "
+                "most all samples of the data set"
             )
         even = global_batch % ranks == 0
         # With passes of one sample, some rank would have an empty pass if the batch is uneven.

@@ -1,15 +1,16 @@
 """Places of nodes in the network, and an order in which nodes of one place are neighbours.
 
 [Note: place] A node reports its place when it arrives: the names of its surroundings, outermost
-first, such as `spine0/rack3/nvl-8c41f0d2.1`, and perhaps its number there: `rack3#17`. Ranks follow
-the order of the nodes. So nodes of one NVLink domain, rack or block get consecutive ranks, and
-groups of consecutive ranks (tp, cp, ep, the shards of a replica) use the shortest paths.
+first, such as `spine0/rack3/nvl-8c41f0d2.1`. The place may end with the number of the node in it:
+`rack3#17`. Ranks follow the order of the nodes. So nodes of one NVLink domain, rack or block get
+consecutive ranks, and groups of consecutive ranks (tp, cp, ep, the shards of a replica) use the
+shortest paths.
 
 Places order only nodes that arrive. Nodes that stay keep their order, and thus their neighbours.
 What a rank computes depends on its rank alone, so places change no bit of a step.
 
-`PERDURE_PLACE` sets the place; empty, the node has none. Without it the place comes from Slurm's
-topology and from NVIDIA's library.
+`PERDURE_PLACE` sets the place; if the variable is empty, the node has no place. Without the
+variable the place comes from Slurm's topology and from NVIDIA's library.
 """
 
 import re

@@ -2,8 +2,8 @@
 ranks.
 
 [Note: node] torchrun starts a stand-in per rank (standin.py), and restarts the stand-ins when the
-membership changes. A stand-in requests the agent, over a Unix socket, to run its program. The agent
-has the zygote (zygote.py) fork a process for the program. When a training process fails, the agent
+membership changes. A stand-in sends its program to the agent, over a Unix socket. The agent has the
+zygote (zygote.py) fork a process that runs the program. When a training process fails, the agent
 reports that to the membership, which begins a new generation of training processes. The agents of
 all nodes then recall the processes of the old generation, which continue as ranks of the new one
 (recall.py), or kill them. They fork the ranks that are missing. torchrun notices nothing.

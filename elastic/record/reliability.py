@@ -44,7 +44,7 @@ class Goodput:
 
     @property
     def share_of_uptime(self) -> float:
-        """Goodput without idle time, 0 to 1."""
+        """Fraction of the uptime (the wall time without idle time) that is goodput, 0 to 1."""
         up = self.wall - self.idle
         return self.kept / up if up else 0.0
 

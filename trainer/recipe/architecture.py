@@ -155,7 +155,7 @@ class Architecture:
             factors = getattr(scaling, key, None)
             if factors and len(factors) != pairs:
                 raise ValueError(
-                    f"{key} has {len(factors)} numbers, but RoPE rotates {pairs} pairs"
+                    f"{key} has {len(factors)} numbers; give {pairs}, one for each rotated pair"
                 )
 
     @property

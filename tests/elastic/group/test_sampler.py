@@ -90,7 +90,7 @@ def test_a_loader_with_workers_begins_where_the_steps_are():
 
 def test_another_data_set_or_batch_is_refused():
     saved = elastic.sampler(range(100), 8).state_dict()
-    with pytest.raises(ValueError, match=r"once: size was 100, and is 101; keep these"):
+    with pytest.raises(ValueError, match=r"once: size was 100, and is 101; restore"):
         elastic.sampler(range(101), 8).load_state_dict(saved)
     with pytest.raises(ValueError, match=r"global_batch was 8, and is 10; seed was 0, and is 1;"):
         elastic.sampler(range(100), 10, seed=1).load_state_dict(saved)
