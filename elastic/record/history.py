@@ -59,7 +59,7 @@ class History:
 
     @property
     def line(self) -> dict[str, float]:
-        """Line of the newest attempt, as from `line_of`."""
+        """Line of the newest attempt ([Note: line of a run]), as `line_of` returns it."""
         starts = {attempt.start.attempt: attempt.start for attempt in self.attempts}
         return line_of(starts, self.attempts[-1].start.attempt)
 
@@ -290,7 +290,7 @@ def read_starts(path: str | Path) -> dict[str, StartLine]:
         os.fdopen(open_to_read(path, follow=True), "rb") as file,
         mmap(file.fileno(), 0, access=ACCESS_READ) as data,
     ):
-        # searched for, as most of a long ledger are step lines
+        # Start lines are searched for, as most lines of a long ledger are step lines.
         begin = data.find(b'{"kind":"start",')
         while begin >= 0:
             data.seek(begin)
@@ -317,8 +317,8 @@ def line_of(starts: Mapping[str, StartLine], attempt: str) -> dict[str, float]:
 
 
 def on_line(record: Mapping[str, Any], line: Mapping[str, float]) -> bool:
-    """Whether a record of metrics.jsonl is on a line that `line_of` has returned. Records without
-    an attempt, or of one that the ledger lacks, are."""
+    """Whether a record of metrics.jsonl is on a line that `line_of` has returned. A record that
+    names no attempt, or an attempt that the ledger lacks, counts as on the line."""
     return bool(record["step"] <= line.get(record.get("attempt", ""), math.inf))
 
 

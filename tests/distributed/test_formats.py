@@ -120,9 +120,9 @@ def test_every_layout_learns_as_in_float32_and_goes_on_in_another(workspace, tra
     [
         ([SMALL[1], SGD], "only for optimizer.name: adamw and muon"),
         ([SMALL[1], *NVME], "nvme updates float32 state"),
-        ([SMALL[0], *NVME], "nvme has float32"),
+        ([SMALL[0], *NVME], "nvme updates float32 weights"),
         ([SMALL[0], "strategy.zero=1"], "OPTIMIZER_STATE .ZeRO-1. would add up gradients in bf16"),
-        ([SMALL[0], "strategy.reduce_every_pass=true"], "in the format of the weights"),
+        ([SMALL[0], "strategy.reduce_every_pass=true"], "gradients of several passes in bf16"),
         ([SMALL[0], SGD], "does not round stochastically"),
     ],
 )

@@ -316,7 +316,7 @@ def test_replicas_draw_alike_and_what_they_count_comes_back(workspace, train):
         ("optimizer.factory=torch.optim:Sgd", r"has no Sgd; did you mean SGD\?"),
         ("optimizer.factory=torch.nn:Linear", "returned Linear, not a torch.optim.Optimizer"),
         ("optimizer.groups=[{match: '*.norms.*'}]", r"groups.0.match: no parameter is called"),
-        ("optimizer.muon={momentum: 0.9}", "only with optimizer.name: muon"),
+        ("optimizer.muon={momentum: 0.9}", "only for optimizer.name: muon"),
     ],
 )
 def test_what_cannot_train_is_refused_before_anything_starts(workspace, override, message):

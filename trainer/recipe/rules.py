@@ -232,7 +232,7 @@ def _objective_contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
         ("model.factory", bool(model.factory), "finds no output head in its model; remove it"),
         ("data.factory", bool(recipe.data.factory), "needs prepared pairs; name data.sources"),
         ("data.pack", recipe.data.pack == "stream", "needs whole pairs; set auto"),
-        ("data.document_mask", not recipe.data.document_mask, "keeps answers apart; set true"),
+        ("data.document_mask", not recipe.data.document_mask, "needs answers apart; set true"),
     ):
         if chosen:
             yield key, f"objective.name={name} {problem}"

@@ -94,7 +94,7 @@ def test_another_data_set_or_batch_is_refused():
         elastic.sampler(range(101), 8).load_state_dict(saved)
     with pytest.raises(ValueError, match=r"global_batch was 8, and is 10; seed was 0, and is 1;"):
         elastic.sampler(range(100), 10, seed=1).load_state_dict(saved)
-    with pytest.raises(ValueError, match="at most the data set"):
+    with pytest.raises(ValueError, match="at most all samples of the data set"):
         elastic.sampler(range(7), 8)
     for done in (-3, "4", None):
         with pytest.raises(ValueError, match=f"says done={done!r}, which is no number of steps;"):

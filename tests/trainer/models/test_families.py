@@ -125,7 +125,7 @@ def test_options_that_make_no_sense(name: str, options: dict[str, Any], message:
 def test_scalings_that_make_no_sense() -> None:
     with pytest.raises(ValueError, match="longrope needs short_factor and long_factor"):
         RopeScaling(rope_type="longrope", factor=2.0)
-    with pytest.raises(ValueError, match="would rotate 3 of head_dim=12"):
+    with pytest.raises(ValueError, match="would rotate 3 elements of head_dim=12"):
         Architecture(
             model_type="phi3", head_dim=12, options={"partial_rotary_factor": 0.25}, **SIZES
         )
