@@ -65,20 +65,23 @@ class Checkpointer:
         …
         checkpointer.save(step, state)
 
-    A save blocks the loop until all ranks agree on it. Tensors that no guarded optimizer updates
-    are copied meanwhile; the others are copied while training goes on, until the next step of these
-    optimizers. A writer process of each node writes the copies. At its exit the program waits for
-    the last save. After its process group was destroyed, a process may create a second Checkpointer
-    for the same directory. This one can load the last copy in memory of the first, which ends
-    without waiting.
+    `save` blocks the loop until all ranks agree on it. It then copies the tensors that no guarded
+    optimizer updates. If all optimizers of the state are guarded, the other tensors are copied
+    while training goes on, and the next step of these optimizers waits for this copy; else `save`
+    waits for it. A writer process of each node writes the copies. At its exit the program waits for
+    the last save.
+
+    After its process group was destroyed, a process may create a second Checkpointer for the same
+    directory. This ends the first one's running save without a checkpoint. The second can load the
+    last copy that the first left in memory.
 
     Args:
         directory: directory of the steps: a path, or a URL such as "s3://bucket/folder". Created at
             the first save.
         group: the ranks that save and load together; it carries CPU tensors. None: the default
             process group, or this process alone if there is none.
-        options: fields of `CheckpointOptions`, such as keep=2. The default of `when_busy` is "wait"
-            here.
+        options: fields of `CheckpointOptions`, such as keep=2. Unlike in recipes, the default of
+            `when_busy` is "wait".
 
     Raises:
         TypeError, ValueError: an option does not exist, or has a wrong value.
@@ -97,10 +100,10 @@ class Checkpointer:
         group = group or _default_group()
         self._ranks = RankGroup(group)
         self._tensors = TensorCheckpointer(directory, given, group)
-        # weak references, so that a replaced optimizer does not keep its state alive
+        # Weak references, so that a replaced optimizer and its state can be freed.
         self._guarded: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._newest: int | None = None
-        """The step that `load` would load now. Valid once `_looked`."""
+        """The step that `load` would load now. Valid once `_looked` is true."""
         self._own_step: int | None = None
         """The step that this object loaded or saved last."""
         self._looked = False
@@ -123,7 +126,8 @@ class Checkpointer:
 
     def load(self, state: State, step: int | None = None) -> int | None:
         """Load into the objects of `state`, in place: the newest good checkpoint, or a newer step
-        that the last run left in memory. Any number of ranks may have saved it.
+        that the last run left in memory, which is then saved. Any number of ranks may have saved
+        the step.
 
         Args:
             state: the objects that were saved, by key: modules, optimizers, tensors, and objects
@@ -139,7 +143,7 @@ class Checkpointer:
             DamagedCheckpoint: there are checkpoints, but no good one.
             StorageError: a checkpoint cannot be read.
             CheckpointError: there is no such step.
-            ValueError: the state cannot be loaded into.
+            ValueError: part of `state` cannot be loaded into; the message says which and why.
         """
         state = {key: unwrapped(value) for key, value in state.items()}
         parts = self.on_all(lambda: take_apart(state))
@@ -182,8 +186,8 @@ class Checkpointer:
 
     def guard(self, *optimizers: torch.optim.Optimizer) -> None:
         """Make each step of these optimizers wait until their tensors are copied. If all optimizers
-        in the state are guarded, `save` returns before the copy is complete; else it waits for it.
-        Also starts the writer process."""
+        in the state are guarded, `save` returns before the copy is complete; else `save` waits for
+        the copy. Also starts the writer process."""
         self._tensors.start_early()
         for optimizer in map(unwrapped, optimizers):
             if optimizer not in self._guarded:
@@ -200,12 +204,13 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
     ) -> bool:
         """Begin to save the state as it is now; later changes have no effect. Buffers of modules
-        become those of the first rank that has them, on all ranks.
+        are first overwritten on all ranks with those of the first rank that has them.
 
         Args:
             step: names the checkpoint: a whole number from 0 on, equal on all ranks.
-            state: as for `load`. If the state of an object differs among ranks, that of each rank
-                is saved.
+            state: the objects to save, by key: modules, optimizers, tensors, and objects with
+                state_dict and load_state_dict. If the state_dict of such an object differs among
+                ranks, that of each rank is saved.
             wait: return only once the checkpoint is in storage.
             files: other files to store beside the tensors, by name, such as config.json or
                 additional_chat_templates/tool_use.jinja.
@@ -218,9 +223,9 @@ class Checkpointer:
         Raises:
             ValueError: the step or the state of some rank cannot be saved, or plain tensors differ
                 between ranks. The message says which and why.
-            CheckpointError: storage has a newer step, which the next `load` would load; or it has
-                this step, and this object has neither loaded nor saved it.
-            SaveFailed: with `wait`.
+            CheckpointError: storage has a newer step, which the next `load` would load; or storage
+                has this step, which this object has neither loaded nor saved.
+            SaveFailed: with `wait`, if the checkpoint could not be written.
         """
         state = {key: unwrapped(value) for key, value in state.items()}
         optimizers = [one for one in state.values() if isinstance(one, torch.optim.Optimizer)]
@@ -265,8 +270,9 @@ class Checkpointer:
         return saved
 
     def wait_staged(self) -> None:
-        """Wait until all tensors are copied and may change. `guard` makes optimizers call this;
-        call it in a loop that changes parameters otherwise. Each rank calls it by itself."""
+        """Wait until all tensors are copied and may change. Optimizers that were given to `guard`
+        call this. Call it yourself before the loop changes tensors in another way. Each rank calls
+        it by itself."""
         self._tensors.wait_staged()
 
     def outcomes(self) -> list[SaveOutcome]:
@@ -277,6 +283,7 @@ class Checkpointer:
         return outcomes
 
     def wait(self) -> None:
+        """Wait until no save is running. Raises SaveFailed if the last save failed."""
         self._tensors.wait()
 
     def newest(self) -> int | None:
@@ -288,9 +295,9 @@ class Checkpointer:
         return self.on_main(newest)
 
     def move(self, directory: str | Path) -> None:
-        """Save and load in another directory from now on, with the same memory and writer
-        processes. Waits for the running save. After this, no restart can use the copies in
-        memory."""
+        """Save and load in another directory from now on. Waits for the running save. The first
+        move ends the writer processes; later moves keep processes and memory. After a move no
+        restart can use the copies in memory."""
         self._tensors.move(directory)
         self._newest, self._own_step, self._looked = None, None, False
 
@@ -322,8 +329,8 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Like `close`. After an exception, which other ranks may not have raised, wait at most 10
-        s, unless the exception has a true `of_all_ranks`, as when a job pauses."""
+        """Like `close`. After an exception that other ranks may not have raised, wait at most 10 s.
+        An exception that all ranks raise has a true attribute `of_all_ranks`."""
         self._forget()
         self._tensors.__exit__(kind)
         self._collect_outcomes()
@@ -358,8 +365,8 @@ class Checkpointer:
                 logger.warning("%s", outcome.error)
 
     def _look(self) -> None:
-        """Read the newest step in storage, before this run saves any."""
-        # after this, newer steps are those that this run saves
+        """Read the newest step in storage, unless `load` or an earlier `save` has read it."""
+        # Once read, it changes only by this run's own saves, which `save` records.
         if self._looked:
             return
 
@@ -370,7 +377,7 @@ class Checkpointer:
         self._newest, self._looked = self.on_main(newest), True
 
     def _report(self, step: int, parts: StateParts) -> SaveReport:
-        """Returns the values of a save that the ranks compare, for this rank."""
+        """Returns this rank's values of a save, which the ranks compare."""
         buffers = {name: f"{one.dtype} {one.shape}" for name, one in parts.buffers.items()}
         nbytes = sum(one.nbytes for one in parts.buffers.values())
         digest = _digest([parts.values, parts.groups, parts.trees])
@@ -420,15 +427,16 @@ class Checkpointer:
         """Returns this rank's plain values from the result of `_agreed`."""
         if "values" not in saved:
             raise WrongModel(
-                f"{self.directory} holds checkpoints of another program, such as Perdure's trainer"
+                f"{self.directory} holds checkpoints of another program, such as Perdure's trainer;"
+                " load them with that program, or give another directory"
             )
         values, size = dict(saved["values"]), len(self._ranks.all)
         for key, of_ranks in saved.get("values_by_rank", {}).items():
             if len(of_ranks) != size:
                 raise WrongModel(
-                    f"{key}: its state differed among the {len(of_ranks)} ranks that saved it, and "
-                    f"{size} load it; load with as many ranks, or let its state_dict be the same "
-                    "on all"
+                    f"{key}: its state differed among the {len(of_ranks)} ranks that saved it, but "
+                    f"{size} ranks load it; load with as many ranks, or let its state_dict be the "
+                    "same on all ranks"
                 )
             values[key] = of_ranks[self._ranks.place]
         return values
@@ -454,7 +462,7 @@ def _united(key: str, of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if found.setdefault(name, tree) != tree:
                 raise ValueError(
                     f"{key}: the state of {name} on rank {rank} has other numbers, or another "
-                    "form, than on a rank before: an optimizer keeps the same on all ranks"
+                    "form, than on an earlier rank: keep this state equal on all ranks"
                 )
     return found
 

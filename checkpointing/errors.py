@@ -22,11 +22,13 @@ class CheckpointError(Exception):
 
 
 class WrongModel(CheckpointError):
-    """Names or shapes in a checkpoint are not the model's, or dtypes do not convert."""
+    """A checkpoint does not fit the objects to load into: names, shapes or parameter groups differ,
+    or dtypes do not convert."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A file of a checkpoint is missing, cut short or changed; the message names it."""
+    """A file of a checkpoint is missing, cut short or changed, or holds NaN or infinity where that
+    is forbidden. The message names the file."""
 
 
 class UnreadableCheckpoint(DamagedCheckpoint):
@@ -34,7 +36,8 @@ class UnreadableCheckpoint(DamagedCheckpoint):
 
 
 class StorageError(CheckpointError):
-    """A checkpoint cannot be read for a reason other than damage; an older one will not help."""
+    """Storage or memory cannot be used for a reason other than damage, such as no permission or too
+    little memory. An older checkpoint does not help."""
 
 
 class SaveFailed(CheckpointError):
@@ -81,7 +84,8 @@ class RankFailure:
     @staticmethod
     def of(rank: int, error: Exception) -> "RankFailure":
         """Describes an exception that occurred on this rank."""
-        if isinstance(error, ValueError):  # subclasses of ValueError take other arguments
+        # A subclass such as UnicodeDecodeError cannot be created from a message alone.
+        if isinstance(error, ValueError):
             return RankFailure(rank, "ValueError", str(error))
         kind = StorageError if isinstance(error, OSError) else type(error)
         names = (one.__name__ for one in kind.__mro__)
@@ -92,7 +96,8 @@ register(RankFailure)
 
 
 def explain(error: BaseException) -> str:
-    """Returns one line about an exception: system message and symbol, or class and message."""
+    """Returns one line about an exception. OSError: file, system message and symbol such as ENOSPC.
+    CheckpointError: its message. Others: class and message."""
     if isinstance(error, OSError) and error.errno is not None:
         symbol = errno.errorcode.get(error.errno, str(error.errno))
         return f"{error.filename or ''}: {error.strerror} ({symbol})".lstrip(": ")

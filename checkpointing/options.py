@@ -18,9 +18,9 @@ class CheckpointOptions:
     "s3://bucket/folder"; null: `checkpoints` in the run directory."""
 
     every: int | Literal["auto"] = 500
-    """Steps between checkpoints; the last step is always saved. 0: only the last. auto: the
-    interval that loses the least time, by the measured cost of a checkpoint and the failures so far
-    (Daly 2006), at most 30 minutes; and multiples of `keep_every`."""
+    """Steps between checkpoints; the last step is always saved. 0: only the last step. auto: the
+    interval that loses the least time, computed from the measured cost of a checkpoint and the
+    failures so far (Daly 2006), at most 30 minutes; multiples of `keep_every` are saved as well."""
 
     when_busy: Literal["skip", "wait"] = "skip"
     """What to do when a checkpoint is due while the previous one is still being written: skip it,
@@ -43,7 +43,8 @@ class CheckpointOptions:
     split: a larger tensor gets a file of its own."""
 
     max_writers: int | None = None
-    """Most nodes that write at the same time. null: by filesystem (see docs/checkpoints.md)."""
+    """Most files, or parts of files, that all nodes together write at the same time. null: the
+    filesystem decides (see docs/checkpoints.md)."""
 
     max_bandwidth: int | str | None = None
     """Most bytes per second of all writers together, as 500000000 or "500 MB"; null: no limit."""
@@ -51,7 +52,7 @@ class CheckpointOptions:
     slots: int = 2
     """Copies of the state that each node holds in shared memory. 2: a complete copy always exists
     for a restart. 1: each save overwrites the only copy. 0: no copy between saves, so a restart
-    reads storage. If memory does not suffice, fewer are used, with a warning."""
+    reads storage. If memory does not suffice, fewer copies are held, and the log says so."""
 
     slot_directory: str | None = None
     """Directory on a local disk for these copies instead of shared memory; a restart then reads
@@ -79,13 +80,16 @@ class CheckpointOptions:
     def __post_init__(self) -> None:
         for name in ("every", "keep", "keep_every", "keep_best"):
             if getattr(self, name) != "auto" and getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative")
+                raise ValueError(f"{name} must be 0 or more, but it is {getattr(self, name)}")
         if self.max_writers is not None and not (
             isinstance(self.max_writers, int) and self.max_writers > 0
         ):
-            raise ValueError("max_writers must be a whole number above 0, or null: by filesystem")
+            raise ValueError(
+                "max_writers must be a whole number above 0, or null (the filesystem decides), but "
+                f"it is {self.max_writers!r}"
+            )
         if self.slots not in (0, 1, 2):
-            raise ValueError("slots must be 0, 1 or 2")
+            raise ValueError(f"slots must be 0, 1 or 2, but it is {self.slots!r}")
         if self.peer_copy and not self.slots:
             raise ValueError("peer_copy copies slots: it needs slots: 1 or 2")
         if self.max_shard_bytes < 1:

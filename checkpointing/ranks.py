@@ -19,7 +19,7 @@ from checkpointing.wire import MAX_BYTES, WireError, pack, unpack
 T = TypeVar("T")
 
 WORD_BYTES = 256
-"""Bytes of each rank in the first round of an exchange; most values need no second round."""
+"""Bytes that each rank sends in the first round of `exchange`. Most values need no second round."""
 
 
 class RankError(Exception):
@@ -37,7 +37,8 @@ class RankError(Exception):
 
 @contextmanager
 def failing_alike() -> Iterator[None]:
-    """In the block, convert a RankError on all ranks to an error of the failed rank's class."""
+    """Convert a RankError that the block raises to an exception of the class that the failed rank
+    raised."""
     try:
         yield
     except RankError as failed:
@@ -89,7 +90,7 @@ class RankGroup:
         """Run work() on every rank; returns this rank's result. Only failures are exchanged.
 
         Raises:
-            RankError: as for `together`.
+            RankError: a rank failed. All ranks raise the error of the first rank that failed.
         """
         result: list[T] = []
         self.together(lambda: result.append(work()))

@@ -22,8 +22,8 @@ from checkpointing.format.values import from_json, to_json
 
 OF_VALUES = (torch.optim.LBFGS, torch.optim.SparseAdam)
 """Optimizers with state beyond tensors of parameters: LBFGS keeps search directions over all
-parameters, SparseAdam a count. Their state is saved as plain values, which are not sharded over
-ranks."""
+parameters, SparseAdam counts steps in Python. Their state is saved as plain values, which are not
+sharded over ranks."""
 
 MODEL = "model"
 """Key of the module that keeps its own names."""
@@ -116,7 +116,7 @@ def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) ->
                 "object with state_dict and load_state_dict"
             )
         if twice := sorted(tensors.keys() & model.keys()):
-            raise ValueError(f"{key}: there are two tensors called {twice[0]}; call one otherwise")
+            raise ValueError(f"{key}: there are two tensors called {twice[0]}; rename one of them")
         # a tensor of two modules is saved once, under its first name
         model |= {name: tensor for name, tensor in tensors.items() if tensor not in names}
         names |= {tensor: name for name, tensor in tensors.items() if tensor not in names}
@@ -135,7 +135,10 @@ def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) ->
             values[key] = to_json({"type": kind, **value.state_dict()}, key)
             continue
         if twice := sorted(own.keys() & optimizer.keys()):
-            raise ValueError(f"{key}: another optimizer has state called {twice[0]}, too")
+            raise ValueError(
+                f"{key}: another optimizer also has state called {twice[0]}; let only one of them "
+                "update that parameter"
+            )
         optimizer |= own
         values[key] = to_json(_groups(value), key)
     for name, value in model.items():
@@ -160,15 +163,13 @@ def take_apart(state: State, guarded: Collection[torch.optim.Optimizer] = ()) ->
 def _not_to_be_held(tensor: Tensor) -> str | None:
     """Returns why a tensor cannot be saved or loaded into; None if it can."""
     if tensor.layout != torch.strided:
-        return f"is of {tensor.layout}: only dense tensors are saved"
+        return f"is of {tensor.layout}: only dense tensors are saved; convert it with to_dense()"
     if tensor.is_meta:
-        return (
-            "is on the meta device, without contents: make it where it is to live, as by to_empty"
-        )
+        return "is on the meta device, without contents: allocate it first, as with to_empty()"
     if isinstance(tensor, DTensor):
         return None
     if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
-        return "has elements that share memory, as expand() makes them: give a clone() of it"
+        return "has elements that share memory, as after expand(): give a clone() of it"
     return None
 
 
@@ -207,8 +208,8 @@ def refuse_values(
     if expected != values.keys():
         missing, unused = sorted(expected - values.keys()), sorted(values.keys() - expected)
         raise WrongModel(
-            f"the checkpoint has nothing for {', '.join(missing) or '-'}, and what nobody asks for "
-            f"of {', '.join(unused) or '-'}: load into the same objects that were saved"
+            f"the checkpoint lacks {', '.join(missing) or 'nothing'}, and this state lacks "
+            f"{', '.join(unused) or 'nothing'}: load into the same objects that were saved"
         )
     for key, value in values.items():
         target = state[key]
@@ -221,21 +222,21 @@ def refuse_values(
         kind = type(target).__name__
         if (there := saved_kinds.get(key, kind)) != kind:
             raise WrongModel(
-                f"{key} is {kind}, and the checkpoint has the state of {there}: make it {there}, "
-                f"or load into {there} and give {kind} what it is to keep of its state"
+                f"{key} is {kind}, but the checkpoint has the state of {there}: use {there}, or "
+                f"load into {there} and copy to {kind} the part of the state that it should keep"
             )
 
 
 def refuse_ties(tied: list[list[str]], saved: list[list[str]] | None) -> None:
-    """Require that tied tensors were also tied when saved. Else a tensor would get the numbers of
-    several.
+    """Require that tensors that are tied in a state were also tied when saved. Else several saved
+    tensors would be loaded into one.
 
     Args:
         tied: `StateParts.tied` of the state to load into.
         saved: `StateParts.tied` when saved; None in old checkpoints.
 
     Raises:
-        WrongModel: they were not; the message names the tensors.
+        WrongModel: tied tensors were saved as several; the message names them.
     """
     for names in tied if saved is not None else ():
         if not any({*names} <= {*known} for known in saved or ()):
@@ -253,7 +254,7 @@ def _misfit(
     of_values = isinstance(optimizer, OF_VALUES)
     found = value.get("type", kind) if isinstance(value, dict) else "another optimizer"
     if of_values != isinstance(value, dict) or (of_values and found != kind):
-        return f"is {kind}, and the checkpoint has the state of {found}"
+        return f"is {kind}, but the checkpoint has the state of {found}"
     there = value["param_groups"] if of_values else value
     if len(own) != len(there):
         return f"has {len(own)} parameter groups, and {len(there)} in the checkpoint"
@@ -263,7 +264,7 @@ def _misfit(
             return f"has {len(names)} parameters in {here}, and {size} in the checkpoint"
         mine, known = set(names), set(others)
         if odd := [name for name in names if name not in known]:
-            return f"has {odd[0]} in {here}, and not so in the checkpoint"
+            return f"has {odd[0]} in {here}, but the checkpoint has it elsewhere or not at all"
         if of_values and names != [name for name in others if name in mine]:
             return f"has the parameters of {here} in another order than in the checkpoint"
     return None
@@ -285,7 +286,7 @@ def put_back(state: State, values: Mapping[str, Any]) -> None:
 
 def _of_module(key: str, module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns a module's tensors by their names in a checkpoint, and the rest of its state_dict."""
-    while True:  # both wrappers share the module's parameters
+    while True:  # DDP and torch.compile wrap a module, and share its parameters
         if isinstance(module, DistributedDataParallel):
             module = module.module
         elif isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):  # torch.compile
@@ -332,8 +333,8 @@ def _of_optimizer(
     if isinstance(optimizer, OF_VALUES):
         if any(isinstance(parameter, DTensor) for parameter in parameters.values()):
             raise ValueError(
-                f"{key}: {type(optimizer).__name__} keeps more than tensors, which can be saved of "
-                "whole parameters only, and these are sharded; use another optimizer, or DDP"
+                f"{key}: {type(optimizer).__name__} keeps more than tensors, which can be saved "
+                "only if no parameter is sharded; use another optimizer, or DDP"
             )
         return {}, {}
     try:
@@ -374,7 +375,7 @@ def _set_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) 
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for name, value in saved.items():
             held = group.get(name)
-            if isinstance(held, Tensor):  # in place: compiled code may refer to it
+            if isinstance(held, Tensor):  # in place, as compiled code may refer to this tensor
                 held.copy_(torch.as_tensor(value))
             else:
                 group[name] = value

@@ -1,5 +1,5 @@
-"""TensorCheckpointer: saves and loads named tensors and JSON. Each phase runs on all ranks, and all
-ranks raise the error of any."""
+"""TensorCheckpointer: saves and loads named tensors and JSON. Its methods run on all ranks; if one
+rank fails, all ranks raise its error."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping
@@ -49,11 +49,11 @@ from checkpointing.storage.steps import list_steps, storage_of
 logger = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 10.0
-"""Seconds that a rank that leaves by an exception waits for the running save, and for the other
-ranks to leave."""
+"""Seconds for which a rank that leaves because of an exception waits for the running save and for
+the other ranks."""
 
 LOOKS = 5
-"""Steps that another run may delete just before `load` reads them, until `load` fails."""
+"""`load` fails once another run has deleted this number of steps just before they were read."""
 
 TargetsOf = Callable[[Mapping[str, Any], Mapping[str, TensorMeta]], Mapping[str, Tensor]]
 """(saved state, metadata of the saved optimizer tensors as far as known) → optimizer targets."""
@@ -95,9 +95,10 @@ class TensorCheckpointer:
     Writers of different nodes authenticate each other by a secret, drawn on rank 0 and sent over
     the group. If the environment names the job's secret (`PERDURE_SECRET_FILE`), it is mixed in.
 
-    A save blocks the caller only until all ranks agree on it. Tensors are copied while training
-    goes on, and a process of each node writes the copies. `wait_staged` must be called before the
-    tensors change, that is, before the optimizer step.
+    A save blocks the caller only until all ranks agree on it. Parameters and optimizer state are
+    copied while training goes on, and a process of each node writes the copies. `wait_staged` must
+    be called before they change, that is, before the optimizer step. Other tensors, such as a batch
+    norm's statistics, may change once `save` returns.
 
     Args:
         directory: directory of the steps; created at the first save.
@@ -180,9 +181,10 @@ class TensorCheckpointer:
         self._writers.start_spare()
 
     def move(self, directory: str | Path) -> None:
-        """Save and load in another directory from now on, with the same memory and writers. Waits
-        for the running save. After this, no restart can use memory, as it could not know the
-        directory that the memory belongs to."""
+        """Save and load in another directory from now on. Waits for the running save. The first
+        move ends the writers, whose slots belong to the old directory; later moves keep writers and
+        slots. After a move no restart can use memory, as it could not know the directory that the
+        memory belongs to."""
         self._saves.end(self._writers.link)
         # the slots are marked with the token of the old directory; new writers get no token
         if self._writers.has_token:
@@ -207,7 +209,7 @@ class TensorCheckpointer:
                 self._staging is None and not self._loaded and self._finds_memory()
             )
         if self._prepare_after_load:
-            return "checkpoint slots are made when what the run before left in memory is loaded"
+            return "checkpoint slots are made once `load` has read what the last run left in memory"
         self._prepared(model, optimizer)
         return self._note
 
@@ -264,7 +266,8 @@ class TensorCheckpointer:
         contents = None
         try:
             plan, staging = self._prepared(model, optimizer, hurried=True)
-            # A copy that ends with this process is useless for a restart. Equal on all ranks.
+            # A copy that ends with this process is useless for a restart. `memory_lasts` is equal
+            # on all ranks, so all of them return here.
             if memory_only and not self.memory_lasts:
                 return False
             staging.finish()
@@ -293,7 +296,7 @@ class TensorCheckpointer:
                 if not memory_only:
                     self._saves.skipped(step, reason)
                 return False
-        # before the copy, which may fail at once: its outcome must find a running save
+        # The save is recorded before the copy begins, because the copy may fail at once.
         self._saves.begun(step, memory_only)
         try:
             tensors, at_once = by_section(model, optimizer), unguarded(model, optimizer)
@@ -319,7 +322,8 @@ class TensorCheckpointer:
             self._staging.finish()
 
     def outcomes(self) -> list[msg.SaveOutcome]:
-        """Returns the outcomes of saves since the last call, without waiting. On any rank."""
+        """Returns the outcomes of saves since the last call, without waiting. Any rank may call
+        this by itself."""
         return self._saves.outcomes(self._writers.link)
 
     def wait(self) -> None:
@@ -334,8 +338,8 @@ class TensorCheckpointer:
         self._saves.raise_last()
 
     def interrupt(self) -> None:
-        """End the connection to this node's writer, so that waiting calls fail as if it had died.
-        Callable from any thread; `abandon` must follow."""
+        """End the connection to this node's writer, so that waiting calls fail as if the writer had
+        died. Callable from any thread; `abandon` must follow."""
         self._writers.interrupt()
 
     def abandon(self) -> None:

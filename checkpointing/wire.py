@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 MAX_BYTES = 256 << 20
-"""Largest packed value: the layouts of 16,384 ranks, or the record of a step of 400 TB."""
+"""Largest packed value in bytes: enough for the layouts of 16,384 ranks, or for the commit record
+of a step of 400 TB."""
 MAX_NESTING = 64
 
 _NAMED: dict[str, type] = {}

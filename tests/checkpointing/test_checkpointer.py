@@ -243,16 +243,16 @@ def test_an_optimizer_of_another_kind_or_other_groups_is_refused_with_nothing_ch
         (
             lambda a, b: torch.optim.AdamW([{"params": a}, {"params": b, "lr": 3.0}]),
             lambda a, b: torch.optim.AdamW([{"params": b, "lr": 3.0}, {"params": a}]),
-            "has 1.weight in parameter group 0, and not so in the checkpoint",
+            "has 1.weight in parameter group 0, but the checkpoint has it elsewhere",
         ),
         (
             lambda *all: torch.optim.AdamW(all),
             lambda *all: torch.optim.Adam(all),
-            "is Adam, and the checkpoint has the state of AdamW: make it AdamW, or load into AdamW",
+            "is Adam, but the checkpoint has the state of AdamW: use AdamW, or load into AdamW",
         ),
-        (sgd, lbfgs, "is LBFGS, and the checkpoint has the state of another optimizer"),
-        (lbfgs, sgd, "is SGD, and the checkpoint has the state of LBFGS"),
-        (lbfgs, sparse, "is SparseAdam, and the checkpoint has the state of LBFGS"),
+        (sgd, lbfgs, "is LBFGS, but the checkpoint has the state of another optimizer"),
+        (lbfgs, sgd, "is SGD, but the checkpoint has the state of LBFGS"),
+        (lbfgs, sparse, "is SparseAdam, but the checkpoint has the state of LBFGS"),
         (
             sparse,
             lambda a, b: torch.optim.SparseAdam([{"params": [a]}, {"params": [b]}]),
@@ -395,14 +395,14 @@ def test_what_is_wrong_is_told(tmp_path):
             checkpointer.load(state, step="5")
         with pytest.raises(CheckpointError, match="no step 3; it has 5"):
             checkpointer.load(state, step=3)
-        with pytest.raises(WrongModel, match="nothing for more"):
+        with pytest.raises(WrongModel, match="lacks more, and this state lacks nothing"):
             checkpointer.load({**state, "more": schedule})
         bulk, half = model.bulk.detach().clone(), [*model.parameters()][:2]
         with torch.no_grad():
             model.bulk.zero_()
         grouped = torch.optim.AdamW([{"params": half}, {"params": [*model.parameters()][2:]}])
         for other, why in [
-            ({"model": model, "optimizer": optimizer}, "nobody asks for of schedule"),
+            ({"model": model, "optimizer": optimizer}, "this state lacks schedule"),
             ({**state, "optimizer": grouped}, "optimizer has 2 parameter groups, and 1 in"),
         ]:
             with pytest.raises(WrongModel, match=why):
