@@ -23,7 +23,7 @@ _KINDS = {
     "F64": ("8", 0x7FF0000000000000), "C64": ("4", 0x7F800000),
     "F8_E5M2": ("1", 0x7C), "F8_E4M3": ("1", 0x7F),
 }  # fmt: skip
-"""dtype → size in bytes, and the smallest bits (without the sign) of an infinite number or NaN."""
+"""dtype → (size in bytes as text, smallest bits of an infinite number or NaN without the sign)."""
 _SINGLE = {"F8_E8M0": 0xFF, "F8_E4M3FNUZ": 0x80, "F8_E5M2FNUZ": 0x80}
 """dtype → the only byte that is NaN."""
 
@@ -115,9 +115,8 @@ def _chunks(
 
 
 def _words(part: NDArray[np.generic], lead: int) -> NDArray[np.uint64]:
-    """Returns the 8-byte words of each row of a matrix. Bytes of these words outside the row are
-    zero.
-    """
+    """Returns the 8-byte words of each row of a matrix. A row begins at byte `lead` of its first
+    word. Bytes of the words outside the row are zero."""
     width = part.shape[1] * part.itemsize
     # the usual case needs no copy
     if lead == 0 and width % WORD_BYTES == 0:

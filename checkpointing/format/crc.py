@@ -27,8 +27,8 @@ _TABLE = 1 << 13
 
 @dataclass(frozen=True)
 class Replica:
-    """Reader number `index` of `count` readers of the same bytes. The contribution of the first
-    counts; the others must have read the same."""
+    """Reader number `index` of `count` readers of the same bytes. Only the contribution of reader 0
+    enters the CRC-32; the other readers must have read the same bytes."""
 
     index: int
     count: int

@@ -58,8 +58,8 @@ DTYPE_BYTES = {
     "F8_E5M2FNUZ": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4,
     "C64": 8, "F64": 8, "I64": 8, "U64": 8,
 }  # fmt: skip
-"""safetensors' name of a dtype → bytes of an element. In the order of safetensors' enumeration,
-whose writer puts later dtypes first, so that every tensor is aligned."""
+"""safetensors' name of a dtype → bytes of an element. The order is that of safetensors'
+enumeration. Its writer puts later dtypes first, so that every tensor is aligned."""
 
 _DTYPE_ORDER = {dtype: order for order, dtype in enumerate(DTYPE_BYTES)}
 _STATE_COUNTS = {"step", "sequences", "tokens", "skipped", "skipped_in_row", "rollbacks"}
@@ -134,7 +134,7 @@ OPTIMIZER = Section("optimizer/", "optimizer")
 
 
 def sections_of(files: Collection[str]) -> tuple[Section, Section]:
-    """Returns the two sections of a checkpoint with these files."""
+    """Returns (section of the model or adapter, section of the optimizer) of a checkpoint."""
     return ADAPTER if ADAPTER.index in files else MODEL, OPTIMIZER
 
 
@@ -193,10 +193,10 @@ def _tensor_file(name: str, tensors: Mapping[str, TensorMeta]) -> TensorFile:
     for key in sorted(tensors, key=lambda key: (-_DTYPE_ORDER[tensors[key].dtype], key)):
         if key == "__metadata__":
             raise ValueError(
-                "a tensor cannot be called __metadata__: safetensors reserves the name"
+                "a tensor cannot be called __metadata__: safetensors reserves the name; rename it"
             )
         if not key.isprintable():
-            raise ValueError(f"a tensor is called {key!a}: names must be printable text")
+            raise ValueError(f"a tensor is called {key!a}: names must be printable; rename it")
         meta = tensors[key]
         offsets[key], end = end, end + meta.nbytes
         header[key] = {
@@ -292,7 +292,8 @@ def _parse_entry(name: str, entry: Any) -> tuple[int, int, TensorMeta]:
 
 
 def index_json(files: Iterable[TensorFile]) -> bytes:
-    """Returns the index of a section in Hugging Face's format."""
+    """Returns the index of some files in Hugging Face's format, as JSON: the file of each tensor,
+    and totals."""
     stored = {name: tensor for file in files for name, tensor in file.tensors.items()}
     metadata = {
         "total_parameters": sum(math.prod(tensor.meta.shape) for tensor in stored.values()),
@@ -313,7 +314,7 @@ def parse_index(data: bytes, file: str) -> dict[str, str]:
         weight_map = an_object(read_object(data)["weight_map"])
         for name, target in weight_map.items():
             if not is_plain(target):
-                raise ValueError(f"{target!a} for {printable(name)} names no file beside it")
+                raise ValueError(f"{target!a} for {printable(name)} names no file below its folder")
         return weight_map
     except (ValueError, KeyError) as error:
         raise DamagedCheckpoint(

@@ -26,7 +26,7 @@ LEVELS = (
 )  # fmt: skip
 """The 16 levels of the paper's appendix E, by code."""
 PIECE = 1 << 24
-"""Weights that are dequantised at a time, as the intermediates take six bytes for each."""
+"""Numbers that are dequantised at a time, as intermediate results take six bytes for each."""
 
 
 def packed_shape(rows: int, columns: int) -> tuple[int, int]:

@@ -39,12 +39,12 @@ class OptimizerState:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, parameters: Parameters
 ) -> dict[str, Tensor]:
-    """Returns an optimizer's live tensors, not copies: for AdamW `<fqn>.exp_avg`,
-    `<fqn>.exp_avg_sq`, `<fqn>.step`, for others likewise. Most optimizers have no tensors before
+    """Returns an optimizer's live tensors, not copies. Their names are `<fqn>.<key>`: for AdamW
+    `<fqn>.exp_avg`, `<fqn>.exp_avg_sq` and `<fqn>.step`. Most optimizers have no tensors before
     their first step.
 
     Raises:
-        ValueError: as for `optimizer_state`.
+        ValueError: part of the state cannot be saved; the message says which and why.
     """
     return optimizer_state(optimizer, parameters).tensors
 
@@ -68,8 +68,8 @@ def optimizer_state(
         sharded = next((n for n, p in parameters.items() if isinstance(p, DTensor)), None)
         if sharded:
             raise ValueError(
-                f"{kind} has a state_dict of its own, which can be saved of whole parameters only, "
-                f"and {sharded} is sharded; use another optimizer, or DDP"
+                f"{kind} has a state_dict of its own, which can be saved only if no parameter is "
+                f"sharded, but {sharded} is; use another optimizer, or DDP"
             )
         writer = _Writer(kind, names, {})
         tree = writer.write(own, name, None)
@@ -81,7 +81,10 @@ def optimizer_state(
         elif parameter in names:
             kept[names[parameter]] = state, parameter
         elif state:
-            raise ValueError(f"{kind} keeps state of a tensor that is no parameter given here")
+            raise ValueError(
+                f"{kind} keeps state of a tensor that is not among the given parameters; give all "
+                "parameters that it updates"
+            )
     tensors: dict[str, Tensor] = {}
     trees = {}
     for fqn in _in_order(kept, parameters):
@@ -95,7 +98,7 @@ def optimizer_state(
 
 def _in_order(names: Mapping[str, Any], parameters: Parameters) -> list[str]:
     """Returns names of parameters in the parameters' order, then other names sorted. Saving and
-    loading use the same order, so that state in memory is recognised."""
+    loading use the same order, so that a restart recognises the state that was left in memory."""
     return [
         *(fqn for fqn in parameters if fqn in names),
         *sorted(name for name in names if name not in parameters),
@@ -116,7 +119,8 @@ def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def kept_as_subclass(optimizer: torch.optim.Optimizer) -> str:
-    """Describes state that is a tensor subclass, such as 8-bit blocks; "" if there is none."""
+    """Returns "KEY as CLASS" for the first state that is a tensor subclass, such as 8-bit blocks;
+    "" if there is none."""
     for parameter, kept in optimizer.state.items():
         if isinstance(parameter, Tensor) and isinstance(kept, Mapping):
             for key, value in kept.items():
@@ -236,9 +240,15 @@ class _Writer:
             subclass = f"{kind.__module__}:{kind.__qualname__}", to_json(given, name)
             return {"$subclass": [*subclass, [*value.shape], [*value.stride()], parts]}
         if value.layout != torch.strided or value.dtype not in STORED_DTYPES:
-            raise ValueError(f"{self.kind} keeps {name} as {value.layout} of {value.dtype}")
+            raise ValueError(
+                f"{self.kind} keeps {name} as {value.layout} of {value.dtype}, which cannot be "
+                "saved; use another optimizer"
+            )
         if name in self.tensors and self.tensors[name] is not value:
-            raise ValueError(f"{self.kind} keeps two tensors that would be called {name}")
+            raise ValueError(
+                f"{self.kind} keeps two tensors that would be called {name}; rename a parameter or "
+                "use another optimizer"
+            )
         self.tensors[name] = value
         # the state of a sharded parameter may be sharded, or whole on each rank
         spread = isinstance(value, DTensor) if isinstance(like, DTensor) else None
@@ -283,7 +293,8 @@ def optimizer_targets(
     others = {f"{name}.{key}": key for key in optimizer.state if not isinstance(key, Tensor)}
     for fqn in _in_order(trees, parameters):
         if fqn not in parameters and not fqn.startswith(f"{name}."):
-            continue  # the parameter does not exist here, which the comparison of names reports
+            # The optimizer has no such parameter; `load` reports its tensors as unexpected.
+            continue
         key: Any = parameters.get(fqn, others.get(fqn, fqn.removeprefix(f"{name}.")))
         reader = _Reader(parameters, {})
         found[key] = reader.read(trees[fqn], fqn, parameters.get(fqn), optimizer.state.get(key), "")
@@ -315,7 +326,7 @@ class _Reader:
     tensors: dict[str, Tensor]
 
     def read(self, tree: Any, name: str, like: Tensor | None, live: Any, key: str) -> Any:
-        """Returns the tree for `tree`, the result of `_Writer.write`.
+        """Returns a tree of the optimizer's state, whose tensors are to be loaded into.
 
         Args:
             tree: result of `_Writer.write`.
@@ -406,8 +417,8 @@ class _Reader:
         of = next((one for one in _subclasses(Tensor) if _named(one) == kind), None)
         if of is None or not hasattr(of, "__tensor_unflatten__"):
             raise WrongModel(
-                f"{name} was saved as {kind}, and nothing here has imported that class: make the "
-                "optimizer as it was when it was saved"
+                f"{name} was saved as {kind}, but this process has not imported that class; build "
+                "the optimizer as it was at the save"
             )
         lives = live if type(live) is of else None
         inner = {

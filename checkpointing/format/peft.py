@@ -44,7 +44,7 @@ class AdapterTensors:
 
 
 def adapter_tensors(names: Iterable[str], where: str) -> AdapterTensors:
-    """Returns the tensors of an adapter's file, sorted out by their names; `where` is the file's
+    """Returns the names of the tensors in an adapter's file, grouped by FQN; `where` is the file's
     path, for messages.
 
     Raises:
@@ -55,17 +55,23 @@ def adapter_tensors(names: Iterable[str], where: str) -> AdapterTensors:
     for name in names:
         fqn = name.removeprefix(_PREFIX)
         if fqn == name:
-            raise StorageError(f"{where}: {printable(name)} is no tensor of an adapter of PEFT")
+            raise StorageError(
+                f"{where}: {printable(name)} is not named as PEFT names tensors of an adapter; "
+                "give an adapter that PEFT has written"
+            )
         module, _, part = fqn.removesuffix(".weight").rpartition(".")
         if part in PARTS:
             parts.setdefault(f"{module}.weight", {})[part] = name
         elif "lora_" in fqn:
-            raise StorageError(f"{where}: {printable(name)} is of a kind that is not supported")
+            raise StorageError(
+                f"{where}: {printable(name)} is of a kind that is not supported; merge the adapter "
+                "with PEFT (merge_and_unload)"
+            )
         else:
             found.whole[fqn] = name
     for weight, pair in parts.items():
         if len(pair) < len(PARTS):
-            raise DamagedCheckpoint(f"{where}: of {printable(weight)} it has A or B alone")
+            raise DamagedCheckpoint(f"{where}: has only one of A and B for {printable(weight)}")
         found.pairs[weight] = pair["lora_A"], pair["lora_B"]
     return found
 

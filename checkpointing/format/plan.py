@@ -84,7 +84,7 @@ class TensorSpec:
     layouts: tuple[TensorLayout, ...]
 
 
-register(TensorLayout, shared=True)  # large, as they list the whole world, but few
+register(TensorLayout, shared=True)  # layouts are few, but large: each lists all ranks of its mesh
 register(TensorSpec)
 
 
@@ -113,8 +113,8 @@ def merge_specs(specs_of_ranks: Mapping[int, Mapping[str, TensorSpec]]) -> dict[
     """Merge the specs of each (global) rank, in the order of ranks and names.
 
     Raises:
-        ValueError: ranks disagree about a tensor's shape, dtype or splits, or some ranks of its
-            mesh lack it.
+        ValueError: ranks disagree about a tensor's shape, dtype or splits, or a rank lacks a tensor
+            of which it must hold a part.
     """
     holders: dict[str, list[int]] = {}
     merged: dict[str, TensorSpec] = {}
@@ -135,7 +135,7 @@ def merge_specs(specs_of_ranks: Mapping[int, Mapping[str, TensorSpec]]) -> dict[
             continue
         if any(split != REPLICATE for split in spec.layouts[0].splits):
             missing = sorted(meshes - set(holders[name]))
-            raise ValueError(f"{name} is missing on ranks {missing}, which hold parts of it")
+            raise ValueError(f"{name} is missing on ranks {missing}, which must hold parts of it")
         # A replicated tensor is held by the ranks that list it, whatever its mesh says.
         merged[name] = TensorSpec(spec.meta, (replicated(holders[name]),))
     return merged
@@ -164,10 +164,10 @@ def plan_pieces(
     """Returns the pieces that `rank` contributes. Over all ranks every byte of every tensor occurs
     exactly once.
 
-    The replicas of a box divide it: those on the node that owns the file, so that no bytes are
-    sent, or all replicas if none is on that node. Each takes a slab of equal size. Remaining rows,
-    and small tensors, rotate among them. So the division of a tensor does not depend on other
-    tensors.
+    The ranks that hold a box divide it among them. If some of them are on the node that owns the
+    file, only these do, so that no bytes are sent. Each contributes a slab of equal size. The
+    tensor's name decides which of them contributes a remaining row, or a small tensor as a whole.
+    So the division of a tensor does not depend on other tensors.
 
     Args:
         specs: all tensors, the same on all ranks.
@@ -199,7 +199,7 @@ def plan_file(
         spec = specs[name]
         done: set[int] = set()
         for rank in itertools.chain.from_iterable(layout.ranks for layout in spec.layouts):
-            # one rank represents all its replicas
+            # one rank represents all ranks that hold the same boxes
             if rank in done:
                 continue
             done.update(replica_set(spec.layouts, rank))
@@ -213,7 +213,7 @@ def plan_file(
 
 
 SMALL_BYTES = 1 << 16
-"""Smallest box in bytes that is divided among replicas."""
+"""Smallest box in bytes that is divided among the ranks that hold it."""
 
 
 def _first(name: str, contributors: Sequence[int]) -> int:
@@ -222,7 +222,8 @@ def _first(name: str, contributors: Sequence[int]) -> int:
 
 
 def _share(spec: TensorSpec, box: Box, turn: int, count: int) -> Box | None:
-    """Returns the slab of a box for number `turn` of `count` contributors; None if it has none."""
+    """Returns the slab of a box that contributor `turn` of `count` contributes; None if that is no
+    byte."""
     if count == 1:
         return box
     if math.prod(box.shape) * DTYPE_BYTES[spec.meta.dtype] < SMALL_BYTES:
@@ -243,7 +244,8 @@ def _share(spec: TensorSpec, box: Box, turn: int, count: int) -> Box | None:
 
 @lru_cache(maxsize=4096)
 def replica_set(layouts: tuple[TensorLayout, ...], rank: int) -> tuple[int, ...]:
-    """Returns the ranks that hold the same boxes as `rank`, with itself; empty without boxes."""
+    """Returns the ranks that hold the same boxes as `rank`, including `rank`; () if it holds
+    none."""
     coordinate = _coordinate(layouts, rank)
     if coordinate is None:
         return ()
@@ -266,8 +268,9 @@ def replica_set(layouts: tuple[TensorLayout, ...], rank: int) -> tuple[int, ...]
 def _contributors(
     layouts: tuple[TensorLayout, ...], rank: int, owner: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Returns the ranks that hold the same boxes as `rank` and are on the node that owns the file,
-    or all that hold them if none is there. `rank` holds at least one box."""
+    """Returns the ranks that hold the same boxes as `rank` and are in `owner`, the ranks of the
+    node that owns the file. If there are none, returns all ranks that hold these boxes. `rank`
+    holds at least one box."""
 
     def shard(of: int) -> list[int] | None:
         coordinate = _coordinate(layouts, of)
@@ -353,7 +356,7 @@ class Extent:
 
 
 def extents_of(meta: TensorMeta, box: Box) -> Iterator[Extent]:
-    """Yields the bytes of a box as extents, in order."""
+    """Yields where the bytes of a box lie, as extents in the order of the box."""
     itemsize = DTYPE_BYTES[meta.dtype]
     strides = [itemsize * math.prod(meta.shape[dim + 1 :]) for dim in range(len(meta.shape))]
     origin = sum(map(math.prod, zip(box.offset, strides, strict=True)))

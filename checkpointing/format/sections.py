@@ -1,7 +1,7 @@
 """The two sections of a checkpoint, model and optimizer, under joint names.
 
-In a collection of both, the joint name of a tensor is model/<name> or optimizer/<name>. This module
-does not import numpy, with which a writer process would take 0.1 s longer to start.
+In a collection of both sections, the joint name of a tensor is model/<name> or optimizer/<name>.
+This module does not import numpy, with which a writer process would take 0.1 s longer to start.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ class PlanInput:
 
 
 def by_section(model: Mapping[str, T], optimizer: Mapping[str, T]) -> dict[str, T]:
-    """Returns both collections as one, under joint names."""
+    """Returns the values of model and optimizer in one dictionary, under joint names."""
     return {**_prefixed(MODEL.stem, model), **_prefixed(OPTIMIZER.stem, optimizer)}
 
 

@@ -51,7 +51,9 @@ def specs_of(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str, T
     specs = {}
     for name, tensor in tensors.items():
         if tensor.dtype not in STORED_DTYPES:
-            raise ValueError(f"{name}: safetensors does not store {tensor.dtype}")
+            raise ValueError(
+                f"{name}: safetensors does not store {tensor.dtype}; convert it to another dtype"
+            )
         meta = TensorMeta(STORED_DTYPES[tensor.dtype], tuple(tensor.shape))
         spread: tuple[TensorLayout, ...] = (whole,)
         if isinstance(tensor, DTensor):
@@ -72,7 +74,10 @@ def _layout(name: str, tensor: DTensor, known: set[int]) -> TensorLayout:
         tuple(_split(name, placement) for placement in tensor.placements),
     )
     if not known.issuperset(layout.ranks):
-        raise ValueError(f"{name}: lives on ranks outside the group that saves or loads")
+        raise ValueError(
+            f"{name}: lives on ranks outside the group that saves or loads; use a group with all "
+            "ranks of its mesh"
+        )
     return layout
 
 
@@ -81,7 +86,8 @@ def _split(name: str, placement: Any) -> Split:
         return REPLICATE
     if not hasattr(placement, "dim"):
         raise ValueError(f"{name}: a tensor placed as {placement} cannot be saved; reduce it first")
-    # `_StridedShard` (FSDP over tensor parallelism) is a subclass of Shard only in some torch.
+    # Not isinstance: `_StridedShard` (FSDP over tensor parallelism) is a subclass of Shard only in
+    # some versions of torch.
     return Split(placement.dim, getattr(placement, "split_factor", 1))
 
 
@@ -99,7 +105,8 @@ def box_view(local: Tensor, box: Box) -> Tensor:
 
 @torch.no_grad()
 def tensors_not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Returns names of tensors whose local part has NaN or infinity. Synchronises once."""
+    """Returns names of tensors whose local part has NaN or infinity. Synchronises with the GPU
+    once."""
     numbers = {
         name: local_tensor(tensor)
         for name, tensor in tensors.items()

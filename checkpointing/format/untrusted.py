@@ -123,13 +123,13 @@ def read_object(data: bytes | str) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns an object after checking that its names differ. Readers disagree which of two equal
-    names counts."""
+    """Returns a JSON object after checking that all its names differ: programs disagree about which
+    of two equal names is valid."""
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{_short(twice)} stands there twice")
+        raise ValueError(f"the name {_short(twice)} occurs twice in one object")
     return found
 
 

@@ -231,7 +231,7 @@ def test_values_that_steer_a_terminal_are_shown_as_text(run):
 @pytest.mark.parametrize("target", EVIL)
 def test_a_hugging_face_index_names_files_beside_it(target, tmp_path):
     (tmp_path / INDEX).write_bytes(index(target))
-    with pytest.raises(DamagedCheckpoint, match="names no file beside it"):
+    with pytest.raises(DamagedCheckpoint, match="names no file below its folder"):
         import_checkpoint(tmp_path, tmp_path / "out")
 
 
@@ -361,7 +361,7 @@ FORGED = {
     "half a step": (with_state(step=2.5), "step is 2.5"),
     "a list for the recipe": (with_state(recipe=[1]), "where an object is due"),
     "NaN": (with_weight(float("nan")), "NaN or infinity in b"),
-    "a name twice": (named_twice, "'a' stands there twice"),
+    "a name twice": (named_twice, "the name 'a' occurs twice"),
     "a tensor twice": (in_two_files, "holds tensors that no index names"),
 }
 
