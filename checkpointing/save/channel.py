@@ -8,8 +8,8 @@ before its MAC is verified, and the first message is at most FIRST_BYTES long. M
 values (wire.py): even a peer that knows the secret sends no code.
 
 The MAC is GMAC (AES-256-GCM over authenticated data alone, NIST SP 800-38D), with the message
-number as the nonce: a key sees each nonce once. It takes a fifth of HMAC-SHA256's time, which
-counts where a copy of every step travels to another node.
+number as the nonce: a key sees each nonce once. GMAC takes a fifth of HMAC-SHA256's time. That
+matters where a copy of every step travels to another node.
 
 docs/elastic.md says who writes the file with the job's secret, and who is trusted. This package
 imports nothing of `elastic`, and reads that file by the same rules.
@@ -69,8 +69,8 @@ class Channel:
         """Returns the next value.
 
         Raises:
-            StrangerError: the MAC is wrong, or the message is not a packed value. EOFError,
-            OSError: the other side is gone.
+            StrangerError: the MAC is wrong, or the message is not a packed value.
+            EOFError, OSError: the other side is gone.
         """
         return _message(self.recv_bytes())
 
@@ -137,8 +137,8 @@ def call(address: tuple[str, int] | str, secret: bytes, seconds: float = SILENT_
         seconds: longest silence during the handshake, as a machine that is gone never answers.
 
     Raises:
-        StrangerError: the listener does not know the secret. EOFError, OSError: nobody listens
-        there, or the handshake times out.
+        StrangerError: the listener does not know the secret.
+        EOFError, OSError: nobody listens at `address`, or the handshake times out.
     """
     connection = _connect(address, seconds)
     try:
@@ -264,7 +264,7 @@ def job_secret() -> bytes | None:
     if not stat.S_ISREG(status.st_mode) or not is_private(status) or len(data) < MIN_BYTES:
         raise StorageError(
             f"the secret of the job: {path} is no file of at least {MIN_BYTES} bytes that belongs "
-            f"to uid {os.geteuid()} and has mode 600; mend it, or name another by {SECRET_FILE}"
+            f"to uid {os.geteuid()} and has mode 600; correct it, or name another in {SECRET_FILE}"
         )
     key = hashlib.sha256(data).digest()
     # a key derived for checkpoints only, so that no other use of the secret reveals it

@@ -72,9 +72,9 @@ def hold(directory: P, mine: P | None) -> P:
             storage.create(new, f"{owner()} {time.time():.3f}\n".encode())
             lost = [_owner(old)[0] for _, old in claims]
             if lost and lost[-1] != owner() and is_alive(lost[-1]):
-                what = "taken over from a process that lives, and can commit no more"
+                what = "taken over from a process that lives, which can no longer commit"
                 logger.warning("%s", _words(claims[-1][1], what))
-            # before the old claims go: after a crash here, the next claim still finds them
+            # Before the old claims are removed: after a crash the next claim still finds them.
             storage.collect(directory, lost=lost)
             for _, old in claims:
                 storage.remove(old)
@@ -131,7 +131,7 @@ class StepCommitter:
         self._damaged: set[str] = set()
         """Names of steps that a rank failed to load."""
         self._found_damaged: set[str] = set()
-        """Names of steps that reading back here has found damaged."""
+        """Names of steps that `tidy` has read back and found damaged."""
         self._spans: list[bytes] = []
         """Lines that are not in trace.jsonl yet."""
 
@@ -144,7 +144,8 @@ class StepCommitter:
     ) -> NewStep | None:
         """Prepare a step for writing; returns None if it is committed already."""
         started = time.time()
-        # Before anything is written, and even if `step` is committed, perhaps by another run.
+        # Before anything is written. Also if `step` is committed, as another run may have committed
+        # it.
         self._claim = hold(self._directory, self._claim)
         target = new_step(self.path(step), self._found_damaged.union(damaged))
         if target:
@@ -172,7 +173,7 @@ class StepCommitter:
             checksums: file → block → CRC-32.
             small: name → contents of all other files except the commit record.
             odd: names of tensors that hold NaN or infinity and are allowed to.
-            before: see `SaveContents.before`.
+            before: path or URL → contents of files and objects to create before the commit record.
         """
         started = time.time()
         hold(self._directory, self._claim)  # raises if another process has taken over
@@ -264,8 +265,8 @@ def small_files(contents: SaveContents, indexes: Mapping[str, bytes]) -> dict[st
 def _slowly(
     nbytes: int, busy: Callable[[], bool], ending: Callable[[], bool]
 ) -> Callable[[], None]:
-    """Returns the function that is called before each block is read back, see
-    `StepCommitter.tidy`."""
+    """Returns the function that `StepCommitter.tidy` calls before it reads a block back. It slows
+    the reading down while a save is `busy`, and stops it while the run is `ending`."""
     last = time.monotonic()
 
     def pause() -> None:

@@ -19,9 +19,9 @@ nodes keep their requests and send them to its successor. A rank that has its an
 restarts the writer of its node only with its next request. So rank 0 never repeats a request that
 this process may have answered to some ranks: it would wait for writers that nobody restarts before
 rank 0 itself continues. That request is skipped for all ranks that still make it. A save that
-exceeds `deadline` fails, too; the writers that block it exit and reconnect. A commit that has begun
-is never interrupted, as removing the files at that moment could publish some of them. If the commit
-hangs, the ranks of rank 0's node kill this process, which is like any other crash.
+exceeds `deadline` fails, too; the writers that block it exit, and ranks restart them. A commit that
+has begun is never interrupted, as removing the files at that moment could publish some of them. If
+the commit hangs, the ranks of rank 0's node kill this process, which is like any other crash.
 """
 
 import logging
@@ -168,7 +168,7 @@ class Coordinator:
             case msg.RefuseSave(key, failure):
                 if key not in self._answers:
                     self._answer(msg.SaveRefused(key, failure))
-                # The save was admitted already, so that ranks are copying: it fails instead.
+                # Ranks may be copying, as the save was admitted already. So the save fails instead.
                 elif self._is_current(key):
                     why = f"rank {failure.rank} cannot save: {failure.message}"
                     self._fail(node, msg.NodeFailure(why))
@@ -261,7 +261,7 @@ class Coordinator:
     def _consider(self, key: msg.Key) -> None:
         """Answer a request as soon as that is possible."""
         request = self._requests[key]
-        # called again when rank 0 requests, and when a node has slots
+        # considered again when rank 0 requests this save, and when a further node has slots
         if request.contents is None or len(self._slots) < self._nodes:
             return
         if self._save is not None:
@@ -269,7 +269,8 @@ class Coordinator:
             if not request.wait and not (self._save.memory_only and request.is_durable):
                 self._answer(msg.SaveSkipped(key, f"step {self._save.step} is still being saved"))
             return  # `_end` considers a waiting request again
-        # Only here, between saves: a save commits where it began.
+        # The directory changes only here, between saves, as a save commits in the one in which it
+        # began.
         if request.contents.directory != str(self._directory):
             self._move(location(request.contents.directory))
         # In turn, so that with two slots the last complete one is never overwritten.
@@ -369,7 +370,7 @@ class Coordinator:
 
     def _on_written(self, receipt: msg.WriteReceipt) -> None:
         self._steps.trace(receipt.span)
-        # The receipt of a writer that was given up meanwhile is ignored.
+        # If the writer was dropped meanwhile, its grant is gone, and the receipt is ignored.
         granted = self._grants.take_back(receipt.key, receipt.blocks)
         save = self._save
         if granted and save is not None and save.key == receipt.key:
@@ -462,7 +463,7 @@ class Coordinator:
             )
 
     def _tidied(self, result: Exception | None) -> None:
-        # Only the log mentions it, as the save itself has succeeded.
+        # A failure is only logged, as the save itself has succeeded.
         if isinstance(result, Exception):
             logger.warning("could not tidy checkpoints: %s", msg.NodeFailure.of(result).message)
         self._tidying = False
@@ -512,7 +513,7 @@ class Coordinator:
         late = set(writing) | (silent - {0})
         if save.target is None and not silent:
             late.add(0)
-        # Before `_fail`, which admits the next save: it must wait until these nodes are back.
+        # Before `_fail`, which considers the next save: that must wait until these nodes are back.
         for other in late:
             self._forget(other)
         self._fail(

@@ -35,7 +35,7 @@ class WriterGoneError(Exception):
 
 
 class UnansweredError(WriterGoneError):
-    """The writer process is gone after it accepted a request, perhaps with other ranks answered."""
+    """The writer process was lost after a request was sent. Other ranks may have the answer."""
 
 
 def launch() -> "subprocess.Popen[bytes]":
@@ -51,7 +51,8 @@ def launch() -> "subprocess.Popen[bytes]":
 
 
 def end(process: "subprocess.Popen[bytes]", seconds: float) -> int:
-    """Wait for a process that has no connections, and kill it after `seconds`; returns its code."""
+    """Wait for a process that has no connections, and kill it after `seconds`. Returns its exit
+    code, negative if a signal has ended it."""
     if process.stdin:
         with suppress(BrokenPipeError):
             process.stdin.close()
@@ -76,7 +77,7 @@ class Spare:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start a writer process unless one is spare already. Errors are ignored."""
+        """Start a spare writer process unless there is one. Errors are ignored."""
         if self._process is None:
             with suppress(OSError):  # `take` tries again
                 self._process = launch()
@@ -127,7 +128,7 @@ class WriterLink:
         if process is None:
             return "", 0
         if process.stdin is None or process.stdout is None:
-            raise StorageError("the checkpoint writer process has no pipes")
+            raise StorageError("the checkpoint writer process was started without pipes")
         setup = pack(replace(self._setup, parent=os.getpid()))
         with suppress(BrokenPipeError):  # the process has ended, so readline returns nothing
             # the size comes first: a forked child may keep the pipe open, without EOF
@@ -187,7 +188,8 @@ class WriterLink:
                 raise WriterGoneError(
                     f"the checkpoint writer process cannot be started again: {explain(error)}"
                 ) from error
-        # A short wait, as nobody restarts the process if the first rank has its answer already.
+        # A short wait: if the node's first rank already has its answer, it does not restart the
+        # process now.
         self.connect(RESTART_SECONDS)
 
     def send(self, message: FromRank) -> None:

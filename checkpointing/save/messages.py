@@ -24,7 +24,7 @@ ANSWER_SECONDS = 30
 SIZE_BYTES = 8
 """Bytes of the little-endian size that precedes a WriterSetup on standard input."""
 
-VOIDED = "the writer process of rank 0's node was lost while it was asked for"
+VOIDED = "the writer process of rank 0's node was lost after this save was requested"
 
 Position = tuple[int, int]
 """A place in the order of all bytes of a save: (number of a file, byte in that file)."""
@@ -70,7 +70,7 @@ class CallerGreeting:
 
 @dataclass(frozen=True)
 class BlockRange:
-    """Blocks `first` to before `stop` of one file: the work of one grant."""
+    """Blocks number `first` to `stop` - 1 of one file: the work of one grant."""
 
     file: str
     first: int
@@ -134,7 +134,7 @@ class SaveOutcome:
     nbytes: int = 0
     """Bytes of tensor files."""
     writers: int = 0
-    """Most writers at the same time."""
+    """Most writers that were allowed at the same time."""
     memory_only: bool = False
     """Whether the step was saved only to memory."""
     weights: str = ""
@@ -215,15 +215,16 @@ FromRank = (
 
 @dataclass
 class Manifest:
-    """Contents of a slot: one node's part of a step. Stored, see peers.py [Note: manifest]."""
+    """Description of a slot, which holds one node's part of a step. Stored beside the slot, see
+    peers.py [Note: manifest]."""
 
     attempt: str
     """Identifier that is equal on all nodes and new at each start of the run, as a restarted run
     may reach the same step with different bits."""
     step: int
     committed: int | None
-    """Newest step in storage when this step was copied; once this step is committed, this step. A
-    restart compares it with storage to detect added or deleted checkpoints."""
+    """Newest step in storage when the step of this slot was copied; after its commit, that step. A
+    restart compares this number with storage, to detect added or deleted checkpoints."""
     tensors: str
     """Digest of names, dtypes, shapes and file sizes, which determine all positions."""
     node: int
@@ -249,14 +250,15 @@ class SlotsReport:
 
 @dataclass(frozen=True)
 class SlotRemembered:
-    """A node's slot holds its part completely, with known checksums."""
+    """A writer reports that its node's slot is complete and has a manifest, so that a restart may
+    use it."""
 
     key: Key
 
 
 @dataclass(frozen=True)
 class SlotComplete:
-    """A node's slot is complete, so that the next node can copy it."""
+    """A writer reports that its node's slot is complete, so that the next node can copy it."""
 
     key: Key
     slot: int
@@ -273,7 +275,7 @@ class PeerCopyEnded:
 
 @dataclass(frozen=True)
 class WriteReceipt:
-    """A writer's receipt for a grant."""
+    """A writer reports that it has written the blocks of a grant."""
 
     key: Key
     blocks: BlockRange
@@ -293,7 +295,8 @@ class GrantDropped:
 
 @dataclass(frozen=True)
 class NodeCannotSave:
-    """A writer could not write blocks; without blocks: its node cannot take part in the save."""
+    """A writer reports that it could not write `blocks`, or, without them, that its node cannot
+    take part in the save."""
 
     key: Key
     failure: NodeFailure

@@ -201,7 +201,7 @@ class NodeMemory:
                 error = checksums
             else:
                 manifest = Manifest(
-                    # The secret is new at each start and equal on all nodes, so its digest is.
+                    # The secret is new at each start and equal on all nodes; so is its digest.
                     hashlib.sha256(self._setup.secret).hexdigest()[:16],
                     filling.key[0], filling.newest, tensors,
                     self._setup.node, len(self._setup.nodes), exact, checksums, filling.state,
@@ -249,7 +249,7 @@ class NodeMemory:
 
     def confirm(self, step: int | None) -> None:
         """Record in the manifests that `step` is committed, and invalidate older slots. If a user
-        deletes that checkpoint, memory must restore neither this step nor an earlier one."""
+        deletes that checkpoint, memory must restore neither `step` nor an earlier one."""
         self._committed = step
         if self._folder is None or step is None:
             return

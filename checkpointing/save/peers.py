@@ -1,8 +1,9 @@
-"""Slots of other nodes and of earlier runs: their manifests, their copies and their bytes.
+"""Slots of other nodes, and slots that dead processes of this run left: manifests, copies, bytes.
 
-[Note: manifest] A manifest carries a MAC under the secret token of the run (memory.py). So a run
-ignores slots that another run of the same user left under the same path. The checksums in a
-manifest are CRC-32s, which detect accidents only: other users cannot write to these folders.
+[Note: manifest] A manifest carries a MAC under the token of the run, see [Note: token] in
+load/memory.py. So a run ignores slots that another run of the same user left under the same path.
+The checksums in a manifest are CRC-32s. They detect accidents only: other users cannot write to the
+folders of slots.
 """
 
 import hashlib
@@ -171,7 +172,7 @@ class Puller:
             ranges: (start, stop) of each range, in bytes.
 
         Raises:
-            StorageError: that node does not send the bytes, or is silent for SILENT_SECONDS.
+            StorageError: `node` does not send the bytes, or is silent for SILENT_SECONDS.
         """
         used_before = node in self._connections
         left = list(ranges)
@@ -201,7 +202,7 @@ class Puller:
     def _connection(self, node: int) -> Channel:
         if node not in self._connections:
             connection = self._connections[node] = call(self._addresses[node], self._secret)
-            # A machine that is gone sends no end.
+            # A machine that has failed does not close its connections, so limit the wait.
             connection.limit(SILENT_SECONDS)
             connection.send(CallerGreeting("pull", node))
         return self._connections[node]
@@ -233,7 +234,7 @@ def serve_pulls(
                     try:
                         left[path] = open_leftover(folder, [file], run)
                     except StorageError as error:
-                        logger.warning("refused to another node: %s", error)
+                        logger.warning("another node requested what is not sent: %s", error)
                         raise EOFError from error
                 files = left[path]
         image = memoryview(files.maps[file])

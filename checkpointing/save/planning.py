@@ -1,12 +1,12 @@
 """A save as its ranks plan it: what each contributes, and whether their replicas are equal.
 
-[Note: sample] A checkpoint holds each plain tensor once, and reads parts of it from several ranks.
-If replicas differ, the checkpoint would be a mixture that no rank ever had. Ranks therefore compare
-samples, as reading every replica completely takes longer than writing one. A sample has all numbers
-of a small tensor, and every STRIDE-th of a large one: at least one of each row of STRIDE numbers.
-Of the optimizer's tensors only about STATES are compared, since a difference in them appears in a
-parameter after the next step. The first number of a sample depends on the step, so that later saves
-compare other numbers.
+[Note: sample] Every rank has a replica of a plain tensor. A checkpoint holds that tensor once, put
+together from parts of several replicas. If replicas differ, the checkpoint would be a mixture that
+no rank ever had. Ranks therefore compare samples, as reading every replica completely takes longer
+than writing one. A sample has all numbers of a small tensor, and every STRIDE-th of a large one: at
+least one of each row of STRIDE numbers. Of the optimizer's tensors only about STATES are compared,
+since a difference in them appears in a parameter after the next step. The first number of a sample
+depends on the step, so that later saves compare other numbers.
 """
 
 import hashlib
@@ -140,8 +140,8 @@ def signatures(
     model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], *, strict: bool = False
 ) -> Signature:
     """Returns names, dtypes, shapes and placements, on which a plan depends. Unless `strict`,
-    values that are no tensors give an empty signature: the ranks compare their tensors next, and
-    then report the error."""
+    values that are no tensors give an empty signature instead of an error: the ranks plan next, and
+    there all of them raise this error."""
     try:
         return _signature(model), _signature(optimizer)
     except Exception:
@@ -193,7 +193,8 @@ SampleDigest = tuple[bytes, int]
 def replicas_to_compare(
     model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], step: int
 ) -> dict[str, Tensor]:
-    """Returns the plain tensors to compare: the model's, and some of the optimizer's by step."""
+    """Returns the plain tensors to compare: all of the model, and about STATES of the optimizer,
+    which `step` selects."""
     plain = {name: one for name, one in model.items() if not isinstance(one, DTensor)}
     states = [name for name, one in optimizer.items() if not isinstance(one, DTensor)]
     stride = len(states) // STATES or 1
@@ -240,9 +241,9 @@ def require_equal(
     more = f" and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
     one, other = next(iter(differing.values()))
     raise ValueError(
-        f"{shown}{more}: rank {other} holds other numbers than rank {one}, and a checkpoint has "
-        "one tensor of a name. Keep replicas equal, as DistributedDataParallel does; shard by "
-        "DTensor; what each rank has for itself belongs in an object with state_dict"
+        f"{shown}{more}: rank {other} holds other numbers than rank {one}, but a checkpoint has "
+        "one tensor of each name. Keep replicas equal, as DistributedDataParallel does, or shard "
+        "with DTensor, or put what differs between ranks into an object with state_dict"
     )
 
 
@@ -262,7 +263,8 @@ def _digest(name: str, data: NDArray[np.uint8]) -> int:
 def _samples(
     tensors: Mapping[str, Tensor], step: int
 ) -> Iterator[tuple[list[str], list[int], Tensor]]:
-    """Yields (names, compared numbers of each, the numbers on the CPU) by device and dtype."""
+    """Yields (names, count of compared numbers of each, these numbers on the CPU) for each device
+    and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         group = groups.setdefault((tensor.device, tensor.dtype), {})

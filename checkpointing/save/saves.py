@@ -124,9 +124,9 @@ class SaveTracker:
         """Request slots for a plan, and wait for them.
 
         Raises:
-            StorageError: the writer cannot make them.
+            StorageError: the writer cannot make the slots.
         """
-        # at each request, as a restarted writer does not know the other nodes
+        # The addresses are sent each time, as a restarted writer does not know the other nodes.
         link.send(addresses)
         link.send(want)
         until = time.monotonic() + self._patience(self._options.deadline)
@@ -182,9 +182,9 @@ class SaveTracker:
 
     def _patience(self, seconds: float) -> float:
         """Returns the seconds that this rank waits for a message that is due after `seconds`. The
-        coordinator gives up first, since it knows what is missing. Then the ranks of its node do,
-        and kill it if it hangs. The other ranks are last, as their writers may not learn of
-        that."""
+        coordinator gives up first, since it knows what is missing. The ranks of its node give up
+        next, and kill it if it hangs. The other ranks give up last, as their writers may not learn
+        that it was killed."""
         return seconds * (1.1 if self._ranks.node == 0 else 1.2)
 
     def _handle(self, message: msg.ToRank) -> None:
@@ -300,7 +300,7 @@ class WriterClient:
         once.
 
         Raises:
-            StorageError: the writer cannot make them.
+            StorageError: the writer cannot make the slots.
             WriterGoneError: the writer cannot be restarted, or is lost again.
         """
         link = self._connected()
@@ -315,13 +315,14 @@ class WriterClient:
 
     def request(self, plan: SavePlan, staging: Staging, begin: msg.SaveRequest) -> msg.RankAnswer:
         """Send a request to the node's writer, and wait for its answer. A lost writer is restarted
-        once. If it has no slots, the next request tries again.
+        once. If the new one cannot make slots, the next request tries again.
 
         Rank 0 does not repeat a request that other nodes may have an answer to, see coordinator.py
         [Note: a save].
 
         Raises:
-            StorageError, WriterGoneError: as for `slots`.
+            StorageError: the writer cannot make the slots.
+            WriterGoneError: the writer cannot be restarted, or is lost again.
         """
         link = self._connected()
         lost: UnansweredError | None = None
@@ -344,7 +345,7 @@ class WriterClient:
 
     def _connected(self) -> WriterLink:
         if self.link is None:
-            raise WriterGoneError("closed")
+            raise WriterGoneError("this checkpointer is closed")
         return self.link
 
     def interrupt(self) -> None:
@@ -388,10 +389,10 @@ def checked_state(
     reserved = {TRAINER_STATE, COMMIT_RECORD, LATEST, OPTIMIZER.stem, *used}
     for name in files:
         if name in reserved or name.startswith(OPTIMIZER.folder) or not is_plain(name):
-            raise ValueError(f"files: {name!a} is not a plain name, or is taken")
+            raise ValueError(f"files: {name!a} is not a plain name, or is taken; choose another")
         if not isinstance(files[name], bytes):
             raise ValueError(f"files: {name} is {type(files[name]).__name__}, not bytes")
     try:
         return json_bytes(dict(state))
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"state: JSON does not take it: {error}") from error
+        raise ValueError(f"state: cannot be written as JSON: {error}") from error

@@ -122,8 +122,9 @@ class ConnectionAcceptor:
         caller: CallerGreeting
         try:
             channel, caller = welcome(connection, self._secret, WELCOME_SECONDS)
-            if caller.kind == "pull" and caller.number != self._node:  # its addresses are forged
-                raise StrangerError(f"a call for node {caller.number}")
+            # The caller got a forged address for the node that it intends to reach.
+            if caller.kind == "pull" and caller.number != self._node:
+                raise StrangerError(f"it calls for node {caller.number}")
         except Exception as error:  # a stranger, or a caller that has disconnected or is silent
             self._refuse(peer, error)
             connection.close()
@@ -144,12 +145,14 @@ class ConnectionAcceptor:
         self._refused += 1
         level = logging.WARNING if self._refused == 1 else logging.DEBUG
         logger.log(
-            level, "the checkpoint writer process of node %d refused a connection from %s: %s; it "
-            "does so without a word from now on", self._node, peer or "here", explain(error),
+            level, "the checkpoint writer process of node %d refused a connection from %s: %s; "
+            "later refusals are logged at level DEBUG",
+            self._node, peer or "this machine", explain(error),
         )  # fmt: skip
 
 
 def send(channel: Channel, message: object) -> None:
-    """Send. If the receiver is gone, the thread that reads from the channel notices it."""
+    """Send a message. If the receiver is gone, nothing is raised here: the thread that reads from
+    the channel notices the loss."""
     with suppress(OSError):
         channel.send(message)

@@ -304,7 +304,7 @@ def make_slots(
 def _no_slots(
     files: Mapping[str, TensorFile], ranges: Ranges, nbytes: int, disk: str | None
 ) -> Slots:
-    # So that the job fails at its start, not at the first save.
+    # Checked now, so that the job fails at its start, not at the first save.
     if disk is None and not fitting(nbytes, None, 1):
         raise no_memory(nbytes)
     try:
@@ -384,15 +384,15 @@ def _shared_slots(
 def _anonymous_slot(
     files: Mapping[str, TensorFile], ranges: Ranges, disk: str | None, *, empty: bool = False
 ) -> dict[str, str]:
-    """Create unnamed files, in memory or on the disk of a directory, which other processes open
-    through /proc of this one. They end with it."""
+    """Create unnamed files, in memory or on the disk of a directory. Other processes open them
+    through this process's /proc/<pid>/fd. The files end with this process."""
     paths = {}
     for name, of_file in ranges.items():
         if disk is None:
             descriptor = os.memfd_create(Path(name).name)
         else:
             with tempfile.TemporaryFile(dir=disk) as opened:
-                # the file has no name, and ends with this descriptor
+                # the unnamed file ends when its last descriptor is closed
                 descriptor = os.dup(opened.fileno())
         _reserve(descriptor, files[name].size, () if empty else of_file)
         paths[name] = f"/proc/{os.getpid()}/fd/{descriptor}"

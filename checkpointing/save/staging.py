@@ -105,7 +105,7 @@ class Staging:
         ranges = ranges_of((part.piece for part in self._parts), mmap.PAGESIZE)
         for files in self._files:
             files.touch(ranges, rest=rest)
-            # No save waits for the next slot.
+            # A save may wait for the first slot, but not for the next ones.
             rest = REST if hurried and self._stream is None else 0.0
             if self._stream is not None:
                 with torch.cuda.device(self._stream.device):  # a new thread begins on GPU 0
@@ -119,7 +119,7 @@ class Staging:
         self._stop_pinning.set()
         self._touching.join()
         self._stop_pinning.clear()
-        # a GPU that has failed makes no more copies
+        # Errors are ignored, as a GPU that has failed makes no more copies.
         with suppress(RuntimeError), torch.cuda.device(self._stream.device):
             for address in self._pinned:
                 torch.cuda.cudart().cudaHostUnregister(address)
@@ -135,10 +135,10 @@ class Staging:
     ) -> None:
         """Begin to copy this rank's pieces into a slot, in a thread, in the order of files. The
         tensors must not change before `wait` returns, except those of `at_once`, which may change
-        on return.
+        as soon as this method returns.
 
         Args:
-            at_once: names of tensors copied before this returns.
+            at_once: names of tensors that are copied before this method returns.
             finite: names of tensors that must not hold NaN or infinity.
             copied: called in the thread with (position reached, None), at the end with (last
                 position, summary of the numbers), or with (exception that ended the copy, None).
@@ -147,11 +147,12 @@ class Staging:
         views = self._views[slot]
         first = [number for number, part in enumerate(self._parts) if part.piece.name in at_once]
         with torch.no_grad():  # copying into a slot must not extend the autograd graph
-            for number in first:  # on a GPU in stream order, and so before any later change
+            # On a GPU the copies are queued in the current stream, before any later change.
+            for number in first:
                 views[number].copy_(self._parts[number].of(sources[number]), non_blocking=True)
         written = torch.cuda.current_stream().record_event() if self._stream is not None else None
         left = sorted(set(range(len(sources))).difference(first))
-        # The version counter is that of the DTensor, as its local part's does not change.
+        # Versions of DTensors themselves: an update does not change their local part's version.
         changing = [tensors[self._parts[number].piece.name] for number in left]
         versions = [_version(tensor) for tensor in changing]
 
@@ -160,7 +161,7 @@ class Staging:
                 if _version(tensor) != version:
                     raise RuntimeError(
                         f"{self._parts[number].piece.name} was changed while it was being copied; "
-                        "guard the optimizer, or call wait_staged before"
+                        "guard the optimizer, or call wait_staged before changing it"
                     )
 
         def numbers() -> NumberSummary:
@@ -203,7 +204,7 @@ class Staging:
                     # the last position is reported below, once the numbers are summarised
                     if end is not self._ends[-1]:
                         copied(end, None)
-            unchanged()  # before anything is reported that a commit could depend on
+            unchanged()  # before the last report, without which no save is committed
             self._copied.set()  # the optimizer may go on, as the numbers are read from the slot
             copied(self._ends[-1], numbers())  # last, as a reported save may be committed
         except Exception as error:
@@ -242,7 +243,7 @@ def _version(tensor: Tensor) -> int:
 
 
 REPORT_BYTES = 64 << 20
-"""Bytes that are copied between two reports of progress, about."""
+"""About how many bytes are copied between two reports of progress."""
 PORTION_BYTES = 16 << 20
 """Bytes pinned by one call, in whole pages. Kernel launches wait while memory is pinned."""
 
@@ -340,7 +341,8 @@ def _cut(start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def _portions(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Group parts of these sizes (bytes) into (first, stop) of about REPORT_BYTES, at least one."""
+    """Group parts of these sizes (bytes) into ranges (first, stop) of about REPORT_BYTES. Returns
+    at least one range."""
     portions, first, held = [], 0, 0
     for number, size in enumerate(sizes):
         held += size

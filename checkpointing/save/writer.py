@@ -43,12 +43,12 @@ RECONNECT_SECONDS = 0.25
 CALL_SECONDS = 3.0
 """Longest time in seconds to connect to the coordinator: a dead machine never answers."""
 ALONE_SECONDS = 1.5
-"""Seconds for which requests wait for a lost coordinator. Rank 0 restarts the coordinator when it
-requests the same save. But if rank 0 already has its answer, its next request comes only after the
-ranks of this node have continued."""
+"""Seconds for which requests wait for a lost coordinator; then they are skipped. Rank 0 restarts
+the coordinator when it requests the same save. But if rank 0 already has its answer, its next
+request comes only after the ranks of this node have continued."""
 _scratch = threading.local()
 """Connections of each thread to other nodes."""
-GIVEN_UP = "it was given up here when the writer process of rank 0's node was lost"
+GIVEN_UP = "this node gave the save up when it lost the writer process of rank 0's node"
 
 
 class Writer:
@@ -65,7 +65,7 @@ class Writer:
             ConnectionAcceptor(setup.node, setup.secret, self._serve),
         )
         self.memory = NodeMemory(setup, str(directory), self.loop)
-        # The coordinator limits the grants.
+        # Many threads, as the coordinator limits how many grants are written at the same time.
         self._threads = ThreadPoolExecutor(64, "writer", give_way)
         self._connected: dict[int, Channel] = {}
         """Rank of this node → its channel."""
@@ -126,7 +126,7 @@ class Writer:
 
     def _end(self) -> None:
         """Exit at once, even if other threads hang. A rank restarts this process."""
-        logger.warning("the checkpoint writer process of node %d gives up what hangs", self.node)
+        logger.warning("the checkpoint writer process of node %d exits, as a save hangs", self.node)
         os._exit(1)
 
     # --- connections -----------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class Writer:
             if isinstance(answer, msg.SaveAdmitted) and (
                 self._current is None or self._current.key != key
             ):
-                # A restarted coordinator: the loss of its predecessor ended the save on this node.
+                # The coordinator was restarted. The loss of its predecessor ended this save here.
                 self._to_coordinator(msg.NodeCannotSave(key, msg.NodeFailure(GIVEN_UP)))
             return
         self._answered = key[1]  # an answer that arrives again after a reconnect is ignored
@@ -387,7 +387,7 @@ class Writer:
         # first, as the coordinator must know of the slots before the ranks request a save
         self._hello()
         self._send_slots(msg.SlotsMade(want.digest, slots))
-        # last, since nobody waits for it
+        # last, since no rank waits for it
         self.memory.touch()
 
     def _send_slots(self, message: msg.SlotsMade | msg.NoSlots) -> None:
@@ -449,7 +449,8 @@ class Writer:
             self._maybe_close()
 
     def _maybe_close(self) -> None:
-        # after the checksums of complete slots, even of a failed save, as a restart may use them
+        # Not before all complete slots have checksums, even those of a failed save, as a restart
+        # may use them.
         if set(self._closing) >= set(self._connected) and not self.memory.remembering:
             if self.coordinator or self._uplink:
                 self._to_coordinator(msg.NodeClosing())
