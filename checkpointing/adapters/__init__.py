@@ -1,1 +1,2 @@
-"""The interfaces of other libraries, backed by this package. Each imports its library itself."""
+"""Adapters: interfaces of other libraries that save and load with this package. Only the module of
+an adapter imports its library."""

@@ -1,6 +1,6 @@
-"""`save`, `async_save` and `load` in the shape of torch.distributed.checkpoint: a nested state_dict
-and a directory of its own for each checkpoint. In place of
-`import torch.distributed.checkpoint as dcp`:
+"""`save`, `async_save` and `load` with the arguments of torch.distributed.checkpoint's functions: a
+nested state_dict, and the path of a checkpoint. In place of
+`import torch.distributed.checkpoint as dcp` write:
 
     from checkpointing.adapters import dcp
 """
@@ -36,16 +36,16 @@ def save(
     Args:
         state_dict: nested dictionaries and lists of tensors and plain values; at the top level also
             objects with state_dict. Names of tensors are joined by dots.
-        checkpoint_id: a path or a URL. DIRECTORY/step-00000100 is that step of the directory, and
-            is written once. Any other path is replaced by the new checkpoint.
+        checkpoint_id: a path or a URL. DIRECTORY/step-00000100 names a step of that directory,
+            which can be written once. At any other path a new checkpoint replaces the previous one.
         process_group: carries CPU tensors; None: all ranks.
         others: DCP's other arguments, such as planner, which are not supported.
 
     Raises:
         TypeError: one of `others` is given.
-        ValueError: something cannot be saved; says what and why.
-        CheckpointError: that step, or a newer one of its directory, exists.
-        SaveFailed: it could not be written.
+        ValueError: part of the state_dict cannot be saved; the message says which and why.
+        CheckpointError: the step, or a newer step in its directory, exists.
+        SaveFailed: the checkpoint could not be written.
     """
     _refuse("save", others)
     _begin(state_dict, checkpoint_id, process_group, wait=True)
@@ -58,12 +58,13 @@ def async_save(
     process_group: dist.ProcessGroup | None = None,
     **others: Any,
 ) -> "Future[None]":
-    """Save; returns once the state_dict is copied and may change. Arguments and errors are those of
-    `save`, except SaveFailed.
+    """Begin to save; returns once the state_dict is copied and may change. Arguments and errors are
+    those of `save`, except SaveFailed.
 
     Returns:
         A future, done when the checkpoint is in storage. `result()` waits for that, and raises
-        SaveFailed if the checkpoint could not be written. The next save waits for it, too.
+        SaveFailed if the checkpoint could not be written. The next save to its directory waits
+        for it.
     """
     _refuse("async_save", others)
     checkpointer = _begin(state_dict, checkpoint_id, process_group, wait=False)
@@ -85,7 +86,7 @@ def load(
         WrongModel: the state_dict has other names or shapes than were saved, or dtypes that do not
             convert; floating point numbers do. Unlike DCP, no part of a checkpoint is loaded alone.
         CheckpointError: there is no checkpoint, or no good one.
-        TypeError: one of `others` is given, as for `save`.
+        TypeError: one of `others` is given: DCP's other arguments are not supported.
     """
     _refuse("load", others)
     checkpointer, step = _opened(checkpoint_id, process_group)
@@ -95,7 +96,8 @@ def load(
         found = checkpointer.load(state, step)
     except WrongModel as error:
         raise WrongModel(
-            f"{error}; dcp.load takes all that was saved, and checkpointing.load_model some tensors"
+            f"{error}; give dcp.load all that was saved, or load some tensors with "
+            "checkpointing.load_model"
         ) from error
     if found is None:
         raise CheckpointError(f"{checkpointer.directory} has no checkpoint; save one first")
@@ -113,16 +115,17 @@ def load(
 _Key = tuple[int, str, dist.ProcessGroup | None]
 _KEPT: dict[_Key, Checkpointer] = {}
 """(process, directory, group) → Checkpointer, whose memory and writers the next save reuses. Paths
-that name no step share the Checkpointer of their group with directory "". It has one slot, since
-saves wait for each other."""
+that name no step share one Checkpointer of their group, under directory "". Each Checkpointer has a
+single slot, as its saves wait for each other."""
 
 
 _PENDING: dict[Checkpointer, "_Saving"] = {}
-"""Checkpointer → its last save, until it was waited for."""
+"""Checkpointer → its last save, until the next call has waited for this save."""
 
 
 class _Saving(Future[None]):
-    """A running save. Each rank waits for it in the calling thread, as there is no other thread."""
+    """A running save. No thread completes this future: `result` and `exception` wait for the save
+    themselves, on each rank."""
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         super().__init__()
@@ -148,7 +151,7 @@ class _Saving(Future[None]):
         """Wait until the checkpoint is in storage; ignores the timeout.
 
         Raises:
-            SaveFailed: it could not be written.
+            SaveFailed: the checkpoint could not be written.
         """
         self.settle()
         super().result()
@@ -163,8 +166,8 @@ def _refuse(name: str, others: Mapping[str, Any]) -> None:
     given = [key for key, value in others.items() if value not in (None, False)]
     if given:
         raise TypeError(
-            f"dcp.{name}({given[0]}=…): only whole state_dicts are saved and loaded here, to a "
-            "checkpoint_id; leave it out"
+            f"dcp.{name}({given[0]}=…): is not supported, as only whole state_dicts are saved and "
+            "loaded, under a checkpoint_id; leave it out"
         )
 
 
@@ -175,11 +178,12 @@ def _begin(
     *,
     wait: bool,
 ) -> Checkpointer:
-    """Begin to save, or, with `wait`, save; returns the Checkpointer."""
+    """Begin a save; with `wait`, return only once the checkpoint is in storage. Returns the
+    Checkpointer."""
     checkpointer, step = _opened(checkpoint_id, group)
     newest = checkpointer.newest()
     if step is not None and step == newest:
-        raise CheckpointError(f"{checkpoint_id} is there already; move it away, or name another")
+        raise CheckpointError(f"{checkpoint_id} exists already; move it away, or name another")
     if step is None:
         step = 0 if newest is None else newest + 1  # keep=1 then deletes the previous checkpoint
     state = checkpointer.on_all(lambda: _state(_plain(state_dict)))
@@ -227,7 +231,9 @@ class _Values:
         wanted = {path for path, value in leaves(self._root) if not isinstance(value, Tensor)}
         if found.keys() != wanted:
             names = ", ".join(sorted(".".join(map(str, one)) for one in found.keys() ^ wanted))
-            raise WrongModel(f"only the checkpoint or only this state_dict has {names}")
+            raise WrongModel(
+                f"only the checkpoint or only this state_dict has {names}; give all that was saved"
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for (*outer, last), value in state_dict[VALUES]:
@@ -266,6 +272,9 @@ def _state(root: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, Tensor):
             name = ".".join(map(str, path))
             if name in state:
-                raise ValueError(f"state_dict: two tensors, or `{VALUES}`, are called {name}")
+                raise ValueError(
+                    f"state_dict: the name {name} occurs twice, or is reserved ({VALUES}); rename "
+                    "that tensor"
+                )
             state[name] = value
     return state

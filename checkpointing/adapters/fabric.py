@@ -31,9 +31,9 @@ class Checkpointed(WithCheckpointers):
     """Mixin that makes a strategy of Fabric save and load with this package. Must precede the
     strategy among a class's bases.
 
-    Paths given to `fabric.save` have the form DIRECTORY/step-00000100. It returns once the state
-    may change; a process of each node writes. `fabric.load` takes such a path, or DIRECTORY for the
-    newest good checkpoint. Any number of ranks may have saved it."""
+    Paths given to `fabric.save` have the form DIRECTORY/step-00000100. `fabric.save` returns once
+    the state may change; a process of each node writes. `fabric.load` takes such a path, or
+    DIRECTORY for the newest good checkpoint. Any number of ranks may have saved the checkpoint."""
 
     def save_checkpoint(
         self,
@@ -50,7 +50,7 @@ class Checkpointed(WithCheckpointers):
                 says why.
         """
         if storage_options is not None or filter is not None:
-            raise ValueError("fabric.save: storage_options and filter are not for this strategy")
+            raise ValueError("fabric.save: storage_options and filter are not supported; omit them")
         directory, step = split_step(str(path))
         if step is None:
             raise ValueError(f"fabric.save({str(path)!r}): name it DIRECTORY/step-00000100")
@@ -80,7 +80,10 @@ class Checkpointed(WithCheckpointers):
             found: dict[str, Any] = strategy.load_checkpoint(path, state, strict, weights_only)
             return found
         if not state or not strict:
-            raise ValueError("fabric.load: give the state that was saved; no part is loaded alone")
+            raise ValueError(
+                "fabric.load: give the whole state that was saved, and strict=True: no part of a "
+                "checkpoint is loaded alone"
+            )
         directory, step = split_step(str(path))
         checkpointer = self.checkpointer(directory)
         objects = checkpointer.on_all(lambda: _objects(state))
@@ -92,15 +95,17 @@ class Checkpointed(WithCheckpointers):
 
 
 class CheckpointedSingleDevice(Checkpointed, SingleDeviceStrategy):
-    """Fabric's strategy for one process."""
+    """Fabric's strategy for one process, which saves and loads with this package."""
 
 
 class CheckpointedDDP(Checkpointed, DDPStrategy):
-    """Fabric's strategy with whole weights on each rank."""
+    """Fabric's DDP strategy (whole weights on each rank), which saves and loads with this
+    package."""
 
 
 class CheckpointedModelParallel(Checkpointed, ModelParallelStrategy):
-    """Fabric's strategy for FSDP2 and tensor parallelism."""
+    """Fabric's strategy for FSDP2 and tensor parallelism, which saves and loads with this
+    package."""
 
 
 class _ValuesByKey(PlainValues):
@@ -109,7 +114,9 @@ class _ValuesByKey(PlainValues):
     def refuse_state(self, state_dict: dict[str, Any]) -> None:
         if state_dict.keys() != self.values.keys():
             names = ", ".join(sorted(state_dict.keys() ^ self.values.keys()))
-            raise WrongModel(f"only the checkpoint or only this state has {names}")
+            raise WrongModel(
+                f"only the checkpoint or only this state has {names}; load into the same keys"
+            )
 
 
 def _objects(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,6 +124,6 @@ def _objects(state: Mapping[str, Any]) -> dict[str, Any]:
     kinds = (nn.Module, torch.optim.Optimizer, Tensor, Stateful)
     objects = {key: value for key, value in state.items() if isinstance(value, kinds)}
     if VALUES in state:
-        raise ValueError(f"state[{VALUES!r}]: call it otherwise; all plain values are called so")
+        raise ValueError(f"state[{VALUES!r}]: rename this key; it is reserved for plain values")
     plain = {key: value for key, value in state.items() if key not in objects}
     return {**objects, VALUES: _ValuesByKey(plain)}

@@ -31,11 +31,11 @@ class CheckpointCallback(TrainerCallback):
         trainer = Trainer(…, callbacks=[callback])  # with save_strategy="no"
         trainer.train(resume_from_checkpoint=callback.resume())
 
-    Every process creates one, for one training.
+    Every process creates a callback of its own, for one call of `train`.
 
     Args:
         directory: directory of the steps; a path, since the Trainer reads files in it.
-        every: optimizer steps between saves; the last is always saved.
+        every: optimizer steps between saves; the last step is always saved.
         options: options of `Checkpointer`.
 
     Raises:
@@ -44,7 +44,7 @@ class CheckpointCallback(TrainerCallback):
 
     def __init__(self, directory: str | Path, *, every: int, **options: Any) -> None:
         if "://" in str(directory):
-            raise ValueError(f"{directory}: the Trainer reads files of a checkpoint; give a path")
+            raise ValueError(f"{directory}: the Trainer cannot read files at a URL; give a path")
         self._directory, self._every, self._options = Path(directory), every, options
         self._found: int | None = None
         self._global_batch: int | None = None
@@ -77,7 +77,8 @@ class CheckpointCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Called by the Trainer: loads the state that it does not read from the folder."""
+        """Called by the Trainer: loads the state that the Trainer does not read from the folder
+        that `resume` made."""
         optimizer = kwargs["optimizer"]
         self.checkpointer = Checkpointer(self._directory, **self._options)
         self._state = {
@@ -99,17 +100,18 @@ class CheckpointCallback(TrainerCallback):
         def compare() -> None:
             if loaded is not None and loaded != state.global_step:
                 raise CheckpointError(
-                    f"{self._directory} has step {loaded}, and the Trainer begins at step "
-                    f"{state.global_step}: trainer.train(resume_from_checkpoint=callback.resume())"
+                    f"{self._directory} has step {loaded}, but the Trainer begins at step "
+                    f"{state.global_step}: call "
+                    "trainer.train(resume_from_checkpoint=callback.resume())"
                 )
 
         self.checkpointer.on_all(compare)
         before, now = self._global_batch, _global_batch(args)
         if before not in (None, now) and state.is_world_process_zero:
             logger.warning(
-                "a step of the checkpoint has %s sequences, and one has %s now, so the Trainer "
-                "goes on elsewhere in the data: keep the product of per_device_train_batch_size, "
-                "gradient_accumulation_steps and the number of processes",
+                "the checkpoint was trained with %s sequences per step, but now a step has %s, so "
+                "the Trainer continues at another place in the data: keep the product of "
+                "per_device_train_batch_size, gradient_accumulation_steps and number of processes",
                 before,
                 now,
             )
@@ -118,9 +120,9 @@ class CheckpointCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Called by the Trainer: saves if a save is due, or another callback has set `should_save`.
-        The Trainer logs this step later, so after a resume its `log_history` lacks this step's
-        entry."""
+        """Called by the Trainer: saves if the step is a multiple of `every` or the last step. With
+        save_strategy="no" it also saves if another callback has set `should_save`. The Trainer logs
+        the step later, so after a resume its `log_history` lacks the entry of that step."""
         last = control.should_training_stop or state.global_step >= state.max_steps
         asked = control.should_save and args.save_strategy == "no"
         if asked:

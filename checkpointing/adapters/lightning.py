@@ -77,7 +77,10 @@ class Checkpointed(WithCheckpointers):
         if step is None:
             raise ValueError(f"{filepath}: let its name have the step, as {{epoch}}-{{step}} does")
         if storage_options is not None or "optimizer_states" not in checkpoint:
-            raise ValueError(f"{filepath}: storage_options and weights alone cannot be saved here")
+            raise ValueError(
+                f"{filepath}: this strategy cannot save weights alone, nor with storage_options; "
+                "leave out save_weights_only and storage_options"
+            )
         checkpointer = self.checkpointer(directory)
         taken = ("state_dict", "optimizer_states")
         values = {key: value for key, value in checkpoint.items() if key not in taken}
@@ -125,7 +128,9 @@ class Checkpointed(WithCheckpointers):
         strategy.on_exception(exception)
 
     def teardown(self) -> None:
-        """Wait until all checkpoints are written; after an exception, at most 10 s.
+        """Wait until all checkpoints are written. After an exception that other ranks may not have
+        raised, wait at most 10 s for each directory. (An exception that all ranks raise has a true
+        `of_all_ranks`.)
 
         Raises:
             SaveFailed: the last save in a directory failed.
@@ -151,15 +156,17 @@ class Checkpointed(WithCheckpointers):
 
 
 class CheckpointedSingleDevice(Checkpointed, SingleDeviceStrategy):
-    """The Trainer's strategy for one process."""
+    """The Trainer's strategy for one process, which saves and loads with this package."""
 
 
 class CheckpointedDDP(Checkpointed, DDPStrategy):
-    """The Trainer's strategy with whole weights on each rank."""
+    """The Trainer's DDP strategy (whole weights on each rank), which saves and loads with this
+    package."""
 
 
 class CheckpointedModelParallel(Checkpointed, ModelParallelStrategy):
-    """The Trainer's strategy for FSDP2 and tensor parallelism."""
+    """The Trainer's strategy for FSDP2 and tensor parallelism, which saves and loads with this
+    package."""
 
 
 def _place(path: str | Path) -> tuple[str, int | None]:

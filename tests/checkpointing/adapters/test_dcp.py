@@ -93,7 +93,7 @@ def test_one_writer_serves_all_names_and_a_save_takes_the_place_of_the_one_befor
         assert found == {"a": found["a"], "value": 2, "name": name}
         assert found["a"].tolist() == [2, 2, 2]
     ours.save(found, checkpoint_id=tmp_path / "run" / "step-00000007")
-    with pytest.raises(CheckpointError, match="step-00000007 is there already; move it away"):
+    with pytest.raises(CheckpointError, match="step-00000007 exists already; move it away"):
         ours.save(found, checkpoint_id=tmp_path / "run" / "step-00000007")
 
 

@@ -63,7 +63,7 @@ def test_a_trainer_stops_and_goes_on_as_if_it_had_not(tmp_path):
     first.checkpointer.close()
 
     forgotten = ours.CheckpointCallback(tmp_path / "run", every=4)
-    with pytest.raises(CheckpointError, match="has step 8, and the Trainer begins at step 0"):
+    with pytest.raises(CheckpointError, match="has step 8, but the Trainer begins at step 0"):
         train(tmp_path, [forgotten])
     forgotten.checkpointer.close()
 
@@ -96,7 +96,7 @@ def test_ranks_that_would_go_on_from_different_steps_are_all_told(tmp_path):
         state.global_step = 4
         callback.on_step_end(arguments, state, transformers.TrainerControl())
         callback.on_train_end(None, state, None)
-        with pytest.raises(CheckpointError, match="has step 4, and the Trainer begins at step 0"):
+        with pytest.raises(CheckpointError, match="has step 4, but the Trainer begins at step 0"):
             begin(rank, 4 - 4 * rank)
         return "told"
 

@@ -70,5 +70,5 @@ def test_what_cannot_be_saved_or_loaded_is_refused_in_a_line(tmp_path):
     one.fit(line(), data)
     with pytest.raises(ValueError, match=r"last\.ckpt: let its name have the step"):
         one.save_checkpoint(tmp_path / "run" / "last.ckpt")
-    with pytest.raises(ValueError, match="weights alone cannot be saved here"):
+    with pytest.raises(ValueError, match="cannot save weights alone"):
         one.save_checkpoint(tmp_path / "run" / "step-00000001", weights_only=True)
