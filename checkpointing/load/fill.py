@@ -30,7 +30,7 @@ from checkpointing.load.segments import (
     CheckpointFiles,
     LocalTarget,
     ReadJob,
-    Segment,
+    ReadSegment,
     SegmentReader,
     deliver,
     jobs,
@@ -70,7 +70,8 @@ def read_tensors(
             it holds, and the rest of the blocks that it checks.
         nodes: ranks of each node, which share memory; None: the ranks of each machine.
         finite: names of tensors that must not hold NaN or infinity.
-        threads: threads with which a rank reads; None: by the processors per rank of a node.
+        threads: threads with which a rank reads; None: one per processor that a node has for each
+            rank, at most MOST_THREADS.
 
     Raises:
         DamagedCheckpoint: a file is missing or short, a checksum is wrong, or a tensor of `finite`
@@ -106,10 +107,11 @@ def read_together(
         if any(path for path, _ in windows.values()):
             ranks.together(lambda: load.open_window(windows))
     finally:
-        # All ranks have mapped the window, or failed: from here on a crash leaves no file.
+        # All ranks have mapped the window, or one has failed. Its file is removed now, so that no
+        # later crash leaves it.
         load.remove_window()
     ranks.together(load.read)
-    if load.has_checksums:  # without checksums one collective fewer, while the job waits
+    if load.has_checksums:  # otherwise save this collective, as the whole job waits for the load
         ranks.together(load.check)
 
 
@@ -141,7 +143,7 @@ class _Load:
         self._sums = [BlockSums(self._records, BLOCK_BYTES) for _ in range(threads)]
         """Contributions to the checksums, one object for each thread."""
         self._targets: dict[str, LocalTarget] = {}
-        self._own: dict[str, list[Segment]] = {name: [] for name in names}
+        self._own: dict[str, list[ReadSegment]] = {name: [] for name in names}
         """File → segments that this rank reads alone."""
         self._shared: list[ReadUnit] = []
         self._checked: dict[str, list[int]] = {}
@@ -153,8 +155,8 @@ class _Load:
     # --- before reading ----------------------------------------------------------------------
 
     def prepare(self) -> tuple[str, int]:
-        """Plan the reads. On the first rank of a node that needs a window, create it; returns the
-        result of `make_window`, on other ranks ("", 0)."""
+        """Plan the reads. The first rank of a node that needs a window creates it, and returns the
+        result of `make_window`. Other ranks return ("", 0)."""
         for name, tensor in self._tensors.items():
             shape, layouts = self._files.tensors[name].meta.shape, self._specs[name].layouts
             boxes = local_boxes(shape, layouts, self._ranks.rank)
@@ -172,19 +174,19 @@ class _Load:
         self._created_window = make_window(len(self._near), area, self._step)
         return self._created_window
 
-    def _segments(self, unit: ReadUnit) -> Iterator[Segment]:
+    def _segments(self, unit: ReadUnit) -> Iterator[ReadSegment]:
         meta, target = unit.stored.meta, self._targets[unit.name]
         checked = unit if unit.name in self._finite else None
         data = target.memory(unit.box, TORCH_DTYPES[meta.dtype])
         # A target that cannot be read in place (on a GPU) is filled from the reader's memory.
         if data is None:
             for slab in slabs(unit, self._step):
-                yield Segment(slab.begin, slab.nbytes, None, unit.replica, slab, checked)
+                yield ReadSegment(slab.begin, slab.nbytes, None, unit.replica, slab, checked)
             return
         for run in extents_of(meta, unit.box):
             part = data[run.box_offset : run.box_offset + run.length]
             begin = unit.stored.begin + run.offset
-            yield Segment(begin, run.length, part, unit.replica, None, checked)
+            yield ReadSegment(begin, run.length, part, unit.replica, None, checked)
 
     def _plan_checks(self) -> None:
         """Choose the blocks to check: those that contain tensors or the header. All their bytes
@@ -208,7 +210,7 @@ class _Load:
             self._checked[file], gaps = blocks_and_gaps(spans, headers[file], record, BLOCK_BYTES)
             places = len(self._ranks.all)
             self._own[file] += [
-                Segment(start, stop - start, None, ONLY)
+                ReadSegment(start, stop - start, None, ONLY)
                 for number, (start, stop) in enumerate(gaps)
                 if number % places == self._ranks.place
             ]
@@ -246,7 +248,7 @@ class _Load:
                 finally:
                     readers.put(reader)
 
-            def run(segments: Mapping[str, list[Segment]]) -> None:
+            def run(segments: Mapping[str, list[ReadSegment]]) -> None:
                 try:
                     for _ in pool.map(work, jobs(segments, self._step)):
                         pass
@@ -263,7 +265,7 @@ class _Load:
 
     @torch.no_grad()
     def _read_with_others(
-        self, window: SharedWindow, run: Callable[[Mapping[str, list[Segment]]], None]
+        self, window: SharedWindow, run: Callable[[Mapping[str, list[ReadSegment]]], None]
     ) -> None:
         """Read in rounds: fill one half of the window, and copy the slabs of the previous round
         from the other half. A rank that fails still takes part in the synchronisation at the end of
@@ -331,13 +333,13 @@ class _Load:
 
 def _to_fill(
     dealt: ReadRound, place: int, memory: memoryview, finite: Collection[str]
-) -> dict[str, list[Segment]]:
+) -> dict[str, list[ReadSegment]]:
     """Returns file → segments that the rank at `place` in its node reads in a round."""
-    segments: dict[str, list[Segment]] = {}
+    segments: dict[str, list[ReadSegment]] = {}
     for slab, reader, position in dealt:
         if reader == place:
             data = memory[position : position + slab.nbytes]
             checked = slab.unit if slab.unit.name in finite else None
-            segment = Segment(slab.begin, slab.nbytes, data, slab.unit.replica, None, checked)
+            segment = ReadSegment(slab.begin, slab.nbytes, data, slab.unit.replica, None, checked)
             segments.setdefault(slab.unit.stored.file, []).append(segment)
     return segments

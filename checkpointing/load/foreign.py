@@ -120,7 +120,10 @@ class DcpCheckpoint:
         entry = self._tensors[name]
         dtype = STORED_DTYPES.get(entry.properties.dtype)
         if dtype is None:
-            raise StorageError(f"{self.path}: {name} is {entry.properties.dtype}; unsupported")
+            raise StorageError(
+                f"{self.path}: {name} is {entry.properties.dtype}, which safetensors does not "
+                "store; convert it before it is saved with DCP"
+            )
         return StoredTensor(name, 0, TensorMeta(dtype, tuple(entry.size)))
 
     def read(self, stored: StoredTensor) -> Tensor:
@@ -153,7 +156,7 @@ class DcpCheckpoint:
             ]
             entry = self._tensors[there]
             items += create_read_items_for_chunk_list(there, entry, chunks)
-        # torch's own reader can read the chunks of every version.
+        # Only torch's own reader can read the chunks of every version of DCP.
         reader = FileSystemReader(self.path)
         reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         try:
@@ -171,7 +174,7 @@ class DcpCheckpoint:
         saved, whole = sum(chunk.sizes.numel() for chunk in entry.chunks), entry.size.numel()
         if saved != whole:
             raise DamagedCheckpoint(
-                f"{self.path}: {saved} of {whole} elements of {name} were saved"
+                f"{self.path}: only {saved} of {whole} elements of {name} were saved"
             )
         for chunk in entry.chunks:
             if MetadataIndex(name, chunk.offsets) not in self.metadata.storage_data:
@@ -216,7 +219,7 @@ def _check(metadata: Metadata) -> None:
             STORED_DTYPES.get(entry.properties.dtype)
             boxes = [(entry.size, entry.size), *((c.offsets, c.sizes) for c in entry.chunks)]
             if any(len(box) != len(entry.size) for pair in boxes for box in pair):
-                raise ValueError(f"{name}: chunks of other dimensions")
+                raise ValueError(f"{name}: its chunks have another number of dimensions")
             for size in (size for pair in boxes for box in pair for size in box):
                 count(size)
     for info in metadata.storage_data.values():
@@ -284,7 +287,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in _ALLOWED.get(module, ()):
             raise StorageError(
-                f"{DCP_METADATA} names {module}.{name}, which metadata of DCP does not; it is not "
-                "loaded"
+                f"{DCP_METADATA} names {module}.{name}, which DCP itself never writes there; the "
+                "file is not loaded, as it may run code"
             )
         return super().find_class(module, name)

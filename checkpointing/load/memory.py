@@ -3,13 +3,13 @@ bytes.
 
 A killed rank leaves its node's slots (slots.py). When the run starts again, with any world size,
 the ranks combine the slots on their machines. They load the newest step of which every byte exists,
-unless storage has a newer step. Memory is not used if storage has changed since: a step was added
-or removed, or the whole run was, and with it the token.
+unless storage has a newer step. Memory is not used if another step was added to storage or removed
+from it since the copy, or if the directory of the run was deleted, and the token with it.
 
-[Note: token] A secret of the run in its checkpoint directory, created before the first step is
-copied to memory. Manifests carry a MAC under this token (peers.py), so that only memory of this
-very run is loaded. On a filesystem only its user can read it. In an object store every reader of
-the bucket can read it, so there it prevents mistakes, not attacks.
+[Note: token] The token is a secret of the run. It is stored in the checkpoint directory before the
+first step is copied to memory. Manifests carry a MAC under this token (peers.py), so that only
+memory of this very run is loaded. On a filesystem only the run's user can read the token. In an
+object store every reader of the bucket can read it, so there it prevents mistakes, not attacks.
 """
 
 import logging
@@ -59,7 +59,7 @@ register(LeftoverSlot)
 
 
 def token(directory: Place) -> str | None:
-    """Returns the token of the run; None if there is none that only this user can know."""
+    """Returns the token of the run; None if there is none, or another user may know it."""
     try:
         found = storage_of(directory).read_private(directory / TOKEN)
     except FileNotFoundError:
@@ -72,7 +72,7 @@ def token(directory: Place) -> str | None:
 
 
 def make_token(directory: Place) -> str:
-    """Returns the token of the run. Creates it if there is none that only this user can know.
+    """Returns the token of the run. Creates one if it is missing, or another user may know it.
 
     Raises:
         OSError: the directory cannot be written.
@@ -86,15 +86,18 @@ def make_token(directory: Place) -> str:
             storage.create(path, new, 0o600)
     if token(directory) is None:
         logger.warning(
-            "%s is replaced: a power cut has left it empty, or others may have read it. What was "
-            "left in memory under it is not used",
+            "%s is replaced: a power cut has left it empty, or others may have read it. Copies in "
+            "memory that belong to the old file are not used",
             path,
         )
         storage.remove(path)
         storage.create(path, new, 0o600)
     found = token(directory)
     if found is None:
-        raise StorageError(f"{path} is not closed to other users, though it was made so")
+        raise StorageError(
+            f"{path} was created with mode 600, but the filesystem lets other users read it; use "
+            "another checkpoint.directory"
+        )
     return found
 
 
@@ -165,7 +168,8 @@ def newest_whole(
 
 
 def check(part: LeftoverSlot, run: str) -> None:
-    """Compare a slot on this machine with its checksums, on all cores, since all ranks wait for it.
+    """Compare a slot on this machine with its checksums, with up to MOST_CHECKS threads, since all
+    ranks wait for the result.
 
     Raises:
         DamagedCheckpoint: a checksum is wrong.

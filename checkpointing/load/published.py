@@ -21,7 +21,8 @@ _COMPUTED = re.compile(
 )
 """Buffers that older versions of transformers saved, and that all versions recompute."""
 _MASKS = re.compile(r"(^|\.)(attn|attention)\.(masked_)?bias$")
-"""Attention masks of GPT-2's time, which are such buffers if they have four dimensions or none."""
+"""Names of attention masks of GPT-2's time. Such a tensor is recomputed, and omitted, if it has
+four dimensions or none."""
 _CURES = (
     (
         r"lora_|^base_model\.",
@@ -29,7 +30,7 @@ _CURES = (
     ),
     (
         r"weight_scale|scales$|qweight|qzeros|absmax|quant_state|g_idx|_packed$",
-        "its weights are quantised: take the checkpoint that is not",
+        "its weights are quantised: take the checkpoint that is not quantised",
     ),
     (
         r"\.bias$",
@@ -37,7 +38,7 @@ _CURES = (
         "model.factory",
     ),
 )
-"""Pattern of a name that the model lacks → what to do."""
+"""(pattern of names that the model lacks, advice). The first pattern that is found counts."""
 
 
 def by_model_names(
@@ -45,8 +46,9 @@ def by_model_names(
 ) -> dict[str, StoredTensor]:
     """Returns tensors by the names of a model: without wrappers' parts, and with or without the
     first part that most of the model's names have, such as `model.`. Files saved from the backbone
-    lack this part, files saved from a wrapper have it twice; transformers opens both. Buffers that
-    every reader computes are omitted. A tensor that the model lacks keeps its name.
+    lack this part, and files saved from a wrapper have it twice; transformers opens both kinds of
+    files. Buffers that every reader computes are omitted. A tensor that the model lacks keeps its
+    name.
 
     Args:
         stored: tensors by their names in the files.
@@ -69,7 +71,7 @@ def by_model_names(
         if name in names:
             raise WrongModel(
                 f"the files hold {name} twice, as {printable(names[name])} and as "
-                f"{printable(there)}: take one of the two out of them"
+                f"{printable(there)}: remove one of the two from the files"
             )
         names[name] = there
     return {name: stored[there] for name, there in names.items()}
@@ -77,7 +79,7 @@ def by_model_names(
 
 def _without_wrappers(name: str) -> str:
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
-    return ".".join(dropwhile(lambda part: part == "module", parts))  # of DDP
+    return ".".join(dropwhile(lambda part: part == "module", parts))  # DDP adds `module.` in front
 
 
 def without_copies(
@@ -106,8 +108,8 @@ def without_copies(
         if first is not second and not _equal(first, second, read):
             raise WrongModel(
                 f"the files hold {copy} and {name} with different numbers, but the model ties the "
-                'two: load into one that does not ("tie_word_embeddings": false in config.json), '
-                f"or take {copy} out of the files"
+                "two: load into a model that does not tie them "
+                f'("tie_word_embeddings": false in config.json), or remove {copy} from the files'
             )
     return found
 

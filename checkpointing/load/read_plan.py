@@ -28,8 +28,8 @@ from checkpointing.format.plan import (
 )
 
 SMALL_BYTES = 1 << 16
-"""Bytes. A smaller box is read by every rank that holds it; a tensor of which a rank holds shorter
-contiguous stretches is read whole."""
+"""Limit in bytes. A smaller box is read by every rank that holds it. A tensor that ranks hold in
+shorter contiguous stretches is read whole."""
 
 Spans = list[tuple[int, int]]
 """Stretches (start, stop) of a file, sorted, neither touching nor overlapping."""
@@ -88,7 +88,7 @@ def plan_reads(
     def holders_of(layouts: tuple[TensorLayout, ...], whole: bool) -> list[tuple[int, _Holders]]:
         """Returns (rank of the node, ranks that hold its part) for parts that `rank` may read."""
         found = ((one, _holders(layouts, None if whole else one, rank, node_of)) for one in near)
-        # those of all ranks of the node, as `shared` must be equal on all of them
+        # Parts of other ranks of the node are included, as `ReadPlan.shared` must be equal on all.
         return [
             (one, holders)
             for one, holders in found
@@ -127,7 +127,8 @@ class _Holders:
 def _holders(
     layouts: tuple[TensorLayout, ...], one: int | None, rank: int, node_of: Mapping[int, int]
 ) -> _Holders:
-    """Returns the ranks that hold the same part as rank `one` (None: any), as seen by `rank`."""
+    """Returns the ranks that hold the same part of a tensor as rank `one`, as seen by `rank`. With
+    `one` None: the ranks that hold any part."""
     everyone: Iterable[int] = (
         itertools.chain.from_iterable(layout.ranks for layout in layouts)
         if one is None
@@ -170,7 +171,7 @@ def slabs(unit: ReadUnit, most: int) -> Iterator[Slab]:
     """Yields a unit in slabs of at most `most` bytes, or one element, in the file's order."""
     meta, box = unit.stored.meta, unit.box
     itemsize = DTYPE_BYTES[meta.dtype]
-    # in bytes, from one index of a dimension to the next
+    # bytes from one index of a dimension to the next
     strides = [itemsize * math.prod(meta.shape[dim + 1 :]) for dim in range(len(meta.shape))]
     # A slab: one index of dimensions before `dim`, some of `dim`, all of later dimensions.
     dims = range(len(meta.shape))
@@ -224,8 +225,9 @@ ALIGNMENT = 64
 
 
 def intersection(slab: Box, held: Box) -> tuple[Box, Box] | None:
-    """Returns the overlap of a slab and the box that a rank holds, as two boxes: with the offset in
-    the local tensor, and with the offset in the slab; None without overlap."""
+    """Returns the overlap of a slab and a box that a rank holds; None without overlap. The overlap
+    is given as two boxes: `local_offset` is the offset in the local tensor in the first, and the
+    offset in the slab in the second."""
     starts = tuple(map(max, zip(slab.offset, held.offset, strict=True)))
     stops = tuple(
         min(one + length, other + other_length)

@@ -23,7 +23,7 @@ from checkpointing.load.published import by_model_names, cure, without_copies
 from checkpointing.load.segments import CheckpointFiles
 from checkpointing.ranks import RankGroup, failing_alike
 from checkpointing.storage.place import Place, local, location
-from checkpointing.storage.source import TensorReader
+from checkpointing.storage.source import StoredTensorReader
 from checkpointing.storage.steps import (
     ADAPTER_CURE,
     hugging_face_tensors,
@@ -129,7 +129,7 @@ def _look(
 def _pieces(
     path: Place, tensor: StoredTensor, records: Mapping[str, FileRecord]
 ) -> Iterator[Tensor]:
-    with TensorReader(path, records) as reader:
+    with StoredTensorReader(path, records) as reader:
         for start in range(0, tensor.meta.nbytes, BLOCK_BYTES):
             piece = torch.empty(min(BLOCK_BYTES, tensor.meta.nbytes - start), dtype=torch.uint8)
             reader.read(tensor, start, piece.numpy().data)
@@ -192,10 +192,13 @@ def refuse_differences(
     wanted: Mapping[str, TensorSpec],
     what: str = "model",
 ) -> None:
-    """Require that a checkpoint and a model, or `what` else, have the same tensors.
+    """Require that a checkpoint has exactly the tensors `wanted`.
+
+    Args:
+        what: owner of these tensors in messages: "model" or "optimizer".
 
     Raises:
-        WrongModel: names the first differences of each kind.
+        WrongModel: the tensors differ; the message names the first differences of each kind.
     """
     problems = [
         *_list(f"the {what} has no", [name for name in stored if name not in wanted]),

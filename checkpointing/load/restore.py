@@ -60,7 +60,7 @@ class LoadGoal:
     described: DescribedTensors
     """Specs of these tensors, merged over all ranks."""
     finite: Collection[str]
-    """Names, with their section, of tensors that must not hold NaN or infinity."""
+    """Joint names (see sections.py) of tensors that must not hold NaN or infinity."""
 
 
 GoalOf = Callable[[Mapping[str, Any], Mapping[str, TensorMeta]], LoadGoal]
@@ -142,6 +142,7 @@ class MemoryStep:
     newest: int | None
     """Newest good step in storage."""
     run: str
+    """Token of the run, see memory.py [Note: token]."""
     parts: list[LeftoverSlot]
     stored: dict[str, StoredTensor]
     state: dict[str, Any]
@@ -187,9 +188,9 @@ def find_memory(
 def after_leftover_slots(
     ranks: RankGroup, directory: Place, held: ExitStack, look: Callable[[], T]
 ) -> tuple[str, list[LeftoverSlot], T | None]:
-    """Returns the token of the run ("": it has none), the slots that it left in the memory of all
-    machines, and the result of `look`, which is called on rank 0 if there are slots, once all are
-    known; else None. Called on all ranks."""
+    """Returns the run's token ("": it has none), the slots that dead processes of the run left in
+    the memory of all machines, and the result of `look`. Rank 0 calls `look` after it knows all
+    slots. Without slots `look` is not called, and its result is None. Called on all ranks."""
 
     def slots(run: str) -> list[LeftoverSlot]:
         found = run and ranks.first_of_node
@@ -200,7 +201,8 @@ def after_leftover_slots(
         left = slots(run)
         return run, left, look() if left else None
 
-    # One exchange, before which rank 0 does all this while new ranks still build their model.
+    # On one node a single exchange suffices. Rank 0 does all its work before it, while new ranks
+    # still build their model.
     if len(ranks.nodes()) == 1:
         return ranks.on_main(on_this_node)
     run = ranks.on_main(lambda: token(directory) or "")
@@ -222,17 +224,18 @@ def check_memory(
             with the state.
 
     Returns:
-        Rank → result of `holds`; None if a checksum is wrong.
+        Rank → result of `holds`; None if a checksum is wrong, or memory cannot be used for another
+        reason.
 
     Raises:
-        RankError: raised on all ranks if `refuse` has raised.
+        RankError: raised on all ranks if `refuse` has raised WrongModel.
     """
 
     def look() -> bool:
         if ranks.is_main:
             refuse(memory.state)
         for part in memory.parts:
-            # on one rank of each node, as `check` uses all cores of the node
+            # on one rank of each node, as `check` uses several cores
             if ranks.first_of_node and part.home == ranks.node:
                 check(part, memory.run)
         return holds(memory.state)
@@ -256,7 +259,7 @@ def load_memory(ranks: RankGroup, memory: MemoryStep, pull: Pull, kept: Mapping[
             buffers.
 
     Raises:
-        RankError: raised on all ranks: the load failed, and a part of it is done.
+        RankError: raised on all ranks if the load failed. Targets may have been overwritten.
     """
     specs, targets = by_section(*memory.goal.described.specs), by_section(*memory.goal.targets)
     if kept[ranks.rank]:
@@ -284,7 +287,7 @@ def load_memory(ranks: RankGroup, memory: MemoryStep, pull: Pull, kept: Mapping[
         logger.warning(
             "restored step %d from memory%s; storage has %s",
             memory.step,
-            f", {keep} of {len(kept)} ranks by what they have kept" if keep else "",
+            f" ({keep} of {len(kept)} ranks still had their numbers)" if keep else "",
             "it too" if memory.newest == memory.step else memory.newest or "none",
         )
 

@@ -37,10 +37,10 @@ class CheckpointFiles:
     tensors: Mapping[str, StoredTensor]
     """Position of each tensor."""
     records: Mapping[str, FileRecord]
-    """File → checksums. Other files are not checked."""
+    """File → checksums. A file without an entry is not checked."""
 
 
-class Segment(NamedTuple):
+class ReadSegment(NamedTuple):
     """Bytes of a file, and their destination."""
 
     begin: int
@@ -49,7 +49,8 @@ class Segment(NamedTuple):
     """Destination; None: the reader's own memory, to compute the checksum or to copy `slab`."""
     replica: Replica
     slab: Slab | None = None
-    """Slab that is copied from there to the target, at most a step long."""
+    """Slab that is copied from the reader's own memory to the target, no longer than one read;
+    None: copy none."""
     unit: ReadUnit | None = None
     """The unit of these bytes if its numbers must be finite, else None."""
 
@@ -58,15 +59,16 @@ class ReadJob(NamedTuple):
     """Segments of one file that a thread reads before it takes another job."""
 
     file: str
-    batches: list[list[Segment]]
-    """Segments that are contiguous in the file, each batch read by one call."""
+    batches: list[list[ReadSegment]]
+    """Batches of segments. The segments of a batch are contiguous in the file, and read by one
+    call."""
 
 
-def jobs(segments: Mapping[str, Iterable[Segment]], step: int) -> Iterator[ReadJob]:
-    """Yields segments by file, in the order of offsets, in batches of at most `step` bytes; longer
-    segments are cut."""
+def jobs(segments: Mapping[str, Iterable[ReadSegment]], step: int) -> Iterator[ReadJob]:
+    """Yields jobs that read all segments, file by file in the order of offsets. A batch has at most
+    `step` bytes; longer segments are cut."""
     for file, of_file in segments.items():
-        batches: list[list[Segment]] = []
+        batches: list[list[ReadSegment]] = []
         for batch in _batches(of_file, step):
             batches.append(batch)
             # small jobs keep all threads busy until the end
@@ -77,8 +79,8 @@ def jobs(segments: Mapping[str, Iterable[Segment]], step: int) -> Iterator[ReadJ
             yield ReadJob(file, batches)
 
 
-def _batches(segments: Iterable[Segment], most: int) -> Iterator[list[Segment]]:
-    batch: list[Segment] = []
+def _batches(segments: Iterable[ReadSegment], most: int) -> Iterator[list[ReadSegment]]:
+    batch: list[ReadSegment] = []
     end, room = -1, 0
     for segment in sorted(segments, key=lambda segment: segment.begin):
         begin, nbytes, data, replica, slab, unit = segment
@@ -90,7 +92,7 @@ def _batches(segments: Iterable[Segment], most: int) -> Iterator[list[Segment]]:
                     yield batch
                 batch, room = [], most
             part = data[start : start + length] if data is not None else None
-            batch.append(Segment(begin + start, length, part, replica, slab, unit))
+            batch.append(ReadSegment(begin + start, length, part, replica, slab, unit))
             end, room = begin + start + length, room - length
     if batch:
         yield batch
@@ -113,8 +115,8 @@ class LocalTarget:
         local = local_tensor(tensor)
         if sum(math.prod(box.shape) for box in boxes) != local.numel():
             raise ValueError(
-                f"{name}: this rank holds {list(local.shape)}, which is not what its placement "
-                f"says: {list(boxes)}"
+                f"{name}: this rank holds a part of shape {list(local.shape)}, but the tensor's "
+                f"placements say {list(boxes)}; create the DTensor with the placements that it has"
             )
         return LocalTarget(local, boxes)
 
@@ -190,7 +192,7 @@ class SegmentReader:
             self._file, self._name = self._opened.enter_context(self._files.open(name)), name
         return self._file
 
-    def _read_batch(self, file: StoredFile, name: str, batch: list[Segment]) -> None:
+    def _read_batch(self, file: StoredFile, name: str, batch: list[ReadSegment]) -> None:
         places, end = [], 0
         for segment in batch:
             places.append(end)

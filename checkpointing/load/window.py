@@ -79,7 +79,10 @@ class SharedWindow:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         try:
             if not is_private(os.fstat(descriptor)):
-                raise StorageError(f"{path} is not this user's alone; somebody has put it there")
+                raise StorageError(
+                    f"{path} belongs to another user, or others can open it: somebody else has put "
+                    "it there; remove it, and start again"
+                )
             self._map = mmap.mmap(descriptor, 2 * area * len(ranks))
         finally:
             os.close(descriptor)
@@ -88,8 +91,8 @@ class SharedWindow:
         """uint8, shape (places · area,) each."""
 
     def meet(self, failed: bool) -> bool:
-        """Wait for the other ranks; returns whether any of them failed. Called on all ranks of the
-        node.
+        """Wait for the other ranks of the node; returns whether any rank of the node failed. Called
+        on all of them.
 
         Raises:
             RuntimeError: a rank is gone.

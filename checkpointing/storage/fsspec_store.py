@@ -42,8 +42,8 @@ _CURES = {
     ),
 }
 """Protocol → what to check after a failure."""
-MOST_TOLD = 300
-"""Longest part of a message that is the implementation's. Some have a page."""
+MOST_SHOWN = 300
+"""Most characters that are shown of an implementation's message. Some messages fill a page."""
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 """Keys that implementations use for the time of an object."""
 
@@ -63,7 +63,7 @@ class FsspecStore:
         return None if found["type"] == "directory" else _stat(found)
 
     def now(self, path: ObjectPath) -> float:
-        """Returns the time of this machine: fsspec does not tell the store's."""
+        """Returns the time of this machine, as fsspec does not give the store's."""
         return time.time()
 
     def find_all(self, paths: Sequence[ObjectPath]) -> list[ObjectStat | None]:
@@ -133,7 +133,7 @@ class FsspecStore:
         return StreamWriter(file, path)
 
     def uploads(self, path: ObjectPath) -> list[Upload]:
-        """Returns nothing: fsspec cannot list uploads. Stores drop unfinished ones."""
+        """Returns an empty list, as fsspec cannot list uploads. Stores drop unfinished uploads."""
         return []
 
     def abort_uploads(self, uploads: Sequence[tuple[ObjectPath, str]]) -> None:
@@ -142,7 +142,7 @@ class FsspecStore:
     def _check_bucket(self, path: ObjectPath, missing: FileNotFoundError) -> None:
         """Raises StorageError if `missing` was raised because there is no such bucket."""
         try:
-            if self._protocol in GOOGLE:  # whose answer is the same for an object
+            if self._protocol in GOOGLE:  # gcsfs raises the same error for a missing object
                 self._retrying(path, lambda: self._files.ls(path.bucket, max_results=1))
             elif _lacks_container(missing.__context__):
                 raise missing
@@ -165,9 +165,9 @@ class FsspecStore:
             if _lacks_container(error):
                 raise _no_bucket(path) from error
             cure = _CURES.get(self._protocol, "the credentials and settings")
-            told = shorten(explain(error), MOST_TOLD, placeholder="…")
+            why = shorten(explain(error), MOST_SHOWN, placeholder="…")
             raise StorageError(
-                f"{path}: {told}; check {cure} ({type(self._files).__name__})"
+                f"{path}: {why}; check {cure} ({type(self._files).__name__})"
             ) from error
 
 
@@ -184,7 +184,7 @@ class StreamWriter:
         if not self._done:
             self._file.discard()
             with suppress(AttributeError):
-                self._file.closed = True  # adlfs would store the file as it is freed
+                self._file.closed = True  # else adlfs would store the file when Python frees it
 
     def write(self, data: memoryview, offset: int) -> None:
         if self._file.tell() != offset:
@@ -210,7 +210,7 @@ def _open(protocol: str) -> Any:
         from aiohttp import ClientTimeout
         from gcsfs.core import GCSFileSystem
 
-        # it logs the stack of each error, which is explained here
+        # gcsfs logs a stack trace of each error, although `_retrying` reports the error
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
         options["requests_timeout"] = ClientTimeout(sock_connect=10, sock_read=60)  # seconds
         # fsspec.filesystem returns a subclass that asks for a bucket's type over gRPC, which does

@@ -29,7 +29,7 @@ class StoredFile(Protocol):
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
         """Fill `buffers` in turn, from `offset` on. Returns the number of bytes read, which is
@@ -37,8 +37,8 @@ class StoredFile(Protocol):
 
 
 class FileWriter(Protocol):
-    """Writes a tensor file, or a part of it, in one thread. A context manager: leaving it without
-    `finish` discards the file."""
+    """Writes a tensor file, or a part of it, in one thread. A context manager. Without `finish`,
+    what was written does not count as part of the step."""
 
     def __enter__(self) -> Self: ...
 
@@ -121,8 +121,9 @@ class Storage(Protocol[P]):
         """
 
     def read_private(self, path: P) -> bytes:
-        """Returns the first 65 bytes of a file; b"" if another user could read the file, which is
-        not checked in an object store."""
+        """Returns the contents of a small secret file, of which a filesystem reads 65 bytes at
+        most. Returns b"" if another user could read the file, which is not checked in an object
+        store."""
 
     def own_size(self, directory: P, name: str) -> int:
         """Returns the size in bytes of a regular file in the directory itself, not behind a link.
@@ -133,7 +134,12 @@ class Storage(Protocol[P]):
         """
 
     def sizes(self, directory: P, names: Iterable[str]) -> Iterator[tuple[str, int]]:
-        """Yields (name, size in bytes) of files in the given order. Raises as `own_size`."""
+        """Yields (name, size in bytes) of files in the given order.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            OSError: a file is a link, or not regular.
+        """
 
     def create(self, path: P, data: bytes, mode: int = 0o666) -> None:
         """Create a small file, durable on return. A power cut before that may leave it empty.
@@ -158,7 +164,9 @@ class Storage(Protocol[P]):
     # --- steps -----------------------------------------------------------------------------------
 
     def steps(self, directory: P) -> list[P]:
-        """Returns the entries of a directory that are named as steps. They may be damaged."""
+        """Returns the entries of a directory among which the committed steps are. A filesystem
+        returns all entries, an object store only those with a commit record. Steps may be
+        damaged."""
 
     def is_foreign(self, step: P) -> bool:
         """Whether an entry named as a step is a link, or of a user who is not trusted."""
@@ -182,8 +190,8 @@ class Storage(Protocol[P]):
         """Implements `steps.reading_lock`."""
 
     def unless_read(self, step: P) -> AbstractContextManager[bool]:
-        """Keep readers from a step during the block; yields False if the step is being read.
-        Without locks, or without a commit record, no step counts as being read."""
+        """Keep readers from a step during the block; yields False if the step is being read, and
+        True where there are no locks."""
 
 
 # --- object stores --------------------------------------------------------------------------------
@@ -225,7 +233,8 @@ class ObjectStore(Protocol):
         """Returns an object's size and time; None if it does not exist."""
 
     def now(self, path: ObjectPath) -> float:
-        """Returns the Unix time by the clock that gives objects their times, to a second or two."""
+        """Returns the Unix time by the clock that gives objects their times, to a second or two; by
+        this machine's clock if the store does not say its time."""
 
     def find_all(self, paths: Sequence[ObjectPath]) -> list[ObjectStat | None]:
         """Returns the results of `find` for several objects, concurrently."""

@@ -149,7 +149,7 @@ class NewObjectStep:
             logger.warning("%s is committed, but: %s", self.final, error)
 
     def abort(self) -> None:
-        """Remove the objects and uploads of this step. `collect` removes the rest later."""
+        """Remove the objects and uploads of this step. What an error leaves, `collect` removes."""
         store = store_of(self.final)
         try:
             store.abort_uploads(
@@ -326,8 +326,8 @@ def _is_abandoned(
     alive = [is_alive(marker.name) for marker in markers]
     if any(life and not own for life, own in zip(alive, mine, strict=True)):
         return False
-    # Each process ran on this machine, and is dead or is this process.
     if markers and None not in alive:
+        # Each marker's process ran on this machine. It is dead, or it is this process.
         return True
     store = store_of(step)
     times = [upload.began for upload in uploads]

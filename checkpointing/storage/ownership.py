@@ -1,9 +1,9 @@
 """Owners of a file: the process that wrote it, which may still live, and the user, who may be
 trusted.
 
-[Note: owner] An owner is a process, as <host>-<machine>-<pid>-<start>. `start` is its start time;
-`machine` identifies this boot of this machine and its process namespace. On that machine these show
-whether the owner still lives, even after its process id was reused.
+[Note: owner] An owner is a process, written as <host>-<machine>-<pid>-<start>. `start` is its start
+time; `machine` identifies the boot of its machine and its process namespace. With these a process
+on that machine sees whether the owner still lives, even after its process id was reused.
 
 [Note: trust] A user who can write to a checkpoint directory can put a step there, whose weights
 would be trained on. So a run reads only steps of its own user, of root, and of the users that
@@ -13,7 +13,8 @@ the owner of the open descriptor is checked, so that no file can be exchanged in
 link, as backups make them, changes nothing: steps are written closed to the group, so only a
 trusted user can place one in a trusted user's directory.
 
-A directory that a user names for reading, such as `model.init_from`, has no rule.
+A directory that a user names for reading, such as `model.init_from`, has no rule: files of any user
+are read there.
 """
 
 import errno
@@ -41,7 +42,8 @@ _OWNER = re.compile(r".*-(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)")
 
 
 def owner(pid: int | None = None) -> str:
-    """Returns the identity of a living process (default: this) for file names [Note: owner]."""
+    """Returns the identity of a living process (default: this one) for file names, see [Note:
+    owner]."""
     host, pid = re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname()), pid or os.getpid()
     return f"{host}-{machine()}-{pid}-{_start_time(pid)}"
 

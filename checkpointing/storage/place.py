@@ -96,5 +96,5 @@ def local(text: str | Place) -> Path:
     """
     place = location(text)
     if not isinstance(place, Path):
-        raise StorageError(f"{place}: is in an object store; give a directory, and copy that there")
+        raise StorageError(f"{place}: is in an object store; give a directory on a filesystem")
     return place

@@ -112,7 +112,7 @@ def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
     end of the file."""
     done = 0
     while done < len(buffer):
-        # May read fewer bytes.
+        # preadv may read fewer bytes than asked.
         count = retrying(os.preadv, descriptor, [buffer[done:]], offset + done)
         if count == 0:
             break
@@ -293,7 +293,7 @@ _FLOCK = "hhqqi"
 
 
 def open_lock(directory: Path, *, make: bool) -> int | None:
-    """Returns a descriptor of the lock file; None if this user has none."""
+    """Returns a descriptor of the lock file; None if this user cannot have a private one."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(directory / LOCK_FILE, flags | (os.O_CREAT if make else 0), 0o600)

@@ -89,8 +89,7 @@ class NewPosixStep:
     def begin(self, files: Sequence[TensorFile]) -> None:
         """Create the directory, closed to other users, and every tensor file with its final size.
         Only the coordinator creates files, so that a single client loads the metadata server."""
-        # Left by an attempt that failed in this process.
-        shutil.rmtree(self.tmp, ignore_errors=True)
+        shutil.rmtree(self.tmp, ignore_errors=True)  # a failed attempt of this process may leave it
         make_directory(self.tmp.parent)
         make_lock(self.tmp.parent)
         self.tmp.mkdir(mode=0o700)
@@ -128,7 +127,7 @@ class NewPosixStep:
                         f"{self.tmp / file.name}: has {size} bytes, {file.size} were written"
                     )
             write_files(folder, {**small, COMMIT_RECORD: record}, self._mode)
-            # with the mode of the inner folder, which has the same umask and group
+            # The step gets the mode that the kernel gave to the inner folder, by umask and group.
             folder.chmod(stat.S_IMODE((folder / OPTIMIZER.folder).stat().st_mode))
             # This rename is the commit: readers see the whole step or nothing.
             os.rename(self.tmp, self.final)
@@ -373,12 +372,12 @@ def _remove(aside: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     if aside.exists():
         where = printable(str(aside))
-        logger.warning("could not delete all of %s; tried again after the next save", where)
+        logger.warning("could not delete all of %s; trying again after the next save", where)
 
 
 def _remove_left(path: Path) -> None:
-    """Rename a directory, then delete it. A commit of it by another process then fails, or has
-    succeeded before."""
+    """Rename an unfinished step, then delete it. If another process commits that step, either its
+    commit comes first and the rename fails, or its commit fails."""
     aside = path
     if ".trash-" not in path.name:
         aside = path.with_name(f"{path.name}.trash-{owner()}")

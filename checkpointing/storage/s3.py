@@ -103,7 +103,7 @@ class S3:
     def now(self, path: ObjectPath) -> float:
 
         def work() -> str:
-            # the smallest request that whoever reads objects below `path` may make
+            # the smallest request that is permitted to everybody who may list objects below `path`
             answer = self._client.list_objects_v2(
                 Bucket=path.bucket, Prefix=f"{path.key}/", MaxKeys=1
             )
@@ -111,7 +111,7 @@ class S3:
 
         try:
             return parsedate_to_datetime(self._retrying(path, work)).timestamp()
-        except ValueError:  # the store does not tell
+        except ValueError:  # the answer has no date
             return time.time()
 
     def find_all(self, paths: Sequence[ObjectPath]) -> list[ObjectStat | None]:
@@ -313,8 +313,8 @@ class S3:
             )
         if is_passing(error):
             return StorageError(
-                f"{path}: {self._endpoint} did not serve {ATTEMPTS} attempts, the last so: "
-                f"{error}; check AWS_ENDPOINT_URL and the network, or try later"
+                f"{path}: {ATTEMPTS} requests to {self._endpoint} failed, the last with: {error}; "
+                "check AWS_ENDPOINT_URL and the network, or try later"
             )
         return StorageError(f"{path}: {self._endpoint}: {error}")
 

@@ -1,6 +1,6 @@
 """A checkpoint for tools of one process: its tensors piece by piece, and the files beside them.
 
-Used by verify, diff, export and import. One block is in memory at a time.
+Used by show, diff, export and import. One block is in memory at a time.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -74,7 +74,7 @@ def open_source(path: Place) -> Iterator[CheckpointSource]:
         )  # fmt: skip
 
 
-class TensorReader:
+class StoredTensorReader:
     """Reads bytes of tensors through checked blocks. A context manager.
 
     It holds one open file and one block of this file, so read tensors in the order of files and
@@ -86,7 +86,7 @@ class TensorReader:
         self._name: str | None = None
         self._blocks: CheckedBlocks | None = None
 
-    def __enter__(self) -> "TensorReader":
+    def __enter__(self) -> "StoredTensorReader":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -255,7 +255,7 @@ def read_state(path: Place) -> dict[str, Any]:
     """Returns the `state` saved in the checkpoint at `path`.
 
     Raises:
-        DamagedCheckpoint, StorageError: as for `open_step`.
+        DamagedCheckpoint, StorageError: the checkpoint is damaged or cannot be read.
     """
     return step_state(open_step(path))
 
@@ -297,9 +297,9 @@ def stored_tensors(
     for file, header in headers.items():
         for name in header:
             if weight_map.get(name) != file:
-                there = weight_map.get(name, "nowhere")
+                there = f"in {weight_map[name]}" if name in weight_map else "in no file"
                 raise DamagedCheckpoint(
-                    f"{path / file}: holds {name}, which {index} says lies in {there}"
+                    f"{path / file}: holds {name}, which is {there} according to {index}"
                 )
     tensors = {}
     for name, file in weight_map.items():
@@ -311,7 +311,7 @@ def stored_tensors(
 
 ADAPTER_CURE = (
     "it holds an adapter: merge it into its model (perdure ckpt export --merge, or "
-    "merge_and_unload of PEFT), and give the directory that you make"
+    "merge_and_unload of PEFT), and give the directory with the merged model"
 )
 SINGLE_FILE = "model.safetensors"
 """Name of the file with all weights in a Hugging Face directory that is not sharded."""
@@ -349,8 +349,8 @@ def hugging_face_tensors(path: Place) -> dict[str, StoredTensor]:
         for name, tensor in read_header(path, file, None).items():
             if name in tensors:
                 raise DamagedCheckpoint(
-                    f"{path}: {printable(name)} is in {tensors[name].file} and in {file}, which "
-                    f"{MODEL.index} names both; remove the files that are left of another save"
+                    f"{path}: {printable(name)} is in {tensors[name].file} and in {file}, and "
+                    f"{MODEL.index} names both files; remove those that are left of another save"
                 )
             tensors[name] = tensor
     for name, file in weight_map.items():
@@ -377,10 +377,10 @@ def _else(path: Place) -> str:
         )
     others = [name for name in names if name.endswith((".safetensors", ".gguf"))]
     if others and others[0].endswith(".safetensors"):
-        return f"it has {others[0]}: call that {SINGLE_FILE} if it is the whole model"
+        return f"it has {others[0]}: rename that to {SINGLE_FILE} if it is the whole model"
     if others:
         return f"it has {others[0]}: give the model in safetensors that it was made from"
-    return "give a directory of Hugging Face safetensors or a checkpoint of ours"
+    return "give a directory of Hugging Face safetensors or a checkpoint of perdure"
 
 
 def _weight_map(path: Place, index: str) -> dict[str, str]:

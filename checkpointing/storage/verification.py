@@ -122,7 +122,10 @@ def _verify_file(
             blocks = CheckedBlocks(file, path, record)
             tensors = [] if odd is None else _floats(step, name)
             problems += [
-                DamagedCheckpoint(f"{path}: {tensor} is not aligned, as what a run writes is")
+                DamagedCheckpoint(
+                    f"{path}: {tensor} begins at byte {at.begin}, which is no multiple of its "
+                    "element size, although every run writes aligned tensors"
+                )
                 for tensor, at in tensors
                 if at.begin % DTYPE_BYTES[at.meta.dtype]
             ]
@@ -152,7 +155,7 @@ def _verify_file(
 def _floats(step: Place, name: str) -> Sequence[tuple[str, StoredTensor]]:
     """Returns (name, tensor) for tensors of a file whose dtype has NaN or infinity; empty if the
     header is damaged, which `_unloadable` reports."""
-    # imported here, as numpy would slow the start of a writer
+    # imported late, as numpy would slow the start of a writer process
     from checkpointing.format.bits import may_be_infinite
 
     if not name.endswith(".safetensors"):
@@ -170,7 +173,7 @@ def _not_finite(
     """Returns names of tensors with NaN or infinity in `data`: bytes of their file at `offset`."""
     if not tensors:
         return ()
-    import numpy as np  # importing it would slow a writer's start
+    import numpy as np  # imported late, as it would slow the start of a writer process
 
     from checkpointing.format.bits import is_finite
 

@@ -56,7 +56,7 @@ from checkpointing.storage.posix import (
 from checkpointing.storage.source import (
     OWN_FILES,
     CheckpointSource,
-    TensorReader,
+    StoredTensorReader,
     beside_weights,
     is_weights,
     open_source,
@@ -70,18 +70,18 @@ MAX_SHARD_BYTES = 4 * 10**9
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 """Value of --dtype → safetensors' name."""
 _CONVERTED = {"F64", "F32", "BF16", "F16"}
-"""dtypes that `dtype` converts. Others are integers, or quantised with separate scales."""
+"""dtypes that `export` converts. Others are integers, or quantised with separate scales."""
 
 _OVER_NF4 = (
-    "note: it was trained over a model in nf4, and is off over any other: load that in 4 bits, too "
-    '(transformers\' BitsAndBytesConfig, load_in_4bit=True, bnb_4bit_quant_type="nf4"), or merge '
-    "it (--merge)"
+    "note: the adapter was trained over a model in nf4, and is inexact over any other: load that "
+    "model in 4 bits, too (transformers' BitsAndBytesConfig, load_in_4bit=True, "
+    'bnb_4bit_quant_type="nf4"), or merge the adapter (--merge)'
 )
 _MERGED = {
-    False: "note: merged into the weights that it was trained over, which nf4 has rounded; "
-    "--into-published takes them as they were published",
+    False: "note: merged into the weights that the adapter was trained over, which are rounded to "
+    "nf4; --into-published merges into the weights as they were published",
     True: "note: merged into the weights as they were published, but the adapter was trained over "
-    "them in nf4: measure what it gives; without --into-published it is what was trained",
+    "these weights rounded to nf4: evaluate the result, or merge without --into-published",
 }
 """Value of `into_published` → note for the user."""
 
@@ -130,9 +130,9 @@ def export(
         max_shard_bytes: most tensor bytes per file.
         not_finite: export NaN and infinity, too. Tensors that were saved as allowed to hold them,
             such as masks, are always exported.
-        merge_into: the model that `path`, an adapter, was trained over. Both are added in float32,
-            and rounded to the model's dtype, or `dtype`. Weights that training kept in nf4 are
-            rounded to nf4 first.
+        merge_into: the model that `path`, an adapter, was trained over. The adapter is added to its
+            weights in float32, and the sums are rounded to `dtype`, else to the model's dtype.
+            Weights that training kept in nf4 are rounded to nf4 first.
         into_published: do not round the weights of `merge_into` to nf4.
 
     Raises:
@@ -177,7 +177,7 @@ def export(
             small[ADAPTER_BASE] = json_bytes(under)
         if target and CONFIG in small:
             small[CONFIG] = _with_dtype(small[CONFIG], target, source.path / CONFIG)
-        with TensorReader(source.path, source.records) as reader:
+        with StoredTensorReader(source.path, source.records) as reader:
 
             def pieces(name: str) -> Pieces:
                 dtype, read = source.model[name].meta.dtype, reader.pieces(source.model[name])
@@ -245,8 +245,8 @@ def import_checkpoint(
 
     `model.init_from`, `perdure generate` and every `perdure ckpt` command read it. The trainer
     cannot resume from it, since it has no position in the data. A DCP checkpoint's optimizer state
-    is included, by this package's names, for `TensorCheckpointer.load` in a loop of your own: give
-    that the directory that holds `out`, if `out` is named as a step.
+    is included, by this package's names, for `TensorCheckpointer.load` in a loop of your own. For
+    this, name `out` as a step, and give TensorCheckpointer the directory that contains `out`.
 
     Args:
         path: directory with model.safetensors, with several files and their index, or with DCP's
@@ -303,13 +303,13 @@ def _open_any(path: Place) -> Iterator[tuple[CheckpointSource, Callable[[StoredT
 
         yield CheckpointSource(path, dcp.model, dcp.optimizer), whole
         return
-    with open_source(path) as source, TensorReader(path, source.records) as reader:
+    with open_source(path) as source, StoredTensorReader(path, source.records) as reader:
         if source.is_adapter:
             raise CheckpointError(f"{path}: {ADAPTER_CURE}")
         yield source, reader.pieces
 
 
-# --- what they share -------------------------------------------------------------------------
+# --- shared by export and import -------------------------------------------------------------
 
 
 def _in_order(tensors: Mapping[str, StoredTensor]) -> list[str]:

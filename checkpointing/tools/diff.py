@@ -18,7 +18,7 @@ from checkpointing.format.layout import (
 from checkpointing.format.tensors import TORCH_DTYPES
 from checkpointing.format.untrusted import printable
 from checkpointing.storage.place import Place
-from checkpointing.storage.source import CheckpointSource, TensorReader, open_source
+from checkpointing.storage.source import CheckpointSource, StoredTensorReader, open_source
 from checkpointing.tools.inspect import find_source, short, table
 
 PIECE_ELEMENTS = 1 << 17
@@ -51,7 +51,7 @@ class CheckpointDifference:
     only_left: list[str] = field(default_factory=list)
     only_right: list[str] = field(default_factory=list)
     metas: list[str] = field(default_factory=list)
-    """Tensors with other dtypes or shapes, with both."""
+    """Tensors whose dtypes or shapes differ, each with both of them."""
     values: list[ValueDifference] = field(default_factory=list)
     """Tensors with other values, the largest relative difference first; dtypes may differ."""
     state: list[str] = field(default_factory=list)
@@ -129,8 +129,8 @@ def _compare_tensors(
     result.only_right += [name for name in theirs if name not in ours]
     both = sorted(ours.keys() & theirs.keys(), key=lambda name: (ours[name].file, ours[name].begin))
     with (
-        TensorReader(left.path, left.records) as left_reader,
-        TensorReader(right.path, right.records) as right_reader,
+        StoredTensorReader(left.path, left.records) as left_reader,
+        StoredTensorReader(right.path, right.records) as right_reader,
     ):
         for name in both:
             a, b = ours[name], theirs[name]
@@ -166,10 +166,10 @@ def _compare_values(
     name: str,
     a: StoredTensor,
     b: StoredTensor,
-    left: TensorReader,
-    right: TensorReader,
+    left: StoredTensorReader,
+    right: StoredTensorReader,
 ) -> ValueDifference | None:
-    """Returns the difference; None if the bytes are equal, or the values of two dtypes."""
+    """Returns the difference; None if the bytes are equal or, for different dtypes, the values."""
     differs, absolute, relative, elements = False, 0.0, 0.0, 0
     count = prod(a.meta.shape)
     for start in range(0, count, PIECE_ELEMENTS):
@@ -188,7 +188,7 @@ def _compare_values(
     return ValueDifference(name, absolute, relative, elements) if differs else None
 
 
-def _read(reader: TensorReader, tensor: StoredTensor, start: int, stop: int) -> bytearray:
+def _read(reader: StoredTensorReader, tensor: StoredTensor, start: int, stop: int) -> bytearray:
     width = DTYPE_BYTES[tensor.meta.dtype]
     data = bytearray((stop - start) * width)
     reader.read(tensor, start * width, memoryview(data))
@@ -196,7 +196,7 @@ def _read(reader: TensorReader, tensor: StoredTensor, start: int, stop: int) -> 
 
 
 def _numbers(data: bytearray, dtype: str) -> Tensor:
-    """Returns float64, flat; complex numbers give both parts."""
+    """Returns the numbers as flat float64; a complex number gives its two parts."""
     tensor = torch.frombuffer(data, dtype=TORCH_DTYPES[dtype])
     return (torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor).double()
 

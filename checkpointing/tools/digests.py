@@ -16,7 +16,7 @@ from checkpointing.format.tensors import as_bytes, box_view, local_tensor
 from checkpointing.ranks import RankGroup, failing_alike
 from checkpointing.save.planning import Planner, signatures
 from checkpointing.storage.place import Place
-from checkpointing.storage.source import TensorReader, open_source
+from checkpointing.storage.source import StoredTensorReader, open_source
 
 _ANY_SIZE = 1 << 62
 """Exceeds all sizes of tensors, so that the plan has one file per section."""
@@ -61,7 +61,7 @@ def stored_digests(path: Place) -> SaveDigests:
         read.
     """
     found = NumberSummary()
-    with open_source(path) as source, TensorReader(path, source.records) as reader:
+    with open_source(path) as source, StoredTensorReader(path, source.records) as reader:
         for name, stored in by_section(source.model, source.optimizer).items():
             meta = stored.meta
             data = np.empty(meta.nbytes, np.uint8)

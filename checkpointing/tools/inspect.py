@@ -389,7 +389,7 @@ class PruneResult:
         lines = [*map(str, self.verification.problems), table(rows)]
         if going:
             good = [path.name for path in self.verification.good]
-            lines.append(f"every byte read and found right: {', '.join(good) or 'of none'}")
+            lines.append(f"every byte read and found right: {', '.join(good) or 'none'}")
         return "\n".join([*lines, f"{len(going)} of {len(rows)} {would}: {size}"])
 
 

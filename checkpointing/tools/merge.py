@@ -15,11 +15,11 @@ from checkpointing.format.tensors import TORCH_DTYPES, as_bytes
 from checkpointing.format.untrusted import printable, read_object
 from checkpointing.load.published import by_model_names
 from checkpointing.storage.place import Place
-from checkpointing.storage.source import CheckpointSource, TensorReader
+from checkpointing.storage.source import CheckpointSource, StoredTensorReader
 from checkpointing.storage.steps import storage_of
 
 PIECE_ELEMENTS = 1 << 20
-"""Elements of a weight merged at a time, in whole rows, at least one."""
+"""Elements of a weight merged at a time, in whole rows; at least one row is merged."""
 
 
 class StoredAdapter:
@@ -29,7 +29,7 @@ class StoredAdapter:
         DamagedCheckpoint, StorageError: the adapter is damaged, or not of LoRA.
     """
 
-    def __init__(self, source: CheckpointSource, reader: TensorReader) -> None:
+    def __init__(self, source: CheckpointSource, reader: StoredTensorReader) -> None:
         where = source.path / CONFIG
         with reading(where):
             data = storage_of(where).read(where)
@@ -72,8 +72,9 @@ class StoredAdapter:
 
 
 def trained_over(path: Place, state: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`path`, `fingerprint` and `format` of the model under an adapter, as far as it says them: in
-    its trainer state, or in the file that exporting it has left; {} if it says nothing.
+    """Returns `path`, `fingerprint` and `format` of the model that an adapter was trained over, as
+    far as they are recorded: in its trainer state, or in the file that its export wrote; {} if
+    neither records any.
 
     Args:
         path: directory of the adapter.
@@ -98,7 +99,7 @@ def trained_over(path: Place, state: Mapping[str, Any] | None) -> dict[str, Any]
 @contextmanager
 def open_adapter(source: CheckpointSource) -> Iterator[StoredAdapter]:
     """Open an adapter, whose tensors can be read in the block."""
-    with TensorReader(source.path, source.records) as reader:
+    with StoredTensorReader(source.path, source.records) as reader:
         yield StoredAdapter(source, reader)
 
 
@@ -128,12 +129,12 @@ class MergedModel:
             meta = stored and stored.meta
             if stored is None or not fits(stored, adapter.shape_of(name)):
                 raise WrongModel(
-                    f"{base.path}: its {printable(name)} is {meta}, but the adapter is for one of "
-                    f"shape {list(adapter.shape_of(name))}: it was trained over another model"
+                    f"{base.path}: its {printable(name)} is {meta}, but the adapter needs shape "
+                    f"{list(adapter.shape_of(name))}: give the model that it was trained over"
                 )
             self._changed[places[stored.file, stored.begin]] = name
 
-    def pieces(self, name: str, reader: TensorReader) -> tuple[str, Iterator[memoryview]]:
+    def pieces(self, name: str, reader: StoredTensorReader) -> tuple[str, Iterator[memoryview]]:
         """Returns (safetensors' dtype, bytes in order) of a tensor by its name in the model's
         files; `reader` reads them."""
         known, whole = self._changed.get(name), self._adapter.tensors.whole
@@ -144,7 +145,9 @@ class MergedModel:
             return stored.meta.dtype, self._adapter.reader.pieces(stored)
         return "F32", self._sums(self._stored[name], known, reader)
 
-    def _sums(self, stored: StoredTensor, name: str, reader: TensorReader) -> Iterator[memoryview]:
+    def _sums(
+        self, stored: StoredTensor, name: str, reader: StoredTensorReader
+    ) -> Iterator[memoryview]:
         a, b = self._adapter.matrices(name)
         rows, columns = stored.meta.shape
         row_bytes = stored.meta.nbytes // rows

@@ -202,7 +202,7 @@ def test_memory_is_there_for_load_if_slots_are_prepared_before(tmp_path):
             return note, checkpointer.prepare(**targets)
 
     for note, later in run_ranks(2, work, tmp_path / "ranks"):
-        assert note.startswith("checkpoint slots are made when")
+        assert note.startswith("checkpoint slots are made once `load`")
         assert later.startswith("2 checkpoint slot(s) of")
 
 

@@ -412,7 +412,7 @@ def test_a_window_that_somebody_has_exchanged_is_not_opened(tmp_path):
     try:
         SharedWindow(path, area, [0], 0, None)
         os.chmod(path, 0o666)
-        with pytest.raises(StorageError, match="is not this user's alone"):
+        with pytest.raises(StorageError, match="somebody else has put it there"):
             SharedWindow(path, area, [0], 0, None)
         os.chmod(path, 0o600)
         shutil.move(path, aside)

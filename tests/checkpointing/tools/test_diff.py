@@ -6,7 +6,7 @@ import torch
 from checkpointing import DamagedCheckpoint, StorageError
 from checkpointing.format.layout import BLOCK_BYTES, FileRecord, StoredTensor, TensorMeta
 from checkpointing.format.tensors import TORCH_DTYPES
-from checkpointing.storage.source import TensorReader
+from checkpointing.storage.source import StoredTensorReader
 from checkpointing.tools import diff
 from checkpointing.tools.convert import export
 from checkpointing.tools.diff import CheckpointDifference, ValueDifference
@@ -43,7 +43,7 @@ def changed(name, index, value):
 
 
 def test_equal_files_are_not_read(compare, monkeypatch):
-    monkeypatch.setattr(TensorReader, "read", None)
+    monkeypatch.setattr(StoredTensorReader, "read", None)
     found = compare()
     assert found.equal
     assert found.identical == 6

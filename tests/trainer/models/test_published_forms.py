@@ -405,7 +405,7 @@ REFUSED: dict[str, tuple[str, Form, tuple[str, ...]]] = {
     "a variant": (
         "llama",
         renamed("model.fp16.safetensors"),
-        ("model.fp16.safetensors", "call that model.safetensors"),
+        ("model.fp16.safetensors", "rename that to model.safetensors"),
     ),
     "no weights": ("llama", renamed("../away"), ("holds neither", "give a directory")),
     "Gemma": ("llama", config(model_type="gemma"), ("model_type='gemma'", THEIRS)),
@@ -522,7 +522,7 @@ REFUSED: dict[str, tuple[str, Form, tuple[str, ...]]] = {
     "names that meet": (
         "llama",
         tensors(lambda t: t | {"norm.weight": t["model.norm.weight"] + 1}),
-        ("model.norm.weight twice", "take one of the two"),
+        ("model.norm.weight twice", "remove one of the two"),
     ),
     "a tensor in two files": (
         "llama",
