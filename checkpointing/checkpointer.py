@@ -132,7 +132,7 @@ class Checkpointer:
         Args:
             state: the objects that were saved, by key: modules, optimizers, tensors, and objects
                 with state_dict and load_state_dict.
-            step: load this step, from storage; the first rank's value counts.
+            step: load this step, from storage; the value on the first rank is used.
 
         Returns:
             The step; None if there is no checkpoint, with nothing changed.

@@ -231,9 +231,7 @@ class _Values:
         wanted = {path for path, value in leaves(self._root) if not isinstance(value, Tensor)}
         if found.keys() != wanted:
             names = ", ".join(sorted(".".join(map(str, one)) for one in found.keys() ^ wanted))
-            raise WrongModel(
-                f"only the checkpoint or only this state_dict has {names}; give all that was saved"
-            )
+            raise WrongModel(f"only the checkpoint or only this state_dict has {names}")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for (*outer, last), value in state_dict[VALUES]:

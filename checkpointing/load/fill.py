@@ -68,7 +68,7 @@ def read_tensors(
             are converted where a file has another dtype.
         group: process group that carries CPU tensors. None: this process alone reads the parts that
             it holds, and the rest of the blocks that it checks.
-        nodes: ranks of each node, which share memory; None: the ranks of each machine.
+        nodes: ranks of each node, which share memory; None: the result of `RankGroup.nodes`.
         finite: names of tensors that must not hold NaN or infinity.
         threads: threads with which a rank reads; None: one per processor that a node has for each
             rank, at most MOST_THREADS.

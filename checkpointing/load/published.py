@@ -38,7 +38,7 @@ _CURES = (
         "model.factory",
     ),
 )
-"""(pattern of names that the model lacks, advice). The first pattern that is found counts."""
+"""(pattern of names that the model lacks, advice). The first pattern that matches is used."""
 
 
 def by_model_names(

@@ -228,7 +228,7 @@ class StepCommitter:
             if not problems:
                 self._verified.add(newest.path.name)
                 break
-            logger.warning("%s was read back: %s", newest.path.name, problems[0])
+            logger.warning("%s was read back, and is not good: %s", newest.path.name, problems[0])
             bad = any(map(is_damage, problems))
             (self._found_damaged if bad else unreadable).add(newest.path.name)
         prune(self._directory, self._options, known())

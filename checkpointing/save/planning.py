@@ -140,8 +140,8 @@ def signatures(
     model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], *, strict: bool = False
 ) -> Signature:
     """Returns names, dtypes, shapes and placements, on which a plan depends. Unless `strict`,
-    values that are no tensors give an empty signature instead of an error: the ranks plan next, and
-    there all of them raise this error."""
+    values that are no tensors give an empty signature instead of an error. The ranks then make a
+    plan, and raise the error together."""
     try:
         return _signature(model), _signature(optimizer)
     except Exception:

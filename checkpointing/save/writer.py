@@ -241,7 +241,8 @@ class Writer:
                     lambda: self._to_coordinator(msg.PeerCopyEnded(source, key)),
                 )
             case msg.SaveEnded(key, outcome):
-                if self._current and self._current.key == key:  # otherwise handled before
+                # Otherwise the end of this save was handled before.
+                if self._current and self._current.key == key:
                     self._current.stopped = True
                     self._current = None
                     if outcome.path:

@@ -33,7 +33,7 @@ CONNECTIONS = 16
 ATTEMPTS = 6
 """Attempts at a request, in addition to those of the implementation."""
 GOOGLE, AZURE = ("gs", "gcs"), ("az", "abfs", "abfss")
-"""Protocols of gcsfs and of adlfs. These try a request 6 and 4 times, for some 20 s."""
+"""Protocols of gcsfs, and of adlfs. gcsfs tries a request 6 times, adlfs 4 times, for some 20 s."""
 _CURES = {
     **dict.fromkeys(GOOGLE, "GOOGLE_APPLICATION_CREDENTIALS or `gcloud auth`, and the network"),
     **dict.fromkeys(

@@ -183,7 +183,7 @@ class Storage(Protocol[P]):
         this process. Never touches a committed step.
 
         Args:
-            lost: owners that may no longer write here, dead or alive.
+            lost: owners, dead or alive, that may no longer write to `directory`.
         """
 
     def reading_lock(self, step: P) -> AbstractContextManager[None]:

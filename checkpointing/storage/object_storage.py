@@ -64,8 +64,8 @@ def _store(protocol: str, process: int) -> ObjectStore:
 # --- steps ----------------------------------------------------------------------------------------
 
 FOREIGN_SECONDS = 6 * 3600
-"""Seconds without a new object or upload after which an unfinished step of another machine, whose
-processes are not visible here, counts as abandoned. An upload shows no activity until it is
+"""Seconds without a new object or upload after which an unfinished step of another machine counts
+as abandoned, as this machine cannot see its processes. An upload shows no activity until it is
 finished, so this must exceed the longest upload of a file."""
 
 _MARKER = re.compile(r"(?P<step>step-\d{8,})\.(?:tmp|trash)-.+")

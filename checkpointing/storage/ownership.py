@@ -10,8 +10,8 @@ would be trained on. So a run reads only steps of its own user, of root, and of 
 `checkpoint.trust` names. The rule belongs to the directory: a process that trains sets it once, and
 it applies to every read of a step below. Each part of a path is opened without following links, and
 the owner of the open descriptor is checked, so that no file can be exchanged in between. A hard
-link, as backups make them, changes nothing: steps are written closed to the group, so only a
-trusted user can place one in a trusted user's directory.
+link, as backups make them, changes nothing: only trusted users can write to the folder of a trusted
+user's step, so nobody else can place a link there.
 
 A directory that a user names for reading, such as `model.init_from`, has no rule: files of any user
 are read there.
@@ -99,7 +99,8 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True)
 class TrustedUsers(Container[int]):
-    """User ids whose files a process accepts: its own, root's, and those of `names`."""
+    """User ids whose files a process accepts: its own (also as NFS maps it), root's, and those of
+    `names`, in which "group" stands for the members of the directory's group."""
 
     names: tuple[str | int, ...]
     directory: Path

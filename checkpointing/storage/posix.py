@@ -59,8 +59,8 @@ def is_transient(error: BaseException) -> bool:
 
 
 def retrying(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns call(*arguments), retried after transient errors for some ten seconds in all, with
-    exponential back-off and jitter."""
+    """Returns call(*arguments), retried after transient errors: six times, after waits of 7 s in
+    all, with exponential back-off and jitter."""
     try:
         return call(*arguments)
     except OSError as error:

@@ -228,8 +228,8 @@ class PosixWriter:
 # --- storage --------------------------------------------------------------------------------------
 
 FOREIGN_SECONDS = 3600
-"""Seconds without a change after which an unfinished directory of another machine, whose processes
-are not visible here, counts as abandoned."""
+"""Seconds without a change after which an unfinished directory of another machine counts as
+abandoned, as this machine cannot see its processes."""
 _ASIDE = re.compile(r"step-\d{8,}\.(?:tmp|trash)-.+")
 
 
@@ -265,7 +265,8 @@ class PosixStorage:
             return bytes(buffer[: read_at(descriptor, memoryview(buffer), 0)])
 
     def read_private(self, path: Path) -> bytes:
-        """Returns the first 65 bytes of a private file. Links are not followed."""
+        """Returns the first 65 bytes of a file; b"" if another user can open it. Links are not
+        followed."""
         with opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as descriptor:
             if not is_private(os.fstat(descriptor)):
                 return b""

@@ -137,8 +137,8 @@ def is_weights(name: str) -> bool:
 def beside_weights(directory: Place) -> tuple[dict[str, bytes], str]:
     """Returns (name → contents, one line about files that are left out and why; "" if none is).
 
-    Names are relative, such as `additional_chat_templates/tool.jinja`. Excluded are hidden files,
-    files that this package adds to a checkpoint, and folders with weights, which are other models.
+    Names are relative, such as `additional_chat_templates/tool.jinja`. Excluded are weights, hidden
+    files, files that this package adds to a checkpoint, and folders with weights: other models.
     Links are followed inside the directory, and to the blobs of the Hub's cache. If the limits are
     exceeded, the largest files are left out.
 

@@ -51,7 +51,7 @@ class CheckpointDifference:
     only_left: list[str] = field(default_factory=list)
     only_right: list[str] = field(default_factory=list)
     metas: list[str] = field(default_factory=list)
-    """Tensors whose dtypes or shapes differ, each with both of them."""
+    """For each tensor whose dtype or shape differs: its name, and both dtypes and shapes."""
     values: list[ValueDifference] = field(default_factory=list)
     """Tensors with other values, the largest relative difference first; dtypes may differ."""
     state: list[str] = field(default_factory=list)
@@ -104,7 +104,7 @@ def diff(left: str | Place, right: str | Place) -> CheckpointDifference:
             of which only the model is compared.
 
     Raises:
-        DamagedCheckpoint, StorageError: one of them is damaged or cannot be read.
+        DamagedCheckpoint, StorageError: a checkpoint is damaged or cannot be read.
     """
     with open_source(find_source(left)) as a, open_source(find_source(right)) as b:
         result = CheckpointDifference(a.path, b.path)

@@ -353,7 +353,7 @@ def verify(path: str | Place) -> Verification:
 
 
 def _verify_latest(steps: Sequence[Place]) -> list[CheckpointProblem]:
-    """Check that the pointer beside checkpoints, if it exists, names one of them."""
+    """Check that the pointer file beside `steps`, if it exists, names a committed checkpoint."""
     pointer = steps[0].with_name(LATEST)
     try:
         named = latest(pointer.parent)
@@ -403,7 +403,7 @@ def pruned(path: str | Place, options: CheckpointOptions, *, dry_run: bool) -> P
         dry_run: only decide.
 
     Raises:
-        StorageError: there is no checkpoint, or `path` is one.
+        StorageError: there is no checkpoint, or `path` is itself a checkpoint.
     """
     path = location(path)
     steps = find_steps(path)

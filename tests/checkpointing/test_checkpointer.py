@@ -436,7 +436,7 @@ def test_who_listens_in_on_the_group_does_not_learn_by_what_writers_know_each_ot
     monkeypatch.setenv("PERDURE_SECRET_FILE", str(secret))
     assert known(2) not in (drawn, bytes(32))
     secret.chmod(0o640)
-    with pytest.raises(StorageError, match="mend it, or name another by PERDURE_SECRET_FILE"):
+    with pytest.raises(StorageError, match="correct it, or name another in PERDURE_SECRET_FILE"):
         known(3)
 
 

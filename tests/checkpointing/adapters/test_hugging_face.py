@@ -104,5 +104,5 @@ def test_ranks_that_would_go_on_from_different_steps_are_all_told(tmp_path):
 
 
 def test_a_url_is_no_folder_of_that_name():
-    with pytest.raises(ValueError, match="s3://bucket/run: the Trainer reads files"):
+    with pytest.raises(ValueError, match="s3://bucket/run: the Trainer cannot read files"):
         ours.CheckpointCallback("s3://bucket/run", every=1)
