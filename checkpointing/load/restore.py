@@ -287,7 +287,7 @@ def load_memory(ranks: RankGroup, memory: MemoryStep, pull: Pull, kept: Mapping[
         logger.warning(
             "restored step %d from memory%s; storage has %s",
             memory.step,
-            f" ({keep} of {len(kept)} ranks still had their numbers)" if keep else "",
+            f", {keep} of {len(kept)} ranks by what they have kept" if keep else "",
             "it too" if memory.newest == memory.step else memory.newest or "none",
         )
 

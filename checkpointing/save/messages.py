@@ -130,7 +130,7 @@ class SaveOutcome:
     """File or directory on which the save failed."""
     errno: int | None = None
     seconds: float = 0.0
-    """Time from the request to the commit."""
+    """Time from the admission of the save to its commit or failure."""
     nbytes: int = 0
     """Bytes of tensor files."""
     writers: int = 0

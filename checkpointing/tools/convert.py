@@ -1,7 +1,8 @@
 """`perdure ckpt export | import`: conversion of checkpoints to and from foreign formats.
 
 Both write a new directory under another name, make it durable and rename it. Both hold one piece of
-a tensor in memory at a time. They run in one process, and convert weights, so they need torch.
+a tensor in memory at a time; from torch.distributed.checkpoint, one tensor. They run in one
+process, and convert weights, so they need torch.
 """
 
 import json
