@@ -1,8 +1,9 @@
 """The program that torchrun starts for each rank: `torchrun … -m trainer RECIPE.yaml [key.sub=value
 …]`. Without torchrun, it trains in a single process. Exit codes: see elastic/exits.py.
 
-Under `--rdzv-backend perdure` the node's agent forks the rank from a warm process, and this process
-only stands for it. So it imports nothing slow before it knows its role.
+Under `--rdzv-backend perdure` this process becomes a stand-in (elastic/node/standin.py): the node's
+agent forks the training process from one that has imported torch already. So this module imports
+nothing slow before it knows whether it trains itself.
 """
 
 import os
@@ -12,10 +13,10 @@ from typing import NoReturn
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Run one rank, or stand for it; never returns."""
+    """Train as one rank, or become its stand-in; never returns."""
     if not sys.flags.safe_path:
-        # `-m` puts the working directory first: its folders and files could hide our packages, or
-        # modules of torch and Python.
+        # With `-m` the working directory comes first in sys.path: its folders and files could hide
+        # our packages, or modules of torch and Python.
         del sys.path[0]
         home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         if home not in sys.path:  # for a checkout that is not installed
@@ -27,7 +28,7 @@ def main(arguments: list[str]) -> NoReturn:
     tolerate_lost_output()
     if NODE_SOCKET in os.environ and "RANK" in os.environ:
         stand_in("trainer.run.worker:main", "trainer.run.join:prepare", arguments)
-    if "RANK" not in os.environ:  # under torchrun, torchrun handles signals
+    if "RANK" not in os.environ:  # there is no torchrun, which would handle signals
         for number in handled_signals():
             signal.signal(number, leave_at_once)
     from trainer.run.worker import main as work

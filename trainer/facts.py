@@ -1,5 +1,5 @@
-"""Facts about the run that a node would train, for the node's agent before it joins; see
-elastic/node/program.py."""
+"""Describes the run that a node is about to join. The node's agent calls these functions before the
+node joins, see [Note: facts] in elastic/node/program.py."""
 
 from typing import Any
 
@@ -12,13 +12,15 @@ from trainer.run.preflight import folders_of
 
 
 def folders(arguments: tuple[str, ...]) -> dict[str, str]:
-    """Recipe key → path, for all paths of a recipe with overrides."""
+    """Return the local paths that the ranks need, by recipe key. `arguments`: path of the recipe,
+    then overrides such as "run.steps=10"."""
     return folders_of(load_recipe(arguments[0], arguments[1:]))
 
 
 def facts(arguments: tuple[str, ...], ranks: int) -> dict[str, Any]:
-    """Values for the fields of `elastic.node.program.JobFacts`, from a recipe with overrides, on a
-    node with `ranks` ranks."""
+    """Return the fields of `elastic.node.program.JobFacts` for a node with `ranks` ranks; only
+    `error` if the recipe cannot be trained there. `arguments`: path of the recipe, then
+    overrides."""
     try:
         recipe, _, _, identity = prepare(arguments)
         mesh_shape(recipe, least_nodes(recipe, 1, ranks) * ranks, ranks)
@@ -28,7 +30,7 @@ def facts(arguments: tuple[str, ...], ranks: int) -> dict[str, Any]:
         "identity": identity,
         "most_ranks": exact.most_shares(recipe) * together(recipe.strategy),
         "unit": replica_ranks(recipe),
-        # in a bucket, rank 0 excludes other launches, see run/terms.py
+        # A bucket has no local directory; rank 0 excludes other launches there, see run/terms.py.
         "directory": None if recipe.in_bucket else str(recipe.directory.absolute()),
         "save_seconds": recipe.checkpoint.deadline,
     }

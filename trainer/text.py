@@ -10,12 +10,13 @@ from typing import Any, TextIO
 _JOINERS = "\u200c\u200d"
 """Invisible characters that Persian, Indian scripts and emoji need."""
 _STEERING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""Unicode categories of characters that control a terminal: controls, formats (including those that
+"""Unicode categories of characters that control a terminal: controls, formats (some of which
 reverse text), surrogates, line and paragraph separators."""
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[list[str]]:
-    """Pad the cells of rows to their column's width; columns in `right` are right-aligned."""
+    """Pad the cells of rows to their column's width. `right`: indices of the columns to align at
+    the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         [
@@ -27,14 +28,16 @@ def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[l
 
 
 def table(rows: Sequence[Sequence[str]], right: Container[int] = (), indent: str = "") -> list[str]:
-    """Format rows as lines of aligned cells."""
+    """Format rows as lines of aligned cells. `right`: indices of the columns to align at the right.
+    `indent`: begins each line."""
     return [indent + "  ".join(row).rstrip() for row in aligned(rows, right)]
 
 
 def markdown(
     columns: Sequence[str], rows: Sequence[Sequence[str]], right: Container[int] = ()
 ) -> list[str]:
-    """Lines of a Markdown table, aligned so that it is readable on a console."""
+    """Return the lines of a Markdown table, aligned so that it is readable on a console. `right`:
+    indices of the columns to align at the right."""
     head, *body = aligned([columns, *rows], right)
     rule = [
         "-" * (len(cell) - 1) + (":" if number in right else "-")
@@ -44,7 +47,7 @@ def markdown(
 
 
 def wrapped(text: str) -> str:
-    """Wrap a paragraph or list item of Markdown at 100 columns; longer words stay whole."""
+    """Wrap a paragraph or list item of Markdown at 100 columns, only between words."""
     rest = "  " if text.startswith("- ") else ""
     return fill(text, 100, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False)
 
@@ -96,13 +99,15 @@ class _Visible:
 
 
 def beneath(stream: TextIO) -> TextIO:
-    """Stream below a stream of `show_only_visible`, for our own colours."""
+    """Return the stream that `show_only_visible` has wrapped, to which our own colours can be
+    written; any other stream unchanged."""
     return stream._stream if isinstance(stream, _Visible) else stream
 
 
 def show_only_visible() -> None:
-    """From now on, escape what sys.stdout and sys.stderr write: output of a command may come from
-    others' files, checkpoints or nodes. stderr keeps carriage returns, for progress bars."""
+    """Make sys.stdout and sys.stderr escape control characters from now on, because a command may
+    print text from other users' files, checkpoints or nodes. stderr keeps carriage returns, for
+    progress bars."""
     for name, kept in (("stdout", "\n\t"), ("stderr", "\n\t\r")):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Visible):
