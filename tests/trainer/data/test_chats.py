@@ -130,7 +130,7 @@ def test_trained_is_what_a_model_produces_when_it_is_served(shown):
     assert shown(LED, chat("2+2?", "4"), noted=noted) == [
         ("<|user|>2+2?<|assistant|>4</s>", "4</s>")
     ]
-    assert "the prompt of 1 answers ends in '<think>\\n', but they do not" in noted[0]
+    assert "the prompt of 1 answers ends in '<think>\\n', but the template writes" in noted[0]
     noted.clear()
     shown(BARE, chat("2+2?", "4"), noted=noted)
     assert "1 documents have no trained special token" in noted[0]
@@ -345,7 +345,7 @@ def test_generation_blocks_are_followed_and_compared_with_the_law(shown):
     assert shown(BLOCKS, chat(*TURNS), noted=noted)[0][1] == "4<|im_end|>|It is 6.<|im_end|>"
     assert noted == [
         "the template's generation blocks do not train '\\n' in 1 of the compared chats, unlike"
-        " what a model produces when served; the blocks count"
+        " what a model produces when served; the blocks decide"
     ]
     assert [trained for _, trained in shown(BLOCKS, chat(*TURNS), "each")] == [
         "4<|im_end|>",

@@ -1,5 +1,5 @@
 """Observes chat templates, to derive the renderings of a chat's beginnings from one rendering of
-it.
+the whole chat.
 
 [Note: one rendering] Trained spans need the renderings of messages[:n], with and without the
 generation prompt. Most templates are a loop over the messages, with text before and after it.
@@ -21,8 +21,8 @@ from jinja2 import Environment, nodes
 
 PROMPT = "add_generation_prompt"
 BODY_BEGINS, BODY_ENDS = "\ufdd2", "\ufdd3"
-"""Marks that an observed template writes around each run of the loop's body. No chat may have them:
-they are in `MARKS`."""
+"""Marks that an observed template writes around each run of the loop's body. `ChatEncoder` rejects
+chats that have such a character, see `MARKS` in template.py."""
 TAKE = "_take"
 """Name of the filter `take` in templates."""
 _OF_CHATS = {"messages", "tools", "documents", "loop", "self"}
@@ -45,14 +45,16 @@ class TemplateReads:
         self._begun = self.taken
 
     def ends_beginning(self) -> bool:
-        """Whether the text up to here, the end of the body, depends only on the taken messages."""
+        """Whether the text written so far depends only on the messages that the loop has taken.
+        Called where a run of the loop's body ends. False if that run has taken a further
+        message."""
         # A body that asks for the next message (loop.last) takes it during the run.
         return self.taken == self._begun and 0 < self.taken >= self.known
 
 
 class ObservedMessages:
-    """A list of messages for templates that records what is read of it. Other uses of a list raise
-    TypeError."""
+    """A list of messages for templates, which records what a template reads of it. Uses of a list
+    that it does not know raise TypeError."""
 
     def __init__(self, messages: Sequence[Any], reading: TemplateReads, first: int = 0) -> None:
         """`first`: index of the list's first message in the chat."""
@@ -63,7 +65,7 @@ class ObservedMessages:
         return self._all[self._first :]
 
     def _take(self) -> Iterator[Any]:
-        """Yield the messages to the observed loop."""
+        """Yield the messages to the observed loop, and record how many it has taken."""
         for number in range(self._first, len(self._all)):
             self._reading.taken = number + 1
             yield self._all[number]
@@ -94,12 +96,12 @@ class ObservedMessages:
         return self._whole()[index]
 
     def __eq__(self, other: object) -> bool:
-        raise TypeError("it compares messages")
+        raise TypeError("the chat template compares the list of messages")
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        raise TypeError("it writes messages as Python objects")
+        raise TypeError("the chat template writes the list of messages as a Python object")
 
     def __getattr__(self, name: str) -> Any:
         # Python itself looks up names with underscores; templates cannot.
@@ -107,7 +109,8 @@ class ObservedMessages:
 
 
 def take(values: Any) -> Any:
-    """Filter of the loop's values: observes them if they are messages."""
+    """Filter for the values of the observed loop: convert `ObservedMessages` to an iterator that
+    records which messages the loop takes; return other values unchanged."""
     return values._take() if type(values) is ObservedMessages else values
 
 
@@ -119,8 +122,8 @@ def observe(tree: nodes.Template, environment: Environment) -> nodes.Template | 
         environment: compiles it.
 
     Returns:
-        The rest after the loop, as a template; None if it depends on a chat, or there is no such
-            loop.
+        The rest after the loop, as a template. None if the loop cannot be observed: there is none,
+            the text up to its end depends on the generation prompt, or the rest on a chat.
     """
     places = [place for place, node in enumerate(tree.body) if isinstance(node, nodes.For)]
     if not places or any(tree.find_all(_ELSEWHERE)):

@@ -1,4 +1,4 @@
-"""Converts records of all known forms to chats; pure.
+"""Converts records of all known forms to chats.
 
 | form | keys |
 |---|---|
@@ -45,7 +45,7 @@ class Chat:
 
 
 def form_of(record: Any) -> str:
-    """Form of a record: "chats" or "pairs"; "" if unknown."""
+    """What a record holds by its keys: "chats" or "pairs"; "" if neither."""
     if not isinstance(record, Mapping):
         return ""
     if "chosen" in record and "rejected" in record:
@@ -108,7 +108,7 @@ def texts_of(value: Any, depth: int = 0) -> Iterator[str]:
     deeply."""
     # Records are untrusted, and Python's recursion is limited.
     if depth > _MOST_DEPTH:
-        raise ChatError("nested too deep")
+        raise ChatError(f"its values are nested more than {_MOST_DEPTH} levels deep")
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -189,7 +189,7 @@ def _normal(message: Message, where: str) -> Message:
         raise ChatError(f"{where} has no content")
     thought = next((message[key] for key in _REASONING if key in message), None)
     if thought is not None:
-        # Templates read either key.
+        # Some templates read one of these keys, some the other.
         message = {"thinking": thought, **message, "reasoning_content": thought}
     if "tool_calls" in message:
         calls = message["tool_calls"]
@@ -202,7 +202,7 @@ def _normal(message: Message, where: str) -> Message:
 
 
 def _joined(content: Sequence[Any], where: str) -> str:
-    """Join the texts of a content in parts."""
+    """Join the texts of a message's content that is a list of parts."""
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
     for part, text in zip(content, texts, strict=True):
         if not isinstance(text, str):
@@ -212,7 +212,7 @@ def _joined(content: Sequence[Any], where: str) -> str:
 
 
 def _call(call: Mapping[str, Any]) -> Message:
-    """Convert a tool call's arguments to an object, as model servers do."""
+    """Convert a tool call's arguments from JSON text to an object, as model servers do."""
     function = call.get("function")
     inner = function if isinstance(function, Mapping) else call
     arguments = inner.get("arguments")
@@ -225,7 +225,8 @@ def _call(call: Mapping[str, Any]) -> Message:
 
 
 def _side(value: Any, name: str, role: str) -> list[Message]:
-    """Messages of a prompt or an answer, which may be plain text."""
+    """Return the messages of a prompt or an answer. If it is plain text, it becomes one message by
+    `role`. `name`: key of the record, for messages about errors."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if isinstance(value, Mapping):

@@ -22,7 +22,8 @@ _NOT_DATA = re.compile(
     | rejects\.jsonl | cache-.*\.arrow | \..*""",
     re.IGNORECASE | re.VERBOSE,
 )
-# As in Hugging Face's `datasets`, but eval is a test split there. The first split in a name counts.
+# As in Hugging Face's `datasets`, but eval is a test split there. A name with words of several
+# splits belongs to the one that comes first here.
 _WORDS: dict[NamedSplit, set[str]] = {
     "train": {"train", "training"},
     "test": {"test", "testing"},
@@ -69,7 +70,8 @@ def find_inputs(names: Sequence[str], column: str, by_name: bool) -> InputFiles:
     """
     inputs = InputFiles()
     others: list[str] = []
-    # Only names below the common folder count: of data/train data/test/*, but not of /home/test.
+    # Names of folders above all inputs, such as /home/test, must not determine a split. So only the
+    # parts of a path below the folder that all inputs share are compared.
     parts: dict[str, tuple[str, ...]] = {}
     shared = os.path.commonpath([os.path.abspath(name) for name in names])
     for name in names:
@@ -110,7 +112,7 @@ def _divide(inputs: InputFiles, parts: dict[str, tuple[str, ...]]) -> None:
     """Remove the test files from the inputs, and record the validation files."""
     splits = {file: split_by_name(names) for file, names in parts.items()}
     if "train" not in splits.values():
-        # "The last test.txt" names a test split only if there is also a train file.
+        # A name such as "The last test.txt" means a test split only if there is also a train file.
         splits = {file: split_by_name(names, strict=True) for file, names in parts.items()}
     shown: dict[NamedSplit, list[str]] = {split: [] for split in _WORDS}
     for file, split in splits.items():
@@ -134,7 +136,8 @@ def _divide(inputs: InputFiles, parts: dict[str, tuple[str, ...]]) -> None:
 
 
 def split_by_name(parts: Sequence[str], strict: bool = False) -> NamedSplit:
-    """Split named by a file, or else by its nearest folder; "" if none is named.
+    """Return the split that the file's name contains, or else that of the nearest folder whose name
+    contains one; "" if none does.
 
     Args:
         parts: names of folders, and the file's name.
@@ -179,7 +182,8 @@ def _search(directory: Path, column: str) -> _FolderFiles:
                 is_data = stat.S_ISREG(mode) and kind_by_name(file)
                 taken = is_data and not _NOT_DATA.fullmatch(file.name)
                 (found.data if taken else found.others).append(str(file))
-    # A table without the text column, such as a list of sources, is not data.
+    # A table without the text column, such as a list of sources, is not data, unless there are only
+    # such tables: their missing column is reported later.
     tables = {
         file
         for file in found.data

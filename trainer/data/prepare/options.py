@@ -28,7 +28,8 @@ class PrepareOptions:
     train_bpe: int | None = None
     """Size of a byte-level BPE vocabulary to train on the inputs; replaces `tokenizer`."""
     eos: str | None = None
-    """Token that ends a document; default: the known one of well-known tokenizers."""
+    """Token that ends a document; default: the one of well-known tokenizers that the tokenizer has,
+    or that of tokenizer_config.json."""
     field: str = "text"
     """Field of json objects, column of csv, parquet and arrow; a.b is field b of field a."""
     split_documents: Split = "auto"
@@ -42,13 +43,13 @@ class PrepareOptions:
     """Share of the documents in the validation split, chosen by a hash of their text (default 0.02,
     or 0 if files form the validation split)."""
     shard_tokens: int = 1 << 28
-    """Minimum tokens of a shard; it ends with the document that reaches them."""
+    """Minimum tokens of a shard; it ends with the document that reaches this number."""
     on_bad: OnBad = "skip"
     """Whether a bad record, or a link in a folder that cannot be followed, is skipped and listed,
     or is an error."""
     special_tokens: SpecialTokens = "letters"
-    """Whether special tokens that a text spells out, such as <|im_start|> in chats, become their
-    letters or the tokens."""
+    """Whether a text that spells a special token, such as <|im_start|>, is encoded as ordinary
+    letters, or as the special token."""
     chat: bool = False
     """Records are chats: messages, ShareGPT's, Alpaca's, or prompt and completion. The tokenizer's
     chat template renders them."""
@@ -57,7 +58,7 @@ class PrepareOptions:
     turns: Turns = "auto"
     """Trained answers of a chat. all: every answer, in one document. each: every answer, in its own
     document, as it is served. last: the last answer. auto: all, but each for chats whose answers
-    the template renders differently once messages follow."""
+    the template renders differently once further messages follow."""
     template: str | None = None
     """File with a chat template; replaces the tokenizer's."""
     template_options: str | None = None
@@ -73,8 +74,8 @@ class PrepareOptions:
     """Whether longer documents are dropped and listed, or cut at the limit (each answer of a pair
     at half of it)."""
     spelled: Spelled = "reject"
-    """Whether a chat whose texts spell a special token is rejected and listed, or has the token's
-    letters."""
+    """Whether a chat whose texts spell a special token is rejected and listed, or is encoded with
+    ordinary letters in its place."""
 
     @property
     def kind(self) -> Kind:

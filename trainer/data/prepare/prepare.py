@@ -134,7 +134,9 @@ def prepare(
         known = settings.field if settings.kind == "documents" else _TABLE_OF_CHATS
         found = find_inputs(names, known, settings.splits == "by-name")
         if found.broken and settings.on_bad == "fail":
-            raise DataError(f"cannot be followed: {', '.join(found.broken)}; repair or remove it")
+            raise DataError(
+                f"links that cannot be followed: {', '.join(found.broken)}; repair or remove them"
+            )
         # A validation split by file names replaces the default share.
         if settings.validation_fraction is None:
             share = 0.0 if found.validation else _VALIDATION_FRACTION
@@ -173,8 +175,8 @@ def prepare(
 
 
 def what_to_type(inputs: Sequence[str]) -> str:
-    """Message with the command for inputs that were given without options, from the first records
-    of the first input. Raises DataError if an input cannot be read."""
+    """Return a message with the command to type for inputs that were given without options, found
+    from the first records of the first input. Raises DataError if an input cannot be read."""
     files = (
         []
         if any(map(is_pipe, inputs)) or set(inputs) & set(CORPORA)
@@ -277,15 +279,16 @@ def _read_template(settings: PrepareOptions) -> _Template:
 
 
 def _resolve(name: str, out: Path, settings: PrepareOptions) -> str:
-    """File of a named corpus, or a copy of a pipe; other inputs unchanged."""
+    """Return the file to read for an input: that of a named corpus, the copy of a pipe, or else
+    `name` itself."""
     if name in CORPORA and not Path(name).exists():
         return str(fetch_corpus(name, out / "corpus"))
     return str(spool(name, out, settings.field)) if is_pipe(name) else name
 
 
 def _plan_hash(inputs: InputFiles, settings: PrepareOptions, template: _Template | None) -> str:
-    """Hash of options, tokenizer, chat template, and name, size, age and split of each input: of
-    all that determines the data set."""
+    """Hash of all that determines the data set: options, tokenizer, chat template, and the name,
+    size, time of change and split of each input."""
     stats = []
     for file in inputs.files:
         status = os.stat(file)
@@ -295,7 +298,7 @@ def _plan_hash(inputs: InputFiles, settings: PrepareOptions, template: _Template
     if settings.tokenizer and settings.tokenizer != "bytes":
         tokenizer = tokenizer_file(settings.tokenizer).read_bytes()
     options = asdict(settings)
-    del options["splits"]  # shows in the inputs' splits
+    del options["splits"]  # hashed by its effect, the split of each input
     if settings.special_tokens == "letters":
         del options["special_tokens"]  # data sets of older versions keep their hash
     # Data sets of plain text keep the hash of older versions.
@@ -307,7 +310,8 @@ def _plan_hash(inputs: InputFiles, settings: PrepareOptions, template: _Template
 
 
 def _finished(out: Path, plan_hash: str) -> dict[str, Any] | None:
-    """Index of the complete data set in `out`; None if a file is missing or truncated."""
+    """Index of the complete data set in `out`; None if a file is missing or truncated. Raises
+    DataError if it was prepared from other inputs or options than those of `plan_hash`."""
     index = read_index(out)
     if index.get("plan") != plan_hash:
         raise DataError(
@@ -335,7 +339,7 @@ def _prepare(
     # Without its index, the directory is no data set while files change.
     (out / "index.json").unlink(missing_ok=True)
     work = out / f"{_WORK}{plan_hash[:16]}"
-    # from an interrupted command with other inputs or options
+    # These folders are left by interrupted commands with other inputs or options.
     for stale in out.glob(".work-*"):
         if stale != work:
             shutil.rmtree(stale)
@@ -359,7 +363,7 @@ def _prepare(
     ):
         _say(line)
     index = _join(jobs, results, forms, out, vocabulary, settings, template, plan_hash)
-    # Last: until here, a repeated command resumes from these files.
+    # Removed last, because a repeated command resumes from these files.
     shutil.rmtree(work)
     return index
 
@@ -387,7 +391,7 @@ def _make_tokenizer(units: list[Pieces], settings: PrepareOptions, work: Path) -
         home, content = given.parent, given.read_bytes()
         # parsed before it is copied, so that errors name the user's file
         read_tokenizer(given)
-    # Trained by an interrupted command, which has tokenised units with it.
+    # An interrupted command has trained this tokenizer, and tokenised units with it.
     elif file.exists():
         content = file.read_bytes()
     elif settings.train_bpe:
@@ -487,8 +491,8 @@ def _lines_before(units: list[Pieces]) -> list[list[int]]:
 def _write_records(
     jobs: list[TokeniseTask], before: list[list[int]], results: list[list[dict[str, Any]]]
 ) -> None:
-    """Write for each unit and split the line of each document in its input file; units know only
-    the line within the piece."""
+    """For each unit and split, write the line of each document in its input file. The units' own
+    files have lines within the pieces only. `before`: from `_lines_before`."""
     for job, starts, result in zip(jobs, before, results, strict=True):
         for split in SPLITS:
             counts = [piece["by_split"][split] for piece in result]

@@ -179,11 +179,12 @@ def _called(value: Any) -> str:
 
 
 def _instead(names: Iterable[str]) -> str:
-    """Text about a record or table without the text field: what it has, and the remedy."""
+    """Return text for a message about a record or table without the text field: the names that it
+    has, and what to do."""
     names = list(names)
     if not names:
         return "it is empty"
-    # Tables are recognised by names alone, so records are, too.
+    # By the names alone, which are all that is known of a table.
     kind = form_of({name: [] for name in names})
     way = {"chats": "these are chats; use --chat", "pairs": "these are pairs; use --pairs"}
     return f"it has {_names(names)}; {way.get(kind, 'see --field')}"
@@ -205,7 +206,9 @@ def _json_values(path: Path, blocks: Iterable[bytes], field: str | None) -> Iter
         try:
             buffer, position = buffer[position:] + decode.decode(block, final), 0
         except UnicodeDecodeError as error:
-            raise DataError(f"{path}: not UTF-8, after {number} values: {error.reason}") from error
+            raise DataError(
+                f"{path}: not UTF-8, after {number} values: {error.reason}; convert the file"
+            ) from error
         if not final and len(buffer) < 2 * tried:
             continue  # avoids parsing a long value again for every block
         while True:

@@ -1,4 +1,5 @@
-"""Cuts input files into pieces: txt, md, csv, json, also compressed, parquet, arrow.
+"""Cuts input files into pieces: txt, md, csv and json files, which may be compressed; parquet and
+arrow files.
 
 Pieces begin and end with a document. They are gathered into units, the work items of workers. Units
 and their documents have a fixed order, independent of the workers.
@@ -18,7 +19,8 @@ from trainer.data.prepare.text import choose_split, content_sizes, next_border, 
 from trainer.data.shards import DataError
 
 UNIT_BYTES = 32 << 20
-"""Largest size of a unit, in bytes, if its parts can be separated."""
+"""Largest size of a unit, in bytes. A unit of one piece may be larger, if the piece cannot be cut
+or would leave a tiny rest."""
 _SMALLEST_UNIT, _UNITS = 2 << 20, 256
 KINDS = "txt, md, csv, tsv, json, jsonl (each also .gz, .bz2, .xz, .zst), parquet or arrow"
 
@@ -109,8 +111,8 @@ def detect_forms(
 
 
 def _has_json_lines(path: Path) -> bool:
-    """Whether a file has one value per line. Assumed unless it begins with an array, or with an
-    object and none of its first lines is an object."""
+    """Whether a file has one value per line. Assumed, unless it begins with an array, or with a
+    line of only { while none of its first 20 lines is an object."""
     head = b"".join(islice(read_blocks(path), 1)).lstrip()
     if not head.startswith(b"{"):
         return not head.startswith(b"[")
@@ -148,7 +150,7 @@ def cut_units(forms: dict[str, FileForm]) -> list[Pieces]:
     """Cut all files into units, in order; small files share a unit. Raises DataError if a parquet
     file cannot be opened."""
     total = sum(Path(file).stat().st_size for file in forms)
-    # Small enough to balance workers and to lose little to a kill, but not too many.
+    # Units are small, to balance workers and to lose little to a kill, but not too many.
     most = min(UNIT_BYTES, max(_SMALLEST_UNIT, total // _UNITS))
     units: list[Pieces] = []
     gathered: list[FilePiece] = []

@@ -110,8 +110,8 @@ class ChatEncoder:
     """Encodes texts as tokens; letters that spell a special token can stay letters."""
 
     def __init__(self, tokenizer: Tokenizer, written: str = "") -> None:
-        """Take over and change `tokenizer`. `written`: text that spells the added tokens at which
-        chats may be cut, such as the source of their template."""
+        """Changes `tokenizer`, so it must not be used elsewhere. `written`: text that spells the
+        added tokens at which chats may be cut, such as the source of their template."""
         # Templates write begin and end tokens themselves, and offsets must not be trimmed.
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
         tokenizer.encode_special_tokens = False
@@ -167,7 +167,7 @@ class ChatEncoder:
         return EncodedText(ids, cuts, places)
 
     def _in_pieces(self, texts: Sequence[str]) -> Iterator[EncodedText]:
-        """Encode texts in pieces: each piece from a cut to the next one by itself."""
+        """Encode each text in pieces, each from one cut to the next, and join their tokens."""
         spans = [[match.span() for match in self._cuts.finditer(text)] for text in texts]
         pieces = [
             [
@@ -188,7 +188,7 @@ class ChatEncoder:
             yield EncodedText(ids, [(end, begin, start) for (begin, end), start in cuts])
 
     def _with_letters(self, text: str) -> EncodedText:
-        """Encode a text in which marks enclose letters."""
+        """Encode a text in which marks enclose letters that must not become special tokens."""
         ids: list[int] = []
         places: list[tuple[int, int]] = []
         begin = 0
@@ -278,7 +278,7 @@ def _alike(one: str, other: str) -> int:
 
 T = TypeVar("T")
 Finding: TypeAlias = Generator[str, EncodedText, T]
-"""A generator that yields texts and receives their tokens."""
+"""A generator that yields texts, receives their tokens, and returns T."""
 
 
 class SpanFinder:
@@ -298,9 +298,10 @@ class SpanFinder:
         self._loss, self._spelled = loss, spelled
         self._left_to_compare = _COMPARED
         self.counts: Counter[str] = Counter()
-        """chats: number of chats. unstable: chats with a document for each answer; each and whole:
-        characters of these documents, and of these chats. led: answers that do not begin as their
-        prompt ends. endless: documents without a trained special token. blocks: chats whose
+        """chats: number of chats. unstable: chats with a document for each answer, because an
+        answer is rendered differently once messages follow; each and whole: characters of these
+        documents, and of these chats. led: answers whose rendering does not begin with that of
+        their prompt. endless: documents without a trained special token. blocks: chats whose
         generation blocks differ from what a model produces when served."""
         self.examples: dict[str, str] = {}
         """First example for "led" and for "blocks"."""
@@ -361,8 +362,8 @@ class SpanFinder:
     def _whole(
         self, chat: Chat, rendering: ChatRendering, turns: Turns
     ) -> Finding[list[ChatDocument]]:
-        """Convert a chat to one document, or to several if an answer is unstable and `turns` is
-        auto."""
+        """Convert a chat to one document. If an answer is rendered differently once messages
+        follow, make one document of each answer, or raise ChatError if `turns` is all."""
         marked = rendering.upto(len(chat.messages))
         text = without_blocks(marked)
         if self._template.has_blocks:
@@ -378,8 +379,8 @@ class SpanFinder:
                 return [self._document(whole, trained)]
         if turns == "all":
             raise ChatError(
-                f"message {unstable} is rendered differently once messages follow, so it is not "
-                "trained as served; --turns each makes one document of each answer"
+                f"message {unstable} is rendered differently once messages follow, so it would not "
+                "be trained as served; --turns each makes one document of each answer"
             )
         self.counts["unstable"] += 1
         self.counts["whole"] += len(text)
@@ -462,7 +463,8 @@ class SpanFinder:
     def _begin(
         self, turn: int, rendering: ChatRendering, text: str, whole: EncodedText, stop: int
     ) -> int:
-        """Index of the first token of an answer that is not in its prompt.
+        """Index of the first token of an answer that is not in its prompt. Raises ChatError if
+        there is none.
 
         Args:
             turn: index of the answer.
@@ -474,7 +476,10 @@ class SpanFinder:
         prompt = without_blocks(rendering.upto(turn, prompt=True))
         begin, led = self._encoder.common(whole, text, prompt)
         if begin >= stop:
-            raise ChatError(f"message {turn} has no token beyond its prompt")
+            raise ChatError(
+                f"message {turn}: the answer adds no token to its prompt, so there is nothing to "
+                "train"
+            )
         if not text.startswith(prompt):
             self.counts["led"] += 1
             self.examples.setdefault("led", self._encoder.text_of(led)[:60])
@@ -483,7 +488,8 @@ class SpanFinder:
     def _compare(
         self, text: str, whole: EncodedText, served: NDArray[np.bool_], blocks: NDArray[np.bool_]
     ) -> None:
-        """Count chats whose generation blocks differ from what a model produces when served."""
+        """Count a chat, and keep the first example, if its generation blocks differ from what a
+        model produces when served. `served` and `blocks`: which tokens each of them trains."""
         differ = np.flatnonzero(served != blocks)
         if differ.size:
             first = int(differ[0])
@@ -533,13 +539,14 @@ def notes_for_user(counts: Counter[str], examples: dict[str, str]) -> Iterator[s
         )
     if counts["led"]:
         yield (
-            f"the prompt of {counts['led']:,} answers ends in {examples['led']!r}, but they do not "
-            "begin so; add reasoning_content, or --template-options that change the prompt"
+            f"the prompt of {counts['led']:,} answers ends in {examples['led']!r}, but the "
+            "template writes these answers without that text; add reasoning_content, or "
+            "--template-options that change the prompt"
         )
     if counts["blocks"]:
         yield (
             f"the template's generation blocks {examples['blocks']} in {counts['blocks']:,} of the "
-            "compared chats, unlike what a model produces when served; the blocks count"
+            "compared chats, unlike what a model produces when served; the blocks decide"
         )
     if counts["endless"]:
         yield (

@@ -15,7 +15,7 @@ from trainer.data.prepare.writer import synced
 from trainer.data.shards import DataError
 
 FOLDER = ".stdin"
-"""Folder inside a data set's directory while the data set is prepared."""
+"""Folder in a data set's directory that holds copies of pipes while the data set is prepared."""
 _STDIN = ("-", "/dev/stdin")
 # Magic bytes of a file → its extension.
 _BINARY = {b"PAR1": ".parquet", b"ARROW1": ".arrow"}

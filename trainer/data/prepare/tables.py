@@ -37,8 +37,8 @@ def read_rows(path: Path, blocks: Iterable[bytes], column: str) -> Iterator[tupl
 
 
 def split_header(line: str, column: str) -> tuple[str, list[str]]:
-    """Return (delimiter, column names) of a table, from its first line: the first of comma,
-    semicolon, tab and bar that yields `column`, else comma."""
+    """Return (delimiter, column names) of a table, from its first line. The delimiter is the first
+    of comma, semicolon, tab and bar with which there is a `column`, else comma."""
     columns = {delimiter: _cells(line, delimiter) for delimiter in ",;\t|"}
     delimiter = next((d for d, names in columns.items() if column in names), ",")
     return delimiter, columns[delimiter]

@@ -44,8 +44,8 @@ _BORDERS = re.compile(f"([{_BLOCK_BEGIN}{_BLOCK_END}])")
 MARKS = SPELLED_BEGIN + SPELLED_END + _BLOCK_BEGIN + _BLOCK_END
 
 SECONDS = 10
-"""CPU seconds of one rendering. One second later the process is killed, because an exception cannot
-interrupt an operation on huge numbers."""
+"""Most CPU seconds of one rendering. One second later the process is killed, because an exception
+cannot interrupt an operation on huge numbers."""
 MOST_CHARACTERS = LONGEST_LINE
 """Longest rendered chat, in characters."""
 ROOM = 4 << 30
@@ -81,25 +81,30 @@ _OF_DICTS = frozenset(dir(dict))
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox without powers, and with bounded products. `call_binop` computes them at run
-    time, never during compilation."""
+    """Jinja's sandbox, which refuses powers, and bounds products of sequences. So powers and
+    products are computed at run time, by `call_binop`, and never during compilation."""
 
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Raise SecurityError for operations that make a large result from small operands."""
         if operator == "**":
-            raise jinja2.exceptions.SecurityError("it computes a power, which no template needs")
+            raise jinja2.exceptions.SecurityError(
+                "the template computes a power, which is not allowed; write the number itself"
+            )
         if operator == "*" and any(hasattr(value, "__len__") for value in (left, right)):
             times = next((value for value in (left, right) if isinstance(value, int)), 0)
             sizes = [len(value) for value in (left, right) if hasattr(value, "__len__")]
             if times * max(sizes) > MOST_CHARACTERS:
-                raise jinja2.exceptions.SecurityError(f"it repeats a sequence {times} times")
+                raise jinja2.exceptions.SecurityError(
+                    f"the template repeats a sequence {times} times, to more than "
+                    f"{MOST_CHARACTERS:,} elements"
+                )
         return super().call_binop(context, operator, left, right)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Jinja's lookup with a fast path: keys of dicts, and attributes of loops and namespaces,
-        where only names with _ are unsafe."""
+        """Look up an attribute as Jinja does, with a fast path for keys of dicts, and for
+        attributes of loops and namespaces. Of these, only names that begin with _ are unsafe."""
         kind = type(obj)
         if kind is dict and attribute not in _OF_DICTS:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
@@ -128,7 +133,9 @@ class _Namespace(jinja2.utils.Namespace):
 
 def _check_name(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"it sets the attribute {name!r} of a namespace")
+        raise jinja2.exceptions.SecurityError(
+            f"the template sets {name!r} of a namespace, but a name must not begin with _"
+        )
 
 
 class ChatTemplate:
@@ -196,7 +203,7 @@ class ChatTemplate:
         """Yield the output of a template, piece by piece."""
         size = 0
         try:
-            # as jinja's `generate` does, but with globals that are set already
+            # As jinja's `generate` does, but `_variables` contain the globals already.
             context = template.new_context({**self._variables, **given}, shared=True)
             for part in template.root_render_func(context):
                 size += len(part)
@@ -377,8 +384,8 @@ def read_template(given: str | None, home: Path | None) -> dict[str, str]:
 
 
 def special_variables(home: Path | None) -> dict[str, str]:
-    """Variable of a special token in templates, such as eos_token → its text. Raises DataError if
-    tokenizer_config.json cannot be read."""
+    """Return the template variables for special tokens, such as eos_token, with the tokens' texts.
+    Raises DataError if tokenizer_config.json cannot be read."""
     variables = {}
     for key, value in (_config(home) if home else {}).items():
         token = value.get("content") if isinstance(value, dict) else value

@@ -12,7 +12,8 @@ from trainer.data.prepare.options import Split
 # Enough for a validation split of 2 %: with 256 documents it is empty once in 176 times.
 _ENOUGH_DOCUMENTS = 256
 _SMALLEST_WINDOW, _LARGEST_WINDOW = 2 << 10, 1 << 20
-# Mean lengths, in bytes, above which blank lines or line ends count as ends of documents.
+# Mean lengths, in bytes, from which blank lines or line ends count as ends of documents; least
+# number of such documents.
 _LONG_BLOCK, _LONG_LINE, _SEVERAL = 2000, 1000, 8
 
 _BORDERS = {
@@ -62,7 +63,8 @@ def content_sizes(paths: Sequence[Path]) -> dict[Path, int]:
 
 
 def choose_split(path: Path, size: int, window: int) -> Split:
-    """Choose how a text file is cut into documents, from its beginning."""
+    """Choose how a text file is cut into documents, from its beginning. `size`: bytes of text in
+    the file. `window`: from `window_bytes`."""
     head = b""
     for block in read_blocks(path):
         head += block
@@ -146,7 +148,8 @@ def _border(
     if split == "file":
         return None
     if split == "window":
-        # The last window has at least half of `window`; other windows need no look at the end.
+        # So the last window has at least half of `window` bytes. Before the final block, two whole
+        # windows must be there, so that this cut cannot be the last.
         if len(buffer) - position < (window * 3 // 2 if final else window * 2):
             return None
         start = position + window

@@ -37,7 +37,8 @@ from trainer.data.tokenizer import read_tokenizer, special_tokens
 PROGRESS = "progress"
 """Name of the file in the work directory with the number of bytes read of each unit, as uint64."""
 _BATCH = 512  # documents per call of the tokenizer
-# characters per call of the tokenizer, which needs 150 bytes per token; at most twice that
+# Characters for one call of the tokenizer, which needs 150 bytes per token. The last document added
+# may double them.
 _CHARACTERS = 1 << 17
 _LISTED_REJECTS = 1000  # listed rejects per unit; all are counted
 MOST_LINES = (1 << 32) - 1
@@ -213,11 +214,12 @@ class _TextWriter:
         return problems
 
     def end_piece(self) -> list[tuple[int, str]]:
-        """Do nothing: text has no pending records."""
+        """Do nothing: `flush` writes the pending text."""
         return []
 
     def noted(self) -> dict[str, Any]:
-        """Return and reset the number of documents or parts that spell each special token."""
+        """Return and reset, for each special token, the number of documents, or parts of one, whose
+        text contains it."""
         spelled, self._spelled = dict(self._spelled), Counter()
         return {"spelled": spelled}
 
@@ -235,7 +237,8 @@ class _TextWriter:
         )
         for (_, split, line, begins, ends), encoding in zip(self._batch, encodings, strict=True):
             ids, start = encoding.ids, list(vocabulary.start_ids)
-            # Rendered chats have both, if special tokens in texts are tokens.
+            # A document that is a rendered chat has begin and end tokens already, if special tokens
+            # in texts are encoded as tokens.
             if begins and ids[: len(start)] != start:
                 ids = start + ids
             if ends and ids[-1:] != [vocabulary.eos_id]:
@@ -293,7 +296,8 @@ class _ChatWriter:
         return self.end_piece() if full else []
 
     def end_piece(self) -> list[tuple[int, str]]:
-        """Write the pending records; returns as `add`."""
+        """Write the pending records, and return (line, problem) of those that are rejected, wholly
+        or in part."""
         batch, self._batch, self._characters = self._batch, [], 0
         found = iter(self._finder.documents([chat for added in batch for chat in added.chats]))
         problems = []
@@ -322,7 +326,7 @@ class _ChatWriter:
         share, most = self._settings.validation_fraction or 0.0, self._settings.max_tokens
         split = "validation" if added.held_out else "train"
         if share and not added.held_out:
-            # hashes the record: pairs stay together, and the template does not matter
+            # By a hash of the record: so pairs stay together, and the template does not matter.
             split = _split_of(json.dumps(added.record.value, sort_keys=True, default=str), share)
         if self._settings.pairs and most is not None and documents:
             size = sum(len(document.ids) for document in documents)
@@ -375,7 +379,7 @@ def _tokenizer(file: str, modified: int, letters: bool) -> Tokenizer:
 
     Args:
         file: tokenizer.json.
-        modified: age of the file, part of the cache's key.
+        modified: time of the file's last change, part of the cache's key.
         letters: whether a text that spells a special token means letters.
     """
     tokenizer = read_tokenizer(file)
@@ -385,7 +389,8 @@ def _tokenizer(file: str, modified: int, letters: bool) -> Tokenizer:
 
 @lru_cache(maxsize=1)
 def _encoder(file: str, modified: int, written: str) -> ChatEncoder:
-    """Make an encoder, cached by tokenizer file, its age, and `written` (see ChatEncoder)."""
+    """Make an encoder, cached by the tokenizer's file, the time of its last change, and `written`
+    (see ChatEncoder)."""
     return ChatEncoder(read_tokenizer(file), written)
 
 

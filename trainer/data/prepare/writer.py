@@ -194,8 +194,8 @@ class _ShardWriter:
         self._bits = np.empty(0, np.uint8)  # bits of an incomplete byte
 
     def add(self, files: Mapping[str, BinaryIO], ends: NDArray) -> None:
-        """Append whole documents from the current positions of the files of tokens, trained marks
-        and records; `ends` count from there."""
+        """Append whole documents, read from the current positions of the files of a part. `ends`:
+        end of each document, in tokens after the current position."""
         size = int(ends[-1])
         for block in _blocks_of(files["tokens"], size * self._dtype.itemsize):
             self._files["tokens"].write(block)
@@ -235,7 +235,8 @@ class _ShardWriter:
         return entry | self._write_small_checksums()
 
     def _write_small_checksums(self) -> dict[str, Any]:
-        """Write the .crc file, and return its keys of the shard's entry in index.json."""
+        """Write the .crc file. Return what it adds to the shard's entry in index.json: its
+        checksums, and the number of eos tokens."""
         path, small = self._out / f"{self._name}.{CRC}", SmallChecksums(self._dtype, self._eos_id)
         for block in blocks_of(path.with_suffix(".tokens")):
             small.add(block)
