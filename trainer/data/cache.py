@@ -1,8 +1,8 @@
 """Copies of whole shards from an object store, on a local disk of each node.
 
 [Note: copies] A companion process of the node (elastic/node/companion.py) copies all shards of the
-recipe, if they fit. Ranks read a shard from the copy once the copy is complete. They check what
-they read like data from the store.
+recipe's data sets, if they fit into `data.cache.size`. Ranks read a shard from its copy once the
+copy is complete, with the same checks as from the store.
 
     DIRECTORY/perdure-data-<uid>/     used only if closed to other users (0700)
       <fingerprint>/NAME.tokens       a shard, renamed to this name after its checksums were right
@@ -52,11 +52,12 @@ class ShardCopies:
         self._path = home(directory) / folder_name(fingerprint)
         self._folders: dict[Path, LockedFolder] = {}
         self._files: dict[str, int] = {}
-        """File name → open descriptor. Any thread opens a file, once; it stays open."""
+        """File name → open descriptor. The first thread that needs a file opens it; it stays
+        open."""
 
     def read(self, name: str, size: int, target: memoryview, offset: int) -> bool:
         """Fill `target` with the bytes of a shard from `offset` on; return False if there is no
-        copy.
+        complete copy, or it cannot be read.
 
         Args:
             name: file name of the shard.
@@ -70,7 +71,8 @@ class ShardCopies:
 
     def discard(self, name: str) -> None:
         """Remove a damaged copy."""
-        self._files.pop(name, None)  # stays open, as another thread may be reading it
+        # The descriptor stays open, because another thread may be reading from it.
+        self._files.pop(name, None)
         with suppress(OSError):
             for folder in self._folders.values():
                 os.unlink(name, dir_fd=folder.lock)
@@ -108,7 +110,7 @@ def home(directory: str | Path) -> Path:
 
 
 def folder_name(fingerprint: str) -> str:
-    """Name of a data set's folder."""
+    """Name of a data set's folder in the cache: the beginning of its fingerprint."""
     return fingerprint.rpartition(":")[2][:32]
 
 
@@ -118,7 +120,10 @@ def hindrance(directory: str) -> str:
     while not place.exists():
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        return f"{directory} cannot be created or written by this user (at {place}); set another"
+        return (
+            f"{directory} cannot be created or written by this user (at {place}); set another "
+            "directory"
+        )
     return _stranger(home(directory))
 
 
@@ -137,8 +142,8 @@ def _stranger(path: Path) -> str:
 
 
 def keep_copies(data: Data) -> Callable[[], None]:
-    """Start a companion of this node that copies the shards of a recipe, without waiting for it.
-    Return a function to call when this process stops training."""
+    """Start a companion process of this node that copies the shards of a recipe's data sets; do not
+    wait for it. Return a function to call when this process stops training."""
     urls = [source.path for source in data.sources if "://" in source.path]
     if data.cache is None or not urls:
         return lambda: None
@@ -161,7 +166,9 @@ class ShardToCopy:
 
 
 def main(directory: str, size: str, *urls: str) -> None:
-    """Copy shards until all are copied, or standard input ends."""
+    """Copy the shards of the data sets `urls` to `directory`, if they take at most `size` bytes,
+    until all are copied or standard input ends. If the store fails, or another run holds the lock,
+    copying is tried again. Other errors are printed to stderr, and end it."""
     ended = until_input_ends(niceness=19)
     reported = ""
     while not ended.is_set():
@@ -200,7 +207,10 @@ def copy_all(directory: Path, most: int, urls: Sequence[str], ended: threading.E
     shards = [shard for url in urls for shard in _shards(ObjectPath.of(url))]
     needed = sum(shard.size for shard in shards)
     if needed > most:
-        return f"the shards take {_gb(needed)}, more than {_gb(most)}: no shard is copied"
+        return (
+            f"the shards take {_gb(needed)}, more than {_gb(most)}: no shard is copied; raise "
+            "data.cache.size"
+        )
     path = home(directory)
     directory.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
@@ -218,12 +228,18 @@ def copy_all(directory: Path, most: int, urls: Sequence[str], ended: threading.E
             (inside / name / PARTIAL).unlink(missing_ok=True)
         taken = _make_room(inside, folders, most - needed)
         if taken > most - needed:
-            return f"other runs have {_gb(taken)} in {path}: no shard is copied"
+            return (
+                f"other runs use {_gb(taken)} in {path}, so {_gb(needed)} more would exceed "
+                f"{_gb(most)}: no shard is copied; raise data.cache.size"
+            )
         missing = [shard for shard in shards if not _is_copied(inside, shard)]
         wanted = sum(shard.size for shard in missing)
         space = os.statvfs(inside)
         if wanted > space.f_bavail * space.f_frsize:
-            return f"{path} has no room for {_gb(wanted)}: no shard is copied"
+            return (
+                f"the disk of {path} has no room for {_gb(wanted)}: no shard is copied; set "
+                "data.cache.directory on a larger disk"
+            )
         for shard in missing:
             if not _copy(inside, shard, ended):
                 return ""
@@ -242,8 +258,8 @@ def _shards(directory: ObjectPath) -> Iterator[ShardToCopy]:
 
 
 def _make_room(inside: Path, folders: set[str], most: int) -> int:
-    """Remove unlocked other data sets, least recently used first, until the others take at most
-    `most` bytes; return the bytes that they take."""
+    """Remove copies of data sets that are not in `folders`, least recently used first, until they
+    take at most `most` bytes. Copies that a run has locked stay. Return the bytes that remain."""
     others = sorted(
         (path for path in inside.iterdir() if path.name not in folders),
         key=lambda path: path.lstat().st_mtime,

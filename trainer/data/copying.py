@@ -1,6 +1,6 @@
-"""`perdure data copy`: copies a prepared data set, and checks every byte on the way.
+"""`perdure data copy`: copies a prepared data set, and checks its shards and tokenizer on the way.
 
-Bytes are compared with the checksums in index.json. A data set of an older version gets the
+They are compared with the checksums in index.json. A data set of an older version gets the
 checksums of small blocks (.crc). index.json is written last: without it the copy is no data set.
 """
 
@@ -38,7 +38,7 @@ def copy_data_set(
     source: Place, target: Place, say: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
     """Copy a prepared data set, and return the index of the copy. After an interruption, the same
-    call resumes with the shard that was being copied.
+    call resumes with the shard that was being copied, but copies data sets of older versions anew.
 
     Args:
         source: directory or URL of the data set.
@@ -70,7 +70,8 @@ def copy_data_set(
     tokenizer = read_small(source / TOKENIZER)
     if hashlib.sha256(tokenizer).hexdigest() != index["tokenizer"]["sha256"]:
         raise DataError(
-            f"{source / TOKENIZER}: is not the tokenizer that this data was prepared with"
+            f"{source / TOKENIZER}: is not the tokenizer that this data was prepared with; restore "
+            "the file"
         )
     write(target / TOKENIZER, len(tokenizer), iter([memoryview(tokenizer)]))
     if storage_of(source).exists(source / REJECTS):
@@ -87,8 +88,8 @@ def _entries(index: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_copied(source: Place, target: Place, entry: dict[str, Any], index: dict[str, Any]) -> bool:
-    """Whether an earlier copy completed this shard. Its .crc is written last, and identifies its
-    contents."""
+    """Whether an earlier call has completed this shard in `target`. A shard's .crc file is written
+    last, and identifies the shard's contents."""
     if f"{CRC}_sha256" not in entry:
         return False
     name = f"{entry['name']}.{CRC}"
@@ -102,7 +103,8 @@ def _is_copied(source: Place, target: Place, entry: dict[str, Any], index: dict[
 
 
 def _copy_shard(source: Place, target: Place, entry: dict[str, Any], index: dict[str, Any]) -> None:
-    """Copy the files of a shard, and add the checksums of its small blocks to its entry."""
+    """Copy the files of a shard, and add the checksums of its .crc file to `entry`, the shard's
+    entry in index.json."""
     dtype = np.dtype(index["dtype"]).newbyteorder("<")
     sizes = sizes_of(entry, dtype.itemsize, index["format"])
     checksums = SmallChecksums(dtype, index["eos_id"])

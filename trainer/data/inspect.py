@@ -16,8 +16,8 @@ _LOOKED_AT = 1 << 20
 
 
 def inspect(directory: str | Place, documents: int = 2) -> str:
-    """Describe a data set: counts, sources, first rejected records, and the first documents,
-    decoded.
+    """Describe a data set: counts, sources, and first rejected records; for plain text, also the
+    first `documents` documents, decoded.
 
     Raises:
         DataError: no prepared data set, or a missing or damaged file.

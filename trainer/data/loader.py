@@ -1,7 +1,7 @@
 """Loads batches of tensors by position. The only module that uses torchdata.
 
-torchdata runs the workers, but its saved state is unused: that repeats or drops samples when the
-number of ranks or workers changes. Our state is one integer, the position.
+torchdata runs the workers, but its saved state is unused, because it repeats or drops samples when
+the number of ranks or workers changes. Our state is one integer, the position.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ DocumentForm: TypeAlias = Literal["document_ids", "cu_seqlens"]
 class TokenStream:
     """Sequences of `seq_len` tokens from prepared data sets, by position. Shapes: B sequences, T =
     seq_len. trainer.data.packing packs documents into sequences. Every label is the token after its
-    input."""
+    input, or -100 if that token is not trained."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class TokenStream:
         first: int | None = None,
     ) -> None:
         """Internal; call `open`. Without an order, position p is sequence p of the concatenated
-        sources."""
+        sources. `first`: number of data sets in the first stage; None: all."""
         self._packings, self._order = packings, order
         self.seq_len, self._documents = seq_len, documents
         self.fingerprint = fingerprint
@@ -97,8 +97,8 @@ class TokenStream:
         """Whether the data are pairs of answers. COUNTED then counts pairs, and batches have
         `segments` and `answer_labels`."""
         self.reference: NDArray[np.float32] | None = None
-        """For pairs: reference log-probability of each document over all sources, for `reference`
-        in batches; None: batches have no `reference`."""
+        """For pairs: log-probability of each document, counted over all sources, under the
+        reference model, from which batches get `reference`. None: batches have no `reference`."""
         self._first_documents = np.cumsum([0, *(packing.documents for packing in packings)])
 
     @classmethod
@@ -129,13 +129,15 @@ class TokenStream:
             pack: "whole" documents, or a "stream" that is cut; "auto": whole for chats, else
                 stream.
             ahead: `TokenStream.ahead` for data sets in an object store.
-            cache: place of local copies of their shards.
-            stages: stages of the mixture over `sources`, with weights; empty: one mixture.
+            cache: place of local copies of shards in an object store; None: no copies.
+            stages: stages of the mixture over `sources`, with their weights, which replace those
+                of `sources`; empty: one mixture.
 
         Raises:
             StorageError: a store does not answer, or denies access.
-            DataError: a data set is damaged, was prepared with another tokenizer than the first,
-                mixes pairs with other kinds, or (with shuffle) has less than one sequence.
+            DataError: a data set is damaged, or was prepared with another tokenizer than the first;
+                pairs are mixed with other kinds; or (with shuffle) a data set has less than one
+                sequence, or too small a weight.
         """
         datasets = [TokenDataset(path, split, reader, cache) for path, _ in sources]
         for (path, _), dataset in zip(sources, datasets, strict=True):
@@ -221,8 +223,8 @@ class TokenStream:
 
     @property
     def left_out(self) -> int:
-        """Number of documents or pairs that are in no sequence, because they are longer than
-        one."""
+        """Number of documents or pairs that are in no sequence, because they are longer than a
+        sequence or have less than two tokens."""
         return sum(p.left_out for p in self._packings if isinstance(p, DocumentBins))
 
     def begin(self, positions: Sequence[int]) -> list[object]:
@@ -240,8 +242,8 @@ class TokenStream:
     def fetch(self, positions: Sequence[int]) -> dict[str, Any]:
         """Read a micro-batch: input_ids and labels, (B, T) int64, and document boundaries if
         requested. If `counted`, it also has COUNTED. For P pairs it also has `segments` (B, T)
-        int64, the answer of each label; `answer_labels` (2 P) int64, labels per answer; and
-        `reference` (2 P) float32."""
+        int64, the index of each label's answer; `answer_labels` (2 P,) int64, labels per answer;
+        and `reference` (2 P,) float32, unless `TokenStream.reference` is None."""
         return self.fetch_with_digest(positions)[0]
 
     def fetch_with_digest(self, positions: Sequence[int]) -> tuple[dict[str, Any], tuple[int, int]]:
@@ -262,7 +264,8 @@ class TokenStream:
         }
         if self.counted:
             batch[COUNTED] = int((labels != IGNORED_LABEL).sum())
-            # models may give NaN for a mean over no labels, and its weight 0 would not remove that
+            # A model may give NaN for a mean over no labels, which multiplication by the batch's
+            # weight 0 would not remove. So one label is set.
             if not batch[COUNTED]:
                 labels[-1, -1] = 0
         if self.paired:
@@ -279,7 +282,7 @@ class TokenStream:
     def _answers(
         self, positions: np.ndarray, rows: Sequence[PackedSequence], labels: NDArray[np.int64]
     ) -> dict[str, Any]:
-        """Entries that a micro-batch of pairs has in addition; see `fetch`."""
+        """Return the additional entries of a micro-batch of pairs; see `fetch`."""
         answers = self.documents_at(positions)
         counts = [len(documents) for documents in answers]
         begins = np.cumsum([0, *counts[:-1]])
@@ -301,7 +304,8 @@ class TokenStream:
         return entries
 
     def documents_at(self, positions: np.ndarray) -> list[NDArray[np.int64]]:
-        """For each sequence, indices of its whole documents, counted over all sources."""
+        """Return the indices of the documents in each sequence, counted over all sources. Only for
+        sequences of whole documents."""
         found = []
         for source, sample in zip(*self.locate(positions), strict=True):
             packing = self._packings[source]
@@ -310,8 +314,8 @@ class TokenStream:
         return found
 
     def documents_of(self, position: int) -> tuple[int, NDArray[np.int64]]:
-        """Return (source, index in that source of each label's document, (T,)) of a sequence; -1
-        where no label counts."""
+        """Return (source, index in that source of each label's document, (T,)) of a sequence. In
+        sequences of whole documents it is -1 at each document's last token and in padding."""
         (source,), (sample,) = self.locate(np.array([position]))
         return int(source), self._packings[source].documents_of(int(sample))
 
@@ -355,8 +359,8 @@ def identity_of(stream: Stream) -> str:
 
 
 def check_weights(stages: "Sequence[StageRow]", paths: Sequence[str | Place]) -> None:
-    """Check that every data set, all of which are in `paths`, has a place in each block of the
-    order. Raises DataError if a weight is too small."""
+    """Check that in every stage each data set gets at least one of BLOCK sequences. `paths`: the
+    data sets' paths, for messages. Raises DataError if a weight is too small."""
     for number, row in enumerate(stages):
         counts = block_counts([*row.weights.values()], BLOCK)
         for source, places in zip(row.weights, counts, strict=True):
@@ -397,7 +401,7 @@ class _BatchDataset(Dataset):
         except DataError as error:
             return error
         finally:
-            # after the fetch, as the threads that send requests would delay it
+            # After the fetch, because the threads that send these requests would delay it.
             if later:
                 assert isinstance(self._stream, TokenStream)
                 begin, begun = self._stream.begin, self._begun
@@ -448,8 +452,8 @@ def load(
 def _with_later(
     requests: Iterable[Sequence[int]], ahead: int, stride: int
 ) -> Generator[_Request, None, None]:
-    """Yield each request with those of the next `ahead` that the same worker will get: torch
-    assigns requests to `stride` workers in turn."""
+    """Yield each request, with those of the next `ahead` requests that the same worker will get.
+    torch assigns requests to the `stride` workers in turn."""
     window: deque[tuple[int, ...]] = deque()
     for request in requests:
         window.append(tuple(request))
@@ -489,8 +493,8 @@ def requested_ahead(stream: Stream, workers: int) -> int:
 
 def _prepare_worker(parent: int, worker: int) -> None:
     """Make a worker end with the process that reads from it, and send small tensors by value."""
-    # By itself it would notice only after seconds, and meanwhile hold inherited resources, such as
-    # all memory of a GPU.
+    # By itself a worker would notice only after seconds that its parent has ended, and until then
+    # hold inherited resources, such as all memory of a GPU.
     die_with_parent(parent)
     ForkingPickler.register(torch.Tensor, _reduce)
 
@@ -498,9 +502,9 @@ def _prepare_worker(parent: int, worker: int) -> None:
 def _reduce(tensor: torch.Tensor) -> Any:
     """Describe a tensor to the pickler of a worker's queue.
 
-    torch passes the file descriptor of shared memory. For each tensor, the reader then exchanges
-    messages with a thread of the worker, which competes with the worker's other threads for the
-    interpreter. For small tensors a copy through the pipe is faster.
+    By default torch passes the file descriptor of shared memory. For each tensor, the reader then
+    exchanges messages with a thread of the worker, which competes with the worker's other threads
+    for the interpreter. For small tensors a copy through the pipe is faster.
     """
     with suppress(TypeError, RuntimeError):  # numpy does not have every dtype and layout
         if tensor.nbytes <= SENT_BYTES:
@@ -517,7 +521,7 @@ def _raise_errors(
                 raise batch
             yield batch
     except (EOFError, ConnectionError) as error:  # a worker was killed while it sent a batch
-        raise RuntimeError("DataLoader worker is killed while it sent a batch") from error
+        raise RuntimeError("a DataLoader worker was killed while it sent a batch") from error
     finally:
         del batches  # ends the workers even if a traceback keeps this frame
 

@@ -55,8 +55,8 @@ class Order:
     """The endless order of samples from one or several sources: position → sample.
 
     A pure function of the sizes, the weights and the seed. A training loop is correct if it uses
-    the samples at positions 0, 1, 2, …, in any division over ranks; it saves only how many are
-    done.
+    the samples at positions 0, 1, 2, …, in any division over ranks. It saves only the number of
+    samples used so far.
 
     A single source repeats in epochs, each in its own permutation. Several sources are mixed in
     blocks of BLOCK positions with an exact number of each, by weight. Each source has its own
@@ -73,7 +73,10 @@ class Order:
                 too small for a position in a block.
         """
         if not sizes or len(sizes) != len(weights):
-            raise ValueError(f"{len(sizes)} source(s) with {len(weights)} weight(s); give as many")
+            raise ValueError(
+                f"{len(sizes)} source(s) with {len(weights)} weight(s); give at least one source, "
+                "and one weight per source"
+            )
         self._seed, self._sizes = seed, list(sizes)
         self._blocks = MixtureBlocks(weights, seed)
         for number, (size, count) in enumerate(zip(sizes, self._blocks.counts, strict=True)):
@@ -82,13 +85,14 @@ class Order:
                     f"source {number} has {size} samples and {count} of {BLOCK} places in a block; "
                     "both must be at least 1: raise its weight, or remove it"
                 )
-        # `MixtureBlocks` uses 0 in place of 1 + source, so its permutations differ from these.
+        # `MixtureBlocks` has 0 in place of 1 + source in its keys, so no key is used twice.
         self._epoch = lru_cache(maxsize=64)(
             lambda source, epoch: Permutation(self._sizes[source], seed, 1 + source, epoch)
         )
 
     def __reduce__(self) -> tuple:
-        # the caches hold lambdas, which cannot be pickled; counts as weights give the same counts
+        # Not by attributes: the caches hold lambdas, which cannot be pickled. The counts stand for
+        # the weights, because as weights they give the same counts.
         return Order, (self._sizes, [float(count) for count in self._blocks.counts], self._seed)
 
     def locate(
@@ -103,11 +107,11 @@ class Order:
             ValueError: `positions` is no such array.
         """
         positions = checked_positions(positions)
-        sources, ranks = self._blocks.turns(positions)
+        sources, turns = self._blocks.turns(positions)
         epochs, samples = np.empty_like(positions), np.empty_like(positions)
         for source in np.unique(sources):
             mine = np.flatnonzero(sources == source)
-            epoch, place = np.divmod(ranks[mine], self._sizes[source])
+            epoch, place = np.divmod(turns[mine], self._sizes[source])
             epochs[mine] = epoch
             # Positions may be on both sides of an epoch's end.
             for number in np.unique(epoch):
@@ -140,7 +144,7 @@ def block_counts(weights: Sequence[float], block: int) -> NDArray[np.int64]:
     the earlier weight.
 
     Raises:
-        ValueError: a weight is not positive, or their sum is too large.
+        ValueError: a weight is not positive, or the sum of the weights is not finite.
     """
     if not (all(weight > 0 for weight in weights) and sum(weights) < math.inf):
         raise ValueError(f"weights {list(weights)} must be positive numbers with a finite sum")
@@ -165,5 +169,5 @@ def random_integers(positions: NDArray, size: int, *key: int) -> NDArray[np.int6
         state = splitmix64(state ^ (part & MASK))
     with np.errstate(over="ignore"):
         high = mix(np.asarray(positions).astype(np.uint64), U64(state)) >> U64(32)
-        # Lemire 2019: without a division.
+        # A multiplication instead of a division (Lemire 2019).
         return ((high * U64(size)) >> U64(32)).astype(np.int64)

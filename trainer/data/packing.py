@@ -14,8 +14,8 @@ from trainer.data.samples import IGNORED_LABEL
 from trainer.data.shards import DataError, TokenDataset
 
 PACKING_VERSION = 1
-"""Version of the results of `best_fit` and `DocumentBins`, which must not change: a checkpoint's
-position refers to the order of the bins."""
+"""Version of the results of `best_fit` and `DocumentBins`. They must not change while it stays the
+same, because a checkpoint's position refers to the order of the bins."""
 
 
 Pack: TypeAlias = Literal["auto", "whole", "stream"]
@@ -106,7 +106,7 @@ class DocumentBins:
         self.items = len(items)
         """Documents, or pairs, in all sequences."""
         self.left_out = len(lengths) // self.together - self.items
-        """Documents, or pairs, that are longer than a sequence and left out."""
+        """Documents, or pairs, that are left out: longer than a sequence, or below two tokens."""
         self.tokens = int(kept.sum())
         """Tokens in all sequences, without padding."""
         # Approximate: documents differ in their share of trained tokens.
@@ -128,7 +128,8 @@ class DocumentBins:
         return begin, int(self._ends[document]) - begin
 
     def documents_of(self, sample: int) -> NDArray[np.int64]:
-        """Index in the data set of each label's document, (T,); -1 where no label counts."""
+        """Index in the data set of each label's document, (T,); -1 at each document's last token,
+        which has no label, and in padding."""
         indices, place = np.full(self._length, -1, np.int64), 0
         for document in self.documents_in(sample).tolist():
             _, size = self._window(document)
@@ -151,7 +152,8 @@ class DocumentBins:
             # A document's last token has no label: the next token belongs to another document.
             labels[place : place + size - 1][counts] = tokens[1:][counts]
             place += size
-            # The rest is the next document, and finally the padding.
+            # All later tokens get the next number: the next document changes its rest, too, and
+            # after the last document the rest is padding.
             numbers[place:] = count + 1
         return PackedSequence(ids, labels, numbers, crc32(labels.data, crc32(ids.data)))
 
@@ -180,8 +182,8 @@ def best_fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], 
             those below two tokens, which have no label.
 
     Returns:
-        (documents of all bins, concatenated; index of each bin's first document in them, and the
-            end).
+        (Documents of all bins, concatenated; index in that array of each bin's first document,
+            followed by the array's length.)
     """
     fits = np.flatnonzero((lengths <= room) & (lengths > 1))
     by_length = fits[np.argsort(lengths[fits], kind="stable")]

@@ -2,10 +2,10 @@
 
 [Note: ranges] The order of samples touches all shards at once, but it is a function of position. So
 the ranges of the next micro-batches are known, and threads wait for them instead of the training. A
-range consists of whole blocks of 64 KiB, whose checksums are in .crc. A block with a wrong checksum
-is downloaded once more; if it is wrong again, reading fails, so no token is used unchecked. A range
-that takes longer than PATIENCE_SECONDS is requested a second time, and the first response counts.
-While the store refuses or does not answer, a range is retried for DEADLINE_SECONDS.
+range consists of whole blocks of 64 KiB, whose checksums are in .crc. A range with a wrong checksum
+is downloaded once more; if one is wrong again, reading fails, so no token is used unchecked. A
+range that takes longer than PATIENCE_SECONDS is requested a second time, and the first response
+counts. While the store refuses or does not answer, a range is retried for DEADLINE_SECONDS.
 """
 
 import logging
@@ -33,8 +33,9 @@ from trainer.recipe.sections import DataCache
 logger = logging.getLogger(__name__)
 
 THREADS, SECOND_THREADS = 12, 4
-"""Threads of a process for first requests, and for repeated ones: all first threads may hang with
-the store. Together they use as many connections as a client has."""
+"""Threads of a process for first requests, and separate threads for repeated requests, because all
+threads for first requests may wait for a store that hangs. Together they use as many connections as
+a client has."""
 PATIENCE_SECONDS, DEADLINE_SECONDS, PAUSE_SECONDS = 3.0, 300.0, 1.0
 MOST_BYTES = 8 << 20
 """Largest size of one request, in bytes."""
@@ -60,9 +61,9 @@ def open_shards(
     for entry in index["splits"][split]["shards"]:
         if f"{CRC}_crc32" not in entry:
             raise DataError(
-                f"{directory}: its index.json has no checksums of small blocks, which ranges need: "
-                "an older version made it. Copy it there with `perdure data copy DIRECTORY "
-                f"{directory}`, which adds them"
+                f"{directory}: its index.json has no checksums of small blocks, which reading from "
+                "a store needs, because an older version wrote it; copy the data set again with "
+                f"`perdure data copy DIRECTORY {directory}`, which adds them"
             )
         shards.append(RemoteShard(directory, entry, dtype, copies))
     return shards
@@ -120,8 +121,8 @@ class RangeRead:
         self._tries: list[Future[bytearray]] = [_threads("first", os.getpid()).submit(fetch)]
 
     def data(self) -> memoryview:
-        """Wait for the bytes, and return them. Raises DataError if a checksum is wrong in two
-        downloads, or the store does not answer; names object and range."""
+        """Wait for the bytes, and return them. Raises DataError, which names object and range, if a
+        checksum is wrong in two downloads, the object is missing, or the store does not answer."""
         since = time.monotonic()
         patience = max(0.0, self._began + PATIENCE_SECONDS - since)
         while True:
@@ -172,8 +173,8 @@ class RemoteShard:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Discard the requests of the parent process after a fork, as its threads do not exist
-        here."""
+        """Discard the requests of the parent process after a fork, because its threads do not exist
+        in this process."""
         self._process, self._lock = os.getpid(), Lock()
         self._crc: NDArray[np.uint32] | None = None
         self._ranges: WeakValueDictionary[int, RangeRead] = WeakValueDictionary()
@@ -212,8 +213,9 @@ class RemoteShard:
         return tokens
 
     def _fetch_checked(self, block: int, size: int) -> bytearray:
-        """Read `size` bytes from a block on, checked; raises StorageError for errors that a retry
-        may cure."""
+        """Read `size` bytes from the beginning of block number `block` on, from a local copy or the
+        store, and check them. Raises StorageError for errors that a retry may cure, else
+        DataError."""
         data, offset = bytearray(size), block * CRC_BLOCK
         view, expected = memoryview(data), self._checksums()[block:][: -(-size // CRC_BLOCK)]
         if self._copies and self._copies.read(self._path.name, self._size, view, offset):
@@ -270,5 +272,6 @@ def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 @cached
 def _threads(purpose: str, process: int) -> ThreadPoolExecutor:
-    """Thread pool of this process, in which the threads of its parent do not exist."""
+    """Return a thread pool of the process with this pid: after a fork, the parent's threads do not
+    exist. `purpose`: "first" or "second" requests."""
     return ThreadPoolExecutor(THREADS if purpose == "first" else SECOND_THREADS, f"data-{purpose}")

@@ -40,7 +40,10 @@ class SampleStream:
         """
         self._name, name = name, f"data.factory: {name}"
         if collate is not None and not callable(collate):
-            raise DataError(f"{name}: collate is of type {type(collate).__name__}, no function")
+            raise DataError(
+                f"{name}: collate is of type {type(collate).__name__}, not a function; give a "
+                "function from a list of items to a batch, or None"
+            )
         if problem := _unlike_a_data_set(dataset):
             raise DataError(f"{name} is a {type(dataset).__name__} {problem}")
         self._dataset, self._collate = dataset, collate or stack
@@ -88,7 +91,8 @@ class SampleStream:
                 + f" (samples {_some(samples)})"
             ) from error
         count = count_of(batch, len(items), shifted=self.shifted)
-        # models may give NaN for a mean over no labels, and its weight 0 would not remove that
+        # A model may give NaN for a mean over no labels, which multiplication by the batch's
+        # weight 0 would not remove. So one label is set.
         if not count:
             batch["labels"] = batch["labels"].clone()
             batch["labels"].view(-1)[-1:] = 0
@@ -96,8 +100,8 @@ class SampleStream:
         return batch
 
     def fetch_with_digest(self, positions: Sequence[int]) -> tuple[Batch, tuple[int, int]]:
-        """Read a micro-batch and its digest; see `Accounted`. The digest of contents is 0: items
-        may be random."""
+        """Read a micro-batch and its digest; see `AccountedStream`. The digest of contents is 0,
+        because items may be random."""
         numbers = np.asarray(positions, dtype=np.int64)
         return self.fetch(positions), (sample_digest(numbers, *self.locate(numbers)), 0)
 
@@ -107,7 +111,7 @@ class SampleStream:
     def _item(self, position: int, sample: int) -> Any:
         purpose = "sample" if self._shuffle else "validation sample"
         seed = stable_seed(self._seed, purpose, position)
-        # only the CPU's generator: a GPU may be computing
+        # Not torch.manual_seed, which would also seed GPUs, on which a step may be running.
         torch.default_generator.manual_seed(seed)
         # numpy's seed has 32 bits.
         np.random.seed(seed & 0xFFFFFFFF)
@@ -123,7 +127,7 @@ class SampleStream:
 
 
 _TRANSIENT = (OSError, MemoryError)
-"""Errors that may not occur in another start."""
+"""Errors that may not occur again after a restart, and are raised unchanged."""
 
 
 def _unlike_a_data_set(dataset: Any) -> str | None:
@@ -152,8 +156,8 @@ def _unlike_a_data_set(dataset: Any) -> str | None:
 
 
 def _by_name(batch: Any, arguments: Sequence[str]) -> Any:
-    """A tuple or list as a mapping by the names of `forward`'s arguments; other batches
-    unchanged."""
+    """Convert a tuple or list to a mapping by the names of `forward`'s arguments; return other
+    batches unchanged. Raises DataError if it has more parts than there are names."""
     if not isinstance(batch, tuple | list):
         return batch
     # A named tuple has its own names.
@@ -175,21 +179,28 @@ def stack(items: Sequence[Any]) -> Batch | tuple[torch.Tensor, ...]:
     items = [item._asdict() if hasattr(item, "_asdict") else item for item in items]
     for item in items:
         if type(item) is not type(items[0]) or not isinstance(item, Mapping | tuple):
-            others = "" if type(item) is type(items[0]) else f" and a {type(items[0]).__name__}"
+            first_kind = type(items[0])
+            others = "" if type(item) is first_kind else f", another a {first_kind.__name__}"
             raise DataError(
-                f"an item is a {type(item).__name__}{others}, no mapping of names to arrays, "
-                "tensors or numbers, which go to forward by these names, and no tuple of such, "
-                "which go to it in order; give a collate function, or wrap it"
+                f"an item is a {type(item).__name__}{others}; all items must be mappings of the "
+                "names of forward's arguments to arrays, tensors or numbers, or tuples of these in "
+                "the order of its arguments; change the items, or give a collate function"
             )
     first = items[0]
     if isinstance(first, tuple):
         if len({len(item) for item in items}) > 1:
-            raise DataError(f"items are tuples of {_some({len(item): 0 for item in items})} parts")
+            raise DataError(
+                f"items are tuples of {_some({len(item): 0 for item in items})} parts; give all "
+                "the same number of parts, or a collate function"
+            )
         columns = enumerate(zip(*items, strict=True))
         return tuple(_stacked(f"part {place}", column) for place, column in columns)
     for item in items:
         if item.keys() != first.keys():
-            raise DataError(f"items have {', '.join(first)}, and {', '.join(item)}")
+            raise DataError(
+                f"items have {', '.join(first)}, and {', '.join(item)}; give all the same names, "
+                "or a collate function"
+            )
     return {name: _stacked(name, [item[name] for item in items]) for name in first}
 
 
@@ -207,18 +218,18 @@ def _stacked(name: str, values: Sequence[Any]) -> torch.Tensor:
         shapes = shapes or [(len(value),) for value in values if hasattr(value, "__len__")]
         if len(set(shapes)) > 1:
             raise DataError(
-                f"{name!r} has no one shape ({_some(dict.fromkeys(shapes))}), so items cannot be "
+                f"{name!r} has several shapes ({_some(dict.fromkeys(shapes))}), so items cannot be "
                 "stacked; give a collate function that pads them"
             ) from error
         cause = str(error).partition("\n")[0]
         raise DataError(
-            f"{name!r} cannot be stacked ({cause}); make it of one shape and of one format that "
-            "torch has, or give a collate function"
+            f"{name!r} cannot be stacked ({cause}); give it one shape and one dtype that torch "
+            "has, or give a collate function"
         ) from error
     if stacked is None:
         raise DataError(
-            f"{name!r} is a {type(values[0]).__name__}, no array, tensor or number; leave it out "
-            "of the items, or give a collate function"
+            f"{name!r} is a {type(values[0]).__name__}, not an array, tensor or number; leave it "
+            "out of the items, or give a collate function"
         )
     return stacked.float() if stacked.dtype == torch.float64 else stacked
 
@@ -231,17 +242,22 @@ def _some(values: Iterable[Any]) -> str:
 
 def _checked(batch: Any) -> Batch:
     if not isinstance(batch, Mapping):
-        raise DataError(f"collate gives a {type(batch).__name__}, no mapping of names to tensors")
+        raise DataError(
+            f"collate gives a {type(batch).__name__}; it must give a mapping of names to tensors, "
+            "or a tuple of tensors"
+        )
     for name, value in batch.items():
         if not isinstance(value, torch.Tensor):
-            raise DataError(f"collate gives {name!r} as a {type(value).__name__}, not as a tensor")
+            raise DataError(
+                f"collate gives {name!r} as a {type(value).__name__}; it must give a tensor"
+            )
     return dict(batch)
 
 
 def count_of(batch: Mapping[str, torch.Tensor], samples: int, *, shifted: bool = False) -> int:
-    """Number over which a batch's mean loss is taken: labels, or samples if there are no integer
-    labels. Labels with IGNORED_LABEL do not count, nor, if `shifted`, does the first label of each
-    sample."""
+    """Number over which a batch's mean loss is taken: labels, or `samples` if there are no integer
+    labels. Labels of value IGNORED_LABEL are not counted, nor, if `shifted`, the first label of
+    each sample."""
     labels = batch.get("labels")
     if labels is None or labels.is_floating_point():
         return samples

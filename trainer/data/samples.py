@@ -1,4 +1,4 @@
-"""`Samples`, the return type of `data.factory`. Imports nothing."""
+"""`Samples`, the return type of `data.factory`. Imports no other module of Perdure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

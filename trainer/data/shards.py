@@ -74,7 +74,7 @@ _TRANSIENT = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOU
 
 
 class DataError(ValueError):
-    """A prepared data set is missing, damaged, or has changed; the message names the file."""
+    """Training data, or an option of their preparation, cannot be used; the message says where."""
 
 
 def _is_transient(error: BaseException) -> bool:
@@ -664,7 +664,7 @@ class SmallChecksums:
 
 
 def verify(directory: str | Place) -> list[str]:
-    """Read and check every byte; return a line per problem, with file and block.
+    """Read and check all shards and the tokenizer; return a line per problem, with file and block.
 
     Raises:
         DataError: index.json itself is missing or damaged.
@@ -693,7 +693,9 @@ def verify(directory: str | Place) -> list[str]:
     if not storage_of(tokenizer).exists(tokenizer):
         problems.append(f"{tokenizer}: missing; restore it or prepare the data again")
     elif checksums(tokenizer)[0] != index["tokenizer"]["sha256"]:
-        problems.append(f"{tokenizer}: is not the tokenizer that this data was prepared with")
+        problems.append(
+            f"{tokenizer}: is not the tokenizer that this data was prepared with; restore the file"
+        )
     return problems
 
 

@@ -2,13 +2,14 @@
 
 [Note: stages] The order follows a table of mixtures, each with the position where it begins. The
 table may grow at any position that is not consumed yet; samples at earlier positions stay the same.
-Each source has an endless stream of *ranks* 0, 1, 2, …. A mixture assigns ranks to positions in
-blocks, as version 1 does; the first mixture equals version 1 bit for bit. Three rules are added:
+Each source has an endless stream of samples; the place of a sample in this stream, 0, 1, 2, …, is
+its *turn*. A mixture assigns turns to positions in blocks, as version 1 does; the first mixture
+equals version 1 bit for bit. Three rules are added:
 
 - A mixture's blocks begin where the mixture begins. From the second mixture on, its number is part
   of the random key.
-- A mixture that ends inside a block leaves at most BLOCK ranks of a source unassigned, its *carry*.
-  The next mixture with that source assigns them first. So no rank is lost at any border.
+- A mixture that ends inside a block leaves at most BLOCK turns of a source unassigned, its *carry*.
+  The next mixture with that source assigns them first. So no turn is lost at any border.
 - A source that grows begins an *era*: the rest of its epoch is a new permutation of the remaining
   old samples and of all new ones.
 """
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from trainer.recipe.stages import StageRow
 
 STAGED_ORDER_VERSION = 2
-NO_RANKS = np.empty(0, np.int64)
+NO_TURNS = np.empty(0, np.int64)
 
 
 class Mixture(NamedTuple):
@@ -56,7 +57,7 @@ class StagedOrder:
         """
         self._mixtures, self._seed = list(mixtures), seed
         self._sources: dict[int, _SourceState] = {}
-        self._parts: list[_MixtureRanks] = []
+        self._parts: list[_MixtureTurns] = []
         for number, mixture in enumerate(mixtures):
             if not number and mixture.begin:
                 raise ValueError(f"mixture 0 begins at {mixture.begin}; it must begin at 0")
@@ -70,7 +71,7 @@ class StagedOrder:
                 before.leave(mixture.begin - before.begin, self._sources)
             for source, size in mixture.sizes.items():
                 self._sources.setdefault(source, _SourceState()).grow(source, size)
-            self._parts.append(_MixtureRanks(number, mixture, self._sources, seed))
+            self._parts.append(_MixtureTurns(number, mixture, self._sources, seed))
         self._begins = np.array([part.begin for part in self._parts])
         self._permutation = lru_cache(maxsize=64)(lambda size, *key: Permutation(size, seed, *key))
 
@@ -82,64 +83,64 @@ class StagedOrder:
         self, positions: NDArray | Sequence[int]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return (source, epoch, sample) of each position, (N,) int64 each; see `Order.locate`."""
-        sources, ranks = self.ranks(positions)
-        epochs, samples = np.empty_like(ranks), np.empty_like(ranks)
+        sources, turns = self.turns(positions)
+        epochs, samples = np.empty_like(turns), np.empty_like(turns)
         for source in np.unique(sources):
             begins = [era.begin for era in self._sources[source].eras]
             mine = np.flatnonzero(sources == source)
-            numbers = np.searchsorted(begins, ranks[mine], side="right") - 1
+            numbers = np.searchsorted(begins, turns[mine], side="right") - 1
             for number in np.unique(numbers):
                 now = mine[numbers == number]
-                epochs[now], samples[now] = self._samples(int(source), int(number), ranks[now])
+                epochs[now], samples[now] = self._samples(int(source), int(number), turns[now])
         return sources, epochs, samples
 
-    def ranks(
+    def turns(
         self, positions: NDArray | Sequence[int]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (source, rank in that source's stream) of each position, (N,) int64 each."""
+        """Return (source, turn in that source's stream) of each position, (N,) int64 each."""
         positions = checked_positions(positions)
-        sources, ranks = np.empty_like(positions), np.empty_like(positions)
+        sources, turns = np.empty_like(positions), np.empty_like(positions)
         numbers = np.searchsorted(self._begins, positions, side="right") - 1
         for number in np.unique(numbers):
             mine, part = numbers == number, self._parts[number]
-            indices, ranks[mine] = part.ranks(positions[mine] - part.begin)
+            indices, turns[mine] = part.turns(positions[mine] - part.begin)
             sources[mine] = part.sources[indices]
-        return sources, ranks
+        return sources, turns
 
-    def assigned_ranks(self, source: int) -> tuple[int, NDArray[np.int64]]:
-        """Return (N, carry) of a source where the last mixture begins: ranks 0 to N - 1 are
-        assigned, except `carry`."""
+    def assigned_turns(self, source: int) -> tuple[int, NDArray[np.int64]]:
+        """Return (N, carry) of a source where the last mixture begins: turns 0 to N - 1 are
+        assigned to earlier positions, except those in `carry`."""
         known = self._sources[source]
         return known.base, known.carry
 
     def _samples(
-        self, source: int, number: int, ranks: NDArray[np.int64]
+        self, source: int, number: int, turns: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (epoch, sample) of ranks within one era of a source."""
+        """Return (epoch, sample) of turns within era `number` of a source."""
         eras = self._sources[source].eras
-        epochs, places = eras[number].place(ranks)
-        samples = np.empty_like(ranks)
-        # Old samples are drawn by their rank in the previous era, and so on to earlier eras.
-        left, of, which = np.arange(len(ranks)), epochs, places
+        epochs, places = eras[number].place(turns)
+        samples = np.empty_like(turns)
+        # An old sample is found by its turn in the previous era, which may lead to an earlier era.
+        left, of, which = np.arange(len(turns)), epochs, places
         while len(left):
             era = eras[number]
-            mixed = ranks - era.begin < era.rest
+            mixed = turns - era.begin < era.rest
             for epoch in np.unique(of[~mixed]):
                 now = ~mixed & (of == epoch)
                 samples[left[now]] = self._permutation(era.size, 1 + source, int(epoch))(which[now])
-            drawn = NO_RANKS
+            drawn = NO_TURNS
             if mixed.any():
                 drawn = self._permutation(era.rest, 1 + source, era.epoch, number)(which[mixed])
                 samples[left[mixed]] = drawn - era.old + eras[number - 1].size
             again = drawn < era.old
-            left, ranks, number = left[mixed][again], era.begin + drawn[again], number - 1
-            of, which = eras[number].place(ranks)
+            left, turns, number = left[mixed][again], era.begin + drawn[again], number - 1
+            of, which = eras[number].place(turns)
         return epochs, samples
 
 
 class DataSetOrder:
-    """The order of samples under stages where data sets may extend others: position → sample of a
-    data set. Otherwise like `Order`."""
+    """The order of samples under the stages of a recipe: position → sample of a data set. A data
+    set may extend an earlier one: both are then one source."""
 
     def __init__(self, rows: "Sequence[StageRow]", sizes: Sequence[int], seed: int) -> None:
         """Args:
@@ -206,19 +207,19 @@ class _Era:
     """The stream of a source while its number of samples is constant."""
 
     begin: int = 0
-    """First rank of the era."""
+    """First turn of the era."""
     size: int = 0
     epoch: int = 0
     """Epoch in progress when the era begins."""
     old: int = 0
     """Samples of the previous era that remain in that epoch."""
     rest: int = 0
-    """Ranks until the next epoch begins: `old` plus all new samples; 0: an epoch begins with the
+    """Turns until the next epoch begins: `old` plus all new samples; 0: an epoch begins with the
     era."""
 
-    def place(self, ranks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (epoch, place in its permutation) of ranks from `begin` on."""
-        past = ranks - self.begin
+    def place(self, turns: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return (epoch, place in the epoch's permutation) of turns from `begin` on."""
+        past = turns - self.begin
         whole, place = np.divmod(past - self.rest, self.size)
         first = past < self.rest
         epochs = np.where(first, self.epoch, self.epoch + (self.rest > 0) + whole)
@@ -231,17 +232,19 @@ class _SourceState:
 
     eras: list[_Era] = field(default_factory=list)
     base: int = 0
-    """All ranks below it are assigned, except `carry`."""
-    carry: NDArray[np.int64] = field(default_factory=lambda: NO_RANKS)
+    """All turns below `base` are assigned to positions, except those in `carry`."""
+    carry: NDArray[np.int64] = field(default_factory=lambda: NO_TURNS)
 
     def grow(self, source: int, size: int) -> None:
-        """Set the number of samples from rank `base` on."""
+        """Give the source `size` samples from turn `base` on. `source`: its index, for the message.
+        Raises ValueError if the source does not get more samples than before."""
         era = self.eras[-1] if self.eras else _Era()
         if size <= era.size:
             raise ValueError(
-                f"source {source} has {size} samples, after {era.size}; it must have more"
+                f"source {source} has {size} samples, after {era.size} before; a source may only "
+                "grow"
             )
-        if self.base == era.begin:  # no rank of that era is assigned yet
+        if self.base == era.begin:  # no turn of that era is assigned yet
             rest = era.rest + (size - era.size if era.rest else 0)
             self.eras[-1:] = [_Era(era.begin, size, era.epoch, era.old, rest)]
             return
@@ -252,8 +255,8 @@ class _SourceState:
         self.eras.append(_Era(self.base, size, int(epoch), old, rest))
 
 
-class _MixtureRanks:
-    """The assignment of ranks to positions in one mixture."""
+class _MixtureTurns:
+    """The assignment of the sources' turns to the positions of one mixture."""
 
     def __init__(
         self, number: int, mixture: Mixture, known: Mapping[int, _SourceState], seed: int
@@ -267,33 +270,39 @@ class _MixtureRanks:
         )
         for source, count in zip(self.sources, self._blocks.counts, strict=True):
             if source not in known or not count:
-                what = f"none of the {BLOCK} places in a block" if source in known else "no size"
+                what = (
+                    f"none of the {BLOCK} places in a block; raise its weight, or leave it out"
+                    if source in known
+                    else "no size; add it to the sizes of this mixture or an earlier one"
+                )
                 raise ValueError(f"mixture {number}: source {source} has {what}")
         self._bases = [known[source].base for source in self.sources]
         self._carries = [known[source].carry for source in self.sources]
 
-    def ranks(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (index of the source, rank in its stream) of positions, counted from `begin`."""
-        indices, turns = self._blocks.turns(positions)
-        ranks = np.empty_like(positions)
+    def turns(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return (index in `sources`, turn in that source's stream) of positions, which are counted
+        from `begin`."""
+        indices, inside = self._blocks.turns(positions)
+        turns = np.empty_like(positions)
         for index, (base, carry) in enumerate(zip(self._bases, self._carries, strict=True)):
             mine = indices == index
-            places = turns[mine]
-            ranks[mine] = base + places - len(carry)
+            places = inside[mine]
+            turns[mine] = base + places - len(carry)
             early = places < len(carry)
-            ranks[np.flatnonzero(mine)[early]] = carry[places[early]]
-        return indices, ranks
+            turns[np.flatnonzero(mine)[early]] = carry[places[early]]
+        return indices, turns
 
     def leave(self, length: int, known: Mapping[int, _SourceState]) -> None:
-        """Set the sources to their state after `length` positions."""
+        """Set the state of each source to that after the first `length` positions of this
+        mixture."""
         blocks, inside = divmod(length, BLOCK)
-        turns = (blocks + (inside > 0)) * self._blocks.counts
-        behind = np.arange(length, (blocks + 1) * BLOCK) if inside else NO_RANKS
+        counts = (blocks + (inside > 0)) * self._blocks.counts
+        behind = np.arange(length, (blocks + 1) * BLOCK) if inside else NO_TURNS
         if len(self.sources) == 1:
-            turns, behind = np.array([length]), NO_RANKS
-        indices, ranks = self.ranks(behind)
+            counts, behind = np.array([length]), NO_TURNS
+        indices, turns = self.turns(behind)
         for index, source in enumerate(self.sources):
-            carry, count = self._carries[index], int(turns[index])
+            carry, count = self._carries[index], int(counts[index])
             known[source].base = self._bases[index] + max(0, count - len(carry))
-            left = ranks[indices == index]
+            left = turns[indices == index]
             known[source].carry = np.concatenate([np.sort(left), carry[count:]])

@@ -6,8 +6,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 CONSUMED = "perdure.consumed"
-"""Key of the digest of a micro-batch's samples. Like COUNTED, no argument of a model can have this
-name."""
+"""Key of the digest of a micro-batch's samples. No argument of a model can have such a name, which
+is no Python identifier."""
 COUNTED = "perdure.counted"
 """Key of the number over which a micro-batch's mean loss is taken, if that is not its number of
 samples."""
@@ -28,7 +28,8 @@ class Stream(Protocol):
         DataError if a sample is damaged or missing."""
 
     def describe(self, global_batch: int) -> str:
-        """Text about a global batch, which follows "… x up to 4 sequences"."""
+        """Return text about a global batch, which the console shows after "… x up to 4
+        sequences"."""
 
 
 @runtime_checkable

@@ -78,8 +78,8 @@ def read_tokenizer(file: str | Place) -> Tokenizer:
 
 
 def parse_tokenizer(content: bytes, file: str | Place) -> Tokenizer:
-    """Like `read_tokenizer`, for the contents of a file. Raises DataError if the contents are no
-    tokenizer."""
+    """Create a tokenizer from the contents of a tokenizer.json, as `read_tokenizer` does. `file`:
+    its name, for messages. Raises DataError if the contents are no tokenizer."""
     try:
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises plain Exceptions
@@ -110,9 +110,11 @@ def find_eos(
 
     Args:
         tokenizer: searched for the token.
-        wanted: text of the token; None: well-known ones, then the one in tokenizer_config.json.
-        directory: directory of the tokenizer.json, if it is a file.
-        chats: whether documents are chats; then tokenizer_config.json has priority.
+        wanted: text of the token; None: the first of those of well-known tokenizers and of the
+            one in tokenizer_config.json that the tokenizer has.
+        directory: directory of the tokenizer.json; None if the tokenizer is not from a file.
+        chats: whether documents are chats; then the token in tokenizer_config.json comes first,
+            else last.
 
     Raises:
         DataError: there is no such token.

@@ -355,7 +355,7 @@ def test_copies_of_shards(local, chats, urls, store, tmp_path):
     assert not (folder / name).exists()
 
     other = sum(file.stat().st_size for file in chats.glob("*.tokens"))
-    assert "other runs have" in copied(tmp_path, needed, urls[1])  # the streams hold its folder
+    assert "other runs use" in copied(tmp_path, needed, urls[1])  # the streams hold its folder
     for one in (stream, again):
         one._packings[0]._dataset._remote[0]._copies.close()  # as when a rank ends
     assert "are in" in copied(tmp_path, max(needed, other), urls[1])

@@ -95,26 +95,32 @@ class Counted(IterableDataset):
 @pytest.mark.parametrize(
     ("dataset", "what"),
     [
-        ([[0.0, 1]] * 4, "an item is a list, no mapping .*samples 0, 1, 2"),
-        ([{"x": 1}, (1,), (2,)], "an item is a tuple and a dict, no mapping"),
+        ([[0.0, 1]] * 4, "an item is a list; all items must be mappings .*samples 0, 1, 2"),
+        ([{"x": 1}, (1,), (2,)], "an item is a tuple, another a dict; all items must be mappings"),
         ([(1, 2), (1,), (1, 2)], "items are tuples of 2, 1 parts"),
         ([(1, 2, 3)] * 4, "an item has 3 parts, .* but forward takes x, y; give mappings"),
-        ([(1.0, "word")] * 4, "'part 1' is a str, no array"),
+        ([(1.0, "word")] * 4, "'part 1' is a str, not an array"),
         (pandas.DataFrame({"x": [1.0], "y": [2]}), "DataFrame of columns, where .*to_dict"),
         (pandas.DataFrame([[1.0]])[0], "Series of columns, where"),
         (pyarrow.table({"x": [1.0]}), "Table of columns, where"),
         (DataLoader([1]), "DataLoader that has its own order and batches; give its data set"),
         (Counted(), "Counted without samples by number; it should be a map-style data set"),
-        (np.zeros((4, 2)), "an item is a ndarray, no mapping"),
-        ("rows.csv", "an item is a str, no mapping"),
-        ([{"x": [0.0] * n} for n in range(1, 5)], r"'x' has no one shape \(\(1,\), \(2,\), \(3,\)"),
-        ([{"x": np.zeros(n)} for n in range(1, 5)], r"'x' has no one shape .*collate function"),
-        ([{"x": torch.zeros(n)} for n in range(1, 5)], r"'x' has no one shape .*collate function"),
+        (np.zeros((4, 2)), "an item is a ndarray; all items must be mappings"),
+        ("rows.csv", "an item is a str; all items must be mappings"),
+        (
+            [{"x": [0.0] * n} for n in range(1, 5)],
+            r"'x' has several shapes \(\(1,\), \(2,\), \(3,\)",
+        ),
+        ([{"x": np.zeros(n)} for n in range(1, 5)], r"'x' has several shapes .*collate function"),
+        (
+            [{"x": torch.zeros(n)} for n in range(1, 5)],
+            r"'x' has several shapes .*collate function",
+        ),
         ([{"x": torch.zeros(())}, {"x": 1.0}, {"x": 1.0}], "'x' cannot be stacked .*but got float"),
         ([{"x": [[1], [1, 2]]}] * 4, "'x' cannot be stacked .*inhomogeneous"),
-        ([{"x": np.zeros(3, np.longdouble)}] * 4, "'x' cannot be stacked .*one format that torch"),
-        ([{"x": "word"}] * 4, "'x' is a str, no array"),
-        ([{"x": None}] * 4, "'x' is a NoneType, no array"),
+        ([{"x": np.zeros(3, np.longdouble)}] * 4, "'x' cannot be stacked .*one dtype that torch"),
+        ([{"x": "word"}] * 4, "'x' is a str, not an array"),
+        ([{"x": None}] * 4, "'x' is a NoneType, not an array"),
         ([{"x": 1}, {"y": 1}, {"x": 1}], "items have x, and y"),
         (type("Set", (), {"__getitem__": 1})(), "Set without __len__"),
         (iter([1]), "iterator without __"),
@@ -157,9 +163,9 @@ def test_a_set_of_the_library_datasets_is_one_of_those():
 
 
 def test_what_collate_gives_is_looked_at():
-    with pytest.raises(DataError, match="collate gives a str, no mapping"):
+    with pytest.raises(DataError, match="collate gives a str; it must give a mapping"):
         stream([1, 2], collate=str).fetch([0])
-    with pytest.raises(DataError, match="collate gives 'x' as a list, not as a tensor"):
+    with pytest.raises(DataError, match="collate gives 'x' as a list; it must give a tensor"):
         stream([1, 2], collate=lambda items: {"x": items}).fetch([0])
 
 

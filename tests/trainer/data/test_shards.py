@@ -167,7 +167,7 @@ def test_verify_finds_one_flipped_bit(copied, monkeypatch):
         f"{copied / 'train-00000.ends'}: wrong checksum in the 16 MiB from byte 0"
     )
     assert second.startswith(f"{copied / 'train-00002.tokens'}: wrong checksum")
-    assert third == f"{tokenizer}: is not the tokenizer that this data was prepared with"
+    assert third.startswith(f"{tokenizer}: is not the tokenizer that this data was prepared with;")
 
 
 def test_an_index_that_is_damaged_edited_or_of_another_format(copied):

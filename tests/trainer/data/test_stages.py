@@ -66,14 +66,14 @@ def assert_exactly_once(seed, block):
     staged = StagedOrder(table, seed)
     positions = np.arange(end)
     found = staged.locate(positions)
-    sources, ranks = staged.ranks(positions)
+    sources, turns = staged.turns(positions)
 
-    # Each source hands out its ranks once, without a gap but for a carry of less than a block.
+    # Each source hands out its turns once, without a gap but for a carry of less than a block.
     alone = [Mixture(end, {0: 1.0}, {})]
     closed = StagedOrder([*table, *alone], seed)
     for source in sizes:
-        base, carry = closed.assigned_ranks(source)
-        mine = np.sort(ranks[sources == source])
+        base, carry = closed.assigned_turns(source)
+        mine = np.sort(turns[sources == source])
         assert mine.tolist() == np.setdiff1d(np.arange(base), carry).tolist()
         assert len(set(carry.tolist())) == len(carry) < block
 
@@ -82,7 +82,7 @@ def assert_exactly_once(seed, block):
     tail, at = [], end
     for source, size in sizes.items():
         tail.append(Mixture(at, {source: 1.0}, {}))
-        at += len(closed.assigned_ranks(source)[1]) + 2 * size
+        at += len(closed.assigned_turns(source)[1]) + 2 * size
     s, e, x = StagedOrder([*table, *tail], seed).locate(np.arange(at))
     for source, size in sizes.items():
         epoch, sample = e[s == source], x[s == source]
@@ -93,7 +93,7 @@ def assert_exactly_once(seed, block):
         assert (np.diff(counts[:-1]) >= 0).all()
         assert counts[-2] == size
 
-    # The past does not depend on rows that come later, nor on where a rank begins.
+    # The past does not depend on rows that come later, nor on where a process begins.
     for number in range(1, len(table)):
         past = StagedOrder(table[:number], seed).locate(positions[: table[number].begin])
         assert all((a == b[: len(a)]).all() for a, b in zip(past, found, strict=True))
@@ -145,7 +145,7 @@ def test_a_source_may_grow_a_thousand_times_in_one_epoch():
     ("second", "what"),
     [
         (Mixture(0, {0: 1.0}, {}), "mixture 1 begins at 0; it must begin after 0"),
-        (Mixture(9, {0: 1.0}, {0: 5}), "source 0 has 5 samples, after 5; it must have more"),
+        (Mixture(9, {0: 1.0}, {0: 5}), "source 0 has 5 samples, after 5 before; a source"),
         (Mixture(9, {0: 1.0, 1: 1.0}, {}), "mixture 1: source 1 has no size"),
         (Mixture(9, {0: 1.0, 1: 1e-9}, {1: 9}), "source 1 has none of the 1024 places"),
         (Mixture(9, {0: 0.0}, {}), "must be positive numbers"),
