@@ -79,7 +79,7 @@ def read_interactions(
     if per_user.max() >= data.items:
         raise DataError(
             f"{directory}: user {per_user.argmax()} has every one of the {data.items} items, so "
-            "there is none to tell from them; remove this user"
+            "none remains for a negative sample; remove this user"
         )
     return data
 
@@ -102,7 +102,8 @@ def build_edges(data: Interactions) -> KnowledgeGraph:
 
 
 def fingerprint(data: Interactions) -> str:
-    """Return the SHA-256 of all training and evaluation data."""
+    """Return the SHA-256 of the training data: numbers of nodes, training interactions and
+    triples."""
     digest = hashlib.sha256(repr((data.users, data.items, data.entities)).encode())
     for array in (data.train, data.triples):
         digest.update(array.tobytes())

@@ -118,9 +118,11 @@ class KGAT(nn.Module):
     """The KGAT model in float32, replicated on every rank."""
 
     some_unused = True
-    """A CF step gives relations and projections no gradient, a KG step the aggregators none."""
+    """Whether a step may leave parameters without a gradient: a CF step leaves relations and
+    projections, a KG step the aggregators."""
     init_from_tensors = ("user_embedding.weight", "entity_embedding.weight")
-    """FQNs that are loaded from `model.init_from`, such as a BPR-MF; other weights are random."""
+    """FQNs that are loaded from `model.init_from`, such as a trained BPR-MF model; other weights
+    are random."""
 
     @validate_call(config=ConfigDict(allow_inf_nan=False))
     def __init__(
@@ -210,8 +212,8 @@ class KGAT(nn.Module):
 
     def after_step(self, samples: int, forward: Callable[[], object]) -> None:
         """Recompute attention at the end of each epoch, after its KG phase, as in the authors'
-        code. `samples`: number of samples consumed so far; `forward` calls this module by its
-        strategy."""
+        code. `samples`: number of samples consumed so far. `forward`: calls this module as
+        training does, for instance through DDP."""
         # Attention changes only by KG steps.
         if self._epoch and samples % self._epoch == 0:
             forward()
@@ -319,7 +321,7 @@ def _check(recipe: Recipe) -> None:
     for key, wrong, why in (
         ("precision.dtype", precision.dtype != "fp32", "computes in fp32 only; set fp32"),
         ("precision.master", precision.master != "fp32", "has float32 weights; set fp32"),
-        ("strategy.compile", recipe.strategy.compile, "has sparse products, which do not compile"),
+        ("strategy.compile", recipe.strategy.compile, "cannot be compiled; set false"),
         ("run.stop_after", recipe.run.stop_after, "has no validation loss; remove it"),
     ):
         if wrong:

@@ -50,7 +50,12 @@ def open_graph(
 
 
 class GraphStream:
-    """Training samples by position, see [Note: phases].
+    """Training samples by position.
+
+    [Note: phases] An epoch is a phase of CF steps (collaborative filtering), whose samples are
+    interactions, and then a phase of KG steps (knowledge graph), whose samples are edges. A phase
+    has as many whole steps as are needed to take all interactions, or edges, once. It takes them
+    from their endless order, beginning where the previous phase of its kind has ended.
 
     Args:
         data: the data set.
@@ -89,7 +94,7 @@ class GraphStream:
         return text + (kg if self._kg_steps else "")
 
     def fetch(self, positions: Sequence[int]) -> Batch:
-        """Return the batch at B positions, which are all of a CF step or all of a KG step.
+        """Return the batch at B positions, all of which belong to one CF step or to one KG step.
 
         CF batch: users, positives and negatives (items), (B,) int64; dropout_seed, (), which is
         equal for all micro-batches of a step. KG batch: heads, relations, tails and negative_tails
@@ -140,11 +145,14 @@ class GraphStream:
         purpose: str,
         is_true: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.bool_]],
     ) -> NDArray[np.int64]:
-        """Draw an integer in range(size) for each of `numbers`, uniformly among those that do not
-        complete a true pair or triple.
+        """Draw an integer in range(size) for each of `numbers`, uniformly among the integers that
+        do not complete a true pair or triple.
 
         Args:
-            is_true: (rows, integers drawn for them) → whether each completes a true pair or triple.
+            numbers: positions in the order of interactions or edges, on which the integers depend.
+            purpose: name of what is drawn, for the seed and the message.
+            is_true: (indices in `numbers`, integers drawn for these) → whether each integer
+                completes a true pair or triple.
         """
         key = stable_seed(self._seed, purpose)
         result, rows = np.empty_like(numbers), np.arange(len(numbers))
@@ -155,8 +163,8 @@ class GraphStream:
             if not rows.size:
                 return result
         raise DataError(
-            f"data.factory_options.path: {purpose}: found none in {TRIES} tries that is not in the "
-            "data; a node is joined to almost all others"
+            f"data.factory_options.path: {purpose}: in {TRIES} tries none was found that is not in "
+            "the data, because a node is joined to almost all others; remove such nodes"
         )
 
     def _pair_key(self, users: NDArray[np.int64], items: NDArray[np.int64]) -> NDArray[np.int64]:

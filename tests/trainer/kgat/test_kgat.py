@@ -79,7 +79,10 @@ def build(recipe_file):
         ("data.factory_options.path=away", "data.factory_options.path: expected one train.txt in"),
         ("data={sources: [{path: x}], seq_len: 8}", "KGAT needs data.factory: trainer.kgat:open_"),
         ("precision.dtype=bf16", "precision.dtype: KGAT computes in fp32 only; set fp32"),
-        ("strategy.compile=true", "strategy.compile: KGAT has sparse products, which do not"),
+        (
+            "strategy.compile=true",
+            "strategy.compile: KGAT cannot be compiled; set false",
+        ),
         ("run.stop_after=2", "run.stop_after: KGAT has no validation loss; remove it"),
         ("model.init_from=away", "model.init_from: no checkpoint at away"),
     ],
