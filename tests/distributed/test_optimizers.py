@@ -309,7 +309,7 @@ def test_replicas_draw_alike_and_what_they_count_comes_back(workspace, train):
         ),
         (
             f"optimizer.factory={OWN}:Distinct",
-            "unique.* strategy.name=ddp shards none",
+            "unique.* use strategy.name=ddp, which does not shard the parameters",
         ),
         ("optimizer.factory=torch.optim:LBFGS", "LBFGS computes losses of its own"),
         ("optimizer.factory=torch.optim:SparseAdam", "SparseAdam .* dense gradients"),

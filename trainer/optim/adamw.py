@@ -111,7 +111,7 @@ def _exact(
     states = [state[parameter] for parameter in parameters]
     for entry in states:
         entry["step"] += 1
-    # Stacked, so that all counts cost one synchronisation with the GPU.
+    # Stacked, so that reading all step numbers synchronises with the GPU only once.
     counts = torch.stack([entry["step"] for entry in states]).tolist()
     for parameter, entry, steps in zip(parameters, states, counts, strict=True):
         assert parameter.grad is not None

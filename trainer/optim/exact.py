@@ -8,10 +8,10 @@ which micro-batches an expert sums up at once.
 - *Work.* The global batch is cut into numbered micro-batches of fixed shape; the world size only
   decides which rank computes which micro-batch (`elastic.group.batch_plan`). Kernels are
   deterministic. A CPU rank has one thread, because the number of threads changes how sums are cut.
-- *Gradients.* The gradients of each micro-batch are rounded to multiples of `GRID`. A float64 holds
-  all multiples up to 2**53, so sums in float64, on a rank and between ranks, do not round, and
-  their order does not matter. FSDP computes these sums, with one rank per shard group in place of
-  DDP. Sums within a tensor-parallel group come before the rounding.
+- *Gradients.* The gradients of each micro-batch are rounded to multiples of `GRID`. A float64
+  represents the first 2**53 multiples exactly, so sums in float64, on a rank and between ranks, do
+  not round, and their order does not matter. FSDP computes these sums; for `strategy.name: ddp` its
+  shard groups have one rank each. Sums within a tensor-parallel group come before the rounding.
 - *Loss.* Losses are rounded to multiples of `LOSS_GRID` in the same way.
 - *Norm.* Squares are cut into pieces, each rounded to its own grid, see `square_sums`.
 - *Update.* Updates consist of operations that IEEE 754 defines to the last bit (adamw.py, muon.py).
@@ -32,7 +32,8 @@ from checkpointing.format.tensors import local_tensor
 from elastic.node.exchange import received
 
 GRID = 2.0**-44
-"""Gradients are rounded to multiples of this, 6e-14, which Adam ignores: its eps is 1e-8."""
+"""Gradients are rounded to multiples of this number, 6e-14. Adam's updates hardly change by such
+differences, because its eps is 1e-8."""
 LARGEST_GRADIENT = 2.0**52 * GRID
 """Largest element of a summed gradient, 256. Beyond it the gradient becomes NaN, and the step is
 skipped."""
@@ -49,7 +50,8 @@ def use_exact_kernels(device: torch.device) -> None:
     """Make this process use deterministic kernels, and on a CPU one thread."""
     if device.type == "cpu":
         torch.set_num_threads(1)
-    # Read by cuBLAS when it starts; without it torch refuses deterministic matrix products.
+    # cuBLAS reads this variable when it starts; without it torch refuses matrix products in this
+    # mode.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -70,7 +72,7 @@ def snap_gradients(
         units: modules that FSDP gathers as one; in their forward, parameters are whole.
         terms: largest number of gradients that are summed: of micro-batches, or of parts of their
             sequences.
-        sharded: returns whether a parameter is not gathered by FSDP.
+        sharded: returns whether a parameter is sharded at the moment, not gathered by FSDP.
 
     Gradients keep their dtype (bfloat16 or float32), which can represent the rounded numbers. If an
     element exceeds LARGEST_GRADIENT / terms, its sum might not be exact, and the whole gradient
@@ -92,7 +94,7 @@ def snap_gradients(
 
     @torch.compiler.disable
     def watch(unit: nn.Module, _inputs: object) -> None:
-        # FSDP's hook ran before, so the parameters of this unit are gathered, and no others.
+        # FSDP's own hook ran before this one, so exactly the parameters of this unit are gathered.
         for parameter in unit.parameters():
             if sharded(parameter) or parameter in snapped:
                 continue
@@ -105,8 +107,8 @@ def snap_gradients(
 
 
 def square_sums(parameters: Sequence[nn.Parameter], device: torch.device) -> torch.Tensor:
-    """Return this rank's part of the squared gradient norm, as PIECES float64 numbers whose sum it
-    is. On all ranks, with two small all-reduces.
+    """Return this rank's part of the squared gradient norm, as PIECES float64 numbers that sum to
+    this part. Called on all ranks; runs two small all-reduces.
 
     Sums of these numbers over all ranks are exact, so the norm is equal for every mesh. They are
     NaN on all ranks if a gradient is not finite. The method is the pre-rounding of Demmel & Nguyen

@@ -53,8 +53,9 @@ _GAMMA, MIX1, MIX2 = (
 
 
 def format_of(parameter: Tensor, wanted: Format) -> Format:
-    """Return the format of a parameter's moments. int8 becomes bf16 if rows do not divide into
-    blocks. "fp32" for parameters other than float32 and bf16 means moments in their dtype."""
+    """Return the format of a parameter's moments if the recipe asks for `wanted`. int8 becomes bf16
+    if rows do not divide into blocks. For parameters other than float32 and bf16 the result is
+    "fp32", and the moments have the parameter's dtype."""
     if wanted == "fp32" or parameter.dtype not in (torch.float32, torch.bfloat16):
         return "fp32"
     whole_blocks = parameter.dim() > 1 and parameter.shape[-1] % BLOCK == 0
@@ -266,7 +267,7 @@ def in_float32(parts: Sequence[Tensor], how: Format, *, square: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class DecodedRows:
-    """Weights, gradients or a moment of some rows in float32, to be changed and encoded again."""
+    """Rows of weights, gradients or a moment, decoded to float32; `close` encodes them again."""
 
     pieces: Sequence[ParameterRows]
     stored: Sequence[Sequence[Tensor]]
@@ -293,7 +294,7 @@ def opened(
     *,
     square: bool = False,
 ) -> DecodedRows:
-    """Decode rows to float32, to be changed in place; `close` stores them again.
+    """Decode rows to float32. They can be changed in place; `DecodedRows.close` then stores them.
 
     Args:
         tensors: stored tensors, by part of the format, then by piece.
@@ -311,7 +312,8 @@ def opened(
 def put(
     pieces: Sequence[ParameterRows], tensors: Sequence[Sequence[Tensor]], parts: Sequence[Tensor]
 ) -> None:
-    """Copy flat `parts`, a result of `stored`, into the stored tensors: by part, then by piece."""
+    """Copy flat `parts`, a result of `stored`, into these rows of the stored tensors. `tensors`: by
+    part of the format, then by piece."""
     for live, flat in zip(tensors, parts, strict=True):
         views = [piece.of(one) for piece, one in zip(pieces, live, strict=True)]
         torch._foreach_copy_(views, [*flat.split([view.numel() for view in views])])

@@ -50,8 +50,8 @@ def check_patterns(names: Sequence[str], options: Optimizer) -> None:
         if not any(fnmatchcase(name, rule.match) for name in names):
             shown = ", ".join(names[:3])
             raise RecipeError(
-                f"optimizer.groups.{number}.match: no parameter is called {rule.match}; they are "
-                f"called {shown} and so on"
+                f"optimizer.groups.{number}.match: no parameter is called {rule.match}; write it "
+                f"for names such as {shown}"
             )
 
 
@@ -90,8 +90,8 @@ def method_of(name: str, parameter: torch.Tensor, options: Optimizer) -> Method:
 
 
 def moments(options: Optimizer) -> tuple[str, ...] | None:
-    """Return the names of the optimizer's moments if it is elementwise, and its state consists of
-    float32 moments and a step count; else None."""
+    """Return the names of the optimizer's moments, if its updates are elementwise and its state
+    consists of float32 moments and a number of steps; else None."""
     if options.factory or options.name != "adamw" or options.state_dtype != "fp32":
         return None
     return ADAMW.moments

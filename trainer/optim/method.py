@@ -49,8 +49,9 @@ class Method:
         [Sequence[nn.Parameter], Mapping[str, Any], State, bool], Callable[[float], None]
     ]
     """(parameters with gradients, their group, state, exact) → a function that takes a factor for
-    the gradients, and updates this rank's shards; it may change the gradients. On all ranks. With
-    `exact` the bits do not depend on where shards end (see exact.py)."""
+    the gradients, and updates this rank's shards. The function may change the gradients, and is
+    called on all ranks. With `exact` its results do not depend on where shards end, to the last bit
+    (see exact.py)."""
     squares: tuple[str, ...] = ()
     """Names of the second moments, which are never negative."""
     whole: bool = False
@@ -144,7 +145,7 @@ class MethodOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update all parameters that have gradients. On all ranks. `closure` must be None."""
         if closure is not None:
-            raise ValueError("gradients are computed before the update")
+            raise ValueError("closure must be None: compute the gradients before the step")
         if not self._gathered:
             self.gather()
         for update in self._gathered:
@@ -232,11 +233,11 @@ class MethodOptimizer(torch.optim.Optimizer):
                     placed(numbers.view(shape), parameter) for numbers in (weight, slope)
                 )
                 kept = {name: numbers.view(shape) for name, numbers in kept.items()}
-            # A copy for all rows but the last, so that all rows start from the same count.
+            # For all rows but the last the count is a copy, so that all start from the same count.
             if method.counts:
                 step = self.state[parameter]["step"]
                 kept["step"] = step if piece.last else step.clone()
-            # A stand-in for the parameter, with float32 weights and gradients.
+            # `Method.update` gets this parameter with float32 weights and gradients for the rows.
             stand_in = nn.Parameter(weight, requires_grad=False)
             stand_in.grad = slope
             state[stand_in] = kept
@@ -338,9 +339,9 @@ def update(
 
 
 def stand_in(parameter: torch.Tensor, draw: torch.Generator | None = None) -> nn.Parameter:
-    """Create a small parameter on the CPU that stands for `parameter` when an optimizer is tried.
-    Its dimensions have distinct lengths, except those of length 1. Values are zeros, or random
-    numbers by `draw`."""
+    """Create a stand-in: a small parameter on the CPU that replaces `parameter` when an optimizer
+    is tried. Its dimensions have distinct lengths, except those of length 1. Values are zeros, or
+    random numbers by `draw`."""
     lengths = [1 if n == 1 else 3 + 2 * dim for dim, n in enumerate(parameter.shape)]
     zeros = torch.zeros(lengths, dtype=parameter.dtype)
     if draw:
@@ -357,9 +358,9 @@ TRIED_MATRIX = 64, 128
 def trial_parameters(
     parameters: Mapping[str, torch.Tensor], draw: torch.Generator
 ) -> dict[str, nn.Parameter]:
-    """Create a stand-in with random numbers for each parameter, by FQN. The stand-ins are small,
-    but for each number of dimensions one, for the largest parameter, has up to TRIED_ELEMENTS,
-    because some optimizers treat small tensors differently."""
+    """Create a stand-in with random numbers for each parameter, by FQN, to try an optimizer. Most
+    are small. For each number of dimensions, the stand-in of the largest parameter has up to
+    TRIED_ELEMENTS elements, because some optimizers treat small tensors differently."""
     largest = {one.dim(): name for name, one in sorted(parameters.items(), key=_elements)}
     stand_ins = {}
     for name, parameter in parameters.items():

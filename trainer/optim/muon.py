@@ -3,8 +3,8 @@ matrices, with the mathematics of torch.optim.Muon.
 
 [Note: owners] The momentum is kept and updated in shards, as AdamW's moments are, so memory is
 balanced. Only the orthogonalisation needs a whole matrix. For it the shards of a matrix are sent to
-one rank of the shard group, its *owner*, and the orthogonal shards are sent back. Both are
-bfloat16, the format of the iteration, so no precision is lost. Matrices are sorted by size and
+one rank of the shard group, its *owner*, and the orthogonal shards are sent back. Both messages are
+in bfloat16, the format of the iteration, so they lose no precision. Matrices are sorted by size and
 taken in rounds of one matrix per rank, so the owners of a round have about equal work. Owners keep
 nothing between steps, so a change of the world size does not matter.
 
@@ -117,9 +117,9 @@ def _product_dtype(device: str) -> torch.dtype:
 
 
 def rate_factor(adjust: Literal["original", "match_rms_adamw"], matrix: torch.Tensor) -> float:
-    """Return the factor for the learning rate of a matrix by which updates of all matrices have
-    about equal RMS; with match_rms_adamw, about the RMS of AdamW's updates (Liu et al. 2025, "Muon
-    is Scalable for LLM Training")."""
+    """Return the factor for the learning rate of a matrix. With original, the RMS of its updates is
+    about 1 / sqrt(columns), whatever the number of rows. With match_rms_adamw it is about 0.2 for
+    all matrices, as for AdamW's updates (Liu et al. 2025, "Muon is Scalable for LLM Training")."""
     rows, columns = matrix.shape
     if adjust == "original":
         return math.sqrt(max(1, rows / columns))
@@ -129,8 +129,8 @@ def rate_factor(adjust: Literal["original", "match_rms_adamw"], matrix: torch.Te
 def _by_shard_group(
     parameters: Sequence[nn.Parameter],
 ) -> Iterator[tuple[list[nn.Parameter], DeviceMesh | None, tuple[int, ...]]]:
-    """Yield (matrices, mesh, mesh dimensions over which they are sharded); the dimension that cut
-    last comes first. The mesh is None for matrices that are whole on each rank.
+    """Yield (matrices, mesh, mesh dimensions over which they are sharded). The mesh dimension that
+    cut the matrices last comes first. The mesh is None for matrices that are whole on each rank.
 
     Raises:
         NotImplementedError: the placements of a matrix are not supported.
@@ -145,7 +145,8 @@ def _by_shard_group(
             # FSDP's dimension comes first in a mesh, and cuts last.
             if len(axes) > 2 or any(not hasattr(cut[axis], "dim") for axis in axes):
                 raise NotImplementedError(
-                    f"optimizer.name: muon needs matrices that are sharded, but one is {cut}; use "
+                    "optimizer.name: muon needs matrices that are whole, or sharded over at most "
+                    f"two mesh dimensions, but the placements of one are {cut}; use "
                     "optimizer.name=adamw, or another strategy"
                 )
             axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
@@ -156,7 +157,8 @@ def _by_shard_group(
 
 
 def _rounds(matrices: Sequence[nn.Parameter], ranks: int) -> Iterator[list[nn.Parameter]]:
-    """Yield rounds of `ranks` matrices, largest first. The n-th of a round belongs to rank n."""
+    """Yield rounds of `ranks` matrices, largest first. Rank n orthogonalises the n-th matrix of a
+    round."""
 
     def work(matrix: nn.Parameter) -> tuple[int, int]:
         return -min(matrix.shape), -max(matrix.shape)
@@ -225,7 +227,7 @@ def _device(matrix: nn.Parameter) -> torch.device | str:
 
 
 def _flat(tensors: Iterable[torch.Tensor], device: str) -> torch.Tensor:
-    """Concatenate all elements of tensors, of which there may be none, to one flat tensor."""
+    """Concatenate the elements of any number of tensors to one flat tensor."""
     parts = (tensor.reshape(-1).to(device) for tensor in tensors)
     return torch.cat([torch.empty(0, dtype=torch.bfloat16, device=device), *parts])
 

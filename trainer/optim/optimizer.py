@@ -81,8 +81,9 @@ class StateTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     block: int
-    """Elements of the parameter per number, if the tensor is sharded as the parameter is. 0: it is
-    counted as whole on every rank, although Adafactor's row factors are sharded with the rows."""
+    """Elements of the parameter for each number of this tensor, if the tensor is sharded as the
+    parameter is. 0: it counts as whole on every rank, although Adafactor's row factors are sharded
+    with the rows."""
 
     def nbytes(self, elements: int) -> int:
         """Return the bytes on a rank that holds `elements` elements of the parameter."""
@@ -93,10 +94,11 @@ class StateTensor:
 def state_of(
     parameters: Mapping[str, torch.Tensor], options: Optimizer
 ) -> dict[str, tuple[StateTensor, ...]]:
-    """Return the state of the recipe's optimizer for each parameter, by FQN; () if it is frozen.
+    """Return the state of the recipe's optimizer for each parameter, by FQN; () for frozen
+    parameters.
 
-    The optimizer of a factory steps once on small stand-ins. Their dimensions have distinct
-    lengths, by which they are recognised in the shapes of the state.
+    The optimizer of a factory steps once on small stand-ins of the parameters. Their dimensions
+    have distinct lengths, by which they are recognised in the shapes of the state.
 
     Args:
         parameters: whole parameters, which may be on the meta device.
@@ -154,9 +156,9 @@ def _stored(
 
 
 def square_sum(parameters: Iterable[nn.Parameter], ranks: int) -> torch.Tensor:
-    """Return this rank's term of the squared gradient norm, float64 (1,). Its sum over `ranks`
-    ranks counts each element once, for any meshes and replicas. `exact.square_sums` is a slower
-    variant whose bits do not depend on these.
+    """Return this rank's term of the squared gradient norm, float64 (1,). The sum of the terms of
+    all `ranks` ranks has each element once, for any meshes and replicas. `exact.square_sums` is a
+    slower variant, whose sum is the same for all of them to the last bit.
 
     Raises:
         ValueError: the placement of a gradient is Partial.
@@ -174,7 +176,7 @@ def square_sum(parameters: Iterable[nn.Parameter], ranks: int) -> torch.Tensor:
                 if placement.is_partial():
                     raise ValueError(
                         f"the gradient of a parameter of shape {tuple(parameter.shape)} is "
-                        "Partial: each rank has a term of it; add them up before the norm"
+                        "Partial: each rank has a term of its sum; reduce it before the norm"
                     )
                 shards *= 1 if placement.is_replicate() else size
             gradient = local_tensor(gradient)

@@ -1,5 +1,5 @@
-"""Builds the optimizer of `optimizer.factory`, and tries it at the start rather than in its first
-step."""
+"""Builds the optimizer of `optimizer.factory`. It is tried on small parameters first, so that
+problems show at the start rather than in the first step or the first restart."""
 
 import inspect
 import json
@@ -42,9 +42,9 @@ _UNEVEN = re.compile(r"unevenly sharded|redistribute the tensor")
 def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
     """Create the optimizer of `optimizer.factory`. On all ranks.
 
-    The optimizer is first tried on small stand-ins, without effect on the run. For sharded
-    parameters it gets this rank's shards as tensors if its update is elementwise; otherwise it gets
-    DTensors, whose operations have the results of whole tensors.
+    The optimizer is first tried on stand-ins, small parameters in place of the real ones, without
+    effect on the run. For sharded parameters it gets this rank's shards as tensors if its update is
+    elementwise; otherwise it gets DTensors, whose operations have the results of whole tensors.
 
     Args:
         parameters: parameters by FQN.
@@ -75,7 +75,8 @@ def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> tor
 
 @contextmanager
 def _leaving_no_trace() -> Iterator[None]:
-    """Context for trials, which must not advance the run's random generators, and not compile."""
+    """Context for trials of an optimizer. They do not advance the run's random generators, and
+    compile nothing."""
     # fork_rng covers only torch's generators.
     kept = random.getstate(), np.random.get_state()
     try:
@@ -87,7 +88,8 @@ def _leaving_no_trace() -> Iterator[None]:
 
 
 def tried(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
-    """Build the optimizer for small stand-ins, and run one step, which creates its state."""
+    """Build the optimizer for `parameters`, small stand-ins of the real ones, and run one step,
+    which creates its state."""
     with _leaving_no_trace():
         optimizer = build_own(parameters, options)
         with _stepping(options):
@@ -116,8 +118,8 @@ STEPS = 6
 SHARDED_STEPS = 3
 """Number of steps of a trial with shards: fewer, because each operation may be a collective."""
 ALL = 24
-"""Number of parameters up to which all get gradients in a trial with shards. Of more, one for each
-combination of shape and placement does."""
+"""Largest number of parameters that all get gradients in a trial with shards. Of more parameters,
+only one for each combination of shape and placement gets a gradient."""
 
 
 def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer, build: Build) -> None:
@@ -164,23 +166,23 @@ def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer, build
         if not torch.equal(one.detach().nan_to_num(), copies[fqn].detach().nan_to_num()):
             raise RecipeError(
                 f"optimizer.factory: {name} goes on otherwise from what a checkpoint holds of it "
-                f"(seen at {fqn}): keep everything in the parameters' state or in the groups, or "
-                "have its state_dict and load_state_dict give all of it"
+                f"(seen at {fqn}); keep everything in the parameters' state or in the groups, or "
+                "let its state_dict return, and its load_state_dict restore, all of its state"
             )
 
 
 def _try_sharded(
     parameters: Mapping[str, nn.Parameter], options: Optimizer, build: Build, place: Build
 ) -> None:
-    """Step the optimizer on stand-ins that are sharded as the parameters are, and on whole ones,
-    and compare. On all ranks.
+    """Step the optimizer on small parameters that are sharded as the real ones are, and on the same
+    parameters as whole tensors, and compare the results. On all ranks.
 
     Raises:
         RecipeError: the optimizer fails, has state that cannot be saved, or updates sharded
             parameters to other values than whole ones.
     """
     name = options.factory
-    hint = "; the parameters are sharded: strategy.name=ddp shards none"
+    hint = "; use strategy.name=ddp, which does not shard the parameters"
     whole = trial_parameters(parameters, torch.Generator().manual_seed(0))
     cut = {
         fqn: nn.Parameter(like_sharded(one.detach(), parameters[fqn]), one.requires_grad)
@@ -191,7 +193,7 @@ def _try_sharded(
     with _stepping(options):
         for number in range(SHARDED_STEPS):
             _step(reference, _select(whole, chosen), number, options.lr)
-        # If a step draws random numbers, they differ from shard to shard: results are not compared.
+        # Results are not compared if a step draws random numbers, which differ between shards.
         seeded = torch.get_rng_state()
         torch.manual_seed(SHARDED_STEPS - 1)
         draws = not torch.equal(seeded, torch.get_rng_state())
@@ -219,9 +221,9 @@ def _try_sharded(
     for key, tensor in kept.tensors.items():
         if isinstance(tensor, DTensor) and any(one.is_partial() for one in tensor.placements):
             raise RecipeError(
-                f"optimizer.factory: {name} keeps {key} as a sum that is not taken yet "
-                f"({tensor.placements}), which no checkpoint holds; use strategy.name=ddp, or have "
-                "it redistributed"
+                f"optimizer.factory: {name} keeps {key} as a sum over ranks that is not taken yet "
+                f"({tensor.placements}), which no checkpoint holds; use strategy.name=ddp, or "
+                "redistribute it in the step"
             )
     if draws or dist.get_backend() == "fake":  # a fake group has no results to compare
         return
@@ -234,7 +236,7 @@ def _try_sharded(
         if not torch.allclose(updated.float(), wanted.float(), rtol=0, atol=least, equal_nan=True):
             raise RecipeError(
                 f"optimizer.factory: {name} updates sharded parameters otherwise than whole ones "
-                f"(seen at a stand-in of {fqn}); use strategy.name=ddp, which shards none"
+                f"(seen at a small parameter in place of {fqn}){hint}"
             )
 
 
@@ -268,13 +270,13 @@ def _build(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.
     if isinstance(factory, type):  # e.g. LBFGS would fail later with a less clear error
         _check_kind(name, factory)
     given = named_groups(parameters, options)
-    # Weight decay in `optimizer.groups` overrides an option of the factory.
+    # The factory's weight decay replaces the recipe's, unless `optimizer.groups` sets one.
     stated = any(rule.weight_decay is not None for rule in options.groups)
     for group in given:
         lr = options.factory_options.get("lr", options.lr)
         group["lr"] = lr * group["lr_scale"] if isinstance(lr, (int, float)) else lr
         if "weight_decay" in options.factory_options and not stated:
-            del group["weight_decay"]  # the factory's option overrides the recipe
+            del group["weight_decay"]
     optimizer = call_factory(key, name, options.factory_options, given)
     if isinstance(optimizer, type):
         raise RecipeError(
@@ -363,7 +365,8 @@ def _kept_beside(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
 
 
 def _complete(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer of DTensors run its steps in the mode `_CompleteDTensors`."""
+    """Make an optimizer whose parameters are DTensors run its steps in the mode
+    `_CompleteDTensors`."""
     step = optimizer.step
 
     def completed(*given: Any) -> None:
@@ -375,9 +378,9 @@ def _complete(optimizer: torch.optim.Optimizer) -> None:
 
 class _CompleteDTensors(TorchFunctionMode):
     """Makes DTensors behave as ordinary tensors where DTensor by itself does not. Sums over shards
-    are taken at once, not left Partial. New tensors are sharded as their source is. In-place
-    operations work on tensors with fewer rows than ranks. Operations that need even shards, such as
-    products of stacked matrices, are computed on whole tensors."""
+    are taken at once, not left Partial. New tensors (`new_zeros` and the like) are sharded as their
+    source is. In-place operations work on tensors with fewer rows than ranks. Operations that need
+    even shards, such as products of stacked matrices, are computed on whole tensors."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -389,7 +392,7 @@ class _CompleteDTensors(TorchFunctionMode):
             return first
         try:
             result = func(*args, **given)
-        except RuntimeError as error:  # on all ranks or none: it depends on shapes and placements
+        except RuntimeError as error:  # raised on all ranks or none, by shapes and placements
             if _in_place(name) or not _UNEVEN.search(str(error)):
                 raise
             result = func(*tree_map_only(DTensor, _whole, args), **given)

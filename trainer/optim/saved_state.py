@@ -1,5 +1,5 @@
-"""Optimizer state in checkpoints: tensors; and as JSON, for each parameter, other state and changes
-that steps made in its parameter group."""
+"""Optimizer state in checkpoints: tensors, and JSON for each parameter. The JSON has the state that
+is no tensor, and what steps have changed in the parameter's group."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,14 +21,14 @@ from trainer.optim.formats import Format
 from trainer.optim.method import MethodOptimizer
 
 RECIPES = "lr", "lr_scale"
-"""Entries of a parameter group that the recipe determines, and no checkpoint."""
+"""Entries of a parameter group that the recipe determines, so checkpoints do not hold them."""
 
 
 def own_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> OptimizerState:
-    """Return an optimizer's state: tensors, and JSON `{"state": …, "group": …}` by FQN, which
-    bundled optimizers do not have.
+    """Return an optimizer's state: tensors, and JSON `{"state": …, "group": …}` by FQN. The state
+    of bundled optimizers consists of tensors only.
 
     Raises:
         ValueError: a value cannot be saved, see `optimizer_state`.
@@ -54,15 +54,15 @@ def own_targets(
     metas: Mapping[str, TensorMeta],
     state_dtype: Format = "fp32",
 ) -> OptimizerTargets:
-    """Return the tensors into which a state of `own_state` is loaded; `put` of the result then
-    assigns the state to the optimizer.
+    """Return the tensors into which a state that `own_state` returned is loaded. Then `put` of the
+    result assigns the state to the optimizer.
 
     Args:
         parameters: parameters by FQN.
         trees: the saved JSON by FQN; None in older checkpoints.
         metas: see `optimizer_targets`.
-        state_dtype: `optimizer.state_dtype` of the recipe that saved the state. If the present one
-            differs, the state is converted.
+        state_dtype: `optimizer.state_dtype` of the recipe that saved the state. If that of the
+            present recipe differs, the state is converted.
     """
     if isinstance(optimizer, MethodOptimizer):
         if state_dtype == optimizer.state_dtype:
@@ -93,7 +93,8 @@ def own_targets(
 
 
 def put_settings(group: dict[str, Any], changed: Mapping[str, Any]) -> None:
-    """Set entries of a parameter group to saved `settings`. Tensors are changed in place."""
+    """Set entries of a parameter group to values that `settings` returned. Tensors are changed in
+    place."""
     for key, one in changed.items():
         value, held = from_json(one), group.get(key)
         if isinstance(held, torch.Tensor) and held.shape == torch.as_tensor(value).shape:

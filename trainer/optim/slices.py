@@ -1,7 +1,8 @@
 """Runs an elementwise optimizer on this rank's shards as plain tensors (slices).
 
-Trials on small stand-ins, whole and cut, show whether an optimizer is elementwise. On DTensors its
-operations would be slow to dispatch, and DTensor lacks some of those in torch.optim.
+Trials on small parameters, whole and cut, show whether an optimizer is elementwise. With DTensors
+in place of slices, operations would be slow to dispatch, and DTensor lacks some operations that
+torch.optim uses.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +33,8 @@ class _InnerOptimizer:
 
 class SliceOptimizer(torch.optim.Optimizer):
     """An optimizer of sharded parameters that runs an inner optimizer, created by `build`, on this
-    rank's slices. Its groups and state have the sharded parameters as keys; state tensors are
-    DTensors that share memory with the inner optimizer's state."""
+    rank's slices. Its own groups and state have the sharded parameters as keys; its state tensors
+    are DTensors that share memory with the inner optimizer's state."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], build: Build) -> None:
         slices = {
@@ -56,7 +57,7 @@ class SliceOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update all parameters that have gradients. `closure` must be None."""
         if closure is not None:
-            raise ValueError("gradients are computed before the update")
+            raise ValueError("closure must be None: compute the gradients before the step")
         inner, slices = self._of.optimizer, self._of.slices
         for parameter, cut in slices.items():
             cut.data = local_tensor(parameter)
@@ -113,7 +114,7 @@ def _like(parameter: nn.Parameter, kept: Any) -> Any:
         if value.dim():
             raise ValueError(
                 f"the optimizer keeps a tensor of shape {[*value.shape]} for a slice of shape "
-                f"{[*shape]}, which no other number of ranks could go on with: use "
+                f"{[*shape]}, with which another number of ranks could not resume; use "
                 "strategy.name=ddp"
             )
         return value
@@ -140,9 +141,10 @@ threshold, as by clipping."""
 
 
 def is_elementwise(parameters: Mapping[str, nn.Parameter], build: Build) -> bool:
-    """Return whether an optimizer may update rows of parameters separately. In trials no operation
-    of a step reduces many numbers to fewer, whole and cut stand-ins and their state are equal after
-    some steps, and state tensors have the parameter's shape or a single element."""
+    """Return whether an optimizer may update rows of parameters separately. It may if in trials no
+    operation of a step reduces many numbers to fewer; small parameters and their state become the
+    same whether they are whole or cut; and state tensors have the parameter's shape or a single
+    element."""
     halves = [slice(0, 1), slice(1, None)]
     for scale in SCALES:
         watched = _DetectReductions()
@@ -183,7 +185,7 @@ def _close(one: Any, other: Any) -> bool:
 
 class _DetectReductions(TorchDispatchMode):
     """Detects operations that reduce many numbers to fewer: sums, norms, maxima, selections. They
-    show a dependence between elements even if the trial stays below its threshold."""
+    show that elements depend on each other, even if the results of the trial do not show it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,11 +212,14 @@ def _sizes(tree: Any) -> list[int]:
 def _results_by_part(
     parameters: Mapping[str, nn.Parameter], build: Build, scale: float, cuts: Sequence[slice]
 ) -> dict[str, list[Any]] | None:
-    """Run some steps of an optimizer on each part of the stand-ins' rows.
+    """Run four steps of a new optimizer on each of `cuts`, slices of the rows of small random
+    parameters. `scale`: scale of the gradients.
 
     Returns:
-        Name of an update, state or setting → its value for each part. None if a state tensor has
-        neither the shape of its part nor a single element.
+        Name of an update, state or setting → its value for each part. None if the optimizer cannot
+        run on slices: it has a state_dict of its own, state that belongs to no parameter, a setting
+        with several elements, or a state tensor that is of a subclass, or has neither the shape of
+        its parameter nor a single element.
     """
     draw = torch.Generator().manual_seed(0)
     # In float32, and small if gradients are small, so that updates are not lost in rounding.
