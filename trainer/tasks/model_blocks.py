@@ -15,7 +15,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     `nn.ModuleDict`. Lists of lists are flattened, such as the stages of a ResNet. All items of an
     `nn.ModuleList` are blocks. In `nn.Sequential` and `nn.ModuleDict`, items whose class occurs
     once, such as a stem or a head, are blocks only if there are no other blocks. If some blocks
-    have child modules, those without are left out.
+    have child modules, blocks without child modules are left out.
     """
     items = list(dict.fromkeys(_items(model)))
     counts = Counter(type(item) for item, _ in items)

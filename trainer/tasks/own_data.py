@@ -90,13 +90,14 @@ def check_decoder_inputs(batch: dict[str, Any], vocab_size: int, multiple: int) 
     missing = {"input_ids", "labels"} - batch.keys()
     if missing:
         raise DataError(
-            f"data.factory: samples have no {' and no '.join(sorted(missing))}; a language model "
-            "is given input_ids and labels, the token after each (-100 where none counts)"
+            f"data.factory: samples have no {' and no '.join(sorted(missing))}; give a language "
+            "model input_ids and labels: the token after each input, or -100 if it is not trained"
         )
     largest = int(batch["input_ids"].max())
     if largest >= vocab_size:
         raise DataError(
-            f"data.factory: token {largest} is outside model.architecture.vocab_size={vocab_size}"
+            f"data.factory: token {largest} is outside model.architecture.vocab_size={vocab_size}; "
+            "raise vocab_size, or use the model's tokenizer"
         )
     length = batch["input_ids"].shape[-1]
     if length % multiple:

@@ -56,7 +56,7 @@ def check_signature(recipe: Recipe, model: nn.Module, names: Iterable[str]) -> N
 
 
 def attributes_of(model: nn.Module) -> dict[str, Any]:
-    """Return the fields of a `Task` that a user's model sets by attributes, see
+    """Return the fields of a `Task` that a user's model determines by its attributes, see
     docs/extending.md."""
     change = getattr(model, "after_step", None)
 
@@ -179,7 +179,7 @@ def _in_one_memory(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str]
         ),
         key=lambda place: place[0],
     )
-    # (start, name, tensor) of the contiguous tensor, among the earlier ones, that ends last.
+    # (start, name, tensor) of the contiguous tensor that ends last, among those seen so far.
     whole: tuple[int, str, torch.Tensor] | None = None
     for before, (start, name, tensor) in zip([None, *places], places, strict=False):
         # Strided tensors, such as columns of one matrix, interleave without sharing elements.
@@ -261,8 +261,9 @@ def give_next_tokens(recipe: Recipe, model: nn.Module) -> list[str]:
     parameters = inspect.signature(model.forward).parameters.values()
     if not any(one.kind is one.VAR_KEYWORD or one.name == "shift_labels" for one in parameters):
         raise RecipeError(
-            f"model.factory: {what} moves labels by one, but those of prepared data are the next "
-            "tokens already, and it takes no shift_labels; compute the loss in a module around it"
+            f"model.factory: {what} shifts labels by one, but labels of prepared data are the next "
+            "tokens already, and its forward takes no shift_labels; compute the loss in a module "
+            "around it"
         )
 
     def add(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -274,14 +275,14 @@ def give_next_tokens(recipe: Recipe, model: nn.Module) -> list[str]:
     if not recipe.data.document_mask:
         return []
     return [
-        f"{what} does not look at document_ids: attention crosses documents; "
-        "data.document_mask=false says the same"
+        f"{what} does not use document_ids, so attention crosses documents, as with "
+        "data.document_mask=false"
     ]
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Return whether a model of transformers shifts labels, so that the inputs serve as labels: its
-    forward calls `loss_function`, which is ForCausalLMLoss."""
+    """Return whether a model of transformers shifts labels by one, so that the inputs serve as
+    labels. Its forward then calls `loss_function`, which is ForCausalLMLoss."""
     # Unwrapped, because transformers decorates forward.
     passes = (inspect.unwrap(one.forward) for one in type(model).mro() if hasattr(one, "forward"))
     codes = (getattr(one, "__code__", None) for one in passes)
@@ -378,8 +379,9 @@ def _fails_anywhere(error: Exception) -> bool:
 def refusing_misfits(
     recipe: Recipe, pulse: Pulse, first: Callable[[], bool]
 ) -> Generator[None, None, None]:
-    """Context around steps that converts failures of the user's code. In the first step of a run
-    they are wrong input; later failures end the run for good, as the step would fail again.
+    """Context around steps that converts failures of the user's code. In the first step of a run a
+    failure counts as wrong input. A later failure ends the run for good, because the step would
+    fail again.
 
     Args:
         first: returns whether no step was trained yet, and no attempt has failed.

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from trainer.parallel.parallelize import Fill
 
 LARGEST_OWN_VOCABULARY = 65_536
-"""Largest vocabulary for which the hint in an error message trains a new tokenizer."""
+"""Largest vocabulary for which the command in an error message trains a new tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Task:
     blocks: Sequence[nn.Module]
     """Blocks of the model: units of sharding, recomputation and compilation."""
     fill: "Fill | None"
-    """Returns initial weights and persistent buffers, see parallelize.Fill; None if the factory's
-    model has values."""
+    """Function that returns initial weights and persistent buffers, see parallelize.Fill; None for
+    a factory's model, which has values already."""
     stream: Stream
     validation: ValidationSet | None
     flops_per_token: float
@@ -95,8 +95,8 @@ class Task:
     """Whether the run counts labels as its tokens, because their number varies by sequence;
     otherwise all tokens of sequences are counted."""
     tried: Sequence[Mapping[str, torch.Tensor]] = ()
-    """Batches for a trial pass: one of the training data, and if there is validation data one of
-    that."""
+    """Batches for a trial pass: one of the training data, and one of the validation data, if there
+    are any. Empty for prepared data."""
     notes: Sequence[str] = ()
     """Notes for the user before training."""
     groups: Sequence[ParameterGroup] = ()
@@ -322,8 +322,8 @@ def bare_model(recipe: Recipe) -> tuple[nn.Module, list[nn.Module], float]:
 
 
 def _named_values(means: Mapping[str, float]) -> dict[str, float]:
-    """Return the values to record: with a loss, all get the prefix `validation_`; without (recall,
-    for example), they keep their names."""
+    """Return the values to record. If there is a loss, all names get the prefix `validation_`; else
+    they stay as they are, such as recall."""
     prefix = "validation_" if "loss" in means else ""
     return {f"{prefix}{name}": mean for name, mean in means.items()}
 
@@ -357,7 +357,8 @@ def _how_to_prepare(recipe: Recipe, directory: str) -> str:
 
 
 def open_streams(recipe: Recipe) -> tuple[TokenStream, ValidationSet | None]:
-    """Open the training and validation data; the latter is None if the recipe does not validate.
+    """Open the training and validation data; without `run.evaluate_every`, the validation set is
+    None.
 
     Raises:
         RecipeError: data is missing, or too small.
@@ -376,8 +377,8 @@ def open_streams(recipe: Recipe) -> tuple[TokenStream, ValidationSet | None]:
         whole = [one.path for one in data.sources if read_index(one.path).get("kind") == "chats"]
         if whole:
             raise RecipeError(
-                f"data.document_mask: false lets the chats of {whole[0]} see those before them in "
-                "a sequence, which no model is served; set true, or data.pack=stream"
+                f"data.document_mask: false lets each chat of {whole[0]} attend to earlier chats "
+                "in its sequence, unlike when the model is served; set true, or data.pack=stream"
             )
 
     stages, sources = table(data), ordered(data)
@@ -463,7 +464,7 @@ def _call_factory(
     name, start = recipe.model.factory or "", recipe.model.init_from
     if start and not storage_of(location(start)).is_directory(location(start)):
         raise RecipeError(f"model.init_from: no checkpoint at {start}; make one, or set null")
-    # All ranks take one seed, so that their random weights agree.
+    # The same seed on all ranks, so that their random weights agree.
     torch.manual_seed(recipe.run.seed)
     options = recipe.model.factory_options
     model = call_factory("model.factory", name, options, recipe=recipe, data=data)

@@ -75,18 +75,18 @@ def _of_transformers(recipe: Recipe, reason: str) -> "tuple[TransformersModel, F
         with refusals:
             if ranks > 1:
                 raise RecipeError(
-                    f"strategy.{key}: ranks do not compute {model.name} together, which is of "
-                    f"transformers; set strategy.{key}=1"
+                    f"strategy.{key}: ranks do not compute {model.name} together, because it is a "
+                    f"model of transformers; set strategy.{key}=1"
                 )
     with refusals:
         if recipe.model.attention != "auto":
             raise RecipeError(
-                f"model.attention: {model.name} of transformers has its own; set auto"
+                f"model.attention: {model.name} of transformers has attention of its own; set auto"
             )
     with refusals:
         if recipe.strategy.activation_checkpointing == "selective":
             raise RecipeError(
-                "strategy.activation_checkpointing: selective keeps what "
+                "strategy.activation_checkpointing: selective keeps results that "
                 f"{model.name} of transformers may change in place; set full"
             )
     with refusals:
@@ -94,14 +94,14 @@ def _of_transformers(recipe: Recipe, reason: str) -> "tuple[TransformersModel, F
         if problem and not recipe.data.factory:
             raise RecipeError(
                 f"data.document_mask: {model.name} of transformers {problem}, so documents would "
-                "see each other; set data.document_mask=false to train it so"
+                "attend to each other; set data.document_mask=false to train it in this way"
             )
     refusals.raise_all()
     notes = [f"{model.name} of transformers {check_installed(reason)} computes it: {reason}"]
     if model.experts:
         notes.append(
-            f"{model.name} has experts, which no auxiliary loss balances here: routers are trained "
-            "by the cross-entropy alone"
+            f"{model.name} has experts, but is trained without the auxiliary loss that balances "
+            "them: the cross-entropy alone trains its routers"
         )
     model.preference = preference_of(recipe.objective)
     seed = recipe.run.seed
@@ -110,7 +110,7 @@ def _of_transformers(recipe: Recipe, reason: str) -> "tuple[TransformersModel, F
         add_adapters(model, recipe.model.adapter, recipe.precision.dtype)
 
     def fill(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return draw_part(name, shape, seed)  # only adapters are random: other weights are loaded
+        return draw_part(name, shape, seed)  # called for adapters only: other weights are loaded
 
     return model, fill, notes
 
@@ -122,8 +122,8 @@ def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill, list[str]]":
         family = family or family_of(given.model_type)
         if given.model_type != family.model_type:
             raise RecipeError(
-                f"model.architecture.model_type: {given.model_type}, but {recipe.model.family} is "
-                f"{family.model_type}; write that"
+                f"model.architecture.model_type: {given.model_type}, but model.family="
+                f"{recipe.model.family} has {family.model_type}; set this model_type"
             )
         architecture = family.complete(given)
     else:
@@ -134,7 +134,10 @@ def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill, list[str]]":
     with torch.device("meta"), refusing("model.family", named):
         decoder = Decoder(architecture, recipe.model.attention, family)
     if any(not isinstance(block, nn.Module) for block in decoder.blocks):
-        raise RecipeError(f"model.family: the block of {named} is no nn.Module, but None")
+        raise RecipeError(
+            f"model.family: a block of {named} is not an nn.Module; return one from the family's "
+            "block"
+        )
     decoder.preference = preference_of(recipe.objective)
     draw, seed = family.draw, recipe.run.seed
     of_formats = keep_in_float32(recipe, decoder, named)
@@ -181,7 +184,8 @@ def after_step_of(recipe: Recipe, family: Family) -> AfterStep | None:
 
 
 def documents_for(recipe: Recipe) -> DocumentForm | None:
-    """The form in which the model of a recipe gets document boundaries."""
+    """Return the form in which the model of a recipe gets document boundaries; None if it gets
+    none."""
     if not recipe.data.document_mask:
         return None
     theirs = recipe.model.factory or reason_for_theirs(recipe)

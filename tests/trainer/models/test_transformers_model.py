@@ -187,7 +187,7 @@ def test_no_code_comes_with_a_checkpoint(tmp_path: Path) -> None:
             "gpt2",
             {},
             ["strategy.activation_checkpointing=selective"],
-            "strategy.activation_checkpointing: selective keeps what GPT2LMHeadModel",
+            "strategy.activation_checkpointing: selective keeps results that GPT2LMHeadModel",
         ),
         ("gpt2", {}, ["model.adapter={}"], "layers of GPT2LMHeadModel have no nn.Linear"),
         ("gpt2", {"quantization_config": {"bits": 4}}, [], "not quantised"),

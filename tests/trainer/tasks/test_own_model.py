@@ -179,7 +179,7 @@ def test_a_model_that_shifts_labels_takes_those_of_prepared_data_as_they_are(rec
     ids = torch.randint(0, 9, (2, 7), generator=torch.Generator().manual_seed(0))
     expected = model(input_ids=ids, labels=ids).loss.item()
     notes = give_next_tokens(recipe, model)
-    assert "does not look at document_ids" in notes[0]
+    assert "does not use document_ids" in notes[0]
     batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
     assert check_forward(recipe, model, batch) == []
     assert model(**batch).loss.item() == pytest.approx(expected, rel=1e-6)
@@ -190,7 +190,7 @@ def test_a_model_that_shifts_labels_takes_those_of_prepared_data_as_they_are(rec
         def forward(self, input_ids, labels):
             return self.loss_function(logits=input_ids, labels=labels)
 
-    with pytest.raises(RecipeError, match="it takes no shift_labels"):
+    with pytest.raises(RecipeError, match="its forward takes no shift_labels"):
         give_next_tokens(recipe, Older(config))
 
 
