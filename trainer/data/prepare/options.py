@@ -79,5 +79,5 @@ class PrepareOptions:
 
     @property
     def kind(self) -> Kind:
-        """Kind of the records."""
+        """Kind of the records, by the options `chat` and `pairs`."""
         return "pairs" if self.pairs else "chats" if self.chat else "documents"

@@ -222,11 +222,11 @@ def _check_options(settings: PrepareOptions, workers: int) -> None:
     for key in ("train_bpe", "field", "special_tokens"):
         if getattr(settings, key) != getattr(plain, key):
             flag = f"--{key.replace('_', '-')}"
-            raise DataError(f"{flag}: not with --chat or --pairs; remove it")
+            raise DataError(f"{flag}: cannot be used with --chat or --pairs; remove it")
     if settings.chat and settings.pairs:
         raise DataError("give one of --chat and --pairs")
     if settings.pairs and settings.turns != "auto":
-        raise DataError("--turns: not with --pairs, where only the answers are trained")
+        raise DataError("--turns: cannot be used with --pairs, which trains the answers; remove it")
     if settings.max_tokens is None and settings.too_long != plain.too_long:
         raise DataError("--too-long cut: add --max-tokens, such as --max-tokens 4096")
     if settings.max_tokens is not None and settings.max_tokens < 2:

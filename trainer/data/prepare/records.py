@@ -276,7 +276,9 @@ def _parquet(
             row += batch.num_rows
             report(piece.size * row // max(rows, 1))
     except (ValueError, OSError) as error:
-        raise DataError(f"{path}: row group {piece.start} cannot be read: {error}") from error
+        raise DataError(
+            f"{path}: row group {piece.start} cannot be read: {error}; copy the file again"
+        ) from error
 
 
 def _arrow(
@@ -301,7 +303,9 @@ def _arrow(
                 row += batch.num_rows
                 report(file.tell())
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not an arrow file, or damaged: {error}") from error
+        raise DataError(
+            f"{path}: not an arrow file, or damaged: {error}; copy the file again"
+        ) from error
 
 
 def _column_of(path: Path, field: str, names: list[str], nested: bool = True) -> str:

@@ -112,7 +112,8 @@ class ChatEncoder:
     def __init__(self, tokenizer: Tokenizer, written: str = "") -> None:
         """Changes `tokenizer`, so it must not be used elsewhere. `written`: text that spells the
         added tokens at which chats may be cut, such as the source of their template."""
-        # Templates write begin and end tokens themselves, and offsets must not be trimmed.
+        # This post-processor adds no begin and end tokens, which templates write themselves. Its
+        # offsets include spaces, so that spans of tokens have no gaps.
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
         tokenizer.encode_special_tokens = False
         self._tokenizer = tokenizer
@@ -122,7 +123,8 @@ class ChatEncoder:
         names = sorted(special_tokens(tokenizer), key=len, reverse=True)
         self._spelled = _any_of(names)
         self.special = frozenset(map(tokenizer.token_to_id, names))
-        # Most compared rests are generation prompts, equal in all chats.
+        # Cached, because most texts that `common` encodes are a generation prompt, equal in all
+        # chats.
         self._tail = lru_cache(maxsize=4096)(self._ids)
 
     def spelled_in(self, chat: Chat) -> str:
@@ -132,7 +134,7 @@ class ChatEncoder:
         try:
             texts.encode()
         except UnicodeEncodeError:
-            raise ChatError("half of a surrogate pair") from None
+            raise ChatError("a text has half of a surrogate pair") from None
         if any(mark in texts for mark in MARKS):
             raise ChatError("it has one of the characters U+FDD0 to U+FDD3, which are reserved")
         found = self._spelled.search(texts)
@@ -416,7 +418,8 @@ class SpanFinder:
         whole: EncodedText,
         upto: Mapping[int, str],
     ) -> tuple[NDArray[np.bool_], int | None]:
-        """Return (whether each token of a chat is trained, first unstable answer or None).
+        """Return (whether each token of a chat is trained, index of the first answer that is
+        rendered differently once messages follow, or None).
 
         Args:
             chat: chat to be trained.

@@ -166,7 +166,7 @@ class ChatTemplate:
                 for name, source in ({} if self.has_blocks else sources).items():
                     self._observe(environment, name, source)
         except (jinja2.TemplateError, RecursionError) as error:
-            raise DataError(f"the chat template: {_said(error)}") from error
+            raise DataError(f"the chat template cannot be compiled: {_said(error)}") from error
 
     def _observe(self, environment: jinja2.Environment, name: str, source: str) -> None:
         """Compile an observed version of a template, if it has a loop to observe."""
@@ -228,8 +228,8 @@ class ChatTemplate:
         return without_blocks(self.marked(messages, tools, prompt))
 
     def rendering(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> "ChatRendering":
-        """Render a chat; where possible, once for all of its beginnings. Raises RenderError if the
-        template rejects this chat."""
+        """Render a chat; if possible, only once for the chat and all of its beginnings. Raises
+        RenderError if the template rejects this chat."""
         if observed := self._observed.get(self._name(tools)):
             template, ends = observed
             reading, parts, places = TemplateReads(), list[str](), dict[int, int]()

@@ -37,8 +37,8 @@ from trainer.data.tokenizer import read_tokenizer, special_tokens
 PROGRESS = "progress"
 """Name of the file in the work directory with the number of bytes read of each unit, as uint64."""
 _BATCH = 512  # documents per call of the tokenizer
-# Characters for one call of the tokenizer, which needs 150 bytes per token. The last document added
-# may double them.
+# Characters for one call of the tokenizer, which needs 150 bytes per token. The text that is added
+# last may double this number.
 _CHARACTERS = 1 << 17
 _LISTED_REJECTS = 1000  # listed rejects per unit; all are counted
 MOST_LINES = (1 << 32) - 1
@@ -467,8 +467,8 @@ def _run(jobs: list[TokeniseTask], workers: int) -> Iterator[tuple[int, list[dic
 
 
 def _start_worker(confined: bool) -> None:
-    """Make a worker end with its parent, and silently on Ctrl-C. `confined`: whether it renders
-    chat templates."""
+    """Prepare a worker process: it ends when its parent ends, and without a traceback on Ctrl-C.
+    `confined`: whether it renders chat templates."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # parallelism comes from processes
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
