@@ -214,7 +214,7 @@ def _split(pairs: Pairs, seed: int) -> tuple[Pairs, Pairs, Pairs]:
     shuffled = shuffled[np.argsort(shuffled[:, 0], kind="stable")]
     counts = np.bincount(shuffled[:, 0])
     ends = np.cumsum(counts)
-    from_end = ends[shuffled[:, 0]] - np.arange(len(shuffled))  # 1 for the last of a user
+    from_end = ends[shuffled[:, 0]] - np.arange(len(shuffled))  # 1: last of a user
     part = (from_end - 1) // np.maximum(1, counts // 10)[shuffled[:, 0]]
     part[counts[shuffled[:, 0]] < 10] = 2
     train, validation, test = (
@@ -229,7 +229,9 @@ def _read_columns(path: Path, *names: str) -> list[list[str]]:
     found = [field.split(":")[0] for field in header.split("\t")]
     missing = [name for name in names if name not in found]
     if missing:
-        raise DataError(f"{path}: no column {missing[0]} in its first line, only {header!r}")
+        raise DataError(
+            f"{path}: no column {missing[0]} in its first line, only {header!r}; name it there"
+        )
     places = [found.index(name) for name in names]
     columns: list[list[str]] = [[] for _ in names]
     for number, line in enumerate(lines, start=2):
@@ -241,7 +243,7 @@ def _read_columns(path: Path, *names: str) -> list[list[str]]:
     return columns
 
 
-# --- both ----------------------------------------------------------------------------------------
+# --- for all formats -----------------------------------------------------------------------------
 
 
 def _unique(rows: NDArray) -> NDArray[np.int64]:

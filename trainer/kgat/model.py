@@ -115,7 +115,7 @@ class Aggregator(nn.Module):
 
 
 class KGAT(nn.Module):
-    """The KGAT model in float32, replicated on every rank."""
+    """The KGAT model. Its weights are in float32."""
 
     some_unused = True
     """Whether a step may leave parameters without a gradient: a CF step leaves relations and
@@ -297,7 +297,7 @@ class KGAT(nn.Module):
         return self.attention
 
     def _evaluate(self, users: Tensor, known: Tensor, wanted: Tensor) -> dict[str, Tensor]:
-        """Return mean recall and ndcg over these users, of the model and of ranking items by
+        """Return mean recall and ndcg over `users` for the model, and for a ranking of items by
         popularity."""
         popularity = self._graph.to(users.device).popularity
         items = self.user_embedding.num_embeddings + torch.arange(
@@ -334,8 +334,8 @@ def ranking_metrics(scores: Tensor, known: Tensor, wanted: Tensor) -> Tensor:
 
     Args:
         scores: score of each item for each user, (B, I).
-        known: items to exclude from the ranking, (B, K) int64, padded with I.
-        wanted: items to find, (B, L) int64, padded with I; at least one in each row.
+        known: items to exclude from the ranking, (B, any) int64, padded with I.
+        wanted: items to find, (B, any) int64, padded with I; at least one in each row.
     """
     items = scores.shape[1]
     scores = F.pad(scores, (0, 1))

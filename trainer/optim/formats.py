@@ -312,8 +312,8 @@ def opened(
 def put(
     pieces: Sequence[ParameterRows], tensors: Sequence[Sequence[Tensor]], parts: Sequence[Tensor]
 ) -> None:
-    """Copy flat `parts`, a result of `stored`, into these rows of the stored tensors. `tensors`: by
-    part of the format, then by piece."""
+    """Copy flat `parts`, a result of `stored`, into the rows `pieces` of the stored tensors.
+    `tensors`: by part of the format, then by piece."""
     for live, flat in zip(tensors, parts, strict=True):
         views = [piece.of(one) for piece, one in zip(pieces, live, strict=True)]
         torch._foreach_copy_(views, [*flat.split([view.numel() for view in views])])

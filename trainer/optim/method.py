@@ -143,7 +143,8 @@ class MethodOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have gradients. On all ranks. `closure` must be None."""
+        """Update all parameters that have gradients. Called on all ranks; `closure` must be
+        None."""
         if closure is not None:
             raise ValueError("closure must be None: compute the gradients before the step")
         if not self._gathered:
@@ -314,7 +315,7 @@ def update(
     factor: float,
     seed: int = 0,
 ) -> None:
-    """Run one optimizer step, a portion of the parameter groups at a time. On all ranks.
+    """Run one optimizer step, a portion of the parameter groups at a time. Called on all ranks.
 
     Args:
         portions: the parameter groups, portion by portion, see `ParallelModel.portions`.

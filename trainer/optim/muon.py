@@ -175,7 +175,8 @@ def _at_owners(
     axes: Sequence[int],
     group: Mapping[str, Any],
 ) -> list[torch.Tensor]:
-    """Send shards to the owners, orthogonalise, and send the results back. On all ranks of `mesh`.
+    """Send shards to the owners, orthogonalise, and send the results back. Called on all ranks of
+    `mesh`.
 
     Args:
         matrices: the matrices of a round, sharded over the dimensions `axes` of `mesh`.

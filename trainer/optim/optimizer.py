@@ -24,7 +24,7 @@ def build_optimizer(
     compiles: bool = False,
     zeros_like: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like,
 ) -> torch.optim.Optimizer:
-    """Create the recipe's optimizer. On all ranks.
+    """Create the recipe's optimizer. Called on all ranks.
 
     Args:
         parameters: parameters by FQN.

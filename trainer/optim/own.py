@@ -40,7 +40,7 @@ _UNEVEN = re.compile(r"unevenly sharded|redistribute the tensor")
 
 
 def build_own(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.optim.Optimizer:
-    """Create the optimizer of `optimizer.factory`. On all ranks.
+    """Create the optimizer of `optimizer.factory`. Called on all ranks.
 
     The optimizer is first tried on stand-ins, small parameters in place of the real ones, without
     effect on the run. For sharded parameters it gets this rank's shards as tensors if its update is
@@ -127,7 +127,8 @@ def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer, build
     both continue equally.
 
     Raises:
-        RecipeError: the optimizer cannot be built, a step fails, or the state cannot be saved.
+        RecipeError: the optimizer cannot be built, a step fails, or the state cannot be saved and
+            loaded.
     """
     name = options.factory
     stand_ins = trial_parameters(parameters, torch.Generator().manual_seed(0))
@@ -165,8 +166,8 @@ def _try_steps(parameters: Mapping[str, nn.Parameter], options: Optimizer, build
     for fqn, one in stand_ins.items():
         if not torch.equal(one.detach().nan_to_num(), copies[fqn].detach().nan_to_num()):
             raise RecipeError(
-                f"optimizer.factory: {name} goes on otherwise from what a checkpoint holds of it "
-                f"(seen at {fqn}); keep everything in the parameters' state or in the groups, or "
+                f"optimizer.factory: {name} updates parameters otherwise after a checkpoint is "
+                f"loaded (seen at {fqn}); keep all in the parameters' state or in the groups, or "
                 "let its state_dict return, and its load_state_dict restore, all of its state"
             )
 
@@ -175,7 +176,7 @@ def _try_sharded(
     parameters: Mapping[str, nn.Parameter], options: Optimizer, build: Build, place: Build
 ) -> None:
     """Step the optimizer on small parameters that are sharded as the real ones are, and on the same
-    parameters as whole tensors, and compare the results. On all ranks.
+    parameters as whole tensors, and compare the results. Called on all ranks.
 
     Raises:
         RecipeError: the optimizer fails, has state that cannot be saved, or updates sharded
@@ -280,7 +281,8 @@ def _build(parameters: Mapping[str, nn.Parameter], options: Optimizer) -> torch.
     optimizer = call_factory(key, name, options.factory_options, given)
     if isinstance(optimizer, type):
         raise RecipeError(
-            f"optimizer.factory: {name} returned the class {optimizer.__name__} itself; call it"
+            f"optimizer.factory: {name} returned the class {optimizer.__name__} itself; return an "
+            "optimizer"
         )
     _check_kind(name, type(optimizer))
     names = {parameter: fqn for fqn, parameter in parameters.items() if parameter.requires_grad}

@@ -21,7 +21,7 @@ from trainer.optim.formats import Format
 from trainer.optim.method import MethodOptimizer
 
 RECIPES = "lr", "lr_scale"
-"""Entries of a parameter group that the recipe determines, so checkpoints do not hold them."""
+"""Entries of a parameter group that the recipe determines, even after a checkpoint is loaded."""
 
 
 def own_state(

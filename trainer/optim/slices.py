@@ -109,7 +109,8 @@ def _like(parameter: nn.Parameter, kept: Any) -> Any:
 
     def placed(value: torch.Tensor) -> torch.Tensor:
         if value.shape == shape:
-            # DTensor.from_local would create another tensor object for the same memory.
+            # DTensor.from_local would create another tensor object for the same memory, which
+            # `_wraps` would not recognise.
             return DTensor(value, spec, requires_grad=False)
         if value.dim():
             raise ValueError(
@@ -123,8 +124,8 @@ def _like(parameter: nn.Parameter, kept: Any) -> Any:
 
 
 def like_sharded(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Shard a tensor as a parameter is, and move it to the parameter's device. On all ranks, with
-    equal values of `whole`."""
+    """Shard a tensor as a parameter is, and move it to the parameter's device. Called on all ranks,
+    with equal values of `whole`."""
     local = local_tensor(parameter)
     if not isinstance(parameter, DTensor):
         return whole.to(local.device)
@@ -137,7 +138,7 @@ def like_sharded(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 SCALES = 1e-3, 1.0, 1e3
 """Scales of the gradients in trials: in some optimizers elements depend on each other only above a
-threshold, as by clipping."""
+threshold, for instance by clipping."""
 
 
 def is_elementwise(parameters: Mapping[str, nn.Parameter], build: Build) -> bool:

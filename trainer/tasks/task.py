@@ -239,8 +239,8 @@ def _counts(model: nn.Module) -> tuple[int, int]:
 
 
 def _with_adapter(recipe: Recipe, model: TextModel, files: dict[str, bytes]) -> dict[str, bytes]:
-    """Return the further files of a checkpoint; with an adapter, its config in place of
-    config.json."""
+    """Return the further files of a checkpoint. With an adapter, they have adapter_config.json in
+    place of config.json."""
     adapter, base = recipe.model.adapter, recipe.model.init_from
     if adapter is None or base is None:
         return files
@@ -250,8 +250,8 @@ def _with_adapter(recipe: Recipe, model: TextModel, files: dict[str, bytes]) -> 
 
 
 def _build_on_samples(recipe: Recipe) -> Task:
-    """Build a task on the data of `data.factory`. Its FLOPs are unknown, as is the cost of a
-    sample."""
+    """Build a task on the data of `data.factory`. Its FLOPs are unknown, because the cost of a
+    sample is."""
     samples, stream, held_out = open_samples(recipe)
     streams = [one for one in (stream, held_out) if one]
     notes: list[str] = []
@@ -452,7 +452,7 @@ def _check_vocabulary(recipe: Recipe, model: TextModel) -> None:
     if model.most_positions and recipe.data.seq_len > model.most_positions:
         raise RecipeError(
             f"data.seq_len: {recipe.data.seq_len} is longer than the model's "
-            f"max_position_embeddings={model.most_positions}"
+            f"max_position_embeddings={model.most_positions}; lower it"
         )
 
 
@@ -473,8 +473,8 @@ def _call_factory(
     check_tensors(model, name)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise RecipeError(
-            f"model.factory: {type(model).__name__}, which {name} returned, has no parameter that "
-            "is trained: none, or all have requires_grad=False"
+            f"model.factory: {type(model).__name__}, which {name} returned, has no parameter with "
+            "requires_grad=True, so there is nothing to train"
         )
     # transformers' from_pretrained returns a model in eval mode. A model in train mode stays as it
     # is, even if some of its modules are in eval mode.

@@ -38,8 +38,8 @@ AfterStep = Callable[["ParallelModel", int], None]
 
 
 def build_text_model(recipe: Recipe) -> "tuple[TextModel, Fill, list[str]]":
-    """Build the language model of a recipe on the meta device. Returns it, a function that returns
-    initial weights, and notes for the user.
+    """Build the language model of a recipe on the meta device. Returns the model, a function that
+    returns initial weights, and notes for the user.
 
     Raises:
         RecipeError, ConfigError: the model cannot be built.
@@ -152,7 +152,8 @@ def _decoder(recipe: Recipe) -> "tuple[Decoder, Fill, list[str]]":
         if getattr(drawn, "shape", None) != shape:
             actual = getattr(drawn, "shape", type(drawn).__name__)
             raise RecipeError(
-                f"model.family: draw of {named} gives {actual} for {name}, not {shape}"
+                f"model.family: draw of {named} gives {actual} for {name}, not a tensor of shape "
+                f"{shape}"
             )
         return drawn
 
