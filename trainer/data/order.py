@@ -126,7 +126,7 @@ def checked_positions(positions: NDArray | Sequence[int]) -> NDArray[np.int64]:
     positions = np.asarray(positions)
     whole = positions.ndim == 1 and (not positions.size or positions.dtype.kind in "iu")
     if not whole or (positions < 0).any():
-        raise ValueError(f"positions {positions!r} are no 1-D array of non-negative integers")
+        raise ValueError(f"positions must be a 1-D array of integers, 0 or more, not {positions!r}")
     return positions.astype(np.int64, copy=False)
 
 

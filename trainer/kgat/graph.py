@@ -214,7 +214,7 @@ def _split(pairs: Pairs, seed: int) -> tuple[Pairs, Pairs, Pairs]:
     shuffled = shuffled[np.argsort(shuffled[:, 0], kind="stable")]
     counts = np.bincount(shuffled[:, 0])
     ends = np.cumsum(counts)
-    from_end = ends[shuffled[:, 0]] - np.arange(len(shuffled))  # 1: last of a user
+    from_end = ends[shuffled[:, 0]] - np.arange(len(shuffled))  # 1 for a user's last
     part = (from_end - 1) // np.maximum(1, counts // 10)[shuffled[:, 0]]
     part[counts[shuffled[:, 0]] < 10] = 2
     train, validation, test = (

@@ -76,7 +76,8 @@ class Propagate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, graph: GraphTensors, weights: Tensor, nodes: Tensor) -> Tensor:
-        """Return the sums (N, D) for edge weights (E,) and node embeddings (N, D)."""
+        """Return each node's sum over its neighbours, (N, D), for edge weights (E,) and node
+        embeddings (N, D)."""
         ctx.graph = graph
         ctx.save_for_backward(weights)
         return _sparse(graph, weights) @ nodes

@@ -1,4 +1,4 @@
-"""The optimizer of a recipe and its state; gradient norm; loss scale."""
+"""Builds a recipe's optimizer, and describes its state; gradient norm and loss scale."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping

@@ -168,5 +168,5 @@ def test_a_loop_of_one_s_own_has_the_order_of_the_trainer():
 
 @pytest.mark.parametrize("positions", [[-1], [0.5], [[0]], 3, ["a"]])
 def test_what_is_no_position_is_refused(positions):
-    with pytest.raises(ValueError, match="no 1-D array of non-negative integers"):
+    with pytest.raises(ValueError, match="must be a 1-D array of integers, 0 or more"):
         Order([10], [1.0], 0).locate(positions)

@@ -169,7 +169,8 @@ class ChatTemplate:
             raise DataError(f"the chat template cannot be compiled: {_said(error)}") from error
 
     def _observe(self, environment: jinja2.Environment, name: str, source: str) -> None:
-        """Compile an observed version of a template, if it has a loop to observe."""
+        """Compile a version of a template whose reads are observed (see beginnings.py), if the
+        template has a loop for which this is possible."""
         tree = environment.parse(source)
         if rest := observe(tree, environment):
             after = environment.from_string(rest)
@@ -462,7 +463,7 @@ def _read(path: Path) -> str:
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise DataError(f"{path}: not a chat template: not UTF-8") from error
+        raise DataError(f"{path}: not a chat template: not UTF-8; convert the file") from error
 
 
 def _config(home: Path) -> dict[str, Any]:

@@ -274,8 +274,8 @@ class _ChatWriter:
         self.documents = dict.fromkeys(SPLITS, 0)
 
     def add(self, record: InputRecord, held_out: bool) -> list[tuple[int, str]]:
-        """Add a chat or a pair, and return (line, problem) of records, or documents of records,
-        that are rejected by now.
+        """Add a chat or a pair. Records are checked many at a time: return (line, problem) of the
+        records, or documents of records, that this call has rejected.
 
         Args:
             record: the chat or pair.
