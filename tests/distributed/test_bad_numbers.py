@@ -64,7 +64,7 @@ def test_bad_steps_are_skipped_and_the_run_goes_on(workspace, start, factory, ov
     code, output = job.wait()
     assert code == 0, output
     assert "step 3: loss is nan, first seen on rank 1; skipped" in output
-    assert "computed twice with the same result, so data or model" in output
+    assert "computed twice, not finite both times, so data or model is the cause" in output
     assert "step 5: loss is nan, first seen on rank 1; skipped" in output
     steps = [record for record in records(workspace, run) if "loss" in record]
     assert steps[-1]["skipped_steps"] == 2

@@ -35,7 +35,7 @@ from trainer.parallel.parallelize import parallelize
 from trainer.plan import predict
 from trainer.recipe import RecipeError, load_recipe
 from trainer.run.profile import StepProfiler, peak_bytes, read_records, torch_profiler
-from trainer.run.speed import Speed
+from trainer.run.speed import SpeedRecorder
 from trainer.run.state import Progress, Run
 from trainer.run.step import Inputs, train_step
 from trainer.run.trace_summary import read_trace
@@ -74,7 +74,7 @@ def measure(recipe, rank, world_size):
     )  # fmt: skip
     batches = load(task.stream, requests(run.plan_at, rank, 0), workers=0, pin_memory=False)
     inputs = Inputs(batches, run.passes)
-    with StepProfiler(run, Speed(run)) as profiler:
+    with StepProfiler(run, SpeedRecorder(run)) as profiler:
         for _ in range(recipe.run.steps):
             train_step(run, inputs)
             profiler.after_step()

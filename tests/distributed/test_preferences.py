@@ -266,7 +266,7 @@ def test_a_run_that_is_killed_left_and_resumed_on_other_ranks_has_the_same_bits(
         torch.testing.assert_close(found[split], of_base(folder, split), rtol=1e-5, atol=1e-5)
     code, output = start(3, f"run.dir={name}-killed", *given, recipe="pairs.yaml").wait()
     assert code == 0, output
-    assert "log-probabilities of the answers are read" in output
+    assert "log-probabilities are read from" in output
     assert "resuming after step" in output
     good, text = check(read_history(folder / f"{name}-killed"), folder / f"{name}-killed")
     assert good, text

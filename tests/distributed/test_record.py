@@ -222,7 +222,7 @@ FORGERIES = {
     "recipe of then": (other_recipe("", "lr: 0.003", "lr: 0.004"), "is not the recipe of"),
     "recipe of now": (other_recipe("recipe.yaml", "lr: 0.001", "lr: 0.002"), "is not the recipe"),
     "data": (other_token(sealed=False), "a rank consumed other tokens"),
-    "data, sealed": (other_token(sealed=True), "its fingerprint is another"),
+    "data, sealed": (other_token(sealed=True), "its fingerprint differs"),
     "data, sealed and claimed": (
         other_token(sealed=True, claimed=True),
         "step 5 .* a rank consumed other tokens",

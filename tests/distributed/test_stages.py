@@ -89,7 +89,7 @@ def test_killed_and_on_another_world_it_is_the_undisturbed_run(mixed, start, tra
     ledger.write_text(ledger.read_text().replace('"stages":[[13,', '"stages":[[12,'))
     fine, text = check(read_history(mixed / "stages"), mixed / "stages")
     assert not fine
-    assert "is not what attempt 1 trained on: its stages are others" in text
+    assert "is not what attempt 1 trained on: its stages differ" in text
 
 
 @soak

@@ -62,7 +62,7 @@ def add_replay_command(commands: Commands) -> None:
 
 def _replay(arguments: argparse.Namespace) -> int:
     from trainer.tools.mirror import local_runs
-    from trainer.tools.replay.replay import Options, audit, replay
+    from trainer.tools.replay.replay import ReplayOptions, audit, replay
     from trainer.tools.torchrun import stop_on_sigterm
 
     if arguments.why and not arguments.step:
@@ -70,7 +70,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     if arguments.seed is not None and not arguments.audit:
         arguments.refuse("--seed: works only with --audit")
     stop_on_sigterm()
-    options = Options(arguments.nproc, arguments.data)
+    options = ReplayOptions(arguments.nproc, arguments.data)
     with local_runs([arguments.of_run]) as (run,):
         if arguments.step:
             return replay(run.directory, arguments.step, options, why=arguments.why)

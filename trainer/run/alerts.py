@@ -54,7 +54,8 @@ class Alerts:
         self._failures = values.get("failures", self._failures)
 
     def kept(self, after: float) -> float:
-        """See Sink. Reports silence too: `kept` is called regularly, even without new records."""
+        """Return the time of the newest record, as `Sink` describes. Also reports silence, because
+        this method is called regularly, even without new records."""
         if self._standing:
             self._failures = self._standing.at(after).get("failures", 0)
             self._standing = None
@@ -65,7 +66,7 @@ class Alerts:
         return max(after, self._newest)
 
     def close(self) -> None:
-        """See Sink."""
+        """Does nothing: no record is buffered."""
 
     def _reason_now(
         self, condition: AlertCondition | None, values: Mapping[str, float]
@@ -97,7 +98,7 @@ class Alerts:
             send(where, text)
         except (OSError, subprocess.SubprocessError, LookupError, ValueError) as error:
             if not self._warned:  # once, so that it does not fill the console
-                # Not where it went: logs are shown to others, and a webhook's URL is a secret.
+                # Without command or URL: logs are shown to others, and a webhook's URL is a secret.
                 print(f"warning: {key}: {_failure(error)}; training goes on", flush=True)
             self._warned = True
 
@@ -113,7 +114,7 @@ def _failure(error: Exception) -> str:
             return f"its command or webhook cannot be reached: {error}"
         case LookupError():
             return str(error)
-    return "its webhook is no URL"
+    return "its webhook is not a URL"
 
 
 def _run(command: str, text: str) -> None:
@@ -126,7 +127,7 @@ def _run(command: str, text: str) -> None:
         ["sh", "-c", command],
         env={**os.environ, "PERDURE_ALERT": text},
         stdin=subprocess.DEVNULL,
-        # A command that floods would fill the disk of a log.
+        # Dropped, because much output would fill the disk of a log.
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         process_group=0,
@@ -134,7 +135,7 @@ def _run(command: str, text: str) -> None:
     try:
         code = process.wait(COMMAND_SECONDS)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # what it has forked, too
+        os.killpg(process.pid, signal.SIGKILL)  # the command and all that it started
         process.wait()
         raise
     if code:

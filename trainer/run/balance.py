@@ -101,7 +101,7 @@ class SpeedShares:
         Args:
             sequences: number of sequences consumed, including this step's.
             compute: mean seconds of this rank's forward passes.
-            odd: the step took longer for a known reason, and does not count.
+            odd: whether the step took longer for a known reason, and is not measured.
 
         Returns:
             A message for the log if the shares change; else "".
@@ -122,7 +122,7 @@ class SpeedShares:
         if self._steps % STEPS == 0:
             self._pace = self._seconds / max(1, self._sequences)
             self._seconds, self._sequences, self._sends = 0.0, 0, True
-        # Measurements made under the old shares must not decide what follows new ones.
+        # Measurements made under old shares must not decide on the shares after the newest.
         if not paces or self._plans[-1][0] > sequences:
             return ""
         slowest = [max(paces[share :: self._mesh.dp_size]) for share in range(self._mesh.dp_size)]

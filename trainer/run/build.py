@@ -105,13 +105,13 @@ def build(process: TrainingProcess, joined: Joined) -> Iterator[BuiltModel]:
             task, optimizer, kept = last.task, last.optimizer, last.progress
             model, mesh = rejoin(last.model, last.mesh, mesh)
             del last
-            gc.collect()  # the graph of the failed step holds itself, and with it the old groups
+            gc.collect()  # the failed step's graph is a reference cycle that holds the old groups
         else:
             # The next attempt needs this model on the meta device. A user's model is whole, and
             # built anew for each attempt.
             if recall.allowed and task.fill:
                 task = with_copied_model(task)
-            # Before FSDP, which renames the classes of blocks.
+            # Called before FSDP renames the classes of blocks.
             notes = use_of_blocks(recipe, task, world.world_size)
             task = replace(task, notes=(*task.notes, *notes))
             model, optimizer = model_and_optimizer(recipe, task, world, mesh)
@@ -135,10 +135,10 @@ def reason_to_rebuild(last: Run, recipe: Recipe) -> str:
     if recipe.data != last.recipe.data:
         return "the data has other stages"
     if recipe != last.recipe:
-        return "batch.micro_batch is another"
+        return "batch.micro_batch has another value"
     own = [key for key in recipe.own_code if key != "schedule.factory"]
     if own:
-        return f"{own[0]} may keep more than its tensors"
+        return f"{own[0]} may keep state besides its tensors"
     if strategies.offload.used(strategy):
         return f"strategy.offload is {strategy.offload}"
     return "" if CAN_RESET else f"torch {torch.__version__} cannot drop a step that failed"
@@ -181,7 +181,7 @@ def restore_state(process: TrainingProcess, built: BuiltModel) -> Iterator[Run]:
     pulse.safe = not checkpointer.newer_than_storage
     if not state:
         check_documents(model, recipe, task, world.device)
-    memory = "checkpoint slots are made with the first save: training goes on first"
+    memory = "checkpoint slots are made after the first step, so that training resumes sooner"
     # a user's optimizer creates its state in its first step
     state_known = bool(state) or not recipe.optimizer.factory
     if state_known and (not world.cause or checkpointer.loaded_from != "memory"):
@@ -270,8 +270,8 @@ def start_line(
 def shares_by_speed(
     recipe: Recipe, mesh: Mesh, plan: BatchPlan, model: ParallelModel, task: Task
 ) -> Iterator["SpeedShares | None"]:
-    """Yield the batch plans of `batch.balance: speed`, which time the model inside the block; None
-    where every plan is `plan`."""
+    """Yield the shares of `batch.balance: speed`, for which the model is timed while entered; None
+    if all shares are equal, as in `plan`."""
     if recipe.batch.balance == "equal" or mesh.dp_size == 1:
         yield None
         return
@@ -305,7 +305,7 @@ def check_documents(model: ParallelModel, recipe: Recipe, task: Task, device: to
     not change with the first. On all ranks.
 
     Raises:
-        RecipeError: it changes; on all ranks.
+        RecipeError: the loss changes; raised on all ranks.
     """
     theirs, length = task.model, min(recipe.data.seq_len, TRIED_LENGTH) // 2
     if not isinstance(theirs, TransformersModel) or not documents_for(recipe):
@@ -320,7 +320,8 @@ def check_documents(model: ParallelModel, recipe: Recipe, task: Task, device: to
             model({"input_ids": inputs, "labels": labels, "document_ids": documents})["loss"]
             for inputs in (ids, torch.where(documents == 0, ids.flip(1), ids))
         )
-    # The tolerance is for experts: other tokens in a batch change how theirs are rounded.
+    # The tolerance is for experts: the other tokens of a batch change how an expert's results
+    # round.
     if not torch.allclose(loss, changed_loss, rtol=1e-2):
         raise RecipeError(
             f"data.document_mask: in {theirs.name} of transformers a document changes the loss of "
@@ -365,7 +366,7 @@ def attention_kernel(recipe: Recipe, task: Task, device: torch.device) -> Iterat
             window=bool(task.model.model.windows(recipe.data.seq_len)),
             sinks=task.model.model.sinks,
         )
-    except ValueError as error:  # the checks before did not know the GPU
+    except ValueError as error:  # the checks before the launch did not know the GPU
         raise RecipeError(f"model.attention: {error}") from error
     with kernel_in_use(kernel) as used:
         yield [f"attention: {used.name}", *([f"note: {used.note}"] if used.note else [])]
@@ -423,12 +424,12 @@ def describe(run: Run) -> str:
 
 
 def idle_share(strategy: Strategy, passes: int, costs: Sequence[float]) -> float:
-    """Share of a step in which the ranks of a pipeline wait.
+    """Return the share of a step in which the ranks of a pipeline wait.
 
     Args:
-        strategy: with the pipeline.
+        strategy: has a pipeline.
         passes: micro-batches of a step.
-        costs: of each stage, relative.
+        costs: relative cost of each stage.
     """
     # imported only where the recipe uses it
     from trainer.parallel.schedules import COST, arranged, schedule, simulate
@@ -443,4 +444,6 @@ def without_peak(recipe: Recipe, world: World) -> list[str]:
     if world.device.type != "cuda" or peak_flops(recipe, world.device):
         return []
     name = torch.cuda.get_device_name(world.device)
-    return [f"no peak of {name} is known, so no MFU; set tracking.peak_tflops"]
+    return [
+        f"the peak FLOP/s of {name} are not known, so MFU is not reported; set tracking.peak_tflops"
+    ]

@@ -1,7 +1,8 @@
 """Directories for compiled code that no other user can write to.
 
-torch's inductor and triton execute what they find in their caches, and inductor unpickles it. The
-default, `torchinductor_USER` in the temporary directory, can be created first by another user.
+torch's inductor and triton execute what they find in their caches, and inductor unpickles it. Its
+default cache is `torchinductor_USER` in the temporary directory, which another user can create
+first.
 """
 
 import os
@@ -24,15 +25,16 @@ def keep_caches_closed(run_directory: Path, compiles: bool = False) -> None:
         compiles: whether the recipe sets `strategy.compile`.
 
     Raises:
-        RecipeError: other users can write to a directory that an environment variable names; or, if
-            none is named, to each directory that could be used.
+        RecipeError: other users can write to a directory that INDUCTOR or TRITON names; or, if
+            INDUCTOR names none, to each directory that could be used; or, with `compiles`, to
+            torch's default directory.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    # torch sets this variable to its default on import: then it is not the user's choice.
+    # On import torch sets INDUCTOR to its default, which is then not the user's choice.
     if os.environ.get(INDUCTOR) == default_cache_dir():
         del os.environ[INDUCTOR]
-    # torch puts C++ headers into the default directory, whatever the variable says.
+    # torch puts C++ headers into the default directory, whatever INDUCTOR says.
     default = Path(default_cache_dir())
     with suppress(OSError):
         if default.lstat().st_uid == os.geteuid() and not any(default.iterdir()):
@@ -62,7 +64,7 @@ def keep_caches_closed(run_directory: Path, compiles: bool = False) -> None:
         found.append(why)
     raise RecipeError(
         f"no place for compiled code that only this user can write to: {'; '.join(found)}; set "
-        f"{INDUCTOR}"
+        f"{INDUCTOR} to a directory that only you can write to"
     )
 
 
@@ -85,7 +87,7 @@ def _open_to_others(path: Path) -> str:
         return f"{path} belongs to uid {own.st_uid}, not to uid {os.geteuid()}"
     if own.st_mode & 0o022:
         return f"others may write to {path} (mode {stat.S_IMODE(own.st_mode):o})"
-    # A user who may rename the directory could replace it; a sticky bit leaves that to its owner.
+    # A user who may rename the directory could replace it; under a sticky bit only its owner may.
     writable = around.st_mode & 0o022 and not around.st_mode & stat.S_ISVTX
     if writable or around.st_uid not in (0, os.geteuid()):
         return (

@@ -5,8 +5,8 @@ it once a second. It accepts a stage that begins after the present step, and add
 CHANGES; it refuses a stage that begins earlier. The ledger records either answer. After an
 acceptance all ranks pause at the end of the step, as they do when a node joins. At the next start
 rank 0 reads CHANGES and sends it to all ranks. So the order of samples never changes under a
-running loader, and no rank has begun an accepted stage, whatever fails meanwhile. Of a run in a
-bucket, CHANGES is in the bucket before the answer is given, so it outlives rank 0's machine; the
+running loader, and no rank has begun an accepted stage, whatever fails meanwhile. If the run is in
+a bucket, CHANGES is in the bucket before the answer is given, so it outlives rank 0's machine; the
 request is made in the run's directory on that machine.
 """
 
@@ -115,15 +115,15 @@ class DataChanges:
         refuse_taken_names(run.written, change, os.getcwd())
         changes.append(change)
         _check_data(with_changes(run.written, changes, CHANGES), change)
-        # A bucket may take seconds to answer. No other rank waits longer than for a save.
+        # A bucket may take seconds to answer; the time limit of a save allows for that.
         with run.pulse.during("save"):
             write_changes(run.recipe, changes)
         return True
 
 
 def _check_data(recipe: Recipe, change: DataChange) -> None:
-    """Raise RecipeError or DataError for a stage with which no rank could start. Opening the data
-    is left to the command: it may take longer than others wait in a step."""
+    """Raise RecipeError or DataError for a stage with which no rank could start. `perdure data
+    change` has opened the data, which may take longer than other ranks wait in a step."""
     check_weights(table(recipe.data), [source.path for source in ordered(recipe.data)])
     for source in change.sources:
         if not is_prepared(source.path):

@@ -12,7 +12,7 @@ from trainer.data.loader import load
 from trainer.data.stream import COUNTED
 from trainer.parallel.passes import COUNT
 from trainer.recipe.strategies import pp
-from trainer.run.speed import Speed
+from trainer.run.speed import SpeedRecorder
 from trainer.run.state import Run
 from trainer.tasks.task import ValidationSet
 
@@ -20,13 +20,14 @@ from trainer.tasks.task import ValidationSet
 class Validator:
     """Decides when a run is validated, and logs the results. On all ranks."""
 
-    def __init__(self, run: Run, speed: Speed) -> None:
+    def __init__(self, run: Run, speed: SpeedRecorder) -> None:
         self._run, self._speed = run, speed
         self._pending = False
 
     def make_up(self) -> float:
-        """Run the validation pass that the loaded state lacks because a node left meanwhile: the
-        decisions of `run.stop_after` must not depend on that. Returns the ranks' pause request."""
+        """Run the validation pass that the loaded state lacks because a node left: the decisions of
+        `run.stop_after` must not depend on that. Returns PAUSE_TO_LEAVE if a node must leave again,
+        else 0."""
         run, evaluation = self._run, self._run.task.validation
         if not evaluation or run.done or not run.progress.lacks_pass(run.recipe.run):
             return 0.0

@@ -81,8 +81,8 @@ class FailureReport:
         elif code == EXIT_PEER_GONE:
             text = f"rank {self._rank}: a peer is gone: {what}"
         elif _says_peer_is_lost(error) and not isinstance(error, DistBackendError):
-            # A traceback would show where this rank waited, not the cause. NCCL's message may name
-            # the cause, so NCCL errors are printed with it.
+            # A traceback would show where this rank waited, not the cause. NCCL's errors may name
+            # the cause, so they are printed in full below.
             text = (
                 f"rank {self._rank}: a peer is gone: {what}; the output of that "
                 "rank says why, and the same command resumes"

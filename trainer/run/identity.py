@@ -39,8 +39,9 @@ MACHINE_BOUND = (
     *("tracking.prometheus", "tracking.sinks", "tracking.hooks", "tracking.alerts"),
     *("tracking.peak_tflops", "checkpoint.trace", "run.samples"),
 )
-"""Keys of a recipe that may differ between nodes: paths, whose contents are compared instead, and
-values that only rank 0 uses. All other keys change results or the order of collectives."""
+"""Keys of a recipe that may differ between nodes: paths, whose contents are compared instead;
+values that only rank 0 uses; and values that change neither results nor the order of collectives.
+All other keys must be equal."""
 PACKAGES = ("trainer", "elastic", "checkpointing")
 LONG = 24
 """Characters above which values are compared by their digest."""
@@ -176,7 +177,7 @@ def _side_by_side(kinds: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], s
             parts.append(f"{key} is {', '.join(where)}")
     return merged, (
         f"ranks compute on unlike machines: {'; '.join(parts)}; which of them computes what "
-        "changes the last bits of a result (run.determinism=exact refuses this)"
+        "changes the last bits of results (run.determinism=exact refuses this)"
     )
 
 
@@ -269,7 +270,8 @@ def _sources() -> Iterator[bytes]:
 
 
 def _module_source(name: str) -> Iterator[bytes]:
-    """Return the source of a user's module, not importing it: an import may initialize CUDA."""
+    """Return the contents of a user's module without importing it: an import may initialize
+    CUDA."""
     look_here_too()
     package, *rest = name.split(".")
     spec = find_spec(package)
@@ -318,7 +320,7 @@ def _weights(directory: Place) -> Iterator[bytes]:
             for begin in range(0, size, length)
         ]
         yield json.dumps(sizes).encode()
-    elif not storage.exists(record):  # otherwise its checksums of all tensors suffice
+    elif not storage.exists(record):  # a commit record has checksums of all tensors
         tensors = hugging_face_tensors(directory)
         parts = sorted((one.file, one.begin, one.meta.nbytes) for one in tensors.values())
         parts = parts[:: -(-len(parts) // MOST_PARTS) or 1]

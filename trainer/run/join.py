@@ -37,13 +37,13 @@ from trainer.tasks.task import Task, build_task, open_streams
 
 @cache
 def prepare(arguments: tuple[str, ...]) -> tuple[Recipe, str, Task | None, dict[str, str]]:
-    """Read a recipe, open the files that it names, and compute its identity. The warm process calls
-    it once for all ranks that it forks.
+    """Read a recipe, open the files that it names, and compute its identity. Under an agent, the
+    process that ranks are forked from calls this once for all of them.
 
     Returns:
         The fields of `RunInputs`. The task is None if model or data is a user's own, which ranks
-        build: that code may start threads or CUDA, which does not survive a fork. The identity is
-        then without the data of `data.factory`.
+        build: that code may start threads or CUDA, which does not survive a fork. With
+        `data.factory` the identity lacks the data.
 
     Raises:
         RecipeError, DataError, ConfigError: what is wrong, in one line.
@@ -186,8 +186,8 @@ def hold(recipe: Recipe) -> Iterator[Shipper | None]:
 
 
 def this_launcher() -> str:
-    """Identity of the process whose life shows that this launch goes on: the agent, or without one
-    of ours rank 0 itself. "" with several nodes, as each agent goes on without the others."""
+    """Return the id of the process that lives as long as this launch: our agent, or rank 0 if there
+    is none. "" with several nodes, because an agent survives the agents of other nodes."""
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
         return ""
     return owner(int(os.environ[AGENT])) if supervised() else owner()

@@ -21,8 +21,8 @@ class LedgerSummary:
         """Events that were read, but are later than the time of the last call of `at`."""
         self._began = self._kept = 0.0
         self._seconds = array("d")
-        """Seconds of each step (index 0 is step 1) as the present weights contain it; 0 if they do
-        not."""
+        """Seconds of each step that the present weights contain (index 0 is step 1); 0 for a step
+        that they do not contain."""
         self._counts = dict.fromkeys(("attempt", "world_size", "failures", "steps_lost"), 0)
 
     def at(self, moment: float) -> dict[str, float]:

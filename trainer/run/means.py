@@ -12,7 +12,7 @@ from trainer.recipe import RecipeError
 
 class ScalarNames:
     """Checks that a model returns the same scalars in all micro-batches and on all ranks. Training
-    and validation have one of these each."""
+    and validation use one instance each."""
 
     def __init__(self) -> None:
         self._known: list[str] | None = None
@@ -30,10 +30,12 @@ class ScalarNames:
         return [means[name] for name in self._known]
 
     def agree(self, last_stage: Iterable[str], group: dist.ProcessGroup) -> list[str]:
-        """Return the names in order; the first call compares them between ranks. On all ranks.
+        """Return the sorted names of the model's scalars. The first call compares them between all
+        ranks. Called on all ranks.
 
         Args:
-            last_stage: names that the last pipeline stage returns, for ranks that compute others.
+            last_stage: names of the last pipeline stage's scalars, used on a rank that has had no
+                scalars.
             group: all ranks.
 
         Raises:

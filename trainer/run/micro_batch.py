@@ -4,10 +4,11 @@
 device, and all use the smallest result. A rank whose memory runs out during a pass cannot inform
 the others, which wait for it in a collective. So it writes half the number to a file in the run
 directory and fails; the restarted ranks read the file. No weight has changed by then. Agents do not
-count this as a failure, because it ends soon: at 1 sequence the error is reported to the user.
+count this as a failure, because it happens only a few times: with 1 sequence per pass, the error is
+reported to the user.
 
-The file also keeps the number that was chosen, so that restarts need no prediction. An exact run
-must name a number, because its results and its largest number of ranks depend on it.
+The file also keeps the number that was chosen, so that restarts need no prediction. The recipe of
+an exact run must name a number, because results and the largest number of ranks depend on it.
 """
 
 import dataclasses
@@ -43,7 +44,7 @@ def settled(recipe: Recipe, world: World) -> Recipe:
         return recipe
     noted, kind = _recorded(recipe), _kind(world)
     number = torch.tensor(noted.get(kind) or _planned(recipe, world), device=world.device)
-    # The minimum, since devices may differ, and some nodes may not see the file.
+    # All ranks take the minimum: devices may differ, and some nodes may not see the file.
     dist.all_reduce(number, dist.ReduceOp.MIN)
     agreed = received(number)
     if noted.get(kind) != agreed and world.local_rank == 0:
@@ -53,7 +54,8 @@ def settled(recipe: Recipe, world: World) -> Recipe:
 
 
 def noted(recipe: Recipe, world: World) -> int | None:
-    """Return the micro-batch that `settled` wrote for such a world; None if there is none."""
+    """Return the micro-batch that `settled` wrote for worlds of this kind; None if it wrote
+    none."""
     return _recorded(recipe).get(_kind(world))
 
 
@@ -101,8 +103,8 @@ def _planned(recipe: Recipe, world: World) -> int:
 
 
 def _kind(world: World) -> str:
-    """Return a key for worlds that can use the same micro-batch. A host's free memory is not part
-    of it, because that changes from start to start."""
+    """Return a key for worlds that can use the same micro-batch. The host's free memory is not part
+    of the key, because it changes from start to start."""
     kind = f"{world.world_size} rank(s), {world.local_world_size} on a node, {world.device.type}"
     if world.device.type == "cuda":
         kind += f" of {torch.cuda.get_device_properties(world.device).total_memory >> 20} MiB"
@@ -119,14 +121,14 @@ def _recorded(recipe: Recipe) -> dict[str, int]:
 
 
 def _note(recipe: Recipe, sequences: dict[str, int]) -> bool:
-    """Write micro-batches (result of `_kind` → number) to the run directory; False if that
+    """Write micro-batches (result of `_kind` → number) to the run directory. Returns False if that
     fails."""
     note: dict[str, Any] = {"of": _digest(recipe), "sequences": sequences}
     directory = recipe.directory
     try:
         directory.mkdir(parents=True, exist_ok=True)
         write_whole(directory / NOTE, json.dumps(note, indent=2) + "\n")
-    except OSError:  # a full disk: costs only a prediction at the next start
+    except OSError:  # such as a full disk: the next start predicts again
         return False
     return True
 

@@ -143,7 +143,7 @@ def check_growth(recipe: Recipe, model: nn.Module, worlds: range) -> None:
     """
     rows = [len(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
     if all(count % ranks(recipe.strategy, "layers") == 0 for count in rows):
-        return  # ranks of a layer divide the rows evenly, whatever the number of shards
+        return  # rows that divide evenly among the ranks of a layer fit any number of shards
     for world_size in worlds:
         try:
             _, shards = mesh_shape(recipe, world_size, worlds.step)
@@ -212,7 +212,7 @@ def _check_places(refusals: Refusals, recipe: Recipe, task: Task | None, rank: i
             newest_term(ObjectPath.of(recipe.run.dir))  # raises if the bucket cannot be read
         # Rank 0 only: thousands of ranks would burden the filesystem.
         newest = newest_checkpoint(location(recipe.checkpoint_directory)) if rank == 0 else None
-        # The task here lacks accepted changes of the data; with such, `restore` checks instead.
+        # `task` lacks accepted changes of the data; if there are any, `restore` checks instead.
         if newest and task and not read_changes(recipe):
             check_resume(read_state(newest), recipe, task, newest)
     with refusals:
@@ -321,7 +321,7 @@ def use_of_blocks(recipe: Recipe, task: Task, world_size: int) -> list[str]:
         ]
     effects = ["sharded one by one"] * sharded + [f"recomputed ({how})"] * recomputed
     tied = len(task.blocks) - len(without_ties(task.model, task.blocks)) if sharded else 0
-    tail = f"; FSDP gathers {tied} with tied weights beside the rest of the model" if tied else ""
+    tail = f"; FSDP gathers {tied} of them with the rest, as they share weights" if tied else ""
     return [f"{name_blocks(task.blocks)}: {' and '.join(effects)}{tail}"]
 
 
@@ -341,8 +341,8 @@ def slow_arithmetic(recipe: Recipe) -> list[str]:
 
 
 def default_ranks(device: str) -> int:
-    """Return the default number of ranks on this node: one per GPU; without GPUs two, so that a
-    laptop runs the same code as a cluster."""
+    """Return the default number of ranks on this node: one per GPU; without GPUs two, if there are
+    two cores, so that a laptop runs the same code as a cluster."""
     if device != "cpu" and torch.cuda.is_available():
         return torch.cuda.device_count()
     return min(2, usable_cores())

@@ -18,7 +18,7 @@ from elastic.node.files import own_directory
 from trainer.parallel.mesh import mesh_shape
 from trainer.plan.storages import Storages, nbytes, storages
 from trainer.recipe.strategies import ep, tp
-from trainer.run.speed import Speed
+from trainer.run.speed import SpeedRecorder
 from trainer.run.state import Run
 from trainer.run.trace_summary import DIRECTORY, RankProfile, read_trace
 
@@ -58,7 +58,7 @@ class StepProfiler:
     """Context manager that profiles `tracking.profile_steps` steps after the first
     `tracking.profile_after`, and writes the files. On all ranks."""
 
-    def __init__(self, run: Run, speed: Speed) -> None:
+    def __init__(self, run: Run, speed: SpeedRecorder) -> None:
         tracking = run.recipe.tracking
         self._run, self._speed = run, speed
         self._after = tracking.profile_after
@@ -95,7 +95,7 @@ class StepProfiler:
             self._sizes.watch()
         with self._speed.aside():
             self._profile.step()
-            if self._done == self._last:  # a rank that writes for long must not delay a step later
+            if self._done == self._last:  # no later step must wait for a rank that still writes
                 dist.barrier(self._run.mesh.group)
 
     def _write(self, profiler: profile) -> None:

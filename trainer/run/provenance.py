@@ -129,7 +129,7 @@ def check_resume(
         if named.get(key, default) != ours[key]:
             raise RecipeError(
                 f"optimizer.{key}: the checkpoint was trained with {named.get(key, default)}, the "
-                f"recipe says {ours[key]}, whose state is another; {way_out}"
+                f"recipe says {ours[key]}, whose state differs; {way_out}"
             )
     if state["data"]["seq_len"] != recipe.data.seq_len:
         raise RecipeError(
@@ -151,9 +151,9 @@ def check_resume(
     )
     if before != now:
         raise RecipeError(
-            f"data.stages: of the first {done} sequences, which the checkpoint was trained on, the "
-            f"stages are others (from sequence {_begins(before)} there, {_begins(now)} here, or "
-            f"with other weights or data); a run changes only stages after sequence {done}; "
+            f"data.stages: the checkpoint was trained on the first {done} sequences, whose stages "
+            f"differ (from sequence {_begins(before)} there, {_begins(now)} here, or with other "
+            f"weights or data); change only stages that begin at sequence {done} or later; "
             f"{way_out}"
         )
     if state["seed"] != recipe.run.seed:
@@ -174,11 +174,11 @@ def check_resume(
                 )
             raise RecipeError(
                 f"model.init_from: the run began with other weights than those in "
-                f"{recipe.model.init_from}, which would be left unread; name the weights that it "
+                f"{recipe.model.init_from}, which would not be read; name the weights that it "
                 "began with, or choose a new run.dir"
                 if began
-                else f"model.init_from: the run did not begin with weights of others, so those in "
-                f"{recipe.model.init_from} would be left unread; set model.init_from=null, or "
+                else f"model.init_from: the run began with random weights, so those in "
+                f"{recipe.model.init_from} would not be read; set model.init_from=null, or "
                 "choose a new run.dir"
             )
 
@@ -187,10 +187,10 @@ def other_data(start: StartLine, stream: Stream) -> str:
     """Return how a stream differs from the data in the start line of an attempt; "" if it does
     not."""
     if start.data != stream.fingerprint:
-        return "its fingerprint is another"
+        return "its fingerprint differs"
     stages = later_stages(stream)
     if [list(stage) for stage in start.stages] != stages:
-        return "its stages are others"
+        return "its stages differ"
     return ""
 
 

@@ -69,8 +69,8 @@ class Reference:
         """Lines for the log of the run; [] on ranks other than 0."""
 
     def find(self, world: World, mesh: Mesh) -> bool:
-        """Broadcast the log-probabilities from a rank that has them in memory or on its disk;
-        returns False if no rank has."""
+        """Broadcast the log-probabilities from a rank that has them in memory, or that is rank 0
+        and can read the file. Returns False if there is no such rank. On all ranks."""
         kept = all(stream.reference is not None for stream in self._streams.values())
         written = self._read() if world.is_main and not kept else None
         here = kept or written is not None
@@ -81,7 +81,7 @@ class Reference:
             return False
         if written is not None:
             self._attach(written)
-            self.lines.append(f"reference: log-probabilities of the answers are read, {self._path}")
+            self.lines.append(f"reference: log-probabilities are read from {self._path}")
         held = {
             split: torch.empty(stream.documents)
             if stream.reference is None
@@ -180,7 +180,8 @@ def _log_probs(
     answers = ordered.documents_at(np.arange(count))
     numbers = range(mesh.dp_rank, -(-count // (size * mesh.dp_size)) * mesh.dp_size, mesh.dp_size)
     cuts = [range(n * size, min(n * size + size, count)) for n in numbers]
-    # A rank without micro-batches left repeats the first, so that all enter the same collectives.
+    # A rank with no micro-batch left repeats the first one of all, so that all ranks enter the same
+    # collectives.
     requests = [list(cut) or list(range(min(size, count))) for cut in cuts]
     batches = load(ordered, requests, workers=0, pin_memory=device.type == "cuda")
     log_probs_by_document = torch.zeros(stream.documents, device=device)
@@ -201,7 +202,7 @@ def _log_probs(
         dist.all_reduce(log_probs_by_document, group=mesh.group)
     for module, training in modes.items():
         module.training = training
-    # Gathered copies would not get the weights that are loaded next.
+    # FSDP's gathered copies would keep these weights when others are loaded next.
     for unit in fsdp_units(model.module):
         unit.reshard()
     values = log_probs_by_document.cpu().numpy()

@@ -30,8 +30,8 @@ from trainer.tasks.task import Task
 logger = logging.getLogger(__name__)
 
 LAST_TRIES, AGAIN_SECONDS = 6, 5.0
-"""Number of tries of a run's last save if the filesystem is full, and seconds between them: after
-the last step, a failure would lose the result of the training."""
+"""Number of tries of a run's last save if the system reports an error, such as a full disk, and
+seconds between them: after the last step, a failure would lose the result of the training."""
 VALIDATED = ("validation_loss", "validated", "best_loss", "best_step", "passes_since_best")
 """Fields of `Progress` on validation. A roll-back restores them together with the weights that were
 validated."""
@@ -95,7 +95,10 @@ def restore(
             if not wrong:
                 raise
             if dist.get_rank() == 0:
-                logger.warning("there is no state from before: going on from the newest")
+                logger.warning(
+                    "a rank may have computed wrongly, and no checkpoint from before that is left; "
+                    "resuming from the newest"
+                )
             state = load(lambda saved: None)
     if state is not None:  # preflight has checked the newest state in storage, not one in memory
         where = f"the state in {checkpointer.loaded_from}"
@@ -122,12 +125,12 @@ def restore(
 
 
 def _refuse_wrong(wrong: Mapping[str, int], saved: Mapping[str, Any]) -> None:
-    """Raise DamagedCheckpoint for a state that may have been computed wrongly. `wrong` and the rule
-    are in `restore`."""
+    """Raise DamagedCheckpoint for a saved state that is later than the last right step of its
+    attempt. `wrong`: see `restore`."""
     right = wrong.get(str(saved.get("attempt")))
     if right is not None and saved["step"] > right:
         raise DamagedCheckpoint(
-            f"a rank may have computed wrongly before it was saved; step {right} was right"
+            f"a rank may have computed wrongly after step {right}, the last step known to be right"
         )
 
 
@@ -210,14 +213,14 @@ def _portions(
     wanted: Mapping[str, torch.Tensor], in_nf4: Collection[str], ranks: RankGroup
 ) -> Iterator[Mapping[str, torch.Tensor]]:
     """Yield the tensors to load: first all that are not in nf4, then portions of float32 tensors
-    that stand for nf4 weights. Requesting the next portion quantises the last. All ranks get the
-    same number of portions."""
+    that stand for nf4 weights. Requesting the next portion quantises the previous one. All ranks
+    get the same number of portions."""
     yield {name: tensor for name, tensor in wanted.items() if name not in in_nf4}
     parts: list[list[str]] = []
     room = 0
     for name in wanted:
         if name in in_nf4:
-            # The size of the whole weight, so that all ranks with a shard put it into one portion.
+            # The whole weight's size counts, so that all its ranks put it into the same portion.
             size = math.prod(weight_shape(wanted[name]))
             if size > room:
                 parts.append([])
@@ -266,7 +269,7 @@ class Saves:
         self._run = run
         options = run.recipe.checkpoint
         self._clock = _save_clock(run) if options.every == "auto" else None
-        # The clock would hardly ever choose a step that is to be kept.
+        # Steps to keep are saved besides, because the clock hardly ever chooses one of them.
         self._every = options.keep_every if options.every == "auto" else options.every
         self._pending = run.checkpointer.newer_than_storage
         """Whether a save is due but has not begun."""
@@ -286,8 +289,8 @@ class Saves:
         self._run.pulse.wants_save = bool(self._clock and self._clock.due(time.monotonic()))
 
     def after_step(self, wanted: bool) -> None:
-        """Save this step if a save is due, and log saves that have ended. `wanted`: rank 0's clock
-        requests a save."""
+        """Save this step if a save is due, and log saves that have ended. `wanted`: whether rank
+        0's clock requests a save."""
         run, progress = self._run, self._run.progress
         self._pending = self._is_best() or self._pending or wanted or run.due(self._every)
         # While steps are skipped, a save could replace the checkpoint that a roll-back needs.
@@ -320,10 +323,10 @@ def caught_up(failed: int, resumed: int, snapshot_every: int) -> int:
     that are repeated, and add no safety: the copy in memory still exists.
 
     Args:
-        failed: step in which the failure was reported; a wrong report must not put saves off.
+        failed: step in which the failure was reported.
         resumed: step of the copy in memory.
-        snapshot_every: steps between copies; the result is at most two such intervals after
-            `resumed`.
+        snapshot_every: steps between copies. The result is at most two such intervals after
+            `resumed`, so that a wrong report does not put saves off for longer.
     """
     return min(failed - 1, resumed + 2 * snapshot_every)
 
@@ -375,7 +378,8 @@ def contents(run: Run) -> dict[str, Any]:
 def report_saves(
     run: Run, raised: SaveFailed | None = None, stalls: dict[int, float] | None = None
 ) -> list[SaveOutcome]:
-    """Log how saves ended since the last call, and return it. Training goes on after a failed save.
+    """Log and return the outcomes of saves that ended since the last call. Training goes on after a
+    failed save.
 
     Args:
         raised: a failure that the caller prints; it is logged, but not on the console.
@@ -394,7 +398,7 @@ def finish_saves(run: Run, tries: int = 1) -> None:
     """Wait until the checkpoint of the last step is written. On all ranks.
 
     Args:
-        tries: number of tries, if the filesystem refuses the save.
+        tries: number of tries, if the save fails by an error of the system, such as a full disk.
 
     Raises:
         SaveFailed: the checkpoint of the last step could not be written.

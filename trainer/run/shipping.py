@@ -43,14 +43,16 @@ logger = logging.getLogger(__name__)
 
 SHIP_SECONDS = 5.0
 MERGED = 32
-"""Number of parts that are merged into a larger part. As many larger parts are merged again."""
+"""Number of parts that are merged into a larger part. The same number of larger parts is merged
+again."""
 END_SECONDS, HURRIED_SECONDS = 60.0, 5.0
 """Longest wait for the last lines to be stored, at the end of training and after an error."""
 JOURNAL, UP_TO = "journal", "up-to-term"
 """Names in the run's local directory: the folder of journals; a file with the newest term of which
 the directory has all lines."""
 TAIL = "lines_to_store"
-"""Key in the state of a checkpoint for a `LineRange` that was not stored; absent without one."""
+"""Key in the state of a checkpoint for the `LineRange` of lines that were not stored; absent if all
+were."""
 _JOURNAL = re.compile(r"(\d{6,})-(\d{9,})-([0-9a-f]{16})")
 
 
@@ -105,13 +107,13 @@ class Shipper:
     ) -> None:
         self._end.set()
         self._wake.set()
-        # A recalled process begins the next attempt at once, and does not wait here.
+        # A process that is recalled for another attempt must not wait here.
         if kind is None or issubclass(kind, Exception):
             self._thread.join(HURRIED_SECONDS if kind else END_SECONDS)
             if count := len(self._waiting):
                 logger.warning(
-                    "%s: %d lines of the record are not stored; they lie in %s, and the next start "
-                    "on this machine stores them",
+                    "%s: %d lines of ledger and metrics are not in the bucket; they are in %s, and "
+                    "the next start on this machine stores them",
                     self._run, count, self._directory / JOURNAL,
                 )  # fmt: skip
         if kind is None and not self.goes_on:
@@ -146,7 +148,8 @@ class Shipper:
         return {TAIL: tail._asdict()} if tail.lines else {}
 
     def before_commit(self) -> dict[str, bytes]:
-        """Return what must be stored before a checkpoint of now is committed: URL → contents."""
+        """Return what must be stored before a checkpoint of the present state is committed:
+        URL → contents."""
         tail = self.tail
         return {str(self._run / tail.name): tail.data} if tail.lines else {}
 
@@ -211,7 +214,8 @@ class Shipper:
             except (CheckpointError, OSError) as error:
                 if not failing:
                     logger.warning(
-                        "lines of the run are kept here until the bucket takes them: %s",
+                        "ledger and metrics are kept on this machine until the bucket takes them: "
+                        "%s",
                         explain(error),
                     )
                 failing = True

@@ -211,7 +211,7 @@ class WeightsAndBiases:
         self._run.log({**row, "step": step, "_timestamp": self._given}, step=self._row)
 
     def kept(self, after: float) -> float:
-        """See Sink.
+        """Return the time of the newest record in W&B's file, or `after`, as `Sink` describes.
 
         Raises:
             TimeoutError: W&B writes nothing more.
@@ -253,8 +253,8 @@ def wandb_mode(requested: str) -> WandbMode:
         from trainer.recipe import RecipeError
 
         raise RecipeError(
-            f"WANDB_MODE={mode} in the environment: none of {', '.join(_WANDB_MODES)}; unset it "
-            "to have what tracking.wandb says"
+            f"WANDB_MODE={mode} in the environment: none of {', '.join(_WANDB_MODES)}; unset it, "
+            "so that tracking.wandb applies"
         )
     return _WANDB_MODES[mode]
 

@@ -20,7 +20,7 @@ from trainer.run.straggler import StragglerState, compare_ranks
 from trainer.text import terminal_columns
 
 
-class Speed:
+class SpeedRecorder:
     """Measures the speed of a run per log interval, and records it. On all ranks."""
 
     def __init__(self, run: Run) -> None:

@@ -59,8 +59,8 @@ class Progress:
     checkpoint older than this field."""
 
     def lacks_pass(self, options: RunSection) -> bool:
-        """Return whether the validation pass of this step is missing that `run.stop_after` needs:
-        ranks skip it when a node leaves, and save without it."""
+        """Return whether this step lacks the validation pass that `run.stop_after` needs. Ranks
+        skip the pass when a node leaves, and save the state without it."""
         due = self.step and options.stop_after and self.step % options.evaluate_every == 0
         return bool(due) and self.step < options.steps and self.validated != self.step
 

@@ -149,8 +149,8 @@ def train_step(run: Run, source: Inputs) -> StepResult:
         # The update writes into the tensors that the last save is still copying.
         run.checkpointer.wait_staged()
     pulse.report(step, "update")
-    # Before the weights change: a rank that loses a peer during the update must not compare equal
-    # to its snapshot, or `restore` would keep half-updated weights.
+    # `progress` advances before the weights change. A rank that loses a peer during the update then
+    # differs from its snapshot, so that `restore` does not keep half-updated weights.
     progress.sequences += plan.global_batch
     whole = plan.global_batch * recipe.data.seq_len
     progress.tokens += outcome.counted if run.task.counts_labels else whole
@@ -164,7 +164,8 @@ def train_step(run: Run, source: Inputs) -> StepResult:
         seed = stable_seed(recipe.run.seed, "rounding", step)
         update(optimizer, model.portions(optimizer), factor, seed)
         model.publish_weights()
-        # The next step learns of NaN in a saved state; after the last step no step follows.
+        # The step after a save learns of NaN in the saved state. No step follows the last one, so
+        # its state is checked now.
         last = run.may_end_with(step) or outcome.pause > 0
         if last and (spoiled := not_finite_anywhere(run)):
             verdict = judge_weights(step, True, spoiled)
@@ -184,8 +185,9 @@ def train_step(run: Run, source: Inputs) -> StepResult:
 def consumed(
     inputs: Sequence[dict[str, Any]], micro_batches: Iterable[MicroBatch], witness: int
 ) -> tuple[int, int] | None:
-    """Remove the digests of samples from the inputs of a step, and return their sum over
-    micro-batches that are real, multiplied by `Mesh.witness`; None if there are no digests."""
+    """Remove the digests of samples from the inputs of a step, and return their sums (samples,
+    contents) over micro-batches that are real, multiplied by `Mesh.witness`; None if there are no
+    digests."""
     samples = contents = 0
     for batch, micro_batch in zip(inputs, micro_batches, strict=True):
         if CONSUMED not in batch:
@@ -234,7 +236,8 @@ def undisputed_gradients(
     digest: tuple[int, int] | None,
     upcoming: Inputs | None = None,
 ) -> Gradients:
-    """Call `gradients`, again and again while two ranks compute different ones of a micro-batch."""
+    """Call `gradients`, and repeat it as long as two ranks compute different gradients of one
+    micro-batch. On all ranks."""
     outcome = gradients(run, inputs, digest, upcoming)
     while run.witness and outcome.dispute:  # `settle` raises once a rank is contradicted twice
         run.witness.settle(run, outcome.dispute)
@@ -255,7 +258,7 @@ def gradients(
     Args:
         inputs: the micro-batches of this rank.
         digest: result of `consumed`, to be summed over the ranks.
-        upcoming: fetches the next step's micro-batches meanwhile on a GPU.
+        upcoming: on a GPU, its micro-batches of the next step are fetched during this step.
     """
     recipe, mesh, device = run.recipe, run.mesh, run.world.device
     model, progress, pulse = run.model, run.progress, run.pulse
@@ -299,7 +302,7 @@ def gradients(
     else:
         squares = square_sum(model.counted, mesh.holders).to(device)
     sums = [part.reshape(1) for part in (loss_sum, *recorded)]
-    # Ranks that compute one share together have equal sums, of which only the first is added.
+    # Ranks that compute one share together have equal sums. Only one of them adds its sums.
     if not mesh.counts:
         sums, counted = [torch.zeros_like(part) for part in sums], 0.0
     requests = pulse.wants_save, pulse.pause_request, pulse.mute, bool(run.checkpointer.not_finite)
@@ -358,8 +361,8 @@ class PassSums:
 def compute_pass(
     run: Run, micro_batch: MicroBatch, batch: Mapping[str, Any], forward: ForwardPass
 ) -> PassSums:
-    """Call the model for a micro-batch, whose inputs are `batch`, and let backward begin at its
-    share of the loss."""
+    """Call the model for a micro-batch, whose inputs are `batch`, and set `forward.root`, the loss
+    from which backward begins."""
     device = run.world.device
     # Reported for each pass, because the watchdog's time limit is for one pass.
     run.pulse.report(run.progress.step + 1, "step")
@@ -402,7 +405,7 @@ def rerun(run: Run, first: Gradients, second: Gradients) -> tuple[Gradients, str
         The second result, and a sentence for the log.
     """
     if not second.good:
-        return second, "computed twice with the same result, so data or model"
+        return second, "computed twice, not finite both times, so data or model is the cause"
     ranks = ranks_with(run, not torch.equal(first.local_loss, second.local_loss))
     where = f"rank {', '.join(map(str, ranks))}" if ranks else "a backward pass"
     return second, f"silent corruption on {where}: computed again, the numbers are good"
@@ -422,8 +425,8 @@ def ranks_with(run: Run, seen: bool) -> list[int]:
 
 def not_finite_anywhere(run: Run) -> str:
     """Return a message that names a tensor of the state with NaN or infinity, and the ranks; "" if
-    all are finite. On all ranks. Reads all state, so it is used only after failed steps and the
-    last."""
+    all are finite. On all ranks. Reads all state, so it is called only after failed steps and after
+    the last step."""
     model, device = run.model, run.world.device
     held = {name: x for name, x in model.tensors.items() if name not in run.unchecked}
     bad = tensors_not_finite({**held, **model.state_of(run.optimizer)})

@@ -4,11 +4,12 @@
 on the condition that the object does not exist. It stores lines under its own number only, so two
 processes never write one object. While it lives, it rewrites RUN/beats/<number>, its beat, every
 BEAT_SECONDS. The next term can be claimed at once by another process of the same job, or if the
-newest term was released, or if its launch ran on this machine only and is dead. Any other launch
-first watches the beat for MISSED_BEATS times BEAT_SECONDS. If the beat changes, the launch is
-refused; if the same job claims another term meanwhile, the launch watches that. So clocks of two
-machines are never compared. A process that lost its term without noticing does no harm: its lines
-have its own number, and it cannot commit a checkpoint.
+newest term was released, or if its launch ran on this machine only and is dead. If that launch ran
+on this machine only and is alive, the claim is refused at once. In all other cases the claimant
+first watches the beat for MISSED_BEATS times BEAT_SECONDS, and is refused if the beat changes. If
+another launch claims the next term meanwhile, the claimant watches that launch's beat instead. So
+clocks of two machines are never compared. A process that lost its term without noticing does no
+harm: its lines have its own number, and it cannot commit a checkpoint.
 """
 
 import json
@@ -50,7 +51,7 @@ class TermHolder:
     since: float
     """Unix time of the claim."""
     token: str
-    """Random digits that distinguish this term from the term of a deleted run with its number."""
+    """Random digits that distinguish this term from a term of the same number, of a deleted run."""
 
 
 def newest_term(run: ObjectPath) -> int:
@@ -98,7 +99,7 @@ class Term:
         """Stop the beat, and let any launch claim the run at once."""
         self._end.set()
         self._thread.join(RELEASE_SECONDS)
-        with suppress(CheckpointError, OSError):  # without this, the next launch waits a little
+        with suppress(CheckpointError, OSError):  # the next launch then waits for missed beats
             store_of(self._run).write(_place(self._run, BEATS, self.number), RELEASED)
 
     def _renew(self) -> None:
@@ -109,7 +110,10 @@ class Term:
                 if (newest := newest_term(self._run)) > self.number:
                     holder = holder_of(self._run, newest)
                     if holder and holder.job != self._own.job:
-                        logger.warning("%s Its saves count.", _occupied(self._run, holder))
+                        logger.warning(
+                            "%s. Only that process can commit checkpoints now",
+                            _occupied(self._run, holder),
+                        )
                     return
                 count += 1
                 store.write(_place(self._run, BEATS, self.number), b"%d" % count)
@@ -160,8 +164,8 @@ def _wait_for_the_dead(
         raise _occupied(run, holder)
     if holder:
         logger.warning(
-            "%s: %s was the last that trained here; looking whether it still does",
-            run, _who(holder),
+            "%s: %s was the last that trained here; checking for %.0f s whether it still does",
+            run, _who(holder), MISSED_BEATS * BEAT_SECONDS,
         )  # fmt: skip
     deadline = time.monotonic() + MISSED_BEATS * BEAT_SECONDS
     while time.monotonic() < deadline:
@@ -173,7 +177,7 @@ def _wait_for_the_dead(
 
 
 def _check_conditions(run: ObjectPath) -> None:
-    """Refuse a store that overwrites an object which `write_new` must not find."""
+    """Raise StorageError if the store lets `write_new` overwrite an existing object."""
     store, probe = store_of(run), run / TERMS / f"probe-{secrets.token_hex(8)}"
     store.write_new(probe, b"first")
     try:

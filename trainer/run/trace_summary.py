@@ -64,7 +64,7 @@ class RankProfile:
     communication: float
     """Seconds over all steps in which a collective ran, exposed or not."""
     saves: int
-    """Checkpoints that began in these steps."""
+    """Number of checkpoints that began in the profiled steps."""
     checkpoint: float
     """Seconds by which checkpoints delayed the steps."""
     operators: list[OperatorTime]

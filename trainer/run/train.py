@@ -16,7 +16,7 @@ from trainer.run.micro_batch import halving
 from trainer.run.profile import StepProfiler
 from trainer.run.replicas import check_replicas
 from trainer.run.saves import LAST_TRIES, Saves, finish_saves, pause, roll_back
-from trainer.run.speed import Speed
+from trainer.run.speed import SpeedRecorder
 from trainer.run.state import Run
 from trainer.run.step import Inputs, StepResult, train_step
 from trainer.tasks.own_model import refusing_misfits
@@ -24,8 +24,8 @@ from trainer.tasks.own_model import refusing_misfits
 
 def train(run: Run, startup: Startup) -> int:
     """Train to `run.steps`, or until the ranks agree to pause; returns the exit code. On all ranks.
-    After the first step `run.recall` may end it by `AttemptRecalled`, and this process trains on in
-    the next attempt."""
+    After the first step `run.recall` may end this function by `AttemptRecalled`; the process then
+    trains on in the next attempt."""
     recipe, task, progress, pulse = run.recipe, run.task, run.progress, run.pulse
     micro_batches = load(
         task.stream,
@@ -38,13 +38,15 @@ def train(run: Run, startup: Startup) -> int:
     startup.mark("data")
     if not run.done and (request := pause_request(pulse)):
         return stop_together(run, request, saved=not run.checkpointer.newer_than_storage)
-    speed = Speed(run)
+    speed = SpeedRecorder(run)
     validation = Validator(run, speed)
     if request := validation.make_up():
         return stop_together(run, request, saved=not run.checkpointer.newer_than_storage)
     saves, changes = Saves(run), DataChanges(run)
-    if not supervised():  # under an agent the warm process has frozen, and attempts must be freed
-        gc.freeze()  # long-lived objects: a collection over them takes 0.15 s
+    # A collection over long-lived objects takes 0.15 s. Under an agent, the process that ranks are
+    # forked from has frozen them, and the objects of an attempt must be freed after it.
+    if not supervised():
+        gc.freeze()
     with (
         StepProfiler(run, speed) as profiler,
         refusing_misfits(recipe, pulse, lambda: progress.step == run.world.generation == 0),
@@ -115,13 +117,11 @@ def why_stopped(run: Run, result: StepResult) -> str:
 
 
 def stop_together(run: Run, request: float, *, saved: bool = False) -> int:
-    """End this world after the step just done, saved first unless `saved`; returns the exit code.
-    On all ranks.
+    """End this attempt after the step just done; returns the exit code. On all ranks.
 
     Args:
-        run: its step is done.
         request: the sum of all ranks' `pause_request`.
-        saved: the state is safe already.
+        saved: whether the state is saved already; otherwise it is saved first.
     """
     leaving = request >= PAUSE_TO_LEAVE
     if not saved:

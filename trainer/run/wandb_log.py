@@ -53,7 +53,8 @@ def cut_torn(directory: Path, run_id: str, own: Path) -> None:
 
     Args:
         directory: W&B's directory, see `last_row`.
-        own: the file being written, which is not cut, nor are files changed within 2 s of it.
+        own: the file being written. It is not cut, and neither are files that changed less than
+            2 s before it.
     """
     if not own.exists():
         return

@@ -12,11 +12,11 @@ rank, the *witness*. In exact mode both gradients have the same bits.
 - *Vote.* If the sum is not 0, ranks exchange their digests, and a third rank computes the
   micro-batch on which two disagree. A rank that two others contradict is wrong. The step is then
   computed again, before the weights change.
-- *End.* A rank that is contradicted twice is named, and its node leaves the job. If no majority
-  shows which rank is wrong, the run stops.
+- *End.* A rank that is contradicted twice is named, and its node leaves the job. The run stops if
+  ranks disagree twice and no majority shows which rank is wrong.
 
 A witness keeps only a digest, not the gradient. The first step of an attempt is never checked,
-because FSDP creates the tensors whose gradients are digested in a rank's first pass.
+because the digested tensors exist only after FSDP's first forward pass.
 """
 
 from collections import Counter
@@ -42,8 +42,8 @@ from trainer.run.guard import DisputeError
 from trainer.run.state import Run
 
 EVENT = "witness"
-"""Name of the ledger's events about disputes. Their field `ranks` has the ranks that were
-contradicted twice; `agreed`, while a dispute is open, the last step whose comparisons agreed."""
+"""Name of the ledger's events about disputes. Field `ranks` has the ranks that were contradicted
+twice. Field `agreed` is the last step whose comparisons agreed; a settled dispute has none."""
 OPENED = "ranks disagree on the gradient of a micro-batch"
 
 
@@ -141,13 +141,14 @@ class GradientComparison:
     digests: "GradientDigests"
 
     def begin_pass(self, number: int) -> None:
-        """Begin one of the step's own passes, which leaves a digest if it is drawn."""
+        """Begin pass `number` of this rank's own passes. Its gradients are digested if the pass is
+        drawn."""
         drawn = [n for n, draw in enumerate(self.draws) if draw.number % self.passes == number]
         self.digests.totals = [self.own[place] for place in drawn]
 
     def word(self) -> torch.Tensor:
         """Return an integer in [0, 2**32) as float64. Its sum over all ranks is 0 modulo 2**32 if
-        all pairs agree; if some do not, with a probability of 2**-32."""
+        all pairs agree. If some do not, the sum is 0 with a probability of 2**-32."""
         count = len(self.draws)
         total = torch.zeros_like(self.own[0])
         for place, draw in enumerate(self.draws):
@@ -187,8 +188,8 @@ class GradientDigests:
 
         handles: list[Any] = []
         for number, parameter in enumerate(self._parameters):
-            # Hooks run in order of registration: this one after that of exact mode, which rounds
-            # gradients to a grid.
+            # Hooks run in order of registration, so `add` runs after the hook of exact mode, which
+            # rounds gradients to a grid.
             handles.append(parameter.register_hook(partial(add, number=number)))
             handles.append(parameter.register_post_accumulate_grad_hook(leave))
         try:
@@ -230,10 +231,11 @@ class Witness:
 
     Args:
         share: fraction of the passes to compare.
+        ranks: number of ranks.
+        compute_pass: the function of this name in step.py.
     """
 
     def __init__(self, share: float, ranks: int, compute_pass: Callable[..., object]) -> None:
-        """`compute_pass`: that of step.py."""
         self._share, self._ranks, self._compute_pass = share, ranks, compute_pass
         self._contradicted: Counter[int] = Counter()
         self._undecided = 0
@@ -250,7 +252,7 @@ class Witness:
             return "elastic.witness: one rank has no other to compare with"
         text = f"elastic.witness: {self._share:.3g} of the micro-batches are computed by two ranks"
         if self._ranks == 2:
-            text += "; a difference stops the run, as only a third rank could tell which is wrong"
+            text += "; a second difference stops the run: only a third rank could tell who is wrong"
         return text
 
     @contextmanager
@@ -288,8 +290,8 @@ class Witness:
     def disputed(
         self, comparison: GradientComparison, step: int, total: int
     ) -> GradientComparison | None:
-        """Return the comparison if ranks disagree by `total`, the sum of `GradientComparison.word`
-        over all ranks; else None."""
+        """Return `comparison` if ranks disagree, else None. `total`: the sum of
+        `GradientComparison.word` over all ranks."""
         if total & MASK:
             return comparison
         # If only some passes were compared, a fault may have begun after the last of them.
@@ -301,13 +303,13 @@ class Witness:
         again. On all ranks.
 
         Raises:
-            DisputeError: on a rank that was contradicted twice; on all ranks if no majority shows
-                which rank is wrong.
+            DisputeError: on a rank that was contradicted twice; on all ranks if twice no majority
+                showed which rank is wrong.
             RuntimeError: on the other ranks, once a rank that was contradicted twice has ended.
         """
         step = run.progress.step + 1
-        run.recall.check()  # an aborted all-reduce of NCCL leaves garbage, which is no dispute
-        # Before the vote: if a rank dies in it, the next attempt must know of the dispute.
+        run.recall.check()  # a recall aborts NCCL's all-reduce, whose result is then meaningless
+        # Recorded before the vote: if a rank dies in the vote, the next attempt must know.
         run.log.event(step, EVENT, f"step {step}: {OPENED}", agreed=self._agreed)
         mine = torch.stack([comparison.own, comparison.witnessed])
         own, witnessed = zip(*gathered(run, mine), strict=True)
@@ -386,7 +388,7 @@ class Witness:
         dist.all_reduce(end, group=run.mesh.group)  # fails once a rank has ended
         received(end)
         run.recall.check()
-        raise RuntimeError(f"{what}, but is still there")
+        raise RuntimeError(f"{what}; its process should have ended, but has not")
 
     @property
     def _since(self) -> str:
@@ -400,7 +402,7 @@ def contradicted(ranks: set[int] | Sequence[int]) -> str:
 
 
 def differing(ranks: set[int], decided: bool) -> str:
-    """Return a sentence on why no majority shows which of `ranks` is wrong; they are empty if all
+    """Return a sentence on why no majority shows which of `ranks` is wrong. `ranks` is empty if all
     digests agree."""
     if not ranks:
         return (
@@ -428,8 +430,8 @@ def gathered(run: Run, mine: torch.Tensor) -> Any:
 
 
 def wrong_attempts(run_dir: Path) -> dict[str, int]:
-    """Return, from the ledger, attempt that ended in a dispute → last step up to which its
-    comparisons agreed. On all ranks; rank 0 reads and broadcasts."""
+    """Return the attempts in the ledger whose last dispute was not settled: attempt → last step up
+    to which its comparisons agreed. On all ranks; rank 0 reads and broadcasts."""
 
     def read() -> dict[str, int]:
         try:

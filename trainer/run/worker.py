@@ -1,7 +1,7 @@
 """A training process: inputs → process group → model → restored state → training → exit code.
 
-The warm process that ranks are forked from imports this module. So it imports all that a rank
-needs, and starts no thread and no CUDA.
+An agent forks ranks from a process that has imported this module. So the module imports all that a
+rank needs, and starts no thread and no CUDA.
 """
 
 import gc
@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import numpy.ma  # noqa: F401  # numpy.unique imports it on first use
 import torch
-import torch._dynamo  # DTensor imports it on first use: once here rather than in each fork
+import torch._dynamo  # DTensor would import it on first use, in each forked rank
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 
@@ -40,8 +40,8 @@ from trainer.tasks.own_model import refusing_misfits
 from trainer.text import show_only_visible
 
 REHEARSED_PARAMETERS = 20_000_000
-"""Largest model whose forward and backward a reserve process computes once; they take memory
-meanwhile."""
+"""Parameters of the largest model of which a reserve process computes a forward and a backward
+pass, see `rehearse`. The passes take memory beside that of the ranks."""
 
 ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Names of the environment variable for torch's allocator. Which one wins, if several are set,
@@ -79,7 +79,8 @@ def run_attempt(process: TrainingProcess) -> int | None:
             with refusing_misfits(joined.inputs.recipe, process.pulse, lambda: first):
                 built = stack.enter_context(build(process, joined))
                 run = stack.enter_context(restore_state(process, built))
-            # The report comes first: the contexts above wait for saves, and for other ranks.
+            # Entered last, so that an error is reported before the contexts above wait for saves
+            # and for other ranks.
             stack.enter_context(failure_report)
             return train(run, process.startup)
     except AttemptRecalled:
@@ -93,7 +94,8 @@ def run_attempt(process: TrainingProcess) -> int | None:
 
 
 def begin(arguments: tuple[str, ...]) -> TrainingProcess:
-    """Set up this process. One in reserve rehearses, and waits until its agent makes it a rank."""
+    """Set up this process. A reserve process first rehearses, and waits until its agent makes it a
+    rank."""
     if read_environment()[2] > 1:
         die_with_parent()
     grow_segments()
@@ -109,7 +111,7 @@ def begin(arguments: tuple[str, ...]) -> TrainingProcess:
     pulse = Pulse.from_environment()
     watch_signals(pulse)
     if "RANK" in os.environ and not supervised():
-        # torchrun passes Ctrl-C on: Python's traceback would say where this rank was, not why.
+        # torchrun passes Ctrl-C on to all ranks: each would print a traceback, which tells nothing.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if read_environment()[1] == 0:  # local rank 0 starts the checkpoint writer of its node
         spare.start()
@@ -121,7 +123,7 @@ def begin(arguments: tuple[str, ...]) -> TrainingProcess:
 def rehearse(arguments: tuple[str, ...]) -> None:
     """Build the model once in a fake process group, which fills torch's caches for the tensors of
     the strategy. A small model also computes once with arbitrary weights, which loads and compiles
-    code that all ranks would wait for. CPU only: a reserve process has no GPU."""
+    code that all ranks would wait for. Does nothing without FSDP, or if the ranks use GPUs."""
     recipe, _, task, _ = prepare(arguments)
     ranks = rank, _, world_size, _ = read_environment()
     keep_caches_closed(recipe.directory, recipe.strategy.compile)
@@ -135,7 +137,7 @@ def rehearse(arguments: tuple[str, ...]) -> None:
     in_memory = replace(recipe, strategy=replace(recipe.strategy, offload="none"))
     mesh = build_mesh(recipe, replace(world, device=torch.device("cpu")))
     model, _ = model_and_optimizer(in_memory, with_copied_model(task), world, mesh)
-    # The fake group returns no row counts for experts.
+    # Experts need the row counts of other ranks, which a fake group does not return.
     if small and ep.ranks(recipe.strategy) == 1:
         plan = exact.batch_plan(recipe, mesh.dp_size)
         batch_requests = requests(lambda _: plan, mesh.dp_rank, 0)
@@ -161,19 +163,19 @@ def wait_for_generation(
 
 
 def release_attempt(process: TrainingProcess) -> None:
-    """Free what a finished attempt held, except `process.run`: process groups, and memory, which
-    returns to the allocator for the next attempt."""
+    """Free the process groups and the memory of a finished attempt, except `process.run`. The
+    memory returns to the allocator, for the next attempt."""
     process.recall.abort()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     drop_world()
-    if not process.run:  # with a kept run `build` collects, while new ranks still build
-        gc.collect()  # wrapped models are cycles
+    if not process.run:  # if a run is kept, `build` collects while new ranks still build
+        gc.collect()  # wrapped models are reference cycles
 
 
 def grow_segments() -> None:
-    """Set CUDA's allocator to expandable segments, unless the user has set options of it: tensors
-    of changing sizes then leave less memory unused. Before the allocator starts, which reads the
-    variable once."""
+    """Set CUDA's allocator to expandable segments, unless the user has set its options. Tensors of
+    changing sizes then leave less memory unused. Called before the allocator starts, because it
+    reads the variable once."""
     if not os.environ.keys() & set(ALLOCATOR_OPTIONS):
         os.environ[ALLOCATOR_OPTIONS[0]] = "expandable_segments:True"

@@ -30,14 +30,14 @@ def base_of(directory: Path, given: Path | None = None) -> Path:
     if not (base / "config.json").is_file():
         raise StorageError(
             f"{directory}: was trained over {printable(str(base)) or 'a model it does not name'}, "
-            "which has no model; copy it there, or give its directory (ckpt export --base)"
+            "which has no model; copy the model there, or give its directory (ckpt export --base)"
         )
     state = read_state(directory) if (directory / TRAINER_STATE).is_file() else None
     wanted = trained_over(directory, state).get("fingerprint")
     try:
         actual = weights_digest(base)
     except CheckpointError as error:
-        raise StorageError(f"the model under {directory}: {error}") from error
+        raise StorageError(f"the base model of {directory}: {error}") from error
     if isinstance(wanted, str) and wanted != actual:
         raise WrongModel(
             f"{directory}: was trained over other weights than those in {base} (fingerprint "

@@ -70,12 +70,12 @@ def change_data(
             if time.monotonic() > deadline:
                 request.unlink()
                 raise RecipeError(
-                    f"{run}: no answer; if it does not train now, add the stage to its recipe"
+                    f"{run}: no answer; if the run does not train now, add the stage to its recipe"
                 )
             time.sleep(0.1)
     except FileNotFoundError:  # the answer came just now
         pass
-    except KeyboardInterrupt:  # or a later start of the run would follow it
+    except KeyboardInterrupt:  # otherwise a later start of the run would carry out the request
         request.unlink(missing_ok=True)
         raise
     return _answer(read_history(run), change.name, step)

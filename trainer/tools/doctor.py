@@ -83,7 +83,7 @@ def examine(recipe: Recipe | None = None) -> Iterator[MachineFinding]:
     yield from _compiler(recipe)
     needed = _needed_extras(recipe) if recipe else set()
     requirements = _requirements()
-    if not (_driver() or "flash" in needed):  # without a GPU it cannot be used
+    if not (_driver() or "flash" in needed):  # FlashAttention-4 needs a GPU
         requirements.pop("flash", None)
     for extra, requirement in requirements.items():
         yield _extra(extra, requirement, needed=extra in needed)
@@ -112,7 +112,7 @@ def report(findings: list[MachineFinding]) -> str:
 
 
 def can_start(findings: list[MachineFinding]) -> bool:
-    """Whether training can start, as no finding is WRONG."""
+    """Whether training can start: no finding is WRONG."""
     return all(finding.state != "WRONG" for finding in findings)
 
 
@@ -149,12 +149,12 @@ def _gpus(recipe: Recipe | None, built: str | None, count: int) -> MachineFindin
         cure = "pip install --force-reinstall torch, from the index of its CUDA builds"
         return MachineFinding("GPUs", "WRONG", f"{driver}; torch is built for the CPU alone", cure)
     if driver and not count:
-        cure = f"a driver for CUDA {built}, or a torch for that of the driver; see nvidia-smi"
+        cure = f"install a driver for CUDA {built}, or torch for the CUDA that nvidia-smi shows"
         return MachineFinding("GPUs", "WRONG", f"{driver}; torch {built} cannot use them", cure)
     if wanted == "cuda":
         cure = "install NVIDIA's driver; in a container, docker run --gpus all"
         return MachineFinding("GPUs", "WRONG", "none, but run.device is cuda", cure)
-    return _ok("GPUs", f"{count or 'none'}: it trains on {usable_cores()} CPU core(s)")
+    return _ok("GPUs", f"{count or 'none'}: training uses {usable_cores()} CPU core(s)")
 
 
 def _driver() -> str:
@@ -260,7 +260,7 @@ def _limits() -> Iterator[MachineFinding]:
     except OSError:
         cure = "apt-get install libibverbs1 ibverbs-providers"
         yield MachineFinding(
-            "InfiniBand", "note", f"{names}; NCCL takes TCP without libibverbs", cure
+            "InfiniBand", "note", f"{names}; NCCL uses TCP without libibverbs", cure
         )
         return
     _, locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)

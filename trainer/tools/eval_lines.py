@@ -45,7 +45,7 @@ def read_prompts(file: Path) -> list[str]:
                 continue
         raise GenerateError(f'--prompts: {file}: write each line as {{"prompt": "…"}}, not {line}')
     if not prompts:
-        raise GenerateError(f"--prompts: {file} has no prompts; write one a line")
+        raise GenerateError(f"--prompts: {file} has no prompts; write one on each line")
     return list(dict.fromkeys(prompts))
 
 
@@ -97,8 +97,8 @@ def add_lines(
 def samples(
     sampling: Sampling, device: str, family: str | None = None
 ) -> Callable[[Place, Sequence[LineSubject]], Iterator[dict[str, str]]]:
-    """Return the `make` of `add_lines` for prompts. It adds the generated `text`, the `time` of its
-    end, and the name of the `checkpoint`."""
+    """Return the argument `make` of `add_lines` for prompts. It adds the generated `text`, the
+    Unix `time` at which the text was complete, and the name of the `checkpoint`."""
 
     def make(path: Place, wanted: Sequence[LineSubject]) -> Iterator[dict[str, Any]]:
         prompts = [item["prompt"] for item in wanted]
@@ -112,12 +112,13 @@ def samples(
 
 def follow(run: Path) -> Iterator[list[Path]]:
     """Yield the checkpoints of a run as they are committed, oldest first, until the run ends with
-    exit code 0. Raises GenerateError if the directory does not exist, and as `checkpoints_of`."""
+    exit code 0. Raises GenerateError if the directory does not exist, and the errors of
+    `checkpoints_of`."""
     if not run.is_dir():
         raise GenerateError(f"{run}: this run does not exist yet; start it first")
     seen: set[str] = set()
     while True:
-        ended = has_ended(run)  # read before the steps, so that they include the last save
+        ended = has_ended(run)  # read before the checkpoints are listed, so that none is missed
         directory = checkpoints_of(run)
         listed = list_steps(directory) if directory.is_dir() else []
         new = [path for path in reversed(listed) if path.name not in seen]

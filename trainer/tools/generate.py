@@ -36,7 +36,7 @@ class GenerateError(ValueError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; fields as the arguments of `generate`.
+    """How tokens are drawn. The fields have the meaning of `generate`'s arguments.
 
     Raises:
         GenerateError: a number is out of range.
@@ -232,8 +232,8 @@ def add_to(model: TextModel, adapter: StoredAdapter) -> None:
         weight, shape = named.get(name), adapter.shape_of(name)
         if weight is None or tuple(weight.shape) != shape:
             raise GenerateError(
-                f"the adapter is for a {printable(name)} of shape {list(shape)}, which the model "
-                "under it does not have; use the model over which it was trained"
+                f"the adapter is for a {printable(name)} of shape {list(shape)}, which its base "
+                "model does not have; use the model over which the adapter was trained"
             )
         if name in adapter.tensors.whole:
             weight.copy_(adapter.read(adapter.tensors.whole[name]))

@@ -54,8 +54,8 @@ def find_tasks(names: Sequence[str], include_path: Path | None) -> TaskManager:
 def results(
     manager: TaskManager, device: str, family: str | None = None
 ) -> Callable[[Path, Sequence[LineSubject]], Iterator[dict[str, Any]]]:
-    """Return the `make` of `add_lines` for tasks. It adds `results`: task → metric → value, under
-    the harness's names."""
+    """Return the argument `make` of `add_lines` for tasks. It adds `results`: task → metric →
+    value, under the harness's names."""
 
     def make(path: Path, wanted: Sequence[LineSubject]) -> Iterator[dict[str, Any]]:
         model = _HarnessModel(open_model(path, device=device, family=family))
@@ -94,7 +94,10 @@ class _HarnessModel(LM):
         begin_id = opened.tokenizer.token_to_id(begin) if begin else None
         known = [*([begin_id] if begin_id is not None else []), *opened.eos_ids]
         if not known:
-            raise GenerateError(f"{opened.directory}: has no token to begin a text with")
+            raise GenerateError(
+                f"{opened.directory}: has no token to begin a text with; set bos_token in "
+                "tokenizer_config.json, or eos_token_id in config.json"
+            )
         self._prefix = known[0]
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
@@ -164,7 +167,7 @@ class _HarnessModel(LM):
         temperature = float(options.get("temperature", 0)) if options.get("do_sample") else 0.0
         sampling = Sampling(int(options.get("max_gen_toks", USUAL_NEW_TOKENS)), temperature)
         room = max(1, self._opened.limit - sampling.max_new_tokens)
-        # the end of a long context, with room for the answer
+        # keeps the end of a long context, and leaves room for the answer
         ids = self._encode(context)[-room:] or [self._prefix]
         new: list[int] = []
         text = ""

@@ -46,11 +46,11 @@ def local_runs(
 
     Args:
         runs: directories, or folders of buckets.
-        follow: keep copies up to date; a run may start later.
+        follow: whether to keep copies up to date. A run in a bucket may then start later.
 
     Raises:
-        LedgerError: a run in a bucket has not started.
-        CheckpointError: its store does not answer.
+        LedgerError: without `follow`, a run in a bucket has not started.
+        CheckpointError: a bucket's store does not answer.
     """
     with ExitStack() as stack:
         found: list[LocalRun] = []
@@ -118,7 +118,7 @@ def local_model(path: ObjectPath, step: StepChoice = None) -> Iterator[Path]:
         step: selects a checkpoint of a run.
 
     Raises:
-        CheckpointError: it does not exist or is damaged, or the store does not answer.
+        CheckpointError: the checkpoint is missing or damaged, or the store does not answer.
     """
     found = open_step(find_checkpoint(path, step))
     storage = storage_of(found.path)

@@ -339,12 +339,12 @@ def _notes(plan: Plan, *, merged: bool) -> str:
             "Seconds are those of blocks whose element-wise kernels are fused."
         )
     if merged:
-        lines.append("A … B: these strategies and those between them are the same there.")
+        lines.append("A … B: these strategies and those between them have the same figures.")
     lines.append(
         "(r): with strategy.reduce_every_pass. host: memory of a node, for what is offloaded and "
         f"a copy of a checkpoint ({_gb(p.slot_bytes)} GB; {copies}). comm: sent by each rank per "
-        "step. hidden: share of the time of that, and of transfers to and on the host, that lies "
-        "beside computation."
+        "step. hidden: share of the time of communication, and of transfers to and on the host, "
+        "that overlaps with computation."
     )
     return "\n".join(map(_fill, lines))
 
@@ -364,8 +364,8 @@ def assumptions(plan: Plan) -> list[str]:
         "Where figures come from: "
         + "; ".join(f"{names}: {source}" for source, names in columns.items())
         + ".",
-        "shapes: computed from those of the parameters. trace: one pass on fake tensors. both: "
-        "what a pass works with is traced, the rest computed. roofline: both, over these speeds:",
+        "shapes: computed from those of the parameters. trace: one pass on fake tensors. both: the "
+        "tensors of a pass are traced, the rest is computed. roofline: both, over these speeds:",
         f"{machine.peak_flops / 1e12:g} TFLOP/s and "
         f"{machine.gpu.bandwidth / 1e12:g} TB/s per GPU (matrix products reach "
         f"{costs.PEAK_SHARE:.0%}, attention {machine.gpu.attention:.0%}, other kernels "

@@ -29,8 +29,8 @@ LOOK_SECONDS = 5.0
 
 
 def due(committed: Collection[int], sampled: Collection[int], every: int, last: int) -> list[int]:
-    """Committed steps whose checkpoints should continue the prompts, newest first: the first step
-    at or after each validation pass, and the last step of the run.
+    """Return the committed steps whose checkpoints should continue the prompts, newest first: the
+    first step at or after each validation pass, and the last step of the run.
 
     Args:
         committed: steps whose checkpoints exist.
@@ -47,9 +47,9 @@ def due(committed: Collection[int], sampled: Collection[int], every: int, last: 
 def continue_prompts(
     run_dir: Path, last: int, ended: threading.Event, position: float
 ) -> Iterator[float]:
-    """Write the samples of one checkpoint per iteration, newest first, as older ones may fall
-    behind. Yield a number that grows whenever samples were written. Those of a run in a bucket are
-    stored there, too.
+    """Write the samples of one checkpoint per iteration. The newest checkpoint comes first, because
+    older ones can wait. Yield a number that grows whenever samples were written. If the run is in a
+    bucket, its samples are stored there, too.
 
     Args:
         run_dir: absolute path of the run's directory on this machine.
@@ -74,7 +74,7 @@ def continue_prompts(
     seen: set[int] = set()
     while True:
         now = time.monotonic()
-        # each list of a bucket is a request that costs
+        # each listing of a bucket is a request that costs money
         remote = isinstance(directory, ObjectPath)
         if remote and now - looked < LOOK_SECONDS and not ended.is_set():
             yield position
@@ -112,7 +112,8 @@ def continue_prompts(
 
 
 def begin(run_dir: Path, last: int, ended: threading.Event, position: float) -> Tracker:
-    """Return `continue_prompts` as a tracker with nothing to close."""
+    """Return a tracker: the iterator of `continue_prompts`, and a closing function that does
+    nothing."""
     return continue_prompts(run_dir, last, ended, position), lambda: None
 
 

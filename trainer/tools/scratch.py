@@ -11,7 +11,7 @@ from checkpointing.storage.folders import LockedFolder, hold
 from trainer.recipe import RecipeError
 
 PREFIX = "perdure-scratch-"
-"""Begin of the names of these folders, in the temporary directory."""
+"""Prefix of the names of scratch folders, in the temporary directory."""
 TRIES = 3
 """Attempts to lock a new folder, which another command may find and delete first."""
 
@@ -40,8 +40,8 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _locked_folder() -> tuple[Path, LockedFolder | None]:
-    """Create a folder. Its lock shows other commands that it is in use; where files cannot be
-    locked, the lock is None, and no command deletes folders of others."""
+    """Create a folder. Its lock shows other commands that the folder is in use. Where files cannot
+    be locked, the lock is None, and no command deletes a folder of another."""
     for _ in range(TRIES):
         path = Path(tempfile.mkdtemp(prefix=PREFIX))
         if lock := hold(path):

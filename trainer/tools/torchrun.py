@@ -29,7 +29,7 @@ def run_ranks(
         worker: arguments of Python, such as `-m trainer`.
         ranks: processes to start.
         output: file for their stdout; None: this process's stdout.
-        errors: file for their stderr; None: this process's stderr.
+        errors: file for their stderr; by default the same as for `output`.
         environment: added to this process's environment.
 
     Returns:

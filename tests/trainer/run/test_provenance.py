@@ -82,5 +82,5 @@ def test_weights_that_would_be_left_unread_are_refused(recipe):
     with pytest.raises(RecipeError, match="began with other weights than those in"):
         goes_on("#a", "#b")
     for began in ("", None):
-        with pytest.raises(RecipeError, match=r"left unread; set model\.init_from=null"):
+        with pytest.raises(RecipeError, match=r"not be read; set model\.init_from=null"):
             goes_on(began, "#b")

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from elastic.group.batch_plan import plan_batch
 from tests.checkpointing.worlds import run_ranks
 from trainer.parallel.mesh import PIPELINE, REPLICATE, Mesh
-from trainer.run.speed import Speed
+from trainer.run.speed import SpeedRecorder
 from trainer.run.state import Progress
 
 
@@ -26,7 +26,7 @@ def slow_ranks(rank: int, slower: dict[int, float], pp: int = 1) -> set[int]:
         log=SimpleNamespace(event=lambda _step, _event, what: told.append(what)),
         model=SimpleNamespace(pipeline=None), micro_batches=[micro],
     )  # fmt: skip
-    speed = Speed(run)
+    speed = SpeedRecorder(run)
     speed._window.computes = [len(micro.positions) * slower.get(rank, 1.0) * (1 + 6 * stage)]
     for _ in range(4):
         speed._name_stragglers(*speed._by_rank())

@@ -455,7 +455,7 @@ def test_the_global_batch_is_the_product(tmp_path_factory, micro, passes, ranks)
         ({"fp16": {"enabled": "maybe"}}, 'enabled: should be true, false or "auto"'),
         (
             {"bf16": {"enabled": True}, "bfloat16": {"enabled": False}},
-            "bf16.enabled.*they differ",
+            "bf16.enabled.*values differ",
         ),
         ({"gradient_clipping": "x"}, 'should be a number or "auto", but it is "x"'),
         (

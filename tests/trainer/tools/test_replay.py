@@ -8,7 +8,7 @@ from elastic.record.attempt import Attempt, RollbackLine
 from elastic.record.history import LedgerError
 from elastic.record.ledger import StartLine
 from elastic.record.steps import StepLine, StepLines
-from trainer.tools.replay.compared import Numbers, differences, other_means, unrecorded
+from trainer.tools.replay.compared import StepNumbers, differences, other_means, unrecorded
 from trainer.tools.replay.line import Lineage, StepSpan, beginning, draw, drawn
 
 
@@ -81,7 +81,7 @@ def test_an_audit_ends_in_a_save_and_computes_nothing_twice():
 
 
 STEP = StepLine(4, 24, 32, 1.0, 1.0, "", 9, loss=2.0, norm=0.5, consumed="ab")
-GOOD = Numbers(2.0, 0.5, "", "ab")
+GOOD = StepNumbers(2.0, 0.5, "", "ab")
 
 
 @pytest.mark.parametrize(
@@ -89,17 +89,21 @@ GOOD = Numbers(2.0, 0.5, "", "ab")
     [
         (GOOD, "bits", []),
         (
-            Numbers(math.nextafter(2.0, 3), 0.5, "", "ab"),
+            StepNumbers(math.nextafter(2.0, 3), 0.5, "", "ab"),
             "bits",
             ["its loss is 2.0000000000000004"],
         ),
-        (Numbers(2.00001, 0.50004, "", "ab"), "rounding", []),
-        (Numbers(2.0004, 0.5, "", "ab"), "rounding", ["its loss is 2.0004, and the ledger says"]),
-        (Numbers(2.0, 0.5006, "", "ab"), "rounding", ["its norm"]),
-        (Numbers(9.0, 0.5, "", "ab"), "none", []),
-        (Numbers(9.0, 0.5, "", "cd"), "none", ["it took cd, and the ledger says ab"]),
+        (StepNumbers(2.00001, 0.50004, "", "ab"), "rounding", []),
         (
-            Numbers(math.nan, math.nan, "loss", "ab"),
+            StepNumbers(2.0004, 0.5, "", "ab"),
+            "rounding",
+            ["its loss is 2.0004, and the ledger says"],
+        ),
+        (StepNumbers(2.0, 0.5006, "", "ab"), "rounding", ["its norm"]),
+        (StepNumbers(9.0, 0.5, "", "ab"), "none", []),
+        (StepNumbers(9.0, 0.5, "", "cd"), "none", ["it consumed cd, and the ledger says ab"]),
+        (
+            StepNumbers(math.nan, math.nan, "loss", "ab"),
             "rounding",
             ["it is skipped for its loss, and the ledger says kept", "its loss", "its norm"],
         ),
@@ -114,14 +118,14 @@ def test_what_differs_is_said(found, proof, told):
 
 def test_what_is_not_finite_is_alike():
     line = STEP._replace(loss=math.nan, norm=math.inf, skipped="loss")
-    assert not list(differences(Numbers(math.inf, math.nan, "loss", "ab"), line, "bits", 0))
-    assert list(differences(Numbers(2.0, math.nan, "loss", "ab"), line, "bits", 0))
+    assert not list(differences(StepNumbers(math.inf, math.nan, "loss", "ab"), line, "bits", 0))
+    assert list(differences(StepNumbers(2.0, math.nan, "loss", "ab"), line, "bits", 0))
 
 
 def test_what_a_line_lacks_is_not_taken_for_compared():
     assert unrecorded(GOOD, STEP) == []
     assert unrecorded(GOOD, STEP._replace(loss=None, consumed=None)) == ["loss", "consumed"]
-    assert unrecorded(Numbers(2.0, 0.5, "", None), STEP._replace(consumed=None)) == []
+    assert unrecorded(StepNumbers(2.0, 0.5, "", None), STEP._replace(consumed=None)) == []
 
 
 @pytest.mark.parametrize(

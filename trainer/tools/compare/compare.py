@@ -27,9 +27,10 @@ from trainer.tools.torchrun import run_ranks
 INTERRUPTED = "not measured: interrupted"
 """`StrategyOutcome.problem` of strategies that did not run because of Ctrl-C."""
 
-# Largest relative difference of a loss. fp32 sums in another order; the largest seen over 50 steps
-# was 6e-7. In bf16 and fp16 FSDP casts all parameters, while autocast under DDP and ZeRO-1 leaves
-# norms in float32; the largest seen over 32 steps of the quickstart in bf16 was 9e-4.
+# Largest relative difference of a loss, by dtype. In fp32 strategies only sum in different orders;
+# the largest difference seen over 50 steps was 6e-7. In bf16 and fp16 FSDP casts all parameters,
+# while autocast under DDP and ZeRO-1 leaves norms in float32; the largest difference seen over 32
+# steps of the quickstart in bf16 was 9e-4.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}
 
 
@@ -98,12 +99,12 @@ def run_comparison(
     out: Path,
 ) -> list[StrategyOutcome]:
     """Run every strategy, and print a line for each. A strategy that cannot run has the reason as
-    its problem. After Ctrl-C the remaining ones are INTERRUPTED.
+    its problem. After Ctrl-C the problem of the remaining strategies is INTERRUPTED.
 
     Args:
         recipe_path: YAML file.
         overrides: overrides of the recipe.
-        names: strategies: a key of `BASES`, followed by keys of `MODIFIERS`, each after a `+`.
+        names: strategies, in the notation of `candidate`.
         ranks: ranks to start on this machine.
         steps: timed steps.
         out: folder to create, with `runs` and `logs`.

@@ -42,8 +42,8 @@ SIZES = tuple(sizes(Strategy()))
 LAYOUT = re.compile(rf"({'|'.join(SIZES)})([1-9]\d*)")
 """Pattern of a modifier that sets how many ranks share a computation: tp2, pp4."""
 LAYOUT_BASE = "zero2"
-"""Base of a name that begins with a layout; it gathers weights once a step, however many passes
-there are."""
+"""Base of a name that begins with a layout: ZeRO-2 gathers weights once per step, however many
+passes the step has."""
 _PLAIN = (
     "strategy.zero=null",
     "strategy.shard_size=null",
@@ -76,8 +76,10 @@ class StrategyRecipe:
 def candidate(
     name: str, recipe_path: str, overrides: Sequence[str], ranks: int, steps: int, run: Path
 ) -> StrategyRecipe:
-    """Build the recipe of a named strategy for a number of ranks. Raises RecipeError if the name is
-    unknown, or the recipe is wrong under every strategy."""
+    """Build the recipe of a named strategy for a number of ranks. A name is a key of BASES and
+    modifiers, joined by "+": keys of MODIFIERS, and words that LAYOUT matches, which may also come
+    first. Raises RecipeError if the name is unknown, or the recipe is wrong under every
+    strategy."""
     words = name.split("+")
     base, modifiers = (words[0], words[1:]) if words[0] in BASES else (LAYOUT_BASE, words)
     layout = {m[1]: int(m[2]) for m in map(LAYOUT.fullmatch, modifiers) if m}
@@ -98,8 +100,8 @@ def candidate(
         size = next((size for size in range(sharing // 2, 1, -1) if sharing % size == 0), None)
         if size is None:
             why = (
-                "needs groups of the ranks that share parameters which are neither one rank nor "
-                f"all, and there are {sharing}; with --nproc {4 * together} there are"
+                f"needs to divide the {sharing} rank(s) that can share parameters into several "
+                f"groups of several ranks; use --nproc {4 * together}"
             )
             return StrategyRecipe(name, (), None, why)
         strategy.append(f"strategy.shard_size={size}")

@@ -79,7 +79,7 @@ def import_accelerate(
     """Translate an accelerate configuration to a recipe.
 
     Args:
-        path: YAML file, or JSON by its name.
+        path: YAML file, or a JSON file with the suffix .json.
         overrides: `key.sub=value` of the recipe, applied over the configuration.
         ranks: number of ranks, if the configuration has none.
         training_arguments: JSON file of the Hugging Face TrainingArguments used with it.
@@ -168,7 +168,8 @@ def _launch(source: ForeignConfig, ranks: int | None) -> int | None:
 
 
 def _distribute(source: ForeignConfig) -> str:
-    """Value of `distributed_type`, if Perdure has a counterpart; raises RecipeError otherwise."""
+    """Return the value of `distributed_type` if Perdure has a counterpart; otherwise raise
+    RecipeError."""
     kind = source.take("distributed_type", str)
     if kind is None:
         raise source.error("distributed_type", "is missing; accelerate needs it too")
@@ -287,7 +288,7 @@ def _parallelism(source: ForeignConfig, ranks: int | None, spread: str) -> None:
         for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
     }
     if sizes["cp"] > 1 and sizes["sp"] > 1:
-        raise source.error(f"{PARALLEL}sp_size", "and cp_size are above 1; keep one")
+        raise source.error(f"{PARALLEL}sp_size", "is above 1, and so is cp_size; keep one")
     for name, target, differs in (
         ("tp", "strategy.tp", ""),
         ("cp", "strategy.cp", ""),
@@ -312,7 +313,7 @@ def _parallelism(source: ForeignConfig, ranks: int | None, spread: str) -> None:
         key = f"{PARALLEL}dp_replicate_size"
         source.put(key, "strategy.sharding", "HYBRID_SHARD")
         group = sizes["dp_shard"] * sizes["cp"] * sizes["sp"]
-        note = "ranks per group, with those of cp"
+        note = "ranks per group, including those of cp and sp"
         source.put(f"{PARALLEL}dp_shard_size", "strategy.shard_size", group, note)
 
 
@@ -377,7 +378,7 @@ def _deepspeed(
     imported = source.imported
     inline = source.below("deepspeed_config.")
     named = source.left.get("deepspeed_config.deepspeed_config_file")
-    # accounted for below, by the ds_config or by `rest`
+    # `ds` or `rest` accounts for these keys below
     values = {key: source.left.pop(key) for key in inline}
     if named and named != "none":
         path = beside(str(named), source.file, "deepspeed_config.deepspeed_config_file")
@@ -402,9 +403,8 @@ def _deepspeed(
         )
     optimizes = deepspeed.translate(ds, arguments, ranks, mixed=mixed)
     ds.drop_rest(allow_unknown)
-    if (
-        ds.file != imported.file
-    ):  # accelerate then reads only this file, and few keys about the launch
+    # beside a ds_config file, accelerate reads only keys about the launch from its own section
+    if ds.file != imported.file:
         rest = ForeignConfig(imported.file, values, INLINE, imported)
         rest.settle(
             [key for key in rest.left if not key.startswith("deepspeed_config.")],

@@ -1,7 +1,8 @@
 """The keys of an accelerate configuration without a counterpart in recipes, each with the reason.
 
-Some are listed only for values that `trainer.tools.importing.accelerate` cannot use. Names are
-those of accelerate 0.11 to 1.15. A key that ends in a dot covers all keys below it.
+Some keys are also translated; they are listed for the values that
+`trainer.tools.importing.accelerate` cannot use. Names are those of accelerate 0.11 to 1.15. A key
+that ends in a dot covers all keys below it.
 """
 
 from trainer.tools.importing.foreign_config import KeyTable, reasons
@@ -27,20 +28,20 @@ torchrun starts the ranks, as the line at the end says
     compute_environment num_processes num_machines machine_rank main_process_ip main_process_port
     rdzv_backend same_network gpu_ids main_training_function
     mpirun_config.mpirun_hostfile mpirun_config.mpirun_ccl
-CUDA where there is a GPU
+a run uses CUDA where there is a GPU
     use_cpu
 `perdure train` gives each rank its share of the cores
     enable_cpu_affinity num_cpu_threads_per_process
-a rank that waits too long, or fails, is named
+the log names a rank that waits too long or fails
     debug
 TPUs are not used
     downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_env commands
     command_file
-precision.dtype says it
+precision.dtype is the dtype
     fp16 mixed_precision
 sharding is that of FSDP2 in either case
     fsdp.version fsdp.use_orig_params
-FSDP2 is told by fsdp_reshard_after_forward, FSDP1 by fsdp_sharding_strategy
+the sharding follows fsdp_reshard_after_forward of FSDP2, fsdp_sharding_strategy of FSDP1
     fsdp.sharding_strategy fsdp.reshard_after_forward
 every parameter is sharded, by units that are the repeated blocks of the model
     fsdp.auto_wrap_policy fsdp.transformer_layer_cls_to_wrap fsdp.transformer_cls_names_to_wrap
@@ -52,7 +53,7 @@ checkpoints are whole and sharded, and load on any number of ranks
     fsdp.state_dict_type fsdp.state_dict_config.
 each rank reads its own shards only, and all begin with the same weights
     fsdp.cpu_ram_efficient_loading fsdp.sync_module_states
-it is not offloaded
+nothing is offloaded
     fsdp.offload_params fsdp.cpu_offload
 nothing is recomputed
     fsdp.activation_checkpointing
@@ -60,7 +61,7 @@ XLA is not used
     fsdp.xla fsdp.xla_fsdp_v2 fsdp.xla_fsdp_grad_ckpt fsdp.xla_fsdp_settings.
 data parallelism takes the ranks that the other sizes leave
     par.dp_shard_size par.dp_replicate_size
-1 is not used
+a size of 1 has no effect
     par.tp_size par.cp_size par.sp_size
 strategy.cp passes keys and values around a ring, with the attention of model.attention
     par.cp_backend par.cp_comm_strategy par.sp_backend par.sp_seq_length
@@ -87,7 +88,7 @@ the sharding is given already
     megatron.use_distributed_optimizer
 the loss is divided by the target tokens of the whole batch
     megatron.calculate_per_token_loss
-1 is not used
+a size of 1 has no effect
     megatron.tp_degree megatron.pp_degree megatron.context_parallel_size
     megatron.expert_model_parallel_size
 """

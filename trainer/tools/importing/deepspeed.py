@@ -46,8 +46,8 @@ SWITCHES: tuple[tuple[str, bool, str, Any, str, str], ...] = (
     ("tensorboard.enabled", True, "tracking.tensorboard", True, "tensorboard.job_name", "name"),
     ("wandb.enabled", True, "tracking.wandb", "online", "wandb.project", "project"),
 )
-"""(key, value that means on, recipe key, its value then; a further key that applies then, and its
-name in `tracking`)."""
+"""(key, value that means on, recipe key, its value if on, a further key that applies if on, name of
+that key in `tracking`)."""
 
 TORCH = {
     "Adadelta": 1.0, "Adafactor": 0.01, "Adagrad": 0.01, "Adamax": 2e-3, "ASGD": 0.01,
@@ -192,7 +192,7 @@ def _strategy(source: ForeignConfig) -> None:
         differs = ""
         if device and stage == 1:
             sharding, differs = ZERO_STAGES[2], "ZeRO-1 there; offloading needs sharded gradients"
-        # as parallelism_config has set it
+        # parallelism_config has set hybrid sharding
         elif imported.get("strategy.sharding") == "HYBRID_SHARD":
             sharding = "HYBRID_SHARD"
         imported.set("strategy.name", "fsdp", f"{source.file}: {key}")
@@ -207,8 +207,8 @@ def _strategy(source: ForeignConfig) -> None:
 
 
 def _offload(source: ForeignConfig, stage: int) -> str:
-    """Device of DeepSpeed's offloaded optimizer state or parameters: "", "cpu" or "nvme". Also sets
-    the recipe's offload keys."""
+    """Return the device of DeepSpeed's offloaded optimizer state or parameters: "", "cpu" or
+    "nvme". Also set the recipe's offload keys."""
     devices: dict[str, str] = {}
     for what, old, least in (("optimizer", "cpu_offload", 1), ("param", "cpu_offload_param", 3)):
         for key, kind in ((f"{ZERO}offload_{what}.device", a_device), (ZERO + old, a_boolean)):
@@ -449,7 +449,7 @@ def _batch(source: ForeignConfig, arguments: ForeignConfig, by_trainer: bool) ->
         )
         imported.set("batch.micro_batch", micro, f"{source.file}: {names[0]}", note)
     if isinstance(whole, int):
-        note = "" if micro or replicas else "--ranks would tell batch.micro_batch, too"
+        note = "" if micro or replicas else "with --ranks, batch.micro_batch is set, too"
         source.put(names[0], "batch.global_batch", whole, note)
     elif replicas and isinstance(micro, int):
         note = f"{micro} x {accumulated} x {replicas} replicas"

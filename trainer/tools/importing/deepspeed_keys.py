@@ -1,5 +1,6 @@
 """The keys of a DeepSpeed configuration without a counterpart in recipes, each with the reason.
-Some are listed only for values that `trainer.tools.importing.deepspeed` cannot use.
+Some keys are also translated; they are listed for the values that
+`trainer.tools.importing.deepspeed` cannot use.
 
 Names are those of DeepSpeed 0.10 to 0.19 and the older spellings it still reads. A key that ends in
 a dot covers all keys below it. A key neither translated nor listed here is unknown.
@@ -13,7 +14,7 @@ def _inline(key: str) -> str:
 
 
 def _expand(key: str) -> str:
-    """Expand the abbreviations `zero.` and `params.` of the longest prefixes."""
+    """Expand the abbreviations `zero.` and `params.` at the beginning of a key."""
     for short, whole in (("zero.", "zero_optimization."), ("params.", "optimizer.params.")):
         key = whole + key.removeprefix(short) if key.startswith(short) else key
     return key
@@ -56,7 +57,7 @@ each rank draws its own shards only, by parameter name
     zero3_init_flag
 every parameter is sharded, by units that are the repeated blocks of the model
     deepspeed_moe_layer_cls_names
-it is read, and what it says is listed under its name
+the file is read, and its keys are listed under its name
     deepspeed_config_file
 """
 
@@ -135,9 +136,9 @@ the loss is divided by the tokens of the whole batch before backward
     prescale_gradients gradient_predivide_factor gradient_allreduce_op
 accumulation follows from the batch sizes
     managed_gradient_accumulation
-it is micro-batch x accumulation x replicas: tell --ranks, or fill in batch.global_batch
+the product micro-batch x accumulation x replicas: give --ranks, or fill in batch.global_batch
     train_batch_size
-it is the length of your run
+run.steps is the length of your run
     scheduler.params.total_num_steps
 the peak is optimizer.lr
     scheduler.params.warmup_max_lr
@@ -147,7 +148,7 @@ a run begins at step 0 or at its checkpoint
     scheduler.params.last_batch_iteration
 warm-up is linear
     scheduler.params.warmup_type
-1 or less is not used
+a size of 1 or less has no effect
     tensor_parallel.autotp_size sequence_parallel_size
 strategy.tp, pp, cp and ep say how a model is split, the topology where each part is placed
     seq_parallel_communication_data_type seq_parallel_comm_data_type tensor_parallel.
@@ -170,7 +171,7 @@ blocks are compiled by torch's inductor
     compile. graph_harvesting
 Perdure trains; it does not serve
     hybrid_engine. inference.
-the launcher and the model say
+the launcher and the model determine it
     data_parallel_size local_rank vocabulary_size
 """
 

@@ -33,8 +33,8 @@ class KeyTable:
     no_meaning: Mapping[str, str]
     """Key, or prefix that ends in a dot → why a recipe needs no counterpart."""
     differs: Mapping[str, str]
-    """Key, or prefix that ends in a dot → how training differs without it, unless its value means
-    off."""
+    """Key, or prefix that ends in a dot → how training differs without it, unless its value
+    switches a feature off."""
     aliases: Mapping[str, str]
     """Other spelling of a key, or of a prefix that ends in a dot → spelling in this package."""
     automatic: bool = False
@@ -135,7 +135,7 @@ class ForeignConfig:
             dict(assumed or {}),
         )
         self.label = "" if file == imported.file else f"{Path(file).name}: "
-        """Prefix of its keys in the report, if they come from a second file."""
+        """Prefix of the keys in the report, if they come from a second file."""
         self.spelled: dict[str, str] = {}
         """Key in this package's spelling → its spelling in the file."""
         self.requested: set[str] = set()
@@ -148,7 +148,8 @@ class ForeignConfig:
                 key = aliases[old] + key.removeprefix(old) if key.startswith(old) else key
             # the file has two spellings of one key
             if key in self.left and self.left[key] != value:
-                raise self.error(key, f"is the same as {written}, but they differ; keep one")
+                problem = f"is another spelling of {written}, but their values differ; keep one"
+                raise self.error(key, problem)
             self.left[key], self.spelled[key] = value, written
         self.automatic = "auto" in self.left.values()
         """Whether some value is "auto", for which Hugging Face's Trainer inserts a value."""
@@ -158,8 +159,8 @@ class ForeignConfig:
         return RecipeError(f"{self.file}: {self.spelled.get(key, key)}: {problem}")
 
     def take(self, key: str, kind: Converter, default: Any = None) -> Any:
-        """Return the converted value of a key; "auto"; or the default if it is missing or null. The
-        caller records what becomes of the key."""
+        """Return the converted value of a key; "auto" stays as it is, and a missing or null key has
+        the default. The caller records what becomes of the key."""
         self.requested.add(key)
         value = self.left.get(key)
         value = self.assumed.get(key) if value is None else value
@@ -202,8 +203,9 @@ class ForeignConfig:
         return self.left.get(key) not in (None, "auto")
 
     def put(self, key: str, target: str, value: Any, note: str = "", differs: str = "") -> None:
-        """Set a recipe key from a key of the file, and record that. A missing key counts with its
-        default, which is recorded as a difference if a recipe's default is another.
+        """Set a recipe key from a key of the file, and record that. For a missing key the default
+        of the file's trainer is set, and recorded as a difference if the recipe's default is
+        another.
 
         Args:
             key: a key of the file.
@@ -262,7 +264,7 @@ class ForeignConfig:
         known = {*self.requested, *table.no_meaning, *table.differs, *table.aliases}
         for key in list(self.left):
             ends = [key[: end + 1] for end, letter in enumerate(key) if letter == "."]
-            # From the most specific rule to the least: the key, then its prefixes, longest first.
+            # The most specific rule applies: one for the key, else for its longest prefix.
             places = (key, *reversed(ends), f"{key}.")
             differs = next((table.differs[k] for k in places if k in table.differs), None)
             reason = next((table.no_meaning[k] for k in places if k in table.no_meaning), None)

@@ -79,7 +79,8 @@ class ImportedRecipe:
     """Forward passes per optimizer step, if the configuration determines them."""
     _overrides: tuple[str, ...] = ()
     launch: str = ""
-    """Perdure's command for the launch that the configuration describes, if it does."""
+    """Perdure's command for the launch that the configuration describes; "" if it describes
+    none."""
 
     def set(self, key: str, value: Any, origin: str, note: str = "", given: bool = True) -> None:
         """Set a recipe key, whose value came from `origin`, "file: key"."""
@@ -91,7 +92,7 @@ class ImportedRecipe:
             self.given.add(key)
 
     def get(self, key: str) -> Any:
-        """Value of a recipe key so far, or None."""
+        """Return the present value of a recipe key; None if it is not set."""
         section, name = key.split(".")
         return self.tree.get(section, {}).get(name)
 
@@ -136,8 +137,8 @@ class ImportedRecipe:
         return [key for key in NEEDED if key not in given]
 
     def check(self) -> None:
-        """Check that the recipe can run once the open keys are filled in. A RecipeError has the key
-        of the configuration, or the override."""
+        """Check that the recipe can run once the open keys are filled in. Raises RecipeError, which
+        names the key of the configuration, or the override."""
         # on a copy, as the examples serve only this check
         tree = {section: dict(keys) for section, keys in self.tree.items()}
         for key in self.open:

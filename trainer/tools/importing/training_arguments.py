@@ -1,7 +1,7 @@
 """Translates Hugging Face's TrainingArguments, from a JSON file or their defaults, to a recipe.
 
-They supply what another file of the same run, a ds_config or an accelerate configuration, leaves
-open. If both set a value, the values must agree, as in Trainer.
+TrainingArguments supply what another file of the same run, a ds_config or an accelerate
+configuration, leaves open. If both set a value, the values must agree, as in Trainer.
 """
 
 import json
@@ -156,7 +156,7 @@ def fill(arguments: ForeignConfig, *, optimizes: bool = True) -> None:
         epochs = arguments.take("num_train_epochs", a_number)
         arguments.put("num_train_epochs", "run.epochs", epochs, differs=differs)
     if arguments.left.get("deepspeed"):
-        arguments.became("deepspeed", "", "the separate ds_config counts")
+        arguments.became("deepspeed", "", "the separate ds_config is used instead")
     if arguments.take("train_sampling_strategy", str) == "random":
         arguments.became("train_sampling_strategy", "", "data are shuffled")
     if arguments.left.get("fsdp"):
@@ -217,7 +217,7 @@ def _optimizer(arguments: ForeignConfig) -> None:
     name = arguments.take("optim", str, "adamw_torch_fused")
     bundled = imported.get("optimizer.name") or (imported.get("optimizer.factory") and "factory")
     if bundled:
-        arguments.became("optim", "", "the optimizer of the other file counts")
+        arguments.became("optim", "", "the optimizer of the other file is used")
     elif name in ADAMW:
         arguments.put("optim", "optimizer.name", "adamw", differs=ADAMW[name])
         if ADAMW[name].startswith("optimizer.state_dtype"):
@@ -236,7 +236,7 @@ def _optimizer(arguments: ForeignConfig) -> None:
     _agree(arguments, "weight_decay", "optimizer.weight_decay", decay)
     if imported.get("optimizer.factory"):
         for key in ("adam_beta1", "adam_beta2", "adam_epsilon"):
-            arguments.became(key, "", "its optimizer has none")
+            arguments.became(key, "", "the optimizer has no such value")
         if arguments.has("optim_args"):
             arguments.became("optim_args", "", "optimizer.factory_options takes them", differs=True)
         return
@@ -254,7 +254,7 @@ def _schedule(arguments: ForeignConfig) -> None:
     kind = arguments.take("lr_scheduler_type", str, "linear")
     scheduler_keys = ("lr_scheduler_type", *arguments.below("lr_scheduler_kwargs"))
     if imported.get("schedule.name") is not None:
-        arguments.settle(scheduler_keys, "", "the scheduler of the other file counts")
+        arguments.settle(scheduler_keys, "", "the scheduler of the other file is used")
     elif kind not in SHAPES:
         why = f"{kind} has no counterpart; schedule.factory names a schedule of your own"
         imported.set("schedule.name", "constant", f"{arguments.file}: lr_scheduler_type", why)
@@ -262,7 +262,7 @@ def _schedule(arguments: ForeignConfig) -> None:
     else:
         _shape(arguments, kind)
     if imported.get("schedule.warmup_steps") is not None:
-        why = "the scheduler of the other file counts"
+        why = "the scheduler of the other file is used"
         arguments.settle(("warmup_steps", "warmup_ratio"), "", why)
     elif kind == "constant" and "schedule.name" in imported.given:
         arguments.settle(("warmup_steps", "warmup_ratio"), "", "constant has no warm-up")
@@ -318,8 +318,8 @@ def _warmup(arguments: ForeignConfig) -> None:
     key = "warmup_ratio" if share else "warmup_steps"
     share = share or (steps if 0 < steps < 1 else 0)
     arguments.put(key, "schedule.warmup_steps", share or int(steps))
-    arguments.became("warmup_ratio", "", "warmup_steps counts" if steps else "no warm-up")
-    arguments.became("warmup_steps", "", "warmup_ratio counts")
+    arguments.became("warmup_ratio", "", "warmup_steps is used" if steps else "no warm-up")
+    arguments.became("warmup_steps", "", "warmup_ratio is used")
 
 
 def _batch(arguments: ForeignConfig) -> None:
@@ -373,7 +373,7 @@ def _operate(arguments: ForeignConfig) -> None:
         ("use_cpu", "run.device", "cpu", ""),
         ("no_cuda", "run.device", "cpu", ""),
         ("full_determinism", "run.determinism", "exact", ""),
-        ("load_best_model_at_end", "checkpoint.keep_best", 1, "it is kept, and not loaded"),
+        ("load_best_model_at_end", "checkpoint.keep_best", 1, "the best is kept, not loaded"),
     ):
         if arguments.take(key, a_boolean, False) is True:
             arguments.put(key, target, value, differs=differs)

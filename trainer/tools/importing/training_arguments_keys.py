@@ -1,7 +1,8 @@
 """The keys of TrainingArguments without a counterpart in recipes, each with the reason.
 
-Some are listed only for values that `trainer.tools.importing.training_arguments` cannot use. Names
-are those of transformers 4.30 to 5.24, and some that TRL adds.
+Some keys are also translated; they are listed for the values that
+`trainer.tools.importing.training_arguments` cannot use. Names are those of transformers 4.30 to
+5.24, and some that TRL adds.
 """
 
 from collections.abc import Mapping
@@ -95,7 +96,7 @@ tracking knows TensorBoard and W&B; others are tracking.sinks
 
 
 def _spread(reasons_of_accelerate: Mapping[str, str]) -> dict[str, str]:
-    """Keys of `fsdp_config` and `parallelism_config`, which have the same reasons as in
+    """Return the keys of `fsdp_config` and `parallelism_config`, which have the same reasons as in
     accelerate."""
     sections = ("fsdp_config.", "parallelism_config.")
     return {key: why for key, why in reasons_of_accelerate.items() if key.startswith(sections)}

@@ -121,7 +121,7 @@ def _yaml_block(text: str, indent: int) -> str:
         indent: spaces before each line, two more than before the key.
     """
     text = text.replace("\r\n", "\n")
-    # Characters that end a line in YAML, or that may not stand there as they are.
+    # A YAML block cannot hold these characters, so write a JSON string.
     if not text.replace("\n", "").replace("\t", "").isprintable() or "\ufeff" in text:
         return json.dumps(text)
     body = text.removesuffix("\n")
@@ -131,7 +131,7 @@ def _yaml_block(text: str, indent: int) -> str:
 
 
 def submission(kind: str, file: Path, *, secret: bool) -> list[str]:
-    """Command that submits a written file. `secret`: as in LaunchedRun."""
+    """Return the command that submits a written file. `secret`: as in LaunchedRun."""
     return {
         "slurm": ["sbatch", str(file)],
         "k8s": ["kubectl", "apply", "--filename", str(file)],
@@ -171,15 +171,15 @@ def check_world(recipe: Recipe, least: int, most: int, ranks: int) -> None:
 
 
 def check_inside(recipe: Recipe, shared: str) -> None:
-    """Check that cloud nodes have all paths of the recipe: URLs, and those in WORKSPACE, where
-    relative paths begin.
+    """Check that cloud nodes can reach all paths of the recipe: each must be a URL, or lie in
+    WORKSPACE, where relative paths begin.
 
     Args:
         recipe: the recipe of the run.
-        shared: options that share WORKSPACE; "" if one is given.
+        shared: options that would share WORKSPACE between nodes; "" if one of them is given.
 
     Raises:
-        RecipeError: one line for each path that they do not have.
+        RecipeError: one line for each path that the nodes cannot reach.
     """
     lines = []
     for key, path in _paths(recipe):
@@ -202,15 +202,15 @@ def check_inside(recipe: Recipe, shared: str) -> None:
 
 
 def in_bucket(recipe: Recipe, bucket: str) -> list[str]:
-    """Return overrides that make URLs in a bucket of the recipe's relative paths, for nodes that
+    """Return overrides that replace the recipe's local paths by URLs in a bucket, for nodes that
     share nothing else.
 
     Args:
-        recipe: its relative paths are below WORKSPACE, see `check_inside`.
+        recipe: its local paths are below WORKSPACE, see `check_inside`.
         bucket: URL of a folder.
     """
     return [
-        # an absolute path replaces WORKSPACE, and is below it
+        # if `path` is absolute, `/` drops WORKSPACE; check_inside has found it below WORKSPACE
         f"{key}={bucket}/{(WORKSPACE / path).relative_to(WORKSPACE)}"
         for key, path in _paths(recipe)
         if "://" not in path

@@ -22,7 +22,7 @@ in another order."""
 
 
 @dataclass(frozen=True)
-class Numbers:
+class StepNumbers:
     """The numbers of one step."""
 
     loss: float
@@ -35,18 +35,18 @@ class Numbers:
 
 
 def differences(
-    recomputed: Numbers, line: StepLine, proof: Proof, tolerance: float
+    recomputed: StepNumbers, line: StepLine, proof: Proof, tolerance: float
 ) -> Iterator[str]:
     """Yield a clause for each number in which a step differs from its ledger line.
 
     Args:
         recomputed: the numbers of the step.
         line: the ledger line.
-        proof: how far they must agree.
+        proof: how far step and line must agree.
         tolerance: largest relative difference of losses that rounding explains.
     """
     if line.consumed and recomputed.consumed and line.consumed != recomputed.consumed:
-        yield f"it took {recomputed.consumed}, and the ledger says {line.consumed}"
+        yield f"it consumed {recomputed.consumed}, and the ledger says {line.consumed}"
     if proof == "none":
         return
     exact = proof == "bits"
@@ -64,7 +64,7 @@ def differences(
             yield f"its {name} is {ours!r}, and the ledger says {theirs!r}"
 
 
-def unrecorded(recomputed: Numbers, line: StepLine) -> list[str]:
+def unrecorded(recomputed: StepNumbers, line: StepLine) -> list[str]:
     """Return the names of the numbers that a ledger line lacks, and that thus are not compared."""
     return [
         name
@@ -79,8 +79,8 @@ def other_means(
     proof: Proof,
     tolerance: float,
 ) -> Iterator[str]:
-    """Yield a clause for each mean over the validation set that differs from the ledger. Up to
-    rounding only the loss is compared, because a ranking changes in jumps.
+    """Yield a clause for each mean over the validation set that differs from the ledger. If the
+    proof is "rounding", only the loss is compared, because measures of a ranking change in jumps.
 
     Args:
         recorded: name → mean; None: it was not finite.
@@ -96,8 +96,8 @@ def other_means(
 
 
 def relative(ours: float, theirs: float) -> float:
-    """Return the relative difference of two numbers to the second. Non-finite numbers count as
-    equal, as the ledger does not tell them apart."""
+    """Return the difference of two numbers relative to the second. Two non-finite numbers count as
+    equal, because the ledger does not distinguish NaN and infinities."""
     if not (math.isfinite(ours) and math.isfinite(theirs)):
         return 0.0 if math.isfinite(ours) == math.isfinite(theirs) else math.inf
     if ours == theirs:

@@ -1,5 +1,6 @@
-"""The line of a run (see elastic/record/history.py): which attempt computed each step, what the
-ledger recorded, and from which stored state it can be recomputed. Imports no torch."""
+"""The line of a run: the attempts and steps that led to its newest weights (see
+elastic/record/history.py). Tells which attempt computed each step, what the ledger recorded, and
+from which stored state the step can be recomputed. Imports no torch."""
 
 import random
 from collections.abc import Collection, Mapping, Sequence
@@ -24,10 +25,10 @@ class StepSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Lineage:
-    """The steps that led to the newest weights of a run."""
+    """The line of a run: the attempts and steps that led to its newest weights."""
 
     attempts: Sequence[tuple[Attempt, int]]
-    """The attempts that computed them, oldest first, each with its newest step on the line."""
+    """The attempts of the line, oldest first, each with its newest step on the line."""
 
     @property
     def last(self) -> int:
@@ -38,13 +39,13 @@ class Lineage:
         """Return the attempt that computed a step.
 
         Raises:
-            LedgerError: the ledger does not say.
+            LedgerError: no attempt of the line did this step.
         """
         for attempt, newest in self.attempts:
             if attempt.start.step < step <= newest:
                 return attempt
         raise LedgerError(
-            f"step {step}: the ledger does not say who did it; the run has steps 1 to {self.last}"
+            f"step {step}: no attempt in the ledger did it; the run has steps 1 to {self.last}"
         )
 
     def recorded(self, step: int) -> StepLine | None:
@@ -97,7 +98,7 @@ class Lineage:
 
 
 def line_of(history: History) -> Lineage:
-    """Return the line of the newest attempt of a run.
+    """Return the line that ends with the newest attempt of a run.
 
     Raises:
         LedgerError: no step is done.
@@ -117,23 +118,23 @@ class States:
     """The stored checkpoints of a run."""
 
     steps: Sequence[int]
-    """Steps on its line with a checkpoint, judged by the checkpoints' small files."""
+    """Steps on the run's line with a checkpoint, judged by the checkpoints' small files."""
     damaged: Sequence[str] = field(default_factory=list)
     """Why other checkpoints are unusable, a line each."""
     aside: Mapping[int, str] = field(default_factory=dict)
-    """Step → attempt of checkpoints of attempts that are no part of the line."""
+    """Checkpoints of attempts that are no part of the line: step → name of the attempt."""
 
 
 def stored_states(directory: Place, line: Lineage) -> States:
-    """Find the checkpoints of a run without reading tensors. Left out are checkpoints of attempts
-    that are no part of `line`, as their rounding may differ."""
+    """Find the checkpoints of a run without reading tensors. Checkpoints of attempts that are no
+    part of `line` are set aside, as their rounding may differ."""
     steps, damaged, aside = [], [], dict[int, str]()
     for path in list_steps(directory):
         step = parse_step(path.name)
         try:
             attempt = read_state(path).get("attempt")
         except CheckpointError as error:
-            if path in list_steps(directory):  # else the run has deleted it meanwhile
+            if path in list_steps(directory):  # else the run has deleted the checkpoint meanwhile
                 damaged.append(str(error))
             continue
         if step is not None and (not attempt or attempt in line.names_of(step)):
@@ -144,10 +145,10 @@ def stored_states(directory: Place, line: Lineage) -> States:
 
 
 def beginning(line: Lineage, stored: Collection[int], step: int) -> int:
-    """Return the newest state before a step from which it can be recomputed; 0: the initial
+    """Return the step of the newest state from which `step` can be recomputed; 0: the initial
     weights.
 
-    A roll-back on the way needs a state that is stored, or that the replay itself passes.
+    A roll-back on the way needs a state that is stored, or that the replay itself computes.
     """
     for begin in sorted((one for one in stored if one < step), reverse=True):
         backs = [to for after, to in line.rollbacks.items() if begin < after < step]
@@ -158,7 +159,7 @@ def beginning(line: Lineage, stored: Collection[int], step: int) -> int:
 
 def span_into(line: Lineage, stored: Collection[int], step: int) -> StepSpan:
     """Return the span for a step, extended to the next state that the ledger or a checkpoint
-    records: wrong moments do not show in the first step computed from them, but in that state."""
+    records: wrong moments do not show in the first step computed from them, but show there."""
     end = min((one for one in {*line.digests, *stored} if one >= step), default=line.last)
     return StepSpan(beginning(line, stored, step), end)
 

@@ -54,8 +54,8 @@ class Sources:
     """Scratch folder of this replay."""
 
     def recipe_of(self, attempt: Attempt) -> Recipe:
-        """Return the recipe of an attempt, with paths valid here. An attempt that names none
-        predates the folder of recipes, and used recipe.yaml.
+        """Return the recipe of an attempt, with paths valid on this machine. An attempt whose
+        ledger line names no recipe predates the folder of recipes, and used recipe.yaml.
 
         Raises:
             AwayError: the recipe or its data is missing, or this version cannot read the recipe.
@@ -67,7 +67,7 @@ class Sources:
             text = read_text(path)
         except OSError as error:
             raise AwayError(f"{path}: {error.strerror}") from error
-        except ValueError:  # no recipe of ours
+        except ValueError:  # the file is not text
             text = ""
         if start.recipe and digest_of(text) != start.recipe:
             raise RecipeError(f"{path} is not the recipe that attempt {attempt.number} began with")
@@ -82,8 +82,8 @@ class Sources:
         return location(recipe.checkpoint_directory).absolute()
 
     def _adapted(self, recipe: Recipe, attempt: Attempt) -> Recipe:
-        """Adapt the recipe to this machine: relative paths begin at the run's working directory, or
-        else at this one."""
+        """Adapt the recipe to this machine. A relative path begins at the run's working directory
+        if it exists there, else at this process's."""
 
         def found(path: str) -> str:
             if "://" in path:
@@ -138,9 +138,9 @@ def rebuilt(
 
     Args:
         attempt: the attempt that computed the next step.
-        recipe: its recipe, from `Sources.recipe_of`.
+        recipe: the attempt's recipe, from `Sources.recipe_of`.
         states: directory with the state of the step.
-        step: 0: initial weights.
+        step: the step whose state is restored; 0: the initial weights.
         world: ranks of this replay.
 
     Yields:
@@ -176,7 +176,7 @@ def rebuilt(
         if recipe.objective.referenced and not Reference(recipe, task, init_from).find(world, mesh):
             begun = True
             load_beginning(model, recipe, task)
-            # The file with the numbers goes to the scratch folder, not into the run.
+            # The log-probabilities are stored in the scratch folder, not in the run's directory.
             elsewhere = replace(recipe, run=replace(recipe.run, dir=str(sources.scratch)))
             Reference(elsewhere, task, init_from).compute(model, world, mesh, pulse)
         progress, _ = restore(

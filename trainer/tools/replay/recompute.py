@@ -35,8 +35,8 @@ from trainer.run.state import Run
 from trainer.run.step import Gradients, Inputs, consumed, gradients, not_finite_anywhere, train_step
 from trainer.tools.compare.compare import TOLERANCE
 from trainer.tools.replay.compared import (
-    Numbers,
     Proof,
+    StepNumbers,
     differences,
     other_means,
     relative,
@@ -84,7 +84,7 @@ class Walk:
 
     def problems(self, found: Iterable[str]) -> None:
         """Record the first SHOWN problems, and count the rest."""
-        # A wrong state makes all later steps wrong: the first problems tell.
+        # A wrong state makes all later steps wrong, so the first problems suffice.
         for problem in found:
             self.problem_count += 1
             if self.problem_count <= SHOWN:
@@ -102,7 +102,8 @@ def recompute(request: Request, outcome: ReplayOutcome) -> None:
 
     Raises:
         RecipeError, DataError, CheckpointError, LedgerError: the requested step cannot be
-            recomputed; in an audit, one rank alone failed.
+            recomputed. In an audit most errors are recorded in `outcome` instead; only an error
+            that one of several ranks may have alone is raised.
     """
     torch.set_grad_enabled(True)
     run = Path(request.run)
@@ -127,7 +128,7 @@ def recompute(request: Request, outcome: ReplayOutcome) -> None:
             result = _named(span) + ": refused"
             outcome.problem(f"{_named(span)}: {error}")
             if isinstance(error, DataError) and world.world_size > 1:
-                raise  # this rank alone may have read it, and the others wait for it
+                raise  # other ranks may have no such error, and wait for this rank
         walk.say(result)
 
 
@@ -200,11 +201,11 @@ def _steps(walk: Walk, run: Run, kind: Mapping[str, str], until: int, storage: P
             if step == walk.request.examined:
                 _explain_step(walk, run, inputs, step)
                 return
-            if expected and expected.skipped == "weights":  # a save has found that in the run
+            if expected and expected.skipped == "weights":  # a save of the run had found NaN
                 run.checkpointer.not_finite = "the ledger says so"
             first, result = run.progress.sequences, train_step(run, inputs)
             loss, norm = result.loss, result.grad_norm
-            recomputed = Numbers(loss, norm, result.skipped, result.consumed)
+            recomputed = StepNumbers(loss, norm, result.skipped, result.consumed)
             _compare(walk, run, step, first, recomputed)
             if step in backs:
                 to = backs[step]
@@ -264,11 +265,11 @@ def _weaker(one: Proof, other: Proof) -> Proof:
 # --- comparing -------------------------------------------------------------------------------
 
 
-def _compare(walk: Walk, run: Run, step: int, first: int, recomputed: Numbers) -> list[str]:
+def _compare(walk: Walk, run: Run, step: int, first: int, recomputed: StepNumbers) -> list[str]:
     """Compare a step, whose first sequence is `first`, with the ledger; return a clause per
     difference."""
     line = walk.line.recorded(step)
-    if line is None:  # it was lost with a process, or else `History.problems` tells
+    if line is None:  # lost with a killed process; any other gap is in `History.problems`
         return []
     after = first + run.plan.global_batch
     clauses = list(differences(recomputed, line, walk.proof, TOLERANCE[run.recipe.precision.dtype]))
@@ -381,7 +382,7 @@ def _explain_step(walk: Walk, run: Run, inputs: Inputs, step: int) -> None:
     line = walk.line.recorded(step)
     batches, _ = inputs.take()
     result = gradients(run, batches, consumed(batches, run.micro_batches, run.mesh.witness))
-    numbers = Numbers(result.loss, result.norm, _skipped(run, result, line), result.consumed)
+    numbers = StepNumbers(result.loss, result.norm, _skipped(run, result, line), result.consumed)
     own = {name: p.grad for name, p in run.model.parameters.items() if p.grad is not None}
     digest, _ = digests_in_memory(dist.group.WORLD, model=own, optimizer={})
     clauses = _compare(walk, run, step, run.progress.sequences, numbers)
@@ -407,7 +408,7 @@ def _explain_step(walk: Walk, run: Run, inputs: Inputs, step: int) -> None:
 
 
 def _skipped(run: Run, result: Gradients, line: object) -> str:
-    """Return the verdict on a step in the ledger's words; "" if it is fine. Collective."""
+    """Return the verdict on a step in the ledger's words; "" if the step is kept. Collective."""
     if not math.isfinite(result.loss):
         return "loss"
     if not math.isfinite(result.norm):
@@ -449,7 +450,7 @@ def replay_alone(request: Request) -> ReplayOutcome:
 def main() -> NoReturn:
     """Run one rank, and exit."""
     die_with_parent()
-    tolerate_lost_output()  # its reader may end, as in `perdure replay … | head`
+    tolerate_lost_output()  # the reader of the output may end, as in `perdure replay … | head`
     request, outcome, code = Request.from_json(os.environ[REQUEST]), ReplayOutcome(), EXIT_DONE
     try:
         recompute(request, outcome)

@@ -33,17 +33,17 @@ from trainer.tools.torchrun import run_ranks
 
 
 @dataclass(frozen=True)
-class Options:
+class ReplayOptions:
     """Settings of a recomputation."""
 
     ranks: int | None = None
-    """Number of ranks; None: `_ranks` decides."""
+    """Number of ranks; None: as many as suit recipe and machine."""
     data: Sequence[Path] = ()
     """Current locations of the data sets, in the order of the recipe; empty: those of the
     recipe."""
 
 
-def replay(run: Path, step: int, options: Options, *, why: bool) -> int:
+def replay(run: Path, step: int, options: ReplayOptions, *, why: bool) -> int:
     """Recompute a step of a run, compare it with the ledger, and explain it if requested. Return
     the exit code.
 
@@ -61,9 +61,9 @@ def replay(run: Path, step: int, options: Options, *, why: bool) -> int:
     return _print_outcome(plan.compute([span], states.steps, examined=step, why=why))
 
 
-def audit(run: Path, count: int, seed: int | None, options: Options) -> int:
-    """Recompute randomly drawn steps of a run, each up to the next save, and report whether the
-    ledger holds. Return the exit code.
+def audit(run: Path, count: int, seed: int | None, options: ReplayOptions) -> int:
+    """Recompute randomly drawn steps of a run, each up to the next save, and report whether they
+    agree with the ledger. Return the exit code.
 
     Args:
         run: run directory.
@@ -100,14 +100,14 @@ def audit(run: Path, count: int, seed: int | None, options: Options) -> int:
 
 
 def _take_threads(start: StartLine) -> None:
-    """Set the thread count of an attempt for torch, which must not be loaded yet."""
+    """Let torch use as many threads as an attempt did. Called before torch is loaded."""
     # The order of CPU reductions, and so rounding, depends on the number of threads.
     if start.threads:
         os.environ["OMP_NUM_THREADS"] = str(start.threads)
 
 
 def _other_recipes(run: Path, line: Lineage) -> list[str]:
-    """Describe recipes in the run directory that differ from those it trained with."""
+    """Describe recipes in the run directory that differ from those that the run trained with."""
     from trainer.run.provenance import digest_of, recipe_file
 
     def differs(path: Path, digest: str) -> bool:
@@ -115,7 +115,7 @@ def _other_recipes(run: Path, line: Lineage) -> list[str]:
             return bool(digest) and digest_of(read_text(path)) != digest
         except OSError:  # missing or unreadable: the recomputation says so, if it needs the file
             return False
-        except ValueError:  # no text
+        except ValueError:  # the file is not text
             return True
 
     contradictions = []
@@ -132,10 +132,10 @@ def _other_recipes(run: Path, line: Lineage) -> list[str]:
 
 
 def _planned(
-    run: Path, line: Lineage, step: int, options: Options, *, audit: bool = False
+    run: Path, line: Lineage, step: int, options: ReplayOptions, *, audit: bool = False
 ) -> "_Plan":
-    """Prepare a recomputation before ranks start; the recipe of `step` determines number and device
-    of ranks.
+    """Prepare a recomputation before ranks start. The recipe of `step` determines the number of
+    ranks and their device.
 
     Raises:
         RecipeError: that recipe or its data is missing, or the ranks cannot divide its work.
@@ -238,8 +238,8 @@ class _Plan:
 
 def _ranks(recipe: Recipe, start: StartLine, audit: bool) -> int:
     """Choose the number of ranks. In exact mode: the fewest that hold the model, or in an audit a
-    number other than the run's. Otherwise the run's own number, for equal rounding, if this machine
-    has room."""
+    number other than the run's. Otherwise: the run's own number, for equal rounding, if this
+    machine has room for it; else the fewest."""
     import torch
 
     from trainer.parallel.mesh import replica_ranks

@@ -32,8 +32,9 @@ class Request:
     """Current locations of the data sets, in the order of the recipe; empty: those of the
     recipe."""
     examined: int = 0
-    """The last step of the only span: its gradients are printed, and weights are not updated. 0: an
-    audit, which compares all steps of the spans, and the weights at each save."""
+    """The last step of the only span, whose loss, norm and digest of gradients are printed, and
+    which does not update the weights. 0: an audit, which compares all steps of the spans, and the
+    weights at each save."""
     why: bool = False
     """Whether to name the documents that caused the loss of the step `examined`."""
     secret: str = ""

@@ -68,7 +68,7 @@ def check_consumption(run: Path, history: History) -> ConsumptionFindings:
         )
     by_recipe: dict[str, list[Attempt]] = {}
     for attempt in history.attempts:
-        # steps that a restart discarded were repeated, and are compared there
+        # steps that a restart discarded are compared in the attempt that repeated them
         if any(history.survives(attempt, step) for step in attempt.steps):
             by_recipe.setdefault(attempt.start.recipe, []).append(attempt)
     counts = _ComparedSteps()
@@ -91,13 +91,16 @@ def check_consumption(run: Path, history: History) -> ConsumptionFindings:
 
 @dataclass
 class _ComparedSteps:
-    """Numbers of surviving steps: with a digest, with samples compared, with tokens compared,
-    without a digest."""
+    """Numbers of surviving steps."""
 
     steps: int = 0
+    """Steps with a digest."""
     located: int = 0
+    """Steps whose samples were compared."""
     read: int = 0
+    """Steps whose tokens were compared."""
     silent: int = 0
+    """Steps without a digest."""
 
 
 def _recipe(
@@ -116,7 +119,7 @@ def _recipe(
         findings.miss(f"{path}: {error.strerror}", attempts)
         return None
     except known_errors() as error:
-        findings.miss(f"{path} this version cannot read it: {error}", attempts)
+        findings.miss(f"{path}: this version cannot read it: {error}", attempts)
         return None
     for attempt in attempts:
         if digest and attempt.start.global_batch != recipe.batch.global_batch:
@@ -156,7 +159,7 @@ def _compare(
     # user code is not run here, so the contents of its samples are not compared
     if recipe.data.factory:
         size = size_in(*claimed) if len(claimed) == 1 else 0
-        if size:  # otherwise `read_history` reports that they differ, or the order is the user's
+        if size:  # else `read_history` reports that attempts differ, or the user's code orders
             order = Order([size], [1.0], recipe.run.seed)
             located = _spread(steps, MOST_SAMPLES, 1)
             findings.problems += _other_samples(located, _of_one_source(order))
@@ -192,9 +195,9 @@ def _compare(
 
 
 def where_it_lies(recipe: Recipe, directory: str) -> tuple[Recipe, str]:
-    """Return (recipe with the present paths of its sources and first weights, first missing path of
-    a source or ""). Relative paths are looked up from the run's working directory, then from this
-    process's."""
+    """Return the recipe with the present paths of its sources and of `model.init_from`, and the
+    path of the first missing source, "" if none is missing. Relative paths are looked up from the
+    run's working directory, then from this process's."""
     sources = []
     for source in recipe.data.sources:
         places = [source.path]

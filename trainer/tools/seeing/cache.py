@@ -3,7 +3,7 @@
 [Note: cache] The cache belongs to the reader, in `$XDG_CACHE_HOME/perdure`, not to the run: a run
 may be read-only, or writable by others, whose files must not serve as proof. A cache that is
 damaged, of another version, of another user or of another file is ignored, and the file is read
-from its beginning. `perdure report --check` uses none.
+from its beginning. `perdure report --check` uses no cache.
 """
 
 import hashlib
@@ -34,8 +34,8 @@ def cache_directory() -> Path:
 
 
 def recall(source: Path) -> tuple[dict[str, Any], list[bytes]] | None:
-    """Facts and columns that were cached for a file; None if there are none, or if the file no
-    longer begins with the bytes that were read."""
+    """Return the facts and columns that were cached for a file; None if there are none, or if the
+    file no longer begins with the bytes that were read."""
     try:
         with os.fdopen(open_to_read(_place(source)), "rb") as file:
             status = os.fstat(file.fileno())

@@ -12,8 +12,9 @@ from trainer.tools.report.report import clock
 
 
 def events_of(history: History) -> list[dict[str, Any]]:
-    """All events, oldest first. Each has `time` (Unix), `step`, `kind`, `text`, `failed`, `ended`
-    (an attempt), `cost`, `rank`, `node`, `attempt`, and `evidence` (pairs of texts)."""
+    """Return all events, oldest first. Each has `time` (Unix), `step`, `kind`, `text`, `failed`,
+    `ended` (whether it ended an attempt), `cost`, `rank`, `node`, `attempt`, and `evidence` (pairs
+    of texts)."""
     events: list[dict[str, Any]] = []
     recoveries = reliability(history).recoveries
     for attempt in history.attempts:
@@ -26,7 +27,7 @@ def events_of(history: History) -> list[dict[str, Any]]:
 
 
 def steps_lost(before: Attempt, after: Attempt) -> int:
-    """Number of steps that the second attempt repeats."""
+    """Return the number of steps of attempt `before` that the next attempt, `after`, repeats."""
     return max(0, before.last_step - after.start.step)
 
 

@@ -23,7 +23,7 @@ class LedgerView:
         self._kept = 0
         self._version: tuple[int, int] | None = None
         self._written = 0.0
-        """When the ledger was last written, by `time.monotonic`."""
+        """Time of the last write to the ledger, in seconds of `time.monotonic`."""
         if (size := _size(self._reader.path)) >= cache.WORTH_BYTES:
             self._recall(size)
 
@@ -34,11 +34,11 @@ class LedgerView:
 
     @property
     def version(self) -> str:
-        """A text that changes with every new line that is not a step's."""
+        """A text that changes with every new line that is not the line of a step."""
         return f"{self._reader.inode}-{len(self._reader.others)}"
 
     def read(self) -> History:
-        """Read new lines, as `LedgerReader.read`."""
+        """Read new lines, and return the history as `LedgerReader.read` does."""
         history = self._reader.read()
         if self._reader.offset - self._kept >= cache.WORTH_BYTES:
             self._keep()
@@ -47,8 +47,9 @@ class LedgerView:
     def silent_seconds(self) -> float:
         """Return the time since the ledger was last written.
 
-        Clocks of two machines are never compared: at the first call, the file's time counts with
-        the clock of its filesystem, and later only whether the file has changed.
+        Clocks of two machines are never compared. The first call compares the file's time with the
+        clock of its filesystem. Later calls return the time since the last call that found the file
+        changed, by this machine's clock.
         """
         with suppress(OSError):
             status = os.stat(self.path)
@@ -61,7 +62,7 @@ class LedgerView:
         return max(0.0, time.monotonic() - self._written)
 
     def newest_lines(self, count: int) -> list[str]:
-        """Last `count` lines that are not a step's."""
+        """Return the last `count` lines that are not lines of steps."""
         newest = self._reader.others[-count:]
         return [line.decode(errors="replace").strip()[:2000] for _, line in newest]
 
@@ -86,7 +87,8 @@ class LedgerView:
             return
         facts, columns = cached
         reader = LedgerReader(self._reader.path)
-        with suppress(ValueError, KeyError, TypeError, IndexError):  # the whole ledger is read then
+        # On an error the cache is not used, and the whole ledger is read.
+        with suppress(ValueError, KeyError, TypeError, IndexError):
             reader.begin(facts["inode"])
             for number, text in facts["others"]:
                 reader.take(text.encode("latin-1"), number)
@@ -109,9 +111,8 @@ def _size(path: Path) -> int:
 
 
 def filesystem_time(directory: Path) -> float:
-    """Return the Unix time by the clock from which new files in a directory get theirs: that of a
-    server, where several machines share the filesystem. Without permission to create a file there,
-    this machine's."""
+    """Return the Unix time by the clock that stamps new files in a directory: a server's clock if
+    machines share the filesystem. If no file can be created there, return this machine's time."""
     if is_shared(filesystem(directory)):
         with suppress(OSError), tempfile.TemporaryFile(dir=directory) as file:
             return os.fstat(file.fileno()).st_mtime

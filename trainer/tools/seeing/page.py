@@ -37,7 +37,8 @@ def title(runs: Sequence[RunView]) -> str:
 
 
 def page(name: str, data: Mapping[str, Any]) -> str:
-    """HTML of a page. `data` is the input of page.js: `first_data`, or the address to query."""
+    """Return the HTML of a page. `data`: input of page.js: `live`, the result of `first_data`, and
+    for a live page `every`, the seconds between queries."""
     parts = {
         "policy": escape(policy(live=bool(data["live"]))),
         "title": escape(name),

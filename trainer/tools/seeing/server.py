@@ -24,8 +24,8 @@ LOOK_SECONDS = 1.0
 """Least seconds between two reads of a run's files, however many pages query."""
 LOOPBACK = ("127.0.0.1", "localhost")
 IDLE_SECONDS, LONGEST_SECONDS, MOST_CONNECTIONS = 30.0, 90.0, 32
-"""Seconds without a byte, and in all, after which a connection is closed; most connections at a
-time. Further ones are closed before they have a thread."""
+"""Seconds without a byte, and seconds in all, after which a connection is closed; most connections
+at a time. Further connections are closed before they get a thread."""
 
 
 class PageServer(ThreadingHTTPServer):
@@ -76,7 +76,8 @@ class PageServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """End connections that stay for too long: each byte starts IDLE_SECONDS anew."""
+        """End connections that are open for LONGEST_SECONDS. IDLE_SECONDS does not end them if a
+        byte arrives from time to time."""
         latest = time.monotonic() - LONGEST_SECONDS
         for request, since in list(self._open.items()):
             if since < latest:
@@ -144,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
             url = urlsplit(self.path)
             query = parse_qs(url.query, max_num_fields=20)
         except ValueError:
-            self._send(HTTPStatus.BAD_REQUEST, "text/plain", "this is no address of a page")
+            self._send(HTTPStatus.BAD_REQUEST, "text/plain", "the address is not valid")
             return
         token = query.get("token", [""])[0]
         # in constant time, which does not reveal how many characters match

@@ -42,7 +42,7 @@ def watch(paths: Sequence[Path], *, once: bool) -> None:
     if once or not console.is_terminal:
         console.print(_screen(runs, console.width))
         return
-    # On the alternate screen, cut to its height: lines that scroll away could not be redrawn.
+    # The alternate screen cuts the view to its height: lines that scroll away cannot be redrawn.
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             live.update(_screen(runs, console.width), refresh=True)
@@ -76,7 +76,8 @@ def list_runs(folder: Path) -> int:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Folders with a ledger, newest first. Does not follow links, and skips checkpoints."""
+    """Return the folders below `folder` that have a ledger, newest first. Does not follow links,
+    and skips checkpoints."""
     ledgers: list[tuple[float, Path]] = []
     todo = [(folder, 0)]
     while todo and len(ledgers) < MOST_RUNS:
@@ -227,8 +228,8 @@ def sparks(values: Sequence[float], width: int) -> str:
 
 
 def _console() -> Console:
-    """A console below `show_only_visible`, so that colours pass; `_text` removes control characters
-    of files."""
+    """Return a console that bypasses the escaping of `show_only_visible`, so that colours are
+    shown. `_text` removes control characters that come from files."""
     return Console(file=beneath(sys.stdout), highlight=False)
 
 

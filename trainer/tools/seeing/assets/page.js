@@ -109,7 +109,7 @@ function top(run) {
 // --- ribbon and events ---------------------------------------------------------------------------
 
 function places(run) {
-  // Unix time → share of the ribbon: what is down has one width, however long it was.
+  // Unix time → share of the ribbon: all downtimes have the same width, however long they were.
   const spans = run.ribbon.flatMap(one => one.parts).filter(part => part[2] > part[1]);
   const up = spans.reduce((sum, part) => sum + (part[0] === "down" ? 0 : part[2] - part[1]), 0) || 1;
   const widths = spans.map(part => part[0] === "down" ? up * 0.02 : part[2] - part[1]);
@@ -219,7 +219,7 @@ function along(run, steps) {
 }
 
 function rising(xs, ys) {
-  // uPlot wants x to rise: of points at one place the last counts.
+  // uPlot needs rising x: of several points with the same x, the last is drawn.
   const x = [], y = [];
   xs.forEach((one, n) => {
     if (one == null) return;
@@ -284,7 +284,7 @@ function extent() {
 }
 
 function lines(u) {
-  // What happened, in each chart: failures red with their number, changes grey.
+  // Draws events into each chart: failures in red with their number, changes in grey.
   const pen = u.ctx, ratio = devicePixelRatio || 1, { top, height, left, width } = u.bbox;
   pen.save();
   pen.font = `${11 * ratio}px system-ui`;
@@ -392,7 +392,7 @@ function spread(found) {
 }
 
 function magnitudes(low, high) {
-  // uPlot labels a log axis from its lower end on, which is to be a round number.
+  // uPlot labels a log axis from its lower end on, so that end should be a round number.
   const size = 10 ** Math.floor(Math.log10(low));
   return [Math.floor(low / size) * size, high * 1.04];
 }
@@ -415,7 +415,8 @@ function numbers(found) {
 
 let waits;
 function later(action) {
-  // Not amid an event of a chart that this destroys; and once, as all charts hear of it.
+  // The action destroys the chart whose event is being handled, so it runs after the event. All
+  // charts send the same event, so it runs once.
   clearTimeout(waits);
   waits = setTimeout(action);
 }
@@ -463,7 +464,7 @@ function samples(run) {
     oninput: event => show(+event.target.value, true) });
   const show = (n, chosen) => {
     const { step, pairs } = run.samples[n], words = `after step ${step.toLocaleString("en")}`;
-    // A step, as places move when more is read; at the newest the page stays there.
+    // The step is kept, because indices change with new samples; null: follow the newest step.
     if (chosen) run.sampleStep = n === last ? null : step;
     slider.value = n;
     slider.setAttribute("aria-valuetext", words);
