@@ -2,7 +2,8 @@
 
 A container has its own /dev/shm, which is lost when it is killed, and its own network interface,
 which can be cut off. A sleeping process holds its namespaces, and the agent of the node enters
-them. That needs root; without it, all local nodes share the memory and network of this machine.
+them. Containers need root. Without root, all local nodes share the memory and network of this
+machine.
 
 `python -m lab.container hold [net]` holds a container. `python -m lab.container enter PID MODULE …`
 runs a module in it, as `python -m` does.
@@ -88,8 +89,8 @@ class Container:
         return cls(process)
 
     def command(self, line: str) -> None:
-        """Run a command in the container's network namespace. Raises OSError if the command failed;
-        has its stderr."""
+        """Run a command in the container's network namespace. Raises OSError with its stderr if the
+        command failed."""
         inside = ["nsenter", f"--net=/proc/{self.process.pid}/ns/net", *line.split(" ")]
         done = subprocess.run(inside, check=False, capture_output=True, text=True)
         if done.returncode:

@@ -147,8 +147,8 @@ class LocalNodes:
         options: more options of torchrun.
         backend: `--rdzv-backend` of torchrun.
         store_outside: start a store outside of the nodes; else the first node hosts it.
-        launcher: module that takes torchrun's options, and its own first arguments; torchrun if
-            empty.
+        launcher: a module, with first arguments of its own, that takes torchrun's options; empty:
+            torchrun.
         own_memory: give each node its own shared memory, which is lost with it (needs root).
         own_network: also give each node a network interface, which `node.container` can cut off
             (needs root, ip and nft).
@@ -268,7 +268,7 @@ class LocalNodes:
         return [node.process.wait() for node in self.nodes]
 
     def _conf(self) -> list[str]:
-        # Otherwise a node that starts while the store is away would host one, and keep its port.
+        # Otherwise a node that starts while the store is down would host one, and keep its port.
         return ["--rdzv-conf", "is_host=0"] if self.store_outside else []
 
     def _address(self, number: int) -> str:
@@ -280,7 +280,7 @@ class LocalNodes:
 
 
 def free_port() -> int:
-    """A free port below the range of ephemeral ports. While the store is down, an outgoing
+    """Return a free port below the range of ephemeral ports. While the store is down, an outgoing
     connection could take an ephemeral port."""
     while True:
         port = random.randrange(10_000, 30_000)

@@ -29,18 +29,17 @@ not listed end no attempt."""
 RETURNS: tuple[What, ...] = ("stop_node", "partition")
 """Faults after which a lost node comes back by itself."""
 LEASE_SECONDS, JOIN_SECONDS = 10.0, 300.0
-"""Longest time from a fault to the end of an attempt by it: of any fault, and of a joining node,
-which first imports torch."""
+"""Longest time from a fault to the end of the attempt that it ends: for all faults, and for the
+join of a node, which first imports torch."""
 
 
 @dataclass(frozen=True)
 class CauseCheck:
-    """Ended attempts whose cause in the ledger an injected fault explains, and the others."""
+    """Result of comparing the causes in the ledger for ended attempts with the injected faults."""
 
     right: int
     """Number of ended attempts with a right cause."""
     wrong: list[str]
-
     """One line for each ended attempt whose cause no fault explains."""
 
     @property

@@ -56,7 +56,7 @@ class FaultOutcome:
     """Whether the fault's consequence has occurred: a new attempt, a training node, or a departed
     node. Steps that were under way when the fault came do not count as recovery."""
     beyond: int
-    """Newest completed step when the consequence occurred; recovery ends with a later one."""
+    """Newest completed step when the consequence occurred; recovery ends with a later step."""
     recovery: float | None = None
     """Seconds from the fault to the first newly completed step; None: no step was completed
     since."""
@@ -100,7 +100,7 @@ class LedgerTail:
                     self._attempt = values["attempt"]
                 if values["kind"] in ("start", "step") and values["attempt"] == self._attempt:
                     self._at = int(values["step"])
-                    # A start counts too: a killed process may lose the line of its last step.
+                    # A start has a completed step, too: a killed process may lose its last line.
                     self.step = max(self.step, self._at)
 
 
@@ -110,7 +110,7 @@ class FaultInjector:
 
     Args:
         nodes: local nodes with a running store; none is started yet.
-        plan: with its random faults drawn.
+        plan: the plan, whose random faults are drawn.
         ledger: file that the run writes.
         saving: returns whether a checkpoint is being written.
         patience: seconds without a new step after which the run counts as stuck.
@@ -391,7 +391,8 @@ class FaultInjector:
 
 
 def processes_with(variable: str, value: str) -> list[str]:
-    """Processes that have an environment variable with this value: id, name and command line."""
+    """Return the processes that have an environment variable with this value: id, name and command
+    line of each."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
@@ -404,7 +405,7 @@ def processes_with(variable: str, value: str) -> list[str]:
 
 
 def left_memory(nodes: list[LocalNode], pattern: str) -> list[str]:
-    """Shared memory that the run has left on nodes.
+    """Return the node and name of shared memory that the run has left on nodes.
 
     Args:
         nodes: nodes that completed the run.

@@ -61,9 +61,10 @@ OF_PAIRS: tuple[What, ...] = (
 PAIR_SECONDS, STORE_SECONDS = 0.05, 0.5
 """Longest time between the faults of a pair; time until a killed store of a pair starts again."""
 RESTARTING: tuple[What, ...] = ("kill_worker", "kill_agent", "kill_node", "notice", "join")
-"""Faults after which training processes start anew."""
+"""Faults that restart training processes, and after which the next random fault may come amid the
+recovery."""
 NODES: dict[What, int] = {"kill_agent": -1, "kill_node": -1, "notice": -1, "join": 1}
-"""Change of the number of nodes by each fault; 0 for the others."""
+"""Change of the number of nodes by each fault; 0 for faults that are not listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,24 +73,16 @@ class Fault:
 
     what: What
     """kill_worker: SIGKILL to a training process. kill_stand_in: SIGKILL to the process that
-    torchrun
-    started for a rank. kill_zygote: SIGKILL to the process that forks a node's training processes;
-    they
-    end with it. kill_writer: SIGKILL to a node's checkpoint writer. kill_agent: SIGKILL to a node's
-    agent; its processes end, the machine's memory stays. kill_node: the whole machine is lost, with
-    its
-    memory. stop_worker, stop_node: SIGSTOP to a training process or to all processes of a node, and
-    SIGCONT `seconds` later. slow_worker: a training process is stopped for half of the time, in
-    turns
-    of 50 ms. partition: the network drops all packets to or from the node for `seconds`; needs
-    root, ip
-    and nft. storage: every write of the node's checkpoint writer fails for `seconds`. nan: a
-    gradient
-    of a rank is NaN once, as after a hardware fault. notice: SIGTERM to the agent. store: SIGKILL
-    to
-    the store, which starts again, empty, after `seconds`. join: another node joins, on the machine
-    of
-    a killed agent if there is one."""
+    torchrun started for a rank. kill_zygote: SIGKILL to the process that forks a node's training
+    processes; they end with it. kill_writer: SIGKILL to a node's checkpoint writer. kill_agent:
+    SIGKILL to a node's agent; its processes end, the machine's memory stays. kill_node: the whole
+    machine is lost, with its memory. stop_worker, stop_node: SIGSTOP to a training process or to
+    all processes of a node, and SIGCONT `seconds` later. slow_worker: a training process is stopped
+    for half of the time, in turns of 50 ms. partition: the network drops all packets to or from the
+    node for `seconds`; needs root, ip and nft. storage: every write of the node's checkpoint writer
+    fails for `seconds`. nan: a gradient of a rank is NaN once, as after a hardware fault. notice:
+    SIGTERM to the agent. store: SIGKILL to the store, which starts again, empty, after `seconds`.
+    join: another node joins, on the machine of a killed agent if there is one."""
 
     at: Count = 0
     """Step that must be completed before the fault."""
@@ -323,7 +316,7 @@ WEIGHTS: dict[What, float] = {
 
 
 def _problems(plan: FaultPlan, partitions: bool) -> Iterator[tuple[Key, str]]:
-    """Pairs of (key, what is wrong and what to do)."""
+    """Yield (key, what is wrong and what to do) for each problem of a plan."""
     at = 0
     for number, (fault, left) in enumerate(zip(plan.faults, plan.counts[1:], strict=True)):
         key = ("faults", number)

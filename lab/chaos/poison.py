@@ -1,7 +1,8 @@
 """Makes a gradient of a training process NaN when `perdure chaos` requests it
 (lab/chaos/faults.py).
 
-The process that forks training processes imports this by PERDURE_PRELOAD; nothing else does.
+Only the process that forks training processes imports this module, because PERDURE_PRELOAD names
+it.
 """
 
 import os

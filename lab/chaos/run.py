@@ -105,7 +105,7 @@ def run_chaos(
     Args:
         recipe_path: YAML file.
         overrides: overrides of the recipe, for both runs.
-        plan: with its random faults drawn.
+        plan: the plan, whose random faults are drawn.
         ranks: training processes per node.
         tolerance: largest relative difference of a loss, and of a tensor of the final weights.
         patience: seconds without a new step after which the run counts as stuck.
@@ -214,7 +214,7 @@ def judge(
         tolerance: see `run_chaos`.
 
     Returns:
-        Lines for what is as it should be, and lines for problems.
+        Lines about promises that were kept, and lines about problems.
     """
     try:
         history = read_history(run)
@@ -258,8 +258,8 @@ def _undisturbed(
 
 
 def _worst_loss(run: Path, undisturbed: Path) -> tuple[float, int]:
-    """Largest relative difference of a loss, and its step. Every record of a repeated step counts:
-    the first computation must be right, too."""
+    """Return the largest relative difference of a loss, and its step. All records of a repeated
+    step are compared: the first computation must be right, too."""
     expected = {item["step"]: item["loss"] for item in read_metrics(undisturbed) if "loss" in item}
     lines = (run / "metrics.jsonl").read_text().splitlines()
     records = [record for record in map(read_record, lines) if record]
