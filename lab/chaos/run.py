@@ -109,7 +109,7 @@ def run_chaos(
         ranks: training processes per node.
         tolerance: largest relative difference of a loss, and of a tensor of the final weights.
         patience: seconds without a new step after which the run counts as stuck.
-        within: most seconds without a new step for a pass; None: no limit.
+        within: most seconds without a new step with which the run still passes; None: no limit.
         environment: added to this process's environment for all started processes.
         start: starts the undisturbed run, the store and the agents.
 

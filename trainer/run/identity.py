@@ -65,7 +65,7 @@ def identify(recipe: Recipe, data: str | None) -> dict[str, str]:
         "run.device": _device(recipe.run.device),
         **of_recipe(recipe),
     }
-    if recipe.in_bucket:  # directories are compared by a file in them instead
+    if recipe.in_bucket:  # unlike a directory, a bucket has one URL on all nodes
         identity["run.dir"] = _short(recipe.run.dir)
     if exact.used(recipe):  # other kernels round differently
         identity |= machine(identity["run.device"])

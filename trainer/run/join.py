@@ -148,8 +148,8 @@ def keep_freed_memory() -> None:
     """Make malloc keep freed memory for the next allocation."""
     # glibc would return large tensors to the system and fault in new pages every step: 5 % of the
     # quickstart's time. On a GPU torch's allocator keeps memory itself.
-    trim_threshold, mmap_threshold = -1, -3  # numbers of malloc.h
-    with suppress(AttributeError):  # another C library
+    trim_threshold, mmap_threshold = -1, -3  # parameters' numbers in malloc.h
+    with suppress(AttributeError):  # the C library is not glibc
         mallopt = ctypes.CDLL(None).mallopt
         for parameter in (trim_threshold, mmap_threshold):
             mallopt(parameter, 1 << 30)

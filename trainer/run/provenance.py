@@ -142,7 +142,7 @@ def check_resume(
             key, parts = "factory", "its name, options, size or fingerprint"
         raise RecipeError(
             f"data.{key}: the data is not what the checkpoint was trained on ({parts} differ), so "
-            f"its position in it means nothing; {way_out}"
+            f"the checkpoint's position in the data means nothing; {way_out}"
         )
     done = state.get("sequences", 0)
     before, now = (

@@ -30,7 +30,7 @@ class SpeedRecorder:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Exclude the time inside the block from the averages."""
+        """Context whose time is excluded from the averages of the log interval."""
         began = time.perf_counter()
         yield
         self._window.leave_out(time.perf_counter() - began)

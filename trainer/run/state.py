@@ -37,7 +37,7 @@ class Progress:
     tokens: int = 0
     """Target tokens consumed; of chats only the tokens that are trained."""
     skipped: int = 0
-    """Steps that left the weights unchanged because of NaN, infinity, or an fp16 overflow."""
+    """Steps whose update was skipped or undone because of NaN, infinity, or an fp16 overflow."""
     skipped_in_row: int = 0
     rollbacks: int = 0
     """Number of roll-backs of weights and optimizer state to a checkpoint."""

@@ -64,8 +64,8 @@ class StepResult:
 
     @property
     def skipped(self) -> str:
-        """Why the step left the weights unchanged, in the ledger's words: "loss", "norm" or
-        "weights"; "" if it updated them."""
+        """Why the step's update was skipped or undone, in the ledger's words: "loss", "norm" or
+        "weights"; "" if the update holds."""
         if self.verdict.action == "keep":
             return ""
         numbers = {"loss": self.loss, "norm": self.grad_norm}
@@ -318,7 +318,7 @@ def gradients(
     # One all-reduce for all values, because each collective costs a round trip between all ranks.
     dist.all_reduce(word, group=mesh.group)
     if isinstance(run.optimizer, MethodOptimizer) and not model.file:
-        run.optimizer.gather()  # here it costs no time, because the GPU still computes
+        run.optimizer.gather()  # costs no time before `received`, as the GPU still computes
     mean_loss, *rest = run.balance.take_from_sum(received(word)) if run.balance else received(word)
     dispute = None
     if run.witness and comparison:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import median_low
 
 SLOWER = 1.3
-"""A slow rank takes at least this many times the median."""
+"""A slow rank takes more than this many times the median."""
 ODD = 3.5
 """Modified z-score above which a value is an outlier (Iglewicz and Hoaglin, 1993)."""
 WINDOWS = 3

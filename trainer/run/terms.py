@@ -145,7 +145,7 @@ def claim(run: ObjectPath, job: str, launcher: str) -> Term:
             store_of(run).write_new(
                 _place(run, TERMS, newest + 1), json.dumps(asdict(own)).encode()
             )
-        except FileExistsError:  # another process was faster, and a list may not have it yet
+        except FileExistsError:  # another process was faster; a listing may lack its term
             known = newest + 1
             continue
         return Term(run, newest + 1, own, before)

@@ -62,7 +62,7 @@ def plan_text(
         _notes(plan, merged=merged),
     ]
     if plan.refused:
-        # After the tables, before the advice.
+        # inserted after the tables, before the advice
         parts.insert(4, _fill(f"The recipe as written cannot run there: {plan.refused}."))
     return "\n\n".join(parts)
 

@@ -30,7 +30,7 @@ LOOK_SECONDS = 5.0
 
 def due(committed: Collection[int], sampled: Collection[int], every: int, last: int) -> list[int]:
     """Return the committed steps whose checkpoints should continue the prompts, newest first: the
-    first step at or after each validation pass, and the last step of the run.
+    first saved step at or after each validation pass, and the last step of the run.
 
     Args:
         committed: steps whose checkpoints exist.

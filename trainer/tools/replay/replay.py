@@ -113,7 +113,7 @@ def _other_recipes(run: Path, line: Lineage) -> list[str]:
     def differs(path: Path, digest: str) -> bool:
         try:
             return bool(digest) and digest_of(read_text(path)) != digest
-        except OSError:  # missing or unreadable: the recomputation says so, if it needs the file
+        except OSError:  # missing or unreadable: reported by a recomputation that needs the file
             return False
         except ValueError:  # the file is not text
             return True

@@ -159,7 +159,7 @@ def _compare(
     # user code is not run here, so the contents of its samples are not compared
     if recipe.data.factory:
         size = size_in(*claimed) if len(claimed) == 1 else 0
-        if size:  # else `read_history` reports that attempts differ, or the user's code orders
+        if size:  # else attempts differ (`read_history` reports it), or user code sets the order
             order = Order([size], [1.0], recipe.run.seed)
             located = _spread(steps, MOST_SAMPLES, 1)
             findings.problems += _other_samples(located, _of_one_source(order))

@@ -81,7 +81,7 @@ class PageServer(ThreadingHTTPServer):
         latest = time.monotonic() - LONGEST_SECONDS
         for request, since in list(self._open.items()):
             if since < latest:
-                with suppress(OSError):  # its thread is closing it
+                with suppress(OSError):  # the connection's thread is closing it
                     request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: object, client_address: object) -> None:
