@@ -278,7 +278,7 @@ class Log:
 
         Args:
             step: the step at which it is reported, later than the saved one.
-            known: the console already shows the failure of this save.
+            known: whether the console already shows the failure of this save.
             stall: seconds for which training was blocked by the save; None: not measured.
         """
         if not self.silent:
@@ -422,9 +422,7 @@ def wandb_note(tracking: Tracking) -> str:
     if tracking.wandb == "off" or (mode := wandb_mode(tracking.wandb)) == tracking.wandb:
         return ""
     variable = os.environ["WANDB_MODE"]
-    return (
-        f"note: W&B is {mode}: WANDB_MODE={variable} comes before tracking.wandb={tracking.wandb}"
-    )
+    return f"note: W&B is {mode}: WANDB_MODE={variable} overrides tracking.wandb={tracking.wandb}"
 
 
 def _newest_time(path: Path) -> float:

@@ -130,7 +130,7 @@ class PartsReader:
             parts = sorted(_parsed(found), key=lambda part: (part[0], part[1], -part[2]))
             for term, first, after in parts:
                 name = part_name(term, first, after)
-                # otherwise another part holds all its lines
+                # if the part does not reach further, another part holds all its lines
                 if after > reach.get(term, 0) and name not in self._wrong:
                     reach[term] = after
                     wanted.append((term, first, name))
@@ -143,10 +143,12 @@ class PartsReader:
             except FileNotFoundError:  # it was merged into a larger part meanwhile
                 continue
             self._known = {name: self._known[name] for name in names}
-            # No run writes such; it would hide those that lie inside it.
+            # No run writes such a part, which would hide the parts that lie inside it.
             if wrong := {name for name in names if not _holds_its_lines(name, self._known[name])}:
                 logger.warning(
-                    "%s: leaves out %s: other lines than its name says", self._run, wrong
+                    "%s: parts left out, as they hold other lines than their names say: %s",
+                    self._run,
+                    ", ".join(sorted(wrong)),
                 )
                 self._wrong |= wrong
                 continue
@@ -156,7 +158,7 @@ class PartsReader:
 
 
 def _holds_its_lines(name: str, data: bytes) -> bool:
-    """Whether a part has as many lines as its name says."""
+    """Return whether a part has as many lines as its name says."""
     first, after = map(int, name.rpartition("/")[2].split("-"))
     return data.count(b"\n") == after - first
 
@@ -187,7 +189,7 @@ class LocalCopy:
 
     Args:
         run: place of the run in the bucket.
-        directory: an existing directory; files in it that are unlike the run's are replaced.
+        directory: an existing directory; files in it that differ from the run's are replaced.
     """
 
     def __init__(self, run: ObjectPath, directory: Path) -> None:
@@ -209,7 +211,8 @@ class LocalCopy:
         self._bring_files()
         ledger, records = by_file(self._parts.lines())
         if (changed := self._parts.changed) != self._changed:
-            # The two clocks may differ, so that the first look compares times of the store alone.
+            # The clocks of machine and store may differ, so the first call, which needs an age,
+            # compares times of the store alone.
             now = time.time()
             age = 0.0 if self._changed else max(0.0, store_of(self._run).now(self._run) - changed)
             self._moment = now - age

@@ -35,8 +35,8 @@ AGAIN_SECONDS, AGAIN_SECONDS_MOST = 5.0, 300.0
 """Seconds before a tracker retries after a failure of a file or connection: the first wait, and the
 longest."""
 Tracker = tuple[Iterator[float], Callable[[], None]]
-"""An iterator that passes new records on at each `next` and yields the position; and a function
-that closes the sink."""
+"""An iterator that passes on new records at each `next`, and yields the position; and a function
+that is called at the end, and closes the sink."""
 SINKS: dict[str, Callable[[Path], Sink]] = {
     "wandb": WeightsAndBiases,
     "tensorboard": TensorBoard,
@@ -188,7 +188,7 @@ def keep_up(mark: Path, begin: Callable[[float], Tracker], ended: threading.Even
         ended: set when no more records will be written.
     """
     me, done, last = secrets.token_hex(4), _read_mark(mark)[1], False
-    # Written first: a tracker left on another node stops when it sees another owner.
+    # The owner is written first: a tracker left on another node stops when it sees a new owner.
     _write_mark(mark, me, done)
     turns, close = begin(done)
 
@@ -252,7 +252,8 @@ def persist(
     Args:
         mark, begin, ended: as for `keep_up`.
         describe: returns the warning about a failure.
-        passes: whether a failure may be temporary; after any other the tracker does nothing more.
+        passes: whether a failure may be temporary. After any other failure the tracker does nothing
+            more.
     """
     reported, again, last = False, AGAIN_SECONDS, False
     while not last:
@@ -284,7 +285,7 @@ def main(directory: str, kind: str, name: str = "") -> None:
 
     def describe(error: BaseException) -> str:
         text = describe_failure(NAMES.get(kind, f"tracking.{kind}: {name}"), error)
-        return f"{text}, and {run_dir / METRICS} has all it would have"
+        return f"{text}; {run_dir / (LEDGER if kind == 'hooks' else METRICS)} has all data"
 
     persist(
         mark_of(run_dir, "-".join(filter(None, [kind, name]))),

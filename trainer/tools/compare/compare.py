@@ -110,7 +110,7 @@ def run_comparison(
         out: folder to create, with `runs` and `logs`.
 
     Raises:
-        RecipeError: wrong recipe, an unknown name, or `out` exists.
+        RecipeError: the recipe is wrong, a name is unknown, no strategy can run, or `out` exists.
     """
     if out.exists():
         raise RecipeError(f"{out}: already exists; delete it, or choose another --out")

@@ -79,7 +79,7 @@ def check(history: History, run: Path | None = None) -> tuple[bool | None, str]:
     if history.unrecorded:
         lines.append(
             f"not recorded: {_count(history.unrecorded, 'step')}, whose line was lost when a "
-            "process died; the next start proves the sequences"
+            "process died; the next start line proves that their sequences were consumed"
         )
     return None if missing else True, "\n".join(lines)
 
@@ -98,8 +98,8 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def unit_of(run: Path) -> str:
-    """Unit of `tokens` in a run's records, as `Task.unit`: tokens for prepared data, else
-    samples."""
+    """Return the unit of `tokens` in a run's records, as `Task.unit` has it: tokens for prepared
+    data, else samples."""
     try:
         data = read_tree(run / "recipe.yaml", kept=True)[0].get("data")
     except RecipeError:  # the report also works if the recipe is missing

@@ -36,7 +36,7 @@ class MetricRecords:
 
     def _begin(self, inode: int) -> None:
         self.inode, self.offset = inode, 0
-        """Inode of the file, and number of bytes that are read."""
+        """Inode of the file, and number of bytes read so far."""
         self._kept = 0
         self._step, self._time, self._ends = array("q"), array("d"), array("q")
         self._attempt, self._attempts = array("i"), [""]

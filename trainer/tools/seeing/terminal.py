@@ -35,9 +35,9 @@ CURVES = {
 
 
 def watch(paths: Sequence[Path], *, once: bool) -> None:
-    """Show runs until they have ended or Ctrl-C; with `once`, or if standard output is no terminal,
-    show only their current state. Raises LedgerError if a path is not the directory of a started
-    run."""
+    """Show runs until all are finished or stopped, or until Ctrl-C. With `once`, or if standard
+    output is no terminal, show only their current state. Raises LedgerError if a path is not the
+    directory of a started run."""
     runs, console = open_runs(paths), _console()
     if once or not console.is_terminal:
         console.print(_screen(runs, console.width))

@@ -171,7 +171,7 @@ class RunView:
         return [fact for fact in facts if fact[1]]
 
     def proof(self) -> dict[str, Any]:
-        """Whether every sequence was consumed exactly once, with a text."""
+        """Return whether every sequence was consumed exactly once (`fine`), and a `text` on it."""
         problems = self.history.problems
         text = "\n".join(problems[:20]) if problems else self.history.summary()
         return {"fine": not problems, "text": text}
@@ -295,7 +295,8 @@ class RunView:
         return tree
 
     def log(self) -> list[str]:
-        """Newest lines of a *.log in the run directory, or else of the ledger without steps."""
+        """Return the newest lines of the newest *.log in the run directory; without such a file,
+        those of the ledger, except step lines."""
         with suppress(OSError):
             # Others may have put a link there, to a file that only this user can read.
             logs = [
@@ -406,7 +407,7 @@ def differing_keys(runs: Sequence[Mapping[str, str]]) -> list[list[str]]:
 
 
 def _name(path: Path) -> str:
-    """Return the name of a folder. To Linux it is bytes, which may be no UTF-8."""
+    """Return the name of a folder as text. On Linux a name is bytes, which may not be UTF-8."""
     return os.fsencode(path.name).decode(errors="replace")
 
 
