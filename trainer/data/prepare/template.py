@@ -174,7 +174,8 @@ class ChatTemplate:
         tree = environment.parse(source)
         if rest := observe(tree, environment):
             after = environment.from_string(rest)
-            # A rest that cannot be rendered without a chat depends on it.
+            # If the text after the loop cannot be rendered without a chat, it depends on the chat,
+            # and the template is not observed.
             with suppress(RenderError):
                 prompts = {prompt: {PROMPT: prompt} for prompt in (False, True)}
                 ends = {key: "".join(self._written(after, given)) for key, given in prompts.items()}
