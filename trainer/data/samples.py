@@ -12,7 +12,7 @@ IGNORED_LABEL = -100
 class Samples:
     """Training and validation data of a user; a `data.factory` returns it, or just a training set.
     A data set has `__len__` and `__getitem__` by integers from 0 on: a torch `Dataset`, a Hugging
-    Face `datasets.Dataset`, or a list. A pandas table is none: its `[0]` is a column."""
+    Face `datasets.Dataset`, or a list; but not a pandas table, whose `[0]` is a column."""
 
     train: Any
     """Training set, whose order the run determines; or a `Stream`, which has its own order."""

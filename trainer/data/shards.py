@@ -656,7 +656,8 @@ class SmallChecksums:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """Keys of the shard's entry in index.json: checksums of .crc, and number of eos tokens."""
+        """What the .crc file adds to the shard's entry in index.json: its checksums, and the number
+        of eos tokens."""
         starts = range(0, len(self.content), CHECKSUM_BLOCK)
         crc32s = [zlib.crc32(self.content[at : at + CHECKSUM_BLOCK]) for at in starts]
         digest = hashlib.sha256(self.content).hexdigest()

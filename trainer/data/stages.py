@@ -264,7 +264,7 @@ class _MixtureTurns:
         self.begin, self.sources = mixture.begin, np.array(sorted(mixture.weights), np.int64)
         if not len(self.sources):
             raise ValueError(f"mixture {number} has no source")
-        key = (number,) if number else ()  # the first mixture equals version 1
+        key = (number,) if number else ()  # none for the first, which is ordered as in version 1
         self._blocks = MixtureBlocks(
             [mixture.weights[source] for source in self.sources], seed, *key
         )

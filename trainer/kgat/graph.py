@@ -214,7 +214,8 @@ def _split(pairs: Pairs, seed: int) -> tuple[Pairs, Pairs, Pairs]:
     shuffled = shuffled[np.argsort(shuffled[:, 0], kind="stable")]
     counts = np.bincount(shuffled[:, 0])
     ends = np.cumsum(counts)
-    from_end = ends[shuffled[:, 0]] - np.arange(len(shuffled))  # 1 for a user's last
+    # 1 for the last interaction of each user, 2 for the last but one, and so on.
+    from_end = ends[shuffled[:, 0]] - np.arange(len(shuffled))
     part = (from_end - 1) // np.maximum(1, counts // 10)[shuffled[:, 0]]
     part[counts[shuffled[:, 0]] < 10] = 2
     train, validation, test = (

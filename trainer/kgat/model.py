@@ -70,8 +70,9 @@ class GraphTensors:
 class Propagate(torch.autograd.Function):
     """Weighted sum over the neighbours of each node, and its gradient, as sparse products.
 
-    Every edge has its inverse in the graph, so the transposed matrix is the same one with the
-    weights of each edge and its inverse exchanged: nothing has to be sorted in the backward pass.
+    Every edge has its inverse in the graph. So the transposed matrix has its entries at the same
+    places, with the weights of each edge and its inverse exchanged, and nothing has to be sorted in
+    the backward pass.
     """
 
     @staticmethod
