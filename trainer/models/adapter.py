@@ -1,9 +1,9 @@
 """LoRA (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"): trains small
 matrices beside frozen weights.
 
-[Note: adapters] A and B are parameters of the linear layer itself, beside its weight. So FQNs under
-the adapter do not change, there is no wrapper, and strategies and checkpoints treat A and B like
-all parameters. Files use PEFT's names.
+[Note: adapters] The small matrices A and B are parameters of the adapted linear layer itself,
+beside its weight. So no wrapper changes the FQNs of other parameters. Strategies and checkpoints
+treat A and B like all parameters; files name them as PEFT does.
 """
 
 import os
@@ -23,15 +23,16 @@ from trainer.recipe.sections import Adapter
 from trainer.recipe.seeds import stable_seed
 
 _NAMED = 8
-"""Most names listed in a message."""
+"""Largest number of names listed in a message."""
 
 
 class LoraLinear(nn.Linear):
     """y = W x + b + scale · B A x, with frozen W and b."""
 
     def __init__(self, layer: nn.Linear, options: Adapter) -> None:
-        """Take over the weight and bias of `layer`. A and B are float32, and uninitialised; so is
-        an nf4 weight, which is a uint8 tensor."""
+        """Take over the weight and bias of `layer`. A and B are uninitialised float32 tensors. With
+        `options.base: nf4` an uninitialised uint8 tensor for the packed codes replaces the
+        weight."""
         # nn.Linear's constructor would allocate a second weight
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
@@ -53,18 +54,18 @@ class LoraLinear(nn.Linear):
 
     @property
     def in_nf4(self) -> bool:
-        """Whether the weight is in nf4."""
+        """Whether the weight is stored in nf4."""
         return self.weight.dtype == torch.uint8
 
     def frozen(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """W x + bias; (…, in) → (…, out)."""
+        """Map x (…, in) to W x + bias, (…, out)."""
         return (nf4_linear.linear if self.in_nf4 else F.linear)(x, self.weight, bias)
 
     def low_rank(self, x: Tensor) -> Tensor:
-        """scale · B A x, (…, in) → (…, out)."""
+        """Map x (…, in) to scale · B A x, (…, out)."""
         if self.dropout:
             x = F.dropout(x, self.dropout, self.training)
-        # Scaling the rank-sized result is cheaper.
+        # A x is scaled, because it has fewer elements than x or B A x.
         return F.linear(self.scale * F.linear(x, self.lora_A), self.lora_B)
 
 
@@ -73,12 +74,14 @@ def add_adapters(model: TextModel, options: Adapter, dtype: str = "bf16") -> Non
     `options.also` stay trained. Call it before any strategy is applied.
 
     Args:
-        model: on the meta device if its base is nf4, whose codes are loaded later.
-        options: which layers get adapters, and of what rank.
-        dtype: `precision.dtype`. With bf16, frozen weights outside nf4 are bf16, else float32.
+        model: the model to change. With `options.base: nf4` it is on the meta device, and the
+            codes are loaded later.
+        options: the recipe's `model.adapter`. Its base is the format of frozen weights.
+        dtype: `precision.dtype`. With base nf4, frozen weights that are not in nf4 are bf16 if this
+            is bf16, otherwise float32.
 
     Raises:
-        RecipeError: a module in the options is missing, or cannot be trained that way.
+        RecipeError: the model lacks a module that the options name, or it cannot be trained so.
     """
     layers = _targets(model, options)
     whole = _trained_whole(model, options, layers)
@@ -96,14 +99,14 @@ def add_adapters(model: TextModel, options: Adapter, dtype: str = "bf16") -> Non
         assert isinstance(layer, nn.Linear)
         if options.base == NF4 and layer.in_features % BLOCK:
             raise RecipeError(
-                f"model.adapter.base: nf4 has blocks of {BLOCK} columns, but {name} has "
+                f"model.adapter.base: nf4 needs a multiple of {BLOCK} columns, but {name} has "
                 f"{layer.in_features}; set bf16, or name other layers in model.adapter.targets"
             )
         setattr(model.get_submodule(parent), key, LoraLinear(layer, options))
 
 
 def _targets(model: TextModel, options: Adapter) -> list[str]:
-    """FQNs of the layers that get adapters."""
+    """FQNs of the layers that get adapters. Raises RecipeError if a target names none."""
     inside = {module for block in model.blocks for module in block.modules()}
     routers = {
         getattr(module, key) for module in model.modules() for key in getattr(module, "precise", ())
@@ -121,21 +124,22 @@ def _targets(model: TextModel, options: Adapter) -> list[str]:
     if options.targets == "all-linear":
         if model.experts:
             raise RecipeError(
-                "model.adapter.targets: all-linear would leave out the experts, which have no "
-                f"adapters yet; name layers: {_listed(known)}"
+                "model.adapter.targets: all-linear would leave out the experts, which cannot have "
+                f"adapters yet; list the layers to adapt, out of {_listed(known)}"
             )
         return known
     for target in options.targets:
         if not any(_is_suffix(name, target) for name in known):
             raise RecipeError(
-                f"model.adapter.targets: no linear layer of a block is called {target}; they are "
-                f"called {_listed(known)}; other modules are trained whole (model.adapter.also)"
+                f"model.adapter.targets: no linear layer of a block is called {target}; name one "
+                f"of {_listed(known)}. Other modules can be trained whole (model.adapter.also)"
             )
     return [name for name in known if any(_is_suffix(name, target) for target in options.targets)]
 
 
 def _trained_whole(model: TextModel, options: Adapter, layers: Sequence[str]) -> set[str]:
-    """FQNs of all parameters in the modules of `options.also`."""
+    """FQNs of all parameters in the modules that `options.also` names. `layers`: FQNs of the layers
+    that get adapters."""
     parameters = set[str]()
     tied = model.tied_copies
     heads = {name.split(".")[-2] for name in tied}
@@ -148,14 +152,14 @@ def _trained_whole(model: TextModel, options: Adapter, layers: Sequence[str]) ->
         }
         if wanted.rpartition(".")[2] in heads or {*tied.values()} & inside:
             raise RecipeError(
-                f"model.adapter.also: {wanted} shares its weight with the other end of the model, "
-                "so training it would change both, which no adapter can express; remove it"
+                f"model.adapter.also: {wanted} shares its weight with the other end of the model "
+                "(embedding or output head), and an adapter's file cannot change both; remove it"
             )
         if not inside:
             known = [name for name, module in model.named_modules() if module._parameters]
             raise RecipeError(
-                f"model.adapter.also: no module with parameters is called {wanted}; they are "
-                f"called {_listed(known)}"
+                f"model.adapter.also: no module with parameters is called {wanted}; name one of "
+                f"{_listed(known)}"
             )
         modules = {name.rpartition(".")[0] for name in inside}
         if any(fnmatchcase(name, pattern) for name in modules for pattern in model.stacks):
@@ -165,15 +169,15 @@ def _trained_whole(model: TextModel, options: Adapter, layers: Sequence[str]) ->
             )
         if both := [layer for layer in layers if f"{layer}.weight" in inside]:
             raise RecipeError(
-                f"model.adapter.also: {wanted} has {both[0]}, which gets an adapter; name it in "
-                "one of the two"
+                f"model.adapter.also: {wanted} contains {both[0]}, which gets an adapter; leave it "
+                "out here, or in model.adapter.targets"
             )
         parameters |= inside
     return parameters
 
 
 def _is_suffix(name: str, wanted: str) -> bool:
-    """Whether `wanted` is a name or a dotted suffix of it, as in PEFT."""
+    """Whether `name` is `wanted`, or ends in a dot and `wanted`, as PEFT compares names."""
     return name == wanted or name.endswith(f".{wanted}")
 
 
@@ -183,8 +187,8 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Initial values of the matrix A or B called `name`, as in PEFT: A uniform within 1 / √in, B
-    zeros."""
+    """Initial values of the matrix A or B called `name`, as in PEFT: A is uniform between -1 / √in
+    and 1 / √in, B is zero."""
     if name.endswith("lora_B"):
         return torch.zeros(shape)
     # Seeded by name, so that values are equal for all world sizes and strategies.
@@ -193,12 +197,12 @@ def draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def adapter_config(model: TextModel, options: Adapter, base: str) -> bytes:
-    """Contents of adapter_config.json for a model with adapters over the weights in directory
-    `base`."""
+    """Contents of PEFT's adapter_config.json for a model with adapters. `base`: directory of the
+    frozen weights."""
     layers = {name for name, module in model.named_modules() if isinstance(module, LoraLinear)}
     ends = {name.rpartition(".")[2] for name in layers}
     alike = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    # Suffixes suffice if no other linear layer shares them.
+    # Suffixes identify the adapted layers if no other linear layer ends in one of them.
     every = {name for name in alike if name.rpartition(".")[2] in ends} == layers
     return write_config(
         base=os.path.abspath(base),

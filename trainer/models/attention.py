@@ -1,27 +1,29 @@
-"""Causal attention inside documents, without a (T, T) matrix.
+"""Causal attention inside documents, where possible without a (T, T) matrix.
 
-[Note: documents] Several documents are packed into one sequence. Kernels that know where each
-begins skip what a mask would only hide: less work, and nothing of size T x T. `locate` computes
-what they need once per pass, for all layers:
+[Note: documents] Several documents are packed into one sequence. A kernel that knows where each
+document begins skips the pairs of tokens that a mask would hide. It does less work, and allocates
+nothing of size T x T. `locate` prepares one of three ways, once per pass for all layers:
 
-- *varlen*: `cu_seqlens`, see `trainer.data.documents`. On CUDA the varlen form of FlashAttention
-  (Dao 2023); on the CPU one call of its flash kernel per document.
-- *flex*: a `BlockMask` for FlexAttention (Dong et al. 2024), for dtypes, heads and GPUs that varlen
-  does not support. On CUDA only: torch 2.13 has no backward pass of it for the CPU.
-- *sdpa*: one additive mask for `scaled_dot_product_attention`, which works everywhere. On the CPU
-  it is faster for short sequences in bf16.
+- *varlen*: the offsets of documents (`cu_seqlens`, see `trainer.data.documents`). On CUDA they go
+  to the variable-length form of FlashAttention (Dao 2023). On a CPU torch's flash kernel is called
+  once per document.
+- *flex*: a `BlockMask` for FlexAttention (Dong et al. 2024), for dtypes, heads and GPUs that
+  *varlen* does not support. On CUDA only: torch 2.13 cannot compute its backward pass on a CPU.
+- *sdpa*: one additive (T, T) mask for torch's `scaled_dot_product_attention` (SDPA), which works
+  everywhere. On a CPU it is faster than *varlen* for short sequences in bf16.
 
-Without documents, attention is SDPA's causal one.
+Without documents SDPA computes causal attention, without a mask.
 
-With a sliding window of W a token sees the last W tokens of its document, itself included. The
-kernels on CUDA take the window; on the CPU it is part of the additive mask.
+With a sliding window of W a token sees the last W tokens of its document, itself included. In
+*varlen* the window is an argument of the CUDA kernel. In *flex* and *sdpa* it is part of the mask.
 
 [Note: sinks] An attention sink is a learned score of each head that takes part in the softmax of
 every query and carries no value (Agarwal et al. 2025, "gpt-oss-120b & gpt-oss-20b Model Card"), so
-a token may attend to nothing. *flex* returns the logarithm of the softmax sum: attention times
-sigmoid(logarithm - sink) is attention with the sink. *sdpa* gets one more key with a value of 0: an
-element that queries have beside their H holds the sink. The kernels of *varlen* return no logarithm
-with a gradient.
+a token may attend to nothing. In *flex* the kernel also returns the logarithm of the softmax sum;
+its output times sigmoid(logarithm - sink) is attention with the sink. In *sdpa* there is one more
+key, whose value is 0, and each head has more elements. The first of these is the sink times √H in a
+query, 1 in the new key, and 0 in all other keys. *varlen* has no sinks, because its kernels return
+no logarithm with a gradient.
 
 Shapes: B batch, T sequence, N query heads, K key/value heads, N a multiple of K, H head dim. Head n
 of the queries uses head n // (N / K) of the keys.
@@ -44,14 +46,14 @@ Capability: TypeAlias = tuple[int, int]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 MASKED_ON_CPU = 256
-"""Longest sequence, in tokens, for which one masked call in bf16 is faster than a call per
-document. At 512 it is slower, as it is in float32 and fp16 (`python -m benchmarks.attention_memory
-grid`)."""
+"""Longest sequence, in tokens, for which on a CPU one masked call in bf16 is faster than a call per
+document. The masked call is slower for 512 tokens, and in float32 and fp16 already for 256 (`python
+-m benchmarks.attention_memory grid`)."""
 
 
 class Documents(NamedTuple):
-    """Boundaries of a pass's documents, in the form that its attention kernel needs; see [Note:
-    documents]."""
+    """Boundaries of the documents in a micro-batch, in the form that the attention kernel needs,
+    see [Note: documents]."""
 
     way: Way | Literal["ring"]
     where: Any
@@ -83,7 +85,7 @@ def choose_attention(
         sinks: whether heads have attention sinks, see [Note: sinks].
 
     Raises:
-        ValueError: the requested way does not work; has the reason and the remedy.
+        ValueError: the requested way does not work; the message has the reason and the remedy.
     """
     hindrances = hindrances_of(dtype, head_dim, capability, window, sinks)
     if requested != "auto":
@@ -103,12 +105,12 @@ def hindrances_of(
     window: bool = False,
     sinks: bool = False,
 ) -> dict[Way, str]:
-    """Way → reason why it does not work. Arguments are those of `choose_attention`."""
+    """Return the ways that do not work, each with the reason. Arguments: see `choose_attention`."""
     hindrances: dict[Way, str] = {}
     if capability is None:
         hindrances["flex"] = "FlexAttention has no backward pass on the CPU"
         if window:
-            hindrances["varlen"] = "the kernel of the CPU has no sliding window"
+            hindrances["varlen"] = "the CPU's kernel has no sliding window"
     else:
         if dtype not in (torch.bfloat16, torch.float16):
             hindrances["varlen"] = f"FlashAttention takes bf16 and fp16, not {dtype}"
@@ -137,17 +139,20 @@ def locate(
     window: int | None = None,
     sinks: bool = False,
 ) -> Documents:
-    """Compute the boundaries of documents once per pass, for all layers. Neither synchronises with
-    a GPU nor recompiles.
+    """Compute the boundaries of documents once per pass, for all layers. The host does not wait for
+    the GPU, and other boundaries of documents cause no new compilation.
 
     Args:
         cu_seqlens: see `trainer.data.documents`.
         shape: (B, T).
         dtype: dtype of queries, keys and values.
         head_dim: H.
-        requested: see `choose_attention`, which may raise ValueError.
+        requested: `model.attention` of the recipe.
         window: number of tokens that each token sees, itself included; None: all before it.
         sinks: whether `attend` gets attention sinks.
+
+    Raises:
+        ValueError: the requested way does not work, see `choose_attention`.
     """
     rows, length = shape
     slides = window is not None
@@ -157,13 +162,13 @@ def locate(
     if way == "varlen":
         return Documents(way, cu_seqlens, window)
     tokens = torch.arange(rows * length, dtype=torch.int32, device=cu_seqlens.device)
-    # The document of a token is the number of ends up to it.
+    # A document's number is the number of offsets up to its tokens.
     ids = torch.searchsorted(cu_seqlens, tokens, right=True).view(rows, length)
     if way == "sdpa":
         seen = (ids[:, None, :, None] == ids[:, None, None, :]).tril()
         seen = seen if window is None else seen.triu(1 - window)
         mask = torch.where(seen, 0.0, -torch.inf).to(dtype)
-        # every query sees the key of the sink
+        # every query sees the additional key of the sink
         return Documents(way, F.pad(mask, (0, 1)) if sinks else mask, window)
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -183,13 +188,13 @@ def attend(
         q: (B, T, N, H).
         k, v: (B, T, K, H).
         documents: from `locate`.
-        sinks: a score for each query head (N), see [Note: sinks]; None: there are none.
+        sinks: the sink of each query head (N), see [Note: sinks]; None: no sinks.
 
     Returns:
         (B, T, N, H)
 
     Raises:
-        ValueError: sinks are given, but documents that are not located for sinks.
+        ValueError: there are sinks, but no documents, or documents in a way without sinks.
     """
     if sinks is not None and (documents is None or documents.way not in ("flex", "sdpa")):
         raise ValueError("attention sinks need documents from locate(…, sinks=True)")
@@ -210,7 +215,7 @@ def attend(
         return mixed.transpose(1, 2)
     size, scale = q.shape[-1], None
     if sinks is not None:
-        scale = size**-0.5  # before the heads get wider
+        scale = size**-0.5  # that of the heads before they get more elements
         q, k, v = _with_key_of_sink(q, k, v, sinks)
     # On CUDA only flash attention supports fewer key heads than query heads, and it supports
     # neither masks nor float32. Unless heads are repeated, SDPA would build the (T, T) matrix.
@@ -244,8 +249,8 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask: Any, sinks: Tensor | None
 def _with_key_of_sink(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Widen heads, and append a key whose score is the sink of a query's head and whose value is
-    0.
+    """Give the heads more elements, and append a key whose score is the sink of a query's head and
+    whose value is 0. Returns q, k and v.
 
     Args:
         q: (B, N, T, H).
@@ -253,8 +258,8 @@ def _with_key_of_sink(
         sinks: (N).
     """
     size = q.shape[-1]
-    more = 8 - size % 8  # kernels of GPUs want multiples of 8
-    # Scores are divided by √H.
+    more = 8 - size % 8  # kernels of GPUs are slow for sizes that are no multiple of 8
+    # times √H, because SDPA divides scores by it
     held = (sinks * size**0.5).to(q.dtype)[:, None, None].expand(*q.shape[:3], 1)
     q = F.pad(torch.cat([q, held], dim=-1), (0, more - 1))
     last = (torch.arange(size + more, device=k.device) == size).to(k.dtype)
@@ -266,12 +271,12 @@ def _groups_in_kernel(q: Tensor, documents: Documents | None) -> bool:
     gpu = capability(q.device)
     if gpu is None:
         return True
-    # torch 2.11 compiles no comparison of tuples.
+    # `gpu >= (8, 0)` would fail: torch 2.11 compiles no comparison of tuples.
     return documents is None and q.dtype != torch.float32 and gpu[0] >= 8
 
 
 def _constant(function: Function) -> Function:
-    """Mark a function as a constant for the compiler, which then calls it while it compiles."""
+    """Mark a function as constant: the compiler calls it once, and compiles its result in."""
     # torch.compiler.assume_constant_result does only this, but imports the compiler: over a second.
     function.__dict__["_dynamo_marked_constant"] = True
     return function
@@ -287,7 +292,7 @@ def capability(device: torch.device) -> Capability | None:
 def flex_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return (flex_attention, create_block_mask), compiled. Uncompiled they would build the (T, T)
     matrix."""
-    # imported late, as it takes over a second
+    # imported here, because it takes over a second
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     return torch.compile(flex_attention), torch.compile(create_block_mask)
@@ -296,10 +301,10 @@ def flex_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
 def _varlen_on_cuda(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, length: int, window: int | None
 ) -> Tensor:
-    from torch.nn.attention import varlen  # imports the compiler
+    from torch.nn.attention import varlen  # imported here, because it imports the compiler
 
     function: Any = varlen.varlen_attn
-    # Causal; varlen_attn's window does not count the token itself.
+    # (tokens before, tokens after). Unlike `window` it does not count the token itself.
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
     if _asks_for_groups():
         options["enable_gqa"] = q.shape[1] != k.shape[1]

@@ -1,8 +1,8 @@
 """Decisions of a block's forward pass that recomputation reuses.
 
-[Note: decisions] A router's choice is a decision: integers without a gradient, small compared with
-the activations that recomputation frees. Computing it again takes kernels and, where the host needs
-sizes, a wait for the device.
+[Note: decisions] A decision is a result without a gradient that is small compared with the
+activations that recomputation frees, such as a router's choice of experts. It is stored, because
+computing it again would take kernels and, if the host needs sizes, a wait for the device.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ import torch
 
 Decision = TypeVar("Decision")
 Answer = Callable[[Callable[[], Any]], Any]
-"""A function that receives a function computing a decision, and returns the decision."""
+"""Maps a function that computes a decision to the decision, which may be a stored one."""
 
-# A context variable per thread: autograd recomputes on threads of its own.
+# A context variable, so that each thread has its own: autograd recomputes on other threads.
 _answer: ContextVar[Answer | None] = ContextVar("answer", default=None)
 
 
@@ -53,7 +53,8 @@ def keeping_decisions(
 
 
 class _DecisionContext(AbstractContextManager[None]):
-    """Enters a context, and sets how `decided` obtains decisions in it. Reusable."""
+    """Context manager that enters `inner`, and sets how `decided` obtains decisions in it. It can
+    be entered several times."""
 
     def __init__(self, begin: Callable[[], Answer], inner: AbstractContextManager[Any]) -> None:
         self._begin, self._inner = begin, inner

@@ -1,8 +1,9 @@
 """Decoder models whose blocks come from a family, with modules named as in Hugging Face
 transformers.
 
-The model knows no ranks: strategies are applied to it through `Decoder.blocks`. It has no buffers,
-so a model built on the meta device is complete once its parameters are filled.
+The model knows no ranks: strategies are applied to it through `Decoder.blocks`. Its only buffers
+are persistent ones in the blocks of some families, which get initial values as parameters do. So a
+model built on the meta device is complete once its `state_dict` is filled.
 
 Shapes: B batch, T sequence, D hidden, N query heads, K key/value heads, H head dim, V vocabulary.
 """
@@ -38,7 +39,8 @@ TENSOR_PLAN = {
     "*.self_attn.[qk]_norm": "head_norm",
     "*norm": "norm",
 }
-"""Tensor plan of blocks with `MLP`, and with `Attention` whose norms are per head."""
+"""`TensorPlan` of models whose blocks consist of `MLP`, of `Attention` whose norms, if any, treat
+each head separately, and of other norms."""
 
 
 class RMSNorm(nn.Module):
@@ -52,7 +54,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., size) to (..., size)."""
-        # Under autocast x may be bf16 and the weight float32; the fused kernel wants one dtype.
+        # Under autocast x may be bf16 and the weight float32, but the fused kernel needs one dtype.
         weight = self.weight
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, self.eps).type_as(x)
 
@@ -96,7 +98,7 @@ class Attention(nn.Module):
 
         Args:
             x: only a part of the sequence under sequence parallelism.
-            rope: cosines and sines (T, H / 2), see `rope_table`; None: no rotation.
+            rope: cosines and sines, see `rope_table`; None: no rotation.
             documents: see `locate`; None: each sequence is one document.
         """
         q, k, v = self.project(x)
@@ -105,7 +107,7 @@ class Attention(nn.Module):
         return self.o_proj(self.mix(q, k, v, documents).flatten(2))
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
-        """Values mixed by attention (B, T, N, H), see `attend`."""
+        """Return the output of attention (B, T, N, H), see `attend`. Families may override it."""
         return attend(q, k, v, documents)
 
 
@@ -140,7 +142,7 @@ class Block(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: Tensor, rope: Rope | None, documents: Documents | None) -> Tensor:
-        """Transform the residual stream, (B, T, D) → (B, T, D); other arguments as in
+        """Map the residual stream x (B, T, D) to (B, T, D). Other arguments: see
         `Attention.forward`."""
         x = x + self.self_attn(self.input_layernorm(x), rope, documents)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -172,7 +174,8 @@ class Backbone(nn.Module):
         documents: Documents | None = None,
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """Return hidden states (B, T, D), and the statistics of each block that returns some.
-        `hidden`: output of the earlier blocks, if this backbone is a later part of the model."""
+        `hidden`: output of the previous part of the model, if this is a later part. Other
+        arguments: see `Decoder.forward`."""
         # Shared by all layers, so computed once here.
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -181,13 +184,14 @@ class Backbone(nn.Module):
         x = self.embed_tokens(input_ids) if hidden is None else hidden  # (B, T, D)
         if self.scale and hidden is None:
             x = x * x.new_full((), self.scale)  # rounded to the dtype, as in transformers
-        # Otherwise the residual stream would be float32.
+        # The embedding returns float32 even under autocast, and so would all blocks.
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        # The shape of input_ids: x may have a part of the sequence, while attention sees all of it.
+        # The shape of input_ids, because attention sees all tokens, of which x may have a part.
         where = input_ids.shape, x.dtype, self.architecture.head_dim, self.attention
         if cu_seqlens is None and self.sinks:
-            cu_seqlens = _one_document_each(input_ids)  # plain causal attention has no sinks
+            # Without documents `attend` supports no sinks.
+            cu_seqlens = _one_document_each(input_ids)
         if cu_seqlens is not None:
             documents = locate(cu_seqlens, *where, sinks=self.sinks)
         seen: dict[int | None, Documents | None] = {None: documents}
@@ -196,7 +200,7 @@ class Backbone(nn.Module):
             seen[window] = locate(ends, *where, window, self.sinks)
         statistics = []
         for number, layer in self.layers._modules.items():
-            kind = self.kinds[int(number)]  # layers of a part keep their numbers
+            kind = self.kinds[int(number)]  # a part of the model keeps its layers' numbers
             assert layer is not None
             rope = ropes[kind.theta] if kind.rotary else None
             x = layer(x, rope, seen.get(kind.window, documents))
@@ -211,7 +215,7 @@ class Backbone(nn.Module):
 
 
 def _one_document_each(input_ids: Tensor) -> Tensor:
-    """`cu_seqlens` of sequences (B, T) of which each is one document."""
+    """Return `cu_seqlens` for sequences (B, T) each of which is one document."""
     rows, length = input_ids.shape
     return torch.arange(rows + 1, dtype=torch.int32, device=input_ids.device) * length
 
@@ -229,10 +233,12 @@ class WholeSequenceMeans(Protocol):
     gradients back to the part."""
 
     def over_labels(self, mean: Tensor) -> Tensor:
-        """Mean over all counted labels, from the mean over this part's."""
+        """Return the mean over the counted labels of whole sequences. `mean`: over those of this
+        rank's part."""
 
     def over_tokens(self, mean: Tensor) -> Tensor:
-        """Mean over all tokens of each sequence, from the mean over this part's."""
+        """Return the mean over all tokens of each sequence. `mean`: over those of this rank's
+        part."""
 
 
 class Decoder(nn.Module):
@@ -316,13 +322,14 @@ class Decoder(nn.Module):
         return [self.head_loss]
 
     def part(self, run: range) -> "Decoder":
-        """Return a copy with only the blocks in `run`. The embedding stays with the first block,
-        norm and head with the last. FQNs are unchanged. A tied embedding is in both of these
-        parts."""
+        """Return a copy with only the blocks whose indices are in `run`. The embedding stays with
+        the first block, norm and head with the last. A tied embedding is in the part with the first
+        block and in the part with the last. FQNs are unchanged."""
         part = copy.deepcopy(self)
         backbone = part.model
         for number in set(range(len(backbone.layers))) - set(run):
-            del backbone.layers._modules[str(number)]  # the other layers keep their numbers
+            # ModuleList's own `del` would renumber the other layers.
+            del backbone.layers._modules[str(number)]
         part.has_head = run.stop == len(self.model.layers)
         if run.start > 0 and not (part.has_head and part.lm_head is None):
             del backbone.embed_tokens
@@ -333,7 +340,8 @@ class Decoder(nn.Module):
 
     def block_costs(self, seq_len: int) -> list[float]:
         """Floating-point operations of forward per token, by block. The last block includes the
-        head. Weights that a token does not use are spread over the blocks by size."""
+        head. Weights of experts that a token does not use are subtracted from all blocks, in
+        proportion to their sizes."""
         architecture = self.model.architecture
         heads = architecture.num_attention_heads * architecture.head_dim
         sizes = [sum(map(weights_in, block.parameters())) for block in self.blocks]
@@ -373,9 +381,10 @@ class Decoder(nn.Module):
                 synchronise.
             hidden: (B, T, D), output of the previous part of the model.
             positions: (T,) integers, positions in the sequence; None: 0 to T - 1.
-            documents: replaces both where attention sees more than these tokens.
+            documents: boundaries of documents where attention sees more tokens than `input_ids`, as
+                in a ring. `document_ids` and `cu_seqlens` are then None.
             statistics: (blocks, …), statistics of the previous parts.
-            whole: set on a rank that has a part of each sequence (`strategy.cp`).
+            whole: converts means, on a rank that has a part of each sequence (`strategy.cp`).
             segments: (B, T) int64, for P pairs: index of the answer of each label, in the order
                 chosen, rejected, chosen, rejected ….
             answer_labels: (2 P,), number of labels of each answer.
@@ -385,9 +394,10 @@ class Decoder(nn.Module):
         Returns:
             Logits (B, T, V) in the dtype of the computation. With labels, the mean cross-entropy in
             nats over the counted labels, a float32 scalar (0 if no label counts). If the family has
-            scalars `beside_loss`, a dict of them, `cross_entropy` and `loss`: in training a
-            weighted sum, else the cross-entropy. For pairs, the dict of `preference`; if its
-            reference is missing, the log-probabilities of the answers (2 P,) float64.
+            `beside_loss`, a dict of its scalars, of `cross_entropy`, and of `loss`. In training
+            `loss` is the cross-entropy plus the weighted scalars, otherwise the cross-entropy. For
+            pairs, the dict of `preference`; if it needs a reference and there is none, the
+            log-probabilities of the answers (2 P,) float64.
         """
         if document_ids is not None:
             cu_seqlens = cu_seqlens_of(document_ids)
@@ -449,12 +459,12 @@ class Decoder(nn.Module):
         )
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Hidden states (…, D) → logits (…, V)."""
+        """Map hidden states (…, D) to logits (…, V)."""
         return F.linear(hidden, self._head_weight)
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross-entropy from hidden states (B, T, D) and labels (B, T); large logits are
-        computed in parts."""
+        """Mean cross-entropy from hidden states (B, T, D) and labels (B, T). The head is applied to
+        chunks of rows, so that not all logits exist at once."""
         return self.head_loss(hidden, self._head_weight, labels)
 
     @property

@@ -27,15 +27,15 @@ AfterStep = Callable[[nn.Module], None]
 wrapper."""
 
 BesideLoss = Callable[[Sequence[Tensor], Architecture], Mapping[str, tuple[Tensor, float]]]
-"""Maps (statistics returned by the blocks, architecture) to scalars by name, each with its
-weight."""
+"""Maps (statistics returned by the blocks, architecture) to scalars by name, each with its weight
+in the loss."""
 
 
 def init_parameter(
     name: str, shape: tuple[int, ...], architecture: Architecture, seed: int
 ) -> Tensor:
-    """Draw a parameter as a `DrawParameter` function: norms are ones, biases zeros, others
-    normal(0, initializer_range)."""
+    """Draw the initial values of a parameter: ones for the weight of a norm, zeros for a bias,
+    otherwise normal(0, initializer_range). A `DrawParameter` function."""
     if name.endswith("norm.weight"):
         return torch.ones(shape)
     if name.endswith(".bias"):
@@ -70,8 +70,8 @@ class LayerKind:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How models of one `model_type` are read, built, initialised, counted and written. Parameters
-    are named as in transformers, so checkpoints need no conversion."""
+    """How models of one `model_type` are read, built, initialised and written, and what work they
+    do. Parameters are named as in transformers, so checkpoints need no conversion."""
 
     model_type: str
     """`model_type` in config.json."""
@@ -85,14 +85,15 @@ class Family:
     `beside_loss`."""
 
     fixed: Mapping[str, Any]
-    """Keys of config.json with the only value that this family supports; written, and checked when
-    read."""
+    """Keys of config.json, each with the only value that this family supports. They are written,
+    and checked when a file is read."""
 
     unread: Mapping[str, Any] = field(default_factory=dict)
-    """Keys written for transformers, because their defaults may not fit the model; not read."""
+    """Keys of config.json that are written, because transformers' defaults may not fit the model.
+    They are not read."""
 
     defaults: Mapping[str, Any]
-    """transformers' defaults for absent keys."""
+    """transformers' defaults for keys that a config.json lacks."""
 
     heads_divide_hidden: bool
     """Whether transformers requires hidden_size to be a multiple of num_attention_heads."""
@@ -103,8 +104,8 @@ class Family:
     default is None."""
 
     layers: Callable[[Architecture], Sequence[LayerKind]] | None = None
-    """Maps an architecture to the kind of each layer; raises ValueError, `KEY: …`, for an invalid
-    option. None: all layers are equal."""
+    """Maps an architecture to the kind of each layer. Raises ValueError, with a message `KEY: …`,
+    for an invalid option. None: all layers are equal."""
 
     rope_types: Mapping[str, str] = field(default_factory=dict)
     """Other names of rotary scaling types in files of this family → their usual names."""
@@ -120,28 +121,28 @@ class Family:
     have priority."""
 
     idle_parameters: Callable[[Architecture], int] = no_idle_parameters
-    """Number of matrix parameters that a token does not use, because they belong to other
-    experts."""
+    """Returns the number of matrix parameters that a token does not use, because they belong to
+    experts that the router did not choose."""
 
     beside_loss: BesideLoss | None = None
-    """Computes scalars from the blocks' statistics. They are recorded. In training, each is added
-    to the cross-entropy, times its weight."""
+    """Computes scalars from the blocks' statistics. They are recorded and, in training, added to
+    the cross-entropy, each times its weight."""
 
     statistics: Callable[[Architecture, int], tuple[int, ...]] | None = None
-    """Maps (architecture, sequences) to the shape of the float32 statistics of each block. Only set
-    if all blocks return means over the tokens of each sequence, so that ranks can divide the
-    sequences or the blocks."""
+    """Maps (architecture, number of sequences) to the shape of the float32 statistics that each
+    block returns. Set only if these are means over the tokens of each sequence, for all blocks:
+    then ranks can divide the sequences (cp) or the blocks (pp)."""
 
     after_step: AfterStep | None = None
-    """Changes the model outside of the optimizer."""
+    """Changes the model after each optimizer step."""
 
     stacks: Sequence[str] = ()
-    """Patterns of module FQNs whose parameters stack those of several experts (E, …), which
-    `strategy.ep` divides."""
+    """Patterns of FQNs of modules each of whose parameters (E, …) stacks those of E experts.
+    `strategy.ep` divides the experts."""
 
     stacked_in_files: bool = False
-    """Whether files and checkpoints hold `stacks` as the model does; if not, `a.experts.w` is
-    `a.experts.0.w.weight` and so on there."""
+    """Whether checkpoints store the parameters of `stacks` stacked. Otherwise they store the rows
+    of `a.experts.w` separately, as `a.experts.0.w.weight` and so on."""
 
     sinks: bool = False
     """Whether attention has sinks, see [Note: sinks] in trainer/models/attention.py."""
@@ -159,7 +160,7 @@ class Family:
     def __post_init__(self) -> None:
         for rule in self.groups:
             if not isinstance(rule, ParameterGroup):
-                raise TypeError(f"groups: {rule!r} is no trainer.ParameterGroup(match=…, …)")
+                raise TypeError(f"Family.groups: {rule!r} is no trainer.ParameterGroup(match=…, …)")
 
     def complete(self, architecture: Architecture) -> Architecture:
         """Return the architecture with defaults for missing `options`. Raises RecipeError if an
@@ -178,8 +179,8 @@ class Family:
             # bool is a subclass of int.
             if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(default, bool):
                 raise RecipeError(
-                    f"model.architecture.options.{key}: {value!r} is no {type(default).__name__}, "
-                    f"as {default!r} is; correct it"
+                    f"model.architecture.options.{key}: {value!r} is no {type(default).__name__}; "
+                    f"set one, such as the default {default!r}"
                 )
         complete = replace(architecture, options={**self.options, **options} or None)
         try:
@@ -228,7 +229,7 @@ def window_of(architecture: Architecture) -> int | None:
     0, nor null."""
     window = (architecture.options or {}).get("sliding_window")
     if window is not None and (type(window) is not int or window < 1):
-        raise ValueError(f"sliding_window: {window!r} is no whole number above 0, and not null")
+        raise ValueError(f"sliding_window: {window!r} is no whole number above 0; set one, or null")
     return window
 
 
@@ -238,11 +239,11 @@ def kinds_by_window(
     slides: Sequence[bool],
     rotary: Sequence[bool] | None = None,
 ) -> list[LayerKind]:
-    """Kinds of layers that either see a window or all tokens.
+    """Return the kind of each layer, for models in which a layer either has the window or none.
 
     Args:
         architecture: its option `layer_types` overrides `slides`.
-        window: in tokens; None: no layer has a window.
+        window: number of tokens that a token sees, itself included; None: no layer has a window.
         slides: for each layer, whether it has a window.
         rotary: for each layer, whether it rotates queries and keys; None: all do.
 

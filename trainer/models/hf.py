@@ -50,12 +50,13 @@ _CURES = {
 """Key → remedy for an unsupported value."""
 
 _LOCAL_THETA, _SLIDING, _FULL = "rope_local_base_freq", "sliding_attention", "full_attention"
-"""Keys of Gemma 3: the rotary base of layers with a window, and, in files of transformers 5, the
-objects of rotary parameters for both types of layers."""
+"""Keys of Gemma 3. _LOCAL_THETA: the rotary base of layers with a window. _SLIDING and _FULL: in
+files of transformers 5, the objects with rotary parameters of layers with and without a window."""
 
 _ORIGINAL = "original_max_position_embeddings"
 _NEEDED = ("factor", "low_freq_factor", "high_freq_factor")
-"""Keys of rotary scaling: a key with its own default, and keys without a default."""
+"""Keys of rotary scaling. The default of _ORIGINAL is max_position_embeddings. _NEEDED have no
+default, except in longrope."""
 
 
 class ConfigError(ValueError):
@@ -63,8 +64,8 @@ class ConfigError(ValueError):
 
 
 class NotOursError(ConfigError):
-    """A well-formed file describes a model that no Perdure family supports; `reason` has the
-    cause."""
+    """A well-formed config.json describes a model that no family of Perdure supports. `reason` says
+    why, without the file's name and the remedy."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -92,10 +93,12 @@ def read_config(path: str | Place, family: Family | None = None) -> Architecture
     file, config = _file_of(path), read_json(path)
     try:
         architecture = _architecture(config, family)
-        # checked before the caller builds the layers
+        # refused here, because the caller would build so many layers
         if architecture.num_hidden_layers > MOST_LAYERS:
             layers = architecture.num_hidden_layers
-            raise ValueError(f"num_hidden_layers is {layers:,}, more than {MOST_LAYERS:,}")
+            raise ValueError(
+                f"num_hidden_layers is {layers:,}, more than {MOST_LAYERS:,}; correct the file"
+            )
         return architecture
     except UnsupportedError as error:
         raise NotOursError(f"{file}: {error}", error.reason) from error
@@ -104,8 +107,9 @@ def read_config(path: str | Place, family: Family | None = None) -> Architecture
 
 
 def read_json(path: str | Place) -> dict[str, Any]:
-    """Read the contents of a config.json; `path` as in `read_config`. Raises ConfigError if the
-    file is unreadable or no object, or its weights have an unsupported format."""
+    """Read the contents of a config.json. `path`: checkpoint directory, or the file itself. Raises
+    ConfigError if the file cannot be read, is no JSON object, or names an unsupported format of
+    weights."""
     file = _file_of(path)
     try:
         config = read_object(storage_of(file).read(file, _CONFIG_BYTES))
@@ -213,8 +217,8 @@ def _rope(config: dict[str, Any], family: Family) -> tuple[float, RopeScaling | 
 def _full_attention_rope(
     config: dict[str, Any], key: str, given: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return the rotary parameters of layers without a window; store the base of the others in
-    `config`."""
+    """Return the rotary parameters of layers without a window. Stores the base of layers with a
+    window in `config`."""
     local, full = given[_SLIDING] or {}, given.get(_FULL) or {}
     if not isinstance(local, dict) or local.get("rope_type", "default") != "default":
         raise _unsupported(f"{key}.{_SLIDING}", local, "the rope_type 'default'")
@@ -225,8 +229,8 @@ def _full_attention_rope(
 
 
 def _rope_value(rope: Mapping[str, Any], rope_type: str, key: str) -> Any:
-    """Value of a rotary parameter: a number, a flag or a tuple of numbers; None: the default
-    applies."""
+    """Value of a rotary parameter: a number, a flag or a tuple of numbers. None: the default
+    applies. Raises ValueError if the value is malformed, or missing and needed."""
     value = rope.get(key)
     if key == _ORIGINAL:
         return _positive(rope, key, int)
@@ -305,15 +309,15 @@ def _scaling_json(scaling: RopeScaling) -> dict[str, Any]:
 
 
 def generation_config_json(*, eos_id: int | list[int] | None = None) -> dict[str, Any]:
-    """Contents of the generation_config.json that matches `config_json` with the same id."""
+    """Contents of a generation_config.json. `eos_id`: token or tokens that end a document."""
     return {} if eos_id is None else {"eos_token_id": eos_id}
 
 
 def tokenizer_files(tokenizer_json: str | Place, eos_id: int) -> dict[str, bytes]:
-    """File name → contents of the files that `AutoTokenizer.from_pretrained` needs.
+    """Return the files that `AutoTokenizer.from_pretrained` needs: name → contents.
 
     Args:
-        tokenizer_json: a `tokenizers` file; copied byte for byte.
+        tokenizer_json: path of a tokenizer.json, which is copied byte for byte.
         eos_id: token that ends a document.
 
     Raises:

@@ -1,18 +1,18 @@
 """Chooses the attention kernel on a GPU, and suggests a faster one.
 
 [Note: kernels] torch includes FlashAttention-2, which was written for A100, and cuDNN's kernel. On
-an H100 cuDNN takes about half the time, and so does FlashAttention-3 (329, 631 and 632 TFLOP/s in
-pytorch issue 142132).
+an H100 cuDNN's kernel and FlashAttention-3 take about half the time of FlashAttention-2 (631, 632
+and 329 TFLOP/s in pytorch issue 142132).
 
 - Without documents torch's `scaled_dot_product_attention` prefers cuDNN by itself: on Hopper and
   Blackwell, unless kernels must be deterministic.
 - With documents `varlen_attn` has cuDNN's kernel only from torch 2.15 on. FlashAttention-3 (Hopper)
   and FlashAttention-4 (Hopper, Blackwell) are separate packages, which torch calls once they are
-  activated. On Hopper they are equally fast (torchtitan pull request 4413).
+  activated. On Hopper the two packages are equally fast (torchtitan pull request 4413).
 
-Exact mode uses FlashAttention-2, which has a deterministic backward pass. Sliding windows use it
-too, because `varlen_attn` does not support them with cuDNN's kernel. Attention sinks take
-FlexAttention, see [Note: sinks] in attention.py.
+Exact mode uses FlashAttention-2, which has a deterministic backward pass. Sliding windows use
+FlashAttention-2, too, because `varlen_attn` does not support them with cuDNN's kernel. Attention
+sinks use FlexAttention, see [Note: sinks] in attention.py.
 """
 
 from collections.abc import Iterator
@@ -31,13 +31,13 @@ Package: TypeAlias = Literal["FA3", "FA4"]
 """torch's names of FlashAttention-3 and -4."""
 
 HOPPER, BLACKWELL = 9, 10
-"""Major numbers of compute capability: H100 and H200; B200 and B300."""
+"""Major numbers of compute capability: HOPPER of H100 and H200, BLACKWELL of B200 and B300."""
 
 FIRST_TORCH = "2.13"
 """Oldest torch whose interface to FlashAttention-4 was checked."""
 TWO_RESULTS, MORE_RESULTS = "4.0.0b18", "2.14"
-"""Newest flash-attn-4 whose forward returns two values, and oldest torch that supports more
-(pytorch issue 190212)."""
+"""TWO_RESULTS: newest flash-attn-4 whose forward returns two values. MORE_RESULTS: oldest torch
+that can call a flash-attn-4 whose forward returns more (pytorch issue 190212)."""
 
 HEAD_DIMS = {"FA3": 256, "FA4": 128, "cuDNN": 128}
 """Kernel → largest head_dim with a backward pass on all its GPUs."""
@@ -46,7 +46,7 @@ VARLEN_ASKS_CUDNN = "2.15"
 """Oldest torch whose `varlen_attn` prefers cuDNN's kernel."""
 
 FLASH = "FlashAttention-2"
-CUDNN = f"cuDNN, or {FLASH} where that cannot"
+CUDNN = f"cuDNN, or {FLASH} where cuDNN cannot"
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ def choose_kernel(
         dtype: dtype of queries, keys and values.
         head_dim: H.
         documents: whether attention stays inside documents.
-        exact: `run.determinism: exact`.
-        ring: whether `strategy.cp` divides sequences, which calls torch's kernel directly.
+        exact: whether the recipe has `run.determinism: exact`.
+        ring: whether `strategy.cp` divides sequences. Ring attention calls torch's kernel directly.
         window: whether layers have a sliding window shorter than sequences.
         sinks: whether heads have attention sinks.
 
@@ -139,7 +139,7 @@ def choose_kernel(
 
 
 def _problem_of_fa4(gpu: GpuStack) -> str:
-    """Command or requirement for torch to call flash-attn-4; "" if it can."""
+    """Return what to install so that torch can call flash-attn-4; "" if torch already can."""
     this, install = TorchVersion(gpu.torch), "pip install 'flash-attn-4>=4.0.0b17,<4.0.0b19'"
     if this < FIRST_TORCH:
         return f"install torch {FIRST_TORCH} or newer, and {install}"
@@ -151,7 +151,7 @@ def _problem_of_fa4(gpu: GpuStack) -> str:
 
 
 def this_gpu(device: torch.device) -> GpuStack:
-    """A GPU of this process with its installed kernels, none of which is imported."""
+    """Describe `device`, a GPU, and the kernels that are installed, without importing them."""
     try:
         fa4 = version("flash-attn-4")
     except PackageNotFoundError:
@@ -166,8 +166,8 @@ def this_gpu(device: torch.device) -> GpuStack:
 
 @contextmanager
 def kernel_in_use(kernel: AttentionKernel) -> Iterator[AttentionKernel]:
-    """Make torch call a kernel inside the block. Yields the kernel that torch really calls, because
-    an installed package may fail to load."""
+    """Make torch call a kernel inside the `with` block. Yields the kernel that torch really calls,
+    because an installed package may fail to load."""
     from torch.nn import attention  # imports the compiler
 
     with ExitStack() as stack:

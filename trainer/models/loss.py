@@ -33,7 +33,7 @@ of head and loss in the quickstart. A GPU is faster with all rows at once."""
 Fused: TypeAlias = Callable[
     [Tensor, Tensor, Tensor, bool, float | None], tuple[Tensor, Tensor | None]
 ]
-"""Type of the compiled `_pointwise`."""
+"""Type of `_pointwise`, compiled."""
 
 
 class HeadLoss(nn.Module):
@@ -57,7 +57,7 @@ class HeadLoss(nn.Module):
     def log_probs(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, cap: float | None = None
     ) -> Tensor:
-        """Log-probability of each label; arguments as for `label_log_probs`."""
+        """Log-probability of each label, (N,) float32. Arguments: see `label_log_probs`."""
         return label_log_probs(hidden, weight, labels, cap=cap)
 
 
@@ -136,15 +136,16 @@ def label_log_probs(
     cap: float | None = None,
 ) -> Tensor:
     """Log-probability of each label, (N,) float32; 0 for labels that do not count. Logits are
-    computed in chunks of rows, and again in backward, because a row's weight in the loss is unknown
-    before. A frozen head gets no gradient.
+    computed in chunks of rows. Backward computes them again, because a row's weight in the loss is
+    not known before. A frozen head gets no gradient.
 
     Args:
         hidden: (..., D), N rows.
         weight: weight of the head, (V, D).
         labels: (...) int64.
-        start: index of the first row of `weight`, if other ranks have other rows.
-        group: ranks that share the head; each computes a term of the gradient of `hidden`.
+        start: index in the whole head of the first row of `weight`.
+        group: ranks among which the rows of the head are divided; None: this rank has them all.
+            The gradient of `hidden` is then this rank's term of a sum over the ranks.
         chunk: most logits in a chunk of at least one row; None: from the device's memory.
         cap: cap of the logits, see `capped`.
     """
@@ -194,15 +195,15 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _label_count(labels: Tensor) -> Tensor:
-    # at least 1, so that no labels give 0 and not NaN
+    # At least 1: without labels the mean loss is then 0, not NaN.
     return (labels != IGNORED_LABEL).sum().clamp(min=1)
 
 
 def _pointwise(
     logits: Tensor, label: Tensor, counts: Tensor, with_gradient: bool, cap: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (loss of a chunk, gradient of its logits or None). The gradient of rows whose label
-    does not count is not zeroed. Written so that a compiler fuses it into one kernel."""
+    """Return (sum of the losses of a chunk, gradient of its logits or None). The gradient of rows
+    whose label does not count is not zeroed. The compiler can fuse all of this into one kernel."""
     dtype = logits.dtype
     if cap is not None:
         logits = capped(logits.float(), cap)
@@ -229,9 +230,8 @@ def _in_place(
     dtype: torch.dtype | None,
     slope: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (loss of a chunk, gradient of its logits in `dtype`; None if `dtype` is None), as
-    `_pointwise`, but in the memory of `log_softmax`. `slope`: derivative of a cap, if there is
-    one."""
+    """Return (sum of the losses of a chunk, gradient of its logits in `dtype`), and overwrite
+    `log_softmax`. `dtype`: None: no gradient. `slope`: derivative of `capped`; None: no cap."""
     loss = -(log_softmax.gather(1, label) * counts).sum()
     if dtype is None:
         return loss, None
@@ -269,7 +269,7 @@ class _ChunkedLoss(torch.autograd.Function):
             for start in range(0, len(labels), rows):
                 part = slice(start, start + rows)
                 label, counts = labels[part, None], labels[part, None] != IGNORED_LABEL
-                # -100 is no column; `counts` masks its rows.
+                # The label -100 is no column; `counts` masks the rows that have it.
                 label = label.clamp(min=0)
                 if fused:
                     logits = hidden[part] @ weight.T
@@ -302,8 +302,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def scaled_once(ctx: Any, factor: Tensor) -> list[Tensor | None]:
-    """Gradients saved by forward, in `ctx.dtype`, times `factor`; None for inputs without a
-    gradient."""
+    """Return the gradients that forward saved, times `factor`, in `ctx.dtype`; None for inputs
+    without a gradient."""
     scaled: list[Tensor | None] = []
     for gradient in ctx.saved_tensors:
         if gradient is None:
@@ -381,7 +381,7 @@ def _chunks_of_logits(
     """Yield (rows of `hidden`, their float32 logits, column of each label in them (R, 1), whether
     the column exists on this rank) in chunks of rows."""
     wide: dict[str, Any] = {"out_dtype": torch.float32} if on_gpu(hidden) else {}
-    # stays active in the caller's loop body
+    # Autocast stays off in the loop body of the caller, too, until this generator ends.
     with torch.autocast(hidden.device.type, enabled=False):
         for begin in range(0, len(labels), rows):
             part = slice(begin, begin + rows)

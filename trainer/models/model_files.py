@@ -2,8 +2,9 @@
 
 [Note: beside the weights] Chat template, stop tokens and sampling settings are files beside a
 model's weights. A run from `model.init_from` changes none of them, so its checkpoints have these
-files byte for byte (beside.py lists them). Two files may differ: config.json has the dtype of the
-run's weights, and the tokenizer is the data's, if the data has other tokens.
+files byte for byte (`checkpointing.storage.source.beside_weights` finds them). Some may differ:
+config.json has the dtype of the run's weights, the tokenizer is the data's if the data has other
+tokens, and generation_config.json gets a stop token if the model has none.
 """
 
 import json
@@ -63,11 +64,11 @@ def files_beside(
             known = _object(files, GENERATION_CONFIG, init_from)
             # without a stop token, generation would run to its length limit
             files[GENERATION_CONFIG] = _json({**known, "eos_token_id": eos})
-        elif eos not in stops and "kind" not in index:  # the template ends chats
+        elif eos not in stops and "kind" not in index:  # in chats the template ends answers
             notes.append(
                 f"{data}: its documents end in token {eos}, but the model of {init_from} stops at "
-                f"{', '.join(map(str, stops))}; it learns to end differently, unless the data "
-                "is prepared again with --eos"
+                f"{', '.join(map(str, stops))}, so the model learns to end differently; to avoid "
+                "this, prepare the data again with --eos"
             )
     if files[TOKENIZER] == prepared[TOKENIZER] and "start_ids" in index:
         return files, notes
@@ -84,8 +85,8 @@ def files_beside(
 def files_without_tokenizer(
     init_from: Place | None, architecture: Architecture | None = None, family: Family | None = None
 ) -> tuple[dict[str, bytes], list[str]]:
-    """Like `files_beside`, for data without a tokenizer: the tokenizer of `init_from` is kept.
-    Raises ConfigError if a file cannot be used."""
+    """Return (file name → contents, notes for the user) for the checkpoints of a run whose data has
+    no tokenizer. Arguments: see `files_beside`. Raises ConfigError if a file cannot be used."""
     if init_from is None:
         assert architecture is not None
         return {CONFIG: _json(config_json(architecture, family))}, []
@@ -105,13 +106,14 @@ def stop_ids(files: Mapping[str, bytes], where: Place) -> list[int]:
 
 
 def of_bf16(files: dict[str, bytes]) -> dict[str, bytes]:
-    """Return the files with dtype bfloat16 in config.json."""
+    """Return `files`, with dtype bfloat16 in their config.json."""
     config = json.loads(files[CONFIG])
     return {**files, CONFIG: _json({**config, "dtype": "bfloat16"})}
 
 
 def _carried(directory: Place, notes: list[str]) -> dict[str, bytes]:
-    """Files beside the weights of a published checkpoint, with a run's dtype in config.json."""
+    """Return the files beside the weights in `directory`, with dtype float32 in config.json. What
+    is not copied is added to `notes`."""
     files, left = beside_weights(directory)
     if left:
         notes.append(f"{directory}: not copied into checkpoints: {left}")
@@ -119,7 +121,7 @@ def _carried(directory: Place, notes: list[str]) -> dict[str, bytes]:
         raise ConfigError(f"{directory / CONFIG}: cannot be copied; put a regular file there")
     config = _object(files, CONFIG, directory)
     others = {key for key in ("dtype", "torch_dtype") if config.get(key, "float32") != "float32"}
-    if others:  # checkpoints of a run are float32
+    if others:  # a run's checkpoints are float32, except by `of_bf16`
         files[CONFIG] = _json(config | dict.fromkeys(others, "float32"))
     return files
 
@@ -141,8 +143,8 @@ def _with_tokenizer(
     if theirs.get_vocab() == parse_tokenizer(prepared[TOKENIZER], data / TOKENIZER).get_vocab():
         return files
     notes.append(
-        f"{data}: was prepared with other tokens than those of {directory}; checkpoints get its "
-        "tokenizer, and no chat template"
+        f"{data}: was prepared with other tokens than those of {directory}; checkpoints get the "
+        "tokenizer of the data, and no chat template"
     )
     # a chat template writes tokens that the other tokenizer lacks
     kept = {name: content for name, content in files.items() if not name.startswith(ABOUT_TOKENS)}

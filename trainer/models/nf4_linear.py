@@ -10,8 +10,8 @@ from checkpointing.format.nf4 import BLOCK, BLOCK_BYTES, dequantise
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply x (…, in) by an nf4 weight (out, in), and add the bias: (…, out), in the dtype of
-    autocast or of x. `packed`: codes of the weight."""
+    """Map x (…, in) to its product with an nf4 weight (out, in) plus the bias: (…, out), in the
+    dtype of autocast or of x. `packed`: the weight's codes, uint8."""
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
@@ -34,7 +34,7 @@ class _Linear(torch.autograd.Function):
 
 
 def weights_in(parameter: Tensor) -> int:
-    """Number of weights in a parameter of a decoder: its elements or, for nf4, those that its bytes
-    encode."""
+    """Number of weights in a parameter: its elements or, for uint8, the weights that its bytes
+    encode in nf4."""
     count = parameter.numel()
     return count // BLOCK_BYTES * BLOCK if parameter.dtype == torch.uint8 else count

@@ -1,8 +1,8 @@
-"""Objectives that compare the two answers of a pair: means over pairs of a function of the
+"""Objectives that compare the two answers of a pair. Each is a mean over pairs, computed from the
 log-probabilities of whole answers.
 
 In the formulas c and r are the log-probabilities of the chosen and the rejected answer, c' and r'
-their log-probabilities by the reference, and |c| and |r| their numbers of tokens:
+their log-probabilities by the reference model, and |c| and |r| their numbers of tokens:
 
 | objective | loss of a pair |
 |---|---|
@@ -26,7 +26,7 @@ from trainer.recipe.objective import USUAL_BETA, USUAL_GAMMA, Objective
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """An objective over pairs of answers, with all its weights."""
+    """An objective that compares the answers of pairs, with all its weights."""
 
     name: str
     beta: float
@@ -38,8 +38,10 @@ class PreferenceLoss:
     def __call__(
         self, log_probs: Tensor, counts: Tensor, reference: Tensor | None
     ) -> dict[str, Tensor]:
-        """Means over P pairs, float64 scalars: `loss`; `reward_margin`, the lead of the chosen
-        answer times β; and `reward_accuracy`, the share of pairs in which the chosen answer leads.
+        """Return means over P pairs, float64 scalars by name: `loss`; `reward_margin`, β times the
+        score of the chosen answer minus that of the rejected; `reward_accuracy`, the fraction of
+        pairs in which the chosen answer has the higher score; and with `sft_weight` also
+        `cross_entropy`, of the chosen answers per token.
 
         Args:
             log_probs: (2 P,) float64, of whole answers: chosen, rejected, chosen, rejected ….
@@ -75,7 +77,7 @@ class PreferenceLoss:
 
 
 def preference_of(objective: Objective) -> PreferenceLoss | None:
-    """Objective of a recipe; None if the recipe does not compare answers."""
+    """Return the objective of a recipe; None if it does not compare answers."""
     if not objective.compares:
         return None
     name, weight = objective.name, objective.sft_weight

@@ -12,12 +12,12 @@ from torch import Tensor
 from trainer.recipe.architecture import Architecture, RopeScaling
 
 Rope: TypeAlias = tuple[Tensor, Tensor]
-"""Cosines and sines, each (T, R / 2) float32."""
+"""Cosines and sines of the rotary angles, each (T, R / 2) float32."""
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotate the pairs (x[i], x[i + R/2]) of x (B, T, heads, H) by their position's angles.
-    Elements from R on are unchanged."""
+    """Rotate each pair of elements (i, i + R / 2) of the heads in x (B, T, heads, H) by its angle
+    at the position. Elements from R on are unchanged."""
     cos, sin = rope
     x = x.transpose(1, 2)
     size, rest = 2 * cos.shape[-1], None
@@ -30,9 +30,15 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
 
 def rope_table(architecture: Architecture, positions: Tensor, theta: float | None = None) -> Rope:
-    """Cosines and sines of the rotary angles (Su et al. 2021) at positions (T,). `theta` replaces
-    the architecture's base, without scaling. Raises ValueError if the sequence is longer than the
-    range for which the scaling is defined."""
+    """Compute the cosines and sines of the rotary angles (Su et al. 2021) at positions (T,).
+
+    Args:
+        theta: base of the wavelengths, which are then not scaled; None: base and scaling of the
+            architecture.
+
+    Raises:
+        ValueError: with rope_type dynamic, the sequence is longer than max_position_embeddings.
+    """
     # Computed in every forward by a few small kernels. A buffer would have to be refilled after
     # `to_empty`, kept out of `.to(bfloat16)`, and sized for the longest context.
     size, scaling = architecture.rotary_size, None if theta else architecture.rope_scaling
@@ -53,8 +59,8 @@ def rope_table(architecture: Architecture, positions: Tensor, theta: float | Non
         if len(positions) > limit:
             raise ValueError(
                 f"rope_type dynamic: a sequence of {len(positions)} tokens is longer than "
-                f"max_position_embeddings={limit}, where it has other wavelengths at each length; "
-                "use shorter sequences"
+                f"max_position_embeddings={limit}, beyond which the wavelengths depend on the "
+                "length; use shorter sequences"
             )
         frequencies = 1.0 / powers
     angles = positions.float()[:, None] * frequencies
@@ -65,8 +71,8 @@ def rope_table(architecture: Architecture, positions: Tensor, theta: float | Non
 
 
 def stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Scale frequencies as Llama 3.1: divide slow ones by `factor`, keep fast ones, blend between
-    them."""
+    """Scale frequencies as Llama 3.1 does: low ones are divided by `factor`, high ones are kept,
+    and between these there is a blend."""
     turns = frequencies * scaling.original_max_position_embeddings / (2 * torch.pi)
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = blend.clamp(0, 1)
@@ -74,9 +80,14 @@ def stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(powers: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """Frequencies of YaRN (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large
-    Language Models"), from powers (R / 2): like `stretch`, but the blend is linear in the pair's
-    index."""
+    """Return the frequencies of YaRN (Peng et al. 2023, "YaRN: Efficient Context Window Extension
+    of Large Language Models"). As in `stretch`, low frequencies are divided by `factor`, but here
+    the blend is linear in the index of a pair.
+
+    Args:
+        powers: the inverse of each unscaled frequency, (R / 2); R: rotated elements of a head.
+        theta: base of the wavelengths.
+    """
     size, original = 2 * len(powers), scaling.original_max_position_embeddings
 
     def pair_that_turns(turns: float) -> float:
@@ -93,14 +104,15 @@ def _yarn(powers: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
 
 
 def _factors(scaling: RopeScaling, positions: Tensor) -> Tensor:
-    """Factors of the wavelengths, (R / 2), in LongRoPE (Ding et al. 2024)."""
+    """Return LongRoPE's factor of each wavelength (Ding et al. 2024): (R / 2), where R is the
+    number of rotated elements of a head."""
     long = len(positions) > scaling.original_max_position_embeddings
     factors = scaling.long_factor if long else scaling.short_factor
     return torch.tensor(factors, dtype=torch.float32, device=positions.device)
 
 
 def attention_factor(scaling: RopeScaling) -> float:
-    """Factor by which cosines and sines are multiplied, to sharpen attention."""
+    """Return the factor by which cosines and sines are multiplied, so that attention is sharper."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     factor = scaling.factor

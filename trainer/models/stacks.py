@@ -12,14 +12,15 @@ from checkpointing.format.tensors import local_tensor, specs_of
 
 
 def apart(tensors: Mapping[str, Tensor], stacks: Sequence[str]) -> dict[str, Tensor]:
-    """Rename tensors as in published files. A stack becomes the rows that this rank has, as views.
+    """Return tensors by the names of published files. Each stack is replaced by views of the rows
+    that this rank has.
 
     Args:
         tensors: parameters by FQN, or the optimizer's state (`<fqn>.exp_avg`, …).
         stacks: `Decoder.stacks_apart`.
 
     Raises:
-        ValueError: a stack is cut within its rows.
+        ValueError: this rank has a part of a row.
     """
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -32,8 +33,8 @@ def apart(tensors: Mapping[str, Tensor], stacks: Sequence[str]) -> dict[str, Ten
 
 
 def _name_of_rows(name: str, stacks: Sequence[str]) -> Callable[[int], str] | None:
-    """Function from row index to name, for a stack or its optimizer state; None for other
-    tensors."""
+    """Return the function from a row's index to its name, if `name` is a stack or a stack's
+    optimizer state; None for other tensors."""
     head, _, last = name.rpartition(".")
     module, _, parameter = head.rpartition(".")
     for of, key, state in ((head, last, ""), (module, parameter, f".{last}")):
@@ -43,7 +44,7 @@ def _name_of_rows(name: str, stacks: Sequence[str]) -> Callable[[int], str] | No
 
 
 def _rows(name: str, tensor: Tensor) -> dict[int, Tensor]:
-    """Index → row, a view, of each row that this rank has."""
+    """Return views of the rows of a stack that this rank has, by index."""
     local = local_tensor(tensor)
     if not isinstance(tensor, DTensor):
         return dict(enumerate(local))
@@ -51,7 +52,7 @@ def _rows(name: str, tensor: Tensor) -> dict[int, Tensor]:
     rows: dict[int, Tensor] = {}
     for box in local_boxes(spec.meta.shape, spec.layouts, dist.get_rank()):
         if box.shape[1:] != spec.meta.shape[1:]:
-            raise ValueError(f"{name}: is cut within its rows, which files store whole")
+            raise ValueError(f"{name}: this rank has parts of rows, but files store whole rows")
         first, local_first = box.offset[0], box.local_offset[0]
         rows |= {first + i: local[local_first + i] for i in range(box.shape[0])}
     return rows

@@ -6,7 +6,7 @@ from torch import nn
 
 
 def ties_of(model: nn.Module) -> dict[str, str]:
-    """Further name of a tied parameter → its first name."""
+    """Return the first name of each tied parameter, by each of its further names."""
     first: dict[nn.Parameter, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     first_names = {name: first.setdefault(parameter, name) for name, parameter in named}
@@ -14,8 +14,8 @@ def ties_of(model: nn.Module) -> dict[str, str]:
 
 
 def tie_again(model: nn.Module, ties: Mapping[str, str]) -> None:
-    """Tie parameters again that `nn.Module._apply` has separated, as it does for weights from the
-    meta device."""
+    """Tie parameters again that `nn.Module._apply` has separated, as it does when it moves weights
+    off the meta device. `ties`: see `ties_of`."""
     for name, first in ties.items():
         parent, _, key = name.rpartition(".")
         module, weight = model.get_submodule(parent), model.get_parameter(first)

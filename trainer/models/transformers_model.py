@@ -42,14 +42,16 @@ OLDEST = (5, 24)
 _ELSEWHERE = ("auto_map", "attn_implementation", "experts_implementation")
 """Keys of config.json that would load other code, also with a leading underscore."""
 _SKIPS = ("layerdrop", "decoder_layerdrop")
-"""Keys by which each rank would skip layers of its own choice."""
+"""Keys of config.json with which each rank would skip layers of its own choice."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of config.json with the number of experts."""
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Kinds of layers that see other tokens only through a mask."""
+"""Values of `layer_types` for layers that see other tokens only through a mask."""
 _OF_OTHER_HEADS = ("summary_", "classifier_")
-"""Prefixes of keys for models with another head."""
+"""Prefixes of keys of config.json that only models with another head read."""
 _PADDING = 8
-"""Columns added to the weight for a bias: GPUs are slow with sizes that are no multiple of 8."""
+"""Columns added to the head's weight for a bias: GPUs are slow with sizes that are no multiple of
+8."""
 
 
 class WeightOnlyHead(nn.Module):
@@ -65,11 +67,12 @@ class WeightOnlyHead(nn.Module):
 
 
 class TransformersModel(nn.Module):
-    """A causal language model of transformers, with the interface of `Decoder`."""
+    """A causal language model that transformers computes, with the interface of `Decoder`."""
 
     stacks: Sequence[str] = ()
     stacks_apart: Sequence[str] = ()
-    """Empty, because checkpoints store the parameters as the module has them."""
+    """Both are empty: `strategy.ep` divides no experts of such a model, and checkpoints store the
+    parameters as the module has them."""
 
     def __init__(self, built: "BuiltModule", blocks: Sequence[nn.Module]) -> None:
         """Args:
@@ -77,7 +80,7 @@ class TransformersModel(nn.Module):
             blocks: layers of the module.
 
         Raises:
-            RecipeError: the module cannot be trained here.
+            RecipeError: the module cannot be trained, see [Note: their module].
         """
         super().__init__()
         theirs = built.module
@@ -178,8 +181,8 @@ class TransformersModel(nn.Module):
         answer_labels: Tensor | None = None,
         reference: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """Return logits or, with labels, the loss; arguments and results as in `Decoder.forward`.
-        Synchronises with a GPU only where transformers does."""
+        """Return logits or, with labels, the loss. Arguments and results: see `Decoder.forward`.
+        The host waits for a GPU only where transformers does."""
         hidden = self.hidden(input_ids, document_ids)
         if labels is None:
             return self.head(hidden)
@@ -194,7 +197,7 @@ class TransformersModel(nn.Module):
         return self.preference(log_probs, answer_labels, reference)
 
     def hidden(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """Inputs of the head, (B, T, D), in the dtype of its weight."""
+        """Return the inputs of the head, (B, T, D), in the dtype of its weight."""
         theirs, options, runs = self._theirs[0], {}, None
         theirs.training = self.training
         if document_ids is not None:
@@ -205,12 +208,12 @@ class TransformersModel(nn.Module):
         return hidden.to(self._head[0].weight.dtype)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Hidden states (…, D) → logits (…, V)."""
+        """Map hidden states (…, D) to logits (…, V)."""
         return capped(F.linear(hidden, self._head[0].weight, self._head[0].bias), self.cap)
 
     def _product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (hidden states, weight) of the head, with the bias as a further column of the
-        weight, so that one product computes both."""
+        """Return hidden states and weight whose product is the logits. A bias of the head is a
+        further column of the weight, and the hidden states have a 1 there."""
         head = self._head[0]
         if head.bias is None:
             return hidden, head.weight
@@ -235,14 +238,14 @@ def document_runs(document_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _documents_hidden(runs: Tensor | None, name: str) -> Iterator[None]:
-    """Make the masks of transformers hide other documents inside the block.
+    """Make the masks of transformers hide other documents inside the `with` block.
 
     Args:
         runs: (B, T), see `document_runs`; None: no change.
         name: name of the model, for errors.
 
     Raises:
-        RecipeError: on leaving, if no mask was created.
+        RecipeError: at the end of the block, if transformers created no mask.
     """
     if runs is None:
         yield
@@ -261,7 +264,8 @@ def _documents_hidden(runs: Tensor | None, name: str) -> Iterator[None]:
             nonlocal mask_created
             mask_created = True
             both = and_masks(mask_function, packed_sequence_mask_function(runs))
-            # If it skipped the mask, attention would be only causal.
+            # transformers skips a mask that is only causal; attention would then see other
+            # documents.
             return make(*given, **{**options, "mask_function": both, "allow_is_causal_skip": False})
 
         return mask
@@ -273,7 +277,7 @@ def _documents_hidden(runs: Tensor | None, name: str) -> Iterator[None]:
         yield
     finally:
         for key in makers:
-            # removes the override of the module-level mapping
+            # removes the entry that overrides the one of all models
             del ALL_MASK_ATTENTION_FUNCTIONS[key]
     if not mask_created:
         raise RecipeError(
@@ -298,7 +302,7 @@ def build_theirs(directory: Place, reason: str) -> BuiltModule:
     downloads nothing. `reason`: why transformers is needed, for errors.
 
     Raises:
-        RecipeError: transformers is missing, or has no causal language model for it.
+        RecipeError: transformers is missing, or has no causal language model of this type.
         ConfigError: the file cannot be used.
     """
     config_json, installed = read_json(directory), check_installed(reason)
@@ -317,7 +321,7 @@ def build_theirs(directory: Place, reason: str) -> BuiltModule:
     ours = {key: value for key, value in config_json.items() if key.lstrip("_") not in _ELSEWHERE}
     try:
         config = CONFIG_MAPPING[model_type].from_dict(ours)
-    except Exception as error:  # their checks raise many types
+    except Exception as error:  # checks of transformers raise many types
         raise ConfigError(f"{file}: transformers {installed}: {_first_line(error)}") from error
     kind = type(config)
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -434,8 +438,8 @@ def _replace_head(theirs: Any) -> WeightOnlyHead:
 
 
 class _HeadInput:
-    """Stub output of the modules below the head: has hidden states; all other attributes are
-    None."""
+    """Stand-in for the output of the modules below the head: it has the given hidden states, and
+    None as any other attribute."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -448,8 +452,9 @@ class _HeadInput:
 
 
 def _check_head(theirs: Any, head: WeightOnlyHead, block: nn.Module) -> None:
-    """Check that a module only scales hidden states, besides the product with its head, by a call
-    with stubs for all modules with weights. Raises RecipeError if the module does more."""
+    """Check that a module only scales hidden states, besides the product with its head. It is
+    called with the modules that contain its blocks replaced by functions that return fixed hidden
+    states. Raises RecipeError if the module does more."""
     (name,) = (name for name, module in theirs.named_modules() if module is block)
     parts = name.split(".")
     above = [theirs.get_submodule(".".join(parts[:depth])) for depth in range(1, len(parts))]
@@ -462,7 +467,7 @@ def _check_head(theirs: Any, head: WeightOnlyHead, block: nn.Module) -> None:
         logits = theirs(input_ids=torch.zeros(1, 2, dtype=torch.int64)).logits.float()
         factor = (logits / hidden).mean()
         linear = bool(torch.allclose(logits, hidden * factor, rtol=1e-5) and factor.abs() > 0)
-    except Exception:  # a stub lacks what some models expect
+    except Exception:  # `_HeadInput` lacks what some models expect
         linear = False
     finally:
         for module in above:
@@ -473,7 +478,8 @@ def _check_head(theirs: Any, head: WeightOnlyHead, block: nn.Module) -> None:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Register parameters without values inside the block; buffers keep their values."""
+    """Put parameters that are created inside the `with` block on the meta device, without values.
+    Buffers get their values."""
 
     def move(_module: nn.Module, _name: str, parameter: Any) -> Any:
         if parameter is None or parameter.is_meta:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-# torch 2.13 added the first name and warns of the second; older releases have only the second
+# torch 2.13 added `*_single` and warns of the older name; older releases have only that.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -21,18 +21,21 @@ ddp_options: dict[str, Any] = {_forward if _forward in _known else "broadcast_bu
 
 
 def sum_uses_in_reduced_dtype(unit: nn.Module, _inputs: object = None) -> None:
-    """Make FSDP add the gradients of a parameter's uses in the dtype of the reduction, in every
-    pass. torch 2.15 does so only in passes that reduce nothing, and otherwise adds in the dtype of
-    the computation, so that rounding depends on the number of passes. Older releases always use the
-    latter. This is a hook before forward; it must run after FSDP's own, which sets the dtypes."""
+    """Make FSDP add the gradients of all uses of a parameter in one dtype in every pass. By itself
+    torch 2.15 adds in the dtype of the reduction in passes that reduce nothing, and in the dtype of
+    the computation in other passes, so that rounding depends on the number of passes. Here it
+    always uses the former. Older releases always use the dtype of the computation, and are not
+    changed. A hook before forward, which must run after FSDP's own, because that sets the
+    dtypes."""
     for group in unit._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
         if hasattr(group, "_fsdp_params_with_wider_grad_dtype"):
             group._fsdp_params_with_wider_grad_dtype = []
 
 
 def drop_unreduced_gradient(parameter: Any) -> None:
-    """Drop the gradient that an FSDP parameter has from passes that reduced nothing. Up to torch
-    2.14 FSDP's wrapper keeps it; later only the unsharded parameter does."""
+    """Drop the gradient that FSDP keeps from passes that reduced nothing. `parameter`: FSDP's
+    wrapper of a parameter, which keeps it up to torch 2.14; later only the unsharded parameter
+    does."""
     if not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property):
         parameter.unsharded_accumulated_grad = None
     if hasattr(parameter, "_unsharded_param"):
@@ -42,7 +45,7 @@ def drop_unreduced_gradient(parameter: Any) -> None:
 def varlen_asks_for_groups() -> bool:
     """Whether `varlen_attn` needs `enable_gqa` for query heads that share key heads. torch 2.11
     lacks the argument, and always shares."""
-    from torch.nn.attention import varlen  # imports the compiler
+    from torch.nn.attention import varlen  # imported here, because it imports the compiler
 
     function: Any = varlen.varlen_attn
     return "enable_gqa" in function.__kwdefaults__

@@ -39,8 +39,9 @@ _EXPENSIVE = {
 """Matrix products and attention: results that `selective` mode stores. By name, because not every
 version of torch has all of them, and some are registered only when their module is imported."""
 _OVERWRITTEN = {"aten._scaled_mm.default", "aten._scaled_mm_v2.default"}
-"""Operators whose stored result compiled code may overwrite, because backward does not need it.
-Backward needs the result of attention; memory of other products is allocated by the compiler."""
+"""Operators whose result must not be stored where compiled code runs, because that may overwrite a
+result which its backward does not need. Of the other operators, attention needs its result in
+backward, and products write into memory that the compiler has allocated."""
 
 
 def apply_activation_checkpointing(
@@ -55,16 +56,18 @@ def apply_activation_checkpointing(
 
     Args:
         mode: "full" recomputes all; "selective" stores the results of _EXPENSIVE operators.
-        compiled: "whole": blocks are compiled afterwards; "pieces": modules in them are, and only
-            their attention is stored; "no": nothing is compiled.
-        again: whether an uncompiled block has several backward passes, each of which recomputes it.
+        compiled: "whole": the wrapped blocks are compiled later; "pieces": modules inside the
+            blocks are compiled later, so results of _OVERWRITTEN operators are not stored; "no":
+            nothing is compiled.
+        again: whether backward of a block runs in several parts, each of which recomputes the block
+            (zero_bubble).
         draws: whether a block may draw random numbers, which recomputation must repeat.
     """
     replaced: dict[nn.Module, nn.Module] = {}
-    deciding = bool(getattr(model, "stacks", ()))  # routers must repeat their choice of experts
+    deciding = bool(getattr(model, "stacks", ()))  # a router must choose the same experts again
     for block in blocks:
         contexts: dict[str, Any] = {}
-        # Compiled blocks need no care: their graph updates buffers once.
+        # Only without compilation: a compiled block's graph updates buffers once.
         counting = compiled == "no" and bool(_persistent_buffers(block))
         if mode == "selective" or counting or deciding:
             selective = partial(_keeping_modes if again else _selective, compiled)
@@ -74,11 +77,11 @@ def apply_activation_checkpointing(
                 block if counting else None,
                 deciding,
             )
-        # States of random generators are saved only if needed: saving can take longer than a block.
+        # The states of random generators are saved only if needed: it can take longer than a block.
         replaced[block] = checkpoint_wrapper(block, preserve_rng_state=draws, **contexts)
     for parent in list(model.modules()):
-        for name, child in parent._modules.items():  # not named_children: it skips second names
-            # The wrapper itself must go on referring to its block.
+        for name, child in parent._modules.items():  # not named_children, which skips second names
+            # The wrapper must keep its reference to the block.
             if child in replaced and parent is not replaced[child]:
                 parent._modules[name] = replaced[child]
     return [replaced[block] for block in blocks]
@@ -89,10 +92,11 @@ def _contexts(
     counting: nn.Module | None,
     deciding: bool,
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return a context for the forward pass of a block and one for its recomputation.
+    """Return a context for the forward pass of a block, and a context for its recomputation.
 
     Args:
-        selective: creates modes that store results of operators, and reuse them.
+        selective: creates a mode that stores results of operators, and a mode that reuses them;
+            None: none is stored.
         counting: a block whose passes change persistent buffers, or None.
         deciding: whether to store routing decisions, see [Note: decisions].
     """
@@ -192,7 +196,8 @@ class _ReuseResults(_OperatorMode):
 
 
 def _detached(value: Any) -> Any:
-    """Detach a tensor so that it shares the version counter; return other values unchanged."""
+    """Detach a tensor, which then shares the version counter of `value`. Other values are returned
+    unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     # Modes exclude this dispatch key, without which a view would get its own version counter.

@@ -7,8 +7,8 @@ import torch
 
 
 def mark(device: torch.device) -> Any:
-    """Record the present point in the device's work without waiting: a CUDA event, or on a CPU the
-    host's clock."""
+    """Mark the present point in the device's work, without waiting for it. Returns a CUDA event or,
+    on a CPU, the host's clock in seconds."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

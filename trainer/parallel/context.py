@@ -6,14 +6,14 @@ are cut as in Grattafiori et al. 2024, "The Llama 3 Herd of Models".
 
 [Note: ring] A sequence is cut into 2 cp chunks, and rank c holds chunks c and 2 cp - 1 - c: an
 early chunk, which attends to few keys, and a late one, which attends to many. So all ranks compute
-equally much. A rank keeps its queries. Its keys and values go from rank to rank as one message,
-which is sent while the last received keys are used. In backward the sums of their gradients travel
-on with them, until they are back at their rank.
+equally much. A rank keeps its queries. Its keys and values go from rank to rank as one message. A
+rank sends the keys that it received last while it computes with them. In backward the sums of the
+keys' gradients travel with the keys, until they are back at the rank of the keys.
 
 The queries of one chunk and the keys of one chunk form a *block*. If both are of the same chunk,
 each document attends to itself, causally. If the keys are of an earlier chunk, at most one document
 of a row has tokens in both, and its queries attend to all of its keys. So no block needs a mask:
-kernels for sequences of variable length compute it from ranges.
+a kernel for sequences of variable length computes it from ranges of queries and of keys.
 
 Shapes: B batch, T sequence, t tokens of a sequence on this rank, N query heads, K key/value heads,
 H head dim. *Packed* is (B x t, heads, H): all rows of the first chunk, then all of the second.
@@ -48,19 +48,19 @@ def problem_of(model: nn.Module, length: int) -> str | None:
         return f"{type(model).__name__} is not one of Perdure's decoders"
     name = model.family.model_type
     if model.family.beside_loss and not model.family.statistics:
-        return f"what {name} records beside the loss is not that of a part of a sequence"
+        return f"{name} has scalars beside the loss that need whole sequences"
     if not all(any(isinstance(m, Attention) for m in block.modules()) for block in model.blocks):
         return f"blocks of {name} do not use trainer.Attention"
     if model.family.sinks:
-        return f"{name} has attention sinks, which the ring does not know yet"
+        return f"{name} has attention sinks, which ring attention does not support yet"
     if windows := model.model.windows(length):
         return (
-            f"layers of this {name} have a sliding window of {min(windows)} tokens, which is "
-            "shorter than data.seq_len and which the ring does not know yet"
+            f"layers of this {name} have a sliding window of {min(windows)} tokens, and ring "
+            "attention does not support windows shorter than data.seq_len yet"
         )
     scaling = model.model.architecture.rope_scaling
     if scaling and scaling.rope_type in ("dynamic", "longrope"):
-        return f"rope_type {scaling.rope_type} depends on the length, of which a rank sees a part"
+        return f"rope_type {scaling.rope_type} depends on the length, and a rank has only a part"
     return None
 
 
@@ -74,16 +74,16 @@ def chunks(length: int, cp: int, rank: int) -> tuple[range, range]:
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """A slice of the packed queries and one of the packed keys, both divided into ranges by
-    documents: queries of range n attend to keys of range n."""
+    """A slice of the packed queries and a slice of the packed keys. Documents divide both slices
+    into ranges: queries of range n attend to keys of range n."""
 
     queries: slice
     keys: slice
     query_ends: Tensor
-    """Borders of the ranges of queries, (ranges + 1,) int32, ascending, counted from the first of
+    """Borders of the ranges of queries, (ranges + 1,) int32, ascending; 0 is the begin of
     `queries`."""
     key_ends: Tensor
-    """Borders of the ranges of keys, in the same form."""
+    """Borders of the ranges of keys, (ranges + 1,) int32, ascending; 0 is the begin of `keys`."""
     causal: bool
     """Whether a query attends only to keys up to its own position; then the ranges of queries and
     keys are equal."""
@@ -172,7 +172,7 @@ class Ring:
         cu_seqlens: document ends in the whole sequences; None without documents.
         shape: (B, T).
         device: device of `cu_seqlens`.
-        attend: (q, k, v, ring) → attention; None: `_RingAttention`.
+        attend: function of (q, k, v, ring) that computes attention; None: `_RingAttention`.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Ring:
         every = [chunks(length, self.size, rank) for rank in range(self.size)]
         self.own = every[self.rank]
         """The two chunks of this rank, as positions in the sequence."""
-        # In turn t this rank has the keys of the rank t places before it.
+        # In ring step t this rank has the keys of the rank t places before it.
         sources = [(self.rank - turn) % self.size for turn in range(self.size)]
         self.turns = [
             list(attention_blocks(cu_seqlens, rows, self.own, every[source], length, device))
@@ -289,9 +289,9 @@ class _RingAttention(torch.autograd.Function):
                 to_queries[here] += block_grads[0]
                 to_held[0, there] += block_grads[1]
                 to_held[1, there] += block_grads[2]
-            if arriving:  # sums over the ranks that had these keys in earlier turns
+            if arriving:  # sums over the ranks that had these keys in earlier ring steps
                 to_held += arriving()
-            # Gradients follow their keys, and are back at their rank after the last turn.
+            # Gradients follow their keys, and are back at the rank of the keys after the last step.
             arriving = ring.pass_on(to_held, ring.tokens[(turn + 1) % ring.size], _GRADIENTS)
             held = coming() if coming else held
         assert arriving
@@ -304,7 +304,7 @@ class _RingAttention(torch.autograd.Function):
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, block: PackedBlock) -> tuple[Tensor, Tensor]:
     """Compute attention in a block for q (n, N, H) and k, v (m, K, H). Returns the output (n, N, H)
-    and the logarithms of the softmax sums (N, n): 0 and -inf for queries without keys."""
+    and the logarithms of the softmax sums (N, n). For queries without keys they are 0 and -inf."""
     if on_gpu(q):
         out, sums, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, block.query_ends, block.key_ends, *block.longest, 0.0, block.causal, False
@@ -366,11 +366,12 @@ class ContextParallel:
 
     def __init__(self, group: dist.ProcessGroup, compiled: bool = False) -> None:
         self.group = group
-        """Replaced by rejoin.py when this process continues with other ranks."""
+        """The ranks that hold parts of each sequence. rejoin.py replaces it when this process
+        continues with other ranks."""
         self._attend = torch.compiler.disable(_RingAttention.apply) if compiled else None
 
     def tokens(self, length: int) -> int:
-        """Return the number of tokens on this rank of a sequence of `length` tokens."""
+        """Return the number of tokens that this rank has of a sequence of `length` tokens."""
         cp, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         return sum(map(len, chunks(length, cp, rank)))
 
@@ -379,7 +380,7 @@ class ContextParallel:
     ) -> Any:
         """Return the model's result for a micro-batch. The loss is equal on all ranks of the group;
         each rank computes its part of the gradient. A pipeline stage without a head returns hidden
-        states (B, t, D). On all ranks.
+        states (B, t, D). Called on all ranks.
 
         Args:
             module: a `Decoder`, or its wrapper.
@@ -397,7 +398,7 @@ class ContextParallel:
         positions = torch.cat(
             [torch.arange(part.start, part.stop, device=ids.device) for part in ring.own]
         )
-        whole = SequenceShare(
+        whole = MeansAcrossRanks(
             self.group,
             _label_count(mine) / _label_count(labels).clamp(min=1),
             some.shape[1] / ids.shape[1],
@@ -413,8 +414,9 @@ def _label_count(labels: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SequenceShare:
-    """Implements `trainer.models.decoder.Whole` for a rank that has a part of each sequence."""
+class MeansAcrossRanks:
+    """Implements `trainer.models.decoder.WholeSequenceMeans` for a group of ranks that have parts
+    of the same sequences."""
 
     group: dist.ProcessGroup
     of_labels: Tensor | float
@@ -423,13 +425,13 @@ class SequenceShare:
     """Fraction of all tokens that are on this rank."""
 
     def over_labels(self, mean: Tensor) -> Tensor:
-        """Return the mean over the labels of all ranks; `mean` is over those of this rank. On all
-        ranks."""
+        """Return the mean over the labels of all ranks. `mean`: over the labels of this rank.
+        Called on all ranks."""
         return _SumWithOwnGradient.apply(mean * self.of_labels, self.group)
 
     def over_tokens(self, mean: Tensor) -> Tensor:
-        """Return the mean over the tokens of all ranks; `mean` is over those of this rank. On all
-        ranks."""
+        """Return the mean over the tokens of all ranks. `mean`: over the tokens of this rank.
+        Called on all ranks."""
         return _SumWithOwnGradient.apply(mean * self.of_tokens, self.group)
 
 

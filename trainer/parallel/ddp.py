@@ -21,8 +21,8 @@ BUCKET_BYTES = 25 * 2**20
 
 
 def apply_ddp(model: nn.Module, mesh: DeviceMesh, *, sync: bool = False) -> nn.Module:
-    """Wrap a model on its device in DDP, so that backward sums gradients over `mesh` (1-D). On all
-    ranks of `mesh`. With `sync` the first rank's weights are broadcast."""
+    """Wrap a model on its device in DDP, so that backward sums gradients over `mesh` (1-D). `sync`:
+    whether the first rank's weights are broadcast. Called on all ranks of `mesh`."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # At least two buckets: a single one would be reduced after backward, without overlap.
     half = sum(parameter.nbytes for parameter in trained) / 2
@@ -47,8 +47,8 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, *, sync: bool = False) -> nn.M
 
 def apply_ddp_again(wrapped: DistributedDataParallel, mesh: DeviceMesh) -> nn.Module:
     """Wrap the model of `wrapped`, whose process group was destroyed, for the new group of `mesh`.
-    On all ranks of `mesh`."""
-    # Both refer to the reducer; freeing it removes its hooks from the parameters.
+    Called on all ranks of `mesh`."""
+    # Nothing else refers to the reducer. When it is freed, its hooks leave the parameters.
     del wrapped.reducer, wrapped.logger
     return apply_ddp(wrapped.module, mesh)
 
@@ -117,7 +117,7 @@ class ShardedView:
 
     def _shard(self, whole: torch.Tensor) -> torch.Tensor:
         """Return a view of this rank's rows of a tensor, as a DTensor with placement Shard(0). A
-        scalar is returned whole."""
+        0-d tensor is returned whole."""
         if not whole.dim():
             return whole
         per_rank = -(-whole.shape[0] // self._mesh.size())
@@ -133,7 +133,8 @@ class ShardedView:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Copy the slices that all ranks updated into the whole parameters. On all ranks."""
+        """Copy the slices that all ranks updated into the whole parameters, and drop the slices'
+        gradients. Called on all ranks."""
         for names in self._buckets:
             whole = [self._whole[name] for name in names]
             mine = [local_tensor(self.parameters[name]) for name in names]
@@ -143,8 +144,8 @@ class ShardedView:
 
 
 def buckets(sizes: Sequence[int]) -> list[list[int]]:
-    """Group successive tensors of `sizes` bytes into buckets of at most BUCKET_BYTES; a larger
-    tensor has its own bucket. Returns the indices in each bucket."""
+    """Group successive tensors of `sizes` bytes into buckets of at most BUCKET_BYTES. A larger
+    tensor has its own bucket. Returns the indices of the tensors in each bucket."""
     result: list[list[int]] = []
     room = 0
     for place, size in enumerate(sizes):

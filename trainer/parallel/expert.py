@@ -8,9 +8,9 @@ are sent first. The host waits for them once per layer and forward pass, because
 its sizes from the host. Recomputation reuses the sizes, see [Note: decisions]. Experts have no
 capacity limit, and no token is dropped.
 
-An expert computes tokens of all `ep` ranks, so its gradient is already a sum over these. FSDP
-shards the expert further over the ranks that hold the same experts, and sums over these only. All
-other parameters are sharded over all ranks, as without expert parallelism.
+An expert computes tokens of all `ep` ranks, so its gradient is already a sum over them. FSDP shards
+the expert further over the ranks that hold the same experts, and sums its gradient over only those
+ranks. All other parameters are sharded over all ranks, as without expert parallelism.
 
 Expert modules match the patterns in `Family.stacks`. Each is called with rows (N, D) sorted by
 expert, and the number of rows of each expert (E).
@@ -34,7 +34,7 @@ from trainer.parallel.tensor import layout_is_exact, with_local
 from trainer.recipe import Recipe, RecipeError, Strategy, strategies
 
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""(rows (N, D) sorted by expert, number of rows of each expert (E)) → outputs (N, D)."""
+"""Maps (rows (N, D) sorted by expert, number of rows of each expert (E)) to outputs (N, D)."""
 
 
 def stacked_modules(model: nn.Module) -> list[nn.Module]:
@@ -48,8 +48,9 @@ def stacked_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def check_model(model: nn.Module, recipe: Recipe, shards: int) -> None:
-    """Check that experts divide among the recipe's expert-parallel ranks, and that FSDP can shard
-    each part, over `shards` groups of ranks that compute each layer together.
+    """Check that the experts divide evenly among the `ep` ranks, and that FSDP can shard each
+    rank's experts over the ranks that hold the same ones. `shards`: number of FSDP shards of each
+    stage.
 
     Raises:
         RecipeError: the model has no experts, or their number does not fit.
@@ -67,14 +68,14 @@ def check_model(model: nn.Module, recipe: Recipe, shards: int) -> None:
         if not layout_is_exact(count, ep, holders // ep):
             raise RecipeError(
                 f"strategy.ep: {count} experts cannot be cut over {holders} ranks; start another "
-                "number of them, or set strategy.shard_size"
+                "number of ranks, or set strategy.shard_size"
             )
 
 
 def apply(model: nn.Module, mesh: DeviceMesh, _strategy: Strategy) -> list[nn.Module]:
     """Replace the parameters of expert modules by DTensors of this rank's experts, over `mesh`
-    (1-D). Called before FSDP. On a device other than meta, weights must be equal on all ranks.
-    Returns the expert modules."""
+    (1-D). Called before FSDP is applied. On a device other than meta, weights must be equal on all
+    ranks. Returns the expert modules."""
     experts = stacked_modules(model)
     for module in experts:
         for key, whole in list(module.named_parameters(recurse=False)):
@@ -94,7 +95,8 @@ def _with_exchange(module: nn.Module, compute: Compute, mesh: DeviceMesh) -> Com
         """Return numbers of rows to each rank and from each rank; the permutation that sorts
         received rows by expert; and the number of rows of each expert on this rank."""
         group = mesh.get_group()  # at each call, because rejoin.py replaces the group
-        arriving = torch.empty_like(counts)  # (E): from rank 0 for each expert here, from rank 1, …
+        # (E): rows from rank 0 for each expert here, then from rank 1, …
+        arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=group)
         sent, received = _rows(counts, arriving, ranks, rows)
         # Rows arrive sorted by rank, then by expert; experts need them sorted by expert.
@@ -119,13 +121,15 @@ def _with_exchange(module: nn.Module, compute: Compute, mesh: DeviceMesh) -> Com
 def _rows(
     counts: Tensor, arriving: Tensor, ranks: int, _of_plan: int
 ) -> tuple[list[int], list[int]]:
-    """Return the numbers of rows to each rank and from each rank. Waits for the device."""
+    """Return the numbers of rows to each rank and from each rank. Waits for the device. `_of_plan`:
+    number of rows of this rank, which the plan's replacement of this function uses."""
     sent, received = torch.stack([counts, arriving]).view(2, ranks, -1).sum(dim=-1).tolist()
     return sent, received
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows: sends sent[r] rows to rank r, and receives received[r] rows from it."""
+    """All-to-all of rows: sends sent[r] rows to rank r, and receives received[r] rows from rank
+    r."""
 
     @staticmethod
     def forward(

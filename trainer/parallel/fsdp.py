@@ -34,13 +34,14 @@ def apply_fsdp(
     expert_mesh: DeviceMesh | None = None,
 ) -> list[nn.Module]:
     """Shard `model` in place over `mesh` (dp_replicate, dp_shard, or dp_shard alone): one unit per
-    block and one for the rest. Each of `experts` is a unit over `expert_mesh`. A block that shares
-    a parameter with other parts of the model belongs to the rest. Returns the blocks that are
-    units.
+    block and one for the rest of the model. Each of `experts` is a unit over `expert_mesh`. A block
+    that shares a parameter with other parts of the model belongs to the rest. Returns the blocks
+    that are units.
 
     Works on the meta device. Parameters are gathered in `dtype`. Gradients are reduced in float32,
     and summed, not averaged, because the loss is already divided by the global number of target
-    tokens. In exact mode gradients are rounded to a grid and reduced in float64.
+    tokens. In exact mode gradients are rounded to a grid (`trainer.optim.exact`) and reduced in
+    float64.
     """
     offloading = OffloadPolicy()
     if offload.used(recipe.strategy):
@@ -108,8 +109,8 @@ def is_sharded(parameter: nn.Parameter) -> bool:
 def gathers_ahead_on_cpu(recipe: Recipe, device_type: str) -> bool:
     """Return whether a forward pass must be set up to gather each block while the previous block
     computes. On a GPU FSDP does this by itself, with its own streams. On a CPU waiting for gathers
-    took 4 % of the quickstart's steps. Not with NVMe, where offload.py reads ahead, nor with a
-    user's model, which may call its blocks in any order."""
+    took 4 % of the quickstart's steps. False with offload to NVMe, where offload.py reads ahead,
+    and for a user's model, which may call its blocks in any order."""
     to_disk = offload.to_disk(recipe.strategy)
     return device_type == "cpu" and not to_disk and not recipe.model.factory
 
@@ -128,8 +129,8 @@ def prepare_backward(model: nn.Module, last: bool, recipe: Recipe) -> None:
     step, or if the recipe reduces in every pass."""
     every_pass = recipe.strategy.reduce_every_pass
     for unit in fsdp_units(model):
-        # Weights that forward left gathered stay so for the next pass. Otherwise FSDP would gather
-        # them in every pass, and copy them even in a group of one rank.
+        # Weights that forward left gathered stay gathered for the next pass. Otherwise FSDP would
+        # gather them in every pass, and copy them even in a group of one rank.
         free = last or every_pass or (recipe.gathers_twice and unit is not model)
         unit.set_reshard_after_backward(free, recurse=False)
         unit.set_requires_gradient_sync(last or every_pass, recurse=False)
@@ -149,8 +150,8 @@ def fsdp_groups(model: nn.Module) -> Iterator[Any]:
 
 
 def gathered_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the whole trained parameters, which backward computes gradients of, in the same order
-    on all ranks. They exist only after a first forward pass."""
+    """Return the trained parameters in FSDP's gathered form, whose gradients backward computes, in
+    the same order on all ranks. Empty before the first forward pass, which creates them."""
     held = [one for group in fsdp_groups(model) for one in group.fsdp_params]
     whole = [one._unsharded_param for one in held if hasattr(one, "_unsharded_param")]
     return [parameter for parameter in whole if parameter.requires_grad]

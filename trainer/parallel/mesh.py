@@ -24,9 +24,9 @@ LAYERS = tuple(module.KEYS[0] for module in dividing("layers"))
 EXPERT_SHARD, EXPERT = "ep_shard", "ep"
 """Names of mesh dimensions, outermost first: REPLICATE over replicas of the model, PIPELINE over
 pipeline stages, SHARD over FSDP shards, then in reverse LAYERS over ranks that compute each layer
-together, which are neighbours. A second mesh, for experts, has in place of the last two
-EXPERT_SHARD over ranks that hold the same experts, and EXPERT over neighbours that together hold
-all experts."""
+together, which are neighbours. A second mesh, for experts, has in place of SHARD and LAYERS the
+dimensions EXPERT_SHARD, over ranks that hold the same experts, and EXPERT, over neighbours that
+together hold all experts."""
 CONTEXT = "cp"
 """Name of the groups of context parallelism (rings). They are no dimension of the mesh, because
 FSDP treats their ranks as data-parallel ranks."""
@@ -58,7 +58,8 @@ class Mesh:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank adds values of its share, such as the loss, to sums over all ranks."""
+        """Whether this rank adds values of its share, such as the loss, to sums over all ranks. One
+        of the ranks that compute a share together does."""
         return self.place == 0
 
     @property
@@ -72,7 +73,7 @@ class Mesh:
         return 2 * self.place or 1 - self.together * (self.together - 1)
 
     def dimension(self, name: str) -> DeviceMesh:
-        """Return the 1-D mesh of a dimension, which may be EXPERT."""
+        """Return the 1-D mesh of a dimension. EXPERT is looked up in the mesh for experts."""
         return self.experts[name] if self.experts and name == EXPERT else self.device_mesh[name]
 
     @property
@@ -102,8 +103,8 @@ class Mesh:
         return of_stages
 
     def merged(self, *by_name: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return each dictionary (by parameter name) with the entries of all pipeline stages. On
-        all ranks."""
+        """Return each dictionary (by parameter name) with the entries of all pipeline stages.
+        Called on all ranks."""
         if PIPELINE not in (self.device_mesh.mesh_dim_names or ()):
             return [*by_name]
         group = self.device_mesh[PIPELINE].get_group()
@@ -122,8 +123,8 @@ def forget_meshes() -> None:
 
 
 def replica_ranks(recipe: Recipe) -> int:
-    """Return a number of ranks that divides any possible world size: the ranks of one replica of
-    the model, as far as the recipe alone determines them."""
+    """Return the number of ranks of one replica of the model, as far as the recipe alone determines
+    it. Each possible world size is a multiple of it."""
     strategy = recipe.strategy
     sharing = math.lcm(ranks_of(strategy, "sequences"), sharding.fixed_group(recipe))
     of_stage = math.lcm(ranks_of(strategy, "layers") * sharing, ranks_of(strategy, "experts"))
@@ -131,8 +132,8 @@ def replica_ranks(recipe: Recipe) -> int:
 
 
 def least_nodes(recipe: Recipe, nodes: int, ranks: int) -> int:
-    """Return the least number of nodes, at least `nodes`, that form whole replicas. `ranks`: ranks
-    per node."""
+    """Return the least number of nodes, at least `nodes`, whose ranks form whole replicas. `ranks`:
+    number of ranks per node."""
     replica = replica_ranks(recipe)
     together = replica // math.gcd(replica, ranks)
     return math.ceil(nodes / together) * together
@@ -166,7 +167,7 @@ def mesh_shape(recipe: Recipe, world_size: int, local_world_size: int) -> tuple[
     if world_size % (layer * pp):
         raise RecipeError(
             f"strategy.pp: {world_size} rank(s) do not divide into pipelines of {layer * pp}; "
-            "start a multiple of that, or set another strategy.pp"
+            f"start a multiple of {layer * pp} ranks, or set another strategy.pp"
         )
     world_size, local_world_size = world_size // (layer * pp), local_world_size // layer
     shards = sharding.group(recipe, world_size, local_world_size)
@@ -181,7 +182,7 @@ def mesh_shape(recipe: Recipe, world_size: int, local_world_size: int) -> tuple[
     if shards * layer % ep:
         raise RecipeError(
             f"strategy.ep: groups of {ep} ranks do not divide the {shards * layer} that share "
-            "parameters; start a multiple of that, or set another strategy.ep"
+            f"parameters; start a multiple of {ep} ranks, or set another strategy.ep"
         )
     if pp > 1 and shards % cp:
         raise RecipeError(
@@ -222,7 +223,7 @@ def groups_of(recipe: Recipe, world_size: int, local_world_size: int) -> dict[st
 
 
 def placement(recipe: Recipe, world_size: int, local_world_size: int) -> str:
-    """Describe which groups of ranks lie inside a node, and which span nodes."""
+    """Describe, for the user, which groups of ranks lie inside a node, and which span nodes."""
     inside: list[str] = []
     across: list[str] = []
     for name, (size, stride) in groups_of(recipe, world_size, local_world_size).items():
@@ -240,7 +241,7 @@ def is_sharded_by_fsdp(recipe: Recipe, world_size: int) -> bool:
     without ZeRO-1."""
     strategy, pp = recipe.strategy, ranks_of(recipe.strategy, "stages")
     alone, rounded = world_size == pp, recipe.precision.master != "fp32"
-    # These features need FSDP: e.g. it sums partial gradients of tp, and bf16 gradients in float32.
+    # These features need FSDP. For instance, it sums partial gradients of tp.
     if exact.used(recipe) or rounded or ranks_of(strategy, "layers") > 1 or offload.used(strategy):
         return True
     # In a pipeline FSDP also casts the activations that stages send.
@@ -254,7 +255,7 @@ def build_mesh(recipe: Recipe, world: World) -> Mesh:
     """Build the mesh of all ranks: (REPLICATE,) for DDP and for a single rank; (SHARD,) for FSDP;
     (REPLICATE, SHARD) for FSDP with replicas. PIPELINE comes before SHARD, LAYERS after it. The
     ranks of a pipeline, a tensor-parallel group or a ring have the same share of the global batch.
-    On all ranks."""
+    Called on all ranks."""
     strategy, rank = recipe.strategy, world.rank
     groups = groups_of(recipe, world.world_size, world.local_world_size)
     sizes = {name: group.size for name, group in groups.items()}
@@ -262,7 +263,7 @@ def build_mesh(recipe: Recipe, world: World) -> Mesh:
     by_fsdp = is_sharded_by_fsdp(recipe, world.world_size)
 
     def over(*names: str, always: str) -> DeviceMesh:
-        """Create a mesh of `always` and those of `names` that have several ranks."""
+        """Create a mesh of those dimensions in `names` that have several ranks, and of `always`."""
         # With a REPLICATE dimension of size 1, FSDP would all-reduce each gradient separately, and
         # keep it until backward ends.
         used = tuple(name for name in names if sizes[name] > 1 or name == always)

@@ -6,10 +6,10 @@ checkpoints see ordinary CPU tensors; the kernel's page cache holds what fits in
 
 The optimizer updates the file in portions, which are read into buffers: while one portion is
 updated, one thread reads the next and another thread writes the previous. Moments, which only the
-update uses, bypass the page cache (O_DIRECT): half the time and a fifth of the CPU time of mapped
-memory. Weights and gradients stay in the cache as far as memory allows, because forward and
-backward use them. They are flushed as soon as they are written, so that the kernel finds clean
-pages when it needs memory.
+update uses, bypass the page cache (O_DIRECT). This takes half the time and a fifth of the CPU time
+that mapped memory takes. Weights and gradients stay in the cache as far as memory allows, because
+forward and backward use them. They are flushed as soon as they are written, so that the kernel
+finds clean pages when it needs memory.
 
 The file has no name. So its space is freed however the process ends, and nothing else can read it.
 Only checkpoints outlive a process.
@@ -34,8 +34,8 @@ from checkpointing.format.tensors import local_tensor
 from trainer.recipe import RecipeError
 
 PORTION_BYTES = 8 << 20
-"""Bytes of weights in a portion of the update, a multiple of the page size. A buffer also holds as
-many bytes of gradients and of each moment."""
+"""Most bytes of weights in a portion of the update, a multiple of the page size. A buffer also
+holds as many bytes of gradients and of each moment."""
 BUFFERS = 3
 """Number of buffers: one is read into, one is updated, one is written to the file."""
 WRITES_AHEAD = 4
@@ -43,7 +43,7 @@ WRITES_AHEAD = 4
 
 _WRITE_AND_WAIT = 4  # MS_SYNC of msync
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of mallopt
-_libc = ctypes.CDLL(None, use_errno=True)  # ctypes releases the GIL
+_libc = ctypes.CDLL(None, use_errno=True)  # ctypes releases the GIL during a call
 
 
 class OffloadFile:
@@ -51,7 +51,7 @@ class OffloadFile:
 
     Args:
         directory: a directory on a local disk; created if missing.
-        nbytes: size of the file: the most that all tensors together take, see `bytes_needed`.
+        nbytes: size of the file, see `bytes_needed`.
         moments: names of the optimizer's moments.
 
     Raises:
@@ -81,7 +81,7 @@ class OffloadFile:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="offload-writer")
         self._writes: deque[Future[None]] = deque()
         self._buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
-        """Free buffers of an update."""
+        """Buffers of the present update that no thread uses."""
 
     def zeros_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return zeros in the file, with shape, dtype and placement of `tensor`, which may be on
@@ -163,12 +163,12 @@ class OffloadFile:
     def portions(self, optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
         """Yield the optimizer's parameter groups in portions. The caller updates each portion
         before it requests the next; after the last, all parameters are updated. The update must be
-        elementwise, and its state consist of a step count and moments.
+        elementwise, and the state of a parameter must consist of a step count and moments.
 
         A portion holds stand-ins: parameters in memory, with gradients and state, for a parameter
-        or a range of its elements in the file. The caller may change gradients. A stand-in begins
-        at a multiple of the page size, so vector instructions process the same groups of elements
-        as in the whole parameter.
+        or a range of its elements in the file. The caller may change gradients. A range begins at
+        a multiple of the page size, so vector instructions process the same groups of elements as
+        in the whole parameter.
         """
         groups = optimizer.param_groups
         portions = list(_cut(groups))
@@ -237,7 +237,8 @@ class OffloadFile:
             done += call(self._direct, [data[done:]], offset + done)
 
     def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Submit work to the writer thread; wait until at most WRITES_AHEAD works are pending."""
+        """Submit work to the writer thread, and wait until at most WRITES_AHEAD writes are
+        unfinished."""
         self._writes.append(self._writer.submit(work, *arguments))
         while len(self._writes) > WRITES_AHEAD:
             self._writes.popleft().result()
@@ -264,7 +265,8 @@ class OffloadFile:
 
 @dataclass(frozen=True)
 class _FilePart:
-    """Bytes `start` to `stop` of a parameter's tensors, and their position in a buffer."""
+    """Bytes `start` to `stop` of a parameter's tensors, and the position of these bytes in a
+    buffer."""
 
     parameter: nn.Parameter
     group: dict[str, Any]
@@ -273,17 +275,18 @@ class _FilePart:
     position: int
 
     def of(self, tensor: torch.Tensor | None) -> torch.Tensor:
-        """Return these bytes of the weight, gradient or a moment of the parameter."""
+        """Return bytes `start` to `stop` of `tensor`: the weight, the gradient or a moment."""
         if tensor is None:
-            raise ValueError("the gradient went away during the update")
+            raise ValueError("a gradient was set to None during the update; set it only afterwards")
         return _bytes(tensor)[self.start : self.stop]
 
     def rows(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return a view of these bytes in a buffer, shape (copies, bytes)."""
+        """Return a view of the part's bytes in a buffer, shape (copies, bytes)."""
         return buffer[:, self.position : self.position + self.stop - self.start]
 
     def stand_in(self, buffer: torch.Tensor, state: Any, names: Sequence[str]) -> nn.Parameter:
-        """Create a parameter over these bytes in a buffer, with gradient and optimizer state."""
+        """Create a parameter over the part's bytes in a buffer, with gradient and optimizer
+        state. `names`: names of the moments."""
         weight, gradient, *moments = self.rows(buffer).view(self.parameter.dtype)
         parameter = nn.Parameter(weight)
         parameter.grad = gradient
@@ -324,7 +327,7 @@ def copies(moments: Sequence[str]) -> int:
 
 
 def bytes_needed(parameters: Iterable[nn.Parameter], moments: Sequence[str]) -> int:
-    """Return the size of an OffloadFile for these parameters of this rank, in bytes."""
+    """Return the size of an OffloadFile for this rank's parameters, in bytes."""
     return sum(
         _pages(local_tensor(p).nbytes) * (copies(moments) if p.requires_grad else 1)
         for p in parameters
@@ -332,7 +335,7 @@ def bytes_needed(parameters: Iterable[nn.Parameter], moments: Sequence[str]) -> 
 
 
 def _open_direct(descriptor: int) -> int:
-    """Open the same file again, with O_DIRECT if the filesystem supports it."""
+    """Open the file of `descriptor` again, with O_DIRECT if the filesystem supports it."""
     path = f"/proc/self/fd/{descriptor}"
     try:
         return os.open(path, os.O_RDWR | os.O_DIRECT)

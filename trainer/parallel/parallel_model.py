@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from trainer.parallel.pipeline import Pipeline
 
 KEPT = "optimizer"
-"""Key of a trainer state: FQN → JSON state of an optimizer, see saved_state.py."""
+"""Key in a saved trainer state. Its value maps FQNs to the parts of the optimizer's state that are
+JSON, see saved_state.py."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class ParallelModel:
     values. Slow for large models, so it is called only if no weights are loaded. With an adapter it
     sets A and B only."""
     share_buffers: Callable[[], None]
-    """Copies the persistent buffers of the first replica to all others, so that all replicas have
-    the effect of the same forward passes. On all ranks."""
+    """Copies the persistent buffers of the first replica to all others, because each replica's
+    forward passes have changed its own. Called on all ranks."""
     pipeline: "Pipeline | None" = None
     """Computes this rank's pipeline stages; None: this rank has all layers."""
     context: "ContextParallel | None" = None
@@ -67,7 +68,8 @@ class ParallelModel:
     """Whether a training pass may draw random numbers."""
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Call the model on one micro-batch; returns the `means` of its result. On all ranks."""
+        """Call the model on one micro-batch, and return the `means` of its result. Called on all
+        ranks."""
         with self.autocast():
             if self.context:
                 return means(self.context(self.module, inputs))
@@ -84,8 +86,8 @@ class ParallelModel:
         train: bool,
         reduce: bool = True,
     ) -> Iterator[ForwardPass]:
-        """Yield the forward passes of a step in the strategy's order, each to be called before the
-        next. If `train`, run backward after each, as the strategy orders it. On all ranks.
+        """Yield the forward passes of a step in the strategy's order. The caller calls each before
+        it requests the next. If `train`, backward passes run in between. Called on all ranks.
 
             for forward in model.run(inputs, train=True):
                 forward.root = forward(inputs[forward.number])["loss"]
@@ -93,8 +95,8 @@ class ParallelModel:
         Args:
             inputs: the micro-batches of this rank.
             train: whether to run backward.
-            reduce: whether gradients are summed over the ranks in the last pass. In a pipeline it
-                must be True.
+            reduce: whether gradients are summed over the ranks in the last pass. Must be True in a
+                pipeline, which always sums them.
         """
         if self.pipeline:
             yield from self.pipeline.run(inputs, train)
@@ -111,7 +113,7 @@ class ParallelModel:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Context with all modules in eval mode. Afterwards each module has its own mode again,
+        """Context with all modules in eval mode. Afterwards each module has its former mode again,
         because a user may train with some modules in eval mode."""
         modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
@@ -147,8 +149,8 @@ class ParallelModel:
 
     @property
     def saved(self) -> dict[str, torch.Tensor]:
-        """`tensors`, with copies of the buffers, because the next forward pass may change buffers
-        before they are staged. Parameters change only after staging."""
+        """Return `tensors` for a save, with copies of the buffers, because the next forward pass
+        may change buffers before the save has copied them. Parameters do not change before."""
         return self._in_files({name: buffer.clone() for name, buffer in self.buffers().items()})
 
     def _in_files(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -221,14 +223,14 @@ class ParallelModel:
         return [parameter for parameter in self.optimized.values() if parameter is not elsewhere]
 
     def collect_gradients(self) -> None:
-        """Set the gradients of `optimized` to the reduced gradients. On all ranks."""
+        """Set the gradients of `optimized` to the reduced gradients. Called on all ranks."""
         if self.pipeline:
             self.pipeline.add_tied_gradients()
         if self.sharded_view:
             self.sharded_view.scatter_gradients()
 
     def publish_weights(self) -> None:
-        """Copy the updated `optimized` tensors to the whole parameters. On all ranks."""
+        """Copy the updated `optimized` tensors to the whole parameters. Called on all ranks."""
         if self.sharded_view:
             self.sharded_view.gather()
 

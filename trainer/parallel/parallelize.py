@@ -44,7 +44,7 @@ DRAWN_BYTES = 4 << 30
 """Most bytes of whole initial tensors that are drawn at once; a larger one is drawn alone."""
 
 Fill = Callable[[str, tuple[int, ...]], torch.Tensor]
-"""(FQN, global shape) → the whole initial tensor on the CPU. Called from several threads."""
+"""Maps (FQN, global shape) to the whole initial tensor, on the CPU. Called from several threads."""
 
 
 def check_parallel(recipe: Recipe, model: nn.Module, shards: int) -> None:
@@ -52,7 +52,7 @@ def check_parallel(recipe: Recipe, model: nn.Module, shards: int) -> None:
 
     Args:
         model: whole; may be on the meta device.
-        shards: see `mesh_shape`.
+        shards: number of FSDP shards of each stage, see `mesh_shape`.
 
     Raises:
         RecipeError: one line for each key that does not work.
@@ -74,13 +74,14 @@ def parallelize(
     fill: Fill | None,
     cores: int = 1,
 ) -> ParallelModel:
-    """Apply the recipe's strategy. Weights are loaded or drawn later. On all ranks.
+    """Apply the recipe's strategy. Weights are loaded or drawn later. Called on all ranks.
 
     Args:
         model: on the meta device when `fill` is given, else on the CPU with equal weights on all
             ranks.
         blocks: its repeated parts; units of sharding, recomputation and compilation.
-        fill: returns initial weights, equal for every world size and strategy.
+        fill: returns initial weights, equal for every world size and strategy; None: the model has
+            its weights.
         cores: number of threads that draw weights.
     """
     strategy, dtype = recipe.strategy, DTYPES[recipe.precision.dtype]
@@ -101,7 +102,7 @@ def parallelize(
     blocks_of: dict[nn.Module, Sequence[nn.Module]] = {model: blocks}
     costs: list[float] = []
     if pp.ranks(strategy) > 1:
-        # imported only where the recipe uses it
+        # Imported only if the recipe uses it.
         from trainer.parallel.pipeline import Pipeline, costs_of, stages_of
 
         stages, costs = stages_of(model, mesh, recipe), costs_of(model, recipe)
@@ -113,7 +114,7 @@ def parallelize(
     ties = ties_of(model)
     if offload.to_disk(strategy) and strategy.offload_directory:
         kept = moments(recipe.optimizer)
-        assert kept is not None  # the recipe check has refused others
+        assert kept is not None  # the check of the recipe has refused optimizers with other state
         nbytes = bytes_needed(model.parameters(), kept)
         file = OffloadFile(strategy.offload_directory, nbytes, kept)
         file.take_weights(model, device)
@@ -121,8 +122,8 @@ def parallelize(
         for part, units in blocks_of.items():
             file.read_ahead(part, units)
     elif fill:
-        # Buffers stay on the computing device even if parameters are offloaded; those with values
-        # keep them.
+        # Buffers stay on the computing device even if parameters are offloaded. Buffers that have
+        # values keep them.
         host = torch.device("cpu") if offload.to_host(strategy) else device
 
         def materialise(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,7 +145,7 @@ def parallelize(
     module, optimized, view = model, parameters, None
     if not sharded_by_fsdp:
         if mesh.data_mesh.size() > 1:
-            # `sync` only for a user's model: bundled ones get their weights later.
+            # `sync` only for a user's model with weights: other models get theirs later.
             module = apply_ddp(model, mesh.data_mesh, sync=fill is None)
         if sharding.zero1(recipe):
             trained = {name: p for name, p in parameters.items() if p.requires_grad}
@@ -159,7 +160,7 @@ def parallelize(
     def autocast() -> Any:
         if by_fsdp or dtype == torch.float32:
             return nullcontext()
-        # autocast's cache would hold every weight in `dtype` until backward, for a single use.
+        # The cache would keep every weight in `dtype` until backward, though each is used once.
         return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
     def draw_weights() -> None:
@@ -180,7 +181,7 @@ def parallelize(
 
     in_8_bits = recipe.precision.matmul == "fp8_tensorwise" and not offload.used(strategy)
     if in_8_bits and sharded_by_fsdp:
-        # imported only where the recipe uses it
+        # Imported only if the recipe uses it.
         from trainer.parallel.float8 import gather_in_8_bits
 
         for part in blocks_of:
@@ -199,7 +200,8 @@ def parallelize(
 
 
 def _implementation(module: Dimension) -> Any:
-    """Import the module that applies a kind of model parallelism: only where the recipe uses it."""
+    """Import the module that applies a kind of model parallelism. Called only if the recipe uses
+    it."""
     return import_module(module.APPLIED_BY)
 
 
@@ -232,8 +234,8 @@ def cut_layers(
 def _apply(
     model: nn.Module, blocks: list[nn.Module], mesh: Mesh, recipe: Recipe, dtype: torch.dtype
 ) -> list[nn.Module]:
-    """Apply the strategies that change a model in place, in their order; returns its blocks
-    afterwards."""
+    """Apply the strategies that change a model in place, in their order. Returns the blocks, which
+    may have been replaced."""
     strategy = recipe.strategy
     # 8-bit products first: they replace layers. Then tensor and expert parallelism, which change
     # what layers compute and hold. Activation checkpointing before compilation, so that
@@ -259,11 +261,11 @@ def _apply(
         )  # fmt: skip
         compiled = compiled if how == "pieces" else blocks
     if strategy.compile:
-        # dynamo's DDP optimizer would cut each block at bucket borders, and fails below 2 MiB.
+        # dynamo's DDP optimizer would cut a block at borders of buckets, and fails below 2 MiB.
         torch._dynamo.config.optimize_ddp = False
         for module in model.modules():
-            # Replaced by tensor or expert parallelism: its collectives would break the graph
-            # anyway.
+            # Tensor or expert parallelism has replaced this forward, with collectives that would
+            # break the graph anyway.
             if "forward" in vars(module):
                 module.forward = torch.compiler.disable(module.forward)
         for part in (*(compiled or [model]), *getattr(model, "compiled_beside_blocks", ())):

@@ -8,14 +8,15 @@ import torch
 
 COUNT = "count"
 """Key under which a model may return the number that its means were divided by, such as the sum of
-weights. Needed if that is neither the number of samples nor of labels."""
+weights. Needed if this number is neither that of samples nor that of labels."""
 
 Passed = torch.Tensor | tuple[torch.Tensor, ...]
 """Tensors that backward starts from: a scalar loss; or, for the next pipeline stage, hidden states
 and statistics of blocks, see `Decoder.forward`."""
 
 Call = Callable[[Mapping[str, torch.Tensor]], Passed | dict[str, torch.Tensor]]
-"""Inputs of a micro-batch → its `means`, or the outputs for the next pipeline stage."""
+"""Maps the inputs of a micro-batch to its `means`, or to the outputs for the next pipeline
+stage."""
 
 
 @dataclass
@@ -27,7 +28,8 @@ class ForwardPass:
     call: Call | None
     """The model, or a stage of a pipeline; None once backward has begun."""
     root: Passed = ()
-    """Where backward begins. The loop sets the loss; a stage before the last, its outputs."""
+    """Tensors from which backward starts. The training loop sets it to the loss. In a pipeline
+    stage before the last, calling the pass sets it to the stage's outputs."""
 
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> Passed | dict[str, torch.Tensor]:
         """Compute the `means` of the micro-batch, or the outputs for the next pipeline stage."""
@@ -38,8 +40,8 @@ class ForwardPass:
         return result
 
     def take_root(self) -> Passed:
-        """Return `root`, and drop what keeps the graph alive: the loop holds this object while the
-        next pass allocates."""
+        """Return `root`, and drop this object's references to the graph and the model, because the
+        training loop holds the object while the next pass allocates memory."""
         root, self.root, self.call = self.root, (), None
         return root
 
@@ -70,7 +72,7 @@ def loss_problem(result: Any) -> str | None:
             return None
         return (
             "a loss that has no gradient: it is detached, or made of a number (.item()), or under "
-            "torch.no_grad; it should hang on the parameters"
+            "torch.no_grad; it should depend on the parameters"
         )
     kind = type(result).__name__
     if isinstance(loss, float | int):

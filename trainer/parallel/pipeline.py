@@ -139,8 +139,8 @@ class Pipeline:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """(seconds of this rank's last `run` with backward, seconds of it spent waiting for
-        messages). Valid once the device is synchronised."""
+        """(seconds of this rank's last `run` with backward, seconds of that run spent waiting for
+        messages). Read it only after the device is synchronised."""
         began, ended, waits = self._marks
         return seconds_between(began, ended), sum(seconds_between(*wait) for wait in waits)
 
@@ -196,12 +196,12 @@ class Pipeline:
             last = remaining[s] == 0
             if kind == "B":
                 self._backward(stage, out, gradients, last)
-            elif not received:  # no rank waits for the first stage, so all of backward is put off
+            elif not received:  # no rank waits for the first stage: its whole backward is put off
                 weights[s, number] = partial(self._backward, stage, out, gradients, last)
             else:
                 weights[s, number] = self._backward_of_input(stage, received, out, gradients, last)
             if received:
-                # Zeros where there is no gradient: the previous stage waits for one in any case.
+                # Zeros where there is no gradient, because the previous stage waits for a message.
                 back = [torch.zeros_like(x) if x.grad is None else x.grad for x in received]
                 messages.send(Action(kind, s - 1, number), back)
                 del back
@@ -211,8 +211,8 @@ class Pipeline:
             self._marks = began, mark(self._links.device), messages.waits
 
     def _message_buffer(self, action: Action, rows: int, length: int) -> Message:
-        """Allocate tensors for the message that an action needs: in forward from the previous
-        stage, in backward from the next."""
+        """Allocate tensors for the message that an action needs: for forward from the previous
+        stage, for backward from the next stage."""
         device = self._links.device
         tokens = self._context.tokens(length) if self._context else length
         shape = rows, tokens // tp.stream_parts(self._recipe.strategy), self._width
@@ -276,8 +276,8 @@ class Pipeline:
         return backward_of_weights
 
     def add_tied_gradients(self) -> None:
-        """Replace the gradients of a tied weight on both its stages by their sum. Called after
-        `run`."""
+        """Replace the gradients of a tied weight, on the first and last stage, by their sum. Called
+        after `run`."""
         if self.tied is None or self.tied.grad is None:
             return
         gradient, peer = self.tied.grad, self._links.ranks - 1 - self._links.rank
@@ -287,16 +287,16 @@ class Pipeline:
 
 
 def _owners(roots: Sequence[Node | None], nodes: Collection[Node]) -> dict[Node, Node]:
-    """Find references that keep autograd nodes alive that are defined in Python (such as the loss).
-    In torch 2.11 such a node is freed with the tensor that it produced, unless a C++ node that
-    leads to it is referenced.
+    """Find the objects whose references keep autograd nodes of Python functions (such as the loss)
+    alive. In torch 2.11 such a node is freed with the tensor that it produced, unless a C++ node
+    that leads to it is referenced.
 
     Args:
         roots: roots of the autograd graph, which are C++ nodes.
         nodes: nodes of the graph that must stay alive.
 
     Returns:
-        Python node among `nodes` → the C++ node to hold for it.
+        For each node of a Python function among `nodes`, the C++ node to hold.
     """
     wanted = {node for node in nodes if isinstance(node, torch._C._FunctionBase)}
     owners: dict[Node, Node] = {}
@@ -314,8 +314,9 @@ def _owners(roots: Sequence[Node | None], nodes: Collection[Node]) -> dict[Node,
 
 
 def neighbour_turns(rank: int, ranks: int, around: bool) -> list[tuple[int, ...]]:
-    """Return the groups that a rank creates, turn by turn, so that every two neighbours share one.
-    In each turn all ranks create a group together; a rank without a partner then is alone.
+    """Return the groups that a rank creates, turn by turn, so that every two neighbours share a
+    group. In each turn all ranks create a group at once; a rank without a partner creates one of
+    its own.
 
     Args:
         rank: a rank of the pipeline.
@@ -330,8 +331,8 @@ def neighbour_turns(rank: int, ranks: int, around: bool) -> list[tuple[int, ...]
 
 
 class _Links:
-    """Point-to-point connections of this rank to other ranks of its pipeline. Created on all
-    ranks. `around`: the last rank also sends to the first, and back."""
+    """Point-to-point connections of this rank to other ranks of its pipeline. Created on all ranks.
+    `around`: whether the last and the first rank exchange messages, too."""
 
     def __init__(self, mesh: Mesh, around: bool) -> None:
         across = mesh.device_mesh[PIPELINE]
@@ -367,8 +368,8 @@ class _Links:
         return work
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
-        """Send `tensor` to rank `peer`, and return the peer's tensor of the same shape. On both
-        ranks."""
+        """Send `tensor` to rank `peer`, and return the peer's tensor of the same shape. Called on
+        both ranks."""
         theirs = torch.empty_like(tensor)
         both = (dist.isend, tensor), (dist.irecv, theirs)
         for work in dist.batch_isend_irecv(
@@ -416,7 +417,8 @@ class _Messages:
             self._wait(works)
             self._post(peer)  # receive the next message while this one is used
             self._ready[arrived] = message
-        # Messages that the peer used before it sent this one have arrived there, and are freed.
+        # The peer has used our messages up to the action that sent this one, so they have arrived,
+        # and their memory can be freed.
         sent, reached = self._sent.get(peer), self._place[action._replace(stage=source)]
         while sent and sent[0][0] < reached:
             sent.popleft()[2].wait()

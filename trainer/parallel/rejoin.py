@@ -27,7 +27,7 @@ CAN_RESET = hasattr(FSDPModule, "reset_iter_state")
 
 def rejoin(model: ParallelModel, mesh: Mesh, new: Mesh) -> tuple[ParallelModel, Mesh]:
     """Return the kept model and mesh with the process groups of `new`, a mesh for the same rank and
-    world size. On all ranks that keep a model, while new processes call `parallelize`.
+    world size. Called on all ranks that keep a model, while new processes call `parallelize`.
 
     Raises:
         RuntimeError: a group has another name than before.
@@ -40,7 +40,7 @@ def rejoin(model: ParallelModel, mesh: Mesh, new: Mesh) -> tuple[ParallelModel, 
     for group in fsdp_groups(module):
         _take_groups_of_fsdp(group)
     _drop_step_of_fsdp(module)
-    for part in module.modules():  # such as a router's token counts
+    for part in module.modules():  # for instance routers, which count tokens
         if forget := getattr(part, "forget_step", None):
             forget()
     if model.context and mesh.ring:
@@ -57,8 +57,8 @@ def _take_groups(mesh: DeviceMesh, new: DeviceMesh) -> None:
     """Put the groups of `new` into the registry of `mesh`, which later compilations use."""
     if mesh._dim_group_names != new._dim_group_names:
         raise RuntimeError(
-            f"the groups of a mesh were called {mesh._dim_group_names}, and now "
-            f"{new._dim_group_names}: this rank cannot keep its model"
+            f"the process groups of a mesh were called {mesh._dim_group_names}, and are now called "
+            f"{new._dim_group_names}; this rank cannot keep its model, and has to be restarted"
         )
     for name, old in mesh._pg_registry.items():
         mesh._pg_registry[name] = _resolve_process_group(old.group_name)
@@ -74,8 +74,8 @@ def _take_groups_of_fsdp(group: Any) -> None:
 
 
 def _drop_step_of_fsdp(model: nn.Module) -> None:
-    """Drop the state of a failed step from FSDP's units, wherever in forward or backward the step
-    failed."""
+    """Drop the state of a failed step from FSDP's units. The step may have failed anywhere in
+    forward or backward."""
     for group in fsdp_groups(model):
         # `reset_iter_state` would wait for an unfinished gather, and raise its error again.
         group._all_gather_result = None

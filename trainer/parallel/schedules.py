@@ -55,13 +55,13 @@ def schedule(name: Name, ranks: int, per_rank: int, count: int) -> list[Order]:
 
 
 def _in_turn(rank: int, ranks: int, per_rank: int, count: int, eager: bool) -> Order:
-    """Return a rank's order of some forwards to fill the pipeline (with `eager` all), then forward
-    and backward alternating.
+    """Return a rank's order: first forwards that fill the pipeline (with `eager`: all forwards),
+    then forward and backward in turn.
 
     With several stages per rank, a group of micro-batches passes through one stage of a rank after
     the other. Narayanan et al. need groups of exactly `ranks` micro-batches. Here any number of
-    micro-batches is divided into groups of at least `ranks`, larger groups first, which never
-    deadlocks; a smaller last group can.
+    micro-batches is divided into groups of at least `ranks`, larger groups first. This never
+    deadlocks, whereas a last group of fewer micro-batches than ranks can.
     """
     rounds = max(1, count // ranks)
     sizes = [count // rounds + (number < count % rounds) for number in range(rounds)]
@@ -79,9 +79,9 @@ def _in_turn(rank: int, ranks: int, per_rank: int, count: int, eager: bool) -> O
 
 
 def _split_backward(order: Order, rank: int) -> Order:
-    """Split each B into an I and a W, and put Ws off to fill idle time. At most `rank` Ws are put
-    off: rank r has r fewer forwards ahead than the first rank, so no rank holds more activations
-    than the first rank under 1F1B."""
+    """Split each B into an I and a W, see [Note: schedules], and put Ws off to fill idle time. At
+    most `rank` Ws are put off: rank r has r fewer forwards ahead than the first rank, so no rank
+    holds more activations than the first rank under 1F1B."""
     waiting: deque[Action] = deque()
     split: Order = []
     last_forward = max(place for place, action in enumerate(order) if action.kind == "F")
@@ -108,7 +108,8 @@ class ActionSpan(NamedTuple):
 
 
 class ActionSequence(NamedTuple):
-    """The actions of all ranks in one sequence, in which each comes after those that it needs."""
+    """The actions of all ranks in one sequence, in which each action comes after the actions that
+    it needs."""
 
     steps: list[tuple[int, Action, int]]
     """(rank, action, index in `steps` of the action whose message it needs, or -1)."""
@@ -139,7 +140,7 @@ class Simulation(NamedTuple):
 
     @property
     def held(self) -> list[int]:
-        """See `ActionSequence.held`."""
+        """Per rank, the largest number of forwards whose activations it stores at once."""
         return self.arrangement.held
 
     @property
@@ -190,7 +191,8 @@ def arranged(orders: Sequence[Order]) -> ActionSequence:
                 ahead[rank] += {"F": 1, "I": 0}.get(action.kind, -1)
                 held[rank] = max(held[rank], ahead[rank])
         if len(steps) == before:
-            raise ValueError(f"ranks wait for each other before {[o[0] for o in waiting if o]}")
+            waits = [order[0] for order in waiting if order]
+            raise ValueError(f"deadlock: ranks wait for each other before {waits}")
     return ActionSequence(steps, held)
 
 
@@ -206,7 +208,7 @@ def simulate(
         arrangement: the actions of all ranks.
         cost: duration of an action, by kind.
         stages: durations by kind for each stage, if stages differ; replaces `cost`.
-        message: time of a message to another rank, during which no rank is busy with it.
+        message: time of a message to another rank, which keeps no rank busy.
     """
     free, busy = [0.0] * len(arrangement.held), [0.0] * len(arrangement.held)
     starts: list[float] = []

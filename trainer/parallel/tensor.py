@@ -7,17 +7,18 @@ Large Transformer Models".
 which says how the module is cut:
 
 - *column*: a product whose outputs are cut (query, key and value by heads; the first of an MLP).
-- *row*: a product whose inputs are cut, as a column left them. Its outputs are summed over the
-  ranks.
-- *fused*: several columns in one `nn.Linear`, with the number of outputs of each in `sections`. A
-  rank computes consecutive outputs of the whole; an exchange gives it the outputs of its heads.
+- *row*: a product whose inputs are cut, as the outputs of a column are. Its outputs are summed
+  over the ranks.
+- *fused*: several columns in one `nn.Linear`, whose attribute `sections` has their numbers of
+  outputs. A rank computes consecutive outputs of the whole layer, and an exchange gives it its part
+  of each column.
 - *head_norm*: a module between a column and a row that treats each head separately.
 - *heads*: a module whose own parameters have a row for each query head, such as attention sinks.
-- *wide_norm*: an RMSNorm between a column and a row over all heads together; it sums over ranks.
+- *wide_norm*: an RMSNorm between a column and a row, over all heads together. It sums over ranks.
 - *norm*: a module on the residual stream. With sequence parallelism a rank has only its part of the
   sequence there, otherwise the whole sequence.
 - *tokens*: a module that treats each token separately, as a layer of experts does. Each rank
-  computes some tokens, and holds all weights except those of `Family.stacks`.
+  computes some of the tokens, and holds all weights of the module except `Family.stacks`.
 - *vocabulary*: an embedding or output head whose rows are cut. The head is never called: a
   `HeadLoss` uses its weight, and no rank holds a whole row of logits.
 
@@ -63,7 +64,7 @@ from trainer.models.loss import (
 )
 from trainer.models.versions import all_gather_single, reduce_scatter_single
 from trainer.optim.formats import BLOCK as STATE_BLOCK
-from trainer.parallel.context import SequenceShare
+from trainer.parallel.context import MeansAcrossRanks
 from trainer.recipe import Recipe, RecipeError, Strategy
 from trainer.recipe.strategies import ep, tp
 
@@ -84,7 +85,7 @@ _CUT_APART: dict[tuple[str, str], Placement] = {
     ("fused", "lora_A"): Replicate(),
     ("row", "lora_B"): Replicate(),
 }
-"""(kind, parameter) → placement, for parameters that are not placed as the weight is."""
+"""(kind, parameter) → placement, for parameters that are placed otherwise than _CUT says."""
 
 
 def kinds_of(model: nn.Module, tp: int, shards: int = 1) -> dict[str, str]:
@@ -111,9 +112,9 @@ def kinds_of(model: nn.Module, tp: int, shards: int = 1) -> dict[str, str]:
             continue
         if kind not in _CUT:
             what = f"is to be {kind!r}" if kind else "has no pattern"
-            named = name or f"what {type(model).__name__} has of parameters by itself"
+            named = name or f"{type(model).__name__} itself, which has parameters,"
             raise RecipeError(
-                f"strategy.tp: {named} {what} in the tensor_plan; the kinds are {', '.join(_CUT)}"
+                f"strategy.tp: {named} {what} in the tensor_plan; use one of {', '.join(_CUT)}"
             )
         if problem := _problem(kind, module, tp, shards):
             raise RecipeError(f"strategy.tp: {name} cannot be {kind}: {problem}")
@@ -176,8 +177,9 @@ def _problem(kind: str, module: Any, tp: int, shards: int) -> str | None:
 
 
 def layout_is_exact(length: int, tp: int, shards: int) -> bool:
-    """Return whether a DTensor can describe which rows a rank holds. For FSDP over tensor
-    parallelism it assumes that each shard divides evenly among the tp ranks (`_StridedShard`)."""
+    """Return whether a DTensor can describe which of `length` rows a rank holds, if `tp` ranks
+    divide them and FSDP cuts each part into `shards`. A DTensor (`_StridedShard`) assumes that one
+    shard of all tp ranks together is divided among them as torch.chunk divides it."""
     by_rank = [_chunks(part, shards) for part in _chunks(length, tp)]
     return all(_chunks(sum(rows), tp) == list(rows) for rows in zip(*by_rank, strict=True))
 
@@ -197,13 +199,14 @@ def check_model(model: nn.Module, recipe: Recipe, shards: int) -> None:
         _check_blocks(model, kinds, ranks)
     if getattr(model, "stacks", ()) and ep.ranks(recipe.strategy) == 1:
         raise RecipeError(
-            "strategy.tp: it divides no experts, but strategy.ep does; set that to 2 or more, too, "
-            "or strategy.tp=1"
+            "strategy.tp: it divides no experts, but strategy.ep does; set strategy.ep to 2 or "
+            "more, too, or strategy.tp=1"
         )
 
 
 def _check_blocks(model: nn.Module, kinds: Mapping[str, str], ranks: int) -> None:
-    """Refuse tensor parallelism that would cut rows inside blocks of 8-bit optimizer state."""
+    """Raise RecipeError if tensor parallelism would cut rows inside blocks of 8-bit optimizer
+    state."""
     for name, kind in kinds.items():
         columns = getattr(model.get_submodule(name), "in_features", 0)
         if kind == "row" and columns % STATE_BLOCK == 0 and columns // ranks % STATE_BLOCK:
@@ -270,7 +273,7 @@ class TensorGroup:
         return self._entered[1]
 
     def leave(self, x: Tensor) -> Tensor:
-        """Sum the ranks' terms (B, T, D) to the residual stream (B, T or T / tp, D)."""
+        """Return the sum of all ranks' x (B, T, D): the residual stream (B, T or T / tp, D)."""
         self._entered = None  # frees the gathered tensor
         if self.sequence and x.shape[1] % self.size:
             raise ValueError(
@@ -303,7 +306,8 @@ class TensorGroup:
 
 
 class _EnterLayers(torch.autograd.Function):
-    """Autograd function of `TensorGroup.enter`. Each rank computes a term of the gradient."""
+    """Autograd function of `TensorGroup.enter`. Each rank computes a term of the gradient, so
+    backward sums the terms."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: TensorGroup) -> Tensor:
@@ -360,7 +364,7 @@ def _column(module: nn.Module, ranks: TensorGroup) -> Forward:
     compute = module.forward
 
     def forward(x: Tensor) -> Tensor:
-        # A is whole on each rank, but the rank's outputs give only a term of its gradient.
+        # Each rank has the whole lora_A, but computes only a term of its gradient.
         with with_local(module, ("lora_A",)):
             return compute(ranks.enter(x))
 
@@ -399,8 +403,8 @@ class _ExchangeSections(torch.autograd.Function):
 
 
 def _row(module: Any, ranks: TensorGroup) -> Forward:
-    # With sequence parallelism the bias has partial gradients: a rank adds it to its part of the
-    # sequence only.
+    # With sequence parallelism a rank adds the bias to its part of the sequence only, so its
+    # gradient of the bias is a term of a sum.
     partial = ("lora_B", "bias") if ranks.sequence else ("lora_B",)
 
     def forward(x: Tensor) -> Tensor:
@@ -425,7 +429,7 @@ def _head_norm(module: nn.Module, ranks: TensorGroup) -> Forward:
 
 
 def _heads(module: nn.Module, ranks: TensorGroup) -> Forward:
-    return _replicated(module, False)  # a rank has the whole gradient of its heads
+    return _replicated(module, False)  # a rank computes the whole gradient of its heads' rows
 
 
 def _wide_norm(module: Any, ranks: TensorGroup) -> Forward:
@@ -467,17 +471,17 @@ def _tokens(module: nn.Module, ranks: TensorGroup) -> Forward:
     compute = module.forward
 
     def forward(x: Tensor) -> Any:
-        share = SequenceShare(ranks.group, 1 / ranks.size, 1 / ranks.size)
+        means = MeansAcrossRanks(ranks.group, 1 / ranks.size, 1 / ranks.size)
         output = compute(x if ranks.sequence else _CutSequence.apply(x, ranks))
         mixed, *statistics = output if isinstance(output, tuple) else (output,)
         mixed = mixed if ranks.sequence else _JoinSequence.apply(mixed, ranks)
-        return (mixed, *map(share.over_tokens, statistics)) if statistics else mixed
+        return (mixed, *map(means.over_tokens, statistics)) if statistics else mixed
 
     return forward
 
 
 class _CutSequence(torch.autograd.Function):
-    """Takes this rank's part (B, T / tp, D) of activations (B, T, D) that are equal on all
+    """Cuts this rank's part (B, T / tp, D) out of activations (B, T, D) that are equal on all
     ranks."""
 
     @staticmethod
@@ -542,7 +546,7 @@ def first_row(weight: Tensor, ranks: TensorGroup) -> int:
 
 
 class VocabularyLoss(nn.Module):
-    """Replaces `HeadLoss` for a head whose rows are cut over ranks."""
+    """Replaces `HeadLoss` where the rows of the head are divided among ranks."""
 
     def __init__(self, ranks: TensorGroup) -> None:
         super().__init__()
@@ -582,10 +586,11 @@ class VocabularyLoss(nn.Module):
 
 
 class _ShardedHeadLoss(torch.autograd.Function):
-    """Sum of the cross-entropies for hidden (N, D), this rank's rows of the head (V / tp, D), from
-    row `start` on, and labels (N). Computed in chunks as in `trainer.models.loss._ChunkedLoss`,
-    with two small all-reduces per chunk: of the largest logits, and of the sums for softmax and
-    loss. The gradient of hidden is this rank's term of a sum over the ranks."""
+    """Sum of the cross-entropies of labels (N) for hidden (N, D). Each rank has some rows of the
+    head (V / tp, D), from row `start` on. Computed in chunks of tokens, as in
+    `trainer.models.loss._ChunkedLoss`, with two small all-reduces per chunk: of the largest logits,
+    and of the sums for softmax and loss. The gradient of hidden is this rank's term of a sum over
+    the ranks."""
 
     @staticmethod
     def forward(

@@ -1,5 +1,5 @@
-"""Predicts memory and time of a recipe on a machine that need not exist: `predict`. search.py
-compares all strategies."""
+"""Predicts memory and time of a recipe on a machine that need not exist. `predict` is for the
+recipe's own strategy; search.py compares all strategies."""
 
 from trainer.plan.prediction import Prediction, predict
 

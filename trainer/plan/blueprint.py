@@ -30,14 +30,16 @@ DEPTH = 2
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """A parameter with what is needed to compute sizes of its shards on dim 0."""
+    """What is needed of a parameter to compute the sizes of its shards on dim 0."""
 
     rows: int
+    """Length of dim 0; 1 for a scalar."""
     row: int
     """Elements per row."""
     itemsize: int
     """Bytes per element."""
     state: tuple[StateTensor, ...] = ()
+    """The tensors of the optimizer's state."""
     stacked: bool = False
     """Whether dim 0 is over experts."""
     divided: int = 1
@@ -53,7 +55,7 @@ class ParameterShape:
 
     @property
     def whole(self) -> int:
-        """Elements that a rank holds after FSDP's all-gather."""
+        """Number of elements that a rank holds after FSDP's all-gather."""
         return -(-self.rows // self.divided) * self.row
 
     def over(self, ranks: int) -> int:
@@ -66,12 +68,13 @@ class ParameterShape:
         return -(-self.rows // (self.divided * self.over(ranks))) * self.row
 
     def gathered(self, ranks: int) -> int:
-        """Return the number of elements that a rank gathers, including padding."""
+        """Return the number of elements in FSDP's all-gather of the parameter, including
+        padding."""
         return self.over(ranks) * self.sharded(ranks)
 
     def size_as(self, itemsize: int | None) -> int:
-        """Return the bytes per element after a cast to a format of `itemsize` bytes. None and
-        parameters that are not numbers: without a cast."""
+        """Return the bytes per element after a cast to a format of `itemsize` bytes. Without
+        `itemsize`, or if elements are no numbers, there is no cast."""
         return itemsize if itemsize and self.number else self.itemsize
 
     def state_bytes(self, ranks: int) -> int:
@@ -79,7 +82,8 @@ class ParameterShape:
         return sum(tensor.nbytes(self.sharded(ranks)) for tensor in self.state)
 
     def moment_bytes(self, ranks: int) -> int:
-        """Return the bytes on the first rank of the state that is sharded as the parameter is."""
+        """Return the bytes of the optimizer's state on the first rank, without tensors that are not
+        sharded as the parameter is, such as step counts."""
         return sum(t.nbytes(self.sharded(ranks)) for t in self.state if t.block)
 
     @property
@@ -97,7 +101,7 @@ class Blueprint:
     model: nn.Module
     """The whole model, on the meta device."""
     traced: nn.Module
-    """The model that is traced: `model`, or one like it with fewer blocks."""
+    """The model that is traced: `model`, or an equal model with fewer blocks."""
     block_count: int
     seq_len: int
     documents: Literal["document_ids", "cu_seqlens"] | None
@@ -105,8 +109,8 @@ class Blueprint:
     flops_per_token: float
     """See `Task.flops_per_token`."""
     units: tuple[tuple[ParameterShape, ...], ...]
-    """Parameters by FSDP unit: first all outside of blocks, then each block. Tied parameters appear
-    once."""
+    """Parameters by FSDP unit: the first unit has all parameters outside of blocks, and each block
+    is a unit. Tied parameters appear once."""
     buffers: int
     """Bytes of the model's buffers."""
     optimizer: Optimizer
@@ -134,7 +138,7 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
     # A user's factory may return a model with weights, which planning does not need.
     model = model.to("meta")
     traced = model
-    if recipe.model.factory:  # traces change a copy of the model, so copying must work
+    if recipe.model.factory:  # a trace changes a copy of the model, so copying must work
         what = f"a copy of {type(model).__name__}, which planning needs,"
         with refusing("model.factory", what):
             copy.deepcopy(model)
@@ -186,10 +190,12 @@ def _units(model: nn.Module, blocks: Sequence[nn.Module], optimizer: Optimizer) 
 @dataclass(frozen=True, eq=False)
 class StageBlueprint:
     """The shapes of a pipeline stage: some blocks, with the embedding if it is the first stage and
-    the head if it is the last. Without a pipeline, the whole model."""
+    the head if it is the last. Without a pipeline there is one stage, the whole model."""
 
     first: bool
+    """Whether the stage has the embedding."""
     last: bool
+    """Whether the stage has the head."""
     blocks: int
     """Number of blocks."""
     units: Units
@@ -199,7 +205,8 @@ class StageBlueprint:
 
 
 def stage_of(blueprint: Blueprint, blocks: range, cut: Strategy) -> StageBlueprint:
-    """Return the shapes of the stage with these blocks, on one of the tensor-parallel ranks.
+    """Return the shapes of the pipeline stage with these blocks, on one of the ranks that compute
+    each layer together. `cut`: strategy that says how layers and experts are divided.
 
     Raises:
         RecipeError: the model cannot be cut that way.
@@ -220,7 +227,7 @@ def _stage_of(
     whole = _divided(_units_of_part(blueprint, True, True, cut), apart, together)
     if not isinstance(blueprint.traced, Decoder):
         return StageBlueprint(first, last, blocks, whole)
-    # All blocks are equal, so one traced block stands for each.
+    # All blocks are equal, so the shapes of one traced block serve for all.
     rest = _units_of_part(blueprint, first, last, cut)[0]
     tied: tuple[ParameterShape, ...] = ()
     if first != last and blueprint.traced.model.architecture.tie_word_embeddings:
@@ -229,7 +236,8 @@ def _stage_of(
 
 
 def _divided(units: Units, apart: int, together: int) -> Units:
-    """Return the units with experts divided among `apart` expert-parallel ranks."""
+    """Return the units with experts divided among `apart` expert-parallel ranks. `together`: number
+    of tensor-parallel ranks."""
     if apart == 1:
         return units
     return tuple(
@@ -242,7 +250,8 @@ def _divided(units: Units, apart: int, together: int) -> Units:
 
 @cache
 def _units_of_part(blueprint: Blueprint, first: bool, last: bool, cut: Strategy) -> Units:
-    """Return the units of the traced blocks, with the embedding if `first`, the head if `last`."""
+    """Return the units of traced blocks, with the embedding if `first`, and with the head if
+    `last`."""
     part = blueprint.traced
     if first and last:
         part = copy.deepcopy(part)
@@ -279,8 +288,12 @@ def trained_of(unit: Sequence[ParameterShape]) -> list[ParameterShape]:
 def bytes_of(
     shapes: Sequence[ParameterShape], ranks: int | None = None, itemsize: int | None = None
 ) -> int:
-    """Return the bytes of whole parameters, or with `ranks` of the first of so many shards; with
-    `itemsize`, after a cast to so many bytes per element."""
+    """Return the bytes of parameters.
+
+    Args:
+        ranks: number of FSDP shards, of which the first is counted; None: whole parameters.
+        itemsize: bytes per element after a cast; None: there is no cast.
+    """
     return sum(
         (shape.sharded(ranks) if ranks else shape.whole) * shape.size_as(itemsize)
         for shape in shapes
@@ -288,12 +301,13 @@ def bytes_of(
 
 
 def gathered_bytes(shapes: Sequence[ParameterShape], ranks: int, itemsize: int) -> int:
-    """Return the bytes that a rank gathers, including padding."""
+    """Return the bytes in FSDP's all-gather of parameters over `ranks` ranks, including padding.
+    `itemsize`: bytes per element."""
     return sum(shape.gathered(ranks) * shape.size_as(itemsize) for shape in shapes)
 
 
 def counted(stages: Sequence[StageBlueprint]) -> list[tuple[tuple[ParameterShape, ...], int]]:
-    """Return (unit, number of times that it occurs) for the distinct units of some stages."""
+    """Return the distinct units of some stages, each with the number of times that it occurs."""
     counts: dict[int, tuple[tuple[ParameterShape, ...], int]] = {}
     for unit in (unit for stage in stages for unit in stage.units):
         # Compared by identity: equal blocks share one tuple, and hashing its shapes would be slow.

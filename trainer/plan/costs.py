@@ -20,7 +20,8 @@ NVLink, by NCCL's authors (NVIDIA/nccl-tests issue 212). Measure with nccl-tests
 machine."""
 CALL = 8.4e-6
 """Fixed seconds of a collective. CALL, HOP, HOP_OVER_PCIE and HOP_BETWEEN_NODES are from NCCL's
-model for choosing algorithms (NVIDIA/nccl, src/graph/tuning.cc: Ring, Simple)."""
+model for choosing algorithms (NVIDIA/nccl, src/graph/tuning.cc, for algorithm Ring and protocol
+Simple)."""
 HOP = 3.4e-6
 """Fixed seconds per ring step of a collective over NVLink."""
 HOP_OVER_PCIE = 5.7e-6
@@ -31,8 +32,8 @@ PLATEAU = 1.9
 """NCCL's factor on the time of large messages in a ring over several nodes. With it the model
 predicts 239 GB/s where 256 H100s gather 2 GB at 200 GB/s (NVIDIA/nccl issue 1218)."""
 LAUNCH = 10e-6
-"""Seconds for a host to launch a kernel; a pass takes at least the time of all its launches.
-Assumed: eager torch is reported to take 5 to 25 microseconds."""
+"""Seconds in which a host launches a kernel. A pass takes at least the time of all its launches.
+Assumed: 5 to 25 microseconds are reported for eager torch."""
 TAKEN_SHARE = 20 / 132
 """Fraction of a GPU that collectives use while it also computes: DeepSeek-V3 reserves 20 of 132
 multiprocessors for them (arXiv 2412.19437, section 3.2.2)."""
@@ -42,8 +43,9 @@ Assumed: eight channels of DDR5-4800 have a peak of 307 GB/s."""
 DISK_BANDWIDTH = 5e9
 """Bytes/s of a node's local disk, with strategy.offload: nvme. Assumed: one drive on PCIe 4."""
 UPDATE_ON_DISK = 16
-"""Bytes per parameter between memory and disk in an update, without the optimizer's state: the
-weight is read and written, the gradient is read for the norm and for the update."""
+"""Bytes per parameter between memory and disk in an update, without the optimizer's state. The
+weight is read and written, and the gradient is read for the norm and for the update: 4 bytes
+each."""
 PAGEABLE_SHARE = 0.5
 """Fraction of PCIe's bandwidth that copies reach from and to unpinned memory, such as mapped files.
 Assumed: the driver copies everything twice, which halves the speed in NVIDIA's examples."""
@@ -52,18 +54,18 @@ DEFAULT_NET = 50e9
 USUAL_NODE, LARGEST_NODE = 8, 72
 """GPUs of one node: the usual number, and the largest."""
 UPDATE_TRAFFIC = 24
-"""Bytes of memory traffic per parameter in an update in float32, without the optimizer's state: the
-weight is read and written; the gradient is read by update and norm, read and written by
-clipping."""
+"""Bytes of memory traffic per parameter in an update in float32, without the optimizer's state. The
+weight is read and written; the gradient is read by update and norm, and read and written by
+clipping: 4 bytes each."""
 
 ROUNDING_TRAFFIC = {"fp32": 0, "bf16": 250, "int8": 450}
-"""Additional bytes of memory traffic per parameter in an update whose results are rounded, by
-optimizer.state_dtype: float32 temporaries and hashes in formats.py. Rounding weights to bf16 costs
-as much as rounding state to bf16."""
+"""`optimizer.state_dtype` → additional bytes of memory traffic per parameter in an update whose
+results are rounded: float32 temporaries and hashes in trainer/optim/formats.py. Rounding weights to
+bf16 costs as much as rounding state to bf16."""
 
 ADDITION_TRAFFIC = 12
 """Bytes of host memory traffic per parameter for adding an offloaded gradient to the sum of earlier
-passes: two are read, one is written."""
+passes: both are read and the sum is written, 4 bytes each."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class PlannedMachine:
     node_disk: float | None = None
     """Bytes of a node's local disk; None: unknown, treated as unlimited."""
     note: str = ""
-    """Assumptions about this machine, as text for the user."""
+    """What the user should know about the assumed machine, as text."""
 
     @property
     def world_size(self) -> int:
@@ -148,7 +150,7 @@ def describe_machine(
         notes.append(f"So many GPUs are {nodes} nodes of {count} (--gpus {each} --nodes {nodes}).")
     if size:
         wanted = float(size[1])
-        # Several GPUs have memory of this size. The slowest of them makes no false promise.
+        # Several GPUs have memory of this size. The slowest is assumed, so no time is too short.
         able = [n for n in GPUS if GPUS[n].flash_attention or dtype != "bf16"]
         name = min(
             able,

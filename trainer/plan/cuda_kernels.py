@@ -1,4 +1,4 @@
-"""Replacements for CUDA kernels in traces on a CPU: they keep the same tensors for backward."""
+"""Replacements for CUDA kernels in traces on a CPU, which keep the same tensors for backward."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from trainer.models import attention, loss
 @contextmanager
 def cuda_kernels(flash: bool, memory: float) -> Iterator[None]:
     """Context in which attention and RMSNorm allocate memory as on CUDA, and the loss as on a GPU
-    with `memory` bytes. `flash`: whether its compute capability is at least 8.0.
+    with `memory` bytes. `flash`: whether that GPU has compute capability 8.0 or above.
 
     Fake CUDA tensors are no alternative: they need a CUDA build of torch.
     """
@@ -44,8 +44,8 @@ def loss_patches(memory: float) -> dict[str, Any]:
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Replaces `loss.add_product`."""
-    # torch 2.11 does not support its argument `out_dtype` for fake tensors.
+    """Replaces `trainer.models.loss.add_product`, with the same allocations as on a GPU."""
+    # torch 2.11 does not support addmm's argument `out_dtype` for fake tensors.
     wide = [x.new_zeros((), dtype=total.dtype).expand(x.shape) for x in (left, right)]
     torch.addmm(total, *wide, out=total)
 
@@ -85,7 +85,7 @@ def _attend(
         kernel = torch.ops.aten._scaled_dot_product_flash_attention
         return kernel(q, k, v, dropout_p, is_causal, scale=scale)[0]
     groups = q.shape[1] // k.shape[1]
-    if groups > 1:  # on CUDA too these kernels get repeated keys and values
+    if groups > 1:  # `attend` repeats keys and values for these kernels on CUDA
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     if not flash and q.dtype == torch.bfloat16:
         products = torch.ops.aten._scaled_dot_product_attention_math

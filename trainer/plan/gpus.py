@@ -1,5 +1,4 @@
-"""Data sheets of GPUs by name, for MFU and plans. For GPUs that are not listed there is no MFU and
-no plan."""
+"""Data sheets of GPUs by name, for MFU and plans. For a GPU that is not listed there is neither."""
 
 import difflib
 import re
@@ -15,8 +14,8 @@ class Gpu:
     """Data of one model of GPU."""
 
     device: str
-    """Regular expression for the whole name by torch.cuda.get_device_name and nvidia-smi, without
-    MAKER. Names of MIG slices and laptop GPUs have more words, and do not match."""
+    """Regular expression for the whole name that torch.cuda.get_device_name and nvidia-smi give,
+    without MAKER. Names of MIG slices and laptop GPUs have more words, and do not match."""
     tflops: float
     """Dense peak of bf16 and fp16 products with float32 sums, in TFLOP/s."""
     fp8_tflops: float | None
@@ -55,12 +54,12 @@ H200 = "NVIDIA H200 Tensor Core GPU data sheet"
 A100 = "NVIDIA A100 Tensor Core GPU data sheet"
 V100 = "NVIDIA V100 Tensor Core GPU data sheet"
 
-# Where the figures come from. `source` names the vendor's document, which could not be opened; on
+# Where the figures come from. `source` names the vendor's document, which could not be opened. On
 # 25 November 2026 pages and programs that quote it were read instead, and for `memory` published
-# listings of nvidia-smi and rocm-smi. Peaks with sparsity are halved. Without any document, from
-# memory, are: NVLink of GH200 and V100; C2C of GB200; PCIe of V100, T4 and RTX 4090; all figures of
-# A10G, RTX A6000 and RTX 3090; memory of L40; float32 peaks except for GB200, H200, H100 and L40;
-# network cards of A100 and MI300X. Other network cards are of systems in MLPerf's results.
+# listings of nvidia-smi and rocm-smi. Peaks with sparsity are halved. From memory, without any
+# document, are: NVLink of GH200 and V100; C2C of GB200; PCIe of V100, T4 and RTX 4090; all figures
+# of A10G, RTX A6000 and RTX 3090; memory of L40; float32 peaks except for GB200, H200, H100 and
+# L40; network cards of A100 and MI300X. Other network cards are of systems in MLPerf's results.
 # `attention` is published for A100 and H100; other GPUs have the value of the more similar one.
 #
 # What tests check. Peaks equal multiprocessors x boost clock x operations per clock, except for
@@ -127,7 +126,7 @@ GPUS = {
         "RTX A6000", 154.8, None, 38.7, 48, 49140 * MIB, 0.768e12, 32e9, 32e9,
         "NVIDIA RTX A6000 data sheet",
     ),
-    # GeForce cards have half their advertised rate, because sums are in float32 here, not fp16.
+    # Half the advertised rate of GeForce cards, which is for sums in fp16, not float32.
     "RTX 5090": Gpu(
         "RTX 5090", 209.5, 419, 104.8, 32, 32607 * MIB, 1.792e12, 64e9, 64e9,
         "NVIDIA RTX Blackwell GPU Architecture whitepaper",
@@ -136,12 +135,12 @@ GPUS = {
         "RTX 4090", 165.2, 330.3, 82.6, 24, 24564 * MIB, 1.008e12, 32e9, 32e9,
         "NVIDIA Ada GPU Architecture whitepaper",
     ),
-    # Without the NVLink bridge that can connect two cards.
+    # `link` is without the NVLink bridge that can connect two cards.
     "RTX 3090": Gpu(
         "RTX 3090", 71, None, 35.6, 24, 24576 * MIB, 0.936e12, 32e9, 32e9,
         "NVIDIA Ampere GA102 GPU Architecture whitepaper",
     ),
-    # Seven Infinity Fabric links of 64 GB/s, one way.
+    # `link` is that of seven Infinity Fabric links of 64 GB/s, one way.
     "MI300X": Gpu(
         r"MI300X(?: OAM| VF)?", 1307.4, 2614.9, 163.4, 192, 196592 * MIB, 5.3e12, 448e9, 64e9,
         "AMD Instinct MI300X Accelerator data sheet", card=50e9, attention=HOPPER,
@@ -195,7 +194,7 @@ def similar_name(text: str) -> str | None:
 
 
 def _bare_name(name: str) -> str:
-    """Remove the parts of a name that people write differently: case, spaces, maker, socket."""
+    """Remove from a name what people write differently: case, spaces, maker, socket."""
     without_maker = re.sub(MAKER, "", name, count=1, flags=re.IGNORECASE)
     return re.sub(r"[\s_-]|sxm\d?", "", without_maker.casefold())
 

@@ -1,6 +1,6 @@
-"""Traces one rank of tensor, context and expert parallelism without others: it runs the real code,
-and messages are recorded instead of sent. Routers are assumed to send equally many rows to all
-ranks."""
+"""Lets one rank of tensor, context and expert parallelism be traced without other ranks. The real
+code runs, and messages are recorded instead of sent. Routers are assumed to send equally many rows
+to all ranks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,8 +20,8 @@ from trainer.plan.cuda_kernels import loss_patches
 from trainer.recipe.strategies import dividing
 
 Note = Callable[..., None]
-"""(kind of group, see `PassTraffic`; bytes sent; number of ring rounds, by default 1) → None:
-records a message."""
+"""Records a message. Arguments: "layers", "ring" or "experts", see `PassTraffic`; bytes that this
+rank sends; number of calls, by default 1."""
 
 
 class ImaginedRanks:

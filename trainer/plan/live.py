@@ -23,7 +23,7 @@ class LiveTensors(TorchDispatchMode):
         self.label = ""
         """Label for storages that are allocated from now on."""
         self.alive = 0
-        """Bytes allocated after the last operator."""
+        """Bytes that were allocated, and not freed, when the last operator returned."""
         self.peak = 0
         """Largest value of `alive` so far."""
         self._made: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
@@ -45,12 +45,12 @@ class LiveTensors(TorchDispatchMode):
         return result
 
     def compute(self, operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run an operator; subclasses override it."""
+        """Run an operator. Subclasses may override it."""
         return operator(*args, **kwargs)
 
     def total(self, label: str | None = None, ignored: Iterable[torch.Tensor] = ()) -> int:
-        """Return the bytes that are allocated now. With `label`, only of storages with that label;
-        always without the storages of `ignored`."""
+        """Return the bytes that are allocated now. With `label`, count only storages with that
+        label. Never count the storages of `ignored`."""
         left_out = {_key(storage_of(tensor)) for tensor in ignored}
         total = 0
         for key, (reference, made_as) in list(self._made.items()):

@@ -3,12 +3,12 @@
 [Note: moments] Memory changes within a step. Its peak is the largest of several moments, and less
 than the sum of the largest values of each kind of memory:
 
-- *forward*: the loss has just been computed; logits and all activations exist. Or the last block
-  computes, or has just been gathered.
+- *forward*: the loss has just been computed, so logits and all activations exist; or the last block
+  computes; or FSDP has just gathered a block.
 - *head*: backward through loss and output head; FSDP has gathered the last block again.
-- *blocks*: backward through a block, with its recomputed activations and gradients. From block to
-  block activations are freed and reduced gradients allocated. So the maximum is at the last block,
-  at the block before it (when a reduction buffer exists too), or at the first.
+- *blocks*: backward through a block, with its recomputed activations and gradients. After each
+  block its activations are freed, and its reduced gradients allocated. So the maximum is at the
+  last block, at the block before the last (when a reduction buffer exists, too), or at the first.
 - *end*: backward through the embedding.
 - *reduce*: FSDP copies the gradients outside of blocks into the reduction buffer.
 - *update*: all gradients are reduced; the optimizer runs.
@@ -17,12 +17,12 @@ Facts about torch that the sums rely on (2.11 to 2.13; `fsdp/_fully_shard`, `nn/
 
 - FSDP gathers a unit into one flat buffer, and copies its parameters out one by one. In forward the
   flat buffer is freed when the next unit has been copied out, or earlier if FSDP prefetches, as it
-  does in backward; a stage's first block has no next unit there. The root unit (embedding, head)
-  stays gathered meanwhile. Units that stay gathered are not gathered again.
+  does in backward, except for a stage's first block, after which nothing is gathered. The root unit
+  (embedding, head) stays gathered meanwhile. Units that stay gathered are not gathered again.
 - Gradients of a unit are copied into a reduction buffer of the reduction's dtype, which is freed
-  when the next unit is reduced; until then torch also refers to the last gradient. Between passes
-  that do not reduce, whole gradients are kept in that dtype: the first pass casts them one by one;
-  later passes add to them, in fp32 each as soon as it is computed.
+  when the next unit is reduced. Until then torch also refers to the last gradient. Between passes
+  that do not reduce, whole gradients are kept in that dtype. The first pass casts them one by one,
+  and later passes add to them: in fp32 each gradient as soon as it is computed.
 - Expert-parallel experts are separate units in a block: they are gathered last, and reduced while
   the rest of the block still has its activations.
 - With replicas, FSDP keeps the all-reduced shard of a unit until the unit is reduced again, or
@@ -31,16 +31,16 @@ Facts about torch that the sums rely on (2.11 to 2.13; `fsdp/_fully_shard`, `nn/
 - With offload from a GPU to the host, weights and gradients are in pinned memory, which CUDA's
   allocator rounds up to powers of two.
 - A pipeline rank holds activations of several micro-batches, by the order of its schedule. One
-  message per neighbour is received before it is needed. Sent gradients are kept until a message
-  arrives in return. Each stage has an FSDP root, unless the rank shards nothing. While one stage
-  computes, other stages of the rank keep gathered units, gradients of earlier passes, and the last
-  reduction buffer.
-- If gradients of weights are postponed, backward of the inputs first frees nothing; when it is
-  done, it frees all that the weights do not need. Gradients of weights are computed from the last
-  layer to the first, and each frees its inputs. They bypass FSDP's hooks, and are reduced at the
+  message per neighbour is received before it is needed. Sent gradients are kept until the receiver
+  sends a message that shows their arrival. Each stage has an FSDP root, unless the rank shards
+  nothing. While one stage computes, other stages of the rank keep gathered units, gradients of
+  earlier passes, and the last reduction buffer.
+- If gradients of weights are postponed (zero_bubble), backward of the inputs frees nothing until it
+  is done. Then it frees all that the gradients of weights do not need. These are computed from the
+  last layer to the first, each frees its inputs, and all bypass FSDP's hooks and are reduced at the
   end.
 - DDP keeps its buckets always. Gradients of passes under `no_sync` are allocated outside of the
-  buckets, and move into them in the last pass.
+  buckets, and move into the buckets in the last pass.
 """
 
 from collections.abc import Sequence
@@ -75,8 +75,9 @@ class MemoryMoment:
     gradients: int = 0
     """Bytes of reduced gradients, or of DDP's buckets."""
     pass_: int = 0
-    """Peak bytes of a phase of the traced pass."""
+    """Bytes in a phase of the traced pass, and beside it of other micro-batches and stages."""
     other: int = 0
+    """All other bytes: gathered units, buffers of collectives, unreduced gradients."""
 
 
 class StagePass(NamedTuple):
@@ -84,12 +85,11 @@ class StagePass(NamedTuple):
 
     kind: Kind
     before: bool
-    """Whether a backward pass of the stage precedes it in this step."""
+    """Whether a backward pass of the stage precedes this pass in the step."""
     last: bool
-    """Whether it is the last backward pass of the stage in this step."""
+    """Whether this is the last backward pass of the stage in the step."""
     fresh: bool
-    """Whether no forward pass of the stage precedes it, in this step and since the last backward
-    pass of the stage."""
+    """Whether the stage's previous pass in this step is not a forward pass, or there is none."""
 
 
 class IdleStage(NamedTuple):
@@ -100,12 +100,12 @@ class IdleStage(NamedTuple):
     between: int
     """Bytes of gradients and buffers between the first and the last backward pass."""
     after: int
-    """Bytes of reduced gradients after the last backward pass; then nothing else is kept."""
+    """Bytes of reduced gradients, which are all that is kept after the last backward pass."""
 
 
 def adds_gradients(recipe: Recipe, layout: RankLayout) -> bool:
     """Return whether FSDP adds each gradient to the sum of earlier passes as soon as it is
-    computed, as it does if both are fp32."""
+    computed. It does if both have one dtype, and there are several passes with one reduction."""
     same = DTYPES[recipe.precision.dtype].itemsize == exact.reduced_bytes(recipe)
     return same and layout.passes > 1 and not recipe.strategy.reduce_every_pass
 
@@ -130,11 +130,11 @@ class ShardedStage:
         in_float32 = recipe.precision.master == "fp32" and not exact.used(recipe)
         self._in_place = in_float32 and not offloaded
         """Whether the all-reduced shard is the gradient itself."""
-        blocks = dict.fromkeys(stage.units[1:])  # distinct blocks; most are equal
+        blocks = dict.fromkeys(stage.units[1:])  # distinct blocks, because most are equal
         self._parts = [part for unit in blocks for part in parts_of(unit)]
         self._block = max((self._padded(unit) for unit in blocks), default=0)
-        # Without experts, which are reduced before the rest of their block, and whose flat buffer
-        # never exists together with that of the next block.
+        # Blocks without their experts. These are reduced before the rest of their block, and their
+        # flat buffer never exists together with that of the next block.
         whole = [part for part in self._parts if part[0].divided == 1]
         self._buffer = max(map(self._buffer_of, whole), default=0)
         self._flat = max(map(self._flat_of, whole), default=0)
@@ -155,7 +155,7 @@ class ShardedStage:
 
     @property
     def resting(self) -> IdleStage:
-        """The memory of this stage while another stage of its rank computes."""
+        """Bytes that this stage keeps while another stage of its rank computes."""
         between = sum(self._of_passes(True)) + self._all_reduced(True, 0)
         return IdleStage(self._gathered, between, self._slices)
 
@@ -184,22 +184,22 @@ class ShardedStage:
         return self._padded(trained_of(unit), self._reduced)
 
     def _slice_of(self, unit: Sequence[ParameterShape]) -> int:
-        """Return the bytes of a rank's reduced gradients of a unit."""
+        """Return the bytes of the reduced gradients of a unit on a rank."""
         return bytes_of(trained_of(unit), self._layout.shards)
 
     def _accumulated(self, unit: Sequence[ParameterShape]) -> int:
         return bytes_of(trained_of(unit), None, self._reduced)
 
     def _of_passes(self, before: bool) -> tuple[int, int, int]:
-        """Return the bytes that earlier passes left: of reduced gradients, of whole gradients, and
-        of the last reduction buffer. `before`: whether there were earlier passes."""
+        """Return the bytes that earlier backward passes left: of reduced gradients, of whole
+        gradients, and of the last reduction buffer. `before`: whether there were any."""
         if not before:
             return 0, 0, 0
         return (self._slices, 0, self._last_buffer) if self._every_pass else (0, self._whole, 0)
 
     def _apart(self, before: bool) -> int:
         """Return the number of reductions so far whose all-reduced shards are separate from the
-        gradients."""
+        gradients. `before`: whether the stage has had a backward pass in this step."""
         if self._layout.replicas == 1:
             return 0
         return (self._layout.reductions if before else 1) - self._in_place
@@ -240,8 +240,8 @@ class ShardedStage:
         """Return the moments of a backward pass.
 
         Args:
-            before: whether a backward pass precedes it in this step.
-            reduces: whether it reduces gradients.
+            before: whether a backward pass of the stage precedes this pass in the step.
+            reduces: whether this pass reduces gradients.
             freed: whether an earlier pass has freed the units that forward gathered.
         """
         free = self._free or freed
@@ -252,7 +252,7 @@ class ShardedStage:
         other = whole + aside + kept + self._all_reduced(before, 0)
         moments = [MemoryMoment("head", early, trace.head_backward, other + flat)]
         if units[1:]:
-            ahead = flat if units[2:] else 0  # backward gathers nothing after the first block
+            ahead = flat if units[2:] else 0  # a single block: backward gathers nothing after it
             moments += [
                 MemoryMoment("blocks", early, trace.entry, other + own + flats),
                 MemoryMoment("blocks", early, trace.last_backward, other + own + ahead),
@@ -287,7 +287,7 @@ class ShardedStage:
                 )
         experts = parts_of(units[-1])[1:]
         for below in {len(units) - 2, 0} if experts else ():
-            # Experts are reduced before the rest of their block, during which their buffer exists.
+            # Experts are reduced before the rest of their block is. Their buffer exists until then.
             back, which = len(units) - 2 - below, int(below == 0 and bool(units[2:]))
             done = max(early, back * block_slices)
             other = gathered(back, below) + own + aside - back * block_aside
@@ -325,7 +325,7 @@ class ShardedStage:
 
     def _first_ends(self) -> MemoryMoment:
         """Return the moment at the end of the first of several passes, when the gradients of the
-        last unit are cast and those of all other units have been."""
+        last unit are being cast, and all other gradients have been cast."""
         root = self._units[0]
         last, held = (root, 0) if root else (self._parts[-1], self.trace.after_block)
         others = self._whole - self._accumulated(last)
@@ -346,8 +346,9 @@ class ShardedStage:
 
     def _reducing(self, unit: Sequence[ParameterShape], before: bool) -> int:
         """Return the peak bytes while a unit is reduced. Its gradients are copied into a buffer,
-        which is reduced into a second buffer, while torch still refers to the last gradient. A
-        group of one rank does not reduce; with replicas it divides by 1, into a third buffer."""
+        which is reduced into a second buffer, while torch still refers to the last gradient. In a
+        group of one rank nothing is reduced. If it has replicas, torch divides the buffer by 1,
+        into a third buffer."""
         unit = trained_of(unit)
         buffer = self._buffer_of(unit)
         ranks = unit[0].over(self._layout.shards) if unit else 1
@@ -364,7 +365,8 @@ class ShardedStage:
         """Return the moments of computing postponed gradients of weights, and of reducing them unit
         by unit after that."""
         _, aside, _ = self._of_passes(before)
-        added = before and self._compute == self._reduced  # to gradients of earlier passes
+        # Gradients are then added to those of earlier passes at once.
+        added = before and self._compute == self._reduced
         units = [part for unit in self._units for part in parts_of(unit)]
         made = [bytes_of(trained_of(unit), None, self._compute) for unit in units]
         whole = [0 if added else size for size in made]
@@ -415,7 +417,7 @@ class UnshardedStage:
             return [*weights, MemoryMoment("blocks", whole)]
         if kind == "I" and self._stage.first:
             return []
-        there = kind == "I" or bool(before)  # no gradient of a weight is allocated in this pass
+        there = kind == "I" or bool(before)  # this pass allocates no gradients of weights
         block, head = (0, 0) if there else (self._block, self._root * self._stage.last)
         moments = [
             MemoryMoment("head", before, trace.head_backward),
@@ -431,7 +433,8 @@ class UnshardedStage:
 def ddp_moments(
     stage: StageBlueprint, layout: RankLayout, trace: PassTrace, gathered: int
 ) -> list[MemoryMoment]:
-    """Return the moments of a step under DDP. `gathered`: peak bytes of ZeRO-1's gather."""
+    """Return the moments of a step under DDP. `gathered`: peak bytes of the update, in ZeRO-1's
+    gather or in rounding."""
     shapes = [shape for unit in stage.units for shape in trained_of(unit)]
     whole, root = bytes_of(shapes), bytes_of(trained_of(stage.units[0]))
     several = layout.passes > 1
@@ -475,7 +478,8 @@ def gather_bytes(shapes: Sequence[ParameterShape], ranks: int) -> int:
 
 
 def inner_blocks(stage: StageBlueprint) -> list[tuple[int, int]]:
-    """Return (number of blocks after it, number of blocks before it) for the last block but one and
-    for the first block: backward has finished the former, and the latter follow."""
+    """Return (number of blocks after it, number of blocks before it) for the last block but one,
+    and for the first block. Backward has finished the blocks after it; the blocks before it
+    follow."""
     others = len(stage.units) - 2
     return [(1, others - 1), (others, 0)] if others > 0 else []

@@ -1,4 +1,5 @@
-"""Predicts one recipe on one machine: the numbers of `perdure plan` and `perdure compare`."""
+"""Predicts memory, time and traffic of one recipe on one machine, for `perdure plan` and `perdure
+compare`."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -40,14 +41,16 @@ HOW = {
     "roofline": "seconds_per_step communication_seconds network_seconds transfer_seconds "
     "exposed_seconds tokens_per_second mfu checkpoint_seconds",
 }
-"""Method → figures that are computed by it. shapes: sums over parameters. trace: one pass of the
-model on fake tensors. both: sums, and the memory of the traced pass. simulation: of the pipeline's
-schedule. roofline: traced work and computed bytes, divided by the assumed speeds of the machine."""
+"""Method → figures of a `Prediction` that it computes. shapes: sums over parameters. trace: one
+pass of the model on fake tensors. both: sums, and the memory of the traced pass. simulation: of the
+pipeline's schedule. roofline: traced work and computed bytes, divided by the assumed speeds of the
+machine."""
 
 
 @dataclass(frozen=True)
 class Prediction(RankMemory):
-    """Predicted memory, time and traffic of the rank with the largest peak, in bytes and seconds.
+    """Predicted memory, traffic and time of a step, in bytes and seconds. Peak and transient memory
+    are of the rank with the largest peak; of other kinds of memory the largest on any rank counts.
     Seconds are None if no machine is described."""
 
     world_size: int
@@ -61,8 +64,8 @@ class Prediction(RankMemory):
     """Bytes of one checkpoint of all ranks."""
     node_memory: int
     """Bytes of a node's host memory: `host` of its ranks (`peak` on CPUs), and one checkpoint slot;
-    with `checkpoint.peer_copy` also a slot for another node. Not included: further slots, which are
-    created only if there is room; processes; data loaders."""
+    with `checkpoint.peer_copy` also a slot for another node. Not included are processes, data
+    loaders, and further slots, which are created only if there is room."""
     node_disk: int
     """Bytes on a node's local disk: `disk` of its ranks, and one slot if slots are files."""
     slot_bytes: int
@@ -103,7 +106,7 @@ def predict(
     Args:
         machine: the machine for which seconds are predicted; None: predict memory only.
         device: device whose kernels are traced; None: `run.device`, or for `auto` the local device.
-        gpu_memory: bytes of a GPU; None: of `machine`, the local GPU, or USUAL_GPU.
+        gpu_memory: bytes of a GPU; None: those of `machine`, else of the local GPU, else USUAL_GPU.
         blueprint: the model of the recipe, if it is built already.
 
     Raises:
@@ -130,7 +133,8 @@ def predict(
         keep_gradients=(
             not adds_gradients(recipe, layout)
             if layout.by_fsdp
-            # With a single rank there are no buckets, with a single pass no earlier gradients.
+            # Without FSDP gradients are counted apart from the trace: in DDP's buckets, which a
+            # single rank lacks, or as those of earlier passes, which a single pass lacks.
             else world_size == layout.passes == 1
         ),
     )
@@ -162,7 +166,8 @@ def predict(
 
 @cache
 def _runs(blueprint: Blueprint, strategy: Strategy, shards: int) -> tuple[range, ...]:
-    """Return the blocks of each stage; checks that the model can be divided so."""
+    """Return the blocks of each pipeline stage. Raises RecipeError if the model cannot be
+    divided."""
     recipe = dataclasses.replace(blueprint.recipe, strategy=strategy)
     check_parallel(recipe, blueprint.model, shards)
     if pp.ranks(strategy) == 1:
@@ -176,8 +181,8 @@ def _runs(blueprint: Blueprint, strategy: Strategy, shards: int) -> tuple[range,
 def _orders(
     name: PipelineSchedule, ranks: int, per_rank: int, passes: int
 ) -> tuple[Sequence[Order], ActionSequence | None, list[list[int]]]:
-    """Return the order of each pipeline rank, all actions in one sequence, and the result of
-    `messages_beside`; ([], None, []) without a pipeline."""
+    """Return the order of actions of each pipeline rank, all actions in one sequence, and the
+    result of `messages_beside`. Without a pipeline: ([], None, [])."""
     if ranks == 1:
         return [], None, []
     orders = schedule(name, ranks, per_rank, passes)
@@ -192,8 +197,8 @@ def _pieces(
     orders: Sequence[Order],
     traced: Callable[..., PassTrace],
 ) -> TracedStages:
-    """Build the stages and trace each. `traced` is called with the arguments of `trace` that depend
-    on the strategy."""
+    """Build the stages, and trace each. `traced`: `trace` with all arguments that do not depend on
+    the strategy."""
     strategy = recipe.strategy
     cut = only(strategy, *WITHIN_PASS)
     stages = [stage_of(blueprint, run, cut) for run in runs]

@@ -13,7 +13,7 @@ from trainer.recipe.strategies.exact import batch_plan
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The process groups, passes and micro-batch of a recipe for a number of ranks."""
+    """The process groups, passes and micro-batch of a recipe for a given number of ranks."""
 
     groups: Mapping[str, GroupShape]
     """Result of `trainer.parallel.mesh.groups_of`."""
@@ -46,7 +46,7 @@ def layout_of(
     """Return the layout of `recipe` for these numbers of ranks.
 
     Raises:
-        RecipeError: the recipe cannot run on them.
+        RecipeError: the recipe cannot run on so many ranks.
     """
     strategy = recipe.strategy
     groups = groups_of(recipe, world_size, local_world_size)

@@ -1,4 +1,4 @@
-"""Predicts the memory of one rank: sums of each kind, and the peak of a step."""
+"""Predicts the memory of one rank: the bytes of each kind, and the peak of a step."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -25,7 +25,8 @@ from trainer.recipe.strategies import offload, sharding
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Predicted bytes of one rank. Shards of the first rank are counted, which are the largest."""
+    """Predicted bytes of one rank. The shards of the first rank are counted, because they are the
+    largest."""
 
     parameters: int
     """Bytes of the parameters, whole or sharded."""
@@ -33,6 +34,7 @@ class RankMemory:
     """Bytes of reduced gradients when the optimizer's step begins."""
     optimizer_state: int
     buffers: int
+    """Bytes of the model's buffers."""
     activations: int
     """Bytes of activations between forward and backward, without gathered parameters."""
     transient: int
@@ -70,7 +72,7 @@ def memory_of(
         traces: trace of a pass of each stage.
         device: "cuda", or "cpu", where only offload to files reduces memory.
         buffers: bytes of the buffers of the rank's blocks.
-        order: the rank's actions in a pipeline; None without one.
+        order: the rank's actions in a pipeline; None: there is no pipeline.
         messages: bytes of messages that exist during each action.
     """
     shapes = [shape for stage in stages for unit in stage.units for shape in unit]
@@ -173,7 +175,7 @@ def _passes(
     for (kind, number, _), message in zip(order, messages, strict=True):
         trace, before = stages[number].trace, remaining[number] < backward[number]
         which = StagePass(kind, before, kind in "BW" and remaining[number] == 1, fresh[number])
-        # Activations of the pass itself are part of its trace, so they are subtracted.
+        # The trace of a pass includes its own activations, so they are subtracted here.
         own = {"F": 0, "W": trace.kept + trace.put_off}.get(kind, trace.saved)
         beside = forward + put_off - own + sum(resting.values()) - resting[number] + message
         by_stage[number][which] = max(beside, by_stage[number].get(which, 0))
@@ -202,11 +204,11 @@ def _passes(
 
 
 def messages_beside(orders: Sequence[Order]) -> list[list[int]]:
-    """Return, per rank, the number of messages in memory during each action, as `_Messages` of the
-    pipeline keeps them. Messages that the action uses, or that are activations, are not counted.
-
-    Counted are the receive buffer for the next message of each neighbour, messages that arrived
-    before their use, and sent gradients that are not yet known to have arrived.
+    """Return, per rank, the number of messages in memory during each action, as
+    `trainer.parallel.pipeline._Messages` keeps them. Counted are the receive buffer for the next
+    message of each neighbour, messages that arrived before their use, and sent gradients that are
+    not yet known to have arrived. Messages that the action uses, or that are activations, are not
+    counted.
     """
     place = {action: place for order in orders for place, action in enumerate(order)}
     counts: list[list[int]] = []

@@ -29,13 +29,13 @@ NVME_DIRECTORY = "/local/nvme"
 MANY = 64
 """Number of GPUs from which on model parallelism is tried even if data parallelism fits."""
 MICRO_BATCHES = (1, 2, 4)
-"""Micro-batches that are tried with model parallelism: small, because a pipeline needs many
-passes."""
+"""Micro-batches (sequences) that are tried with model parallelism. They are small, because a
+pipeline needs many passes."""
 PASSES_PER_RANK = 4
 """Least number of passes per pipeline rank that `batch.micro_batch: auto` aims at, which keeps the
 bubble below a fifth."""
 SHOWN = 5
-"""Number of layouts with model parallelism in the table: the fastest that fit."""
+"""Number of layouts with model parallelism that the table shows: the fastest that fit."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
@@ -48,7 +48,8 @@ class Candidate:
     prediction: Prediction
 
     def free(self, machine: PlannedMachine) -> float:
-        """Return the bytes of GPU memory that are free at the peak; negative if it does not fit."""
+        """Return the bytes of GPU memory that are free at the peak; negative if the peak does not
+        fit."""
         return machine.gpu.memory - self.prediction.peak
 
     def fits(self, machine: PlannedMachine) -> bool:
@@ -112,7 +113,7 @@ def make_plan(recipe: Recipe, machine: PlannedMachine, device: Literal["cpu", "c
                     changed, world_size, local, machine=machine, device=device, blueprint=blueprint
                 )
                 predicted.append(Candidate(label, changed, prediction))
-            except RecipeError as error:  # another strategy may work
+            except RecipeError as error:  # kept, because another strategy may work
                 refusals.append(error)
         return predicted
 
@@ -133,8 +134,8 @@ def make_plan(recipe: Recipe, machine: PlannedMachine, device: Literal["cpu", "c
                 ways = candidates(label, *recipes)
                 tried += ways
                 if not any(way.fits(machine) for way in ways):
-                    # Larger micro-batches need more memory. Only the last may need less: with a
-                    # single pass there are no gradients of earlier passes.
+                    # Larger micro-batches need more memory. Only the largest may need less: a step
+                    # then has a single pass, and keeps no gradients of earlier passes.
                     del micro_batches[:-1]
             if tried:
                 chosen.append(_best(tried, machine) or min(tried, key=lambda c: c.prediction.peak))
@@ -196,9 +197,9 @@ def _as_it_is(
 def _layouts(
     recipe: Recipe, machine: PlannedMachine, blueprint: Blueprint
 ) -> Iterator[tuple[str, Strategy]]:
-    """Yield layouts of model parallelism that the recipe allows, and whose state may fit. Each
-    strategy's module says which numbers of ranks to try. With tensor parallelism, which divides no
-    experts, experts are always divided by `ep`."""
+    """Yield (label, strategy) for layouts of model parallelism that the recipe allows, and whose
+    state may fit. Each strategy's module says which numbers of ranks to try. With tensor
+    parallelism, which divides no experts, experts are always divided by `ep`."""
     state = sum(
         shape.moment_bytes(1) + (shape.itemsize + 4 * shape.trained) * shape.rows * shape.row
         for unit in blueprint.units
@@ -249,7 +250,8 @@ def _tried_sizes(recipe: Recipe, machine: PlannedMachine, blueprint: Blueprint) 
 
 
 def _name(strategy: Strategy) -> str:
-    """Return the label of a layout: TP8 PP16x2 for tp=8, and pp=16 with two stages per rank."""
+    """Return the label of a layout, such as TP8 PP16x2 for tp=8 and pp=16 with two stages per
+    rank."""
     ranks = strategies.sizes(strategy)
     parts = [f"{key.upper()}{n}" for key, n in ranks.items() if n > 1 and key != "pp"]
     if ranks["pp"] > 1:
@@ -275,7 +277,7 @@ def _least_seconds(
     if strategy.name == "ddp":
         return computing
     changed = dataclasses.replace(recipe, strategy=strategy)
-    # With the largest micro-batch there are the fewest gathers.
+    # The fewest gathers: those with the largest micro-batch that is tried.
     gathers = passes / max(MICRO_BATCHES) * (2 if changed.gathers_twice else 1)
     shards = strategies.sharding.group(changed, shards, machine.gpus_per_node // stride)
     apart = strategies.ep.ranks(strategy)
@@ -331,7 +333,7 @@ def largest_micro_batch(
     blueprint: Blueprint | None = None,
 ) -> int:
     """Return the largest micro-batch that fits with ROOM, and leaves a pipeline enough passes; 1 if
-    none does.
+    no micro-batch does.
 
     Args:
         recipe: its `batch.micro_batch` is ignored.
@@ -362,7 +364,8 @@ def _strategies(
     recipe: Recipe, machine: PlannedMachine, blueprint: Blueprint
 ) -> Iterator[tuple[str, Strategy]]:
     """Yield (label, strategy) for all shardings, by their DeepSpeed names, with the recipe's own
-    model parallelism. Experts are once not divided, once divided among the ranks of a node."""
+    model parallelism. Experts are whole in some, and divided among the ranks of a node in
+    others."""
     for name, strategy in _shardings(recipe, machine, blueprint):
         yield " ".join(filter(None, (_name(strategy), name))), strategy
 
@@ -401,8 +404,8 @@ def _shardings(
 
 
 def _refused(recipe: Recipe) -> bool:
-    """Return whether keys of a changed strategy contradict each other. Contradictions in the user's
-    own recipe were reported when it was read."""
+    """Return whether keys of a changed strategy contradict each other. Contradictions of the user's
+    own strategy were reported when the recipe was read."""
     strategy = recipe.strategy
     if strategies.ep.ranks(strategy) > 1:  # ep also contradicts keys of other sections
         return any(contradictions(recipe))
@@ -413,8 +416,8 @@ def _refused(recipe: Recipe) -> bool:
 
 
 def _shared_part(recipe: Recipe) -> Strategy:
-    """Return the recipe's strategy with only `compile` and model parallelism, except for experts,
-    which all candidates share."""
+    """Return what all candidates share of the recipe's strategy: `compile`, and model parallelism
+    other than of experts."""
     shared = strategies.dividing("layers", "sequences", "stages")
     parallel = strategies.only(recipe.strategy, *shared)
     return dataclasses.replace(parallel, compile=recipe.strategy.compile)
@@ -449,7 +452,7 @@ def _reductions(
 def _changed(recipe: Recipe, strategy: Strategy, micro_batch: int) -> Recipe:
     batch = dataclasses.replace(recipe.batch, micro_batch=micro_batch)
     checkpoint = recipe.checkpoint
-    # If the recipe has slots in the offload directory, they stay there.
+    # Slots that the recipe has in its offload directory stay in the offload directory.
     if checkpoint.slot_directory == recipe.strategy.offload_directory:
         checkpoint = dataclasses.replace(checkpoint, slot_directory=strategy.offload_directory)
     return dataclasses.replace(recipe, strategy=strategy, batch=batch, checkpoint=checkpoint)
@@ -473,7 +476,7 @@ def _enough_nodes(
     recipe: Recipe, machine: PlannedMachine, device: Literal["cpu", "cuda"], blueprint: Blueprint
 ) -> int | None:
     """Double the nodes until ZeRO-3 with full recomputation fits without offload, and return their
-    number. Tried are the smallest micro-batch, and a single pass."""
+    number; None if none suffices. The smallest micro-batch and a single pass are tried."""
     strategy = dataclasses.replace(
         _shared_part(recipe), sharding="FULL_SHARD", activation_checkpointing="full", compile=False
     )
@@ -489,7 +492,7 @@ def _enough_nodes(
                         thrifty, larger.world_size, larger.gpus_per_node, machine=larger,
                         device=device, blueprint=blueprint,
                     )  # fmt: skip
-                except RecipeError:  # so many nodes have more ranks than a batch has sequences
+                except RecipeError:  # there are more ranks than sequences in a batch
                     return None
                 if Candidate("", thrifty, prediction).fits(larger):
                     return nodes

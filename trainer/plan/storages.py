@@ -1,5 +1,5 @@
-"""Counts the bytes of tensors by their storages. Tensors that are views of one storage count once,
-and with the whole storage. A DTensor counts with its local part."""
+"""Counts the bytes of tensors by their storages. A storage counts once and whole, however many
+tensors are views of it. A DTensor counts with its local part."""
 
 from collections.abc import Iterable
 from typing import TypeAlias
@@ -18,7 +18,7 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 def storages(tensors: Iterable[torch.Tensor], device: torch.device) -> Storages:
-    """Return the non-empty storages of tensors that are on a device of this type."""
+    """Return the non-empty storages of tensors that are on a device of the type of `device`."""
     sizes: Storages = {}
     for storage in map(storage_of, tensors):
         if storage.device.type == device.type and storage.nbytes():

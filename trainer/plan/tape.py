@@ -49,8 +49,8 @@ class PassTrace:
     entry: int
     """Bytes when backward reaches the blocks."""
     last_backward: int
-    """Peak in backward of the last block, which backward begins with. If all blocks are traced: of
-    all blocks but the first."""
+    """Peak in backward of the last block, with which backward begins. If all blocks are traced:
+    peak in backward of all blocks but the first."""
     first_backward: int
     """Peak in backward of the first block. For a block in the middle, add `block_saved` for each
     block before it."""
@@ -58,22 +58,22 @@ class PassTrace:
     """Bytes after backward of the first block, without its gradients. For other blocks, add
     `block_saved` for each block before them."""
     block_saved: int
-    """Bytes in `saved` of one block."""
+    """Bytes of one block in `saved`."""
     tail_backward: int
     """Peak of backward after the blocks (of the embedding)."""
     experts: tuple[int, int]
-    """With expert parallelism: bytes after backward of the experts in the last block, and in the
-    first block, without gradients of experts."""
+    """With expert parallelism: bytes after backward of the experts of the last block, and after
+    that of the first block, without gradients of experts."""
     rest: tuple[int, int]
-    """With expert parallelism: peaks in backward of the last block, and of the first, after that of
-    their experts."""
+    """With expert parallelism: peaks in backward of the last block, and of the first block, after
+    backward of their experts."""
     forward: Work
     backward: Work
     """Work of backward, including recomputation."""
     sent: tuple[PassTraffic, PassTraffic] = (PassTraffic(), PassTraffic())
     """Bytes sent in forward, and in backward."""
     hidden: int = 0
-    """Bytes of a stage's output, the hidden states."""
+    """Bytes of the hidden states that a stage passes on."""
     kept: int = 0
     """Bytes of `saved` that are kept until postponed gradients of weights are computed."""
     put_off: int = 0
@@ -100,7 +100,7 @@ class _Phase:
     """Peak after backward of expert-parallel experts."""
     work: list[Kernel] = field(default_factory=list)
     fused: FusedOperators | None = None
-    """The operators that torch.compile would fuse with the next one; None: there are none."""
+    """The operators that torch.compile would fuse with the next operator; None: none."""
     sent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PassTraffic._fields, 0.0))
 
 
@@ -109,6 +109,7 @@ class Tape(LiveTensors):
 
     Args:
         depth: number of blocks that are traced.
+        seq_len: tokens of a sequence.
         compiled: whether blocks are compiled.
     """
 
@@ -125,10 +126,11 @@ class Tape(LiveTensors):
         self._part_of: dict[nn.Parameter, str] = {}
         self._given: torch.Tensor | None = None
         self._after_input: dict[str, int] = {}
-        """If gradients of weights are postponed: phase → its bytes that are kept for them."""
+        """If gradients of weights are postponed: phase → bytes allocated in it that are kept for
+        them."""
         self._before_weights: dict[str, int] = {}
-        """Bytes when postponed gradients of the head, the last and the first block begin, by phase,
-        and at the end. A frozen head has no such phase."""
+        """If gradients of weights are postponed: phase → bytes when those of the head, the last or
+        the first block begin; and "end" → bytes after all. A frozen head has no such phase."""
         self._keeps_output = self._keeps_gradients = self._apart = False
         """`_keeps_output`: whether the blocks' output is kept for postponed gradients of
         weights."""
@@ -136,7 +138,7 @@ class Tape(LiveTensors):
         self._first_alive = self._first_saved = self._head_saved = 0
         self._after_block = self._after_head = self._forward_entry = self._entry = self._hidden = 0
         self._ends: list[weakref.ref[torch.UntypedStorage]] = []
-        """Storages of the input of the first block and of the output of the last."""
+        """Storages of the input of the first block, and of the output of the last block."""
         self._kept = (True, True)
         """Whether autograd keeps each of `_ends` for backward."""
         self._enter("start")
@@ -154,7 +156,7 @@ class Tape(LiveTensors):
         """Register hooks that record the next pass of a model.
 
         Args:
-            keep_gradients: see `trace`.
+            keep_gradients: whether all gradients of a unit stay allocated, see `trace`.
             in_two: whether backward is run by `backward_in_two`.
             experts: expert-parallel modules, whose gradients FSDP reduces separately.
             frozen_below: whether the embedding is frozen. Then the first block has no gradient of
@@ -173,7 +175,8 @@ class Tape(LiveTensors):
                     parameter.register_post_accumulate_grad_hook(_drop)
 
     def send(self, whom: str, nbytes: float, calls: int = 1) -> None:
-        """Record a message in the current phase."""
+        """Record a message in the current phase. `whom`: "layers", "ring" or "experts", see
+        `PassTraffic`."""
         self._end_kernel()
         self._phase.sent[whom] += nbytes
         self._phase.sent[f"{whom}_calls"] += calls
@@ -241,7 +244,8 @@ class Tape(LiveTensors):
         self._phase = self._phases[phase]
 
     def _leave(self, block: nn.Module, following: str) -> None:
-        """Mark the end of backward of a block, when FSDP reduces its gradients."""
+        """Mark the end of backward of a block, when FSDP reduces the block's gradients.
+        `following`: the next phase."""
         _drop_all(block)
         if following == "tail":
             self._after_block = self.total()
@@ -365,9 +369,11 @@ class Tape(LiveTensors):
         kept, put_off, of_weights = all_saved, self._hidden, halves[1]
         weights_peaks: list[int] = []
         if after := self._after_input:
-            # Gradients in a block, and of its output, are kept for the gradients of its weights.
+            # Gradients of activations in a block, and of its output, are kept for those of its
+            # weights.
             of_block = after["last back"]
-            others = extra * (self._first_saved + of_block)  # backward of the inputs frees nothing
+            # Backward of the inputs frees nothing.
+            others = extra * (self._first_saved + of_block)
             first_backward, after_block, tail = (
                 most + others for most in (first_backward, after_block, tail)
             )

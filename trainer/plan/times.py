@@ -52,8 +52,8 @@ class StepTimes:
     network: float
     """Part of `communication` that is between nodes."""
     exposed: float
-    """Communication and transfers that computation does not hide, and the time by which hidden
-    collectives slow computation down."""
+    """Communication and transfers that do not overlap with computation, and the time by which
+    overlapping collectives slow computation down."""
     waiting: float = 0.0
     """Waiting for other stages of a pipeline."""
 
@@ -131,10 +131,12 @@ def _times_of_rank(
 
     def waits(times: int, moved: float, moving: float, computing: float) -> float:
         """Return the exposed seconds of `times` forward or backward passes, each with `computing`
-        seconds of computation, `moved` of collectives, and `moving` of collectives and
-        transfers."""
+        seconds of computation, `moved` seconds of collectives, and `moving` seconds of collectives
+        and transfers together."""
         if offload.used(recipe.strategy) and layout.shards == 1:
-            return times * moving  # FSDP's gather is a copy then, which does not overlap
+            return (
+                times * moving
+            )  # FSDP's gather is then a copy to the device, which does not overlap
         if not moving:
             return 0.0
         exposed = max(moving / units, moving - computing)
@@ -217,8 +219,8 @@ def exchange_seconds(nbytes: float, ranks: int, machine: PlannedMachine) -> tupl
 def _together_seconds(
     trace: PassTrace, layout: RankLayout, machine: PlannedMachine
 ) -> tuple[float, float]:
-    """Return the seconds for which tensor, context and expert parallelism wait in forward, and in
-    backward."""
+    """Return the seconds for which a rank waits for messages of tensor, context and expert
+    parallelism in forward, and in backward."""
     attending = (
         half.attention / (machine.peak_flops * machine.gpu.attention) for half in trace.sent
     )
@@ -250,7 +252,8 @@ def _sent(
     link = _link(machine)
     return [
         (
-            # A collective of tensor parallelism takes hops = tp - 1 ring steps, other messages one.
+            # A collective of tensor parallelism takes hops = tp - 1 ring steps, any other message
+            # one.
             half.layers_calls * (machine.call + hops * machine.hop) + half.layers / link,
             half.ring_calls * (machine.call + machine.hop) + half.ring / link,
             half.experts_calls * step + max(exchange_seconds(half.experts, apart, machine)),

@@ -1,6 +1,6 @@
 """Traces one forward and backward pass on fake tensors: memory of activations, and work.
 
-If all blocks of a model are equal, only `DEPTH` of them are traced, and the others count as the
+If all blocks of a model are equal, only `DEPTH` of them are traced, and all others count like the
 first. Fake tensors have shapes and storages but no memory, so a trace needs no GPU, and takes a
 fraction of a second for any size of model.
 """
@@ -66,9 +66,10 @@ def trace(
             None: if not autocast.
         cut: strategy with only those keys of model parallelism that change a pass.
         stage: the stage to trace; None: the whole model.
-        in_two: whether gradients of weights are postponed. The first stage never postpones them.
-        compiled: whether blocks are compiled. It changes the traced work; memory is traced as if
-            they were not.
+        in_two: whether gradients of weights are computed after all gradients of activations
+            (zero_bubble). In the first stage they never are.
+        compiled: whether blocks are compiled. This changes the traced work; memory is traced as if
+            they were not compiled.
 
     Raises:
         RecipeError: the model does not run on fake tensors.
@@ -100,9 +101,9 @@ def _taped(
     untied: bool,
     compiled: bool,
 ) -> Tape:
-    """Record a pass of the whole model, see `trace`. `gpu`: (flash, gpu_memory), or None for a CPU;
-    `untied`: give a tied output head a separate weight."""
-    # A copy, because hooks, casts and cut layers change the model.
+    """Record a pass of the whole model, see `trace`. `gpu`: (flash, gpu_memory), or None for a CPU.
+    `untied`: whether a tied output head gets a separate weight."""
+    # A copy, because hooks, casts and model parallelism change the model.
     model = copy.deepcopy(blueprint.traced)
     if untied and isinstance(model, Decoder) and model.lm_head is None:
         sizes = model.model.architecture
@@ -148,7 +149,7 @@ def _taped(
             elif blueprint.documents == "cu_seqlens":
                 ends = room_for_documents(*shape) + 1
                 inputs["cu_seqlens"] = torch.zeros(ends, dtype=torch.int32)
-            # On the assumption of one pair of answers per sequence.
+            # One pair of answers per sequence is assumed.
             if isinstance(model, Decoder) and model.preference:
                 answers = 2 * micro_batch
                 inputs["segments"] = torch.zeros(shape, dtype=torch.int64)

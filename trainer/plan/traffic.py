@@ -28,9 +28,11 @@ class Collective:
     times: int
     """Rounds of the ring algorithm: 1 for gather or reduce-scatter, 2 for all-reduce."""
     ranks: int
+    """Number of ranks of the group."""
     stride: int
     """Difference between successive ranks of the group."""
     calls: float = 1
+    """Number of calls in a step."""
 
     @property
     def sent(self) -> float:
@@ -46,8 +48,8 @@ class Collective:
         return self.ranks > self.in_node(machine)
 
     def latency(self, machine: PlannedMachine) -> float:
-        """Return the seconds of a call with an empty payload: of the steps of a ring, or, for an
-        all-reduce, of a tree over the nodes if it is shorter."""
+        """Return the seconds of a call with an empty payload: of the steps of a ring or, if that is
+        shorter for an all-reduce, of a tree over the nodes."""
         if self.ranks == 1:
             return 0.0
         inside = self.in_node(machine)
@@ -63,7 +65,7 @@ class Collective:
         if not self.payload:
             return 0.0
         bandwidth = machine.gpu.link
-        if self.crosses(machine):  # all groups of a node share its network
+        if self.crosses(machine):  # all groups on a node share the node's network
             share = self.in_node(machine) / machine.gpus_per_node
             bandwidth = min(bandwidth, machine.net * share)
         return self.calls * self.latency(machine) + self.sent / (bandwidth * NETWORK_SHARE)
@@ -77,7 +79,7 @@ class StepTraffic(NamedTuple):
     backward: tuple[Collective, ...]
     """Gathers of parameters in backward."""
     reduced: tuple[Collective, ...]
-    """Reductions of gradients in the last backward pass, or in each."""
+    """Reductions of gradients, in the last backward pass or in each."""
     updated: tuple[Collective, ...] = ()
     """Gathers of parameters after the update, which do not overlap."""
 
@@ -141,7 +143,7 @@ def messages_of(
     """Return the messages of a pipeline rank in a step: hidden states and their gradients."""
     sides = sum((not stage.first) + (not stage.last) for stage in stages)
     calls = layout.passes * sides
-    # `times` of 2 with two ranks means that each rank sends the payload once.
+    # With times=2 and two ranks, `Collective.sent` is the payload: each rank sends it once.
     return Collective(calls * traces[0].hidden, 2, 2, layout.groups[PIPELINE].stride, calls)
 
 
@@ -155,7 +157,8 @@ def tied_gradients_of(stages: Sequence[StageBlueprint], layout: RankLayout) -> C
 
 
 def elements(stages: Sequence[StageBlueprint], ranks: int) -> int:
-    """Return the number of elements of all trained parameters in the first of `ranks` shards."""
+    """Return the number of elements of all trained parameters on the first of `ranks` FSDP
+    shards."""
     return sum(
         count * sum(shape.sharded(ranks) for shape in trained_of(unit))
         for unit, count in counted(stages)

@@ -35,8 +35,8 @@ _NAMESPACES = ("aten", "torch_attn", "perdure")
 
 
 class FusedOperators:
-    """Elementwise operators that torch.compile fuses into one kernel. The kernel reads their inputs
-    and writes results that are used later; temporaries between them never reach memory."""
+    """Elementwise operators that torch.compile fuses into one kernel. The kernel reads the
+    operators' inputs, and writes results that are used later. Other results never reach memory."""
 
     def __init__(self) -> None:
         self._read: dict[int, int] = {}
@@ -59,7 +59,7 @@ class FusedOperators:
 
 
 def is_kernel(operator: Any, result: Any) -> bool:
-    """Return whether an operator computes or copies; operators that create views do not."""
+    """Return whether an operator computes or copies, rather than create a view or empty memory."""
     if operator.namespace not in _NAMESPACES or operator.overloadpacket.__name__ in _NO_TRAFFIC:
         return False
     return bool(_tensors(result)) and not operator.is_view
@@ -91,7 +91,7 @@ def _operations(operator: Any, args: Any, kwargs: Any, result: Any, seq_len: int
             seen = (left + 1) * (2 - (left + 1) / seq_len)
             return products * tokens * heads * seen * size
         return float(products * tokens * heads * seq_len * size)
-    # Ring attention: each range of queries attends to one range of keys.
+    # Ring attention: a call computes one range of queries with one range of keys.
     if name.startswith("_flash_attention"):
         queries, heads, size = named["query"].shape
         whole = 2.0 * products * queries * named["max_k"] * heads * size

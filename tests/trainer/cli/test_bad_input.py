@@ -77,7 +77,7 @@ def perdure(monkeypatch, capsys, *arguments):
         ),
         (
             ["strategy.tp=2", "model.architecture.model_type=qwen3_moe"],
-            "strategy.tp: it divides no experts, but strategy.ep does; set that to 2 or more",
+            "strategy.tp: it divides no experts, but strategy.ep does; set strategy.ep to 2",
         ),
         (["strategy.ep=3"], "strategy.ep: groups of 3 ranks do not divide the 2 that share"),
         (["strategy.ep=2"], "strategy.ep: the model has no experts; set strategy.ep=1"),

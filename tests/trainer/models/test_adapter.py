@@ -96,10 +96,10 @@ def test_a_fresh_adapter_changes_nothing_and_one_of_rslora_more() -> None:
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        ({}, {"targets": ("qproj",)}, "no linear layer of a block is called qproj; they .* q_proj"),
+        ({}, {"targets": ("qproj",)}, "no linear layer of a block is called qproj; name .* q_proj"),
         ({}, {"targets": ("lm_head",)}, "no linear layer .* lm_head; .*model.adapter.also"),
-        ({}, {"also": ("lmhead",)}, "no module with parameters is called lmhead; they are called"),
-        ({}, {"also": ("mlp",)}, "also: mlp has .*gate_proj, which gets an adapter"),
+        ({}, {"also": ("lmhead",)}, "no module with parameters is called lmhead; name one of"),
+        ({}, {"also": ("mlp",)}, "also: mlp contains .*gate_proj, which gets an adapter"),
         ({"tie_word_embeddings": True}, {"also": ("embed_tokens",)}, "embed_tokens shares its"),
         ({"tie_word_embeddings": True}, {"also": ("lm_head",)}, "lm_head shares its weight"),
         ({"model_type": "qwen3_moe"}, {}, "all-linear would leave out the experts"),
@@ -211,7 +211,7 @@ def test_in_nf4_a_weight_is_bytes_and_its_product_that_of_the_weight_that_they_a
 
 
 def test_blocks_of_nf4_are_not_cut() -> None:
-    with pytest.raises(RecipeError, match=r"nf4 has blocks of 64 columns, but .*q_proj has 32;"):
+    with pytest.raises(RecipeError, match=r"a multiple of 64 columns, but .*q_proj has 32;"):
         add_adapters(decoder(), Adapter(base="nf4"))
     model = decoder(hidden_size=64, num_attention_heads=4, head_dim=32, num_key_value_heads=2)
     add_adapters(model, Adapter(base="nf4", targets=("q_proj", "o_proj")))

@@ -144,7 +144,8 @@ def test_impossible_experts_are_refused(published: tuple[PreTrainedModel, Path])
 
 def test_what_ranks_do_not_compute_together(published: tuple[PreTrainedModel, Path]) -> None:
     decoder = opened(published[1])
-    assert problem_of(decoder, 8) == "gpt_oss has attention sinks, which the ring does not know yet"
+    problem = "gpt_oss has attention sinks, which ring attention does not support yet"
+    assert problem_of(decoder, 8) == problem
     assert kinds_of(decoder, 2)["model.layers.0.self_attn"] == "heads"
     message = "layers.0.self_attn cannot be heads: 4 rows of sinks do not divide among tp=8 ranks"
     with pytest.raises(RecipeError, match=message):

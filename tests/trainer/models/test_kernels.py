@@ -9,14 +9,14 @@ from torch.nn import attention
 from trainer.models.kernels import FLASH, AttentionKernel, GpuStack, choose_kernel, kernel_in_use
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
-CUDNN = "scaled_dot_product_attention: cuDNN, or FlashAttention-2 where that cannot"
+CUDNN = "scaled_dot_product_attention: cuDNN, or FlashAttention-2 where cuDNN cannot"
 CHOSEN = "scaled_dot_product_attention, as torch chooses"
 FLEX = "FlexAttention"
 MASKED = "scaled_dot_product_attention with one additive mask"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NEW, OLD = "4.0.0b36", "4.0.0b17"
 """flash-attn-4 that torch 2.13 can no longer call, and that it can."""
-EITHER = "varlen_attn: cuDNN, or FlashAttention-2 where that cannot"
+EITHER = "varlen_attn: cuDNN, or FlashAttention-2 where cuDNN cannot"
 FA4 = f"FlashAttention-4 ({OLD})"
 
 

@@ -67,7 +67,7 @@ def test_all_ranks_compute_as_much() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({}, None), ({"statistics": None}, "qwen3_moe records beside the loss")],
+    [({}, None), ({"statistics": None}, "qwen3_moe has scalars beside the loss")],
 )
 def test_what_a_ring_cannot_compute(changes: Any, message: str | None) -> None:
     """Statistics of which nothing is known."""
@@ -86,7 +86,7 @@ def test_a_users_model_cannot_join() -> None:
     ("changes", "message"),
     [
         ({"options": {"sliding_window": 64}}, None),
-        ({"options": {"sliding_window": 63}}, "a sliding window of 63 tokens, which is shorter"),
+        ({"options": {"sliding_window": 63}}, "a sliding window of 63 tokens, and ring"),
         ({"rope_scaling": RopeScaling(rope_type="dynamic", factor=2.0)}, "dynamic depends on the"),
     ],
 )

@@ -68,14 +68,14 @@ def test_rows_that_a_dtensor_would_tell_wrongly_are_refused() -> None:
 def test_a_plan_leaves_nothing_out() -> None:
     model = Own()
     model.tensor_plan = {**Own.tensor_plan, "layers.1.norm": "column", "*norm": "nrom"}
-    assert "layers.0.norm is to be 'nrom' in the tensor_plan; the kinds are" in refusal(model, 2)
+    assert "layers.0.norm is to be 'nrom' in the tensor_plan; use one of" in refusal(model, 2)
     model.tensor_plan = {"*.norm": "column", **Own.tensor_plan}
     assert "layers.0.norm cannot be column: that needs an nn.Linear" in refusal(model, 2)
     del model.tensor_plan["*.down"], model.tensor_plan["*.norm"]
     assert "layers.0.down has no pattern in the tensor_plan" in refusal(model, 2)
     model = Own()
     model.scale = nn.Parameter(torch.ones(1))
-    assert "what Own has of parameters by itself has no pattern" in refusal(model, 2)
+    assert "Own itself, which has parameters, has no pattern" in refusal(model, 2)
     assert "Linear has no tensor_plan" in refusal(nn.Linear(2, 2), 2)
 
 

@@ -1,2 +1,2 @@
-"""The bundled model families: one file each, named after its `model_type`, whose `Family` is
+"""The bundled model families. Each has a file named after its `model_type`, with its `Family` as
 FAMILY."""

@@ -56,12 +56,12 @@ class Gemma3Block(nn.Module):
 
 
 def layers(architecture: Architecture) -> list[LayerKind]:
-    """Kinds of layers: every `sliding_window_pattern`th has no window; `layer_types` overrides
-    this."""
+    """Return the kind of each layer. Every `sliding_window_pattern`th layer has no window, unless
+    `layer_types` says otherwise. Layers with a window have another rotary base."""
     options, count = architecture.options or {}, architecture.num_hidden_layers
     for key in ("sliding_window_pattern", "rope_local_base_freq", "query_pre_attn_scalar"):
         if options.get(key, 1) <= 0:
-            raise ValueError(f"{key}: {options[key]} is not above 0")
+            raise ValueError(f"{key}: must be above 0, but it is {options[key]}")
     pattern = options.get("sliding_window_pattern", 6)
     slides = [(number + 1) % pattern != 0 for number in range(count)]
     kinds = kinds_by_window(architecture, window_of(architecture), slides)
@@ -70,7 +70,8 @@ def layers(architecture: Architecture) -> list[LayerKind]:
 
 
 def draw(name: str, shape: tuple[int, ...], architecture: Architecture, seed: int) -> Tensor:
-    """Draw a parameter as `init_parameter` does, but norms as zeros; a `DrawParameter` function."""
+    """Draw a parameter as `init_parameter` does, but the weights of norms as zeros, because 1 is
+    added to them. A `DrawParameter` function."""
     drawn = init_parameter(name, shape, architecture, seed)
     return drawn.zero_() if name.endswith("norm.weight") else drawn
 

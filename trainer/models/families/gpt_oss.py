@@ -2,8 +2,8 @@
 layer, biases, and experts with a clamped gate in every layer.
 
 A published checkpoint in MXFP4 has to be converted first; its weights are then those of this
-family. The balance loss counts where `output_router_logits` is true, as in transformers; it is
-recorded in any case. See [Note: experts] in qwen3_moe.py.
+family. The balance loss is recorded. As in transformers, it is part of the trained loss only if
+`output_router_logits` is true. See [Note: experts] in qwen3_moe.py.
 
 Shapes: B batch, T sequence, D hidden, N rows, E experts, I their width.
 """
@@ -52,15 +52,15 @@ class ClampedExperts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, width, hidden))
         self.down_proj_bias = nn.Parameter(torch.empty(experts, hidden))
 
-    @torch.compiler.disable  # as `qwen3_moe.swiglu`
+    @torch.compiler.disable  # for the reason at `qwen3_moe.swiglu`
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Rows (N, D) sorted by expert, `counts` (E) of rows per expert → (N, D)."""
+        """Map rows (N, D), sorted by expert, to rows (N, D). `counts` (E): rows per expert."""
         product = product_by_expert(counts, self.down_proj)
 
         def affine(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             outputs = product(rows, weight)
             each = bias.to(outputs.dtype)
-            # With its size given, a GPU's result is not waited for.
+            # Without output_size the host would wait for the sum of `counts`.
             return outputs + each.repeat_interleave(counts, dim=0, output_size=len(rows))
 
         both = affine(x, self.gate_up_proj, self.gate_up_proj_bias)
@@ -90,11 +90,12 @@ class BiasedMoE(MoE):
 
 
 def layers(architecture: Architecture) -> list[LayerKind]:
-    """Every second layer, from the first on, has a window, unless `layer_types` says otherwise."""
+    """Return the kind of each layer. Every second layer, beginning with the first, has a window,
+    unless `layer_types` says otherwise."""
     options, count = architecture.options or {}, architecture.num_hidden_layers
     for key in ("swiglu_alpha", "swiglu_limit"):
         if options.get(key, 1) <= 0:
-            raise ValueError(f"{key}: {options[key]} is not above 0")
+            raise ValueError(f"{key}: must be above 0, but it is {options[key]}")
     slides = [number % 2 == 0 for number in range(count)]
     return kinds_by_window(architecture, window_of(architecture), slides)
 
@@ -110,7 +111,8 @@ def idle_parameters(architecture: Architecture) -> int:
 def balance(
     statistics: Sequence[Tensor], architecture: Architecture
 ) -> dict[str, tuple[Tensor, float]]:
-    """The scalars of `qwen3_moe.balance`."""
+    """Return the scalars of `qwen3_moe.balance`. All weights are 0 unless
+    `output_router_logits`."""
     scalars = qwen3_moe.balance(statistics, architecture)
     if (architecture.options or {})["output_router_logits"]:
         return scalars
@@ -155,7 +157,7 @@ FAMILY = Family(
     other_names={"num_experts": "num_local_experts"},
     layers=layers,
     draw=qwen3_moe.draw,
-    # Their biases have the shape of matrices, but do not decay.
+    # Stacked biases of experts have two dimensions, as matrices have, but do not decay.
     groups=(ParameterGroup(match="*.experts.*_bias", weight_decay=0.0),),
     idle_parameters=idle_parameters,
     beside_loss=balance,

@@ -9,12 +9,13 @@ from trainer.recipe.architecture import Architecture
 
 
 def layers(architecture: Architecture) -> list[LayerKind]:
-    """Kinds of layers: every fourth has no window; `layer_types` overrides this."""
+    """Return the kind of each layer. Every fourth layer has no window, unless `layer_types` says
+    otherwise. Layers with a window have unscaled rotary wavelengths."""
     slides = [(number + 1) % 4 != 0 for number in range(architecture.num_hidden_layers)]
     kinds = kinds_by_window(architecture, window_of(architecture), slides)
     local = (architecture.options or {}).get("rope_local_base_freq")
     if local is not None and (not isinstance(local, int | float) or local <= 0):
-        raise ValueError(f"rope_local_base_freq: {local!r} is no number above 0, and not null")
+        raise ValueError(f"rope_local_base_freq: {local!r} is no number above 0; set one, or null")
     theta = float(local or architecture.rope_theta)
     return [replace(kind, theta=theta) if kind.window else kind for kind in kinds]
 

@@ -55,17 +55,19 @@ class FusedMLP(nn.Module):
 
 
 def layers(architecture: Architecture) -> list[LayerKind]:
-    """Kinds of layers: all have the window, if there is one."""
+    """Return the kind of each layer: all have the window, if there is one. Raises ValueError for
+    rotary scaling that transformers does not support."""
     scaling, key = architecture.rope_scaling, "original_max_position_embeddings"
     original = (architecture.options or {}).get(key)
     # transformers supports only longrope here, and reads its original length from the option
     if scaling and scaling.rope_type != "longrope":
         raise ValueError(
-            f"{key}: phi3 has no rope_type {scaling.rope_type} in transformers, only longrope"
+            f"{key}: transformers supports only the rope_type longrope for phi3, not "
+            f"{scaling.rope_type}; use longrope, or remove rope_scaling"
         )
     if scaling and original not in (None, scaling.original_max_position_embeddings):
         raise ValueError(
-            f"{key}: {original}, but that of rope_scaling is "
+            f"{key}: is {original}, but in rope_scaling it is "
             f"{scaling.original_max_position_embeddings}; write the same in both"
         )
     return [LayerKind(window_of(architecture))] * architecture.num_hidden_layers

@@ -6,8 +6,8 @@ from trainer.recipe.architecture import Architecture
 
 
 def layers(architecture: Architecture) -> list[LayerKind]:
-    """Kinds of layers: with `use_sliding_window`, those from `max_window_layers` on have a
-    window."""
+    """Return the kind of each layer. With `use_sliding_window` the layers from index
+    `max_window_layers` on have a window, unless `layer_types` says otherwise."""
     options, window = architecture.options or {}, window_of(architecture)
     if not options.get("use_sliding_window"):
         window = None

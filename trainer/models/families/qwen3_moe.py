@@ -9,8 +9,8 @@ the experts.
   micro-batches. With `router_aux_loss_per_sequence: false` it is computed over the tokens of a
   micro-batch, as in transformers, and then depends on batch.micro_batch and the number of ranks.
 - With `router_bias_update_rate` each expert has a bias that is added to its probability for the
-  choice only. After a step it rises by that rate if the expert got fewer tokens of the global batch
-  than the mean, and falls if it got more.
+  choice only. After a step the bias rises by that rate if the expert got fewer tokens of the global
+  batch than the mean of all experts, and falls if it got more.
 
 Shapes: B batch, T sequence, D hidden, N tokens or rows, E experts, I their width.
 """
@@ -134,12 +134,13 @@ class MoE(nn.Module):
 
     def _count(self, counts: Tensor, gradient: Tensor) -> None:
         """Add `counts` to the load. A hook called in backward."""
-        # Forward may run twice (recomputation). Zero gradients: a pass only keeps ranks in step.
+        # Not in forward, which may run twice (recomputation). A pass whose gradients are all zero
+        # only takes part in collectives, so its tokens do not count.
         counts = counts * gradient.any()
         self.load = counts if self.load is None else self.load + counts
 
     def forget_step(self) -> None:
-        """Drop the counts of a step that will be repeated."""
+        """Drop the counts of a failed step, which will be repeated."""
         self.load = None
 
 
@@ -156,14 +157,14 @@ class MoEBlock(Block):
 
 
 def check_experts(options: Mapping[str, Any], count: str) -> None:
-    """Refuse impossible numbers of experts.
+    """Refuse impossible numbers of experts and coefficients of balancing.
 
     Args:
-        options: of a family.
-        count: key of the number of experts.
+        options: options of the architecture, with defaults for missing keys.
+        count: the key in `options` of the number of experts.
 
     Raises:
-        RecipeError: a number is impossible.
+        RecipeError: a number or coefficient is impossible.
     """
     key = "model.architecture.options"
     for name in (count, "num_experts_per_tok", "moe_intermediate_size"):
@@ -195,7 +196,8 @@ def balance(
 
     - `balance_loss`: of Fedus et al. 2021, "Switch Transformers", over all layers; see [Note:
       experts]. Equal loads give num_experts_per_tok.
-    - `load_imbalance`: tokens of the busiest expert / mean of all experts, averaged over layers.
+    - `load_imbalance`: tokens of the busiest expert, divided by the mean over all experts; averaged
+      over layers.
     - `router_entropy`: entropy of a token's router probabilities in nats, averaged over layers.
     """
     options, layers = architecture.options or {}, torch.stack(list(statistics))  # (layers, 3, B, E)
@@ -214,8 +216,9 @@ def balance(
 
 @torch.no_grad()
 def move_biases(model: nn.Module) -> None:
-    """Move the biases after a step, by the sign of each expert's load (Wang et al. 2024,
-    "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts"). Called on all ranks."""
+    """Move the biases of routers after a step, by the sign of the mean load minus each expert's
+    (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts"). Called
+    on all ranks."""
     routers = {
         _number(name): module
         for name, module in model.named_modules()
@@ -224,7 +227,7 @@ def move_biases(model: nn.Module) -> None:
     if not routers:
         return
     first = next(iter(routers.values()))
-    # for all layers: pipeline ranks have different layers, but all enter one all-reduce
+    # Rows for all layers: pipeline ranks have different layers, but share one all-reduce.
     loads = torch.zeros(
         first.layers, first.gate.out_features, dtype=torch.int64, device=first.gate.weight.device
     )
@@ -247,8 +250,8 @@ def _number(name: str) -> int:
 
 
 def draw(name: str, shape: tuple[int, ...], architecture: Architecture, seed: int) -> Tensor:
-    """Draw a parameter as `init_parameter` does, but biases of the router and of experts, whose
-    names end in `_bias`, as zeros; a `DrawParameter` function."""
+    """Draw a parameter as `init_parameter` does, but parameters whose names end in `_bias`, of
+    routers and experts, as zeros. A `DrawParameter` function."""
     if name.endswith("_bias"):
         return torch.zeros(shape)
     return init_parameter(name, shape, architecture, seed)

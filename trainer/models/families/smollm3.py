@@ -8,22 +8,22 @@ from trainer.recipe.architecture import Architecture
 
 
 def layers(architecture: Architecture) -> list[LayerKind]:
-    """Kinds of layers.
+    """Return the kind of each layer.
 
-    `no_rope_layers` has a 1 for each layer that rotates; without it, each
-    `no_rope_layer_interval`th layer does not rotate. With `use_sliding_window`, the layers that do
-    not rotate have a window.
+    `no_rope_layers` has a 1 for each layer that rotates queries and keys, otherwise a 0. If it is
+    null, every `no_rope_layer_interval`th layer does not rotate. With `use_sliding_window`, the
+    layers that do not rotate have a window, unless `layer_types` says otherwise.
     """
     options, count = architecture.options or {}, architecture.num_hidden_layers
     rotary, interval = options.get("no_rope_layers"), options.get("no_rope_layer_interval", 4)
     if rotary is None:
         if interval < 1:
-            raise ValueError(f"no_rope_layer_interval: {interval} is not above 0")
+            raise ValueError(f"no_rope_layer_interval: must be above 0, but it is {interval}")
         rotary = [int((number + 1) % interval != 0) for number in range(count)]
     listed = isinstance(rotary, list | tuple) and all(flag in (0, 1) for flag in rotary)
     if not listed or len(rotary) < count:
         raise ValueError(
-            f"no_rope_layers: {rotary!r} does not have a 0 or 1 for each of {count} layers"
+            f"no_rope_layers: needs a 0 or 1 for each of {count} layers, but it is {rotary!r}"
         )
     window = window_of(architecture) if options.get("use_sliding_window") else None
     return kinds_by_window(architecture, window, [not flag for flag in rotary], rotary)
