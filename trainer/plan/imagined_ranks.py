@@ -49,7 +49,7 @@ def ring_of(rows: int, length: int, cp: int) -> context.Ring:
     """Create the ring attention of the rank with the most tokens, for one document per sequence.
     Called outside fake mode, because it reads tensor values."""
     group: Any = ImaginedRanks(cp, max(range(cp), key=lambda rank: tokens_of(length, cp, rank)))
-    with patch.object(context, "dist", _silent(lambda *_: None)):
+    with patch.object(context, "dist", _distributed(lambda *_: None)):
         return context.Ring(group, None, (rows, length), torch.device("cpu"))
 
 
@@ -89,12 +89,14 @@ def imagined_ranks(
         return x.new_empty((sum(received), *x.shape[1:]))
 
     imagined: dict[str, Any] = {
-        "dist": _silent(note),
+        "dist": _distributed(note),
         "distribute_tensor": part,
         "all_gather_single": gather,
         "reduce_scatter_single": reduce_scatter,
     }
-    turned = patch.multiple(context, dist=_silent(lambda *_: None), Ring=lambda *_: ring)
+    # Not recorded: a few bytes of counts, and of means over parts of sequences.
+    silent = _distributed(lambda *_: None)
+    turned = patch.multiple(context, dist=silent, Ring=lambda *_: ring)
     with ExitStack() as stack:
         modules = [import_module(module.APPLIED_BY) for module in dividing("layers", "experts")]
         for module in (*modules, loss):
@@ -102,7 +104,8 @@ def imagined_ranks(
             stack.enter_context(patch.multiple(module, **used))
         whole = patch.object(tensor, "_local", lambda parameter, partial=False: parameter)
         stack.enter_context(whole)
-        stack.enter_context(patch.multiple(expert, _rows=even, _exchange=to_experts))
+        exchanged = patch.multiple(expert, dist=silent, _rows=even, _exchange=to_experts)
+        stack.enter_context(exchanged)
         stack.enter_context(turned)
         if gpu_memory is not None:
             of_gpu = loss_patches(gpu_memory)
@@ -113,18 +116,21 @@ def imagined_ranks(
         yield
 
 
-def _silent(note: Note) -> SimpleNamespace:
-    """Return a replacement for `torch.distributed` whose collectives record messages."""
+def _distributed(note: Note) -> SimpleNamespace:
+    """Return a replacement for `torch.distributed` whose collectives pass messages to `note`. All
+    other operations are missing, so a module that calls them cannot be traced."""
 
-    def all_reduce(x: Tensor, _op: Any = None, group: ImaginedRanks | None = None) -> None:
-        if group:
-            note("layers", 2 * x.nbytes * (group.count - 1) / group.count, 2)
+    def all_reduce(x: Tensor, _op: Any = None, group: Any = None) -> None:
+        note("layers", 2 * x.nbytes * (group.count - 1) / group.count, 2)
+
+    def all_to_all_single(_received: Tensor, x: Tensor, *_: Any, group: ImaginedRanks) -> None:
+        note("layers", x.nbytes * (group.count - 1) / group.count)
 
     return SimpleNamespace(
         ReduceOp=dist.ReduceOp,
         ProcessGroup=dist.ProcessGroup,
         all_reduce=all_reduce,
-        all_to_all_single=lambda *_, group: None,
+        all_to_all_single=all_to_all_single,
         get_rank=lambda group: group.rank,
         get_world_size=lambda group: group.count,
     )

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from elastic.node.files import own_directory
 from trainer.parallel.mesh import mesh_shape
 from trainer.plan.storages import Storages, nbytes, storages
-from trainer.recipe.strategies import ep, tp
+from trainer.recipe.strategies import MODEL_PARALLEL
 from trainer.run.speed import SpeedRecorder
 from trainer.run.state import Run
 from trainer.run.trace_summary import DIRECTORY, RankProfile, read_trace
@@ -233,12 +233,10 @@ class _TensorSizes:
         gradients, activations = trace.reduced_vectors, trace.reduced
         if self._replicas == 1:
             gradients, activations = 0, gradients + activations
-        return (
-            trace.exchanged
-            + 2 * (1 - 1 / self._replicas) * gradients
-            + tp.bytes_sent(self._strategy, activations)
-            + ep.bytes_sent(self._strategy, trace.divided)
+        of_kinds = (
+            kind.bytes_sent(self._strategy, activations, trace.divided) for kind in MODEL_PARALLEL
         )
+        return trace.exchanged + 2 * (1 - 1 / self._replicas) * gradients + sum(of_kinds)
 
 
 def read_records(run: Path) -> list[RankRecord]:

@@ -18,6 +18,8 @@ from benchmarks.support import python_path
 from tests.checkpointing.worlds import run_ranks
 from tests.distributed.jobs import RECIPE, ROOT, soak
 from trainer.data.prepare.prepare import prepare
+from trainer.recipe import Strategy
+from trainer.recipe.strategies import MODEL_PARALLEL
 from trainer.run.profile import StepProfiler
 from trainer.run.trace_summary import (
     PHASES,
@@ -46,6 +48,16 @@ def test_intervals_are_sets_of_moments(one, other):
     assert all(a[i][1] < a[i + 1][0] for i in range(len(a) - 1))
     assert moments(intersect(a, b)) == moments(one) & moments(other)
     assert moments(subtract(a, b)) == moments(one) - moments(other)
+
+
+def test_each_kind_of_model_parallelism_says_what_it_sends():
+    def sent(strategy):
+        return {kind.KEYS[0]: kind.bytes_sent(strategy, 120.0, 12.0) for kind in MODEL_PARALLEL}
+
+    nothing = {"tp": 0, "pp": 0, "cp": 0, "ep": 0}
+    assert sent(Strategy()) == nothing
+    assert sent(Strategy(tp=4, pp=2, cp=2)) == {**nothing, "tp": 180}
+    assert sent(Strategy(ep=3)) == {**nothing, "ep": pytest.approx(8)}
 
 
 @soak

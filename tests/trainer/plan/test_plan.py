@@ -16,6 +16,7 @@ from tests.distributed.jobs import soak
 from tests.trainer.plan.recipes import BLOCKS, EP, EVEN, PP, RECIPE, TP
 from trainer.cli.main import main
 from trainer.models.hf import config_json
+from trainer.parallel import expert, tensor
 from trainer.parallel.parallelize import DTYPES
 from trainer.plan import predict
 from trainer.plan.blueprint import read_blueprint, stage_of, trained_of
@@ -27,6 +28,7 @@ from trainer.plan.costs import (
     TAKEN_SHARE,
     describe_machine,
 )
+from trainer.plan.imagined_ranks import ImaginedRanks, imagined_ranks
 from trainer.plan.rank_layout import layout_of
 from trainer.plan.search import (
     ROOM,
@@ -62,6 +64,21 @@ def test_large_models_need_no_machine():
     assert prediction.communication_bytes == pytest.approx(sent, rel=1e-3)
     # Full recomputation: four forward passes' worth of work for three that MFU counts.
     assert 0 < prediction.mfu < 0.7 * 3 / 4 * 1.05
+
+
+def test_all_that_a_strategy_of_layers_sends_is_recorded():
+    """Or it fails: none goes uncounted. Of experts the rows are recorded, not their counts."""
+    sent = []
+    x, group = torch.empty(6), ImaginedRanks(3)
+    with imagined_ranks(lambda *message: sent.append(message), None, None):
+        tensor.dist.all_to_all_single(torch.empty(6), x, group=group)
+        tensor.dist.all_reduce(x, group=group)
+        expert.dist.all_to_all_single(torch.empty(6), x, group=group)
+        with pytest.raises(AttributeError):
+            tensor.dist.all_reduce(x)
+        with pytest.raises(AttributeError):
+            tensor.dist.broadcast(x, 0, group=group)
+    assert sent == [("layers", 16), ("layers", 32, 2)]
 
 
 @pytest.mark.parametrize(

@@ -83,3 +83,14 @@ class Dimension(Protocol):
     def tried(self, sizes: TriedSizes) -> Iterable[dict[str, Any]]:
         """Yield key → value, for each combination of KEYS that `perdure plan` tries."""
         ...
+
+    def bytes_sent(self, strategy: Strategy, reduced: float, divided: float) -> float:
+        """Return the bytes that a rank sends in its all-reduces and all-to-alls, by ring
+        algorithms; 0 if it has none. Bytes of other messages follow from shapes in a trace.
+
+        Args:
+            reduced: bytes of all activations that were all-reduced. If several kinds in use
+                all-reduce activations, these are the bytes of all, so each returns too much.
+            divided: bytes of all rows in all-to-alls, including rows that stay on the rank.
+        """
+        ...

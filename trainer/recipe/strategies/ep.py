@@ -60,7 +60,6 @@ def tried(sizes: TriedSizes) -> Iterator[dict[str, Any]]:
         yield {"ep": ranks}
 
 
-def bytes_sent(strategy: Strategy, divided: float) -> float:
-    """Return the bytes that a rank sends to other ranks. `divided`: bytes of all rows that it
-    routes, evenly, to experts."""
+def bytes_sent(strategy: Strategy, reduced: float, divided: float) -> float:
+    # Routers are assumed to send equally many rows to all ranks.
     return (1 - 1 / strategy.ep) * divided

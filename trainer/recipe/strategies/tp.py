@@ -58,8 +58,6 @@ def tried(sizes: TriedSizes) -> Iterator[dict[str, Any]]:
         yield {"tp": ranks, "sequence_parallel": ranks > 1}
 
 
-def bytes_sent(strategy: Strategy, reduced: float) -> float:
-    """Return the bytes that a rank sends in an all-reduce of `reduced` bytes of activations, around
-    a ring."""
+def bytes_sent(strategy: Strategy, reduced: float, divided: float) -> float:
     # An all-reduce is a reduce-scatter and an all-gather.
     return 2 * (1 - 1 / strategy.tp) * reduced
