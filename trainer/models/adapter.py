@@ -81,7 +81,8 @@ def add_adapters(model: TextModel, options: Adapter, dtype: str = "bf16") -> Non
             is bf16, otherwise float32.
 
     Raises:
-        RecipeError: the model lacks a module that the options name, or it cannot be trained so.
+        RecipeError: the model lacks a module that the options name, or the module cannot get an
+            adapter or be trained.
     """
     layers = _targets(model, options)
     whole = _trained_whole(model, options, layers)
@@ -106,7 +107,7 @@ def add_adapters(model: TextModel, options: Adapter, dtype: str = "bf16") -> Non
 
 
 def _targets(model: TextModel, options: Adapter) -> list[str]:
-    """FQNs of the layers that get adapters. Raises RecipeError if a target names none."""
+    """FQNs of the layers that get adapters. Raises RecipeError if a target names no layer."""
     inside = {module for block in model.blocks for module in block.modules()}
     routers = {
         getattr(module, key) for module in model.modules() for key in getattr(module, "precise", ())

@@ -318,7 +318,7 @@ class Decoder(nn.Module):
 
     @property
     def compiled_beside_blocks(self) -> Iterable[nn.Module]:
-        """Modules outside the blocks that `strategy.compile` compiles."""
+        """Modules that `strategy.compile` compiles, besides the blocks."""
         return [self.head_loss]
 
     def part(self, run: range) -> "Decoder":

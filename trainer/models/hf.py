@@ -97,7 +97,8 @@ def read_config(path: str | Place, family: Family | None = None) -> Architecture
         if architecture.num_hidden_layers > MOST_LAYERS:
             layers = architecture.num_hidden_layers
             raise ValueError(
-                f"num_hidden_layers is {layers:,}, more than {MOST_LAYERS:,}; correct the file"
+                f"num_hidden_layers must be at most {MOST_LAYERS:,}, but it is {layers:,}; "
+                "correct the file"
             )
         return architecture
     except UnsupportedError as error:

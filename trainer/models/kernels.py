@@ -87,7 +87,7 @@ def choose_kernel(
     window: bool = False,
     sinks: bool = False,
 ) -> AttentionKernel:
-    """Choose the fastest installed kernel.
+    """Choose the fastest installed kernel for attention on a GPU.
 
     Args:
         gpu: the GPU and its software.
@@ -168,7 +168,7 @@ def this_gpu(device: torch.device) -> GpuStack:
 def kernel_in_use(kernel: AttentionKernel) -> Iterator[AttentionKernel]:
     """Make torch call a kernel inside the `with` block. Yields the kernel that torch really calls,
     because an installed package may fail to load."""
-    from torch.nn import attention  # imports the compiler
+    from torch.nn import attention  # imported here, because it imports the compiler
 
     with ExitStack() as stack:
         if kernel.package:

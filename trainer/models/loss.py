@@ -37,8 +37,9 @@ Fused: TypeAlias = Callable[
 
 
 class HeadLoss(nn.Module):
-    """`head_cross_entropy` as a module whose elementwise part can be compiled. Each chunk's logits
-    are then read twice, and their gradient is written once, all in the dtype of the computation."""
+    """`head_cross_entropy` as a module whose elementwise part can be compiled. Compiled, it reads
+    each chunk's logits twice, and writes their gradient once, all in the dtype of the
+    computation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,8 +145,8 @@ def label_log_probs(
         weight: weight of the head, (V, D).
         labels: (...) int64.
         start: index in the whole head of the first row of `weight`.
-        group: ranks among which the rows of the head are divided; None: this rank has them all.
-            The gradient of `hidden` is then this rank's term of a sum over the ranks.
+        group: ranks among which the rows of the head are divided, so that the gradient of
+            `hidden` is this rank's term of a sum over them; None: this rank has all rows.
         chunk: most logits in a chunk of at least one row; None: from the device's memory.
         cap: cap of the logits, see `capped`.
     """

@@ -139,7 +139,7 @@ class TransformersModel(nn.Module):
 
     @property
     def compiled_beside_blocks(self) -> Sequence[nn.Module]:
-        """Modules outside the blocks that `strategy.compile` compiles."""
+        """Modules that `strategy.compile` compiles, besides the blocks."""
         return [self.head_loss]
 
     def mixes_documents(self) -> str | None:
@@ -277,7 +277,7 @@ def _documents_hidden(runs: Tensor | None, name: str) -> Iterator[None]:
         yield
     finally:
         for key in makers:
-            # removes the entry that overrides the one of all models
+            # Drops the entry made above, so that the entry of transformers counts again.
             del ALL_MASK_ATTENTION_FUNCTIONS[key]
     if not mask_created:
         raise RecipeError(
@@ -353,13 +353,13 @@ def check_installed(reason: str) -> str:
         installed = version("transformers")
     except PackageNotFoundError:
         raise RecipeError(
-            f"model.init_from: {reason}; transformers would compute it, but is not installed: "
-            "pip install 'perdure[transformers]'"
+            f"model.init_from: {reason}; transformers would compute the model, but is not "
+            "installed: pip install 'perdure[transformers]'"
         ) from None
     if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST:
         raise RecipeError(
             f"model.init_from: {reason}; transformers {'.'.join(map(str, OLDEST))} would compute "
-            f"it, but {installed} is installed: pip install 'perdure[transformers]'"
+            f"the model, but {installed} is installed: pip install 'perdure[transformers]'"
         )
     return installed
 

@@ -77,7 +77,7 @@ def apply_activation_checkpointing(
                 block if counting else None,
                 deciding,
             )
-        # The states of random generators are saved only if needed: it can take longer than a block.
+        # The states of random generators are saved only if needed: saving can outlast a block.
         replaced[block] = checkpoint_wrapper(block, preserve_rng_state=draws, **contexts)
     for parent in list(model.modules()):
         for name, child in parent._modules.items():  # not named_children, which skips second names
@@ -206,8 +206,8 @@ def _detached(value: Any) -> Any:
 
 
 class _FilterOperators(_OperatorMode):
-    """Shows one of torch's modes only the operators in `seen`. torch's mode identifies operators by
-    their count, and FSDP's gathers in a block differ in number between forward and
+    """Passes only the operators in `seen` on to `mode`, one of torch's. That mode identifies
+    operators by counting them, and FSDP's gathers in a block differ in number between forward and
     recomputation."""
 
     def __init__(self, mode: Any, seen: Collection[str]) -> None:

@@ -436,7 +436,7 @@ class MeansAcrossRanks:
 
 
 class _SumWithOwnGradient(torch.autograd.Function):
-    """Sum over the ranks of a group; the gradient of each rank is of its own term only."""
+    """Sum over the ranks of a group. In backward each rank gets the gradient of its own term."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

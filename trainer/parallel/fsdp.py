@@ -121,7 +121,8 @@ def _gather_ahead(units: Sequence[nn.Module]) -> None:
     ordered = cast("Sequence[FSDPModule]", units)
     for unit, ahead in pairwise(ordered):
         unit.set_modules_to_forward_prefetch([ahead])
-    ordered[0]._set_unshard_async_op(True)  # applies to all units below the root
+    # Gathers run in the background. Set on the root, this holds for all units.
+    ordered[0]._set_unshard_async_op(True)
 
 
 def prepare_backward(model: nn.Module, last: bool, recipe: Recipe) -> None:

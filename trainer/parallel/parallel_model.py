@@ -197,7 +197,7 @@ class ParallelModel:
         return apart(kept.tensors, self.stacks), kept.trees
 
     def targets_of(self, optimizer: torch.optim.Optimizer) -> "StateTargets":
-        """Return an object that provides the tensors into which the optimizer's state is loaded."""
+        """Return a function of a saved state, which returns the tensors into which to load it."""
         return StateTargets(self, optimizer)
 
     def zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -241,8 +241,8 @@ class ParallelModel:
 
 
 class StateTargets:
-    """Provides the tensors into which a saved optimizer state is loaded, when called with that
-    state. Once they are loaded, `put` assigns them to the optimizer."""
+    """Called with a saved optimizer state, returns the tensors into which that state is loaded.
+    Once they are loaded, `put` assigns them to the optimizer."""
 
     def __init__(self, model: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer

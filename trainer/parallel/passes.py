@@ -21,7 +21,8 @@ stage."""
 
 @dataclass
 class ForwardPass:
-    """A forward pass of a micro-batch, to be called by the loop over `ParallelModel.run`."""
+    """A forward pass of a micro-batch. `ParallelModel.run` yields it, and the training loop calls
+    it."""
 
     number: int
     """Index of the micro-batch."""
@@ -61,7 +62,8 @@ def means(result: Any) -> dict[str, torch.Tensor]:
 
 
 def loss_problem(result: Any) -> str | None:
-    """Return why a model's result has no valid mean loss, and what is expected; None if it has."""
+    """Return what a model's result has in place of a valid mean loss, and what is expected; None if
+    the loss is valid."""
     count = result.get(COUNT) if isinstance(result, dict) else None
     if isinstance(count, torch.Tensor) and count.dim():
         return f"a {COUNT!r} of shape {tuple(count.shape)}; it should be one number"

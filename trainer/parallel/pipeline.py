@@ -49,8 +49,10 @@ def blocks_by_stage(model: nn.Module, recipe: Recipe) -> list[range]:
         RecipeError: the model cannot be cut into the recipe's stages.
     """
     if not isinstance(model, Decoder) or (model.family.beside_loss and not model.family.statistics):
-        name = model.family.model_type if isinstance(model, Decoder) else type(model).__name__
-        raise RecipeError(f"strategy.pp: {name} cannot be cut into stages; set strategy.pp=1")
+        problem = f"{type(model).__name__} is not one of Perdure's decoders"
+        if isinstance(model, Decoder):
+            problem = f"{model.family.model_type} has scalars beside the loss that need all blocks"
+        raise RecipeError(f"strategy.pp: {problem}; set strategy.pp=1")
     costs = model.block_costs(recipe.data.seq_len)
     stages = pp.stages(recipe.strategy)
     if stages > len(costs):

@@ -58,10 +58,10 @@ def _in_turn(rank: int, ranks: int, per_rank: int, count: int, eager: bool) -> O
     """Return a rank's order: first forwards that fill the pipeline (with `eager`: all forwards),
     then forward and backward in turn.
 
-    With several stages per rank, a group of micro-batches passes through one stage of a rank after
-    the other. Narayanan et al. need groups of exactly `ranks` micro-batches. Here any number of
-    micro-batches is divided into groups of at least `ranks`, larger groups first. This never
-    deadlocks, whereas a last group of fewer micro-batches than ranks can.
+    With several stages per rank, a group of micro-batches passes through the stages of a rank one
+    after the other. Narayanan et al. need groups of exactly `ranks` micro-batches. Here any number
+    of micro-batches is divided into groups of at least `ranks` (or one smaller group), larger
+    groups first. This never deadlocks, whereas a small group after others can.
     """
     rounds = max(1, count // ranks)
     sizes = [count // rounds + (number < count % rounds) for number in range(rounds)]

@@ -218,7 +218,8 @@ def _check_blocks(model: nn.Module, kinds: Mapping[str, str], ranks: int) -> Non
 
 
 def apply(model: nn.Module, mesh: DeviceMesh, strategy: Strategy) -> list[nn.Module]:
-    """Cut `model` in place over `mesh` (1-D), before FSDP. Works on the meta device. Returns [].
+    """Cut `model` in place over `mesh` (1-D), before FSDP. Works on the meta device. Returns [],
+    because it adds no FSDP units.
 
     Args:
         model: has a `tensor_plan`. On a device other than meta, weights must be equal on all ranks.
@@ -238,7 +239,10 @@ def apply(model: nn.Module, mesh: DeviceMesh, strategy: Strategy) -> list[nn.Mod
                 spread = distribute_tensor(whole.detach(), mesh, [cut], src_data_rank=None)
                 placed[whole] = nn.Parameter(spread, requires_grad=whole.requires_grad)
             elif placed[whole].placements != (cut,):
-                raise RecipeError(f"strategy.tp: {name}.{key} is tied to a weight cut otherwise")
+                raise RecipeError(
+                    f"strategy.tp: {name}.{key} is tied to a weight that is cut otherwise; give "
+                    "both modules one kind in the tensor_plan"
+                )
             module.register_parameter(key, placed[whole])
         module.forward = _FORWARDS[kind](module, ranks)
     for module in list(model.modules()):

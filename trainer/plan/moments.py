@@ -252,7 +252,7 @@ class ShardedStage:
         other = whole + aside + kept + self._all_reduced(before, 0)
         moments = [MemoryMoment("head", early, trace.head_backward, other + flat)]
         if units[1:]:
-            ahead = flat if units[2:] else 0  # a single block: backward gathers nothing after it
+            ahead = flat if units[2:] else 0  # with a single block, backward gathers nothing more
             moments += [
                 MemoryMoment("blocks", early, trace.entry, other + own + flats),
                 MemoryMoment("blocks", early, trace.last_backward, other + own + ahead),

@@ -223,7 +223,7 @@ def test_without_transformers_a_line_says_what_is_needed(
     with pytest.raises(RecipeError, match=r"has no family 'gpt2'; .* pip install 'perdure\["):
         built(tmp_path)
     monkeypatch.setattr(ours, "version", lambda name: "4.57.6")
-    with pytest.raises(RecipeError, match=r"transformers 5\.24 would compute it, but 4\.57\.6"):
+    with pytest.raises(RecipeError, match=r"transformers 5\.24 would compute the model, but 4"):
         built(tmp_path)
 
 

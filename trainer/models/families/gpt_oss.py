@@ -33,7 +33,7 @@ class SinkAttention(Attention):
         self.sinks = nn.Parameter(torch.empty(architecture.num_attention_heads))
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
-        """Values mixed by attention with sinks (B, T, N, H), see `attend`."""
+        """Return the output of attention with sinks (B, T, N, H), see `attend`."""
         return attend(q, k, v, documents, self.sinks)
 
 

@@ -122,12 +122,12 @@ class MoE(nn.Module):
         return scores
 
     def _route(self, likely: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (experts of each token (N, top), their order by expert (N * top), tokens of each
-        sequence per expert (B, E))."""
+        """Return (experts of each token (N, top), permutation that sorts these by expert (N · top),
+        number of tokens of each sequence per expert (B, E))."""
         if self.rate:
             likely = likely + getattr(self.gate, BIAS)
         chosen = likely.topk(self.top, dim=-1).indices
-        by_row = chosen.view(rows, -1)  # (B, T * top)
+        by_row = chosen.view(rows, -1)  # (B, T · top)
         of_rows = by_row.new_zeros(rows, likely.shape[1])
         of_rows = of_rows.scatter_add(1, by_row, torch.ones_like(by_row))
         return chosen, chosen.flatten().argsort(stable=True), of_rows
