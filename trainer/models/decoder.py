@@ -184,7 +184,7 @@ class Backbone(nn.Module):
         x = self.embed_tokens(input_ids) if hidden is None else hidden  # (B, T, D)
         if self.scale and hidden is None:
             x = x * x.new_full((), self.scale)  # rounded to the dtype, as in transformers
-        # The embedding returns float32 even under autocast, and so would all blocks.
+        # Even under autocast the embedding returns float32, which all blocks would keep.
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         # The shape of input_ids, because attention sees all tokens, of which x may have a part.

@@ -90,7 +90,7 @@ def check_matmul(
     if next(converted(blocks, matmul), None) is None:
         raise RecipeError(
             f"precision.matmul: the blocks of this model have no linear layer whose sizes are "
-            f"multiples of {multiple_of(matmul)}; remove it"
+            f"multiples of {multiple_of(matmul)}; remove the key"
         )
 
 

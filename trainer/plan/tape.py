@@ -319,7 +319,7 @@ class Tape(LiveTensors):
             self._phase.sent["attention"] += kernel.operations
 
     def compute(self, operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run an operator. Grouped products run in bf16, the only dtype for fake tensors."""
+        """Run an operator. Grouped products run in bf16, as they support no other fake tensors."""
         if operator is not torch.ops.aten._grouped_mm.default:
             return super().compute(operator, args, kwargs)
         left, right, *rest = args
