@@ -216,9 +216,9 @@ class Limits:
     restarts: int = 30
     """Failures within an hour that are answered by a restart; the next failure ends the job."""
     same_step: int = 3
-    """Consecutive failures in one step, of one rank or with one error, that a restart will not
-    mend. If all are on one node and the other nodes suffice, that node is removed; otherwise the
-    job ends."""
+    """Number of consecutive failures in one step, of one rank or with one error, after which
+    another restart would not help. If all are on one node and the other nodes suffice, that node is
+    removed; otherwise the job ends."""
     strikes: int = 5
     """Failures of a node within an hour after which it is removed, if the other nodes suffice."""
 

@@ -37,7 +37,7 @@ ENOUGH = 1.5
 """Sum over windows of the fraction saved above GAIN or GAIN_AGAIN, at which the shares change."""
 PASS_COST = 0.2
 """Fixed cost of a pass that all ranks run in lockstep, as a number of sequences of the median rank.
-Without it more passes would always seem faster."""
+It keeps the number of passes small."""
 
 
 @dataclass

@@ -34,7 +34,7 @@ def add_replay_command(commands: Commands) -> None:
     command.add_argument(
         "--why",
         action="store_true",
-        help="with --step: list its documents by loss, gradient and share, and other explanations",
+        help="with --step: explain the step: its documents by loss, gradient and share, and more",
     )
     command.add_argument(
         "--seed",

@@ -74,7 +74,10 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     elif run.steps:
         yield from length_contradictions(recipe, f"run.steps={run.steps}")
     if schedule.name != "wsd" and schedule.decay_steps:
-        yield "schedule.decay_steps", f"only for schedule.name: wsd, but it is {schedule.name}"
+        yield (
+            "schedule.decay_steps",
+            f"only for schedule.name: wsd, but it is {schedule.name}; remove it",
+        )
     if run.stop_after and not run.evaluate_every:
         yield "run.stop_after", "counts validation passes; set run.evaluate_every"
 

@@ -62,8 +62,8 @@ def check(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if recipe.batch.micro_batch == "auto":
         yield (
             "batch.micro_batch",
-            "an exact run's results and most ranks (global_batch / micro_batch) follow from "
-            "it; name a number instead of auto, or set run.determinism=fast",
+            "the results of an exact run, and its largest number of ranks, depend on this; name a "
+            "number instead of auto, or set run.determinism=fast",
         )
     if recipe.precision.dtype == "fp16":
         yield (
