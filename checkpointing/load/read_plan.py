@@ -86,7 +86,8 @@ def plan_reads(
 
     @cache  # most tensors share a few layouts
     def holders_of(layouts: tuple[TensorLayout, ...], whole: bool) -> list[tuple[int, _Holders]]:
-        """Returns (rank of the node, ranks that hold its part) for parts that `rank` may read."""
+        """Returns (rank of this node, ranks that hold the same part of a tensor as that rank), for
+        each part that `rank` may read."""
         found = ((one, _holders(layouts, None if whole else one, rank, node_of)) for one in near)
         # Parts of other ranks of the node are included, as `ReadPlan.shared` must be equal on all.
         return [

@@ -87,7 +87,7 @@ class Staging:
         self._files, self._views = [], []
 
     def move(self, slots: Slots, *, hurried: bool = True) -> None:
-        """Copy into `slots` from now on; `hurried` as in `__init__`."""
+        """Copy into `slots` from now on; `hurried`: whether a save already waits for them."""
         self.release()
         wanted = {part.piece.stored.file for part in self._parts}
         self._files = [
