@@ -61,8 +61,8 @@ class Attempt:
         return self.steps.highest if self.steps else self.start.step
 
     def settle(self) -> None:
-        """Compute the fields that depend on all step lines. Called once these are read, which may
-        be after other lines."""
+        """Compute `written` and `RollbackLine.after_step`, which depend on all step lines. Called
+        once all step lines have been read."""
         number, line = self.steps.column("step"), self.steps.column("line")
         self.written = max(self.written, float(self.steps.column("after").max(initial=0.0)))
         self.rollbacks = [

@@ -78,8 +78,8 @@ def goodput(history: History) -> Goodput:
 
 
 def idle_spans(history: History) -> list[tuple[float, float]]:
-    """Returns (begin, end), in Unix time, of each time between two attempts, except after a failure
-    or for a change of nodes."""
+    """Returns (begin, end), in Unix time, of each pause between two attempts that had no failure
+    and no change of nodes as its cause."""
     return [
         (before.finished, after.began)
         for before, after in pairwise(history.attempts)
