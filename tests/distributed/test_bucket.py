@@ -43,7 +43,14 @@ from trainer.cli.main import parse
 from trainer.recipe import RecipeError, load_recipe
 from trainer.recipe.data_change import DataChange, plain
 from trainer.run import shipping, terms
-from trainer.run.parts import LineRange, LocalCopy, PartsReader, by_file, parts_of, stored_until
+from trainer.run.parts import (
+    BucketRecordCopy,
+    LineRange,
+    PartsReader,
+    by_file,
+    parts_of,
+    stored_until,
+)
 from trainer.run.preflight import check_launch
 from trainer.run.shipping import TAIL, Shipper
 from trainer.run.terms import TermHolder, claim, holder_of, newest_term
@@ -126,7 +133,7 @@ def test_a_machine_that_is_lost_takes_no_line_of_a_committed_step_along(
 def assert_sampled(run, directory):
     """The companion of a rank 0 continues prompts from a checkpoint in the bucket."""
     directory.mkdir()
-    LocalCopy(run, directory).refresh()
+    BucketRecordCopy(run, directory).refresh()
     kept = directory / "recipe.yaml"
     text = kept.read_text()
     assert "  samples: []\n" in text
@@ -156,7 +163,7 @@ def test_parts_that_no_run_has_written_hide_nothing(run, tmp_path, monkeypatch):
     for forged in ("000000000-999999999", "000000000-000000003", "000000002-000000001"):
         store.write(run / "lines" / "000001" / forged, b"forged\n")
     assert PartsReader(run).lines() == [b"0\n", b"1\n"]
-    copy, ahead = LocalCopy(run, tmp_path), time.time() + 3600
+    copy, ahead = BucketRecordCopy(run, tmp_path), time.time() + 3600
     monkeypatch.setattr(time, "time", lambda: ahead)
     copy.refresh()
     old = (tmp_path / "metrics.jsonl").stat().st_mtime
@@ -316,7 +323,7 @@ def test_lines_are_stored_once_whoever_stores_them(run, tmp_path, monkeypatch):
 def test_records_of_steps_that_are_done_again_are_left_out(run, tmp_path):
     """As those of a run in a directory, and however a copy came to be. The last attempt goes on
     from step 6 of the first, as after a partition."""
-    copy, names = LocalCopy(run, tmp_path), [""]
+    copy, names = BucketRecordCopy(run, tmp_path), [""]
     for attempt, (parent, first, last) in enumerate([(0, 0, 7), (1, 5, 9), (1, 6, 8)]):
         shipper = Shipper(run, tmp_path / "local", "job", owner())
         begin = StartLine(
@@ -412,7 +419,7 @@ def test_writers_that_are_killed_lose_no_line_of_a_committed_step(store, run, tm
     saves = [int(place.name[:8]) for place in store_of(run).children(run / "saves")]
     copy = tmp_path / "copy"
     copy.mkdir()
-    assert LocalCopy(run, copy).refresh()
+    assert BucketRecordCopy(run, copy).refresh()
     history = read_history(copy)
     print({fate: fates.count(fate) for fate in fates}, len(history.attempts), max(saves))
     assert not history.problems

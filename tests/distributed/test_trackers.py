@@ -27,7 +27,7 @@ from trainer.recipe import RecipeError, load_recipe
 from trainer.recipe.sections import Tracking
 from trainer.run.metrics import Log, wandb_note
 from trainer.run.sinks import wandb_mode
-from trainer.run.trackers import RecordTail, to_sink
+from trainer.run.trackers import MetricsTail, to_sink
 from trainer.tools.generate import generate
 from trainer.tools.report.report import read_metrics
 
@@ -62,7 +62,7 @@ def test_records_follow_the_line_of_the_newest_attempt(tmp_path_factory, attempt
     """Attempts that go on from any earlier one, as after a partition, for so many steps, after some
     of which a new tracker goes on; and rank 0 of the first was cut off and goes on beside them."""
     run = tmp_path_factory.mktemp("run")
-    tail, moment, seen, lines = RecordTail(run, 0.0), 0.0, {}, [("", {0: 0.0})]
+    tail, moment, seen, lines = MetricsTail(run, 0.0), 0.0, {}, [("", {0: 0.0})]
     for number, (earlier, steps, killed) in enumerate(attempts):
         parent, past = lines[earlier % len(lines)]
         begin = max(0, max(past) - 2)
@@ -82,7 +82,7 @@ def test_records_follow_the_line_of_the_newest_attempt(tmp_path_factory, attempt
             assert {0: 0.0, **seen} == line
         assert [one["step"] for one in read_metrics(run)] == sorted(line)[1:]
         lines.append((name, line))
-        tail = RecordTail(run, tail.after) if killed else tail
+        tail = MetricsTail(run, tail.after) if killed else tail
 
 
 def test_a_record_is_newer_than_those_before_also_by_a_clock_that_is_behind(tmp_path):
@@ -90,7 +90,7 @@ def test_a_record_is_newer_than_those_before_also_by_a_clock_that_is_behind(tmp_
     path.write_text("".join(f'{{"step": {n}, "time": {later + n}}}\n' for n in (1, 2, 3)))
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     recipe = load_recipe(str(tmp_path / "recipe.yaml"), [f"run.dir={tmp_path}"])
-    tail = RecordTail(tmp_path, 0.0)
+    tail = MetricsTail(tmp_path, 0.0)
     assert len(tail.read()[1]) == 3
     start = StartLine(step=1, sequences=8, global_batch=8, world_size=1)
     with Log(recipe, start, silent=False) as log:

@@ -426,7 +426,7 @@ def wandb_note(tracking: Tracking) -> str:
 
 
 def _newest_time(path: Path) -> float:
-    """Return the time of the last record of metrics.jsonl; 0 if there is none."""
+    """Return the Unix time of the last record of metrics.jsonl; 0 if there is none."""
     for line in reversed(last_lines(path)):
         if record := read_record(line):
             return float(record["time"])

@@ -184,7 +184,7 @@ def by_file(lines: Iterable[bytes]) -> tuple[list[bytes], list[bytes]]:
     return ledger, records
 
 
-class LocalCopy:
+class BucketRecordCopy:
     """Copies ledger, metrics and small files of a run from a bucket to a local directory.
 
     Args:

@@ -30,8 +30,8 @@ from elastic.record.lines import LineFile
 from trainer.run.parts import (
     FILES,
     RECIPES,
+    BucketRecordCopy,
     LineRange,
-    LocalCopy,
     part_name,
     parts_of,
     stored_until,
@@ -198,7 +198,7 @@ class Shipper:
 
     def _bring(self) -> None:
         """Copy ledger, metrics and small files from the bucket."""
-        LocalCopy(self._run, self._directory).refresh()
+        BucketRecordCopy(self._run, self._directory).refresh()
 
     # --- the thread ------------------------------------------------------------------------------
 

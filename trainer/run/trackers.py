@@ -51,9 +51,10 @@ NAMES = {
 }
 
 
-class RecordTail:
-    """Follows metrics.jsonl: the records on the line of the newest attempt that has one, see
-    [Note: line of a run]. Records without an attempt, or of one that the ledger lacks, count too.
+class MetricsTail:
+    """Follows metrics.jsonl: returns the records on the line of the newest attempt that has a
+    record, see [Note: line of a run] in elastic/record/history.py. Also returns records without an
+    attempt, and records of an attempt that the ledger lacks.
 
     Args:
         run_dir: run directory.
@@ -66,13 +67,14 @@ class RecordTail:
         self._starts: dict[str, StartLine] = {}
         self._newest: str | None = None
         self._line: dict[str, float] = {}
-        """The attempt whose line is followed, None before the first record; and its line."""
+        """Line of `_newest`, the attempt whose line is followed (None before the first record)."""
 
     def read(self) -> tuple[int | None, list[dict[str, Any]]]:
-        """Return (first step whose earlier records are void, None if all stand; new records).
+        """Return (first step whose earlier records are void, None if no record became void; new
+        records).
 
         The first records that are read also make steps void, because an earlier process may have
-        stored more than it knew. Records that return to the line count as new.
+        stored more than it knew. Records that are on the line again are returned as new.
         """
         records, void = self._records(), None
         if not records:
@@ -88,11 +90,11 @@ class RecordTail:
         return void, new
 
     def _change_to(self, newest: str) -> tuple[int, list[dict[str, Any]]]:
-        """Follow the line of another attempt. Return (first step whose earlier records are void;
-        all records that were not returned before)."""
+        """Follow the line of attempt `newest` from now on. Return (first step whose earlier records
+        are void; all records that were not returned before)."""
         self._offset, before = 0, self._line
         records = self._records()
-        if self._newest is None:  # an earlier process followed the line of the last that it knew
+        if self._newest is None:  # an earlier process followed the line of its newest attempt
             known = (one.get("attempt", "") for one in records if one["time"] <= self.after)
             before = line_of(self._starts, self._newest_of("", *known))
         self._newest, self._line = newest, line_of(self._starts, newest)
@@ -106,7 +108,7 @@ class RecordTail:
         return max(stand, default=0) + 1, others
 
     def _records(self) -> list[dict[str, Any]]:
-        """Return the records after the offset, and move it behind them."""
+        """Return the records after the offset, and advance the offset past them."""
         try:
             descriptor = open_to_read(self._run_dir / METRICS)
         except OSError:  # the file does not exist yet, or belongs to another user
@@ -120,7 +122,7 @@ class RecordTail:
         return [record for record in map(read_record, lines) if record]
 
     def _newest_of(self, *names: str) -> str:
-        """Return the name whose start is the last in the ledger."""
+        """Return the name of the attempt that started last, by the ledger."""
         order = {name: place for place, name in enumerate(self._starts)}
         return max(names, key=lambda name: order.get(name, -1))
 
@@ -134,7 +136,7 @@ def to_sink(sink: Sink, run_dir: Path, after: float) -> Iterator[float]:
     """
     kept, rewind = getattr(sink, "kept", None), getattr(sink, "rewind", None)
     tail, standing = (
-        RecordTail(run_dir, kept(after) if kept else after),
+        MetricsTail(run_dir, kept(after) if kept else after),
         LedgerSummary(run_dir),
     )
     while True:

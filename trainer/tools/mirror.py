@@ -16,7 +16,7 @@ from checkpointing.storage.place import ObjectPath
 from checkpointing.storage.steps import CheckedBlocks, open_step, storage_of
 from checkpointing.tools.inspect import StepChoice, find_checkpoint
 from elastic.record.history import LedgerError
-from trainer.run.parts import LocalCopy
+from trainer.run.parts import BucketRecordCopy
 from trainer.run.terms import TERMS
 from trainer.tools.scratch import scratch_folder
 
@@ -54,7 +54,7 @@ def local_runs(
     """
     with ExitStack() as stack:
         found: list[LocalRun] = []
-        copies: list[LocalCopy] = []
+        copies: list[BucketRecordCopy] = []
         for run in runs:
             if isinstance(run, Path):
                 found.append(LocalRun(run, run))
@@ -62,7 +62,7 @@ def local_runs(
             directory = stack.enter_context(scratch_folder()) / run.name
             directory.mkdir()
             found.append(LocalRun(run, directory))
-            copies.append(LocalCopy(run, directory))
+            copies.append(BucketRecordCopy(run, directory))
             if not copies[-1].refresh() and not follow:
                 raise LedgerError(f"{run}: no attempt has started; use the folder of a started run")
         if follow and copies:
@@ -71,7 +71,7 @@ def local_runs(
 
 
 @contextmanager
-def _following(copies: Sequence[LocalCopy]) -> Iterator[None]:
+def _following(copies: Sequence[BucketRecordCopy]) -> Iterator[None]:
     end = threading.Event()
 
     def follow() -> None:
@@ -105,7 +105,7 @@ def local_folder(folder: ObjectPath) -> Iterator[Path]:
         for run in store_of(folder).children(folder):
             if is_plain(run.name) and store_of(run).children(run / TERMS):
                 (top / run.name).mkdir()
-                LocalCopy(run, top / run.name).refresh()
+                BucketRecordCopy(run, top / run.name).refresh()
         yield top
 
 

@@ -8,7 +8,7 @@ import pytest
 from elastic.record.history import read_history, read_starts
 from elastic.record.ledger import Ledger, StartLine
 from trainer.run.events import EventReader
-from trainer.run.trackers import RecordTail
+from trainer.run.trackers import MetricsTail
 from trainer.tools.report.report import check, report
 from trainer.tools.seeing.page import embedded
 from trainer.tools.seeing.terminal import parts
@@ -59,7 +59,7 @@ def read_all(run):
     events = EventReader()
     for line in (run / "ledger.jsonl").read_bytes().splitlines(keepends=True):
         events.event(line)
-    for record in RecordTail(run, 0.0).read()[1]:
+    for record in MetricsTail(run, 0.0).read()[1]:
         assert all(
             value is None or isinstance(value, str | int | float) for value in record.values()
         )

@@ -85,8 +85,8 @@ def check(history: History, run: Path | None = None) -> tuple[bool | None, str]:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Read the records of metrics.jsonl on the newest attempt's line, without a torn last line; []
-    if there is no file."""
+    """Read the records of metrics.jsonl that are on the line of the newest attempt, without a torn
+    last line; [] if there is no file."""
     starts = read_starts(run)
     line = line_of(starts, next(reversed(starts), ""))
     try:

@@ -23,8 +23,9 @@ _SAMPLES_BYTES, _LONGEST = 64 << 20, 4000
 
 
 class MetricRecords:
-    """Records of a run's metrics.jsonl, in columns: those on a line of attempts. A file that was
-    replaced or cut is read again from its beginning.
+    """Records of a run's metrics.jsonl, in columns. Shows those on one line of attempts, see
+    [Note: line of a run] in elastic/record/history.py. A file that was replaced or cut is read
+    again from its beginning.
 
     Args:
         run: run directory.
@@ -40,7 +41,7 @@ class MetricRecords:
         self._kept = 0
         self._step, self._time, self._ends = array("q"), array("d"), array("q")
         self._attempt, self._attempts = array("i"), [""]
-        """Index of each record's attempt in the list of their names."""
+        """Index of each record's attempt in `_attempts`; names of attempts."""
         self._columns: dict[str, array[float]] = {}
         self._counts = np.zeros(0, dtype=bool)
         """Whether each record is on the line."""
@@ -49,7 +50,7 @@ class MetricRecords:
         """Read new records. A last line without a newline is left for the next call.
 
         Args:
-            line: the line of attempts that counts, from `line_of`.
+            line: the line of attempts whose records are shown, from `line_of`.
         """
         try:
             descriptor = open_to_read(self.path, follow=True)
@@ -77,13 +78,13 @@ class MetricRecords:
         count = len(self._step)
         try:
             self._step.append(record["step"])
-        except OverflowError:  # no valid step
+        except OverflowError:  # the step is not a 64-bit integer
             return
         self._time.append(record["time"])
         self._ends.append(self.offset)
         attempt = record.get("attempt", "")
         if attempt != self._attempts[-1]:
-            # One entry per change: two attempts take turns only after a partition.
+            # A name may be listed twice, but seldom: two attempts take turns only in a partition.
             self._attempts.append(attempt)
         self._attempt.append(len(self._attempts) - 1)
         for name, value in record.items():
@@ -101,12 +102,12 @@ class MetricRecords:
 
     @property
     def step(self) -> np.ndarray:
-        """Step of each record."""
+        """Step of each record on the line."""
         return np.array(self._step, dtype=float)[self._counts]
 
     @property
     def time(self) -> np.ndarray:
-        """Unix time of each record."""
+        """Unix time of each record on the line."""
         return np.array(self._time)[self._counts]
 
     def names(self) -> list[str]:
@@ -124,7 +125,7 @@ class MetricRecords:
         return float(values[-1]) if len(values) else None
 
     def after(self, offset: int) -> int:
-        """Index of the first record that ends beyond `offset` bytes of the file."""
+        """Return the index of the first record that ends beyond `offset` bytes of the file."""
         return int(np.searchsorted(np.array(self._ends)[self._counts], offset, side="right"))
 
     def _whole_column(self, name: str) -> np.ndarray:

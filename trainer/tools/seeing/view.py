@@ -75,7 +75,7 @@ class RunView:
         """Read new data. Raises LedgerError if the run has not started, or the path is no run."""
         self.history = self.ledger.read()
         self.records.read(self.history.line)
-        # before samples are read, so that a page that misses some requests them again
+        # Read before the samples: a page that misses some then requests them again.
         self.samples_version = samples_version(self.path)
         self.now = time.time()
 
@@ -224,7 +224,7 @@ class RunView:
         return curves
 
     def stretch(self, low: float, high: float, most: int = POINTS) -> dict[str, list[list[float]]]:
-        """Curves of steps `low` to `high`."""
+        """Return the curves of steps `low` to `high`, as `curves` does."""
         steps = self.records.step
         inside = (steps >= low) & (steps <= high)
         curves = {}
@@ -343,7 +343,7 @@ class RunView:
         }
 
     def _shown(self) -> str:
-        """A text that changes when records that a page shows may count no more."""
+        """A text that changes when a page may show records that are no longer on the line."""
         return f"{self.records.inode}-{len(self.history.attempts)}"
 
     def cursor(self) -> dict[str, Any]:
@@ -356,8 +356,8 @@ class RunView:
         }
 
     def since(self, file: str, offset: int, seen: str, samples: str) -> dict[str, Any]:
-        """What is new after a cursor, or everything if a page may show records that count no more:
-        after a new attempt, or if the file was replaced or cut."""
+        """Return what is new after a cursor. Return everything if the page may show records that
+        are no longer on the line: after a new attempt, or if the file was replaced or cut."""
         records = self.records
         if file != self._shown() or not 0 <= offset <= records.offset:
             return {**self.all(), "restart": True}
