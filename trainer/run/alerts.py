@@ -78,7 +78,7 @@ class Alerts:
             return f"{values['failures']:.0f} failure(s) by now" if more > 0 else ""
         if isinstance(condition, ThresholdAlert) and condition.key in values:
             value = values[condition.key]
-            # NaN exceeds any limit.
+            # NaN counts as beyond any limit.
             beyond = value > condition.number if condition.above else value < condition.number
             return f"{condition.key} {value:g}" if beyond or math.isnan(value) else ""
         return None

@@ -54,7 +54,8 @@ class Startup:
     """Measures the time from launch to the first optimizer step, divided into named parts.
 
     Args:
-        again: this process ran an earlier attempt; its time for this one starts now.
+        again: whether this process existed before, for an earlier attempt or in reserve; then the
+            time starts now.
     """
 
     def __init__(self, *, again: bool = False) -> None:

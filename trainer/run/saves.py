@@ -269,7 +269,7 @@ class Saves:
         self._run = run
         options = run.recipe.checkpoint
         self._clock = _save_clock(run) if options.every == "auto" else None
-        # Steps to keep are saved besides, because the clock hardly ever chooses one of them.
+        # With the clock, steps for `keep_every` are saved too: it hardly ever chooses one of them.
         self._every = options.keep_every if options.every == "auto" else options.every
         self._pending = run.checkpointer.newer_than_storage
         """Whether a save is due but has not begun."""

@@ -120,7 +120,7 @@ def import_accelerate(
 
 def fsdp_of_arguments(arguments: ForeignConfig) -> None:
     """Translate `fsdp` and `fsdp_config` of TrainingArguments. `fsdp` is true, or words as in
-    transformers 4, such as "full_shard auto_wrap offload". Trainer uses DDP if both are missing."""
+    transformers 4, such as "full_shard auto_wrap offload". Without `fsdp` Trainer uses DDP."""
     imported, held = arguments.imported, arguments.left.get("fsdp")
     legacy = [] if held is True or not held else arguments.take("fsdp", words)
     _parallelism(arguments, imported.replicas, "")

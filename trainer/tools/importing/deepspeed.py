@@ -374,7 +374,7 @@ def _schedule(
     foreign: str,
     by_trainer: bool,
 ) -> None:
-    """Translate the schedule's shape, and its peak if the optimizer is AdamW."""
+    """Translate the schedule's shape, and its peak unless the optimizer has no counterpart."""
     imported = source.imported
     kind = source.take("scheduler.type", str)
     shape = SHAPES.get((kind or "").lower())

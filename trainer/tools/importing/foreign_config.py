@@ -114,7 +114,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class ForeignConfig:
-    """The keys of a configuration file. Each is read once, and what became of it is recorded."""
+    """The keys of a configuration file. What became of each key is recorded exactly once."""
 
     def __init__(
         self,
@@ -259,7 +259,8 @@ class ForeignConfig:
                 self.settle(self.below(key.removesuffix("enabled")), "", "switched off")
 
     def drop_rest(self, allow_unknown: bool) -> None:
-        """Record every remaining key with the reason from the table."""
+        """Record every remaining key with the reason from the table. Raises RecipeError for an
+        unknown key without `allow_unknown`, and for a section without keys."""
         table = self.table
         known = {*self.requested, *table.no_meaning, *table.differs, *table.aliases}
         for key in list(self.left):

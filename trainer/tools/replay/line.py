@@ -32,7 +32,7 @@ class Lineage:
 
     @property
     def last(self) -> int:
-        """The newest step."""
+        """The newest step of the line."""
         return self.attempts[-1][1]
 
     def attempt_of(self, step: int) -> Attempt:

@@ -443,7 +443,7 @@ def _positive(value: Any) -> float | None:
 
 
 def _digits(values: np.ndarray, digits: int = 6) -> list[float]:
-    """Format values with at least `digits` significant digits; whole numbers as integers."""
+    """Round values to `digits` significant digits; whole numbers become integers, unrounded."""
     shown: list[float] = []
     for value in values.tolist():
         # JavaScript stores larger integers inexactly
