@@ -90,7 +90,10 @@ def _check(run: Path, change: DataChange, directory: str) -> None:
     refuse_taken_names(recipe, change, directory)
     recipe, away = where_it_lies(with_changes(recipe, [change], "the change"), directory)
     if away:
-        raise RecipeError(f"there is no data in {away}, which has no index.json")
+        raise RecipeError(
+            f"there is no data in {away}, which has no index.json; correct the path, or prepare "
+            "the data with perdure data prepare"
+        )
     open_streams(recipe)
 
 

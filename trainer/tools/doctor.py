@@ -1,4 +1,4 @@
-"""Reports what this machine offers for training, and which features lack something."""
+"""Reports what this machine offers for training, and which features cannot be used, and why."""
 
 import ctypes
 import fcntl

@@ -199,7 +199,7 @@ class ForeignConfig:
         return [key for key in self.left if key.startswith(prefix)]
 
     def has(self, key: str) -> bool:
-        """Whether the file sets this key."""
+        """Whether the file sets this key to a value other than null and "auto"."""
         return self.left.get(key) not in (None, "auto")
 
     def put(self, key: str, target: str, value: Any, note: str = "", differs: str = "") -> None:
