@@ -93,11 +93,15 @@ class CheckpointOptions:
         if self.peer_copy and not self.slots:
             raise ValueError("peer_copy copies slots: it needs slots: 1 or 2")
         if self.max_shard_bytes < 1:
-            raise ValueError(f"max_shard_size must be at least 1 byte, but it is {self.max_shard_size!r}")
+            raise ValueError(
+                f"max_shard_size must be at least 1 byte, but it is {self.max_shard_size!r}"
+            )
         if not 0 < self.deadline < math.inf:
             raise ValueError(f"deadline must be finite and above 0 s, but it is {self.deadline!r}")
         if self.bytes_per_second is not None and self.bytes_per_second < 1:
-            raise ValueError(f"max_bandwidth must be at least 1 byte/s, but it is {self.max_bandwidth!r}")
+            raise ValueError(
+                f"max_bandwidth must be at least 1 byte/s, but it is {self.max_bandwidth!r}"
+            )
 
     @property
     def max_shard_bytes(self) -> int:

@@ -283,7 +283,7 @@ schedule: {name: wsd, warmup_steps: -1}
         (":10: strategy.offload: ", "only with strategy.name: fsdp"),
         (":12: schedule.warmup_steps: ", "must be at least 0"),
         ("override 'precision.dtype=int8': precision.dtype: ", "input should be 'bf16'"),
-        ("override 'checkpoint.deadline=-1': checkpoint: ", "deadline must be more than 0"),
+        ("override 'checkpoint.deadline=-1': checkpoint: ", "deadline must be finite and above 0"),
         ("override 'data.sources.3.path=x': ", "data.sources has 0 items"),
         ("override 'lr': ", "write overrides as key.sub=value"),
     ]
