@@ -308,7 +308,7 @@ class TensorCheckpointer:
         return True
 
     def _refuse(self, key: msg.Key, error: Exception) -> None:
-        """Make a save that has failed on this rank before it began fail on all ranks."""
+        """Report that this rank cannot begin a save, which then fails on all ranks."""
         with suppress(WriterGoneError):  # the other ranks notice the loss of the writer themselves
             self._writers.send(msg.RefuseSave(key, RankError.of(self._ranks.rank, error)))
 
