@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import chdir
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -163,7 +164,10 @@ def _fork(
 ) -> multiprocessing.process.BaseProcess:
     log.touch()
     process = FORKS.Process(target=_become, args=(folder, log, environment, command))
-    process.start()
+    # The server, which the first fork starts, finds what it preloads by its working directory. If
+    # it finds nothing it says nothing, and each fork imports torch and the trainer.
+    with chdir(ROOT):
+        process.start()
     return process
 
 
@@ -172,6 +176,7 @@ def _become(
 ) -> None:
     """`python -m` COMMAND in a process that was just forked."""
     die_with_parent()
+    assert PRELOADED[0] in sys.modules, "the fork server has preloaded nothing"
     os.setsid()
     # As in an interpreter of its own:
     resource_tracker._resource_tracker.__init__()
