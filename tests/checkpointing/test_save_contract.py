@@ -99,9 +99,7 @@ def test_what_fails_on_one_rank_fails_on_all(prepared, tmp_path):
 
     first, *others = run_ranks(3, work, tmp_path / "ranks")
     assert [told[:4] for told in others] == [first[:4]] * 2
-    for message, says in zip(
-        first, ("state: JSON", "state: JSON", "not bytes", "plain"), strict=False
-    ):
+    for message, says in zip(first, ("as JSON", "as JSON", "not bytes", "plain"), strict=False):
         assert says in message
     assert all(len(told) == 5 and "NoneType" in told[4] for told in (first, *others))
     assert (tmp_path / "step-00000009").exists()
