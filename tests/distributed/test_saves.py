@@ -35,6 +35,8 @@ def test_no_rank_is_ended_for_a_save_that_has_time_left(workspace, monkeypatch):
     """The agent learns `checkpoint.deadline` from the recipe."""
     monkeypatch.chdir(workspace)
     monkeypatch.setenv(NODE_SOCKET, "")
+    # xdist's thread would make the zygote a new program, which imports for five seconds.
+    monkeypatch.setattr("elastic.node.zygote._can_fork", lambda: True)
     arguments = ("recipe.yaml", "checkpoint.deadline=90000")
     node = NodeAgent(Group(), TorchrunProgram(package="trainer", arguments=arguments))
     node.start()

@@ -68,6 +68,8 @@ class Group:
 def node(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", python_path(ROOT))
     monkeypatch.setenv(NODE_SOCKET, "")
+    # xdist's thread would make the zygote a new program, which imports torch for two seconds.
+    monkeypatch.setattr("elastic.node.zygote._can_fork", lambda: True)
     node = NodeAgent(Group(), TorchrunProgram())
     node.start()
     yield node

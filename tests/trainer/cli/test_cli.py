@@ -106,16 +106,16 @@ COMMANDS = [
 
 @pytest.fixture
 def tell(folder, monkeypatch, capsys):
-    """tell(*arguments) → what a command prints that this process runs: one of its own imports torch
-    for two seconds."""
+    """tell(*arguments, code=0) → what a command prints that this process runs: one of its own
+    imports torch for two seconds."""
 
-    def tell(*arguments):
+    def tell(*arguments, code=0):
         monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as main does, and undone after the test
         monkeypatch.setattr(sys, "argv", ["perdure", *arguments])
         with pytest.raises(SystemExit) as end:
             main()
         printed = capsys.readouterr()
-        assert end.value.code == 0, printed
+        assert end.value.code == code, printed
         return printed.out
 
     monkeypatch.chdir(folder)
@@ -155,7 +155,7 @@ def test_from_text_to_text(folder, tell):
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 4
     shard.write_bytes(content)
-    assert shard.name in perdure(folder, "ckpt", "verify", "run", code=2)
+    assert shard.name in tell("ckpt", "verify", "run", code=2)
 
 
 @pytest.mark.parametrize(
