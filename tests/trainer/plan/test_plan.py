@@ -6,6 +6,7 @@ import math
 import re
 import shlex
 import sys
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,9 @@ def test_large_models_need_no_machine():
     strategy = "sharding: FULL_SHARD, reduce_every_pass: true, activation_checkpointing: full"
     recipe = load_recipe(ROOT / "recipes/llama3_70b.yaml", [f"strategy={{{strategy}}}"])
     machine = describe_machine("8xH100", 8, "bf16", net="8x400Gb/s", storage="10GB/s")
-    prediction = predict(recipe, 64, 8, machine=machine, device="cuda")
+    prediction = predict(
+        recipe, 64, 8, machine=machine, device="cuda", blueprint=published("llama3_70b")
+    )
     parameters = 70_553_706_496
     assert prediction.parameters == pytest.approx(4 * parameters / 64, rel=1e-4)
     assert prediction.optimizer_state == pytest.approx(8 * parameters / 64, rel=1e-4)
@@ -115,12 +118,19 @@ def test_a_window_is_less_work_and_a_fused_product_is_cut():
         given = [f"model.architecture.{word}" for word in words]
         given += ["data.seq_len=8192", "strategy.tp=2"]
         recipe = load_recipe(ROOT / "recipes/llama3_8b.yaml", given)
-        flops = read_blueprint(recipe).flops_per_token
+        blueprint = read_blueprint(recipe)
+        flops = blueprint.flops_per_token
         assert flops == 6 * (8_030_261_248 - 128256 * 4096) + 12 * 32 * 4096 * window
         machine = describe_machine("8xH100", 8, "bf16")
-        found[window] = predict(recipe, 8, 8, machine=machine, device="cuda")
+        found[window] = predict(recipe, 8, 8, machine=machine, device="cuda", blueprint=blueprint)
     assert found[1024].seconds_per_step < 0.95 * found[8192].seconds_per_step
     assert found[1024].parameters == pytest.approx(4 * 8_030_261_248 / 8, rel=1e-3)
+
+
+@cache
+def published(name):
+    """The model of a recipe, of which traces are remembered."""
+    return read_blueprint(load_recipe(ROOT / f"recipes/{name}.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +153,9 @@ def test_recipes_fit_where_they_say(name, nodes, overrides):
     """Nodes of eight GPUs sold with 80 GB, and the room that the plan leaves."""
     recipe = load_recipe(ROOT / f"recipes/{name}.yaml", overrides)
     machine = describe_machine("8xH100", nodes, "bf16")
-    prediction = predict(recipe, 8 * nodes, 8, machine=machine, device="cuda")
+    prediction = predict(
+        recipe, 8 * nodes, 8, machine=machine, device="cuda", blueprint=published(name)
+    )
     assert prediction.peak < (1 - ROOM) * machine.gpu.memory
 
 
@@ -154,9 +166,9 @@ def test_a_gpu_of_24_gb_takes_qlora(tmp_path):
     given = [f"model.init_from={tmp_path}", "batch.micro_batch=1"]
     recipe = load_recipe(ROOT / "recipes/qwen3_8b_qlora_24gb.yaml", given)
     machine = describe_machine("1xRTX4090", 1, "bf16")
-    prediction = predict(recipe, 1, 1, machine=machine, device="cuda")
-    assert prediction.peak < (1 - ROOM) * machine.gpu.memory
     blueprint = read_blueprint(recipe)
+    prediction = predict(recipe, 1, 1, machine=machine, device="cuda", blueprint=blueprint)
+    assert prediction.peak < (1 - ROOM) * machine.gpu.memory
     trained = sum(shape.weights for unit in blueprint.units for shape in trained_of(unit))
     in_nf4 = sum(s.weights for unit in blueprint.units for s in unit if not s.number)
     others = blueprint.parameter_count - trained - in_nf4
@@ -313,8 +325,10 @@ def test_offload_takes_what_the_host_has(recipe_file):
 
 def test_files_hold_what_a_gpu_then_does_not(recipe_file):
     nvme = ["strategy.offload=nvme", "strategy.offload_directory=/local/nvme"]
+    blueprint = read_blueprint(load_recipe(recipe_file))
     plain, offloaded = (
-        predict(load_recipe(recipe_file, more), 2, 2, device="cuda") for more in ([], nvme)
+        predict(load_recipe(recipe_file, more), 2, 2, device="cuda", blueprint=blueprint)
+        for more in ([], nvme)
     )
     state = plain.parameters + plain.optimizer_state
     assert offloaded.peak <= plain.peak - state
@@ -327,10 +341,11 @@ def test_files_hold_what_a_gpu_then_does_not(recipe_file):
 def test_nothing_hides_sums_on_the_host(recipe_file):
     """Four passes on GPUs so slow that all the rest lies beside computation."""
     machine = describe_machine("2xH100", 1, "bf16", tflops=1e-4)
-    seconds = []
+    seconds, blueprint = [], read_blueprint(load_recipe(recipe_file))
     for more in ([], ["strategy.reduce_every_pass=true"]):
         overrides = ["batch.micro_batch=1", "strategy.offload=cpu", *more]
-        found = predict(load_recipe(recipe_file, overrides), 2, 2, machine=machine, device="cuda")
+        recipe = load_recipe(recipe_file, overrides)
+        found = predict(recipe, 2, 2, machine=machine, device="cuda", blueprint=blueprint)
         moving = found.communication_seconds + found.transfer_seconds
         # Four blocks, and the rest: the share of one is waited for.
         taken = TAKEN_SHARE * found.communication_seconds * 4 / 5
@@ -350,8 +365,10 @@ def test_files_are_read_again_and_copied_without_pinned_memory(recipe_file):
         for more in (nvme, [*nvme, "strategy.reduce_every_pass=true"], ["strategy.offload=cpu"])
     )
 
+    blueprint = read_blueprint(recipe)
+
     def transfers(recipe, machine):
-        prediction = predict(recipe, 2, 2, machine=machine, device="cuda")
+        prediction = predict(recipe, 2, 2, machine=machine, device="cuda", blueprint=blueprint)
         return prediction.transfer_seconds, prediction.gradients
 
     (once, gradients), (often, _) = (transfers(r, machine) for r in (recipe, every_pass))
@@ -367,26 +384,25 @@ def test_a_single_rank_waits_for_what_it_has_offloaded(recipe_file):
     recipe = load_recipe(recipe_file, [*one_pass, "strategy.sharding=SHARD_GRAD_OP"])
     slow = describe_machine("H100", 1, "bf16")
     slow = dataclasses.replace(slow, gpu=dataclasses.replace(slow.gpu, pcie=1e6))
-    alone = predict(recipe, 1, 1, machine=slow, device="cuda")
-    up = alone.parameters / 1e6
+    seen = partial(predict, recipe, device="cuda", blueprint=read_blueprint(recipe))
+    up = seen(1, 1, machine=slow).parameters / 1e6
     fast = dataclasses.replace(slow, peak_flops=1.0)  # beside which anything is hidden
-    hidden = predict(
-        recipe, 2, 2, machine=dataclasses.replace(fast, gpus_per_node=2), device="cuda"
-    )
-    assert predict(recipe, 1, 1, machine=fast, device="cuda").exposed_seconds >= up
+    hidden = seen(2, 2, machine=dataclasses.replace(fast, gpus_per_node=2))
+    assert seen(1, 1, machine=fast).exposed_seconds >= up
     assert hidden.exposed_seconds < up / 2
 
 
 def test_gpus_without_flash_attention(recipe_file):
     """They hold repeated heads of keys and values, and in bf16 whole rows of attention."""
     recipe = load_recipe(recipe_file, ["data.document_mask=false", "precision.dtype=fp16"])
-    kept = {}
+    kept, blueprint = {}, read_blueprint(recipe)
     for gpu in ("L4", "T4", "V100 32GB"):
         for dtype in ("fp16", "bf16"):
             precision = dataclasses.replace(recipe.precision, dtype=dtype)
             one = dataclasses.replace(recipe, precision=precision)
             machine = describe_machine(f"2x{gpu}", 1, dtype)
-            kept[gpu, dtype] = predict(one, 2, 2, machine=machine, device="cuda").activations
+            found = predict(one, 2, 2, machine=machine, device="cuda", blueprint=blueprint)
+            kept[gpu, dtype] = found.activations
     per_head, layers = 2 * 128 * 16 * 2, 4  # two bytes for each number
     # Keys and values of 2 heads become those of 6; flash attention lays out what 6 heads give in a
     # way that needs a copy.
@@ -423,15 +439,16 @@ def test_more_nodes_may_do_a_step_in_one_pass(recipe_file):
     one_pass = load_recipe(
         recipe_file, [*BLOCKS.split(" "), "data.seq_len=16", *full, "batch.micro_batch=2"]
     )
-    need = predict(one_pass, 4, 2, device="cpu").peak
+    blueprint = read_blueprint(recipe)
+    need = predict(one_pass, 4, 2, device="cpu", blueprint=blueprint).peak
     several = dataclasses.replace(
         one_pass,
         batch=dataclasses.replace(one_pass.batch, micro_batch=1),
         strategy=dataclasses.replace(one_pass.strategy, reduce_every_pass=True),
     )
-    assert predict(several, 4, 2, device="cpu").peak > need
+    assert predict(several, 4, 2, device="cpu", blueprint=blueprint).peak > need
     machine = machine_with(need)
-    assert _enough_nodes(recipe, machine, "cpu", read_blueprint(recipe)) == 2
+    assert _enough_nodes(recipe, machine, "cpu", blueprint) == 2
 
 
 def test_the_loss_takes_a_share_of_a_gpu(recipe_file):
