@@ -296,11 +296,14 @@ def test_attention_is_kept_by_selective_recomputation(
 def test_selective_recomputation_serves_several_backward_passes(decoder: Decoder) -> None:
     """Such as those of zero bubble: of what a stage is given, and of its weights."""
     twin = copy.deepcopy(decoder)
-    expected = torch.autograd.grad(twin(*packed(64)), list(twin.parameters()))
+    several = slice(0, None, 5)  # of each block, and of what is around them
+    expected = torch.autograd.grad(twin(*packed(64)), list(twin.parameters())[several])
     apply_activation_checkpointing(decoder, list(decoder.blocks), "selective", again=True)
     loss = decoder(*packed(64))
     with Operators() as seen:
-        for parameter, gradient in zip(decoder.parameters(), expected, strict=True):
+        parameters = list(decoder.parameters())[several]
+        assert len(parameters) > 4
+        for parameter, gradient in zip(parameters, expected, strict=True):
             (found,) = torch.autograd.grad(loss, [parameter], retain_graph=True)
             assert torch.equal(found, gradient)
     assert not seen.count("perdure.varlen_attention.default"), "it is kept"
@@ -314,7 +317,7 @@ def test_flex_too_is_kept(
     decoder = Decoder(architecture, "flex")
     layers = apply_activation_checkpointing(decoder, list(decoder.blocks), mode)
     with Operators() as seen:
-        decoder(*packed(256)).backward()
+        decoder(*packed(128)).backward()
     assert seen.count("flex_attention") == times * len(layers)
     assert seen.count("flex_attention_backward") == len(layers)
 
