@@ -126,6 +126,13 @@ DAMAGES = {
 }
 
 
+REPLACED = DAMAGES if SOAK else (
+    "header", "a directory instead", "missing file", "cut commit record", "missing commit record",
+)  # fmt: skip
+"""Damages after which the step is saved once more. A writer sees some by itself, and knows others
+from the ranks."""
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_named_and_the_checkpoint_before_is_loaded(damage, run, caplog):
     name, change = DAMAGES[damage]
@@ -136,6 +143,8 @@ def test_damage_is_named_and_the_checkpoint_before_is_loaded(damage, run, caplog
         (line,) = [record.getMessage() for record in caplog.records]
         assert line.startswith("the checkpoint of step 2 is damaged and passed over: ")
         assert name in line
+        if damage not in REPLACED:
+            return
         # The run trains on, and comes to the damaged step again.
         model, optimizer = whole_state(seed=2)
         state = {"step": 2}
