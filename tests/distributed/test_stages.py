@@ -84,7 +84,7 @@ def test_killed_and_on_another_world_it_is_the_undisturbed_run(mixed, start, tra
         code, output = job.wait()
         assert code == 0, output
         assert BIT_BY_BIT in output
-        assert re.search(r" of more +\S+/more\.txt:1 ", output), output
+        assert re.search(r" of other +\S+/other\.txt:1 ", output), output
     ledger = mixed / "stages/ledger.jsonl"
     ledger.write_text(ledger.read_text().replace('"stages":[[13,', '"stages":[[12,'))
     fine, text = check(read_history(mixed / "stages"), mixed / "stages")
