@@ -133,8 +133,8 @@ class ShardedStage:
         blocks = dict.fromkeys(stage.units[1:])  # distinct blocks, because most are equal
         self._parts = [part for unit in blocks for part in parts_of(unit)]
         self._block = max((self._padded(unit) for unit in blocks), default=0)
-        # Blocks without their experts. These are reduced before the rest of their block, and their
-        # flat buffer never exists together with that of the next block.
+        # All but experts, which are reduced before the rest of their block, and whose flat buffer
+        # never exists together with that of the next block.
         whole = [part for part in self._parts if part[0].divided == 1]
         self._buffer = max(map(self._buffer_of, whole), default=0)
         self._flat = max(map(self._flat_of, whole), default=0)

@@ -340,7 +340,7 @@ class Tape(LiveTensors):
         all_saved = self._saved + saved
         # A pipeline holds inputs and outputs whether or not autograd keeps them.
         into, out = (0 if kept else self._hidden for kept in self._kept)
-        # Corrections of backward: bytes to subtract for the head, and to add for the pipeline.
+        # In backward of a stage: bytes to subtract, as it lacks the head, and to add for messages.
         passed = more = 0
         if not last:
             all_saved += out - self._head_saved

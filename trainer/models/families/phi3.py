@@ -59,7 +59,7 @@ def layers(architecture: Architecture) -> list[LayerKind]:
     rotary scaling that transformers does not support."""
     scaling, key = architecture.rope_scaling, "original_max_position_embeddings"
     original = (architecture.options or {}).get(key)
-    # transformers supports only longrope here, and reads its original length from the option
+    # transformers supports only longrope for phi3, and reads its original length from this key
     if scaling and scaling.rope_type != "longrope":
         raise ValueError(
             f"{key}: transformers supports only the rope_type longrope for phi3, not "
