@@ -13,7 +13,7 @@ FAKE_TORCH ?= 2.14.1
 FAKE := .venv/fake-cuda-$(FAKE_TORCH)
 FAKE_TABLE := benchmarks/results/fake-cuda-$(FAKE_TORCH).md
 
-.PHONY: help train finetune test pytest setup lint bench gpu gpu-wheelhouse soak fakecuda layouts others gluster transformers4 slurm manifests attack buckets seeing grafana image docs site clean
+.PHONY: help train finetune test pytest setup lint bench gpu gpu-wheelhouse soak fakecuda layouts others gluster transformers4 slurm manifests attack buckets oracles seeing grafana image docs site clean
 
 help:            ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -67,7 +67,7 @@ gpu:             ## measure the GPU of this machine for 520 s; again: on from th
 gpu-wheelhouse:  ## packages for `make gpu` on a machine without a registry, in .gpu/wheels
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu --wheelhouse 3.12
 
-soak: $(DEV)     ## long randomised tests: kills, resumes, 200 seeded faults: about an hour
+soak: $(DEV) $(FINETUNE)  ## long randomised tests: kills, resumes, 200 seeded faults: about an hour
 	SOAK=1 $(BIN)/python -m pytest
 
 layouts: $(DEV)  ## every layout of model parallelism beside one process: a table of differences
@@ -99,6 +99,9 @@ attack: $(DEV)   ## another user and another machine try to get into real runs (
 
 buckets: $(DEV)  ## train in gs:// and az://, against Azurite and Google's storage-testbench (root, npm, git)
 	tests/opt_in/buckets.sh
+
+oracles: $(DEV) $(FINETUNE)  ## hold fine-tuning against trl, bitsandbytes and tokenizers of published models (npm, 0.8 GB)
+	tests/opt_in/oracles.sh
 
 seeing:          ## pictures of the page of a run that was killed, and a live page that follows it (chromium, chromium-driver)
 	tests/opt_in/seeing.sh

@@ -100,15 +100,8 @@ def write_config(
     targets: Sequence[str],
     whole: Sequence[str],
 ) -> bytes:
-    """Returns adapter_config.json of LoRA.
-
-    Args:
-        base: directory of the base model.
-        alpha: numerator of the scale.
-        rslora: divide alpha by the square root of the rank instead of the rank.
-        targets: names, or suffixes of names, of the linear layers.
-        whole: names, or suffixes, of fully trained modules.
-    """
+    """Returns adapter_config.json of LoRA over the model in directory `base`. `targets` and `whole`
+    name linear layers and fully trained modules, by suffixes too."""
     config = {
         **_PLAIN,
         "task_type": "CAUSAL_LM",

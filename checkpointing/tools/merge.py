@@ -74,11 +74,7 @@ class StoredAdapter:
 def trained_over(path: Place, state: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns `path`, `fingerprint` and `format` of the model that an adapter was trained over, as
     far as they are recorded: in its trainer state, or in the file that its export wrote; {} if
-    neither records any.
-
-    Args:
-        path: directory of the adapter.
-        state: its trainer state; None: a plain directory.
+    neither records any. `state` is None for a plain directory.
 
     Raises:
         DamagedCheckpoint: the file is no JSON object.

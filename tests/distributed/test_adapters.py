@@ -342,6 +342,25 @@ def test_over_nf4_bytes_and_gradients_are_those_of_one_process(
         assert off(ours) <= 2 * off(single), layout
 
 
+@soak
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_over_nf4_losses_are_those_over_the_weights_that_its_bytes_are(wide, start, dtype):
+    """On 1 to 4 ranks, without any difference."""
+    given = (*LORA, f"precision.dtype={dtype}", "run.steps=4", "schedule={name: constant}")
+    given += ("optimizer.lr=1e-2",)
+    workspace = wide[0].parent
+    for ranks in (1, 2, 3, 4):
+        curves = []
+        for folder, base in zip(wide, ("nf4", dtype), strict=True):
+            run = f"in-{dtype}-{base}-{ranks}"
+            model = (f"model.init_from={folder.name}", f"model.adapter.base={base}")
+            code, output = start(ranks, f"run.dir={run}", *given, *model).wait()
+            assert code == 0, output
+            curves.append(losses(workspace, run))
+        assert curves[0] == curves[1], ranks
+        assert curves[0][4] < curves[0][1]
+
+
 def test_over_nf4_worlds_agree_and_what_is_merged_is_what_was_trained(
     workspace, wide, start, monkeypatch, capsys
 ):

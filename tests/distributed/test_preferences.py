@@ -2,6 +2,8 @@
 that is computed once."""
 
 import json
+import signal
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +19,17 @@ from transformers import (
 )
 
 from elastic.record.history import read_history
-from tests.distributed.jobs import assert_audited, records, soak, wait_for_step
+from lab.local_nodes import LocalNodes
+from tests.distributed.jobs import (
+    ROOT,
+    Forked,
+    assert_audited,
+    losses,
+    records,
+    soak,
+    starts,
+    wait_for_step,
+)
 from tests.trainer.data.chat_families import PLAIN, VARIABLES, tokenizer
 from trainer.data.loader import TokenStream
 from trainer.data.prepare import tokenise
@@ -54,7 +66,7 @@ def folder(workspace):
             record = dict(zip(("prompt", "chosen", "rejected"), said, strict=True))
             file.write(json.dumps(record) + "\n")
     home = workspace / "before"
-    home.mkdir()
+    home.mkdir(exist_ok=True)
     tokens = tokenizer()
     tokens.save(str(home / "tokenizer.json"))
     (home / "tokenizer_config.json").write_text(json.dumps({**VARIABLES, "chat_template": PLAIN}))
@@ -139,8 +151,11 @@ THEIRS = "model.implementation=transformers"
         pytest.param(2, [
             f"dpo {THEIRS}", f"ipo {THEIRS} {DDP}", f"simpo {THEIRS}", f"orpo {THEIRS} {DDP}",
         ], marks=soak),
-        pytest.param(4, [f"dpo {TP}", "simpo strategy.sharding=HYBRID_SHARD strategy.shard_size=2"],
-                     marks=soak),
+        pytest.param(3, ["dpo", f"ipo {DDP}", "simpo", "orpo strategy.zero=2"], marks=soak),
+        pytest.param(4, [
+            f"dpo {TP}", "simpo strategy.sharding=HYBRID_SHARD strategy.shard_size=2", "ipo",
+            f"orpo {DDP}",
+        ], marks=soak),
     ],
 )  # fmt: skip
 def test_losses_and_gradients_are_those_of_the_papers(folder, start, tmp_path, ranks, layouts):
@@ -231,8 +246,8 @@ def test_the_formulas_are_those_of_trl(folder, tmp_path):
         torch.testing.assert_close(ours, theirs.double(), rtol=1e-6, atol=1e-7)
 
 
-def tensors_of(folder, run):
-    files = (folder / run / "checkpoints/step-00000006").rglob("*.safetensors")
+def tensors_of(folder, run, step=6):
+    files = (folder / run / f"checkpoints/step-{step:08}").rglob("*.safetensors")
     return {str(file.relative_to(folder / run)): file.read_bytes() for file in files}
 
 
@@ -295,6 +310,51 @@ def test_a_run_that_is_killed_left_and_resumed_on_other_ranks_has_the_same_bits(
         right = by_the_papers("dpo", *policy, found[split][some].double(), 0.2).mean()
         assert loss == pytest.approx(right.item(), abs=1e-6), split
     assert logged[0]["loss"] == pytest.approx(np.log(2), abs=1e-5)
+
+
+@soak
+@pytest.mark.timeout(900)
+def test_nodes_that_are_lost_join_and_leave_change_no_bit(folder, start, tmp_path):
+    """Of an adapter that pairs train: its weights, its state and the reference."""
+    steps = 300
+    given = (EXACT, ADAPTER, f"run.steps={steps}", "checkpoint.every=50", "batch.global_batch=2")
+    quiet = start(1, "run.dir=quiet", *given, recipe="pairs.yaml")
+    with LocalNodes(
+        ["-m", "trainer", "pairs.yaml", "run.dir=nodes", *given], folder, "1:2", tmp_path,
+        environment={"PYTHONPATH": str(ROOT)}, start=Forked,
+    ) as nodes:  # fmt: skip
+
+        def wait_for(ready):
+            deadline = time.monotonic() + 180
+            while not ready():
+                assert time.monotonic() < deadline, [node.text()[-2000:] for node in nodes.nodes]
+                time.sleep(0.02)
+
+        def reached():
+            return max(losses(folder, "nodes"), default=0)
+
+        def trained_by(ranks):
+            """Wait until so many ranks have trained some steps."""
+            worlds = lambda: [one["world_size"] for one in starts(folder, "nodes")]  # noqa: E731
+            wait_for(lambda: worlds()[-1:] == [ranks])
+            met = reached()
+            wait_for(lambda: reached() > met + 2)
+
+        first, second = nodes.add(), nodes.add()
+        trained_by(2)
+        second.kill()
+        trained_by(1)
+        nodes.add()
+        trained_by(2)
+        first.process.send_signal(signal.SIGTERM)
+        trained_by(1)
+        assert nodes.wait(300) == [75, -signal.SIGKILL, 0]
+    code, output = quiet.wait()
+    assert code == 0, output
+    good, text = check(read_history(folder / "nodes"), folder / "nodes")
+    assert good, text
+    assert tensors_of(folder, "nodes", steps) == tensors_of(folder, "quiet", steps)
+    assert (folder / "nodes" / FILE).read_bytes() == (folder / "quiet" / FILE).read_bytes()
 
 
 @soak

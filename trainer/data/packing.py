@@ -198,12 +198,9 @@ def best_fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], 
     while alive:
         # Documents of equal length are interchangeable: a bin's pattern repeats while they last.
         pattern: dict[int, int] = {}
-        space = room
-        while (place := bisect.bisect_right(alive, space) - 1) >= 0:
-            while place >= 0 and alive[place] in pattern:  # no document of that length remains
-                place -= 1
-            if place < 0:
-                break
+        space, place = room, len(alive)
+        # Each length is taken as often as it fits, so that only shorter ones are left to take.
+        while (place := bisect.bisect_right(alive, space, 0, place) - 1) >= 0:
             length = alive[place]
             pattern[length] = min(space // length, left[length])
             space -= pattern[length] * length

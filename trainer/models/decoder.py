@@ -21,7 +21,7 @@ from trainer.models.attention import Documents, Requested, attend, locate
 from trainer.models.family import Family, TensorPlan, family_of
 from trainer.models.loss import HeadLoss
 from trainer.models.nf4_linear import weights_in
-from trainer.models.preference import PreferenceLoss, sums_by_answer
+from trainer.models.preference import PreferenceLoss
 from trainer.models.rotary import Rope, rope_table, rotate
 from trainer.recipe.architecture import Architecture
 
@@ -428,11 +428,10 @@ class Decoder(nn.Module):
         else:
             assert self.preference
             by_label = self.head_loss.log_probs(hidden, self._head_weight, labels)
-            log_probs = sums_by_answer(by_label, segments.flatten(), len(answer_labels))
-            if self.preference.referenced and reference is None:
-                return log_probs
-            scalars = self.preference(log_probs, answer_labels, reference)
-            loss = scalars.pop("loss")
+            found = self.preference(by_label, segments, answer_labels, reference)
+            if isinstance(found, Tensor):
+                return found
+            scalars, loss = found, found.pop("loss")
             if not self.family.beside_loss:
                 return {"loss": loss, **scalars}
         beside = self.family.beside_loss(of_blocks, self.model.architecture)

@@ -36,21 +36,27 @@ class PreferenceLoss:
     """Whether the objective needs log-probabilities by a reference model."""
 
     def __call__(
-        self, log_probs: Tensor, counts: Tensor, reference: Tensor | None
-    ) -> dict[str, Tensor]:
+        self, by_label: Tensor, segments: Tensor, counts: Tensor, reference: Tensor | None
+    ) -> Tensor | dict[str, Tensor]:
         """Return means over P pairs, float64 scalars by name: `loss`; `reward_margin`, β times the
         score of the chosen answer minus that of the rejected; `reward_accuracy`, the fraction of
         pairs in which the chosen answer has the higher score; and with `sft_weight` also
-        `cross_entropy`, of the chosen answers per token.
+        `cross_entropy`, of the chosen answers per token. If a reference is needed and missing,
+        return the log-probabilities of whole answers (2 P,) float64.
 
         Args:
-            log_probs: (2 P,) float64, of whole answers: chosen, rejected, chosen, rejected ….
+            by_label: (N,), log-probabilities of labels.
+            segments: N int64, index of the answer of each label, in the order chosen, rejected,
+                chosen, rejected ….
             counts: (2 P,), numbers of tokens of the answers.
             reference: (2 P,), log-probabilities by the reference, if `referenced`.
         """
+        sums = by_label.new_zeros(len(counts), dtype=torch.float64)
+        log_probs = sums.index_add(0, segments.flatten(), by_label.double())
         means = log_probs / counts
         if self.referenced:
-            assert reference is not None
+            if reference is None:
+                return log_probs
             gained = log_probs - reference
             scores = gained / counts if self.name == "ipo" else gained
         else:
@@ -90,15 +96,3 @@ def preference_of(objective: Objective) -> PreferenceLoss | None:
         sft_weight=float(name == "orpo") if weight is None else weight,
         referenced=objective.referenced,
     )
-
-
-def sums_by_answer(log_probs: Tensor, segments: Tensor, answers: int) -> Tensor:
-    """Log-probabilities of whole answers, (answers,) float64.
-
-    Args:
-        log_probs: (N,), log-probabilities of labels.
-        segments: (N,) int64, index of the answer of each label.
-        answers: number of answers.
-    """
-    sums = log_probs.new_zeros(answers, dtype=torch.float64)
-    return sums.index_add(0, segments, log_probs.double())

@@ -33,7 +33,7 @@ from trainer.models.decoder import Decoder
 from trainer.models.hf import ConfigError, read_json
 from trainer.models.loss import HeadLoss, capped
 from trainer.models.nf4_linear import weights_in
-from trainer.models.preference import PreferenceLoss, sums_by_answer
+from trainer.models.preference import PreferenceLoss
 from trainer.models.ties import ties_of
 from trainer.recipe import RecipeError
 
@@ -75,13 +75,8 @@ class TransformersModel(nn.Module):
     parameters as the module has them."""
 
     def __init__(self, built: "BuiltModule", blocks: Sequence[nn.Module]) -> None:
-        """Args:
-            built: from `build_theirs`.
-            blocks: layers of the module.
-
-        Raises:
-            RecipeError: the module cannot be trained, see [Note: their module].
-        """
+        """`blocks`: layers of the module. Raises RecipeError if the module cannot be trained, see
+        [Note: their module]."""
         super().__init__()
         theirs = built.module
         self.name = type(theirs).__name__
@@ -191,10 +186,7 @@ class TransformersModel(nn.Module):
             return self.head_loss(*product, labels, self.cap)
         assert self.preference
         by_label = self.head_loss.log_probs(*product, labels, self.cap)
-        log_probs = sums_by_answer(by_label, segments.flatten(), len(answer_labels))
-        if self.preference.referenced and reference is None:
-            return log_probs
-        return self.preference(log_probs, answer_labels, reference)
+        return self.preference(by_label, segments, answer_labels, reference)
 
     def hidden(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """Return the inputs of the head, (B, T, D), in the dtype of its weight."""
@@ -238,15 +230,9 @@ def document_runs(document_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _documents_hidden(runs: Tensor | None, name: str) -> Iterator[None]:
-    """Make the masks of transformers hide other documents inside the `with` block.
-
-    Args:
-        runs: (B, T), see `document_runs`; None: no change.
-        name: name of the model, for errors.
-
-    Raises:
-        RecipeError: at the end of the block, if transformers created no mask.
-    """
+    """Make the masks of transformers hide other documents inside the `with` block: those of `runs`
+    (B, T), see `document_runs`; None: no change. Raises RecipeError at the end of the block if
+    transformers created no mask."""
     if runs is None:
         yield
         return

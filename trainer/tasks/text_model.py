@@ -24,7 +24,6 @@ from trainer.models.transformers_model import (
 )
 from trainer.recipe import Recipe, RecipeError, strategies
 from trainer.recipe.architecture import Architecture
-from trainer.recipe.errors import Refusals
 from trainer.recipe.factory import refusing
 from trainer.tasks.model_blocks import repeated_blocks
 from trainer.tasks.own_model import keep_in_float32
@@ -69,34 +68,29 @@ def reason_for_theirs(recipe: Recipe) -> str | None:
 def _of_transformers(recipe: Recipe, reason: str) -> "tuple[TransformersModel, Fill, list[str]]":
     """Build a model of transformers, see `build_text_model`."""
     built = build_theirs(location(recipe.model.init_from or ""), reason)
-    # All problems are collected, and reported together.
-    model, refusals = TransformersModel(built, repeated_blocks(built.module)), Refusals()
-    for key, ranks in strategies.sizes(recipe.strategy).items():
-        with refusals:
-            if ranks > 1:
-                raise RecipeError(
-                    f"strategy.{key}: ranks do not compute {model.name} together, because it is a "
-                    f"model of transformers; set strategy.{key}=1"
-                )
-    with refusals:
-        if recipe.model.attention != "auto":
-            raise RecipeError(
-                f"model.attention: {model.name} of transformers has attention of its own; set auto"
-            )
-    with refusals:
-        if recipe.strategy.activation_checkpointing == "selective":
-            raise RecipeError(
-                "strategy.activation_checkpointing: selective keeps results that "
-                f"{model.name} of transformers may change in place; set full"
-            )
-    with refusals:
-        problem = model.mixes_documents() if documents_for(recipe) else None
-        if problem and not recipe.data.factory:
-            raise RecipeError(
-                f"data.document_mask: {model.name} of transformers {problem}, so documents would "
-                "attend to each other; set data.document_mask=false to train it in this way"
-            )
-    refusals.raise_all()
+    model = TransformersModel(built, repeated_blocks(built.module))
+    theirs, strategy = f"{model.name} of transformers", recipe.strategy
+    problems = [
+        f"strategy.{key}: ranks do not compute {model.name} together, because it is a model of "
+        f"transformers; set strategy.{key}=1"
+        for key, ranks in strategies.sizes(strategy).items()
+        if ranks > 1
+    ]
+    if recipe.model.attention != "auto":
+        problems.append(f"model.attention: {theirs} has attention of its own; set auto")
+    if strategy.activation_checkpointing == "selective":
+        problems.append(
+            f"strategy.activation_checkpointing: selective keeps results that {theirs} may change "
+            "in place; set full"
+        )
+    mixes = model.mixes_documents() if documents_for(recipe) else None
+    if mixes and not recipe.data.factory:
+        problems.append(
+            f"data.document_mask: {theirs} {mixes}, so documents would attend to each other; set "
+            "data.document_mask=false to train it in this way"
+        )
+    if problems:
+        raise RecipeError("\n".join(problems))
     notes = [f"{model.name} of transformers {check_installed(reason)} computes it: {reason}"]
     if model.experts:
         notes.append(

@@ -78,3 +78,24 @@ def chat(*turns: str, **more: object) -> Chat:
     roles = ("user", "assistant")
     messages = [{"role": roles[n % 2], "content": text} for n, text in enumerate(turns)]
     return read_chat({"messages": messages, **more})
+
+
+def law(template, encoder, of):
+    """The law, with everything encoded whole: documents as (ids, trained)."""
+    tokens = encoder._tokenizer
+
+    def encode(text):
+        return tokens.encode(text, add_special_tokens=False).ids
+
+    whole = encode(template.text(of.messages, of.tools))
+    one, each = (whole, [False] * len(whole)), []
+    stable = True
+    for turn in of.trained:
+        prompt = encode(template.text(of.messages[:turn], of.tools, prompt=True))
+        upto = encode(template.text(of.messages[: turn + 1], of.tools))
+        pairs = zip(prompt, upto, strict=False)
+        same = next((n for n, (p, q) in enumerate(pairs) if p != q), min(len(prompt), len(upto)))
+        each.append((upto, [n >= same for n in range(len(upto))]))
+        stable = stable and whole[: len(upto)] == upto
+        one[1][same : len(upto)] = [True] * (len(upto) - same)
+    return [one] if stable else each

@@ -1,18 +1,27 @@
 """Spans of the templates of others against what transformers and trl say of them, where trl is
-installed (`pip install --no-deps trl`): its package has the templates of about thirty families,
-each once as it is published, and once with generation blocks."""
+installed (`make oracles`): its package has the templates of about thirty families, each once as it
+is published, and once with generation blocks."""
 
 import importlib.util
+import os
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from tests.distributed.jobs import soak
-from tests.trainer.data.chat_families import SPECIAL, VARIABLES, tokenizer
+from tests.trainer.data.chat_families import SPECIAL, VARIABLES, law, tokenizer
 from trainer.data.prepare.chats import ChatError, read_chat
 from trainer.data.prepare.spans import ChatEncoder, SpanFinder
-from trainer.data.prepare.template import ChatTemplate, RenderError, blocks_in, without_blocks
+from trainer.data.prepare.template import (
+    ChatTemplate,
+    RenderError,
+    blocks_in,
+    special_variables,
+    without_blocks,
+)
+from trainer.data.tokenizer import read_tokenizer
 
 FOUND = importlib.util.find_spec("trl")
 FOLDER = Path(FOUND.origin).parent / "chat_templates" if FOUND and FOUND.origin else Path()
@@ -59,8 +68,8 @@ def published():
         yield original.stem, original.read_text(), training.read_text()
 
 
-def compiled(source):
-    return ChatTemplate({"default": source}, VARIABLES, "2026-01-31")
+def compiled(source, variables=VARIABLES):
+    return ChatTemplate({"default": source}, variables, "2026-01-31")
 
 
 def joined(spans):
@@ -74,10 +83,11 @@ def joined(spans):
     return found
 
 
-def test_blocks_and_masks_are_those_of_transformers(monkeypatch):
-    from datetime import date, datetime
+@pytest.fixture
+def january(monkeypatch):
+    """Templates that write today's date write the last of January 2026, by transformers too."""
+    from datetime import datetime
 
-    from transformers import PreTrainedTokenizerFast
     from transformers.utils import chat_template_utils
 
     class Fixed(datetime):
@@ -86,72 +96,102 @@ def test_blocks_and_masks_are_those_of_transformers(monkeypatch):
             return cls(2026, 1, 31)
 
     monkeypatch.setattr(chat_template_utils, "datetime", Fixed)
-    assert Fixed.now().date() == date(2026, 1, 31)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer(), **VARIABLES)
-    encoder = ChatEncoder(tokenizer(), str(SPECIAL))
+
+
+def compared(training, tokens, variables, chats):
+    """How many chats both refuse, and how many have the text, the blocks, the tokens and the mask
+    of transformers, by a template with blocks; and those that have not."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(tokens.to_str()), **variables
+    )
+    template = compiled(training, variables)
+    encoder = ChatEncoder(tokens, training)
     counts, differ = Counter(), []
-    for name, _, training in published():
-        for kind, messages in CHATS.items():
-            try:
-                theirs, spans = chat_template_utils.render_jinja_template(
-                    [messages],
-                    chat_template=training,
-                    return_assistant_tokens_mask=True,
-                    **VARIABLES,
-                )
-            except Exception:
-                with pytest.raises(RenderError):
-                    compiled(training).marked(messages, None)
-                counts["refused by both"] += 1
-                continue
-            of = read_chat({"messages": messages})
-            marked = compiled(training).marked(of.messages, None)
-            text = without_blocks(marked)
-            same = text == theirs[0] and joined(blocks_in(marked)) == joined(map(tuple, spans[0]))
-            counts[same] += 1
-            if not same:
-                differ.append((name, kind))
-                continue
-            oracle = fast.apply_chat_template(
-                messages,
+    for kind, messages in chats.items():
+        try:
+            theirs, spans = render_jinja_template(
+                [messages],
                 chat_template=training,
-                return_dict=True,
                 return_assistant_tokens_mask=True,
+                **variables,
             )
-            (whole,) = encoder.encode([text], places=True)
-            mask = whole.inside(blocks_in(marked)).astype(int).tolist()
-            assert whole.ids == oracle["input_ids"], (name, kind)
-            if mask != oracle["assistant_masks"]:
-                differ.append((name, kind, sum(mask), sum(oracle["assistant_masks"])))
-    print(counts, differ)
+        except Exception:
+            with pytest.raises(RenderError):
+                template.marked(messages, None)
+            counts["refused by both"] += 1
+            continue
+        marked = template.marked(read_chat({"messages": messages}).messages, None)
+        text = without_blocks(marked)
+        oracle = fast.apply_chat_template(
+            messages, chat_template=training, return_dict=True, return_assistant_tokens_mask=True
+        )
+        (whole,) = encoder.encode([text], offsets=True)
+        mask = whole.inside(blocks_in(marked)).astype(int).tolist()
+        same = {
+            "text": text == theirs[0],
+            "blocks": joined(blocks_in(marked)) == joined(map(tuple, spans[0])),
+            "tokens": whole.ids == oracle["input_ids"],
+            "mask": mask == oracle["assistant_masks"],
+        }
+        counts[all(same.values())] += 1
+        if not all(same.values()):
+            differ.append((kind, same, sum(mask), sum(oracle["assistant_masks"])))
+    return counts, differ
+
+
+def test_blocks_and_masks_are_those_of_transformers(january):
+    counts, differ = Counter(), {}
+    for name, _, training in published():
+        some, others = compared(training, tokenizer(), VARIABLES, CHATS)
+        counts += some
+        differ |= {name: others} if others else {}
+    print(counts)
     assert counts[True] > 180
     assert not differ
 
 
-def test_beginnings_are_as_they_are_rendered_by_themselves():
-    """Of about half of the families one rendering of a chat gives nearly all of them."""
+REAL = {
+    "qwen3": "qwen3", "qwen2_5": "qwen3", "llama3": "llama3_1", "deepseekv3": "deepseek_v3",
+    "gptoss": "gptoss", "gemma3": "gemma3",
+}  # fmt: skip
+"""Family of trl → tokenizer of a package of npm."""
 
-    def text(render, *arguments):
-        try:
-            return render(*arguments)
-        except RenderError as error:
-            return error
 
-    saved = Counter()
-    for name, original, _ in published():
-        template = compiled(original)
-        for messages in CHATS.values():
-            of = read_chat({"messages": messages}).messages
-            one = text(template.rendering, of, None)
-            if isinstance(one, RenderError):
-                assert str(text(template.marked, of, None)) == str(one)
-                continue
-            for key in [(n, ask) for n in range(1, len(of) + 1) for ask in (False, True)]:
-                expected = text(template.marked, of[: key[0]], None, key[1])
-                assert str(text(one.upto, *key)) == str(expected), (name, key)
-                saved[name] += key[0] in one._places
-    print(saved)
-    assert sum(count > 30 for count in saved.values()) >= 12
+def real(package):
+    """(tokenizer, variables of templates) of a published model."""
+    home = Path(os.environ["REAL_TOKENIZERS"], f"tokenizer-{package}", "models")
+    return read_tokenizer(home / "tokenizer.json"), special_variables(home)
+
+
+@pytest.mark.skipif("REAL_TOKENIZERS" not in os.environ, reason="in `make oracles`")
+@pytest.mark.parametrize("family", REAL)
+def test_by_real_tokenizers_tokens_and_masks_are_those_of_transformers(january, family):
+    """So are those of the law what the law says, with every text encoded whole."""
+    (original, training), *_ = [texts for name, *texts in published() if name == family]
+    emoji = [says("user", "흠 😀?"), says("assistant", "네 👩‍🚀, ok.")]
+    chats = {**CHATS, "emoji": emoji}
+    tokens, variables = real(REAL[family])
+    counts, differ = compared(training, tokens, variables, chats)
+    print(family, dict(counts))
+    assert counts[True] > 5
+    assert not differ
+    template, encoder = compiled(original, variables), ChatEncoder(tokens, original)
+    served = 0
+    for kind, messages in chats.items():
+        of = read_chat({"messages": messages})
+        (found,) = SpanFinder(template, encoder, "assistant", "letters").documents([(of, "auto")])
+        if isinstance(found, ChatError):
+            print(kind, found)
+            continue
+        served += 1
+        expected = law(template, encoder, of)
+        assert [one.ids.tolist() for one in found] == [ids for ids, _ in expected], kind
+        for one, (_, trained) in zip(found, expected, strict=True):
+            assert one.trained.tolist() == [False, *trained[1:]], kind
+    assert served > 5
 
 
 def test_by_turns_each_document_is_the_chat_until_there():
@@ -192,7 +232,7 @@ def test_the_law_is_what_trl_trains_where_it_follows_it():
             except (ChatError, RenderError):
                 verdicts[name]["refused"] += 1
                 continue
-            (whole,) = encoder.encode([without_blocks(marked)], places=True)
+            (whole,) = encoder.encode([without_blocks(marked)], offsets=True)
             theirs = whole.inside(blocks_in(marked))
             if more:
                 verdicts[name]["each"] += 1

@@ -22,6 +22,7 @@ from tests.trainer.data.chat_families import (
     THINKING,
     VARIABLES,
     chat,
+    law,
     tokenizer,
 )
 from trainer.data.prepare.chats import ChatError, form_of, read_chat, read_pair
@@ -138,27 +139,6 @@ def test_trained_is_what_a_model_produces_when_it_is_served(shown):
     assert text == "<|im_start|>" + trained, "nothing comes before the first token"
 
 
-def law(template, encoder, of):
-    """The law, with everything encoded whole: documents as (ids, trained)."""
-    tokens = encoder._tokenizer
-
-    def encode(text):
-        return tokens.encode(text, add_special_tokens=False).ids
-
-    whole = encode(template.text(of.messages, of.tools))
-    one, each = (whole, [False] * len(whole)), []
-    stable = True
-    for turn in of.trained:
-        prompt = encode(template.text(of.messages[:turn], of.tools, prompt=True))
-        upto = encode(template.text(of.messages[: turn + 1], of.tools))
-        pairs = zip(prompt, upto, strict=False)
-        same = next((n for n, (p, q) in enumerate(pairs) if p != q), min(len(prompt), len(upto)))
-        each.append((upto, [n >= same for n in range(len(upto))]))
-        stable = stable and whole[: len(upto)] == upto
-        one[1][same : len(upto)] = [True] * (len(upto) - same)
-    return [one] if stable else each
-
-
 PIECES = ["", " ", "\n", "\n\n\n", "4", "Two and two", ".", " is", "흠 😀", "<think>", "</think>"]
 PIECES += ["assistant: ", "user: ", "<tool_call>", ":", "👩‍🚀", "  \n"]
 
@@ -252,92 +232,12 @@ def test_in_pieces_a_chat_has_the_tokens_that_it_has_as_a_whole():
         encoder = ChatEncoder(made, "".join(names))
         texts = ["".join(draw.choice([*PIECES, *names], 12)) for _ in range(40)]
         cuts = 0
-        pairs = zip(encoder.encode(texts), encoder.encode(texts, places=True), strict=True)
+        pairs = zip(encoder.encode(texts), encoder.encode(texts, offsets=True), strict=True)
         for pieces, whole in pairs:
             assert pieces.ids == whole.ids, added
-            assert {cut[1:] for cut in pieces.cuts} <= {cut[1:] for cut in whole.cuts}
+            assert all(whole.offsets[n][0] == begin for _, begin, n in pieces.cuts), added
             cuts += len(pieces.cuts)
         assert (cuts > 0) == (added is None or not added.single_word), added
-
-
-TURN = "{{ '<|im_start|>' + m.role + m.content }}"
-ASK = "{% if add_generation_prompt %}<|im_start|>{% endif %}"
-LOOP = f"{{% for m in messages %}}{TURN}{{% endfor %}}"
-ONCE = {
-    "loop": LOOP + ASK,
-    "end": LOOP + "{% if add_generation_prompt %}{{ bos_token }}{% else %}</s>{% endif %}",
-    "first": "{{ messages[0].role }}{% if messages[0].role == 'user' %}<s>{% endif %}" + LOOP,
-    "part": "{% if messages %}{% set some = messages %}{% else %}{% set some = [] %}{% endif %}"
-    "{% for m in some %}{{ loop.index0 * 2 }}" + TURN + "{% endfor %}" + ASK,
-    "state": "{% set n = namespace(c=0) %}{% for m in messages %}{% set n.c = n.c + 1 %}{{ n.c }}"
-    + TURN + "{{ loop.first, loop.previtem is defined, loop.changed(m.role) }}{% endfor %}" + ASK,
-    "back": "{% for m in messages %}{{ messages[loop.index0].role }}{% if loop.index0 %}"
-    "{{ messages[loop.index0 - 1].content }}{% endif %}{% endfor %}" + ASK,
-    "macro": "{% macro f(m, c) %}" + TURN + "{% endmacro %}{% for m in messages %}{{ f(m) }}"
-    "{% endfor %}" + ASK,
-}  # fmt: skip
-"""Each writes of the beginning of a chat what it writes of the chat until there."""
-SOME = {
-    "rest": "{% if messages[0].role == 'user' %}{% set messages = messages[1:] %}{% endif %}"
-    + LOOP,
-    "skip": "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}" + TURN
-    + "{% endfor %}" + ASK,
-    "only": LOOP.replace("messages %", "messages if m.role == 'user' %") + ASK,
-    "asks of users": LOOP.replace("{{", "{{ m.role == 'user' and loop.last }}{{", 1) + ASK,
-    "looks on": "{% for m in messages %}" + TURN + "{% if m.role == 'user' %}"
-    "{{ messages[loop.index0 + 1] is defined }}{% endif %}{% endfor %}",
-}  # fmt: skip
-NONE = {
-    "last": LOOP.replace("{% endfor", "{% if loop.last %}!{% endif %}{% endfor") + ASK,
-    "next": LOOP.replace("{% endfor", "{{ loop.nextitem is defined }}{% endfor") + ASK,
-    "left": LOOP.replace("{% endfor", "{{ loop.revindex }}{% endfor") + ASK,
-    "attribute": LOOP.replace("{% endfor", "{{ loop | attr('last') }}{% endfor") + ASK,
-    "count": "{{ messages | length }}" + LOOP + ASK,
-    "from behind": "{{ messages[-1].role }}" + LOOP,
-    "backwards": "{% for m in messages[::-1] %}" + TURN + "{% endfor %}" + ASK,
-    "twice": "{% for m in messages %}{{ m.role }}{% endfor %}" + LOOP + ASK,
-    "roles": "{{ messages | map(attribute='role') | join }}" + LOOP,
-    "json": "{{ messages | tojson }}" + LOOP + ASK,
-    "more": "{% for m in messages + messages %}" + TURN + "{% endfor %}" + ASK,
-    "pretty": "{{ messages | pprint }}" + LOOP,
-    "alike": "{{ messages == [] }}" + LOOP,
-    "copy": "{{ messages.copy() | length }}" + LOOP,
-    "asked before": ASK + LOOP,
-    "asked within": LOOP.replace("{% endfor", ASK + "{% endfor"),
-    "after": LOOP + "{{ messages[0].role }}" + ASK,
-    "kept": LOOP.replace("{% for", "{% set n = namespace(x='') %}{% for").replace(
-        "{% endfor", "{% set n.x = m.role %}{% endfor") + "{{ n.x }}" + ASK,
-    "set": "{% set x = messages[0].role %}" + LOOP + "{{ x }}" + ASK,
-    "inside": "{% if true %}" + LOOP + "!{% endif %}" + ASK,
-    "own": LOOP + "{% for t in tools or [] %}{{ t }}{% endfor %}" + ASK,
-    "deep": LOOP.replace("messages %", "messages recursive %") + ASK,
-    "stops": LOOP.replace("{% endfor", "{% if loop.index0 == 0 %}{% break %}{% endif %}{% endfor"),
-}  # fmt: skip
-
-
-def test_one_rendering_gives_those_of_all_beginnings(monkeypatch):
-    turns = [("system", "S"), ("user", "2+2?"), ("assistant", "4"), ("user", "U"), ("user", "V")]
-    turns += [("assistant", "A"), ("user", "W"), ("assistant", "B")]
-    messages = [{"role": role, "content": content} for role, content in turns]
-    beginnings = [(n, ask) for n in range(1, len(messages) + 1) for ask in (False, True)]
-    for name, source in (ONCE | SOME | NONE).items():
-        template = ChatTemplate({"default": source}, VARIABLES, None)
-        one = template.rendering(messages, None)
-        expected = {key: template.text(messages[: key[0]], None, key[1]) for key in beginnings}
-        rendered = []
-
-        def marked(given, tools, prompt=False, of=expected, rendered=rendered):
-            rendered.append((len(given), prompt))
-            return of[rendered[-1]]
-
-        monkeypatch.setattr(template, "marked", marked)
-        for key in beginnings:
-            assert one.upto(*key) == expected[key], (name, key)
-        whole = len(beginnings) - 1
-        if name in ONCE:
-            assert set(rendered) == {(len(messages), True)} & set(rendered), name
-        else:
-            assert (len(rendered) == whole) == (name in NONE), (name, rendered)
 
 
 def test_generation_blocks_are_followed_and_compared_with_the_law(shown):

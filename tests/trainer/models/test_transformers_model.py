@@ -313,7 +313,9 @@ def test_preferences_between_answers(tmp_path: Path, name: str) -> None:
         before = before.detach() + torch.linspace(-1, 1, 6)
     found = model(ids, labels, **given, reference=before)
     assert isinstance(found, dict)
-    right = model.preference(sums.double(), counts, before)["loss"]
+    means = model.preference(sums, torch.arange(len(sums)), counts, before)
+    assert isinstance(means, dict)
+    right = means["loss"]
     assert found["loss"].item() == pytest.approx(right.item(), rel=1e-5)
     found["loss"].backward()
     right.backward()

@@ -16,6 +16,8 @@ from typing import Any, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
 ASSISTANT = "assistant"
+COLUMN_OF_CHATS = "prompt"
+"""Column that identifies a table of chats."""
 _LISTS = ("messages", "conversations", "conversation")
 _ROLES = {
     **{"human": "user", "prompter": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT},
@@ -203,24 +205,23 @@ def _normal(message: Message, where: str) -> Message:
 
 def _joined(content: Sequence[Any], where: str) -> str:
     """Join the texts of a message's content that is a list of parts."""
-    texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-    for part, text in zip(content, texts, strict=True):
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) else part
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise ChatError(f"{where}.content has a part that is no text, but {kind}")
-    return "\n".join(str(text) for text in texts)
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def _call(call: Mapping[str, Any]) -> Message:
     """Convert a tool call's arguments from JSON text to an object, as model servers do."""
     function = call.get("function")
-    inner = function if isinstance(function, Mapping) else call
+    inner = dict(function if isinstance(function, Mapping) else call)
     arguments = inner.get("arguments")
-    if isinstance(arguments, str):
-        parsed = _parsed(arguments)
-        if isinstance(parsed, Mapping):
-            arguments = parsed
-    inner = {**inner, "arguments": arguments} if "arguments" in inner else dict(inner)
+    if isinstance(arguments, str) and isinstance(parsed := _parsed(arguments), Mapping):
+        inner["arguments"] = parsed
     return {**call, "function": inner} if isinstance(function, Mapping) else inner
 
 

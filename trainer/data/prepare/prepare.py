@@ -18,27 +18,16 @@ from dataclasses import asdict, dataclass, replace
 from datetime import date
 from itertools import islice
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from checkpointing.format.untrusted import printable, read_object
 from elastic.node.files import own_directory
-from trainer.data.prepare.chats import form_of
+from trainer.data.prepare.chats import COLUMN_OF_CHATS, form_of
 from trainer.data.prepare.corpora import CORPORA, fetch_corpus
 from trainer.data.prepare.inputs import InputFiles, find_inputs
-from trainer.data.prepare.options import (
-    OF_CHATS,
-    Loss,
-    OnBad,
-    PrepareOptions,
-    SpecialTokens,
-    Spelled,
-    Split,
-    Splits,
-    TooLong,
-    Turns,
-)
+from trainer.data.prepare.options import OF_CHATS, PrepareOptions
 from trainer.data.prepare.records import read_piece
 from trainer.data.prepare.sources import (
     FileForm,
@@ -84,22 +73,10 @@ from trainer.data.tokenizer import (
 # Characters in total: more hardly improve a tokenizer, and training keeps every word in memory.
 _BPE_TEXT_SIZE = 1 << 25
 _VALIDATION_FRACTION = 0.02
-_CHOICES = {
-    "split_documents": Split,
-    "splits": Splits,
-    "on_bad": OnBad,
-    "special_tokens": SpecialTokens,
-    "turns": Turns,
-    "loss": Loss,
-    "too_long": TooLong,
-    "spelled": Spelled,
-}
 _DECIDES = ("turns", "template_options", "date", "loss", "max_tokens", "too_long", "spelled")
 """Options that, besides the tokens, are part of the identity of a data set of chats."""
 _LOOKED_AT = 20  # records
 _FLAGS = {"chats": "--chat", "pairs": "--pairs"}
-_TABLE_OF_CHATS = "prompt"
-"""Column that identifies a table of chats."""
 _WORK = ".work-4-"  # increase the number when the contents of units change
 
 
@@ -131,7 +108,7 @@ def prepare(
     _check_options(settings, workers)
     try:
         names = [_resolve(name, out, settings) for name in inputs]
-        known = settings.field if settings.kind == "documents" else _TABLE_OF_CHATS
+        known = settings.field if settings.kind == "documents" else COLUMN_OF_CHATS
         found = find_inputs(names, known, settings.splits == "by-name")
         if found.broken and settings.on_bad == "fail":
             raise DataError(
@@ -180,7 +157,7 @@ def what_to_type(inputs: Sequence[str]) -> str:
     files = (
         []
         if any(map(is_pipe, inputs)) or set(inputs) & set(CORPORA)
-        else (find_inputs(inputs, _TABLE_OF_CHATS, by_name=False).files[:1])
+        else (find_inputs(inputs, COLUMN_OF_CHATS, by_name=False).files[:1])
     )
     for unit in cut_units(detect_forms(files, "auto")):
         records = islice(
@@ -206,10 +183,11 @@ def _check_options(settings: PrepareOptions, workers: int) -> None:
         )
     if not 0 <= (settings.validation_fraction or 0.0) < 1:
         raise DataError(f"--validation-fraction {settings.validation_fraction}: must be in [0, 1)")
-    for option, choices in _CHOICES.items():
-        if getattr(settings, option) not in get_args(choices):
+    for option, kind in get_type_hints(PrepareOptions).items():
+        choices = get_args(kind) if get_origin(kind) is Literal else ()
+        if choices and getattr(settings, option) not in choices:
             flag = f"--{option.replace('_', '-')}"
-            raise DataError(f"{flag} must be one of {', '.join(get_args(choices))}")
+            raise DataError(f"{flag} must be one of {', '.join(choices)}")
     if min(workers, settings.shard_tokens) < 1:
         raise DataError("--workers and --shard-tokens must be at least 1")
     plain = PrepareOptions()

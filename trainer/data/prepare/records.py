@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data.prepare.blocks import LONGEST_LINE, UTF_16, read_blocks, split_lines
-from trainer.data.prepare.chats import form_of
+from trainer.data.prepare.chats import COLUMN_OF_CHATS, form_of
 from trainer.data.prepare.sources import FilePiece, import_pyarrow, open_parquet
 from trainer.data.prepare.tables import read_rows
 from trainer.data.prepare.text import cut_documents
 from trainer.data.shards import DataError
 
 _ROWS = 256  # rows of parquet per batch
-_CSV_OF_CHATS = "prompt"  # column that identifies a table of chats, to detect the delimiter
 _TOO_LONG = f"more than {LONGEST_LINE >> 20} MiB; split it, or use a txt file"
 
 
@@ -241,7 +240,7 @@ def _and_an_end(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 def _csv(path: Path, blocks: Iterable[bytes], field: str | None) -> Iterator[InputRecord]:
     """Yield rows of a table, with the line in which each begins."""
-    rows = read_rows(path, blocks, field or _CSV_OF_CHATS)
+    rows = read_rows(path, blocks, field or COLUMN_OF_CHATS)
     _, names = next(rows, (0, []))
     place = names.index(_column_of(path, field, names, nested=False)) if field else 0
     for line, row in rows:

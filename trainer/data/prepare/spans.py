@@ -16,7 +16,7 @@ For most templates that rest is a generation prompt of a few tokens, encoded onc
 import bisect
 import re
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -52,45 +52,27 @@ _COMPARED = 32
 """Chats of a unit whose generation blocks are compared with what a model produces when served."""
 
 
+@dataclass(frozen=True)
 class EncodedText:
-    """Tokens of a text, and the added tokens at which the text can be cut."""
+    """Tokens of a text, and added tokens at which the text can be cut."""
 
-    def __init__(
-        self,
-        ids: list[int],
-        cuts: Sequence[tuple[int, int, int]],
-        places: Callable[[int], tuple[int, int] | None] | None = None,
-    ) -> None:
-        """
-        Args:
-            ids: token ids.
-            cuts: (one past its last character, its first character, its index) of each added token.
-            places: token index → (first character, one past the last); None: offsets are unknown.
-        """
-        self.ids, self.cuts, self._places = ids, cuts, places
-
-    def _place(self, token: int) -> tuple[int, int]:
-        assert self._places
-        return self._places(token) or (0, 0)
-
-    def begin(self, token: int) -> int:
-        """First character of a token."""
-        return self._place(token)[0]
-
-    def end(self, token: int) -> int:
-        """One past the last character of a token."""
-        return self._place(token)[1]
+    text: str
+    ids: list[int]
+    cuts: Sequence[tuple[int, int, int]] = ()
+    """(one past its last character, its first character, its index) of added tokens."""
+    offsets: Sequence[tuple[int, int]] = ()
+    """(first character, one past the last) of each token; () if unknown."""
 
     def token_at(self, place: int) -> int:
         """Index of the first token that ends after a character; the number of tokens if there is
         none."""
-        return bisect.bisect_right(range(len(self.ids)), place, key=self.end)
+        return bisect.bisect_right(self.offsets, place, key=itemgetter(1))
 
     def inside(self, spans: Iterable[tuple[int, int]]) -> NDArray[np.bool_]:
         """Whether each token has a character in one of several non-empty spans."""
         inside = np.zeros(len(self.ids), bool)
         for first, last in spans:
-            stop = bisect.bisect_left(range(len(self.ids)), last, key=self.begin)
+            stop = bisect.bisect_left(self.offsets, last, key=itemgetter(0))
             inside[self.token_at(first) : stop] = True
         return inside
 
@@ -117,9 +99,8 @@ class ChatEncoder:
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
         tokenizer.encode_special_tokens = False
         self._tokenizer = tokenizer
-        added = tokenizer.get_added_tokens_decoder()
-        self._borders = frozenset(added)
-        self._cuts = _any_of(_uncut(list(added.values()), written))
+        added = tokenizer.get_added_tokens_decoder().values()
+        self._cuts = _any_of(_uncut(list(added), written))
         names = sorted(special_tokens(tokenizer), key=len, reverse=True)
         self._spelled = _any_of(names)
         self.special = frozenset(map(tokenizer.token_to_id, names))
@@ -148,25 +129,18 @@ class ChatEncoder:
 
         return with_texts(chat, change)
 
-    def encode(self, texts: Sequence[str], places: bool = False) -> list[EncodedText]:
-        """Encode rendered chats; `places`: with character offsets of the tokens."""
+    def encode(self, texts: Sequence[str], offsets: bool = False) -> list[EncodedText]:
+        """Encode rendered chats; `offsets`: with the characters of each token, but without cuts."""
         plain = [text for text in texts if SPELLED_BEGIN not in text]
-        encoded = iter(self._with_places(plain) if places else self._in_pieces(plain))
+        encoded = iter(self._with_offsets(plain) if offsets else self._in_pieces(plain))
         return [
             self._with_letters(text) if SPELLED_BEGIN in text else next(encoded) for text in texts
         ]
 
-    def _with_places(self, texts: Sequence[str]) -> Iterator[EncodedText]:
-        for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False):
-            yield self._located(encoding.ids, encoding.token_to_chars)
-
-    def _located(
-        self, ids: list[int], places: Callable[[int], tuple[int, int] | None]
-    ) -> EncodedText:
-        added = [number for number, token in enumerate(ids) if token in self._borders]
-        spans = [places(number) or (0, 0) for number in added]
-        cuts = [(end, begin, number) for number, (begin, end) in zip(added, spans, strict=True)]
-        return EncodedText(ids, cuts, places)
+    def _with_offsets(self, texts: Sequence[str]) -> Iterator[EncodedText]:
+        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        for text, encoding in zip(texts, encodings, strict=True):
+            yield EncodedText(text, encoding.ids, offsets=encoding.offsets)
 
     def _in_pieces(self, texts: Sequence[str]) -> Iterator[EncodedText]:
         """Encode each text in pieces, each from one cut to the next, and join their tokens."""
@@ -180,19 +154,19 @@ class ChatEncoder:
         ]
         new = [piece for of_text in pieces for piece in of_text if len(piece) > _KEPT_PIECE]
         encoded = iter(self._tokenizer.encode_batch_fast(new, add_special_tokens=False))
-        for of_text, some in zip(spans, pieces, strict=True):
+        for text, of_text, some in zip(texts, spans, pieces, strict=True):
             ids: list[int] = []
             starts = []
             for piece in some:
                 starts.append(len(ids))
                 ids += next(encoded).ids if len(piece) > _KEPT_PIECE else self._tail(piece)
             cuts = zip(of_text, starts[1:], strict=True)
-            yield EncodedText(ids, [(end, begin, start) for (begin, end), start in cuts])
+            yield EncodedText(text, ids, [(end, begin, start) for (begin, end), start in cuts])
 
     def _with_letters(self, text: str) -> EncodedText:
         """Encode a text in which marks enclose letters that must not become special tokens."""
         ids: list[int] = []
-        places: list[tuple[int, int]] = []
+        offsets: list[tuple[int, int]] = []
         begin = 0
         for piece in _SPELLED.split(text):
             letters = int(piece.startswith(SPELLED_BEGIN))
@@ -202,25 +176,22 @@ class ChatEncoder:
             encoding = self._tokenizer.encode(bare, add_special_tokens=False)
             ids += encoding.ids
             shift = begin + letters
-            places += [(first + shift, last + shift) for first, last in encoding.offsets]
+            offsets += [(first + shift, last + shift) for first, last in encoding.offsets]
             begin += len(piece)
         self._tokenizer.encode_special_tokens = False
-        return self._located(ids, places.__getitem__)
+        return EncodedText(text, ids, offsets=offsets)
 
     def _ids(self, text: str) -> list[int]:
         if SPELLED_BEGIN in text:
             return self._with_letters(text).ids
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
-    def common(self, whole: EncodedText, text: str, other: str) -> tuple[int, list[int]]:
-        """Return (number of leading tokens that the texts share, further tokens of `other`).
-
-        Args:
-            whole: tokens of `text`.
-            text: the encoded text.
-            other: text to compare with.
-        """
-        same = len(other) if text.startswith(other) else _alike(text, other)
+    def common(self, whole: EncodedText, other: str) -> tuple[int, list[int]]:
+        """Return (number of leading tokens that a text and another share, further tokens of the
+        other)."""
+        if other == whole.text:
+            return len(whole.ids), []
+        same = len(other) if whole.text.startswith(other) else _alike(whole.text, other)
         # Up to the last common added token, the encodings are equal.
         last = bisect.bisect_right(whole.cuts, same, key=itemgetter(0)) - 1
         _, begin, first = whole.cuts[last] if last >= 0 else (0, 0, 0)
@@ -283,19 +254,23 @@ Finding: TypeAlias = Generator[str, EncodedText, T]
 """A generator that yields texts, receives their tokens, and returns T."""
 
 
+class _UnstableError(ChatError):
+    """An answer is rendered differently once messages follow."""
+
+    def __init__(self, turn: int) -> None:
+        super().__init__(
+            f"message {turn} is rendered differently once messages follow, so it would not be "
+            "trained as served; --turns each makes one document of each answer"
+        )
+
+
 class SpanFinder:
     """Converts chats to training documents, and counts peculiarities that the user should know."""
 
     def __init__(
         self, template: ChatTemplate, encoder: ChatEncoder, loss: Loss, spelled: Spelled
     ) -> None:
-        """
-        Args:
-            template: renders the chats.
-            encoder: encodes the renderings.
-            loss: see PrepareOptions.
-            spelled: see PrepareOptions.
-        """
+        """`loss` and `spelled`: see PrepareOptions."""
         self._template, self._encoder = template, encoder
         self._loss, self._spelled = loss, spelled
         self._left_to_compare = _COMPARED
@@ -311,12 +286,8 @@ class SpanFinder:
     def documents(
         self, chats: Iterable[tuple[Chat, Turns]]
     ) -> list[list[ChatDocument] | ChatError]:
-        """Convert each chat to documents, or to the error for which it cannot be trained. All texts
-        are encoded together, for speed.
-
-        Args:
-            chats: each with the turns to train, see PrepareOptions.
-        """
+        """Convert each chat, given with the turns to train, to documents, or to the error for which
+        it cannot be trained. All texts are encoded together, for speed."""
         working = [self._documents(chat, turns) for chat, turns in chats]
         results: list[list[ChatDocument] | ChatError] = [[]] * len(working)
         encoded: dict[int, EncodedText | None] = dict.fromkeys(range(len(working)))
@@ -346,150 +317,92 @@ class SpanFinder:
         by_turn = turns in ("each", "last")
         count = chat.trained[-1] + 1 if by_turn else len(chat.messages)
         try:
-            rendering = self._template.rendering(chat.messages[:count], chat.tools)
+            rendering = ChatRendering(self._template, chat.messages[:count], chat.tools)
+            if not by_turn:
+                try:
+                    return [(yield from self._whole(chat, rendering))]
+                except _UnstableError:
+                    if turns == "all":
+                        raise
+                    self.counts["unstable"] += 1
+                    self.counts["whole"] += len(rendering.upto(count))
+                    self.counts["each"] += sum(len(rendering.upto(n + 1)) for n in chat.trained)
             if turns == "last":
-                return [(yield from self._of_turn(chat.trained[-1], rendering, alone=True))]
-            if turns == "each":
-                return (yield from self._each(chat, rendering))
-            return (yield from self._whole(chat, rendering, turns))
+                return [(yield from self._answer(chat.trained[-1], rendering))]
+            documents = []
+            for turn in chat.trained:
+                place = f"message {turn}: "
+                documents.append((yield from self._answer(turn, rendering, place)))
+            return documents
         except RenderError as error:
             raise ChatError(f"the chat template rejects it: {error}") from error
 
-    def _each(self, chat: Chat, rendering: ChatRendering) -> Finding[list[ChatDocument]]:
-        documents = []
-        for turn in chat.trained:
-            documents.append((yield from self._of_turn(turn, rendering)))
-        return documents
-
-    def _whole(
-        self, chat: Chat, rendering: ChatRendering, turns: Turns
-    ) -> Finding[list[ChatDocument]]:
-        """Convert a chat to one document. If an answer is rendered differently once messages
-        follow, make one document of each answer, or raise ChatError if `turns` is all."""
+    def _whole(self, chat: Chat, rendering: ChatRendering) -> Finding[ChatDocument]:
+        """Convert a chat to one document. Raises _UnstableError if an answer is rendered
+        differently once messages follow."""
         marked = rendering.upto(len(chat.messages))
         text = without_blocks(marked)
-        if self._template.has_blocks:
+        if not self._template.has_blocks:
+            # Most unstable chats differ in their letters already, and need not be encoded.
+            for turn in chat.trained:
+                if not text.startswith(rendering.upto(turn + 1)):
+                    raise _UnstableError(turn)
             whole = yield text
-            return [self._document(whole, self._by_blocks(chat, rendering, text, whole))]
-        upto = _upto(chat, rendering, text)
-        # Most unstable chats differ in their letters already, and need not be encoded.
-        unstable = next((turn for turn in upto if not text.startswith(upto[turn])), None)
-        if unstable is None:
-            whole = yield text
-            trained, unstable = self._served(chat, rendering, text, whole, upto)
-            if unstable is None:
-                return [self._document(whole, trained)]
-        if turns == "all":
-            raise ChatError(
-                f"message {unstable} is rendered differently once messages follow, so it would not "
-                "be trained as served; --turns each makes one document of each answer"
-            )
-        self.counts["unstable"] += 1
-        self.counts["whole"] += len(text)
-        self.counts["each"] += sum(map(len, upto.values()))
-        return (yield from self._each(chat, rendering))
-
-    def _by_blocks(
-        self, chat: Chat, rendering: ChatRendering, text: str, whole: EncodedText
-    ) -> NDArray[np.bool_]:
-        """Whether each token of a chat is trained, by the template's generation blocks."""
-        trained = whole.inside(blocks_in(rendering.upto(len(chat.messages))))
-
-        def served() -> tuple[NDArray[np.bool_], int | None]:
-            return self._served(chat, rendering, text, whole, _upto(chat, rendering, text))
-
+            return self._document(whole, self._served(chat.trained, rendering, whole))
+        whole = yield text
+        trained = whole.inside(blocks_in(marked))
         if len(chat.trained) < sum(message["role"] == ASSISTANT for message in chat.messages):
             # Blocks mark all answers, including those that the record excludes.
-            return trained & served()[0]
-        if self._left_to_compare:
+            trained &= self._served(chat.trained, rendering, whole)
+        elif self._left_to_compare:
             self._left_to_compare -= 1
             # the result is only for a note
             with suppress(ChatError, RenderError):
-                as_served, unstable = served()
-                if unstable is None:
-                    self._compare(text, whole, as_served, trained)
-        return trained
+                self._compare(whole, self._served(chat.trained, rendering, whole), trained)
+        return self._document(whole, trained)
 
-    def _served(
-        self,
-        chat: Chat,
-        rendering: ChatRendering,
-        text: str,
-        whole: EncodedText,
-        upto: Mapping[int, str],
-    ) -> tuple[NDArray[np.bool_], int | None]:
-        """Return (whether each token of a chat is trained, index of the first answer that is
-        rendered differently once messages follow, or None).
-
-        Args:
-            chat: chat to be trained.
-            rendering: rendering of the chat.
-            text: text of the whole chat, without marks.
-            whole: tokens of `text`.
-            upto: from `_upto`.
-        """
-        trained = np.zeros(len(whole.ids), bool)
-        unstable = None
-        for turn in chat.trained:
-            stop, missing = len(whole.ids), list[int]()
-            if upto[turn] is not text:
-                stop, missing = self._encoder.common(whole, text, upto[turn])
-            if missing:
-                unstable = turn if unstable is None else unstable
-            else:
-                trained[self._begin(turn, rendering, text, whole, stop) : stop] = True
-        return trained, unstable
-
-    def _of_turn(
-        self, turn: int, rendering: ChatRendering, alone: bool = False
+    def _answer(
+        self, turn: int, rendering: ChatRendering, place: str = ""
     ) -> Finding[ChatDocument]:
-        """Convert one answer, with the messages before it, to its own document, as it is served.
-
-        Args:
-            turn: index of the answer.
-            rendering: rendering of its chat.
-            alone: whether the document is the only one of its chat.
-        """
+        """Convert the answer with index `turn`, and the messages before it, to a document, as it is
+        served."""
         marked = rendering.upto(turn + 1)
-        text = without_blocks(marked)
-        whole = yield text
-        begin = self._begin(turn, rendering, text, whole, len(whole.ids))
-        trained = np.zeros(len(whole.ids), bool)
-        trained[begin:] = True
+        whole = yield without_blocks(marked)
+        trained = self._served([turn], rendering, whole)
         if self._template.has_blocks:
             # A block belongs to this answer if it ends after the answer's prompt.
+            begin = int(trained.argmax())
             blocks = [block for block in blocks_in(marked) if whole.token_at(block[1] - 1) >= begin]
             served, trained = trained, whole.inside(blocks)
-            self._compare(text, whole, served, trained)
-        return self._document(whole, trained, "" if alone else f"message {turn}: ")
+            self._compare(whole, served, trained)
+        return self._document(whole, trained, place)
 
-    def _begin(
-        self, turn: int, rendering: ChatRendering, text: str, whole: EncodedText, stop: int
-    ) -> int:
-        """Index of the first token of an answer that is not in its prompt. Raises ChatError if
-        there is none.
-
-        Args:
-            turn: index of the answer.
-            rendering: rendering of its chat.
-            text: rendering up to the answer, or beyond it.
-            whole: tokens of `text`.
-            stop: one past the last token of the answer.
-        """
-        prompt = without_blocks(rendering.upto(turn, prompt=True))
-        begin, led = self._encoder.common(whole, text, prompt)
-        if begin >= stop:
-            raise ChatError(
-                f"message {turn}: the answer adds no token to its prompt, so there is nothing to "
-                "train"
-            )
-        if not text.startswith(prompt):
-            self.counts["led"] += 1
-            self.examples.setdefault("led", self._encoder.text_of(led)[:60])
-        return begin
+    def _served(
+        self, turns: Iterable[int], rendering: ChatRendering, whole: EncodedText
+    ) -> NDArray[np.bool_]:
+        """Whether each token of a document is in one of the answers `turns`, and not in its prompt.
+        Raises _UnstableError if the document does not begin with the tokens of an answer."""
+        trained = np.zeros(len(whole.ids), bool)
+        for turn in turns:
+            upto = without_blocks(rendering.upto(turn + 1))
+            prompt = without_blocks(rendering.upto(turn, prompt=True))
+            stop, missing = self._encoder.common(whole, upto)
+            if missing:
+                raise _UnstableError(turn)
+            begin, led = self._encoder.common(whole, prompt)
+            if begin >= stop:
+                raise ChatError(
+                    f"message {turn}: the answer adds no token to its prompt, so there is nothing "
+                    "to train"
+                )
+            if not whole.text.startswith(prompt):
+                self.counts["led"] += 1
+                self.examples.setdefault("led", self._encoder.text_of(led)[:60])
+            trained[begin:stop] = True
+        return trained
 
     def _compare(
-        self, text: str, whole: EncodedText, served: NDArray[np.bool_], blocks: NDArray[np.bool_]
+        self, whole: EncodedText, served: NDArray[np.bool_], blocks: NDArray[np.bool_]
     ) -> None:
         """Count a chat, and keep the first example, if its generation blocks differ from what a
         model produces when served. `served` and `blocks`: which tokens each of them trains."""
@@ -498,7 +411,7 @@ class SpanFinder:
             first = int(differ[0])
             what = "train" if blocks[first] else "do not train"
             self.counts["blocks"] += 1
-            piece = text[whole.begin(first) : whole.end(first)]
+            piece = whole.text[slice(*whole.offsets[first])]
             self.examples.setdefault("blocks", f"{what} {piece!r}")
 
     def _document(
@@ -513,16 +426,6 @@ class SpanFinder:
         if self._encoder.special.isdisjoint(ids[trained].tolist()):
             self.counts["endless"] += 1
         return ChatDocument(ids, trained, place)
-
-
-def _upto(chat: Chat, rendering: ChatRendering, text: str) -> dict[int, str]:
-    """Index of each trained answer → rendering up to and including it. `text`: rendering of the
-    whole chat."""
-    last = len(chat.messages) - 1
-    return {
-        turn: text if turn == last else without_blocks(rendering.upto(turn + 1))
-        for turn in chat.trained
-    }
 
 
 def notes_for_user(counts: Counter[str], examples: dict[str, str]) -> Iterator[str]:

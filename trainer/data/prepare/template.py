@@ -9,10 +9,10 @@ import re
 import resource
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import date
+from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
@@ -23,16 +23,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from checkpointing.format.untrusted import printable, read_object
 from elastic.node.files import read_bytes
-from trainer.data.prepare.beginnings import (
-    BODY_BEGINS,
-    BODY_ENDS,
-    PROMPT,
-    TAKE,
-    ObservedMessages,
-    TemplateReads,
-    observe,
-    take,
-)
 from trainer.data.prepare.blocks import LONGEST_LINE
 from trainer.data.shards import DataError
 
@@ -93,9 +83,8 @@ class _Environment(ImmutableSandboxedEnvironment):
                 "the template computes a power, which is not allowed; write the number itself"
             )
         if operator == "*" and any(hasattr(value, "__len__") for value in (left, right)):
-            times = next((value for value in (left, right) if isinstance(value, int)), 0)
-            sizes = [len(value) for value in (left, right) if hasattr(value, "__len__")]
-            if times * max(sizes) > MOST_CHARACTERS:
+            times, sequence = (left, right) if isinstance(left, int) else (right, left)
+            if isinstance(times, int) and times * len(sequence) > MOST_CHARACTERS:
                 raise jinja2.exceptions.SecurityError(
                     f"the template repeats a sequence {times} times, to more than "
                     f"{MOST_CHARACTERS:,} elements"
@@ -157,64 +146,35 @@ class ChatTemplate:
         self._variables = {**environment.globals, **variables}
         self.has_blocks = any("endgeneration" in source for source in sources.values())
         """Whether the template marks the assistant's output."""
-        self._observed: dict[str, tuple[jinja2.Template, dict[bool, str]]] = {}
         try:
             with bounded():
                 self._templates = {
                     name: environment.from_string(source) for name, source in sources.items()
                 }
-                for name, source in ({} if self.has_blocks else sources).items():
-                    self._observe(environment, name, source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise DataError(f"the chat template cannot be compiled: {_said(error)}") from error
-
-    def _observe(self, environment: jinja2.Environment, name: str, source: str) -> None:
-        """Compile a version of a template whose reads are observed (see beginnings.py), if the
-        template has a loop for which this is possible."""
-        tree = environment.parse(source)
-        if rest := observe(tree, environment):
-            after = environment.from_string(rest)
-            # If the text after the loop cannot be rendered without a chat, it depends on the chat,
-            # and the template is not observed.
-            with suppress(RenderError):
-                prompts = {prompt: {PROMPT: prompt} for prompt in (False, True)}
-                ends = {key: "".join(self._written(after, given)) for key, given in prompts.items()}
-                self._observed[name] = environment.from_string(tree), ends
 
     def marked(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool = False
     ) -> str:
-        """Render a chat, with marks around generation blocks.
-
-        Args:
-            messages: messages of the chat.
-            tools: tools that the assistant may call, if any.
-            prompt: whether to end with the generation prompt.
-
-        Raises:
-            RenderError: the template rejects this chat.
-        """
-        given = {"messages": messages, "tools": tools, "documents": None, PROMPT: prompt}
-        with bounded():
-            return "".join(self._written(self._templates[self._name(tools)], given))
-
-    def _name(self, tools: Any) -> str:
-        return "tool_use" if tools and "tool_use" in self._templates else "default"
-
-    def _written(self, template: jinja2.Template, given: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the output of a template, piece by piece."""
-        size = 0
+        """Render a chat, with marks around generation blocks; `prompt`: with the generation prompt
+        at its end. Raises RenderError if the template rejects this chat."""
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        template, parts, size = self._templates[name], list[str](), 0
+        given = {**self._variables, "messages": messages, "tools": tools, "documents": None}
+        given["add_generation_prompt"] = prompt
         try:
             # As jinja's `generate` does, but `_variables` contain the globals already.
-            context = template.new_context({**self._variables, **given}, shared=True)
-            for part in template.root_render_func(context):
-                size += len(part)
-                if size > MOST_CHARACTERS:
-                    raise DataError(
-                        f"the chat template writes more than {MOST_CHARACTERS:,} characters for "
-                        "one chat; repair it, or set another one with --template"
-                    )
-                yield part
+            context = template.new_context(given, shared=True)
+            with bounded():
+                for part in template.root_render_func(context):
+                    parts.append(part)
+                    size += len(part)
+                    if size > MOST_CHARACTERS:
+                        raise DataError(
+                            f"the chat template writes more than {MOST_CHARACTERS:,} characters "
+                            "for one chat; repair it, or set another one with --template"
+                        )
         except DataError:
             raise
         except MemoryError:
@@ -224,69 +184,24 @@ class ChatTemplate:
             ) from None
         except (Exception, RecursionError) as error:
             raise RenderError(_said(error)) from error
+        return "".join(parts)
 
     def text(self, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool = False) -> str:
         """Render a chat without marks; arguments as for `marked`."""
         return without_blocks(self.marked(messages, tools, prompt))
 
-    def rendering(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> "ChatRendering":
-        """Render a chat; if possible, only once for the chat and all of its beginnings. Raises
-        RenderError if the template rejects this chat."""
-        if observed := self._observed.get(self._name(tools)):
-            template, ends = observed
-            reading, parts, places = TemplateReads(), list[str](), dict[int, int]()
-            given = {
-                "messages": ObservedMessages(messages, reading),
-                "tools": tools,
-                "documents": None,
-            }
-            with suppress(RenderError), bounded():
-                for part in self._written(template, {**given, PROMPT: False}):
-                    if part == BODY_BEGINS:
-                        reading.begin()
-                    elif part != BODY_ENDS:
-                        parts.append(part)
-                    elif reading.ends_beginning():
-                        places[reading.taken] = len(parts)
-                return ChatRendering(self, messages, tools, parts, places, ends)
-        return ChatRendering(self, messages, tools, [self.marked(messages, tools)])
-
 
 class ChatRendering:
-    """A rendered chat, and the renderings of its beginnings."""
+    """Renderings of the beginnings of a chat, each computed once."""
 
     def __init__(
-        self,
-        template: ChatTemplate,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Any,
-        parts: Sequence[str],
-        places: Mapping[int, int] = MappingProxyType({}),
-        ends: Mapping[bool, str] = MappingProxyType({}),
+        self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], tools: Any
     ) -> None:
-        """
-        Args:
-            template: renders the chat.
-            messages: messages of the chat.
-            tools: tools that the assistant may call.
-            parts: output of the template for all messages, in pieces.
-            places: number of leading messages → number of leading parts that they produce.
-            ends: whether there is a generation prompt → text after those parts.
-        """
-        self._template, self._messages, self._tools = template, messages, tools
-        self._parts, self._places, self._ends = parts, places, ends
-        self._texts = {(len(messages), False): "".join(parts)}
+        self._render = cache(lambda n, prompt: template.marked(messages[:n], tools, prompt))
 
     def upto(self, count: int, prompt: bool = False) -> str:
         """Rendering of the first `count` messages, as by `ChatTemplate.marked`."""
-        if (text := self._texts.get((count, prompt))) is not None:
-            return text
-        if (place := self._places.get(count)) is not None:
-            text = "".join(self._parts[:place]) + self._ends[prompt]
-        else:
-            text = self._template.marked(self._messages[:count], self._tools, prompt)
-        self._texts[count, prompt] = text
-        return text
+        return self._render(count, prompt)
 
 
 def without_blocks(marked: str) -> str:
@@ -361,23 +276,20 @@ def read_template(given: str | None, home: Path | None) -> dict[str, str]:
     """
     if given:
         return _checked(given, {"default": _read(Path(given))})
-    file = home / "chat_template.jinja" if home else None
-    if file and file.is_file():
+    if home and (file := home / "chat_template.jinja").is_file():
         return _checked(file, {"default": _read(file)})
-    config = home / "tokenizer_config.json" if home else None
     found = _config(home).get("chat_template") if home else None
-    if isinstance(found, str):
-        return _checked(config, {"default": found})
     # Files of transformers 4 may list several named templates.
-    if isinstance(found, list):
-        named = [template for template in found if isinstance(template, dict)]
-        sources = {
-            str(template["name"]): template["template"]
-            for template in named
-            if template.get("name") in _NAMES and isinstance(template.get("template"), str)
-        }
-        if "default" in sources:
-            return _checked(config, sources)
+    named = [{"name": "default", "template": found}] if isinstance(found, str) else found or []
+    sources = {
+        one["name"]: one["template"]
+        for one in named
+        if isinstance(one, dict)
+        and one.get("name") in _NAMES
+        and isinstance(one.get("template"), str)
+    }
+    if home and "default" in sources:
+        return _checked(home / "tokenizer_config.json", sources)
     where = f"there is no chat template in {home}" if home else "this tokenizer has no template"
     raise DataError(
         f"{where} (chat_template.jinja, or chat_template in tokenizer_config.json); use the "
@@ -424,23 +336,11 @@ def _environment(day: str | None) -> _Environment:
             )
         return date.fromisoformat(day).strftime(form)
 
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         # Jinja's own tojson escapes HTML characters.
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    environment.filters |= {"tojson": tojson, TAKE: take}
+    environment.filters["tojson"] = tojson
     environment.globals.update(
         raise_exception=refuse, strftime_now=strftime_now, namespace=_Namespace
     )

@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -155,15 +156,8 @@ class _UnitFiles:
         ends: bool = True,
         trained: NDArray[np.bool_] | None = None,
     ) -> None:
-        """Write a document, or a part of one.
-
-        Args:
-            split: "train" or "validation".
-            ids: token ids.
-            line: line of its record in the piece.
-            ends: whether the document ends here.
-            trained: whether each token is trained.
-        """
+        """Write a document, or a part of one. `line`: line of its record in the piece. `ends`:
+        whether the document ends here. `trained`: whether each token is."""
         self._tokens[split] += len(ids)
         self._files[split, "tokens"].write(np.asarray(ids, self._dtype).tobytes())
         if trained is not None:
@@ -275,13 +269,9 @@ class _ChatWriter:
 
     def add(self, record: InputRecord, held_out: bool) -> list[tuple[int, str]]:
         """Add a chat or a pair. Records are checked many at a time: return (line, problem) of the
-        records, or documents of records, that this call has rejected.
-
-        Args:
-            record: the chat or pair.
-            held_out: whether it belongs to the validation split.
-        """
-        added = _PendingRecord(record, held_out)
+        records, or documents of records, that this call has rejected. `held_out`: whether it
+        belongs to the validation split."""
+        added = _PendingRecord(record, held_out, problem=record.problem)
         try:
             added.chats = self._chats(record.value) if record.value else []
         except ChatError as error:
@@ -302,13 +292,14 @@ class _ChatWriter:
         found = iter(self._finder.documents([chat for added in batch for chat in added.chats]))
         problems = []
         for added in batch:
-            results = [next(found) for _ in added.chats]
-            errors = [str(result) for result in results if isinstance(result, ChatError)]
-            errors = errors or [error for error in (added.record.problem, added.problem) if error]
-            documents = [
-                d for result in results if not isinstance(result, ChatError) for d in result
-            ]
-            wrong = errors[:1] or self._put(added, documents)
+            documents: list[ChatDocument] = []
+            wrong = [added.problem] if added.problem else []
+            for result in islice(found, len(added.chats)):
+                if isinstance(result, ChatError):
+                    wrong.append(str(result))
+                else:
+                    documents += result
+            wrong = wrong[:1] or self._put(added, documents)
             problems += [(added.record.line, problem) for problem in wrong]
         return problems
 
@@ -352,11 +343,9 @@ class _ChatWriter:
             return ""
         if self._settings.too_long == "drop":
             return self._over(f"{document.place}{size:,} tokens", most)
-        return (
-            ""
-            if document.trained[:most].any()
-            else (f"{document.place}none of the first {most} of its {size:,} tokens is trained")
-        )
+        if document.trained[:most].any():
+            return ""
+        return f"{document.place}none of the first {most} of its {size:,} tokens is trained"
 
     def _over(self, size: str, most: int) -> str:
         return f"{size}, more than --max-tokens {most}; --too-long cut keeps the first"
