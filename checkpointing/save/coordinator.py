@@ -171,7 +171,7 @@ class Coordinator:
                 # Ranks may be copying, as the save was admitted already. So the save fails instead.
                 elif self._is_current(key):
                     why = f"rank {failure.rank} cannot save: {failure.message}"
-                    self._fail(node, msg.NodeFailure(why))
+                    self._fail(node, msg.NodeSaveFailure(why))
             case msg.StagedReport():
                 self._on_staged(node, message)
             case msg.SlotRemembered(key):
@@ -187,7 +187,7 @@ class Coordinator:
                 self._on_failed(
                     node,
                     key,
-                    msg.NodeFailure(f"its writer process has given up {blocks.file}"),
+                    msg.NodeSaveFailure(f"its writer process has given up {blocks.file}"),
                     blocks,
                 )
             case msg.NodeCannotSave():
@@ -200,7 +200,7 @@ class Coordinator:
 
     def on_lost(self, node: int) -> None:
         self._forget(node)
-        self._fail(node, msg.NodeFailure("its writer process is gone"))
+        self._fail(node, msg.NodeSaveFailure("its writer process is gone"))
         self._maybe_closed()
 
     def _forget(self, node: int) -> None:
@@ -328,7 +328,7 @@ class Coordinator:
             else:
                 self._cleared()
         elif isinstance(target, Exception):
-            self._fail(0, msg.NodeFailure.of(target))
+            self._fail(0, msg.NodeSaveFailure.of(target))
         elif target is None:
             logger.warning("step %d is committed already; not written again", save.step)
             self._end(save, msg.SaveOutcome(save.step, str(self._steps.path(save.step))))
@@ -348,7 +348,7 @@ class Coordinator:
             save.numbers[node] = message.numbers
             # fail at once, as nothing of this step may be committed
             if bad := message.numbers.bad:
-                self._fail(node, msg.NodeFailure(not_finite(bad)))
+                self._fail(node, msg.NodeSaveFailure(not_finite(bad)))
                 return
         self._grant()
 
@@ -378,7 +378,7 @@ class Coordinator:
         self._grant()
 
     def _on_failed(
-        self, node: int, key: msg.Key, failure: msg.NodeFailure, blocks: msg.BlockRange | None
+        self, node: int, key: msg.Key, failure: msg.NodeSaveFailure, blocks: msg.BlockRange | None
     ) -> None:
         if blocks is not None:
             self._grants.take_back(key, blocks)
@@ -437,7 +437,7 @@ class Coordinator:
             return
         if isinstance(result, Exception):
             save.committing = False
-            self._fail(0, msg.NodeFailure.of(result))
+            self._fail(0, msg.NodeSaveFailure.of(result))
             return
         numbers = sum(save.numbers.values(), NumberSummary())
         outcome = msg.SaveOutcome(
@@ -465,11 +465,11 @@ class Coordinator:
     def _tidied(self, result: Exception | None) -> None:
         # A failure is only logged, as the save itself has succeeded.
         if isinstance(result, Exception):
-            logger.warning("could not tidy checkpoints: %s", msg.NodeFailure.of(result).message)
+            logger.warning("could not tidy checkpoints: %s", msg.NodeSaveFailure.of(result).message)
         self._tidying = False
         self._maybe_tidy()
 
-    def _fail(self, node: int, failure: msg.NodeFailure) -> None:
+    def _fail(self, node: int, failure: msg.NodeSaveFailure) -> None:
         save = self._save
         if save is None or save.committing:  # all bytes are written, so no node is needed
             return
@@ -517,7 +517,7 @@ class Coordinator:
         for other in late:
             self._forget(other)
         self._fail(
-            node, msg.NodeFailure(f"{msg.overdue(self._options)}, waiting for {missing}", file)
+            node, msg.NodeSaveFailure(f"{msg.overdue(self._options)}, waiting for {missing}", file)
         )
         for other in late:
             self._host.drop(other)

@@ -98,7 +98,7 @@ class SaveContents:
 
 
 @dataclass(frozen=True)
-class NodeFailure:
+class NodeSaveFailure:
     """An error on a node, as sent to other nodes."""
 
     message: str
@@ -106,13 +106,13 @@ class NodeFailure:
     errno: int | None = None
 
     @staticmethod
-    def of(error: Exception) -> "NodeFailure":
+    def of(error: Exception) -> "NodeSaveFailure":
         """Describes an exception for the other nodes."""
         if isinstance(error, OSError):
             path = error.filename and str(error.filename)
             full = error.errno in (ENOSPC, EDQUOT)  # the user can make room
-            return NodeFailure(explain(error) + "; make room there" * full, path, error.errno)
-        return NodeFailure(explain(error))
+            return NodeSaveFailure(explain(error) + "; make room there" * full, path, error.errno)
+        return NodeSaveFailure(explain(error))
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ class NodeCannotSave:
     take part in the save."""
 
     key: Key
-    failure: NodeFailure
+    failure: NodeSaveFailure
     blocks: BlockRange | None = None
 
 

@@ -264,7 +264,7 @@ class Writer:
                 self._current is None or self._current.key != key
             ):
                 # The coordinator was restarted. The loss of its predecessor ended this save here.
-                self._to_coordinator(msg.NodeCannotSave(key, msg.NodeFailure(GIVEN_UP)))
+                self._to_coordinator(msg.NodeCannotSave(key, msg.NodeSaveFailure(GIVEN_UP)))
             return
         self._answered = key[1]  # an answer that arrives again after a reconnect is ignored
         self._requests.pop(key, None)
@@ -280,7 +280,7 @@ class Writer:
             self.memory.make_room()
         except StorageError as error:
             # the other nodes take part already, so the save must fail there
-            self._to_coordinator(msg.NodeCannotSave(go.key, msg.NodeFailure(str(error))))
+            self._to_coordinator(msg.NodeCannotSave(go.key, msg.NodeSaveFailure(str(error))))
             return msg.SaveSkipped(go.key, str(error))
         return msg.StageInto(go.key, go.slot)
 
@@ -320,7 +320,7 @@ class Writer:
             except StoppedError:
                 return msg.GrantDropped(key, blocks)
             except Exception as error:
-                return msg.NodeCannotSave(key, msg.NodeFailure.of(error), blocks)
+                return msg.NodeCannotSave(key, msg.NodeSaveFailure.of(error), blocks)
             return msg.WriteReceipt(
                 key, blocks, checksums, span | {"stop": time.time(), "bytes": nbytes}
             )
@@ -353,7 +353,7 @@ class Writer:
             case msg.StagedReport():
                 self._on_staged(rank, message)
             case msg.CopyFailed(key, why):
-                failure = msg.NodeFailure(f"rank {rank} could not copy its tensors: {why}")
+                failure = msg.NodeSaveFailure(f"rank {rank} could not copy its tensors: {why}")
                 self._to_coordinator(msg.NodeCannotSave(key, failure))
             case msg.RankClosing(keep_memory):
                 self._closing[rank] = keep_memory
@@ -490,7 +490,7 @@ class Writer:
         """Fail the save if it still needs tensors of the lost `rank`."""
         current = self._current
         if current and self.memory.plan and current.staged.get(rank) != self.memory.end:
-            failure = msg.NodeFailure(f"rank {rank} was lost before its tensors were copied")
+            failure = msg.NodeSaveFailure(f"rank {rank} was lost before its tensors were copied")
             self._to_coordinator(msg.NodeCannotSave(current.key, failure))
 
 

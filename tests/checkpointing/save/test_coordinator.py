@@ -353,7 +353,7 @@ class World:
             if node.staged == len(POSITIONS) - 1:
                 node.outbox.append(msg.SlotRemembered(node.current))
         else:
-            node.outbox.append(msg.NodeCannotSave(node.current, msg.NodeFailure("copy")))
+            node.outbox.append(msg.NodeCannotSave(node.current, msg.NodeSaveFailure("copy")))
 
     def finish(self, node: Node, good: bool) -> None:
         """A unit is written, or is not."""
@@ -366,7 +366,7 @@ class World:
             span = {"bytes": len(blocks) * BLOCK_BYTES}
             node.outbox.append(msg.WriteReceipt(key, unit, dict.fromkeys(blocks, 0), span))
         else:
-            node.outbox.append(msg.NodeCannotSave(key, msg.NodeFailure("disk"), unit))
+            node.outbox.append(msg.NodeCannotSave(key, msg.NodeSaveFailure("disk"), unit))
 
     def die(self, node: Node) -> None:
         """A node's writer process is killed."""
