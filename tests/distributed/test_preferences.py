@@ -2,6 +2,7 @@
 that is computed once."""
 
 import json
+import re
 import signal
 import time
 from types import SimpleNamespace
@@ -289,6 +290,12 @@ def test_a_run_that_is_killed_left_and_resumed_on_other_ranks_has_the_same_bits(
     assert len(expected) > 1
     assert tensors_of(folder, f"{name}-killed") == expected
     assert_audited(folder, f"{name}-killed", "--nproc", "3")
+    replay = ("trainer.cli", "replay")
+    job = start(1, "--step", "5", "--why", recipe=f"{name}-alone", program=replay)
+    code, explained = job.wait()
+    assert code == 0, explained
+    assert "(all together 100.0%)" in explained
+    (highest,) = re.findall(r"highest loss a pair:\n.*\n +([\d.]+) ", explained)
     logged = records(folder, f"{name}-alone")
     margins = [one["reward_margin"] for one in logged if "reward_margin" in one]
     assert abs(margins[0]) < 1e-4 < margins[-1]
@@ -307,8 +314,10 @@ def test_a_run_that_is_killed_left_and_resumed_on_other_ranks_has_the_same_bits(
         with torch.no_grad():
             model = opened(folder, f"{name}-alone/checkpoints/step-{step:08}")
             policy = log_probs(model, answers)
-        right = by_the_papers("dpo", *policy, found[split][some].double(), 0.2).mean()
-        assert loss == pytest.approx(right.item(), abs=1e-6), split
+        of_pairs = by_the_papers("dpo", *policy, found[split][some].double(), 0.2)
+        assert loss == pytest.approx(of_pairs.mean().item(), abs=1e-6), split
+        if split == "train":
+            assert float(highest) == pytest.approx(of_pairs.max().item(), abs=1e-3)
     assert logged[0]["loss"] == pytest.approx(np.log(2), abs=1e-5)
 
 

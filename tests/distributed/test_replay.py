@@ -13,6 +13,7 @@ import sys
 import sysconfig
 from collections import Counter
 from pathlib import Path
+from string import ascii_lowercase
 
 import numpy as np
 import pytest
@@ -39,6 +40,12 @@ SAVED = ("checkpoint.when_busy=wait", "checkpoint.keep=0")
 EXACT = ("run.determinism=exact", "schedule={name: constant}", *SAVED)
 BIT_BY_BIT = "loss, norm and verdict are those of the ledger, to the last bit"
 NOISE = "QXZJKVWqxzjkvw0123456789#@%&*~^"
+LISTS = (
+    "highest loss a token",
+    "highest loss a byte",
+    "largest gradient of its own",
+    "largest share of the gradient",
+)
 HOLDS = "the ledger holds: what was computed again is what it says"
 
 
@@ -283,12 +290,7 @@ def test_a_step_is_explained_and_an_audit_finds_each_forgery(workspace, trained,
     assert "2 step(s) to compute, after step 2, on 1 rank(s)" in output
     (shares,) = re.findall(r"share of the gradient \(all together (.*)%\)", output)
     assert abs(float(shares) - 100) < 0.1
-    for title in (
-        "highest loss a token",
-        "highest loss a byte",
-        "largest gradient of its own",
-        "largest share of the",
-    ):
+    for title in LISTS:
         (row,) = re.findall(rf"^{title}.*\n.*\n(.*)", output, re.MULTILINE)
         assert re.search(rf" of data +{workspace}/corpus/0\d\d\.txt:1 ", row), row
     (row,) = re.findall(r"^highest loss a byte.*\n.*\n(.*)", output, re.MULTILINE)
@@ -454,16 +456,19 @@ TP, PP, EXACTLY = "strategy.tp=2", "strategy.pp=2", "run.determinism=exact"
         (2, ("batch.balance=speed", "strategy.name=ddp", EXACTLY)),
     ],
 )
-def test_each_layout_is_computed_again(trained, replay, tmp_path, ranks, layout):
-    run = tmp_path / "run"
+def test_each_layout_is_computed_again(workspace, trained, replay, tmp_path, ranks, layout):
+    run, data = tmp_path / "run", tmp_path / "data"
+    shutil.copytree(workspace / "data", data)
+    poisoned = poison(data, position=27)
     few = ("run.steps=4", "checkpoint.every=2", "schedule={name: constant}", *SAVED)
-    trained(ranks, f"run.dir={run}", *few, *layout)
+    trained(ranks, f"run.dir={run}", f"data.sources=[{{path: {data}}}]", *few, *layout)
     before = contents(run)
     code, output = replay(run, "--step", "4", "--why", "--nproc", f"{ranks}")
     assert code == 0, output
     assert BIT_BY_BIT in output
     (shares,) = re.findall(r"share of the gradient \(all together (.*)%\)", output)
     assert abs(float(shares) - 100) < (2 if MOE[0] in layout else 0.1)
+    assert re.search(rf"^highest loss a byte:\n.*\n.* {poisoned} of data ", output, re.M), output
     code, output = replay(run, "--audit", "4", "--nproc", f"{ranks}")
     assert code == 0, output
     assert HOLDS in output
@@ -625,23 +630,40 @@ def test_an_audit_finds_each_forgery_of_a_run_with_a_past(workspace, trained, tm
 # --- planted documents -----------------------------------------------------------------------
 
 
-def planted(words, draw):
-    """Fifteen documents of five kinds that do not belong into a corpus, each with a mark."""
+def planted(texts, draw):
+    """Documents that do not belong into a corpus, each with a mark: (kind, text)."""
+    code = Path(json.decoder.__file__).read_text().split("\n")
 
     def noise(count):
         return "".join(draw.choice(NOISE) for _ in range(count))
 
+    def text():
+        return draw.choice(texts)[:350]
+
     def shuffled():
-        some = draw.choice(words)[:70]
+        some = draw.choice(texts).split()[:70]
         draw.shuffle(some)
         return " ".join(some)
 
+    def misspelt():
+        return "".join(draw.choice(ascii_lowercase) if draw.random() < 0.2 else c for c in text())
+
     makers = {
-        "noise of 90": lambda: noise(90),
-        "noise of 12": lambda: noise(12),
-        "repeated": lambda: "ab " * 60,
-        "another script": lambda: "".join(chr(draw.randrange(0x4E00, 0x9FFF)) for _ in range(30)),
-        "shuffled": shuffled,
+        "90 letters of noise": lambda: noise(90),
+        "12 letters of noise": lambda: noise(12),
+        "two letters repeated": lambda: "ab " * 60,
+        "letters of another script": lambda: "".join(
+            chr(draw.randrange(0x4E00, 0x9FFF)) for _ in range(30)
+        ),
+        "words in another order": shuffled,
+        "five letters of noise": lambda: noise(5),
+        "upper case": lambda: text().upper(),
+        "one letter in five wrong": misspelt,
+        "without spaces": lambda: text().replace(" ", ""),
+        "without vowels": lambda: re.sub("[aeiou]", "", text()),
+        "each word twice": lambda: re.sub(r"(\w+)", r"\1 \1", text()[:180]),
+        "hexadecimal": lambda: draw.randbytes(80).hex(" "),
+        "code": lambda: " ".join(draw.sample(code, 8)),
     }
     kinds = [(kind, make) for kind, make in makers.items() for _ in range(3)]
     return [(kind, f"ZQ{n}JX {make()}") for n, (kind, make) in enumerate(kinds)]
@@ -671,57 +693,54 @@ def english():
 
 
 @soak
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_why_names_planted_documents(workspace, trained, replay):
     draw = random.Random(5)
     texts = english()
     rows = [("", text) for text in texts]
-    for row in planted([text.split() for text in texts], draw):
+    for row in planted(texts, draw):
         rows.insert(draw.randrange(len(rows)), row)
     corpus = workspace / "planted.jsonl"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for _, text in rows))
     data = workspace / "planted"
     prepare([str(corpus)], data, train_bpe=1024, validation_fraction=0.0)
-    for seed in range(7, 99):
-        stream = TokenStream.open(
-            [(data, 1.0)], split="train", seq_len=128, seed=seed, shuffle=True
-        )
-        epoch, where = stream.sequences // 8, {}
-        for position in range(epoch * 8):
-            for number, count in Counter(stream.documents_of(position)[1].tolist()).items():
-                if rows[number][0]:
-                    # number → most of its labels in one step, and that step
-                    where[number] = max(where.get(number, (0, 0)), (count, position // 8 + 1))
-        if min(step for _, step in where.values()) > 20:  # before, any document is a surprise
-            break
-    print(f"{len(rows)} documents, {stream.sequences} sequences, {epoch} steps, seed {seed}")
-    assert len(where) == 15
+    stream = TokenStream.open([(data, 1.0)], split="train", seq_len=128, seed=7, shuffle=True)
+    epoch, where = stream.sequences // 8, {}
+    for position in range(epoch * 8):
+        for number, count in Counter(stream.documents_of(position)[1].tolist()).items():
+            if rows[number][0]:
+                # number → most of its labels in one step, and that step
+                where[number] = max(where.get(number, (0, 0)), (count, position // 8 + 1))
+    print(f"\n{len(rows)} documents, {stream.sequences} sequences, {epoch} steps")
     for steps in (*range(50, epoch, 50), epoch):  # a job has two minutes
         trained(
-            1, "run.dir=poisoned", f"run.seed={seed}", *EXACT, f"run.steps={steps}",
-            "checkpoint.every=10",
+            1, "run.dir=poisoned", *SAVED, "schedule={name: constant}", f"run.steps={steps}",
+            "checkpoint.every=10", "batch.micro_batch=8",
             "data.sources=[{path: planted}]", "data.seq_len=128",
             "model.architecture.vocab_size=1024", "model.architecture.hidden_size=128",
             "model.architecture.intermediate_size=256",
         )  # fmt: skip
-    firsts = {
-        "highest loss a token": 0,
-        "highest loss a byte": 0,
-        "largest gradient of its own": 0,
-        "largest share": 0,
-    }
-    missed = []
-    for number, (_, step) in sorted(where.items()):
+    firsts = {kind: [] for kind, _ in rows if kind}
+    for number, (_, step) in sorted(where.items(), key=lambda item: item[1]):
+        if step <= 20:  # any document is a surprise
+            continue
         code, output = replay("poisoned", "--step", f"{step}", "--why")
         assert code == 0, output
-        hits = []
-        for title in firsts:
-            (row,) = re.findall(rf"^{title}.*\n.*\n(.*)", output, re.MULTILINE)
-            hit = re.search(rf" {number} of \S+ +{corpus}:{number + 1} ", row) is not None
-            firsts[title] += hit
-            hits.append(hit)
-        missed += [] if any(hits) else [rows[number][0]]
-        print(f"{rows[number][0]:15} document {number}, step {step}: first in {hits}")
-    print(f"first of 15: {firsts}; by no list: {missed}")
-    assert min(firsts.values()) >= 9
-    assert {*missed} <= {"noise of 12", "shuffled"}, "which surprise so small a model little"
+        tables = [re.search(rf"^{title}.*\n.*\n((?: .*\n)*)", output, re.M)[1] for title in LISTS]
+        own = re.compile(rf" {number} of planted +{corpus}:{number + 1} ")
+        places = [
+            next((place for place, row in enumerate(t.splitlines()) if own.search(row)), None)
+            for t in tables
+        ]
+        firsts[rows[number][0]].append([*(place == 0 for place in places), places != [None] * 4])
+        print(f"document {number}, {rows[number][0]}, step {step}: places {places}", flush=True)
+    found = []
+    for kind, hits in firsts.items():
+        *by_list, shown = zip(*hits, strict=True)
+        some = map(any, zip(*by_list, strict=True))
+        found.append([len(hits), *map(sum, by_list), sum(some), sum(shown)])
+        print(f"| {kind} |", " | ".join(map(str, found[-1])), "|")
+    total, *by_list, by_some, shown = map(sum, zip(*found, strict=True))
+    print(f"of {total}: {by_list} first by {LISTS}, {by_some} by some, {shown} in some list")
+    assert min(by_list) >= 0.5 * total
+    assert by_some >= 0.85 * total

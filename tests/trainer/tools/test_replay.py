@@ -2,14 +2,22 @@
 
 import math
 
+import numpy as np
 import pytest
+import torch
+from tokenizers import Tokenizer
 
 from elastic.record.attempt import Attempt, RollbackLine
 from elastic.record.history import LedgerError
 from elastic.record.ledger import StartLine
 from elastic.record.steps import StepLine, StepLines
+from trainer.data.loader import TokenStream
+from trainer.data.prepare.prepare import prepare
+from trainer.data.samples import IGNORED_LABEL
+from trainer.data.stream import COUNTED
 from trainer.tools.replay.compared import StepNumbers, differences, other_means, unrecorded
 from trainer.tools.replay.line import Lineage, StepSpan, beginning, draw, drawn
+from trainer.tools.replay.why import by_document, parts_of
 
 
 def attempt(number, begin, end, recipe="a", saves=(), rollbacks=()):
@@ -145,3 +153,44 @@ def test_other_means_over_the_validation_set_are_said(recorded, proof, told):
     assert [one.startswith(begin) for one, begin in zip(said, told, strict=True)] == [True] * len(
         told
     ), said
+
+
+def test_each_label_of_a_step_counts_for_one_document(tmp_path):
+    """A document that lies in several sequences is one; one of five letters is there, too."""
+    texts = ["a" * 70, "short", "b" * 40]
+    (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    prepare([str(tmp_path / "texts.jsonl")], tmp_path / "data", tokenizer="bytes",
+            validation_fraction=0.0)  # fmt: skip
+    stream = TokenStream.open(
+        [(tmp_path / "data", 1.0)], split="train", seq_len=32, seed=1, shuffle=False
+    )
+    tokenizer = Tokenizer.from_file(str(tmp_path / "data/tokenizer.json"))
+    parts = parts_of(stream, range(stream.sequences), lambda source: tokenizer)
+    assert stream.sequences == 3
+    assert [part.number for part in parts] == [0, 1, 2]
+    # the first token of all is no label; each text ends in a token that has no text
+    assert [part.count for part in parts] == [70, 6, 20]
+    assert [part.bytes for part in parts] == [69, 5, 20]
+    assert [[at for at, _ in part.sequences] for part in parts] == [[0, 1, 2], [2], [2]]
+    labels = sum((batch["labels"] != IGNORED_LABEL).int() for _, batch in parts[0].sequences)
+    assert labels.sum() == 70
+
+
+def test_a_pair_is_computed_as_if_it_were_alone_in_its_sequence():
+    batch = {
+        "labels": torch.tensor([[1, 2, 3, 4, 5, 6, 7, IGNORED_LABEL]]),
+        "segments": torch.tensor([[0, 0, 1, 1, 2, 3, 3, 3]]),
+        "answer_labels": torch.tensor([2, 2, 1, 2]),
+        "reference": torch.tensor([-1.0, -2.0, -3.0, -4.0]),
+        COUNTED: 2,
+    }
+    documents = np.array([4, 4, 5, 5, 8, 9, 9, -1])
+    (first, one), (second, other) = by_document(documents, batch, paired=True)
+    assert (first, second) == (4, 8)
+    assert one["labels"].tolist() == [[1, 2, 3, 4, *[IGNORED_LABEL] * 4]]
+    assert other["labels"].tolist() == [[*[IGNORED_LABEL] * 4, 5, 6, 7, IGNORED_LABEL]]
+    assert one["segments"].tolist() == [[0, 0, 1, 1, 0, 0, 0, 0]]
+    assert other["segments"].tolist() == [[0, 0, 0, 0, 0, 1, 1, 0]]
+    assert [each["answer_labels"].tolist() for each in (one, other)] == [[2, 2], [1, 2]]
+    assert [each["reference"].tolist() for each in (one, other)] == [[-1, -2], [-3, -4]]
+    assert one[COUNTED] == other[COUNTED] == 1

@@ -11,23 +11,23 @@ letters these are, so that one costs no more than a word does; yet a word has si
 is also a list by the loss a byte of text. It shows noise well, and words in a wrong order badly:
 there the list by the loss a token is better. Samples of the user's own data have no such list.
 
-[Note: few labels] A sequence may hold only the last words of a document, whose mean loss is high by
+[Note: few labels] A step may hold only the last words of a document, whose mean loss is high by
 chance. So the lists of losses are ordered by the mean that the document would have with PRIOR more
 labels or bytes, each with the mean loss of the step.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch.distributed.tensor import DTensor
 
@@ -56,35 +56,33 @@ LISTED = 5
 """Length of each list of documents and of the list of parameters."""
 AROUND = 3
 """Steps shown before and after the explained one."""
-PRIOR = {"token": 10, "byte": 30}
+PRIOR = {"token": 10, "label": 10, "pair": 0, "byte": 30}
 """See [Note: few labels]. For tokens about the variance of the loss of a label inside a document,
-over that of the means of documents."""
+over that of the means of documents. A pair is never there in part."""
 SHOWN_TOKENS, SHOWN_LETTERS = 60, 70
 """Tokens of a document that are decoded, and letters of these that are shown."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class DocumentShare:
-    """The inputs of one sequence that belong to one document, or one sample of the user's own
+    """What a step takes of one document, one pair of answers, or one sample of the user's own
     data."""
 
-    position: int
-    """Position of the sequence in the order of the data."""
     source: int
     number: int
-    """Index of the document, or sample, in its source."""
-    batch: Mapping[str, Any]
-    """Inputs of the model in which only this document's labels count."""
-    labels: int
-    """Number of these labels."""
-    bytes: int
-    """Bytes of their text in UTF-8; 0: it has no text."""
+    """Index in its source; of a pair, that of the chosen answer."""
     ids: Sequence[int] = ()
     """The first tokens that the model was to predict."""
+    sequences: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
+    """(position, inputs of the model) of each sequence that holds a part of it. Only its own labels
+    count in these inputs, and COUNTED is their number; 1 for a pair."""
+    bytes: int = 0
+    """Bytes of the text of its labels in UTF-8; 0: it has no text."""
 
-    def size(self, unit: str) -> int:
-        """Return the number of tokens or bytes that count."""
-        return self.bytes if unit == "byte" else self.labels
+    @property
+    def count(self) -> int:
+        """Number of labels, pairs or samples that its loss is the mean of."""
+        return sum(batch[COUNTED] for _, batch in self.sequences)
 
 
 @dataclass(frozen=True)
@@ -92,17 +90,17 @@ class Weighed:
     """Loss and gradient of one part of a step."""
 
     part: DocumentShare
-    loss: float
-    """Mean over its labels."""
+    loss_sum: float
+    """Sum over its labels; of a pair, its loss."""
     norm: float
     """Norm of its own gradient, weighted as in the step."""
     share: float
     """Share of the step's gradient, see [Note: share]."""
 
     @property
-    def loss_sum(self) -> float:
-        """Sum over its labels."""
-        return self.loss * self.part.labels
+    def loss(self) -> float:
+        """Mean loss of a label, pair or sample."""
+        return self.loss_sum / max(1, self.part.count)
 
 
 def why(run: Run, result: Gradients, line: Lineage, sources: Sources) -> Iterator[str]:
@@ -121,47 +119,54 @@ def why(run: Run, result: Gradients, line: Lineage, sources: Sources) -> Iterato
     scale = result.undivided / run.progress.loss_scale.value
     largest = _largest(run, whole, scale)
     names = _Names(run)
-    parts = list(_parts(run, names))
+    stream, begin = run.task.stream, run.progress.sequences
+    if not isinstance(stream, TokenStream | SampleStream):
+        raise RecipeError(
+            "--why: this data has no documents that can be told apart in the loss: it is a graph; "
+            "leave --why away"
+        )
+    parts = parts_of(stream, range(begin, begin + run.plan.global_batch), names.tokenizer)
     if run.world.is_main:
         print(
             f"\nwhy: step {step} took {len(parts)} documents, or parts of them; each takes a "
-            "forward and a backward pass",
+            "forward and a backward pass, of each sequence that it is in",
             flush=True,
         )
-    labels = sum(part.labels for part in parts)
-    weighed = [_weigh(run, part, whole, scale, result.norm, max(1, labels)) for part in parts]
+    count = max(1, sum(part.count for part in parts))
+    weighed = [_weigh(run, part, whole, scale, result.norm, count) for part in parts]
     shares = sum(one.share for one in weighed)
-    finite = [one for one in weighed if math.isfinite(one.loss)]
-    lists: list[tuple[str, Callable[[Weighed], float]]] = [
-        (f"highest loss a {unit}", partial(_with_prior, unit, _mean(unit, finite)))
-        for unit in PRIOR
-        if any(part.size(unit) for part in parts)
-    ]
-    lists += [
-        ("largest gradient of its own", lambda one: one.norm),
-        (f"largest share of the gradient (all together {shares:.1%})", lambda one: one.share),
-    ]
-    for title, key in lists:
+    finite = [one for one in weighed if math.isfinite(one.loss_sum)]
+    loss = sum(one.loss_sum for one in finite)
+    a_label = loss / max(1, sum(one.part.count for one in finite))
+    a_byte = loss / max(1, sum(one.part.bytes for one in finite))
+
+    def with_prior(one: Weighed, unit: str, size: int, mean: float) -> float:
+        return (one.loss_sum + mean * PRIOR[unit]) / (size + PRIOR[unit])
+
+    def added(one: Weighed) -> float:
+        """How much the mean loss of the step would fall without this part."""
+        return (one.loss_sum - one.part.count * a_label) / max(1, count - one.part.count)
+
+    lists: dict[str, Callable[[Weighed], float]] = {
+        f"highest loss a {names.unit}": lambda one: with_prior(
+            one, names.unit, one.part.count, a_label
+        ),
+        "highest loss a byte": lambda one: with_prior(one, "byte", one.part.bytes, a_byte),
+        "largest gradient of its own": lambda one: one.norm,
+        f"largest share of the gradient (all together {shares:.1%})": lambda one: one.share,
+    }
+    if not any(part.bytes for part in parts):
+        del lists["highest loss a byte"]
+    for title, key in lists.items():
         ordered = sorted(weighed, key=lambda one: _last_if_nan(key(one)), reverse=True)
         yield f"\n{title}:"
-        yield from names.table(ordered[:LISTED])
+        yield from names.table([(one, added(one)) for one in ordered[:LISTED]])
     yield "\nlargest gradients, by parameter:"
     square = result.norm**2 or 1.0
     rows = [[f"{norm:.4g}", f"{norm**2 / square:.1%}", name] for name, norm in largest]
     yield from table([["norm", "of |g|²", "parameter"], *rows], right={0, 1}, indent="  ")
     yield "\nthe steps around it:"
     yield from _neighbouring_steps(run, step, line, sources)
-
-
-def _mean(unit: str, weighed: Sequence[Weighed]) -> float:
-    """Return the mean loss of all tokens or bytes of some parts."""
-    sizes = sum(one.part.size(unit) for one in weighed)
-    return sum(one.loss_sum for one in weighed) / max(1, sizes)
-
-
-def _with_prior(unit: str, mean: float, one: Weighed) -> float:
-    """Return the loss a token or byte of a part, with PRIOR more of them, of the loss `mean`."""
-    return (one.loss_sum + mean * PRIOR[unit]) / (one.part.size(unit) + PRIOR[unit])
 
 
 def _last_if_nan(value: float) -> float:
@@ -172,33 +177,72 @@ def _last_if_nan(value: float) -> float:
 # --- documents -------------------------------------------------------------------------------
 
 
-def _parts(run: Run, names: "_Names") -> Iterator[DocumentShare]:
-    """Yield the parts (documents or samples) of the next step."""
-    stream, begin = run.task.stream, run.progress.sequences
-    if getattr(stream, "paired", False) or not isinstance(stream, TokenStream | SampleStream):
-        raise RecipeError(
-            "--why: this data has no documents that can be told apart in the loss: it is a graph, "
-            "or pairs of answers; leave --why away"
-        )
-    for position in range(begin, begin + run.plan.global_batch):
+def parts_of(
+    stream: TokenStream | SampleStream,
+    positions: Iterable[int],
+    tokenizer: Callable[[int], Tokenizer],
+) -> list[DocumentShare]:
+    """Return what sequences hold of each document, pair or sample.
+
+    Args:
+        positions: of the sequences in the stream.
+        tokenizer: source → its tokenizer.
+    """
+    parts: dict[tuple[int, int], DocumentShare] = {}
+    for position in positions:
         batch = stream.fetch([position])
         if isinstance(stream, SampleStream):
             (source,), (sample,) = stream.locate(np.array([position]))
-            yield DocumentShare(position, int(source), int(sample), batch, batch[COUNTED], 0)
+            part = parts.setdefault((source, sample), DocumentShare(int(source), int(sample)))
+            part.sequences.append((position, batch))
             continue
         source, documents = stream.documents_of(position)
-        numbers = torch.from_numpy(documents)
         text = torch.cat([batch["input_ids"][0][1:], batch["labels"][0][-1:]])
-        for number in dict.fromkeys(documents.tolist()):
-            inside = numbers == number
-            labels = torch.where(inside, batch["labels"][0], IGNORED_LABEL)[None]
-            counted = labels[labels != IGNORED_LABEL].tolist()
-            if number >= 0 and counted:
-                ids = [one for one in text[inside].tolist() if one >= 0][:SHOWN_TOKENS]
-                size = len(names.tokenizer(source).decode(counted).encode())
-                yield DocumentShare(
-                    position, source, number, {**batch, "labels": labels}, len(counted), size, ids
-                )
+        for number, mine in by_document(documents, batch, paired=stream.paired):
+            counted = mine["labels"][mine["labels"] != IGNORED_LABEL].tolist()
+            if not counted:
+                continue
+            ids = text[torch.from_numpy(documents == number)].tolist()
+            new = DocumentShare(source, number, [one for one in ids if one >= 0][:SHOWN_TOKENS])
+            part = parts.setdefault((source, number), new)
+            part.sequences.append((position, mine))
+            if not stream.paired:
+                part.bytes += len(tokenizer(source).decode(counted).encode())
+    return list(parts.values())
+
+
+def _paired(run: Run) -> bool:
+    """Return whether the data are pairs of answers."""
+    return isinstance(run.task.stream, TokenStream) and run.task.stream.paired
+
+
+def by_document(
+    documents: NDArray[np.int64], batch: Mapping[str, Any], *, paired: bool
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (index of each document of a sequence, the sequence with only its labels); of a pair,
+    the index of the chosen answer, and the labels of both.
+
+    Args:
+        documents: (T,), index of each label's document; -1 where no label counts.
+        batch: the sequence, as the model's inputs.
+    """
+    if paired:  # the answers of a pair are neighbours
+        documents = np.where(documents < 0, documents, documents // 2 * 2)
+    for number in dict.fromkeys(documents[documents >= 0].tolist()):
+        inside = torch.from_numpy(documents == number)[None]
+        labels = torch.where(inside, batch["labels"], IGNORED_LABEL)
+        mine = {**batch, "labels": labels, COUNTED: int((labels != IGNORED_LABEL).sum())}
+        if paired:
+            first = int(batch["segments"][inside][0])
+            answers = slice(first, first + 2)
+            mine |= {
+                "segments": torch.where(inside, batch["segments"] - first, 0),
+                "answer_labels": batch["answer_labels"][answers],
+                COUNTED: 1,
+            }
+            if "reference" in batch:
+                mine["reference"] = batch["reference"][answers]
+        yield number, mine
 
 
 def _weigh(
@@ -207,40 +251,40 @@ def _weigh(
     whole: Mapping[str, torch.Tensor],
     scale: float,
     norm: float,
-    labels: int,
+    count: int,
 ) -> Weighed:
     """Compute loss and gradient of one part alone. Collective: every rank that shares the batch
     computes it, and the first one's result counts."""
     model, recipe, device = run.model, run.recipe, run.world.device
-    weight = part.labels / labels * run.progress.loss_scale.value
-    # All replicas enter the collectives; only the first one's gradient counts.
-    weight *= run.mesh.dp_rank == 0
-    mine: torch.Tensor | None = None
+    paired = _paired(run)
+    total = torch.zeros(3, dtype=torch.float64, device=device)
     model.zero_gradients()
-    for forward in model.run([part.batch], train=True):
-        inputs = {key: one.to(device) for key, one in part.batch.items() if key != COUNTED}
+    for forward in model.run([batch for _, batch in part.sequences], train=True):
+        position, batch = part.sequences[forward.number]
+        inputs = {key: one.to(device) for key, one in batch.items() if key != COUNTED}
         if recipe.draws:
-            seed_generators(stable_seed(recipe.run.seed, "dropout", part.position), device)
+            seed_generators(stable_seed(recipe.run.seed, "dropout", position), device)
         result = forward(inputs)
         if isinstance(result, dict):
-            # Auxiliary losses, such as that of a router, belong to no document.
-            loss = result.get("cross_entropy", result["loss"])
+            # Auxiliary losses, such as that of a router, belong to no document. The cross-entropy
+            # of a pair is a part of its loss.
+            mean = result["loss"] if paired else result.get("cross_entropy", result["loss"])
+            loss = mean * batch[COUNTED]
+            # All replicas enter the collectives; only the first one's gradient counts.
+            weight = run.progress.loss_scale.value / count * (run.mesh.dp_rank == 0)
             forward.root = loss * weight
             if run.mesh.dp_rank == 0 and run.mesh.counts:
-                mine = loss.detach().double()
+                total[2] += loss.detach()
     model.collect_gradients()
-    total = torch.zeros(3, dtype=torch.float64, device=device)
     for name, gradient in _gradients(run).items():
         # Each rank adds its part; replicated parts are added once per copy.
         copies = run.mesh.holders // _shards(gradient)
         own = local_tensor(gradient).double() / run.progress.loss_scale.value
         total[0] += (own * (local_tensor(whole[name]).double() * scale)).sum().to(device) / copies
         total[1] += own.square().sum().to(device) / copies
-    if mine is not None:
-        total[2] += mine.to(device)
     dist.all_reduce(total, group=run.mesh.group)
-    along, square, loss = received(total)
-    return Weighed(part, loss, square**0.5, along / norm**2 if norm else 0.0)
+    along, square, loss_sum = received(total)
+    return Weighed(part, loss_sum, square**0.5, along / norm**2 if norm else 0.0)
 
 
 def _gradients(run: Run) -> dict[str, torch.Tensor]:
@@ -284,22 +328,28 @@ class _Names:
         self._run = run
         self._paths = [source.path for source in ordered(run.recipe.data)]
         self._opened: dict[int, tuple[TokenDataset, Tokenizer]] = {}
+        self.unit = "token" if isinstance(run.task.stream, TokenStream) else "label"
+        """What losses are means over."""
+        if _paired(run):
+            self.unit = "pair"
 
-    def table(self, weighed: Sequence[Weighed]) -> list[str]:
-        """Format a table of parts."""
-        head = ["loss", "a byte", "norm", "share", "labels", "document", "record", "text"]
+    def table(self, weighed: Iterable[tuple[Weighed, float]]) -> list[str]:
+        """Format a table of parts, each with what it adds to the loss of the step."""
+        head = ["loss", "a byte", "adds", "norm", "share", f"{self.unit}s"]
         rows = [
             [
                 f"{one.loss:.3f}",
                 f"{one.loss_sum / one.part.bytes:.3f}" if one.part.bytes else "",
+                f"{added:+.4f}",
                 f"{one.norm:.4g}",
                 f"{one.share:.1%}",
-                f"{one.part.labels:,}",
+                f"{one.part.count:,}",
                 *self._named(one.part),
             ]
-            for one in weighed
+            for one, added in weighed
         ]
-        return table([head, *rows], right={0, 1, 2, 3, 4}, indent="  ")
+        head += ["document", "record", "text"]
+        return table([head, *rows], right={0, 1, 2, 3, 4, 5}, indent="  ")
 
     def tokenizer(self, source: int) -> Tokenizer:
         """Return the tokenizer of a data set."""
