@@ -303,16 +303,22 @@ def read_starts(path: str | Path) -> dict[str, StartLine]:
 
 def line_of(starts: Mapping[str, StartLine], attempt: str) -> dict[str, float]:
     """Return the line of an attempt, see [Note: line of a run]: each attempt of `starts` → the last
-    step that it contributes; `math.inf` for `attempt` itself, -1 for attempts that are not on it.
+    step whose records count; `math.inf` for `attempt` itself, -1 for none.
+
+    An attempt that is not on the line may have validated or saved the weights that it loaded. Its
+    records of that step count if these weights are on the line.
 
     Args:
-        starts: attempt → its start line.
+        starts: attempt → its start line, in the order of the ledger.
     """
-    line, last = dict.fromkeys(starts, -1.0), math.inf
+    line, last = dict[str, float](), math.inf
     # A forged ledger may have an attempt that is its own ancestor.
-    while line.get(attempt) == -1:
+    while attempt in starts and attempt not in line:
         line[attempt] = last
         last, attempt = min(last, starts[attempt].step), starts[attempt].parent or ""
+    for name, start in starts.items():  # parents come first
+        loaded = line.get(start.parent, -1.0) if start.parent else math.inf
+        line.setdefault(name, min(loaded, start.step))
     return line
 
 

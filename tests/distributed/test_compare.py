@@ -302,7 +302,7 @@ def test_wrong_input(workspace, tmp_path, monkeypatch):
         compare(["tp3", "zero3+tp3"])
     with pytest.raises(RecipeError, match="already exists"):
         compare(["ddp"], out=tmp_path)
-    with pytest.raises(RecipeError, match=r"hybrid: needs groups"):
+    with pytest.raises(RecipeError, match=r"hybrid: needs to divide the 2 rank\(s\)"):
         compare(["hybrid"])
     assert not (tmp_path / "new").exists()
 
@@ -328,7 +328,7 @@ def test_hybrid_says_how_many_ranks_it_needs(workspace, tmp_path, monkeypatch):
     """The shards are among the ranks of a stage and of one place in tensor parallelism."""
     monkeypatch.chdir(workspace)
     refused = candidate("hybrid+pp2", "recipe.yaml", (), 4, 4, tmp_path)
-    assert refused.problem.endswith("and there are 2; with --nproc 8 there are")
+    assert refused.problem.endswith("several groups of several ranks; use --nproc 8")
     assert candidate("hybrid+pp2", "recipe.yaml", (), 8, 4, tmp_path).recipe
 
 

@@ -143,5 +143,5 @@ def test_what_cannot_be_planned_wants_a_number(workspace):
     with pytest.raises(RecipeError, match=r"batch.micro_batch: data.factory .* name a number"):
         load_recipe(workspace / "recipe.yaml", own)
     exact = ["run.determinism=exact", "batch.micro_batch=auto"]  # a world with more ranks than
-    with pytest.raises(RecipeError, match=r"batch.micro_batch: an exact run.* name a number"):
+    with pytest.raises(RecipeError, match=r"the results of an exact run.* name a number"):
         load_recipe(workspace / "recipe.yaml", exact)  # micro-batches could not go on with it

@@ -106,7 +106,7 @@ def test_one_wrong_pass_costs_nothing_and_between_two_ranks_nobody_can_tell_who_
         ),
     ]
     assert "error: step 6: ranks 0 and 1" in output
-    assert "a difference stops the run" in output
+    assert "a second difference stops the run" in output
     expected = losses(workspace, right)
     assert losses(workspace, "two") == {step: expected[step] for step in range(1, 6)}
 

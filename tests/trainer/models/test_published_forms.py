@@ -445,7 +445,7 @@ REFUSED: dict[str, tuple[str, Form, tuple[str, ...]]] = {
                 "long_factor": [1.0] * 2,
             },
         ),
-        ("short_factor has 2 numbers", "rotates 3 pairs"),
+        ("short_factor has 2 numbers", "give 3, one for each rotated pair"),
     ),
     "attention bias": ("llama", config(attention_bias=True), ("attention_bias=True", THEIRS)),
     "MLP bias": ("llama", config(mlp_bias=True), ("mlp_bias=True", THEIRS)),
