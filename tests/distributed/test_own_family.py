@@ -138,7 +138,7 @@ def test_fresh_weights_and_rules_of_the_family_behind_those_of_the_recipe(worksp
             ["model.family=own_family:NONE"],
             "own_family.py has no NONE; it has TENSOR_PLAN, SquaredReLU, block, ARCEE",
         ),
-        (["model.architecture.model_type=qwen3"], "qwen3, but model.family=own_family:ARCEE has arcee"),
+        (["model.architecture.model_type=qwen3"], "but model.family=own_family:ARCEE has arcee"),
         (["model.family=loose_rules:ARCEE"], "{'match': '*'} is no trainer.ParameterGroup(match=…"),
         (["model.architecture.options={depth: 3}"], "arcee has no depth; known: none"),
     ],

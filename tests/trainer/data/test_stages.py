@@ -233,7 +233,7 @@ def test_only_stages_that_have_not_begun_may_change(opened, recipe):
             check_resume(state, one, task, "it")
             assert problems == []
             continue
-        with pytest.raises(RecipeError, match=r"on the first 251 sequences.* at sequence 251 or later"):
+        with pytest.raises(RecipeError, match=r"on the first 251 seq.* at sequence 251 or later"):
             check_resume(state, one, task, "it")
         (problem,) = problems
         assert "at sequence 251, but the stages of their data up to there differ" in problem
