@@ -1,6 +1,7 @@
 """The store's host may die, come back empty, or fall silent; its clients go on."""
 
 import os
+import re
 import resource
 import signal
 import socket
@@ -13,19 +14,20 @@ import pytest
 
 from elastic.group import store as store_module
 from elastic.group.store import StoreClient, StoreLostError, host_store
+from tests.checkpointing.faults import until
 from tests.checkpointing.worlds import run_ranks
+from tests.distributed.jobs import Forked
 
 
 @pytest.fixture
-def host():
-    process = subprocess.Popen(
-        [sys.executable, "-m", "elastic.group.store", "0"], stdout=subprocess.PIPE, text=True
-    )
-    process.port = int(process.stdout.readline().split()[-1])
+def host(tmp_path):
+    log = tmp_path / "host.log"
+    process = Forked(["elastic.group.store", "0"], tmp_path, dict(os.environ), log)
+    assert until(lambda: re.search(r"port \d+\n", log.read_text()), 60)
+    process.port = int(re.search(r"port (\d+)\n", log.read_text())[1])
     yield process
     process.kill()
     process.wait()
-    process.stdout.close()
 
 
 def state(process: Path) -> str:
