@@ -11,7 +11,7 @@ from checkpointing import Checkpointer
 from tests.checkpointing.test_optimizers import OPTIMIZERS, TENSORS_ALONE
 from tests.checkpointing.worlds import run_ranks
 
-ROWS, WIDTH, STEPS, SAVED = 12, 8, 8, 4
+ROWS, WIDTH, STEPS, SAVED = 12, 8, 5, 3
 WHOLE = "Adafactor", "Rprop"
 """Of these torch 2.13 has operations that DTensor refuses."""
 TOLERANCE = {"Muon": 1e-3}

@@ -4,6 +4,7 @@ import argparse
 import ast
 import re
 import shlex
+from functools import cache
 
 import pytest
 
@@ -74,7 +75,8 @@ def accepted(command):
     return True
 
 
-def test_every_command_that_is_shown_can_be_pasted(capsys):
+def test_every_command_that_is_shown_can_be_pasted(capsys, monkeypatch):
+    monkeypatch.setattr("trainer.cli.main._parser", cache(_parser))
     commands = set(shown())
     assert len(commands) > 45
     for kind in ("train", "data prepare", "recipe copy", "import-deepspeed"):
