@@ -106,9 +106,10 @@ def fifty_faults(workspace, monkeypatch):
     def fifty_faults(run: str, *overrides: str, seed: int, every: int) -> Path:
         monkeypatch.chdir(workspace)
         plan = random_plan(seed, 50, 1, 4, nodes=2, every=every, partitions=network_possible())
-        # The run goes on while a node that joins starts.
+        # The run goes on while a node that joins starts, and for half a minute where a fault hits
+        # a node that is out of the job.
         joins = sum(fault.what == "join" for fault in plan.faults)
-        steps = plan.last_step + 20 + 40 * joins
+        steps = plan.last_step + 20 + 100 * joins
         given = [f"run.dir={run}", "run.determinism=exact", f"run.steps={steps}", *overrides]
         given += ["strategy.name=ddp", "checkpoint.every=20"]
         given += ["elastic.snapshot_every=1", "checkpoint.slots=2"]
