@@ -23,7 +23,7 @@ def wandb_rows(run: Path) -> list[list[dict[str, Any]]]:
 
 
 def not_in_wandb(run: Path) -> list[dict[str, Any]]:
-    """Records on the newest attempt's line that are in no row.
+    """Records in the newest attempt's lineage that are in no row.
 
     Raises:
         ValueError: W&B's steps do not grow from row to row, over all files.

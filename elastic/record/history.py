@@ -1,11 +1,11 @@
 """Reads a ledger as the history of a run, and proves that no sequence is lost or used twice.
 
-[Note: line of a run] An attempt continues from a state that another attempt, its parent, has
+[Note: lineage] An attempt continues from a state that another attempt, its parent, has
 reached. The state holds the parent's name, and the start line repeats it. So attempts form a tree.
 (In ledgers without these names, the parent is the newest earlier attempt that did the loaded step.)
-The *line* of the newest attempt consists of its own steps, its parent's steps up to the loaded
-step, and so on: the steps that led to the weights. Their ranges of sequences must be 0, 1, 2, …
-without a gap or repetition. All other steps were computed in vain."""
+The *lineage* of an attempt consists of its own steps, its parent's steps up to the loaded step, and
+so on: the steps that led to its weights. Their ranges of sequences must be 0, 1, 2, … without a gap
+or repetition. Steps outside the newest attempt's lineage do not affect the newest weights."""
 
 import math
 import os
@@ -40,7 +40,7 @@ class History:
     problems: list[str]
     """Contradictions to the claim that every sequence was consumed exactly once."""
     kept: dict[int, int]
-    """Number of an attempt on the newest attempt's line → its last step on that line."""
+    """Number of an attempt in the newest attempt's lineage → its last step in that lineage."""
 
     @property
     def step(self) -> int:
@@ -53,22 +53,23 @@ class History:
 
     @property
     def unrecorded(self) -> int:
-        """Number of steps on the newest attempt's line ([Note: line of a run]) whose lines in the
-        file are lost. Later start lines prove their sequences."""
+        """Number of steps in the newest attempt's lineage ([Note: lineage]) without a step line in
+        the file. The start line of the attempt that continued from them proves which sequences they
+        consumed."""
         return sum(a.unrecorded for a in self.attempts if a.number in self.kept)
 
     @property
-    def line(self) -> dict[str, float]:
-        """Line of the newest attempt ([Note: line of a run]), as `line_of` returns it."""
+    def lineage(self) -> dict[str, float]:
+        """Lineage of the newest attempt ([Note: lineage]), as `lineage_of` returns it."""
         starts = {attempt.start.attempt: attempt.start for attempt in self.attempts}
-        return line_of(starts, self.attempts[-1].start.attempt)
+        return lineage_of(starts, self.attempts[-1].start.attempt)
 
     def survives(self, attempt: Attempt, step: StepLine) -> bool:
         return step.step <= self.kept.get(attempt.number, -1)
 
     def taken_back(self) -> list[tuple[int, int]]:
-        """Returns (loaded step, last step before the roll-back) of each roll-back on the newest
-        attempt's line. The steps in between do not affect the newest weights."""
+        """Returns (loaded step, last step before the roll-back) of each roll-back in the newest
+        attempt's lineage. The steps in between do not affect the newest weights."""
         return [
             (item.to, item.step)
             for attempt in self.attempts
@@ -301,31 +302,31 @@ def read_starts(path: str | Path) -> dict[str, StartLine]:
     return starts
 
 
-def line_of(starts: Mapping[str, StartLine], attempt: str) -> dict[str, float]:
-    """Return the line of an attempt, see [Note: line of a run]: each attempt of `starts` → the last
+def lineage_of(starts: Mapping[str, StartLine], attempt: str) -> dict[str, float]:
+    """Return the lineage of an attempt, see [Note: lineage]: each attempt of `starts` → the last
     step whose records count; `math.inf` for `attempt` itself, -1 for none.
 
-    An attempt that is not on the line may have validated or saved the weights that it loaded. Its
-    records of that step count if these weights are on the line.
+    An attempt outside the lineage may have validated or saved the weights that it loaded. Its
+    records of that step count if these weights are in the lineage.
 
     Args:
         starts: attempt → its start line, in the order of the ledger.
     """
-    line, last = dict[str, float](), math.inf
+    lineage, last = dict[str, float](), math.inf
     # A forged ledger may have an attempt that is its own ancestor.
-    while attempt in starts and attempt not in line:
-        line[attempt] = last
+    while attempt in starts and attempt not in lineage:
+        lineage[attempt] = last
         last, attempt = min(last, starts[attempt].step), starts[attempt].parent or ""
     for name, start in starts.items():  # parents come first
-        loaded = line.get(start.parent, -1.0) if start.parent else math.inf
-        line.setdefault(name, min(loaded, start.step))
-    return line
+        loaded = lineage.get(start.parent, -1.0) if start.parent else math.inf
+        lineage.setdefault(name, min(loaded, start.step))
+    return lineage
 
 
-def on_line(record: Mapping[str, Any], line: Mapping[str, float]) -> bool:
-    """Whether a record of metrics.jsonl is on a line that `line_of` has returned. A record that
-    names no attempt, or an attempt that the ledger lacks, counts as on the line."""
-    return bool(record["step"] <= line.get(record.get("attempt", ""), math.inf))
+def in_lineage(record: Mapping[str, Any], lineage: Mapping[str, float]) -> bool:
+    """Whether a record of metrics.jsonl belongs to a lineage that `lineage_of` has returned. True
+    for a record that names no attempt, or an attempt that the ledger lacks."""
+    return bool(record["step"] <= lineage.get(record.get("attempt", ""), math.inf))
 
 
 def last_start(path: str | Path, *, trained: bool) -> StartLine | None:

@@ -1,5 +1,5 @@
 """Finds contradictions to the claim that every sequence was consumed exactly once; see history.py
-[Note: line of a run]."""
+[Note: lineage]."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,8 @@ def problems_of(attempts: list[Attempt]) -> Iterator[str]:
 
 
 def _link(attempt: Attempt, earlier: list[Attempt]) -> Iterator[str]:
-    """Set the parent of `attempt`: the attempt that did the loaded step. Yield contradictions."""
+    """Set `attempt.parent` to the earlier attempt that computed the step which `attempt` loaded. It
+    stays None for fresh weights, or if no attempt computed it. Yield contradictions."""
     start = attempt.start
     where = _name(attempt)
     if start.step == 0:
@@ -54,21 +55,21 @@ def _link(attempt: Attempt, earlier: list[Attempt]) -> Iterator[str]:
     ):
         reached = max((other.last_step for other in earlier), default=0)
         yield (
-            f"{where} loaded step {start.step}, which nobody did: the record ends at step "
+            f"{where} loaded step {start.step}, which no attempt computed: the record ends at step "
             f"{parent.last_step if parent else reached}"
         )
         return
     attempt.parent = parent
     if start.data and parent.start.data and start.data != parent.start.data:
-        yield f"{where} goes on from attempt {parent.number}, whose data has another fingerprint"
+        yield f"{where} continues from attempt {parent.number}, whose data has another fingerprint"
     begun, before = (
         [list(stage) for stage in one.start.stages if stage[0] < start.sequences]
         for one in (attempt, parent)
     )
     if begun != before:
         yield (
-            f"{where} goes on from attempt {parent.number} at sequence {start.sequences}, but the "
-            "stages of their data up to there differ"
+            f"{where} continues from attempt {parent.number} at sequence {start.sequences}, but "
+            "the stages of their data up to that sequence differ"
         )
     if start.step > parent.last_step:
         attempt.unrecorded = start.step - parent.last_step
@@ -76,13 +77,13 @@ def _link(attempt: Attempt, earlier: list[Attempt]) -> Iterator[str]:
     cursor = _cursor(parent, start.step)
     if cursor is not None and cursor != start.sequences:
         yield (
-            f"{where} went on after step {start.step} from sequence {start.sequences}, but that "
+            f"{where} continued after step {start.step} from sequence {start.sequences}, but that "
             f"step ended before {cursor}: {_between(cursor, start.sequences)}"
         )
 
 
 def _guessed_parent(attempt: Attempt, earlier: list[Attempt]) -> Attempt | None:
-    """Returns the attempt that probably did the step that `attempt` loaded; None if no attempt did.
+    """Returns the attempt that probably computed the step which `attempt` loaded, or None.
     Used for ledgers of older versions, whose start lines name no parent."""
     start = attempt.start
     parent = earlier[-1] if earlier else None
@@ -128,7 +129,7 @@ def _gaps(attempt: Attempt) -> Iterator[str]:
     for step in attempt.steps:
         where = f"step {step.step} (attempt {attempt.number}, line {step.line})"
         if step.step <= number:
-            yield f"{where} is recorded after step {number}: it was done twice"
+            yield f"{where} is recorded after step {number}: it was computed twice"
         elif step.step > number + 1:
             missing = f"{number + 1} to {step.step - 1}" if step.step > number + 2 else number + 1
             yield f"{where} follows step {number}: no record of {missing}"

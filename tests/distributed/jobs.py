@@ -198,7 +198,7 @@ def _become(
 
 
 def records(folder: Path, run: str) -> list[dict]:
-    """Records of metrics.jsonl on the newest attempt's line."""
+    """Records of metrics.jsonl in the newest attempt's lineage."""
     return read_metrics(folder / run)
 
 

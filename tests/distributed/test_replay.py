@@ -33,7 +33,7 @@ from trainer.data.prepare.prepare import prepare
 from trainer.recipe import RecipeError, load_recipe
 from trainer.run.provenance import digest_of, recipe_file
 from trainer.tasks.task import build_task
-from trainer.tools.replay.line import StepSpan
+from trainer.tools.replay.lineage import StepSpan
 from trainer.tools.replay.request import OUTCOME, REQUEST, Request
 
 SAVED = ("checkpoint.when_busy=wait", "checkpoint.keep=0")

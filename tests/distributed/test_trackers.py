@@ -58,7 +58,7 @@ def attempt_of(run_dir, start, parent=""):
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4), st.booleans()), max_size=6))
-def test_records_follow_the_line_of_the_newest_attempt(tmp_path_factory, attempts):
+def test_records_follow_the_lineage_of_the_newest_attempt(tmp_path_factory, attempts):
     """Attempts that go on from any earlier one, as after a partition, for so many steps, after some
     of which a new tracker goes on; and rank 0 of the first was cut off and goes on beside them."""
     run = tmp_path_factory.mktemp("run")

@@ -19,7 +19,7 @@ from trainer.parallel.schedules import (
 )
 from trainer.plan.blueprint import Blueprint, StageBlueprint, read_blueprint, stage_of, trained_of
 from trainer.plan.costs import PlannedMachine
-from trainer.plan.moments import adds_gradients
+from trainer.plan.peak_points import adds_gradients
 from trainer.plan.rank_layout import RankLayout, layout_of
 from trainer.plan.rank_memory import RankMemory, memory_of, messages_beside
 from trainer.plan.tape import PassTrace

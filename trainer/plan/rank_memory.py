@@ -9,12 +9,12 @@ from trainer.optim.groups import moments as kept_by
 from trainer.parallel.offload import BUFFERS, PORTION_BYTES, copies
 from trainer.parallel.schedules import Action, Order, incoming
 from trainer.plan.blueprint import ParameterShape, StageBlueprint, bytes_of, counted, trained_of
-from trainer.plan.moments import (
-    MemoryMoment,
+from trainer.plan.peak_points import (
+    PeakPoint,
     ShardedStage,
     StagePass,
     UnshardedStage,
-    ddp_moments,
+    ddp_points,
     gather_bytes,
 )
 from trainer.plan.rank_layout import RankLayout
@@ -41,11 +41,11 @@ class RankMemory:
     """Bytes at the peak besides the other fields: gathered units, reduction buffers, unreduced
     gradients of earlier passes, and temporary memory of operators."""
     peak: int
-    """Bytes on the device at the largest moment of a step, at most the sum of the other fields.
+    """Largest number of bytes on the device in a step, at most the sum of the other fields.
     Excludes what torch, CUDA and NCCL themselves need, and fragmentation."""
-    moment: str
-    """Name of the moment of `peak`: forward, head, blocks, end, reduce or update; see
-    [Note: moments]."""
+    peak_phase: str
+    """Phase of the step in which the peak is: forward, head, blocks, end, reduce or update; see
+    [Note: peak points] in peak_points.py."""
     host: int
     """Bytes in host memory instead of on the device. With `strategy.offload: cpu`: parameters,
     gradients and optimizer state, with the padding of pinned memory. With `nvme`: buffers of the
@@ -110,11 +110,11 @@ def memory_of(
         activations, by_stage = _passes(
             order or alone, held, each, messages or [0] * len(order or alone)
         )
-        moments = [MemoryMoment("update", gradients, 0, 0 if offloaded else rounding)] + [
-            replace(moment, pass_=moment.pass_ + beside)
+        points = [PeakPoint("update", gradients, 0, 0 if offloaded else rounding)] + [
+            replace(point, pass_=point.pass_ + beside)
             for of_stage, passes in zip(held, by_stage, strict=True)
             for which, beside in passes.items()
-            for moment in of_stage.moments(which)
+            for point in of_stage.points(which)
         ]
     else:
         parameters, gradients = whole, whole_trained
@@ -122,16 +122,16 @@ def memory_of(
         if sharding.zero1(recipe):
             state = _state_bytes(units, layout.replicas)
             gathered = gather_bytes(trained_of(shapes), layout.replicas)
-        moments = ddp_moments(stages[0], layout, traces[0], max(gathered, rounding))
+        points = ddp_points(stages[0], layout, traces[0], max(gathered, rounding))
     # Bytes that exist throughout the step; with offload only the buffers are on the device.
     standing = buffers + (0 if offloaded else parameters + state)
     pinned = sum(_pinned_bytes(some, layout.shards) for some in (shapes, trained_of(shapes)))
     in_memory = pinned + state if to_host else 0
 
-    def device_bytes(moment: MemoryMoment) -> int:
-        return standing + moment.pass_ + moment.other + (0 if offloaded else moment.gradients)
+    def device_bytes(point: PeakPoint) -> int:
+        return standing + point.pass_ + point.other + (0 if offloaded else point.gradients)
 
-    moment = max(moments, key=device_bytes)
+    highest = max(points, key=device_bytes)
     portions = copies(kept_by(recipe.optimizer) or ()) * PORTION_BYTES * BUFFERS
     return RankMemory(
         parameters=parameters,
@@ -139,9 +139,9 @@ def memory_of(
         optimizer_state=state,
         buffers=buffers,
         activations=activations,
-        transient=moment.other + max(0, moment.pass_ - activations),
-        peak=device_bytes(moment),
-        moment=moment.name,
+        transient=highest.other + max(0, highest.pass_ - activations),
+        peak=device_bytes(highest),
+        peak_phase=highest.phase,
         host=portions if to_disk else in_memory,
         disk=parameters + gradients + state if to_disk else 0,
     )

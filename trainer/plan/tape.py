@@ -284,7 +284,7 @@ class Tape(LiveTensors):
             weights = [node.variable for node in group["params"]]
             phase = f"{self._part_of.get(weights[0], 'head')} weights"
             if phase != self.label:
-                _drop_all(model)  # moments.py adds the gradients of whole units
+                _drop_all(model)  # peak_points.py adds the gradients of whole units
                 self._enter(phase)
                 self._before_weights[phase] = self.total()
             stage_backward_weight(iter(weights), [group])

@@ -21,7 +21,7 @@ from typing import Any
 
 from elastic.node.companion import until_input_ends
 from elastic.node.files import open_to_read, read_text, write_whole
-from elastic.record.history import line_of, on_line, read_starts
+from elastic.record.history import in_lineage, lineage_of, read_starts
 from elastic.record.ledger import LEDGER, StartLine
 from elastic.record.lines import read_record
 from trainer.run.alerts import Alerts
@@ -52,9 +52,10 @@ NAMES = {
 
 
 class MetricsTail:
-    """Follows metrics.jsonl: returns the records on the line of the newest attempt that has a
-    record, see [Note: line of a run] in elastic/record/history.py. Also returns records without an
-    attempt, and records of an attempt that the ledger lacks.
+    """Follows metrics.jsonl: returns the records in the newest attempt's lineage, the steps that
+    led to its weights, see [Note: lineage] in elastic/record/history.py. The newest attempt is the
+    last started of those that have a record. Also returns records without an attempt, and records
+    of an attempt that the ledger lacks.
 
     Args:
         run_dir: run directory.
@@ -66,15 +67,15 @@ class MetricsTail:
         self._run_dir, self._offset = run_dir, 0
         self._starts: dict[str, StartLine] = {}
         self._newest: str | None = None
-        self._line: dict[str, float] = {}
-        """Line of `_newest`, the attempt whose line is followed (None before the first record)."""
+        self._lineage: dict[str, float] = {}
+        """Lineage of `_newest`, the attempt that is followed (None before the first record)."""
 
     def read(self) -> tuple[int | None, list[dict[str, Any]]]:
         """Return (first step whose earlier records are void, None if no record became void; new
         records).
 
         The first records that are read also make steps void, because an earlier process may have
-        stored more than it knew. Records that are on the line again are returned as new.
+        stored more than it knew. Records that are again in the lineage are returned as new.
         """
         records, void = self._records(), None
         if not records:
@@ -85,24 +86,24 @@ class MetricsTail:
         newest = self._newest_of(self._newest or "", *names)
         if newest != self._newest:
             void, records = self._change_to(newest)
-        new = [one for one in records if on_line(one, self._line)]
+        new = [one for one in records if in_lineage(one, self._lineage)]
         self.after = max([self.after, *(one["time"] for one in new)])
         return void, new
 
     def _change_to(self, newest: str) -> tuple[int, list[dict[str, Any]]]:
-        """Follow the line of attempt `newest` from now on. Return (first step whose earlier records
-        are void; all records that were not returned before)."""
-        self._offset, before = 0, self._line
+        """Follow the lineage of attempt `newest` from now on. Return (first step whose earlier
+        records are void; all records that were not returned before)."""
+        self._offset, before = 0, self._lineage
         records = self._records()
-        if self._newest is None:  # an earlier process followed the line of its newest attempt
+        if self._newest is None:  # an earlier process followed the lineage of its newest attempt
             known = (one.get("attempt", "") for one in records if one["time"] <= self.after)
-            before = line_of(self._starts, self._newest_of("", *known))
-        self._newest, self._line = newest, line_of(self._starts, newest)
-        returned = [one["time"] <= self.after and on_line(one, before) for one in records]
+            before = lineage_of(self._starts, self._newest_of("", *known))
+        self._newest, self._lineage = newest, lineage_of(self._starts, newest)
+        returned = [one["time"] <= self.after and in_lineage(one, before) for one in records]
         stand = [
             one["step"]
             for one, was in zip(records, returned, strict=True)
-            if was and on_line(one, self._line)
+            if was and in_lineage(one, self._lineage)
         ]
         others = [one for one, was in zip(records, returned, strict=True) if not was]
         return max(stand, default=0) + 1, others

@@ -26,7 +26,7 @@ SOURCES = {
 """Column → origin of its figures, described in `prediction.HOW`."""
 WIDTH = 120
 """Columns of text. Commands are not wrapped, so that they can be pasted."""
-MOMENTS = {
+PEAK_PHASES = {
     "forward": "when the loss is computed",
     "head": "in the backward pass of the output head",
     "blocks": "in the backward pass of a block",
@@ -203,7 +203,7 @@ def _advice(plan: Plan, command: str, price: float | None) -> str:
             f"Nothing fits with {ROOM:.0%} room. {least.label} with recompute "
             f"{least.recipe.strategy.activation_checkpointing} needs least: "
             f"{_gb(least.prediction.peak)} GB, most of it "
-            f"{MOMENTS[least.prediction.moment]}, and on each node {_node(least)}."
+            f"{PEAK_PHASES[least.prediction.peak_phase]}, and on each node {_node(least)}."
         ]
         if plan.enough_nodes:
             lines.append(_more_nodes(plan))
@@ -227,7 +227,8 @@ def _advice(plan: Plan, command: str, price: float | None) -> str:
             _fill(
                 f"* Fastest that fits with {ROOM:.0%} room: {best.label}, recompute "
                 f"{best.recipe.strategy.activation_checkpointing}. It needs most "
-                f"{MOMENTS[p.moment]}: {_gb(p.peak)} GB of {plan.machine.gpu.memory / 1e9:.4g}, "
+                f"{PEAK_PHASES[p.peak_phase]}: {_gb(p.peak)} GB of "
+                f"{plan.machine.gpu.memory / 1e9:.4g}, "
                 f"and on each node {_node(best)}."
             ),
             _whole_run(plan, best, price),

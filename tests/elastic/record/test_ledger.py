@@ -58,7 +58,7 @@ class Run:
         return self
 
     def _counted(self, step):
-        """What a start line says of the state of `step`, on the line of the newest attempt."""
+        """What a start line says of the state of `step`, in the lineage of the newest attempt."""
         parent, skipped, rollbacks, at = "", 0, 0, step
         own = [line for line in self.lines if "attempt" in line]
         name = self.attempt if own else None
@@ -216,9 +216,12 @@ def test_a_step_that_lost_its_line_is_proved_by_the_start_after_it(folder):
     assert (history.unrecorded, history.step, history.sequences) == (1, 9, 72)
     # Not with another cursor, nor so many.
     run = Run().start(0).steps(1, 5)
-    assert "nobody did" in run.start(6, sequences=47).history(folder).problems[0]
+    assert "no attempt computed" in run.start(6, sequences=47).history(folder).problems[0]
     run = Run().start(0).steps(1, 5)
-    assert "nobody did: the record ends at step 5" in run.start(15).history(folder).problems[0]
+    assert (
+        "no attempt computed: the record ends at step 5"
+        in run.start(15).history(folder).problems[0]
+    )
     # A machine that crashes loses what was not on its disk yet.
     run = Run().start(0).steps(1, 5)
     run.boot = "boot-2"
@@ -239,14 +242,17 @@ def test_a_lost_branch_that_is_found_again(folder):
 @pytest.mark.parametrize(
     ("lines", "problem"),
     [
-        (Run().start(4).steps(5, 6), r"attempt 1 \(line 1\) loaded step 4, which nobody did"),
+        (
+            Run().start(4).steps(5, 6),
+            r"attempt 1 \(line 1\) loaded step 4, which no attempt computed",
+        ),
         (
             Run().start(0).steps(1, 4).start(4, sequences=24).steps(5, 5),
-            "went on after step 4 from sequence 24, but that step ended before 32: sequences 24 to "
-            "31 are consumed twice",
+            "continued after step 4 from sequence 24, but that step ended before 32: sequences 24 "
+            "to 31 are consumed twice",
         ),
         (Run().start(0).steps(1, 4).start(0, sequences=8), "fresh weights at sequence 8"),
-        (Run().start(0).steps(1, 3).steps(3, 4), "recorded after step 3: it was done twice"),
+        (Run().start(0).steps(1, 3).steps(3, 4), "recorded after step 3: it was computed twice"),
         (
             Run().start(0).steps(1, 3).steps(6, 7),
             r"step 6 \(attempt 1, line 5\) follows step 3: no record of 4 to 5",

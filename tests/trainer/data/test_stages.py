@@ -236,4 +236,4 @@ def test_only_stages_that_have_not_begun_may_change(opened, recipe):
         with pytest.raises(RecipeError, match=r"on the first 251 seq.* at sequence 251 or later"):
             check_resume(state, one, task, "it")
         (problem,) = problems
-        assert "at sequence 251, but the stages of their data up to there differ" in problem
+        assert "at sequence 251, but the stages of their data up to that sequence differ" in problem

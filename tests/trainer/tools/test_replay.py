@@ -16,7 +16,7 @@ from trainer.data.prepare.prepare import prepare
 from trainer.data.samples import IGNORED_LABEL
 from trainer.data.stream import COUNTED
 from trainer.tools.replay.compared import StepNumbers, differences, other_means, unrecorded
-from trainer.tools.replay.line import Lineage, StepSpan, beginning, draw, drawn
+from trainer.tools.replay.lineage import Lineage, StepSpan, beginning, draw, drawn
 from trainer.tools.replay.why import by_document, parts_of
 
 
@@ -32,7 +32,7 @@ def attempt(number, begin, end, recipe="a", saves=(), rollbacks=()):
     return Attempt(number, start, 1, steps=steps, saves=told, rollbacks=backs)
 
 
-LINE = Lineage(
+LINEAGE = Lineage(
     [
         # Steps 11 to 14 of the first were done in vain.
         (attempt(1, 0, 14, saves=(5, 10, 12), rollbacks=((7, 5), (14, 12))), 10),
@@ -43,16 +43,16 @@ LINE = Lineage(
 
 
 def test_the_line_knows_who_did_what():
-    assert LINE.last == 23
-    assert [LINE.attempt_of(step).number for step in (1, 10, 11, 20, 21)] == [1, 1, 2, 2, 3]
-    assert sorted(LINE.digests) == [5, 10, 15, 20]
-    assert LINE.rollbacks == {7: 5}
-    assert LINE.stretch(3, 23) == (LINE.attempts[0][0], 20)
-    assert LINE.stretch(12, 14) == (LINE.attempts[1][0], 14)
-    assert LINE.stretch(21, 23)[0].number == 3
+    assert LINEAGE.last == 23
+    assert [LINEAGE.attempt_of(step).number for step in (1, 10, 11, 20, 21)] == [1, 1, 2, 2, 3]
+    assert sorted(LINEAGE.digests) == [5, 10, 15, 20]
+    assert LINEAGE.rollbacks == {7: 5}
+    assert LINEAGE.stretch(3, 23) == (LINEAGE.attempts[0][0], 20)
+    assert LINEAGE.stretch(12, 14) == (LINEAGE.attempts[1][0], 14)
+    assert LINEAGE.stretch(21, 23)[0].number == 3
     for step in (0, 24):
         with pytest.raises(LedgerError, match=f"step {step}: .*steps 1 to 23"):
-            LINE.attempt_of(step)
+            LINEAGE.attempt_of(step)
 
 
 @pytest.mark.parametrize(
@@ -71,21 +71,21 @@ def test_the_line_knows_who_did_what():
     ],
 )
 def test_a_step_is_computed_from_the_nearest_state(stored, step, begin):
-    assert beginning(LINE, stored, step) == begin
+    assert beginning(LINEAGE, stored, step) == begin
 
 
 def test_an_audit_ends_in_a_save_and_computes_nothing_twice():
-    assert drawn(LINE, (5, 10, 15, 20), [3, 8, 9, 16]) == [
+    assert drawn(LINEAGE, (5, 10, 15, 20), [3, 8, 9, 16]) == [
         StepSpan(0, 5),
         StepSpan(5, 10),
         StepSpan(15, 20),
     ]
-    assert drawn(LINE, (), [3, 16, 22]) == [StepSpan(0, 23)]
-    assert drawn(LINE, (20,), [22]) == [StepSpan(20, 23)]
+    assert drawn(LINEAGE, (), [3, 16, 22]) == [StepSpan(0, 23)]
+    assert drawn(LINEAGE, (20,), [22]) == [StepSpan(20, 23)]
     # It also ends in a checkpoint of which the ledger has no digest.
-    assert drawn(LINE, (20, 22), [21]) == [StepSpan(20, 22)]
-    assert draw(LINE, 5, 7) == draw(LINE, 5, 7) != draw(LINE, 5, 8)
-    assert draw(LINE, 99, 1) == [*range(1, 24)]
+    assert drawn(LINEAGE, (20, 22), [21]) == [StepSpan(20, 22)]
+    assert draw(LINEAGE, 5, 7) == draw(LINEAGE, 5, 7) != draw(LINEAGE, 5, 8)
+    assert draw(LINEAGE, 99, 1) == [*range(1, 24)]
 
 
 STEP = StepLine(4, 24, 32, 1.0, 1.0, "", 9, loss=2.0, norm=0.5, consumed="ab")

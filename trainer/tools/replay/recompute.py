@@ -42,7 +42,7 @@ from trainer.tools.replay.compared import (
     relative,
     unrecorded,
 )
-from trainer.tools.replay.line import Lineage, StepSpan, beginning, line_of
+from trainer.tools.replay.lineage import Lineage, StepSpan, beginning, newest_lineage
 from trainer.tools.replay.rebuild import AwayError, Sources, go_back, keep_state, rebuilt
 from trainer.tools.replay.request import OUTCOME, REQUEST, ReplayOutcome, Request
 from trainer.tools.replay.why import why
@@ -57,7 +57,7 @@ class Walk:
 
     request: Request
     sources: Sources
-    line: Lineage
+    lineage: Lineage
     world: World
     outcome: ReplayOutcome
     span: StepSpan
@@ -109,9 +109,9 @@ def recompute(request: Request, outcome: ReplayOutcome) -> None:
     run = Path(request.run)
     world = join_world(request.device, request.timeout, bytes.fromhex(request.secret))
     sources = Sources(run, request.data, Path(request.scratch))
-    line = line_of(read_history(run))
+    lineage = newest_lineage(read_history(run))
     for span in request.spans:
-        walk = Walk(request, sources, line, world, outcome, span)
+        walk = Walk(request, sources, lineage, world, outcome, span)
         if request.examined:
             _walk_from_good_state(walk)
             continue
@@ -143,20 +143,20 @@ def _walk_from_good_state(walk: Walk) -> None:
             if isinstance(error, WrongModel | SaveFailed) or begin not in stored:
                 raise
             stored.remove(begin)
-            older = StepSpan(beginning(walk.line, stored, end), end)
-            walk = Walk(walk.request, walk.sources, walk.line, walk.world, walk.outcome, older)
+            older = StepSpan(beginning(walk.lineage, stored, end), end)
+            walk = Walk(walk.request, walk.sources, walk.lineage, walk.world, walk.outcome, older)
             walk.say(f"note: {error}; now computing {_named(older)}")
 
 
 def _walk(walk: Walk) -> None:
     """Recompute a span, rebuilding the run for each attempt on the way."""
-    line, span, at = walk.line, walk.span, walk.span.begin
-    first = walk.sources.recipe_of(line.attempt_of(at + 1))
+    lineage, span, at = walk.lineage, walk.span, walk.span.begin
+    first = walk.sources.recipe_of(lineage.attempt_of(at + 1))
     storage = states = walk.sources.states_of(first)
     if not walk.request.examined:
         _check_stored(walk, storage)
     while at < span.end:
-        attempt, until = line.stretch(at + 1, span.end)
+        attempt, until = lineage.stretch(at + 1, span.end)
         _stretch(walk, attempt, at, until, states, storage)
         at, states = until, walk.states
 
@@ -164,7 +164,7 @@ def _walk(walk: Walk) -> None:
 def _checkpoint_deleted(walk: Walk) -> bool:
     """Whether the checkpoint that a span begins from was deleted."""
     with suppress(*known_errors()):
-        recipe = walk.sources.recipe_of(walk.line.attempt_of(walk.span.begin + 1))
+        recipe = walk.sources.recipe_of(walk.lineage.attempt_of(walk.span.begin + 1))
         names = {path.name for path in list_steps(walk.sources.states_of(recipe))}
         return walk.span.begin > 0 and step_name(walk.span.begin) not in names
     return False
@@ -187,7 +187,7 @@ def _steps(walk: Walk, run: Run, kind: Mapping[str, str], until: int, storage: P
     Args:
         kind: code, torch and hardware of this replay.
     """
-    line, backs = walk.line, walk.line.rollbacks
+    lineage, backs = walk.lineage, walk.lineage.rollbacks
     # The states to which a roll-back of the span returns.
     targets = {to for after, to in backs.items() if to < after <= walk.span.end}
     with _inputs(run) as inputs:
@@ -195,7 +195,7 @@ def _steps(walk: Walk, run: Run, kind: Mapping[str, str], until: int, storage: P
             step = run.progress.step + 1
             if run.progress.step in targets:
                 walk.keep(run)
-            attempt, expected = line.attempt_of(step), line.recorded(step)
+            attempt, expected = lineage.attempt_of(step), lineage.recorded(step)
             # A rounding difference stays in all later states.
             walk.proof = _weaker(walk.proof, _provable(walk, run, attempt, kind))
             if step == walk.request.examined:
@@ -268,7 +268,7 @@ def _weaker(one: Proof, other: Proof) -> Proof:
 def _compare(walk: Walk, run: Run, step: int, first: int, recomputed: StepNumbers) -> list[str]:
     """Compare a step, whose first sequence is `first`, with the ledger; return a clause per
     difference."""
-    line = walk.line.recorded(step)
+    line = walk.lineage.recorded(step)
     if line is None:  # lost with a killed process; any other gap is in `History.problems`
         return []
     after = first + run.plan.global_batch
@@ -282,7 +282,7 @@ def _compare(walk: Walk, run: Run, step: int, first: int, recomputed: StepNumber
     if line.loss is not None and walk.proof != "none":
         walk.furthest = max(walk.furthest, relative(recomputed.loss, line.loss))
     if absent := unrecorded(recomputed, line):
-        attempt = walk.line.attempt_of(step).number
+        attempt = walk.lineage.attempt_of(step).number
         walk.outcome.miss(f"lines of attempt {attempt} have no {' and no '.join(absent)}")
     walk.compared += 1
     walk.problems(f"step {step}: {one}" for one in clauses)
@@ -306,7 +306,7 @@ def _check_state(walk: Walk, run: Run, storage: Place) -> None:
     """Compare weights and moments after a step with the digests that its save wrote to the ledger;
     if the ledger has none, with the checkpoint. Collective."""
     step = run.progress.step
-    recorded = walk.line.digests.get(step)
+    recorded = walk.lineage.digests.get(step)
     if walk.proof != "bits" or not (recorded or step in walk.request.stored):
         return
     origin = "its save recorded"
@@ -330,7 +330,7 @@ def _check_stored(walk: Walk, storage: Place) -> None:
     def look() -> list[str]:
         problems = []
         for step in walk.span:
-            recorded = walk.line.digests.get(step)
+            recorded = walk.lineage.digests.get(step)
             if not recorded or step not in walk.request.stored:
                 continue
             problems += [
@@ -379,7 +379,7 @@ def _summary(walk: Walk) -> str:
 def _explain_step(walk: Walk, run: Run, inputs: Inputs, step: int) -> None:
     """Compute a step again; print its loss, norm and digest, how they compare with the ledger, and
     on request why the step went so (why.py)."""
-    line = walk.line.recorded(step)
+    line = walk.lineage.recorded(step)
     batches, _ = inputs.take()
     result = gradients(run, batches, consumed(batches, run.micro_batches, run.mesh.witness))
     numbers = StepNumbers(result.loss, result.norm, _skipped(run, result, line), result.consumed)
@@ -388,7 +388,7 @@ def _explain_step(walk: Walk, run: Run, inputs: Inputs, step: int) -> None:
     clauses = _compare(walk, run, step, run.progress.sequences, numbers)
     if line is None:
         walk.outcome.miss(f"the ledger has no line of step {step}")
-    attempt = walk.line.attempt_of(step)
+    attempt = walk.lineage.attempt_of(step)
     walk.say(
         f"step {step} of attempt {attempt.number}, on {walk.world.world_size} rank(s); the run had "
         f"{attempt.start.world_size}"
@@ -403,7 +403,7 @@ def _explain_step(walk: Walk, run: Run, inputs: Inputs, step: int) -> None:
         walk.say(f"  {name:<18} {value}")
     walk.say(f"  {'compared':<18} {_sentence(walk, line is not None, clauses)}")
     if walk.request.why:
-        for text in why(run, result, walk.line, walk.sources):
+        for text in why(run, result, walk.lineage, walk.sources):
             walk.say(text)
 
 

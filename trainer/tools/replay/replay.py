@@ -17,13 +17,13 @@ from elastic.record.history import LedgerError, read_history
 from elastic.record.ledger import StartLine
 from trainer.recipe import Recipe, RecipeError
 from trainer.recipe.strategies import exact, together
-from trainer.tools.replay.line import (
+from trainer.tools.replay.lineage import (
     Lineage,
     StepSpan,
     beginning,
     draw,
     drawn,
-    line_of,
+    newest_lineage,
     stored_states,
 )
 from trainer.tools.replay.request import OUTCOME, REQUEST, ReplayOutcome, Request
@@ -50,14 +50,14 @@ def replay(run: Path, step: int, options: ReplayOptions, *, why: bool) -> int:
     Raises:
         LedgerError, RecipeError, DataError, CheckpointError: the step cannot be recomputed.
     """
-    line = line_of(read_history(run))
-    if not 0 < step <= line.last:
-        raise LedgerError(f"--step {step}: the run has steps 1 to {line.last}")
-    plan = _planned(run, line, step, options)
-    states = stored_states(plan.storage, line)
+    lineage = newest_lineage(read_history(run))
+    if not 0 < step <= lineage.last:
+        raise LedgerError(f"--step {step}: the run has steps 1 to {lineage.last}")
+    plan = _planned(run, lineage, step, options)
+    states = stored_states(plan.storage, lineage)
     for damage in states.damaged:
         print(f"note: {damage}")
-    span = StepSpan(beginning(line, states.steps, step), step)
+    span = StepSpan(beginning(lineage, states.steps, step), step)
     return _print_outcome(plan.compute([span], states.steps, examined=step, why=why))
 
 
@@ -76,16 +76,16 @@ def audit(run: Path, count: int, seed: int | None, options: ReplayOptions) -> in
     history = read_history(run)
     if history.problems:  # a contradictory ledger does not define what to recompute
         return _print_outcome(ReplayOutcome(history.problems))
-    line = line_of(history)
+    lineage = newest_lineage(history)
     seed = secrets.randbits(32) if seed is None else seed
-    steps = draw(line, count, seed)
-    print(f"audit of steps {', '.join(map(str, steps))} of {line.last}, by --seed {seed}")
-    _take_threads(line.attempt_of(steps[-1]).start)
-    if contradictions := _other_recipes(run, line):
+    steps = draw(lineage, count, seed)
+    print(f"audit of steps {', '.join(map(str, steps))} of {lineage.last}, by --seed {seed}")
+    _take_threads(lineage.attempt_of(steps[-1]).start)
+    if contradictions := _other_recipes(run, lineage):
         return _print_outcome(ReplayOutcome(contradictions))
-    plan = _planned(run, line, steps[-1], options, audit=True)
-    states = stored_states(plan.storage, line)
-    outcome = plan.compute(drawn(line, states.steps, steps), states.steps)
+    plan = _planned(run, lineage, steps[-1], options, audit=True)
+    states = stored_states(plan.storage, lineage)
+    outcome = plan.compute(drawn(lineage, states.steps, steps), states.steps)
     # read again, because the run may have started anew meanwhile
     known = {one.start.attempt for one in read_history(run).attempts}
     outcome.problems[:0] = [
@@ -106,7 +106,7 @@ def _take_threads(start: StartLine) -> None:
         os.environ["OMP_NUM_THREADS"] = str(start.threads)
 
 
-def _other_recipes(run: Path, line: Lineage) -> list[str]:
+def _other_recipes(run: Path, lineage: Lineage) -> list[str]:
     """Describe recipes in the run directory that differ from those that the run trained with."""
     from trainer.run.provenance import digest_of, recipe_file
 
@@ -119,20 +119,20 @@ def _other_recipes(run: Path, line: Lineage) -> list[str]:
             return True
 
     contradictions = []
-    for attempt, _ in line.attempts:
+    for attempt, _ in lineage.attempts:
         path = recipe_file(run, attempt.start.recipe)
         if differs(path, attempt.start.recipe):
             contradictions.append(
                 f"{path} is not the recipe that attempt {attempt.number} began with"
             )
-    newest, shown = line.attempts[-1][0].start.recipe, run / "recipe.yaml"
+    newest, shown = lineage.attempts[-1][0].start.recipe, run / "recipe.yaml"
     if differs(shown, newest):
         contradictions.append(f"{shown} is not the recipe that the newest attempt began with")
     return contradictions
 
 
 def _planned(
-    run: Path, line: Lineage, step: int, options: ReplayOptions, *, audit: bool = False
+    run: Path, lineage: Lineage, step: int, options: ReplayOptions, *, audit: bool = False
 ) -> "_Plan":
     """Prepare a recomputation before ranks start. The recipe of `step` determines the number of
     ranks and their device.
@@ -140,7 +140,7 @@ def _planned(
     Raises:
         RecipeError: that recipe or its data is missing, or the ranks cannot divide its work.
     """
-    attempt = line.attempt_of(step)
+    attempt = lineage.attempt_of(step)
     _take_threads(attempt.start)
     from trainer.parallel.mesh import mesh_shape
     from trainer.tools.replay.rebuild import Sources
@@ -154,14 +154,14 @@ def _planned(
         exact.batch_plan(recipe, ranks // together(recipe.strategy))
     except RecipeError as error:
         raise RecipeError(f"--nproc {ranks}: {error}") from error
-    return _Plan(line, attempt.start, recipe, str(sources.states_of(recipe)), run, data, ranks)
+    return _Plan(lineage, attempt.start, recipe, str(sources.states_of(recipe)), run, data, ranks)
 
 
 @dataclass(frozen=True)
 class _Plan:
     """A recomputation that is ready to start."""
 
-    line: Lineage
+    lineage: Lineage
     start: StartLine
     """Ledger line of the start of the attempt that had the recipe."""
     recipe: Recipe
@@ -227,7 +227,9 @@ class _Plan:
     def _cost(self, spans: Sequence[StepSpan]) -> str:
         """Describe the steps, their starting states, and the time that the run took for them."""
         steps = sum(end - begin for begin, end in spans)
-        lines = [self.line.recorded(n) for one in spans for n in range(one.begin + 1, one.end + 1)]
+        lines = [
+            self.lineage.recorded(n) for begin, end in spans for n in range(begin + 1, end + 1)
+        ]
         seconds = sum(line.seconds for line in lines if line)
         begins = ", ".join(f"step {one.begin}" if one.begin else "the beginning" for one in spans)
         return (

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from trainer.tools.replay.line import StepSpan
+from trainer.tools.replay.lineage import StepSpan
 
 REQUEST = "PERDURE_REPLAY"
 """Environment variable with a rank's `Request`."""
@@ -27,7 +27,7 @@ class Request:
     spans: Sequence[StepSpan]
     """Spans to recompute, in order."""
     stored: Sequence[int] = ()
-    """Steps of the run's line with a checkpoint."""
+    """Steps of the run's lineage with a checkpoint."""
     data: Sequence[str] = ()
     """Current locations of the data sets, in the order of the recipe; empty: those of the
     recipe."""

@@ -49,7 +49,7 @@ from trainer.recipe.stages import ordered
 from trainer.run.state import Run
 from trainer.run.step import Gradients, seed_generators
 from trainer.text import table
-from trainer.tools.replay.line import Lineage
+from trainer.tools.replay.lineage import Lineage
 from trainer.tools.replay.rebuild import Sources
 
 LISTED = 5
@@ -103,7 +103,7 @@ class Weighed:
         return self.loss_sum / max(1, self.part.count)
 
 
-def why(run: Run, result: Gradients, line: Lineage, sources: Sources) -> Iterator[str]:
+def why(run: Run, result: Gradients, lineage: Lineage, sources: Sources) -> Iterator[str]:
     """Yield the lines that explain a step. Collective; replaces the gradients in the model.
 
     Args:
@@ -166,7 +166,7 @@ def why(run: Run, result: Gradients, line: Lineage, sources: Sources) -> Iterato
     rows = [[f"{norm:.4g}", f"{norm**2 / square:.1%}", name] for name, norm in largest]
     yield from table([["norm", "of |g|²", "parameter"], *rows], right={0, 1}, indent="  ")
     yield "\nthe steps around it:"
-    yield from _neighbouring_steps(run, step, line, sources)
+    yield from _neighbouring_steps(run, step, lineage, sources)
 
 
 def _last_if_nan(value: float) -> float:
@@ -379,32 +379,34 @@ class _Names:
 # --- the steps around ------------------------------------------------------------------------
 
 
-def _neighbouring_steps(run: Run, step: int, line: Lineage, sources: Sources) -> list[str]:
+def _neighbouring_steps(run: Run, step: int, lineage: Lineage, sources: Sources) -> list[str]:
     """Format a table of what ledger and recipes say of the neighbouring steps."""
-    steps = [one for one in range(step - AROUND, step + AROUND + 1) if 1 <= one <= line.last]
+    steps = [one for one in range(step - AROUND, step + AROUND + 1) if 1 <= one <= lineage.last]
     rows = []
-    for _, group in groupby(steps, key=lambda one: line.stretch(one, one)[0].start.recipe):
+    for _, group in groupby(steps, key=lambda one: lineage.stretch(one, one)[0].start.recipe):
         # groupby's groups end when the next one begins.
         some = list(group)
         rate = None
         with suppress(RecipeError):  # of another start, whose recipe may be gone
-            recipe = sources.recipe_of(line.attempt_of(some[0]))
+            recipe = sources.recipe_of(lineage.attempt_of(some[0]))
             rate = build_schedule(counted(recipe, run.task.stream.sequences))
         for one in some:
-            attempt, record = line.attempt_of(one), line.recorded(one)
+            attempt, record = lineage.attempt_of(one), lineage.recorded(one)
             loss = f"{record.loss:.4f}" if record and record.loss is not None else ""
             norm = f"{record.norm:.4g}" if record and record.norm is not None else ""
             lr = f"{rate(one):.3e}" if rate else ""
             numbers = [f"{one}", loss, norm, lr, str(attempt.start.world_size)]
             mark = "→" if one == step else ""
-            rows.append([mark, *numbers, _mixture(run, line, one), _special_events(line, one)])
+            rows.append(
+                [mark, *numbers, _mixture(run, lineage, one), _special_events(lineage, one)]
+            )
     head = ["", "step", "loss", "norm", "lr", "ranks", "sequences by source", ""]
     return table([head, *rows], right={1, 2, 3, 4, 5}, indent="  ")
 
 
-def _mixture(run: Run, line: Lineage, step: int) -> str:
+def _mixture(run: Run, lineage: Lineage, step: int) -> str:
     """Count the sequences of a step by source, where there are several."""
-    record, stream = line.recorded(step), run.task.stream
+    record, stream = lineage.recorded(step), run.task.stream
     if record is None or not isinstance(stream, TokenStream) or len(run.recipe.data.sources) < 2:
         return ""
     numbers, _ = stream.locate(np.arange(record.first, record.after_last))
@@ -415,9 +417,9 @@ def _mixture(run: Run, line: Lineage, step: int) -> str:
     )
 
 
-def _special_events(line: Lineage, step: int) -> str:
+def _special_events(lineage: Lineage, step: int) -> str:
     """Describe special events at a step."""
-    attempt, record = line.attempt_of(step), line.recorded(step)
+    attempt, record = lineage.attempt_of(step), lineage.recorded(step)
     remarks = []
     if step == attempt.start.step + 1 and step > 1:
         changed = ", ".join(
@@ -427,6 +429,6 @@ def _special_events(line: Lineage, step: int) -> str:
         remarks.append(f"attempt {attempt.number} begins" + (f": {changed}" if changed else ""))
     if record and record.skipped:
         remarks.append(f"skipped for its {printable(record.skipped)}")
-    if step in line.rollbacks:
-        remarks.append(f"then rolled back to step {line.rollbacks[step]}")
+    if step in lineage.rollbacks:
+        remarks.append(f"then rolled back to step {lineage.rollbacks[step]}")
     return "; ".join(remarks)

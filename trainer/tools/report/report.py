@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic.node.files import open_to_read
 from elastic.record.causes import ending
-from elastic.record.history import History, line_of, on_line, read_history, read_starts
+from elastic.record.history import History, in_lineage, lineage_of, read_history, read_starts
 from elastic.record.lines import read_record
 from elastic.record.reliability import Goodput, Reliability, goodput, reliability
 from trainer.recipe.yaml_tree import RecipeError, read_tree
@@ -85,16 +85,18 @@ def check(history: History, run: Path | None = None) -> tuple[bool | None, str]:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Read the records of metrics.jsonl that are on the line of the newest attempt, without a torn
-    last line; [] if there is no file."""
+    """Read the records of metrics.jsonl in the newest attempt's lineage, without a torn last line;
+    [] if there is no file."""
     starts = read_starts(run)
-    line = line_of(starts, next(reversed(starts), ""))
+    lineage = lineage_of(starts, next(reversed(starts), ""))
     try:
         descriptor = open_to_read(run / "metrics.jsonl", follow=True)
     except OSError:
         return []
     with os.fdopen(descriptor, "rb") as file:
-        return [record for record in map(read_record, file) if record and on_line(record, line)]
+        return [
+            record for record in map(read_record, file) if record and in_lineage(record, lineage)
+        ]
 
 
 def unit_of(run: Path) -> str:

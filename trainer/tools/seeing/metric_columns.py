@@ -23,8 +23,8 @@ _SAMPLES_BYTES, _LONGEST = 64 << 20, 4000
 
 
 class MetricRecords:
-    """Records of a run's metrics.jsonl, in columns. Shows those on one line of attempts, see
-    [Note: line of a run] in elastic/record/history.py. A file that was replaced or cut is read
+    """Records of a run's metrics.jsonl, in columns. Shows those in the lineage of one attempt, see
+    [Note: lineage] in elastic/record/history.py. A file that was replaced or cut is read
     again from its beginning.
 
     Args:
@@ -44,13 +44,13 @@ class MetricRecords:
         """Index of each record's attempt in `_attempts`; names of attempts."""
         self._columns: dict[str, array[float]] = {}
         self._counts = np.zeros(0, dtype=bool)
-        """Whether each record is on the line."""
+        """Whether each record is in the lineage."""
 
-    def read(self, line: Mapping[str, float]) -> None:
+    def read(self, lineage: Mapping[str, float]) -> None:
         """Read new records. A last line without a newline is left for the next call.
 
         Args:
-            line: the line of attempts whose records are shown, from `line_of`.
+            lineage: the lineage whose records are shown, from `lineage_of`.
         """
         try:
             descriptor = open_to_read(self.path, follow=True)
@@ -71,7 +71,7 @@ class MetricRecords:
                     self._add(record)
         if self.offset - self._kept >= cache.WORTH_BYTES:
             self._keep()
-        last = np.array([line.get(name, math.inf) for name in self._attempts])
+        last = np.array([lineage.get(name, math.inf) for name in self._attempts])
         self._counts = np.array(self._step) <= last[np.array(self._attempt, dtype=int)]
 
     def _add(self, record: Mapping[str, Any]) -> None:
@@ -102,12 +102,12 @@ class MetricRecords:
 
     @property
     def step(self) -> np.ndarray:
-        """Step of each record on the line."""
+        """Step of each record in the lineage."""
         return np.array(self._step, dtype=float)[self._counts]
 
     @property
     def time(self) -> np.ndarray:
-        """Unix time of each record on the line."""
+        """Unix time of each record in the lineage."""
         return np.array(self._time)[self._counts]
 
     def names(self) -> list[str]:

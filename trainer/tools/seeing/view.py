@@ -74,7 +74,7 @@ class RunView:
     def look(self) -> None:
         """Read new data. Raises LedgerError if the run has not started, or the path is no run."""
         self.history = self.ledger.read()
-        self.records.read(self.history.line)
+        self.records.read(self.history.lineage)
         # Read before the samples: a page that misses some then requests them again.
         self.samples_version = samples_version(self.path)
         self.now = time.time()
@@ -343,7 +343,8 @@ class RunView:
         }
 
     def _shown(self) -> str:
-        """A text that changes when a page may show records that are no longer on the line."""
+        """A text that changes when a page may show records that have left the lineage of the
+        newest attempt."""
         return f"{self.records.inode}-{len(self.history.attempts)}"
 
     def cursor(self) -> dict[str, Any]:
@@ -357,7 +358,8 @@ class RunView:
 
     def since(self, file: str, offset: int, seen: str, samples: str) -> dict[str, Any]:
         """Return what is new after a cursor. Return everything if the page may show records that
-        are no longer on the line: after a new attempt, or if the file was replaced or cut."""
+        have left the lineage of the newest attempt: after a new attempt, or if metrics.jsonl was
+        replaced or cut."""
         records = self.records
         if file != self._shown() or not 0 <= offset <= records.offset:
             return {**self.all(), "restart": True}

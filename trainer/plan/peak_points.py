@@ -1,7 +1,8 @@
-"""Computes the memory of one rank at the moments of a step at which it may be largest.
+"""Computes the memory of one rank at the points of a step at which it may be largest.
 
-[Note: moments] Memory changes within a step. Its peak is the largest of several moments, and less
-than the sum of the largest values of each kind of memory:
+[Note: peak points] Memory changes within a step. Its peak is the largest value at a few points in
+time, and less than the sum of the largest values of each kind of memory. These are the points, by
+the phase of the step:
 
 - *forward*: the loss has just been computed, so logits and all activations exist; or the last block
   computes; or FSDP has just gathered a block.
@@ -67,11 +68,11 @@ from trainer.recipe.strategies import exact
 
 
 @dataclass(frozen=True)
-class MemoryMoment:
-    """Bytes that are allocated at one moment of a step."""
+class PeakPoint:
+    """Bytes that are allocated at a point in time of a step, where the peak may be."""
 
-    name: str
-    """Name in [Note: moments]."""
+    phase: str
+    """Phase of the step, as [Note: peak points] names it."""
     gradients: int = 0
     """Bytes of reduced gradients, or of DDP's buckets."""
     pass_: int = 0
@@ -133,8 +134,8 @@ class ShardedStage:
         blocks = dict.fromkeys(stage.units[1:])  # distinct blocks, because most are equal
         self._parts = [part for unit in blocks for part in parts_of(unit)]
         self._block = max((self._padded(unit) for unit in blocks), default=0)
-        # All but experts, which are reduced before the rest of their block, and whose flat buffer
-        # never exists together with that of the next block.
+        # All parts but experts, which are reduced before their block's other part, and whose flat
+        # buffer never exists together with that of the next block.
         whole = [part for part in self._parts if part[0].divided == 1]
         self._buffer = max(map(self._buffer_of, whole), default=0)
         self._flat = max(map(self._flat_of, whole), default=0)
@@ -159,9 +160,9 @@ class ShardedStage:
         between = sum(self._of_passes(True)) + self._all_reduced(True, 0)
         return IdleStage(self._gathered, between, self._slices)
 
-    def moments(self, which: StagePass) -> list[MemoryMoment]:
-        """Return the moments of a pass. They include memory that earlier passes of the stage
-        left."""
+    def points(self, which: StagePass) -> list[PeakPoint]:
+        """Return the memory at each point of a pass where the peak may be. It includes what earlier
+        passes of the stage left allocated."""
         kind, before, last, fresh = which
         if kind == "F":
             return self._forward(before, fresh)
@@ -198,8 +199,9 @@ class ShardedStage:
         return (self._slices, 0, self._last_buffer) if self._every_pass else (0, self._whole, 0)
 
     def _apart(self, before: bool) -> int:
-        """Return the number of reductions so far whose all-reduced shards are separate from the
-        gradients. `before`: whether the stage has had a backward pass in this step."""
+        """Return the largest number of reductions whose all-reduced shards are separate from the
+        gradients; 0 without replicas. `before`: whether the stage has had a backward pass in this
+        step. If so, all reductions of the step count, otherwise one."""
         if self._layout.replicas == 1:
             return 0
         return (self._layout.reductions if before else 1) - self._in_place
@@ -212,9 +214,9 @@ class ShardedStage:
         shards = self._layout.shards
         return sum(bytes_of(trained_of(unit), shards, self._reduced) for unit in units)
 
-    def _forward(self, before: bool, fresh: bool) -> list[MemoryMoment]:
-        """Return the moments of a forward pass: at the loss, in the last block, and when gathered
-        units are copied out."""
+    def _forward(self, before: bool, fresh: bool) -> list[PeakPoint]:
+        """Return the peak points of a forward pass: at the loss, in the last block, and when
+        gathered units are copied out."""
         early, aside, kept = self._of_passes(before)
         whole = fresh and (self._every_pass or not before)  # this pass also gathers the root
         gathers, ahead = self._free or whole, self._layout.gathers_ahead
@@ -222,22 +224,22 @@ class ShardedStage:
         beside = aside + kept + self._all_reduced(before, 0)
         other = self._gathered + beside
         own = self._block if self._free else 0
-        moments = [
-            MemoryMoment("forward", early, self.trace.head_forward, other + left),
-            MemoryMoment("forward", early, self.trace.last_forward, other + left + own),
+        points = [
+            PeakPoint("forward", early, self.trace.head_forward, other + left),
+            PeakPoint("forward", early, self.trace.last_forward, other + left + own),
         ]
         if gathers:  # the flat buffer of the previous unit still exists
             flats = self._flat if ahead or len(self._units) < 3 else 2 * self._flat
             held = self.trace.forward_entry
-            moments.append(MemoryMoment("forward", early, held, other + own + flats))
+            points.append(PeakPoint("forward", early, held, other + own + flats))
         if whole:
             flats = self._root_flat + (0 if ahead else self._flat + self._block)
             held = self.trace.hidden
-            moments.append(MemoryMoment("forward", early, held, self._root + flats + beside))
-        return moments
+            points.append(PeakPoint("forward", early, held, self._root + flats + beside))
+        return points
 
-    def _backward(self, before: bool, reduces: bool, freed: bool) -> list[MemoryMoment]:
-        """Return the moments of a backward pass.
+    def _backward(self, before: bool, reduces: bool, freed: bool) -> list[PeakPoint]:
+        """Return the peak points of a backward pass.
 
         Args:
             before: whether a backward pass of the stage precedes this pass in the step.
@@ -250,21 +252,21 @@ class ShardedStage:
         early, aside, kept = self._of_passes(before)
         own, flat, flats = (self._block, self._flat, self._flats) if free else (0, 0, 0)
         other = whole + aside + kept + self._all_reduced(before, 0)
-        moments = [MemoryMoment("head", early, trace.head_backward, other + flat)]
+        points = [PeakPoint("head", early, trace.head_backward, other + flat)]
         if units[1:]:
             ahead = flat if units[2:] else 0  # with a single block, backward gathers nothing more
-            moments += [
-                MemoryMoment("blocks", early, trace.entry, other + own + flats),
-                MemoryMoment("blocks", early, trace.last_backward, other + own + ahead),
+            points += [
+                PeakPoint("blocks", early, trace.entry, other + own + flats),
+                PeakPoint("blocks", early, trace.last_backward, other + own + ahead),
             ]
         if not reduces:
             for _, below in inner_blocks(self._stage):
                 held = trace.first_backward + below * trace.block_saved
                 ahead = flat if below else 0
-                moments.append(MemoryMoment("blocks", early, held, other + own + ahead))
+                points.append(PeakPoint("blocks", early, held, other + own + ahead))
             if not before:
-                moments.append(self._first_ends())
-            return moments
+                points.append(self._first_ends())
+            return points
         root_slices, block_slices = (self._slice_of(units[i]) for i in (0, -1))
         root_aside, block_aside = (self._accumulated(units[i]) if aside else 0 for i in (0, -1))
 
@@ -277,13 +279,11 @@ class ShardedStage:
             other = gathered(back, below) + own + aside - back * block_aside + self._buffer
             held = trace.first_backward + below * trace.block_saved
             done = max(early, back * block_slices)
-            moments.append(
-                MemoryMoment("blocks", done, held, other + self._all_reduced(before, back))
-            )
+            points.append(PeakPoint("blocks", done, held, other + self._all_reduced(before, back)))
             if not below:
                 held, other = trace.after_block + trace.block_saved, other + flats
-                moments.append(
-                    MemoryMoment("blocks", done, held, other + self._all_reduced(before, back))
+                points.append(
+                    PeakPoint("blocks", done, held, other + self._all_reduced(before, back))
                 )
         experts = parts_of(units[-1])[1:]
         for below in {len(units) - 2, 0} if experts else ():
@@ -296,9 +296,9 @@ class ShardedStage:
             held = below * trace.block_saved if which else 0
             buffer = self._buffer_of(experts[0])
             reducing = other + self._reducing(experts[0], before)
-            moments += [
-                MemoryMoment("blocks", done, trace.experts[which] + held, reducing),
-                MemoryMoment("blocks", done, trace.rest[which] + held, other + buffer),
+            points += [
+                PeakPoint("blocks", done, trace.experts[which] + held, reducing),
+                PeakPoint("blocks", done, trace.rest[which] + held, other + buffer),
             ]
         for below in {len(units) - 2, 0} if units[1:] else ():
             back = len(units) - 1 - below
@@ -306,15 +306,15 @@ class ShardedStage:
             other += max(self._reducing(part, before) for part in self._parts)
             held = trace.after_block + below * trace.block_saved
             done = max(early, (back - 1) * block_slices)
-            moments.append(
-                MemoryMoment("blocks", done, held, other + self._all_reduced(before, back - 1))
+            points.append(
+                PeakPoint("blocks", done, held, other + self._all_reduced(before, back - 1))
             )
         done, after = max(early, self._slices - root_slices), self._all_reduced(before, len(units))
         other = self._root + self._buffer + root_aside + after
         return [
-            *moments,
-            MemoryMoment("end", done, trace.tail_backward, other),
-            MemoryMoment("reduce", done, 0, self._reducing(units[0], before) + after),
+            *points,
+            PeakPoint("end", done, trace.tail_backward, other),
+            PeakPoint("reduce", done, 0, self._reducing(units[0], before) + after),
         ]
 
     def _from_the_last(self) -> Sequence[Sequence[ParameterShape]]:
@@ -323,13 +323,13 @@ class ShardedStage:
         head, *blocks = self._units
         return [head] * self._stage.last + blocks[::-1]
 
-    def _first_ends(self) -> MemoryMoment:
-        """Return the moment at the end of the first of several passes, when the gradients of the
-        last unit are being cast, and all other gradients have been cast."""
+    def _first_ends(self) -> PeakPoint:
+        """Return the peak point at the end of the first of several passes, when the gradients of
+        the last unit are being cast, and all other gradients have been cast."""
         root = self._units[0]
         last, held = (root, 0) if root else (self._parts[-1], self.trace.after_block)
         others = self._whole - self._accumulated(last)
-        return MemoryMoment("end", 0, held, self._gathered + others + self._casting(last))
+        return PeakPoint("end", 0, held, self._gathered + others + self._casting(last))
 
     def _casting(self, unit: Sequence[ParameterShape]) -> int:
         """Return the peak bytes while a unit's gradients are cast one by one to the reduction's
@@ -361,34 +361,34 @@ class ShardedStage:
         # The reduced shard replaces the shard of an earlier reduction of this unit.
         return most - reduced_to if self._apart(before) > 1 else most
 
-    def _backward_of_weights(self, before: bool, last: bool) -> list[MemoryMoment]:
-        """Return the moments of computing postponed gradients of weights, and of reducing them unit
-        by unit after that."""
+    def _backward_of_weights(self, before: bool, last: bool) -> list[PeakPoint]:
+        """Return the peak points of a pass that computes postponed gradients of weights, and then
+        reduces them unit by unit."""
         _, aside, _ = self._of_passes(before)
-        # Gradients are then added to those of earlier passes at once.
+        # In this case gradients are added to those of earlier passes as soon as they are computed.
         added = before and self._compute == self._reduced
         units = [part for unit in self._units for part in parts_of(unit)]
         made = [bytes_of(trained_of(unit), None, self._compute) for unit in units]
         whole = [0 if added else size for size in made]
         other = self._gathered + aside
-        moments, done = [], 0
+        points, done = [], 0
         for held, unit in zip(self.trace.weights_peaks, self._from_the_last(), strict=True):
-            moments.append(MemoryMoment("blocks", 0, held, other + done))
+            points.append(PeakPoint("blocks", 0, held, other + done))
             done += 0 if added else bytes_of(trained_of(unit), None, self._compute)
-        moments.append(MemoryMoment("blocks", 0, 0, other + sum(whole)))
+        points.append(PeakPoint("blocks", 0, 0, other + sum(whole)))
         if not last:
             if not before:
                 cast = self._casting([shape for unit in self._units for shape in unit])
-                moments.append(MemoryMoment("end", 0, 0, self._gathered + cast))
-            return moments
+                points.append(PeakPoint("end", 0, 0, self._gathered + cast))
+            return points
         for number, unit in enumerate(units):
             after = range(number + 1, len(units))
             other = sum(self._padded(units[n]) + whole[n] for n in after)
             if before:
                 other += sum(self._accumulated(units[n]) for n in after)
             done = sum(map(self._slice_of, units[:number]))
-            moments.append(MemoryMoment("reduce", done, 0, other + self._reducing(unit, before)))
-        return moments
+            points.append(PeakPoint("reduce", done, 0, other + self._reducing(unit, before)))
+        return points
 
 
 class UnshardedStage:
@@ -405,65 +405,65 @@ class UnshardedStage:
     def resting(self) -> IdleStage:
         return IdleStage(0, self._whole, self._whole)
 
-    def moments(self, which: StagePass) -> list[MemoryMoment]:
+    def points(self, which: StagePass) -> list[PeakPoint]:
         kind, trace, whole = which.kind, self.trace, self._whole
         before = whole if which.before else 0
         if kind == "F":
-            return [MemoryMoment("forward", before, trace.head_forward)]
+            return [PeakPoint("forward", before, trace.head_forward)]
         if kind == "W" and not self._stage.first:
             parts = [self._root] * self._stage.last + [self._block] * self._stage.blocks
             pairs = zip(accumulate([0, *parts[:-1]]), trace.weights_peaks, strict=True)
-            weights = [MemoryMoment("blocks", max(before, done), held) for done, held in pairs]
-            return [*weights, MemoryMoment("blocks", whole)]
+            weights = [PeakPoint("blocks", max(before, done), held) for done, held in pairs]
+            return [*weights, PeakPoint("blocks", whole)]
         if kind == "I" and self._stage.first:
             return []
         there = kind == "I" or bool(before)  # this pass allocates no gradients of weights
         block, head = (0, 0) if there else (self._block, self._root * self._stage.last)
-        moments = [
-            MemoryMoment("head", before, trace.head_backward),
-            MemoryMoment("blocks", before + head, trace.last_backward),
-            MemoryMoment("end", before if there else whole - self._root, trace.tail_backward),
+        points = [
+            PeakPoint("head", before, trace.head_backward),
+            PeakPoint("blocks", before + head, trace.last_backward),
+            PeakPoint("end", before if there else whole - self._root, trace.tail_backward),
         ]
         for back, below in inner_blocks(self._stage):
             held = trace.first_backward + below * trace.block_saved
-            moments.append(MemoryMoment("blocks", before + head + back * block, held))
-        return moments
+            points.append(PeakPoint("blocks", before + head + back * block, held))
+        return points
 
 
-def ddp_moments(
+def ddp_points(
     stage: StageBlueprint, layout: RankLayout, trace: PassTrace, gathered: int
-) -> list[MemoryMoment]:
-    """Return the moments of a step under DDP. `gathered`: peak bytes of the update, in ZeRO-1's
+) -> list[PeakPoint]:
+    """Return the peak points of a step under DDP. `gathered`: peak bytes of the update, in ZeRO-1's
     gather or in rounding."""
     shapes = [shape for unit in stage.units for shape in trained_of(unit)]
     whole, root = bytes_of(shapes), bytes_of(trained_of(stage.units[0]))
     several = layout.passes > 1
-    moments = [MemoryMoment("update", whole, 0, gathered)]
+    points = [PeakPoint("update", whole, 0, gathered)]
     if layout.replicas > 1:
         aside = whole if several else 0
-        moments += [
-            MemoryMoment("forward", whole, trace.head_forward, aside),
-            MemoryMoment("head", whole, trace.head_backward, aside),
-            MemoryMoment("blocks", whole, trace.last_backward, aside),
-            MemoryMoment("end", whole, trace.tail_backward, min(aside, root)),
+        points += [
+            PeakPoint("forward", whole, trace.head_forward, aside),
+            PeakPoint("head", whole, trace.head_backward, aside),
+            PeakPoint("blocks", whole, trace.last_backward, aside),
+            PeakPoint("end", whole, trace.tail_backward, min(aside, root)),
         ]
         block = bytes_of(trained_of(stage.units[-1]))
         for back, below in inner_blocks(stage):
             held = trace.first_backward + below * trace.block_saved
-            moments.append(MemoryMoment("blocks", whole, held, max(0, aside - back * block)))
-        return moments
+            points.append(PeakPoint("blocks", whole, held, max(0, aside - back * block)))
+        return points
     # With several passes all gradients exist; with a single pass only those of finished blocks.
     before, block = (whole, 0) if several else (0, bytes_of(trained_of(stage.units[-1])))
-    moments += [
-        MemoryMoment("forward", before, trace.head_forward),
-        MemoryMoment("head", before, trace.head_backward),
-        MemoryMoment("blocks", before, trace.last_backward),
-        MemoryMoment("end", before or whole - root, trace.tail_backward),
+    points += [
+        PeakPoint("forward", before, trace.head_forward),
+        PeakPoint("head", before, trace.head_backward),
+        PeakPoint("blocks", before, trace.last_backward),
+        PeakPoint("end", before or whole - root, trace.tail_backward),
     ]
     for back, below in inner_blocks(stage):
         held = trace.first_backward + below * trace.block_saved
-        moments.append(MemoryMoment("blocks", before + back * block, held))
-    return moments
+        points.append(PeakPoint("blocks", before + back * block, held))
+    return points
 
 
 def gather_bytes(shapes: Sequence[ParameterShape], ranks: int) -> int:

@@ -1,4 +1,4 @@
-"""The line of a run: the attempts and steps that led to its newest weights (see
+"""The lineage of a run's newest attempt: the attempts and steps that led to the newest weights (see
 elastic/record/history.py). Tells which attempt computed each step, what the ledger recorded, and
 from which stored state the step can be recomputed. Imports no torch."""
 
@@ -25,27 +25,27 @@ class StepSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Lineage:
-    """The line of a run: the attempts and steps that led to its newest weights."""
+    """The attempts and steps that led to the newest weights of a run."""
 
     attempts: Sequence[tuple[Attempt, int]]
-    """The attempts of the line, oldest first, each with its newest step on the line."""
+    """The attempts of the lineage, oldest first, each with its newest step in the lineage."""
 
     @property
     def last(self) -> int:
-        """The newest step of the line."""
+        """The newest step of the lineage."""
         return self.attempts[-1][1]
 
     def attempt_of(self, step: int) -> Attempt:
         """Return the attempt that computed a step.
 
         Raises:
-            LedgerError: no attempt of the line did this step.
+            LedgerError: no attempt of the lineage computed this step.
         """
         for attempt, newest in self.attempts:
             if attempt.start.step < step <= newest:
                 return attempt
         raise LedgerError(
-            f"step {step}: no attempt in the ledger did it; the run has steps 1 to {self.last}"
+            f"step {step}: no attempt in the ledger computed it; the run has steps 1 to {self.last}"
         )
 
     def recorded(self, step: int) -> StepLine | None:
@@ -97,8 +97,8 @@ class Lineage:
         }
 
 
-def line_of(history: History) -> Lineage:
-    """Return the line that ends with the newest attempt of a run.
+def newest_lineage(history: History) -> Lineage:
+    """Return the lineage of the newest attempt of a run.
 
     Raises:
         LedgerError: no step is done.
@@ -118,16 +118,16 @@ class States:
     """The stored checkpoints of a run."""
 
     steps: Sequence[int]
-    """Steps on the run's line with a checkpoint, judged by the checkpoints' small files."""
+    """Steps of the lineage with a checkpoint, judged by the checkpoints' small files."""
     damaged: Sequence[str] = field(default_factory=list)
     """Why other checkpoints are unusable, a line each."""
     aside: Mapping[int, str] = field(default_factory=dict)
-    """Checkpoints of attempts that are no part of the line: step → name of the attempt."""
+    """Checkpoints of attempts outside the lineage: step → name of the attempt."""
 
 
-def stored_states(directory: Place, line: Lineage) -> States:
-    """Find the checkpoints of a run without reading tensors. Checkpoints of attempts that are no
-    part of `line` are set aside, as their rounding may differ."""
+def stored_states(directory: Place, lineage: Lineage) -> States:
+    """Find the checkpoints of a run without reading tensors. Checkpoints of attempts
+    outside `lineage` are set aside, as their rounding may differ."""
     steps, damaged, aside = [], [], dict[int, str]()
     for path in list_steps(directory):
         step = parse_step(path.name)
@@ -137,42 +137,48 @@ def stored_states(directory: Place, line: Lineage) -> States:
             if path in list_steps(directory):  # else the run has deleted the checkpoint meanwhile
                 damaged.append(str(error))
             continue
-        if step is not None and (not attempt or attempt in line.names_of(step)):
+        if step is not None and (not attempt or attempt in lineage.names_of(step)):
             steps.append(step)
         elif step is not None:
             aside[step] = str(attempt)
     return States(steps, damaged, aside)
 
 
-def beginning(line: Lineage, stored: Collection[int], step: int) -> int:
+def beginning(lineage: Lineage, stored: Collection[int], step: int) -> int:
     """Return the step of the newest state from which `step` can be recomputed; 0: the initial
     weights.
 
     A roll-back on the way needs a state that is stored, or that the replay itself computes.
     """
     for begin in sorted((one for one in stored if one < step), reverse=True):
-        backs = [to for after, to in line.rollbacks.items() if begin < after < step]
+        backs = [to for after, to in lineage.rollbacks.items() if begin < after < step]
         if all(to >= begin or to in stored for to in backs):
             return begin
     return 0
 
 
-def span_into(line: Lineage, stored: Collection[int], step: int) -> StepSpan:
-    """Return the span for a step, extended to the next state that the ledger or a checkpoint
-    records: wrong moments do not show in the first step computed from them, but show there."""
-    end = min((one for one in {*line.digests, *stored} if one >= step), default=line.last)
-    return StepSpan(beginning(line, stored, step), end)
+def span_into(lineage: Lineage, stored: Collection[int], step: int) -> StepSpan:
+    """Return the span to recompute in order to check `step`. It ends at the next step that has
+    digests in the ledger or a checkpoint, else at the last step of the lineage. Wrong moments of
+    the optimizer do not change the loss of the first step computed from them, but they change that
+    end state.
+
+    Args:
+        stored: steps that have a checkpoint.
+    """
+    end = min((one for one in {*lineage.digests, *stored} if one >= step), default=lineage.last)
+    return StepSpan(beginning(lineage, stored, step), end)
 
 
-def drawn(line: Lineage, stored: Collection[int], steps: Collection[int]) -> list[StepSpan]:
+def drawn(lineage: Lineage, stored: Collection[int], steps: Collection[int]) -> list[StepSpan]:
     """Return disjoint spans that cover the drawn steps."""
     ends: dict[int, int] = {}
-    for begin, end in (span_into(line, stored, step) for step in steps):
+    for begin, end in (span_into(lineage, stored, step) for step in steps):
         ends[begin] = max(end, ends.get(begin, 0))
     return [StepSpan(*one) for one in sorted(ends.items())]
 
 
-def draw(line: Lineage, count: int, seed: int) -> list[int]:
+def draw(lineage: Lineage, count: int, seed: int) -> list[int]:
     """Draw `count` steps of a run, or all if it has fewer, in ascending order."""
-    steps = range(1, line.last + 1)
+    steps = range(1, lineage.last + 1)
     return sorted(random.Random(seed).sample(steps, min(count, len(steps))))
